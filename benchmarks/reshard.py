@@ -64,7 +64,7 @@ def measured(mesh: Mesh, repeats: int) -> dict[str, Any]:
         "gb_in": max(made.bytes_in) / 1e9,
         "balance_out": max(made.bytes_out) * len(made.bytes_out) / sum(made.bytes_out),
         "balance_in": max(made.bytes_in) * len(made.bytes_in) / sum(made.bytes_in),
-        "heads_of_64": sum(link.source is None for link in links),
+        "heads_of_64": links.count(None),
     }
 
 

@@ -40,7 +40,7 @@ class Routes:
             return
         first, names = self._replicas[0], [replica.name for replica in self._replicas]
         plan = plan_of(description, mesh_of(first.mesh or None, len(first.ranks)))
-        for source, destination in chain(plan, len(names)):
+        for destination, source in enumerate(chain(plan, len(names))):
             if source is not None:
                 self._sources[names[destination]] = names[source]
             self._depths[names[destination]] = 0 if source is None else self._depths[names[source]] + 1

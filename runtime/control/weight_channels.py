@@ -241,7 +241,6 @@ class WeightChannels(LocalChannels):
             wire=self.wire,
             device=self.device,
             add=add,
-            agree=add.maximum if add else None,
             proof=self.ground.options.proof,
         )
 

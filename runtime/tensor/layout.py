@@ -130,8 +130,6 @@ class Holding(Protocol):
     def faults(self, shape: tuple[int, ...]) -> list[str]:
         """What makes it impossible for a tensor of this shape."""
 
-    def to_json(self) -> Any: ...
-
 
 @dataclass(frozen=True, slots=True)
 class ListedRegions:
@@ -159,13 +157,6 @@ class ListedRegions:
     def faults(self, shape: tuple[int, ...]) -> list[str]:
         wrong = [(rank, region) for rank, region in self.regions if not _inside(region, shape)]
         return [f"region {region} of rank {rank} outside shape {shape}" for rank, region in wrong]
-
-    def to_json(self) -> list[Any]:
-        return [[rank, list(region.start), list(region.stop)] for rank, region in self.regions]
-
-    @staticmethod
-    def from_json(data: Sequence[Any]) -> "ListedRegions":
-        return ListedRegions(tuple((rank, Region(tuple(start), tuple(stop))) for rank, start, stop in data))
 
 
 def _inside(region: Region, shape: tuple[int, ...]) -> bool:
@@ -403,17 +394,19 @@ class Layout:
         return Layout.whole(((t.name, t.shape, t.dtype) for t in self.tensors), ranks)
 
     def to_json(self) -> dict[str, Any]:
-        """Each signature once, and the tensors as [name, index of the signature]."""
+        """Each signature once, and the tensors as [name, index of the signature]; of placements alone."""
         signatures, indices = self.signatures
         return {
             "hosts": list(self.hosts),
-            "signatures": [[list(shape), dtype, held.to_json()] for shape, dtype, held in signatures],
+            "signatures": [
+                [list(shape), dtype, held.to_json()] for shape, dtype, held in signatures if isinstance(held, Placement)
+            ],
             "tensors": [[t.name, index] for t, index in zip(self.tensors, indices, strict=True)],
         }
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "Layout":
-        signatures = [(tuple(shape), dtype, _holding(held)) for shape, dtype, held in data["signatures"]]
+        signatures = [(tuple(shape), dtype, Placement.from_json(held)) for shape, dtype, held in data["signatures"]]
         tensors = tuple(TensorLayout(name, *signatures[index]) for name, index in data["tensors"])
         return Layout(tensors, tuple(data["hosts"]))
 
@@ -426,10 +419,6 @@ class Copy:
     source: int
     destination: int
     region: Region
-
-
-def _holding(data: Any) -> Holding:
-    return Placement.from_json(data) if isinstance(data, dict) else ListedRegions.from_json(data)
 
 
 def sharded(

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -42,15 +41,6 @@ _JSON = json.JSONEncoder(separators=(",", ":"))  # made once: json.dumps makes o
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class _Meta(msgspec.Struct, forbid_unknown_fields=True):
-    """A handle's `meta`. Readers of other hosts send it back: it is decoded by this type, which has no depth."""
-
-    serial: int
-
-
-_META = msgspec.json.Decoder(_Meta)
 
 
 class Usage(NamedTuple):
@@ -149,8 +139,7 @@ class ObjectStore:
         home.segment.view[start : start + _PREFIX.size + len(header)] = prefix + header
         for offset, tensor in zip(offsets, tensors, strict=True):
             ctypes.memmove(home.address + start + offset, tensor.data_ptr(), tensor.nbytes)
-        meta = f'{{"serial":{serial}}}'
-        handle = ObjectRef(home.segment.name, start, nbytes, meta, self.owner, self.host, self.endpoint)
+        handle = ObjectRef(home.segment.name, start, nbytes, serial, self.owner, self.host, self.endpoint)
         self._live[handle.segment, start] = handle
         return handle
 
@@ -283,12 +272,8 @@ def _places(header_end: int, sizes: Sequence[int]) -> tuple[list[int], int]:
 def _check_prefix(handle: ObjectRef, memory: bytearray | memoryview, start: int) -> None:
     if len(memory) < start + _PREFIX.size:
         raise ObjectRefError(f"{handle}: given {len(memory)} bytes, needed at least {_PREFIX.size}")
-    try:
-        expected = _META.decode(handle.meta).serial
-    except msgspec.MsgspecError as error:
-        raise ObjectRefError(f"{handle}: given meta {handle.meta!r:.80}, needed a serial number") from error
     magic, _, serial, nbytes = _PREFIX.unpack_from(memory, start)
-    if (magic, serial, nbytes) != (_MAGIC, expected, handle.nbytes):
+    if (magic, serial, nbytes) != (_MAGIC, handle.serial, handle.nbytes):
         raise ObjectRefError(f"{handle}: the block is not in use for this value (freed?)")
 
 

@@ -12,7 +12,7 @@ background, on a GPU in a stream of its own.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
@@ -58,12 +58,12 @@ class Offload:
         self._require("device")
         self._tensors = dict(tensors)
         self._device = next((tensor.device for tensor in tensors.values()), self._device)
-        self._begin(self._to_host)
+        self._begin()
 
     def come_back(self) -> None:
         """Begin the way back, into memory of the device that is taken anew."""
         self._require("host")
-        self._begin(self._to_device)
+        self._begin()
 
     def fence(self, timeout: float = 60.0) -> None:
         """Wait until the move is over, if there is one. Raises `OffloadError` after `timeout` seconds, or with what
@@ -91,7 +91,7 @@ class Offload:
         target = "host" if self.where == "device" else "device"
         return f"{self.name}: {len(self._tensors)} tensors, {self.nbytes} bytes, to the {target}"
 
-    def _begin(self, move: Callable[[], None]) -> None:
+    def _begin(self) -> None:
         if self._device.type == "cuda":
             self._callers = torch.cuda.current_stream(self._device)
             self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -106,25 +106,24 @@ class Offload:
                 self.fault.__cause__ = result
             over.set()
 
-        in_background(f"move {self.name}", move, end)
+        in_background(f"move {self.name}", self._move, end)
 
-    def _to_host(self) -> None:
-        host = self._room()
-        with self._aside():
-            for name, tensor in self._tensors.items():
-                host[name].copy_(tensor.detach(), non_blocking=True)
-        for name, tensor in self._tensors.items():
-            tensor.data = host[name]
-        give_back()
-
-    def _to_device(self) -> None:
+    def _move(self) -> None:
+        """Copy all of them to the other side, and let them lie there."""
+        leaving = self.where == "device"
         with torch.cuda.stream(self._callers):  # whose memory it is
-            device = {name: torch.empty_like(t, device=self._device) for name, t in self._tensors.items()}
+            target = (
+                self._room()
+                if leaving
+                else {n: torch.empty_like(t, device=self._device) for n, t in self._tensors.items()}
+            )
         with self._aside():
             for name, tensor in self._tensors.items():
-                device[name].copy_(tensor.detach(), non_blocking=True)
+                target[name].copy_(tensor.detach(), non_blocking=True)
         for name, tensor in self._tensors.items():
-            tensor.data = device[name]
+            tensor.data = target[name]
+        if leaving:
+            give_back()
 
     def _room(self) -> dict[str, Tensor]:
         """Host memory for each tensor, taken when they are first seen: pages that have been touched, or are pinned."""

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.runtime.tensor.layout import ITEMSIZE, Copy, Holding, IntArray, Layout, LayoutError, Region, TensorLayout
+from penstock.runtime.tensor.layout import ITEMSIZE, Copy, Holding, IntArray, Layout, LayoutError, Region
 
 _BLOCK = 1 << 20  # pairs of regions compared by one call
 
@@ -164,7 +164,7 @@ class SignatureGroup(NamedTuple):
     names: tuple[str, ...]
     places: tuple[int, ...]
     itemsize: int
-    lanes: tuple[CopySet, ...]
+    lanes: list[CopySet]
 
 
 class Route(NamedTuple):
@@ -204,16 +204,23 @@ class ReshardPlan:
         """The routes of a source rank, of a destination rank or between the two; all if neither is given. In rotation
         order, and for one peer by group and lane.
         """
-        routes = [
-            route
-            for index, group in enumerate(self.groups)
-            for number, lane in enumerate(group.lanes)
-            if (source is None or source in lane.sources) and (destination is None or destination in lane.destinations)
-            for route in _routes(self.groups, index, number, source, destination)
-        ]
+        found = []
+        for index, group in enumerate(self.groups):
+            tensors = len(group.names)
+            for number, lane in enumerate(group.lanes):
+                if destination is not None and destination not in lane.destinations:
+                    continue
+                place = None if destination is None else lane.destinations.index(destination)
+                for sender, start, end in zip(lane.sources, (0, *lane.ends), lane.ends, strict=False):
+                    if source not in (None, sender) or start == end:
+                        continue
+                    sent = range(start // tensors, -(-end // tensors))
+                    for k in sent if place is None else (place,) if place in sent else ():
+                        first, last = max(start - k * tensors, 0), min(end - k * tensors, tensors)
+                        found.append(Route(sender, lane.destinations[k], index, number, first, last, lane.region))
         steps = max(self.sources, self.destinations, 1)
-        routes.sort(key=lambda route: ((route.destination - route.source) % steps, route.source))
-        return tuple(routes)
+        found.sort(key=lambda route: ((route.destination - route.source) % steps, route.source))
+        return tuple(found)
 
     @property
     def nbytes(self) -> int:
@@ -232,19 +239,13 @@ class ReshardPlan:
 
     @cached_property
     def _loads(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        out, into = [0] * self.sources, [0] * self.destinations
-        alike: dict[tuple[int, ...], int] = defaultdict(int)  # many lanes have the same receivers
+        out, into = np.zeros(self.sources, np.int64), np.zeros(self.destinations, np.int64)
         for group in self.groups:
             for lane in group.lanes:
-                nbytes, start = lane.region.size * group.itemsize, 0
-                alike[lane.destinations] += nbytes * len(group.names)
-                for source, end in zip(lane.sources, lane.ends, strict=True):
-                    out[source] += (end - start) * nbytes
-                    start = end
-        for destinations, nbytes in alike.items():
-            for destination in destinations:
-                into[destination] += nbytes
-        return tuple(out), tuple(into)
+                nbytes = lane.region.size * group.itemsize
+                out[list(lane.sources)] += np.diff(lane.ends, prepend=0) * nbytes
+                into[list(lane.destinations)] += nbytes * len(group.names)
+        return tuple(out.tolist()), tuple(into.tolist())
 
     def _expanded(self, routes: tuple[Route, ...]) -> tuple[Copy, ...]:
         """The copies of one rank's routes: by peer as they come, then by tensor."""
@@ -259,28 +260,13 @@ class ReshardPlan:
         )
 
 
-def _routes(
-    groups: tuple[SignatureGroup, ...], index: int, number: int, source: int | None, destination: int | None
-) -> Iterator[Route]:
-    """The routes of one lane: those of one source or destination rank, if given."""
-    group, lane = groups[index], groups[index].lanes[number]
-    tensors, place = len(group.names), None if destination is None else lane.destinations.index(destination)
-    for sender, start, end in zip(lane.sources, (0, *lane.ends), lane.ends, strict=False):
-        if source not in (None, sender) or start == end:
-            continue
-        sent = range(start // tensors, -(-end // tensors))
-        for k in sent if place is None else (place,) if place in sent else ():
-            first, last = max(start - k * tensors, 0), min(end - k * tensors, tensors)
-            yield Route(sender, lane.destinations[k], index, number, first, last, lane.region)
-
-
 def share(loads: Sequence[int], copies: int, nbytes: int) -> list[int]:
     """How many of `copies` copies of `nbytes` bytes each sender makes, if the one with the least bytes to send so far,
     the first among equals, always takes the next one. At the cost of a sort, however many copies there are.
     """
-    if copies % len(loads) == 0 and min(loads) == max(loads):
-        return [copies // len(loads)] * len(loads)
-    level = _level(loads, copies * nbytes)
+    # The level to which all bytes raise the loads, the least loaded first: senders exceed it by one copy only. It is
+    # the least mean of all bytes and the first few loads, since loads above the level would raise the mean.
+    level = min((copies * nbytes + filled) // n for n, filled in enumerate(accumulate(sorted(loads)), 1))
     counts = [max(0, level - load) // nbytes for load in loads]
     queue = [(load + count * nbytes, sender) for sender, (load, count) in enumerate(zip(loads, counts, strict=True))]
     heapq.heapify(queue)
@@ -291,26 +277,7 @@ def share(loads: Sequence[int], copies: int, nbytes: int) -> list[int]:
     return counts
 
 
-def _level(loads: Sequence[int], nbytes: int) -> int:
-    """The level to which `nbytes` raise the loads, the least loaded first: senders exceed it by one copy only."""
-    total = nbytes
-    ascending = sorted(loads)
-    for filled, load in enumerate(ascending, 1):
-        total += load
-        if filled == len(ascending) or total <= ascending[filled] * filled:
-            return total // filled
-    raise AssertionError("no sender")
-
-
 Faults = defaultdict[str, list[str]]
-
-
-class _Draft(NamedTuple):
-    """A group before it is settled who sends what."""
-
-    tensors: tuple[TensorLayout, ...]
-    places: tuple[int, ...]
-    pieces: list[Piece]
 
 
 def reshard(src: Layout, dst: Layout) -> ReshardPlan:
@@ -320,61 +287,50 @@ def reshard(src: Layout, dst: Layout) -> ReshardPlan:
     Raises `LayoutError` with every tensor that is missing on a side, differs in shape or dtype, or is not covered.
     """
     faults = _faults(src, dst)
-    drafts = list(_drafts(src, dst, faults))
-    if faults:
-        lines = [f"  {name}: {fault}" for name in sorted(faults) for fault in faults[name]]
-        raise LayoutError("\n".join(["no plan from source to destination:", *lines]))
-    return ReshardPlan(tuple(_settled(drafts, src, dst)), src.ranks, dst.ranks)
-
-
-def _drafts(src: Layout, dst: Layout, faults: Faults) -> Iterator[_Draft]:
-    """The tensors without faults by their signatures on both sides, in order of appearance in `dst`. Adds to `faults`
-    what no source rank holds.
-    """
     sound = dst.by_name.keys() - faults.keys()
     source_index = {t.name: index for t, index in zip(src.tensors, src.signatures[1], strict=True)}
     places: dict[tuple[int, int], list[int]] = defaultdict(list)
     for place, (t, index) in enumerate(zip(dst.tensors, dst.signatures[1], strict=True)):
         if t.name in sound:
             places[source_index[t.name], index].append(place)
-    for (source, destination), own in places.items():
-        shape, _, held = src.signatures[0][source]
-        pieces, missing = cover(held, dst.signatures[0][destination][2], shape)
-        tensors = tuple(dst.tensors[place] for place in own)
-        for t in tensors if missing else ():
-            faults[t.name] += map(_uncovered, missing)
-        yield _Draft(tensors, tuple(own), pieces)
-
-
-def _settled(drafts: list[_Draft], src: Layout, dst: Layout) -> Iterator[SignatureGroup]:
     loads = [0] * src.ranks
-    lanes: list[list[CopySet]] = []
-    open_lanes: list[tuple[int, int, int]] = []  # (- bytes of a copy, draft, lane)
-    for index, draft in enumerate(drafts):
-        itemsize, tensors = ITEMSIZE[draft.tensors[0].dtype], len(draft.tensors)
-        lanes.append([])
-        for piece in draft.pieces:
-            for part in (piece,) if len(piece.sources) == 1 else _parts(piece, tensors, itemsize, src, dst):
-                nbytes, copies = part.region.size * itemsize, len(part.destinations) * tensors
-                if len(part.sources) == 1:
-                    loads[part.sources[0]] += nbytes * copies
-                else:
-                    open_lanes.append((-nbytes, index, len(lanes[-1])))
-                lanes[-1].append(CopySet(*part, (copies,)))
-    for nbytes, index, number in sorted(open_lanes):
-        lane = lanes[index][number]
+    groups: list[SignatureGroup] = []
+    shared: list[tuple[int, int, int]] = []  # what several ranks hold: (- bytes of a copy, group, lane)
+    for (source, destination), own in places.items():
+        shape, dtype, held = src.signatures[0][source]
+        pieces, missing = cover(held, dst.signatures[0][destination][2], shape)
+        names, itemsize, lanes = tuple(dst.tensors[place].name for place in own), ITEMSIZE[dtype], list[CopySet]()
+        for name in names if missing else ():
+            faults[name] += map(_uncovered, missing)
+        for part in (part for piece in pieces for part in _parts(piece, len(own), itemsize, src, dst)):
+            nbytes, copies = part.region.size * itemsize, len(part.destinations) * len(own)
+            if len(part.sources) == 1:
+                loads[part.sources[0]] += nbytes * copies
+            else:
+                shared.append((-nbytes, len(groups), len(lanes)))
+            lanes.append(CopySet(*part, (copies,)))
+        groups.append(SignatureGroup(names, tuple(own), itemsize, lanes))
+    if faults:
+        lines = [f"  {name}: {fault}" for name in sorted(faults) for fault in faults[name]]
+        raise LayoutError("\n".join(["no plan from source to destination:", *lines]))
+    for nbytes, index, number in sorted(shared):
+        lane = groups[index].lanes[number]
         counts = share([loads[source] for source in lane.sources], lane.ends[0], -nbytes)
         for source, count in zip(lane.sources, counts, strict=True):
             loads[source] -= nbytes * count
-        lanes[index][number] = CopySet(lane.region, lane.sources, lane.destinations, tuple(accumulate(counts)))
-    for draft, own in zip(drafts, lanes, strict=True):
-        names = tuple(t.name for t in draft.tensors)
-        yield SignatureGroup(names, draft.places, ITEMSIZE[draft.tensors[0].dtype], tuple(own))
+        groups[index].lanes[number] = lane._replace(ends=tuple(accumulate(counts)))
+    return ReshardPlan(tuple(groups), src.ranks, dst.ranks)
 
 
 def _parts(piece: Piece, tensors: int, itemsize: int, src: Layout, dst: Layout) -> Iterator[Piece]:
-    """A piece that several ranks hold: by the holders that may send it to each receiver, cut where that helps."""
-    for sources, destinations in _near(piece, src, dst).items():
+    """A piece by the holders that may send it to each receiver, cut where that helps to share it out."""
+    receivers: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for receiver in piece.destinations:
+        # Those on its host; all holders where there are none, or hosts are not known.
+        known = src.hosts and dst.hosts
+        near = tuple(source for source in piece.sources if known and src.hosts[source] == dst.hosts[receiver])
+        receivers[near or piece.sources].append(receiver)
+    for sources, destinations in receivers.items():
         uneven = tensors * len(destinations) % len(sources)
         worth_it = uneven and piece.region.size * itemsize >= len(sources) * LARGE
         for region in piece.region.cut(len(sources)) if worth_it else (piece.region,):
@@ -384,22 +340,20 @@ def _parts(piece: Piece, tensors: int, itemsize: int, src: Layout, dst: Layout) 
             yield Piece(region, sources, tuple(dealt))
 
 
-def _near(piece: Piece, src: Layout, dst: Layout) -> dict[tuple[int, ...], list[int]]:
-    """The receivers by the holders on their host; by all holders where there are none, or hosts are not known."""
-    if not src.hosts or not dst.hosts:
-        return {piece.sources: list(piece.destinations)}
-    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for receiver in piece.destinations:
-        near = tuple(source for source in piece.sources if src.hosts[source] == dst.hosts[receiver])
-        found[near or piece.sources].append(receiver)
-    return found
-
-
 def _faults(src: Layout, dst: Layout) -> Faults:
     """By tensor: what makes a plan impossible, but for coverage."""
     faults: Faults = defaultdict(list)
     for side, layout in (("source", src), ("destination", dst)):
-        _own_faults(layout, side, faults)
+        if layout.hosts and len(layout.hosts) < layout.ranks:
+            faults["hosts"].append(f"{len(layout.hosts)} for {layout.ranks} ranks of the {side}")
+        own: dict[int, list[str]] = {}  # by signature
+        times = Counter(t.name for t in layout.tensors)
+        for t, index in zip(layout.tensors, layout.signatures[1], strict=True):
+            if index not in own:
+                own[index] = t.faults()
+            several = [f"{times[t.name]} times"] if times[t.name] > 1 else []
+            if several or own[index]:
+                faults[t.name] += [f"{fault} in the {side}" for fault in (*several, *own[index])]
     for name in src.by_name.keys() | dst.by_name.keys():
         a, b = src.by_name.get(name), dst.by_name.get(name)
         if a is None or b is None:
@@ -408,21 +362,6 @@ def _faults(src: Layout, dst: Layout) -> Faults:
             given = f"{a.dtype} {a.shape} in the source, {b.dtype} {b.shape} in the destination"
             faults[name].append(given)
     return faults
-
-
-def _own_faults(layout: Layout, side: str, faults: Faults) -> None:
-    """What is wrong with the tensors of one layout by themselves."""
-    if layout.hosts and len(layout.hosts) < layout.ranks:
-        faults["hosts"].append(f"{len(layout.hosts)} for {layout.ranks} ranks of the {side}")
-    found: dict[int, list[str]] = {}
-    times = Counter(t.name for t in layout.tensors)
-    for t, index in zip(layout.tensors, layout.signatures[1], strict=True):
-        if times[t.name] > 1:
-            faults[t.name].append(f"{times[t.name]} times in the {side}")
-        if index not in found:
-            found[index] = t.faults()
-        if found[index]:
-            faults[t.name] += [f"{fault} in the {side}" for fault in found[index]]
 
 
 def _uncovered(missing: Missing, limit: int = 3) -> str:
@@ -440,22 +379,14 @@ def _listed(texts: list[str], limit: int) -> str:
 SLACK = 1.05
 
 
-class ChainLink(NamedTuple):
-    """From whom a replica receives: another replica, or the trainers if `source` is None."""
-
-    source: int | None
-    destination: int
-
-
-def chain(plan: ReshardPlan, replicas: int) -> tuple[ChainLink, ...]:
-    """The links that bring one version to all replicas, by destination; `plan` is that from the trainers to one of
-    them. A replica forwards to one other at most, and its source has a smaller number.
+def chain(plan: ReshardPlan, replicas: int) -> tuple[int | None, ...]:
+    """From whom each replica receives a version: another replica with a smaller number, or the trainers (None). `plan`
+    is that from the trainers to one of them. A replica forwards to one other at most.
     """
     if replicas < 1:
         raise ValueError(f"given {replicas} replicas, needed at least 1")
-    out, into = max(plan.bytes_out, default=0), max(plan.bytes_in, default=0)
-    heads = num_heads(out, into, replicas)
-    return tuple(ChainLink(None if k < heads else k - heads, k) for k in range(replicas))
+    heads = num_heads(max(plan.bytes_out, default=0), max(plan.bytes_in, default=0), replicas)
+    return tuple(None if k < heads else k - heads for k in range(replicas))
 
 
 def num_heads(out: int, into: int, replicas: int) -> int:

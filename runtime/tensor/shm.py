@@ -167,7 +167,7 @@ def room(folder: Path) -> str:
 class ObjectRef(Packable, frozen=True):
     """A value that stays with the worker that made it: `nbytes` at `offset` in a segment of the store of `owner`.
 
-    `meta` is JSON that the store wrote for its readers; processes in between pass it on unread. `host` is the owner's,
+    `serial` is the number that the store gave the value: another one in its place has another. `host` is the owner's,
     by its name in the plan: readers there map the segment, those of other hosts ask the owner at `endpoint` ("" where
     there are no other hosts: the owner does not listen).
     """
@@ -175,14 +175,14 @@ class ObjectRef(Packable, frozen=True):
     segment: str
     offset: int
     nbytes: int
-    meta: str
+    serial: int
     owner: str
     host: str = ""
     endpoint: str = ""
 
     def __str__(self) -> str:
         where = f" on host {self.host}" if self.host else ""
-        return f"{self.segment}[{self.offset}:{self.offset + self.nbytes}] of {self.owner}{where} {self.meta}"
+        return f"{self.segment}[{self.offset}:{self.offset + self.nbytes}] of {self.owner}{where} (value {self.serial})"
 
 
 def owner_of(replica: str, rank: int) -> str:

@@ -20,24 +20,21 @@ arrives once, and later than the live one.
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from penstock.graph.protocols import TENSOR, Axes, Carried, Rule, Sharded, Sharding
+from penstock.graph.protocols import TENSOR, Axes, Carried, Rule, Sharded
 from penstock.graph.types import Weights
-from penstock.runtime.tensor.buffers import Allocate, Device, Done, DoubleBuffer, WeightSnapshot, in_background
+from penstock.runtime.tensor.buffers import Allocate, Convert, Device, Done, DoubleBuffer, WeightSnapshot, in_background
 from penstock.runtime.tensor.digest import MODES, Add, ChecksumError, Checksums, Mode, alone, hashed_tensors
 from penstock.runtime.tensor.layout import ITEMSIZE, Copy, Layout, LayoutError, Mesh, sharded
-from penstock.runtime.tensor.process_group import LocalTransport, Receiving, Transport
-from penstock.runtime.tensor.quantise import Agree, Converter, Restorer
+from penstock.runtime.tensor.process_group import AllReduce, LocalTransport, Receiving, Transport
+from penstock.runtime.tensor.quantise import Converter, Restorer
 from penstock.runtime.tensor.reshard import reshard
 from penstock.runtime.tensor.wire_format import converted, mesh_of, rules_from_json, rules_to_json, target_layout
-
-_DTYPES = tuple(ITEMSIZE)
 
 
 def source_layout(carried: Carried, ranks: int, add: Add) -> tuple[Layout, Mapping[str, Rule]]:
@@ -46,50 +43,32 @@ def source_layout(carried: Carried, ranks: int, add: Add) -> tuple[Layout, Mappi
     The ranks tell each other the dtypes (through `add`), since a rank may hold nothing of a tensor. Raises
     `LayoutError` for what cannot travel, or does not lie as the sharding says.
     """
-    tensors = carried.weights()
+    own = {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in carried.weights().items()}
+    if isinstance(carried, Sharded):
+        own = {name: (shape, dtype) for name, (shape, dtype) in own.items() if 0 not in shape}
+    if unknown := [f"{name} ({dtype})" for name, (_, dtype) in own.items() if dtype not in ITEMSIZE]:
+        raise LayoutError(f"dtypes that do not travel: {', '.join(unknown)}; needed one of {', '.join(ITEMSIZE)}")
     if not isinstance(carried, Sharded):
-        entries = [(name, tuple(t.shape), _dtype(t)) for name, t in tensors.items()]
-        _require_known(entries)
-        return Layout.whole(entries, ranks), {}
+        return Layout.whole([(name, *entry) for name, entry in own.items()], ranks), {}
     sharding = carried.sharding()
-    mesh = Mesh(tuple(sharding.mesh))
+    mesh, shapes = Mesh(tuple(sharding.mesh)), sharding.shapes
     if mesh.size != ranks:
         raise LayoutError(f"sharding over {mesh}: given {mesh.size} ranks, needed the replica's {ranks}")
-    own = [(name, tuple(t.shape), _dtype(t)) for name, t in tensors.items() if t.numel()]
-    _require_known(own)
-    dtypes = _agreed({name: dtype for name, _, dtype in own}, sharding, add)
-    entries = [(name, tuple(shape), dtypes[name]) for name, shape in sharding.shapes.items()]
-    return sharded(entries, mesh, sharding.rules, sharding.stages), sharding.wanted
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _require_known(entries: Sequence[tuple[str, tuple[int, ...], str]]) -> None:
-    unknown = [f"{name} ({dtype})" for name, _, dtype in entries if dtype not in ITEMSIZE]
-    if unknown:
-        raise LayoutError(f"dtypes that do not travel: {', '.join(unknown)}; needed one of {', '.join(ITEMSIZE)}")
-
-
-def _agreed(own: Mapping[str, str], sharding: Sharding, add: Add) -> dict[str, str]:
-    """The dtype of every tensor, from the ranks that hold some of it: how many say each dtype, added up."""
-    surplus = own.keys() - sharding.shapes.keys()
-    if surplus:
+    if surplus := own.keys() - shapes.keys():
         raise LayoutError(f"weights that the sharding does not name: {', '.join(sorted(surplus))}")
-    votes = torch.zeros(len(sharding.shapes), len(_DTYPES), dtype=torch.int64)
-    for row, name in enumerate(sharding.shapes):
-        if name in own:
-            votes[row, _DTYPES.index(own[name])] = 1
-    found = [[dtype for dtype, count in zip(_DTYPES, row, strict=True) if count] for row in add(votes).tolist()]
-    wrong = [
-        f"  {name}: {' and '.join(dtypes) or 'on no rank'}"
-        for name, dtypes in zip(sharding.shapes, found, strict=True)
-        if len(dtypes) != 1
+    # How many ranks say each dtype, added up.
+    votes = [[int(name in own and own[name][1] == dtype) for dtype in ITEMSIZE] for name in shapes]
+    found = [
+        [dtype for dtype, count in zip(ITEMSIZE, row, strict=True) if count]
+        for row in add(torch.tensor(votes, dtype=torch.int64).view(len(shapes), len(ITEMSIZE))).tolist()
     ]
-    if wrong:
+    said = dict(zip(shapes, found, strict=True))
+    if wrong := [
+        f"  {name}: {' and '.join(dtypes) or 'on no rank'}" for name, dtypes in said.items() if len(dtypes) != 1
+    ]:
         raise LayoutError("\n".join(["the ranks do not hold one dtype of each tensor:", *wrong]))
-    return {name: dtypes[0] for name, dtypes in zip(sharding.shapes, found, strict=True)}
+    entries = [(name, tuple(shape), said[name][0]) for name, shape in shapes.items()]
+    return sharded(entries, mesh, sharding.rules, sharding.stages), sharding.wanted
 
 
 # What a sender's weights look like, as JSON: "layout", the format on the "wire", the rules by which receivers want them
@@ -115,9 +94,8 @@ class WeightPublisher:
 
     The value lies as its `sharding` says if it has one; otherwise each of the `ranks` ranks holds all of it, and the
     plan shares the sending out. `wire` is one of `wire_format`, "" leaves tensors as `Carried.weights` gives them.
-    `add` sums over the ranks (`process_group.AllReduce`): needed where no rank holds everything. `agree` is the maximum
-    over them, needed where moreover the format has scales. All ranks must publish the same versions in one order. A
-    copy being sent is never written over: one more is made when they all are.
+    `add` sums over the ranks: needed where no rank holds everything. All ranks must publish the same versions in one
+    order. A copy being sent is never written over: one more is made when they all are.
     """
 
     def __init__(
@@ -130,8 +108,7 @@ class WeightPublisher:
         wire: str = "",
         keep: int = 2,
         device: Device = "cpu",
-        add: Add | None = None,
-        agree: Agree | None = None,
+        add: AllReduce | None = None,
         proof: Mode = "full",
     ) -> None:
         if proof not in MODES:
@@ -142,7 +119,10 @@ class WeightPublisher:
         self._source, self._wanted = source_layout(carried, ranks, add or alone)
         self.layout = converted(self._source, wire)
         self._wire = wire
-        self._convert = partial(Converter(self._source, self.layout, rank).convert, agree=agree) if wire else None
+        self._convert: Convert | None = None
+        if wire:
+            agree = add.maximum if add else None
+            self._convert = partial(Converter(self._source, self.layout, rank).convert, agree=agree)
         self._carried = carried
         self._rank = rank
         self._keep = keep
@@ -232,8 +212,8 @@ class WeightReceiver:
     `weights` is one object for ever, changed by `swap` alone: version -1 and no tensors at first. The tensors of the
     version before are written over by the next sync, so that readers take the mapping anew at each step. `add` sums
     over the replica's ranks, as for a publisher; without it each rank must hold everything. `allocate` gives the
-    memory, such as `one_sided.SharedMemory`. Readers get tensors in the sender's dtypes (see `quantise` for what that
-    takes), or, with `restore=False`, as they travelled: elements and scales.
+    memory, such as `one_sided.SharedMemory`. Readers get tensors in the sender's dtypes: see `quantise` for what that
+    takes.
     """
 
     def __init__(
@@ -246,7 +226,6 @@ class WeightReceiver:
         device: Device = "cpu",
         add: Add | None = None,
         allocate: Allocate | None = None,
-        restore: bool = True,
     ) -> None:
         self.channel = channel
         self.mesh = mesh_of(mesh, ranks)
@@ -257,7 +236,6 @@ class WeightReceiver:
         self._device = device
         self._add = add
         self._allocate = allocate
-        self._restore = restore
         self._restorer: Restorer | None = None
         self._arena: DoubleBuffer | None = None
         self._prover: Checksums | None = None
@@ -324,7 +302,7 @@ class WeightReceiver:
             read = target_layout(source, rules_from_json(self.description["wanted"]), self.mesh)
             target = converted(read, wire)
             self._copies = reshard(converted(source, wire), target).receives(self._rank)
-            if wire and self._restore:
+            if wire:
                 self._restorer = Restorer(read, target, wire, self._rank, self._device)
             self._arena = DoubleBuffer(target, self._rank, self._device, self._allocate)
             own = target if self._add else target.replicated(1)

@@ -15,8 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from penstock.graph.protocols import TENSOR, Axes, Rule
 from penstock.runtime.tensor.layout import (
     Holding,
@@ -24,8 +22,6 @@ from penstock.runtime.tensor.layout import (
     LayoutError,
     ListedRegions,
     Mesh,
-    Placement,
-    RankRegions,
     Region,
     TensorLayout,
     sharded,
@@ -114,32 +110,11 @@ def cut_through(held: Holding, shape: tuple[int, ...], format: Format) -> bool:
     return touched > Region.whole(format.scale_shape(shape)).size
 
 
-def scale_holding(held: Holding, shape: tuple[int, ...], format: Format) -> Holding:
-    """Who holds which scales: as a placement on the same mesh if one gives just these regions, else listed."""
+def scale_holding(held: Holding, shape: tuple[int, ...], format: Format) -> ListedRegions:
+    """Who holds which scales."""
     edges = held.edges(shape)
     rows = zip(edges.ranks.tolist(), edges.start.tolist(), edges.stop.tolist(), strict=True)
-    listed = ListedRegions(
-        tuple(dict.fromkeys((rank, format.scales(Region(tuple(a), tuple(b)))) for rank, a, b in rows))
-    )
-    if not isinstance(held, Placement):
-        return listed
-    # A placement is small and shared by all tensors of a signature; a list grows with the ranks.
-    scales = format.scale_shape(shape)
-    splits = tuple(split for split in held.splits if split.dim < len(scales))
-    for own in (splits, tuple(replace(split, units=0) for split in splits)):
-        alike = replace(held, splits=own)
-        if not alike.faults(scales) and _equal(alike.edges(scales), listed.edges(scales)):
-            return alike
-    return listed
-
-
-def _equal(a: RankRegions, b: RankRegions) -> bool:
-    """Whether two lists of regions are the same, all empty ones being equal."""
-    if not np.array_equal(a.ranks, b.ranks):
-        return False
-    empty = (a.start >= a.stop).any(1)
-    same = ((a.start == b.start) & (a.stop == b.stop)).all(1)
-    return bool((same | (empty & (b.start >= b.stop).any(1))).all())
+    return ListedRegions(tuple(dict.fromkeys((rank, format.scales(Region(tuple(a), tuple(b)))) for rank, a, b in rows)))
 
 
 def mesh_of(axes: Axes | None, ranks: int = 1) -> Mesh:

@@ -249,7 +249,7 @@ def test_what_is_no_rank_s_command_is_refused(tmp_path: Path) -> None:
 
 
 OWN = InputRead("rewards", "basket", "out", joined=False, at_turn=False, back=False)
-HANDLE = ObjectRef("segment", 0, 8, "{}", "worker/0")
+HANDLE = ObjectRef("segment", 0, 8, 1, "worker/0")
 
 
 def rewards(*values: float) -> Rewards:

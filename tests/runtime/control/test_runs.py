@@ -137,7 +137,7 @@ def test_a_run_on_no_device_in_particular_says_on_which_it_is(monkeypatch: pytes
 
 UPDATES = 5
 VALUES = ("prompts", "fake_generate", "fake_score")
-HANDLE = ObjectRef("segment", 0, 8, "{}", "worker/0")
+HANDLE = ObjectRef("segment", 0, 8, 1, "worker/0")
 
 
 class Watched(Session):

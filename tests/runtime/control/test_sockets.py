@@ -65,7 +65,7 @@ from .sockets import Bench, Raw, Role, bench, mutated, stranger, until
 pytestmark = pytest.mark.timeout(300)
 TCP = "tcp://127.0.0.1:0"
 RESULTS = Results((Result(Done(Firing("generate", 3), "generator/0")),))
-AFAR = ObjectRef("penstock-run-generator.7.0-0", 0, 64, '{"serial":1}', "generator.7.0", "local", "tcp://127.0.0.1:1")
+AFAR = ObjectRef("penstock-run-generator.7.0-0", 0, 64, 1, "generator.7.0", "local", "tcp://127.0.0.1:1")
 
 
 def replace_owner(handle: ObjectRef) -> ObjectRef:

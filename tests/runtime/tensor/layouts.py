@@ -51,14 +51,16 @@ def placements(draw: Any, mesh: Mesh, shape: tuple[int, ...]) -> Placement:
 
 
 @st.composite
-def layouts_of(draw: Any, tensors: Sequence[tuple[str, tuple[int, ...], str]], *, covering: bool) -> Layout:
+def layouts_of(
+    draw: Any, tensors: Sequence[tuple[str, tuple[int, ...], str]], *, covering: bool, listed: bool = True
+) -> Layout:
     """Tensors on a random mesh, or listed: as cells on one to three ranks if they must be covered, else a region for
     some ranks. Perhaps with hosts.
     """
     mesh = draw(meshes)
     held: list[Holding] = []
     for _, shape, _ in tensors:
-        if draw(st.integers(0, 3)):
+        if not listed or draw(st.integers(0, 3)):
             held.append(draw(placements(mesh, shape)))
         elif covering:
             cells = draw(grids(shape))

@@ -1,22 +1,31 @@
-"""The other process of the bridge's tests: `main(SIDE, FILE, TIMEOUT)`.
+"""Other processes of the tests, one rank each: `main`, an end of a link, and `chained`, a replica of a chain.
 
-As a destination it receives what each line of its input (the facts of a sync, JSON) says, swaps, and answers with
-what is live; as a source it publishes and sends the version that each line names. Errors are answers too.
+Each does what the lines of its input say, and answers in lines of JSON; errors are answers too.
 """
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
+from penstock.runtime.tensor import one_sided, send_recv
+from penstock.runtime.tensor.broadcast_chain import ChainForwarder, ChainHop
+from penstock.runtime.tensor.cuda_ipc import DeviceMemory
 from penstock.runtime.tensor.digest import digest
 from penstock.runtime.tensor.link import ReplicaLink
-from penstock.runtime.tensor.process_group import Receiving
+from penstock.runtime.tensor.one_sided import SharedMemory, WritableMemory
+from penstock.runtime.tensor.process_group import Receiving, Transport
+from penstock.runtime.tensor.send_recv import MessageTransport
 from penstock.runtime.tensor.weight_sync import Moved, WeightPublisher, WeightReceiver
+from tests.forks import Forked
 
 CHANNEL = "policy>generator"
 
@@ -50,7 +59,7 @@ class Policy:
         return self.tensors, {}
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        self.tensors.update(tensors)
+        self.tensors = dict(tensors)
 
     def export(self, folder: str) -> None:
         """Nothing that other tools read."""
@@ -61,12 +70,6 @@ def hurry(transport: Any, seconds: float) -> None:
     took: a machine may stand still for seconds.
     """
     transport._connection.timeout = seconds
-
-
-def answer(**facts: Any) -> None:
-    """One line, from any thread: `print` would write its end apart from it."""
-    sys.stdout.write(json.dumps(facts) + "\n")
-    sys.stdout.flush()
 
 
 def published(publisher: WeightPublisher, version: int) -> dict[str, Any]:
@@ -83,23 +86,127 @@ def receive(receiver: WeightReceiver, facts: Mapping[str, Any], transport: Recei
     return receiver.receive(facts["version"], facts["digests"], transport)
 
 
-def main(side: str, path: str, timeout: str) -> None:
-    bridge = ReplicaLink(CHANNEL, FileStore(path), timeout=float(timeout))
+class Peer:
+    """Another process, as the tests see it."""
+
+    def __init__(self, function: str, *arguments: object) -> None:
+        self.process = Forked(f"tests.runtime.tensor.peer:{function}", *map(str, arguments))
+        assert self.read() == {"started": True}
+
+    def tell(self, **order: Any) -> None:
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+
+    def read(self) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        self.tell(**order)
+        return self.read()
+
+
+class End:
+    """A transport of one end of a link, opened at its first use: the arena of a receiver must be there by then. What
+    is written directly is called `kind` ("shm", "cuda_ipc")."""
+
+    def __init__(self, folder: Path, side: Any, kind: Any, device: str = "cpu") -> None:
+        self.folder = folder
+        self.link = ReplicaLink(CHANNEL, FileStore(str(folder / "link")), transport=kind)
+        self.side, self.device = side, device
+        self.memory: WritableMemory | None = None
+        if side == "destination" and kind != "messages":
+            shared = SharedMemory(folder.name, "destination")
+            self.memory = shared if device == "cpu" else DeviceMemory(device, "destination", 30.0)
+        self.opened: Transport | None = None
+
+    def open(self) -> Transport:
+        self.opened = self.opened or self.link.open(self.side, 0, self.memory, self.device)
+        return self.opened
+
+    def send(self, *facts: Any) -> int:
+        return self.open().send(*facts)
+
+    def receive(self, *facts: Any) -> int:
+        return self.open().receive(*facts)
+
+    def close(self) -> None:
+        if self.opened is not None:
+            self.opened.close()
+
+
+def answer(**facts: Any) -> None:
+    """One line, from any thread: `print` would write its end apart from it."""
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+def die(*given: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def synced(receiver: WeightReceiver, facts: Mapping[str, Any], transport: Receiving) -> None:
+    moved = receive(receiver, facts, transport)
+    receiver.swap(facts["version"])
+    answer(version=receiver.weights.version, digest=digest(receiver.weights.tensors), bytes=moved.nbytes)
+
+
+def main(side: str, folder: str, kind: str, device: str) -> None:
+    """A source publishes (`publish`), sends (`send`), and dies while it sends (`die`); a destination receives what is
+    published, and swaps."""
+    end = End(Path(folder), side, kind, device)
+    policy, receiver = Policy(device=device), WeightReceiver(CHANNEL, allocate=end.memory, device=device)
+    publisher = WeightPublisher(CHANNEL, policy, keep=4, device=device)
     answer(started=True)
-    transport = bridge.open("source" if side == "source" else "destination")
-    answer(open=True)
-    policy, receiver = Policy(), WeightReceiver(CHANNEL)
-    publisher = WeightPublisher(CHANNEL, policy)
     for line in sys.stdin:
         order = json.loads(line)
         try:
-            if side == "source":
-                policy.advance(order["version"])
-                answer(facts=published(publisher, order["version"]))
-                publisher.send(order["version"], transport)
+            if "open" in order:
+                answer(open=type(end.open()).__name__)
+            elif "publish" in order:
+                policy.advance(order["publish"])
+                answer(**published(publisher, order["publish"]))
+            elif "send" in order:
+                publisher.send(order["send"], end)
+                answer(sent=order["send"])
+            elif "die" in order:
+                one_sided.copy_elements = send_recv.pack = die  # type: ignore[assignment, attr-defined]
             else:
-                moved = receive(receiver, order, transport)
-                receiver.swap(order["version"])
-                answer(version=receiver.weights.version, digest=digest(receiver.weights.tensors), bytes=moved.nbytes)
+                synced(receiver, order, end)
         except RuntimeError as error:
             answer(error=type(error).__name__, text=str(error))
+
+
+def chain_link(folder: Path, source: int) -> ReplicaLink:
+    """From a replica to the one after it; from the trainer to the first for -1."""
+    label = f"{CHANNEL} from {'trainer' if source < 0 else f'generator/{source}'} to generator/{source + 1}"
+    return ReplicaLink(label, FileStore(f"{folder}/link-{source}"), timeout=60.0, transport="messages")
+
+
+def chained(folder: str, at: str, replicas: str) -> None:
+    """A replica of one rank in a chain receives from the trainer or the replica before it, passes on and swaps. What
+    ended the passing on is an answer by itself. A line with `hurry` says for which link, named by its source, it has
+    less patience from now on, and how many seconds.
+    """
+    index = int(at)
+
+    @cache
+    def opened(source: int) -> MessageTransport:
+        link = chain_link(Path(folder), source).open("source" if source == index else "destination")
+        assert isinstance(link, MessageTransport)
+        return link
+
+    relay = ChainForwarder(CHANNEL, 0, lambda error: answer(failed=str(error)))
+    onward = None if index == int(replicas) - 1 else lambda: opened(index)
+    hop = ChainHop(relay, lambda: opened(index - 1), onward, linked=index > 0)
+    receiver = WeightReceiver(CHANNEL)
+    answer(started=True)
+    for line in sys.stdin:
+        facts = json.loads(line)
+        if "hurry" in facts:
+            hurry(opened(facts["hurry"]), facts["seconds"])
+            continue
+        try:
+            synced(receiver, facts, hop)
+        except RuntimeError as error:
+            answer(error=type(error).__name__, text=str(error), live=receiver.weights.version)

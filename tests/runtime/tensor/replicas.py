@@ -101,10 +101,7 @@ class SourceRank:
         self.target, self.rank = target, rank
         self.transport: Transport | None = None
         add = adder(folder, "trainer", mesh, rank)
-        agree = add.maximum if add else None
-        self.publisher = WeightPublisher(
-            CHANNEL, self.policy, rank=rank, ranks=size(mesh), add=add, agree=agree, **options
-        )
+        self.publisher = WeightPublisher(CHANNEL, self.policy, rank=rank, ranks=size(mesh), add=add, **options)
 
     def publish(self, version: int) -> dict[str, Any]:
         self.policy.advance(version)
@@ -119,9 +116,7 @@ class SourceRank:
 class DestinationRank:
     """What a generator's rank does at a sync. `damage` is done to what arrived."""
 
-    def __init__(
-        self, folder: Path, source: Axes, mesh: Axes, rank: int, shared: bool, restore: bool = True, delta: int = 0
-    ) -> None:
+    def __init__(self, folder: Path, source: Axes, mesh: Axes, rank: int, shared: bool, delta: int = 0) -> None:
         self.bridge = ReplicaLink(
             CHANNEL, FileStore(str(folder / "bridge")), size(source), size(mesh), timeout=30, delta=delta
         )
@@ -129,7 +124,7 @@ class DestinationRank:
         self.opened: Transport | None = None
         self.memory = SharedMemory(RUN, f"{folder.name}-{rank}") if shared else None
         add = adder(folder, "generator", mesh, rank)
-        self.receiver = WeightReceiver(CHANNEL, rank=rank, mesh=mesh, add=add, allocate=self.memory, restore=restore)
+        self.receiver = WeightReceiver(CHANNEL, rank=rank, mesh=mesh, add=add, allocate=self.memory)
         self.damage: Callable[[Any], None] = lambda parts: None
 
     def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
@@ -176,11 +171,11 @@ class Both:
     def __init__(self, folder: Path, source: Axes, target: Axes, shared: bool, **options: Any) -> None:
         if "pp" in dict(source):
             options["stages"] = STAGES
-        restore, delta = options.pop("restore", True), options.get("delta", 0)
+        delta = options.get("delta", 0)
         makers = [partial(SourceRank, folder, source, target, rank, **options) for rank in range(size(source))]
         self.sources: list[SourceRank] = sound(together(*makers))
         ranks = range(size(target))
-        self.destinations = [DestinationRank(folder, source, target, rank, shared, restore, delta) for rank in ranks]
+        self.destinations = [DestinationRank(folder, source, target, rank, shared, delta) for rank in ranks]
         self.target = target
 
     def publish(self, version: int) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def test_slabs_are_the_box_once_and_nearly_equal(data: Any) -> None:
 @given(st.data())
 def test_a_layout_comes_back_from_json_equal(data: Any) -> None:
     tensors = [(f"t{i}", data.draw(shapes), "int8") for i in range(data.draw(st.integers(0, 4)))]
-    layout = data.draw(layouts_of(tensors, covering=True))
+    layout = data.draw(layouts_of(tensors, covering=True, listed=False))
     loaded = Layout.from_json(json.loads(json.dumps(layout.to_json())))
     assert loaded == layout
     assert loaded.to_json() == layout.to_json()

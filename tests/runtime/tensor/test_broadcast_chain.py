@@ -1,6 +1,5 @@
-"""Weights along a chain of real processes: equal at each replica, and whoever fails is named on both sides of it."""
+"""Weights along a chain: who feeds whom, equal at each replica, and who fails is named on both sides of it."""
 
-import json
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,63 +10,91 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch._C._distributed_c10d import FileStore, HashStore
 
 from penstock.runtime.tensor.broadcast_chain import Arrivals, ChainForwarder, ChainHop, Open
 from penstock.runtime.tensor.buffers import Shards
 from penstock.runtime.tensor.digest import ChecksumError, digest
-from penstock.runtime.tensor.layout import Copy, Region
+from penstock.runtime.tensor.layout import Copy, Mesh, Region, sharded
 from penstock.runtime.tensor.link import ReplicaLink
 from penstock.runtime.tensor.process_group import Side, TransportError
+from penstock.runtime.tensor.reshard import SLACK, ReshardPlan, chain, forwards, reshard
 from penstock.runtime.tensor.send_recv import MessageTransport, Tell
 from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver
-from tests.forks import Forked
 
-from .peer import CHANNEL, Policy, hurry, published, receive
-from .relay_peer import link
+from .peer import CHANNEL, Peer, Policy, chain_link, hurry, published, receive
 from .replicas import DestinationRank, SourceRank, size, sound, together, wholes
 
 pytestmark = pytest.mark.timeout(300)
-LARGE = 10_000_000
-"""Elements of 2 bytes: five messages."""
+LARGE = 10_000_000  # elements of 2 bytes: five messages
+# What Linux takes for a peer that reads nothing counts as sent, up to net.ipv4.tcp_rmem: 32 MB and more.
 BEYOND_BUFFERS = 50_000_000
-"""What Linux takes for a peer that reads nothing counts as sent, up to net.ipv4.tcp_rmem: 32 MB and more."""
+
+
+def plan_of(trainers: int, generators: int) -> ReshardPlan:
+    tensors = [(f"t{i}", (240, 64), "bfloat16") for i in range(4)]
+    rules = {f"t{i}": (0, 0) for i in range(4)}
+    return reshard(sharded(tensors, Mesh((("fsdp", trainers),))), sharded(tensors, Mesh((("tp", generators),)), rules))
+
+
+@pytest.mark.parametrize(
+    ("trainers", "generators", "replicas", "heads"),
+    [(1, 1, 1, 1), (1, 1, 5, 1), (4, 1, 3, 3), (4, 1, 4, 4), (4, 1, 9, 4), (2, 4, 6, 1), (8, 2, 16, 4), (8, 2, 3, 3)],
+)
+def test_trainers_feed_as_many_replicas_as_keep_them_no_busier_than_a_receiver(
+    trainers: int, generators: int, replicas: int, heads: int
+) -> None:
+    plan = plan_of(trainers, generators)
+    assert chain(plan, replicas).count(None) == heads
+    assert heads == 1 or heads * max(plan.bytes_out) <= SLACK * max(plan.bytes_in)
+    assert heads == replicas or (heads + 1) * max(plan.bytes_out) > SLACK * max(plan.bytes_in)
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 40))
+def test_a_replica_forwards_to_one_at_most_and_all_are_reached(trainers: int, generators: int, replicas: int) -> None:
+    sources = chain(plan_of(trainers, generators), replicas)
+    assert len(sources) == replicas
+    depth: list[int] = []
+    for destination, source in enumerate(sources):
+        assert source is None or (source < destination and sources.count(source) == 1)
+        depth.append(1 if source is None else depth[source] + 1)
+    assert max(depth) - min(depth[k] for k in range(replicas) if k not in sources) <= 1
+
+
+def test_replicas_of_nothing_are_fed_directly_and_no_replica_is_refused() -> None:
+    assert chain(ReshardPlan((), 1, 1), 3) == (None, None, None)
+    with pytest.raises(ValueError, match="given 0 replicas"):
+        chain(plan_of(1, 1), 0)
+
+
+def test_a_rank_forwards_all_that_it_holds_to_the_same_rank() -> None:
+    held = {"b": Region((2, 0), (4, 2)), "a": Region((0,), (3,)), "nothing": Region((4,), (4,))}
+    assert forwards(held, 1) == (Copy("b", 1, 1, held["b"]), Copy("a", 1, 1, held["a"]))
+
+
+# Processes, each a replica of one rank -----------------------------------------------------------------------
 
 
 class Chain:
     """A trainer here, and replicas in processes of their own."""
 
     def __init__(self, folder: Path, replicas: int, large: int) -> None:
-        peer = "tests.runtime.tensor.relay_peer:main"
-        self.replicas = [Forked(peer, str(folder), str(index), str(replicas)) for index in range(replicas)]
-        assert [self.read(index) for index in range(replicas)] == [{"started": True}] * replicas
+        self.replicas = [Peer("chained", folder, index, replicas) for index in range(replicas)]
         self.policy = Policy(large)
         self.publisher = WeightPublisher(CHANNEL, self.policy)
-        self.bridge = link(folder, -1)
+        self.link = chain_link(folder, -1)
         self.opened: MessageTransport | None = None
         self.events: dict[int, Callable[[], object]] = {}
 
-    def read(self, index: int) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(self.replicas[index].stdout.readline())
-        return answer
-
-    def publish(self, version: int) -> dict[str, Any]:
-        """The facts, told to all replicas."""
-        self.policy.advance(version)
-        facts = published(self.publisher, version)
-        for index in range(len(self.replicas)):
-            self.tell(index, **facts)
-        return facts
-
-    def tell(self, index: int, **line: Any) -> None:
-        stdin = self.replicas[index].stdin
-        stdin.write(json.dumps(line) + "\n")
-        stdin.flush()
+    def read(self, *indices: int) -> list[dict[str, Any]]:
+        return [self.replicas[index].read() for index in indices]
 
     def send(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
         """As the publisher's transport."""
         if self.opened is None:
-            opened = self.bridge.open("source")
+            opened = self.link.open("source")
             assert isinstance(opened, MessageTransport)
             self.opened = opened
         numbers = count()
@@ -77,17 +104,18 @@ class Chain:
 
         return self.opened.send(version, copies, parts, ready)
 
-    def at(self, message: int, event: Callable[[], object]) -> None:
-        """What happens before the trainer sends this message, from now on."""
-        self.events[message] = event
-
-    def sync(self, version: int) -> Any:
-        self.publish(version)
+    def sync(self, version: int, before: dict[int, Callable[[], object]] | None = None) -> Any:
+        """Publish, tell all replicas, and send; `before` has what happens before the trainer sends a message."""
+        self.events = before or {}
+        self.policy.advance(version)
+        facts = published(self.publisher, version)
+        for replica in self.replicas:
+            replica.tell(**facts)
         return self.publisher.send(version, self)  # type: ignore[arg-type]
 
     def end(self) -> None:
         for replica in self.replicas:
-            replica.end()
+            replica.process.end()
         if self.opened is not None:
             self.opened.close()
 
@@ -101,8 +129,8 @@ def chain_of(tmp_path: Path) -> Iterator[Any]:
         return chains[-1]
 
     yield make
-    for chain in chains:
-        chain.end()
+    for made in chains:
+        made.end()
 
 
 @pytest.mark.slow
@@ -111,7 +139,7 @@ def test_each_version_is_equal_at_each_replica_and_the_trainer_sends_it_once(cha
     for version in (0, 1, 4):
         moved = chain.sync(version)
         live = {"version": version, "digest": digest(chain.policy.tensors), "bytes": moved.nbytes}
-        assert [chain.read(index) for index in range(3)] == [live] * 3
+        assert chain.read(0, 1, 2) == [live] * 3
         assert moved.nbytes == sum(tensor.nbytes for tensor in chain.policy.tensors.values())
 
 
@@ -119,16 +147,13 @@ def test_each_version_is_equal_at_each_replica_and_the_trainer_sends_it_once(cha
 def test_a_replica_that_dies_half_way_is_named_by_those_before_and_after_it(chain_of: Any) -> None:
     chain = chain_of(3)
     chain.sync(0)
-    assert [chain.read(index)["version"] for index in range(3)] == [0, 0, 0]
-    chain.at(2, chain.replicas[1].kill)
-    chain.sync(1)
-    answers = [chain.read(0), chain.read(0)]
-    (live,) = [answer for answer in answers if "version" in answer]
-    (failed,) = [answer["failed"] for answer in answers if "failed" in answer]
+    assert [answer["version"] for answer in chain.read(0, 1, 2)] == [0, 0, 0]
+    chain.sync(1, {2: chain.replicas[1].process.kill})
+    live, failed = sorted(chain.read(0, 0), key=lambda answer: "failed" in answer)
     assert (live["version"], live["digest"]) == (1, digest(chain.policy.tensors))
-    assert f"{CHANNEL} from generator/0 to generator/1: version 1: " in failed
-    assert "to destination rank 0 failed" in failed
-    after = chain.read(2)
+    assert f"{CHANNEL} from generator/0 to generator/1: version 1: " in failed["failed"]
+    assert "to destination rank 0 failed" in failed["failed"]
+    (after,) = chain.read(2)
     assert (after["error"], after["live"]) == ("TransportError", 0)
     assert f"{CHANNEL} from generator/1 to generator/2: version 1: " in after["text"]
     assert "from source rank 0 failed" in after["text"]
@@ -138,11 +163,10 @@ def test_a_replica_that_dies_half_way_is_named_by_those_before_and_after_it(chai
 def test_a_first_replica_that_dies_half_way_is_named_by_the_trainer_and_the_second(chain_of: Any) -> None:
     chain = chain_of(2)
     chain.sync(0)
-    assert [chain.read(index)["version"] for index in range(2)] == [0, 0]
-    chain.at(2, chain.replicas[0].kill)
+    assert [answer["version"] for answer in chain.read(0, 1)] == [0, 0]
     with pytest.raises(TransportError, match=r"trainer to generator/0: version 1: .* destination rank 0 failed"):
-        chain.sync(1)
-    after = chain.read(1)
+        chain.sync(1, {2: chain.replicas[0].process.kill})
+    (after,) = chain.read(1)
     assert f"{CHANNEL} from generator/0 to generator/1: version 1: " in after["text"]
     assert "from source rank 0 failed" in after["text"]
     assert after["live"] == 0
@@ -152,36 +176,31 @@ def test_a_first_replica_that_dies_half_way_is_named_by_the_trainer_and_the_seco
 def test_a_replica_that_stands_still_is_named_within_the_deadline_by_the_one_before_it(chain_of: Any) -> None:
     chain = chain_of(2, large=BEYOND_BUFFERS)
     chain.sync(0)
-    assert [chain.read(index)["version"] for index in range(2)] == [0, 0]
-    chain.tell(0, hurry=0, seconds=3)
-    chain.at(2, chain.replicas[1].halt)
-    chain.sync(1)
-    answers = [chain.read(0), chain.read(0)]
-    assert [answer["version"] for answer in answers if "version" in answer] == [1]
-    (failed,) = [answer["failed"] for answer in answers if "failed" in answer]
-    assert "from generator/0 to generator/1: version 1: " in failed
-    assert "to destination rank 0 failed after" in failed
+    assert [answer["version"] for answer in chain.read(0, 1)] == [0, 0]
+    chain.replicas[0].tell(hurry=0, seconds=3)
+    chain.sync(1, {2: chain.replicas[1].process.halt})
+    live, failed = sorted(chain.read(0, 0), key=lambda answer: "failed" in answer)
+    assert live["version"] == 1
+    assert "from generator/0 to generator/1: version 1: " in failed["failed"]
+    assert "to destination rank 0 failed after" in failed["failed"]
 
 
 @pytest.mark.slow
 def test_a_trainer_that_stands_still_is_named_by_the_first_replica_and_the_second_learns_it_at_once(
     chain_of: Any,
 ) -> None:
-    chain = chain_of(2)
+    chain, answers = chain_of(2), list[dict[str, Any]]()
     chain.sync(0)
-    assert [chain.read(index)["version"] for index in range(2)] == [0, 0]
-    chain.tell(0, hurry=-1, seconds=3)
-    answers: queue.Queue[dict[str, Any]] = queue.Queue()
+    assert [answer["version"] for answer in chain.read(0, 1)] == [0, 0]
+    chain.replicas[0].tell(hurry=-1, seconds=3)
 
     def until_both_have_failed() -> None:
-        answers.put(chain.read(0))
-        answers.put(chain.read(1))
+        answers.extend(chain.read(0, 1))
         hurry(chain.opened, 1)
 
-    chain.at(2, until_both_have_failed)
     with pytest.raises(TransportError):
-        chain.sync(1)
-    first, second = answers.get(timeout=1), answers.get(timeout=1)
+        chain.sync(1, {2: until_both_have_failed})
+    first, second = answers
     assert "from trainer to generator/0: version 1: " in first["text"]
     assert "from source rank 0 failed after" in first["text"]
     assert "from generator/0 to generator/1: version 1: " in second["text"]
@@ -192,6 +211,10 @@ def test_a_trainer_that_stands_still_is_named_by_the_first_replica_and_the_secon
 # Several ranks: each a thread here --------------------------------------------------------------------------
 
 
+def link_of(folder: Path, index: int, sources: int, mesh: Any) -> ReplicaLink:
+    return ReplicaLink(CHANNEL, FileStore(f"{folder}/link-{index}"), sources, size(mesh), 30, transport="messages")
+
+
 class Linked(DestinationRank):
     """A rank of a replica in a chain: the first receives from the trainer, as without one."""
 
@@ -200,12 +223,7 @@ class Linked(DestinationRank):
         own.mkdir(exist_ok=True)
         super().__init__(own, source, mesh, rank, shared=False)
         ranks = size(source) if index == 0 else size(mesh)
-        before = ReplicaLink(
-            CHANNEL, FileStore(f"{folder}/link-{index - 1}"), ranks, size(mesh), 30, transport="messages"
-        )
-        after = ReplicaLink(
-            CHANNEL, FileStore(f"{folder}/link-{index}"), size(mesh), size(mesh), 30, transport="messages"
-        )
+        before, after = link_of(folder, index - 1, ranks, mesh), link_of(folder, index, size(mesh), mesh)
         self.before, self.after = (partial(self.end, before, "destination"), partial(self.end, after, "source"))
         self.ends: dict[str, Any] = {}
         self.failures: list[Exception] = []
@@ -232,9 +250,7 @@ class Several:
         makers = [partial(SourceRank, folder, source, mesh, rank) for rank in range(size(source))]
         self.sources: list[SourceRank] = sound(together(*makers))
         for rank in self.sources:
-            rank.bridge = ReplicaLink(
-                CHANNEL, FileStore(f"{folder}/link--1"), size(source), size(mesh), 30, transport="messages"
-            )
+            rank.bridge = link_of(folder, -1, size(source), mesh)
         self.mesh = mesh
         self.chain = [
             [Linked(folder, source, mesh, rank, index, replicas) for rank in range(size(mesh))]
