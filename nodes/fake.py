@@ -203,11 +203,7 @@ def open_prompts(context: Context) -> Source:
     return _Ordinals()
 
 
-def _init_engine(context: Context, **options: Any) -> FakeEngine:
-    return FakeEngine(**options)
-
-
-@node(pool="generator", init=_init_engine)
+@node(pool="generator", init=lambda context, **options: FakeEngine(**options))
 def fake_generate(
     engine: FakeEngine,
     prompts: Prompts,

@@ -44,7 +44,6 @@ class Tokenizer:
         self.backend, self.stops, self.pad, self.template = backend, tuple(stops), pad, template
         self.special = special or {}
         self._unknown = backend.token_to_id(UNKNOWN)
-        self._frames: dict[str, tuple[str, str]] = {}
 
     @property
     def eos(self) -> int:
@@ -95,9 +94,7 @@ class Tokenizer:
         """
         if self.template is None:
             return self._encode(text, plain=True)
-        if role not in self._frames:
-            self._frames[role] = self._frame(role)
-        before, after = self._frames[role]
+        before, after = self._frame(role)
         opening = self._encode(before)
         opening = opening[1:] if after_stop and opening and opening[0] in self.stops else opening
         return [*opening, *self._encode(text, plain=True), *self._encode(after)]

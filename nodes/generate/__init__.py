@@ -114,10 +114,10 @@ class Replier(Engine):
         self,
         context: Context,
         sampler: Sampler,
-        ask: Ask,
-        over: Callable[[str], bool] | None,
-        reward: Callable[[str], float] | None,
-        role: str,
+        ask: Ask = as_said,
+        over: Callable[[str], bool] | None = None,
+        reward: Callable[[str], float] | None = None,
+        role: str = "user",
     ) -> None:
         super().__init__(context, sampler)
         self.ask, self.over, self.reward, self.role = ask, over, reward, role
@@ -164,17 +164,9 @@ class Replier(Engine):
 
 
 def make_replier(
-    context: Context,
-    *,
-    ask: Ask = as_said,
-    over: Callable[[str], bool] | None = None,
-    reward: Callable[[str], float] | None = None,
-    role: str = "user",
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    context: Context, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, **answers: Any
 ) -> Replier:
-    return Replier(context, Sampler(temperature, top_k, top_p), ask, over, reward, role)
+    return Replier(context, Sampler(temperature, top_k, top_p), **answers)
 
 
 @requires(room, not_negative("temperature"), count(0, "top_k"), share("top_p"), positive("top_p"))

@@ -180,19 +180,14 @@ def _rope(data: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         if not isinstance(said, Mapping):
             raise ModelError(f"given {key} {said!r}, needed an object with rope_type")
         if said:
-            _refuse_partial({**data, **said})
             found[key] = _number({**data, **said}, "rope_theta", 10000.0), _scaling_from_json(said)
+        for partial in (data.get("partial_rotary_factor"), said.get("partial_rotary_factor")):
+            if partial not in (None, 1):
+                raise ModelError(f"given partial_rotary_factor {partial!r}, needed 1, or nothing")
     if len(set(found.values())) > 1:
         given = " and ".join(f"{key} {data[key]!r}" for key in found)
         raise ModelError(f"given {given}, which disagree, needed one of them, or both with equal values")
-    if not found:
-        _refuse_partial(data)
     return next(iter(found.values()), (_number(data, "rope_theta", 10000.0), None))
-
-
-def _refuse_partial(data: Mapping[str, Any]) -> None:
-    if data.get("partial_rotary_factor") not in (None, 1):
-        raise ModelError(f"given partial_rotary_factor {data['partial_rotary_factor']!r}, needed 1, or nothing")
 
 
 def _scaling_from_json(data: Mapping[str, Any]) -> RopeScaling | None:
@@ -203,10 +198,5 @@ def _scaling_from_json(data: Mapping[str, Any]) -> RopeScaling | None:
         return None
     if kind == "linear":
         return RopeScaling(kind, _number(data, "factor"))
-    return RopeScaling(
-        kind,
-        _number(data, "factor"),
-        _number(data, "low_freq_factor"),
-        _number(data, "high_freq_factor"),
-        _need(data, "original_max_position_embeddings"),
-    )
+    factor, low, high = (_number(data, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    return RopeScaling(kind, factor, low, high, _need(data, "original_max_position_embeddings"))

@@ -1,7 +1,7 @@
 """Hugging Face model directories, in and out: `config.json`, safetensors, of whole models."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,40 +58,28 @@ def load_model(
     Raises ModelError unless every tensor is there and fits.
     """
     folder = Path(folder)
-    model, places = kind(read_config(folder), torch_dtype(dtype), device, unread=unread), _places(folder)
+    model, pieces = kind(read_config(folder), torch_dtype(dtype), device, unread=unread), _pieces(folder)
     parameters, own = dict(model.named_parameters()), {HEAD} if new_head else set()
     read = {name: parameter for name, parameter in parameters.items() if name not in own}
-    if HEAD in read and HEAD not in places:
+    if HEAD in read and HEAD not in pieces:
         needed = f"{HEAD} [1, hidden_size], as the program reward_model writes it"
         raise ModelError(f"{folder}: given a reward model without a head, needed {needed}")
     # The head of a language model is of no use to a scorer, nor a second one where embeddings are tied.
     unused = own | ({"lm_head.weight"} - parameters.keys())
-    check_names(read, {name: path for name, path in places.items() if name not in unused}, str(folder))
-    for path, names in _by_file(read, places).items():
-        for name, piece in _read(path, names):
-            check_shape(name, piece.get_shape(), read[name], str(path))
+    check_names(read, {name: piece for name, piece in pieces.items() if name not in unused}, str(folder))
+    for name, parameter in read.items():
+        check_shape(name, pieces[name].get_shape(), parameter, str(folder))
 
     @torch.no_grad()
     def copy(wanted: Mapping[str, Tensor]) -> None:
-        for name in own & wanted.keys():
-            wanted[name].zero_()
-        for path, names in _by_file(wanted.keys() - own, places).items():
-            for name, piece in _read(path, names):
-                wanted[name].copy_(piece[...])
+        for name, tensor in wanted.items():
+            tensor.copy_(torch.zeros(()) if name in own else pieces[name][...])
 
     if unread:
         model.unread = copy
     elif model.device.type != "meta":
         copy(parameters)
     return model
-
-
-def _by_file(names: Iterable[str], places: Mapping[str, Path]) -> dict[Path, list[str]]:
-    """The names by the files of their tensors."""
-    found: dict[Path, list[str]] = {}
-    for name in sorted(names, key=lambda name: (places[name], name)):
-        found.setdefault(places[name], []).append(name)
-    return found
 
 
 def save_model(model: Decoder, tensors: Mapping[str, Tensor], folder: str | Path) -> None:
@@ -141,36 +129,27 @@ def _listed(names: list[str]) -> str:
     return f"{shown} {'is' if len(names) == 1 else 'are'}"
 
 
-def _places(folder: Path) -> dict[str, Path]:
-    """The file of each tensor."""
+def _pieces(folder: Path) -> dict[str, Any]:
+    """Each tensor of a directory's files; nothing is read before it is sliced."""
     if (folder / INDEX).exists():
         files = read_json(folder / INDEX).get("weight_map")
         if not isinstance(files, dict):
             raise ModelError(f"{folder / INDEX}: given weight_map {files!r}, needed the file of each tensor")
-        return {name: folder / Path(file).name for name, file in files.items()}
-    if (folder / WEIGHTS).exists():
-        with _open(folder / WEIGHTS) as file:
-            return dict.fromkeys(file.keys(), folder / WEIGHTS)
-    found = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".safetensors", ".gguf"))
-    given = f"given {', '.join(found)}" if found else "given no weights"
-    raise ModelError(f"{folder}: {given}, needed {WEIGHTS} or {INDEX}")
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from error
-
-
-def _read(path: Path, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Each name with its tensor in the file; nothing is read before the tensor is sliced."""
-    with _open(path) as file:
-        inside = set(file.keys())
-        for name in names:
-            if name not in inside:
-                raise ModelError(f"{path}: {name} is missing; {INDEX} says that it is there")
-            yield name, file.get_slice(name)
+        paths = sorted({folder / Path(file).name for file in files.values()})
+    elif (folder / WEIGHTS).exists():
+        paths = [folder / WEIGHTS]
+    else:
+        found = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".safetensors", ".gguf"))
+        given = f"given {', '.join(found)}" if found else "given no weights"
+        raise ModelError(f"{folder}: {given}, needed {WEIGHTS} or {INDEX}")
+    pieces: dict[str, Any] = {}
+    for path in paths:
+        try:
+            file: Any = safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{path}: cannot be read: {error}") from error
+        pieces |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+    return pieces
 
 
 def point_at(model: Decoder, tensors: Mapping[str, Tensor], where: str) -> None:
