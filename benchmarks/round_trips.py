@@ -187,7 +187,7 @@ class Driver:
         until = monotonic() + ANSWER_S
         while monotonic() < until:
             messages = self.server.receive(TICK)
-            if late := self.server.late(monotonic()):
+            if late := self.server.tracker.late(monotonic()):
                 raise RuntimeError(f"no sign of life from {', '.join(late)}")
             found = [_done(r.event) for _, m in messages if isinstance(m, Results) for r in m.results]
             if found:

@@ -15,12 +15,12 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic, sleep
-from typing import NamedTuple, NoReturn
+from time import monotonic
+from typing import NoReturn
 
 from penstock.runtime.control.messages import (
     AgentReady,
@@ -42,7 +42,7 @@ from penstock.runtime.control.process import (
 from penstock.runtime.control.rendezvous import INTERVAL
 from penstock.runtime.control.security import Join
 from penstock.runtime.control.signals import on_stop
-from penstock.runtime.control.sockets import JOIN_S, SILENCE, Client
+from penstock.runtime.control.sockets import SILENCE, Client
 from penstock.runtime.record.errors import visible
 from penstock.runtime.record.folder import make_folder, open_append
 from penstock.runtime.tensor.shm import SHM, sweep
@@ -53,100 +53,33 @@ LAST_S = 10.0
 ALONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
-class Ended(NamedTuple):
-    """`status` is negative for a signal; `tail` is the end of what was written to stderr."""
-
-    name: str
-    pid: int
-    status: int
-    tail: str
-
-
-class RankProcesses:
-    """The ranks of `host` by name, forked by a child of this process, with which they end.
-
-    `command` is the program of that child (see `serve_forks`); `client` wakes when there is something to ask `ended`
-    for.
-    """
-
-    def __init__(self, command: Sequence[str], run: str, host: str, logs: Path, client: Client) -> None:
-        self._logs, self._client = logs, client
-        self._log = logs / f"ranks-{host}.err"
-        self._stderr: dict[str, Path] = {}  # of each rank that has not ended
-        self._door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Room for the orders of some hundred ranks: the child reads none before it has imported torch.
-        self._door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        with theirs, os.fdopen(open_append(self._log), "ab") as stderr:
-            self._child = start(command, run, environment=ALONE, stdin=theirs.fileno(), stderr=stderr)
-        self._door.setblocking(False)
-        self._watched = True
-        client.watch(self._door.fileno())
-
-    def __len__(self) -> int:
-        return len(self._stderr)
-
-    def launch(self, name: str, environment: Mapping[str, str]) -> None:
-        """Start the rank `POOL/REPLICA.INDEX`, whose output goes to files of that name in `logs`."""
-        stem = "-".join(name.replace("/", "-").rsplit(".", 1))
-        stdout, stderr = self._logs / f"{stem}.out", self._logs / f"{stem}.err"
-        order = ForkOrder(name=name, environment=environment, stdout=str(stdout), stderr=str(stderr))
-        assert name not in self._stderr, name
-        self._stderr[name] = stderr
-        with suppress(ConnectionError):  # that the child has ended is found by `ended`
-            self._door.send(json.dumps(order).encode())
-
-    def ended(self) -> list[Ended]:
-        """Those that have ended since the last call, and those that will never begin."""
-        found: list[Ended] = []
-        while True:
-            try:
-                packet = self._door.recv(PACKET_BYTES)
-            except BlockingIOError:
-                return found
-            except ConnectionError:  # the child has ended before it had read all; what it said before that follows
-                continue
-            if not packet:
-                break
-            name, pid, status = json.loads(packet)
-            found.append(Ended(name, pid, status, tail(self._stderr.pop(name)) or tail(self._log)))
-        if self._watched:
-            self._client.unwatch(self._door.fileno())
-            self._watched = False
-        pid, status = self._child.pid, self._child.wait(timeout=LAST_S)
-        found += [Ended(name, pid, status, tail(stderr) or tail(self._log)) for name, stderr in self._stderr.items()]
-        self._stderr.clear()
-        return found
-
-    def close(self) -> list[Ended]:
-        """End all of them, and what forks them."""
-        self._door.shutdown(socket.SHUT_WR)  # upon which the child kills them
-        found, until = self.ended(), monotonic() + LAST_S
-        while self._stderr and monotonic() < until:
-            sleep(0.002)
-            found += self.ended()
-        kill(self._child)
-        self._child.wait(timeout=LAST_S)
-        found += self.ended()
-        self._door.close()
-        return found
-
-
 WORKER = ("-m", "penstock.runtime.control.worker")
 # Seconds that ranks have to end by themselves after a goodbye.
 LEAVE_S = 3.0
 
 
 class Agent:
-    """The ranks of one host. `worker` forks them; `silence` is how long the controller may be out of reach."""
+    """The ranks of one host, forked by a child of this process, with which they end.
+
+    `worker` is the program of that child (see `serve_forks`); `silence` is how long the controller may be out of reach.
+    """
 
     def __init__(self, join: Join, join_file: Path, worker: Sequence[str] = WORKER, silence: float = SILENCE) -> None:
         self._join, self._join_file = join, join_file
         # A Unix socket breaks only when the controller is gone; between hosts a line may come back.
         self._silence = 1.0 if join.endpoint.startswith("ipc://") else silence
         self._client = Client(join, "agent", join.host)
-        logs = make_folder(Path(join.folder) / "logs")
-        self._ranks = RankProcesses((*worker, *join.modules), join.run, join.host, logs, self._client)
-        self._joined = False
+        self._logs = make_folder(Path(join.folder) / "logs")
+        self._log = self._logs / f"ranks-{join.host}.err"
+        self._stderr: dict[str, Path] = {}  # of each rank that has not ended
+        self._door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Room for the orders of some hundred ranks: the child reads none before it has imported torch.
+        self._door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        command = (*worker, *join.modules)
+        with theirs, os.fdopen(open_append(self._log), "ab") as stderr:
+            self._child = start(command, join.run, environment=ALONE, stdin=theirs.fileno(), stderr=stderr)
+        self._door.setblocking(False)
+        self._client.watch(self._door.fileno())
 
     def run(self) -> str:
         """Until the controller says goodbye (""), or cannot be reached any more: then why. No rank outlives it, and no
@@ -160,40 +93,37 @@ class Agent:
             while True:
                 for message in self._client.receive(INTERVAL / 2):
                     if isinstance(message, Goodbye):
-                        self._leave()
+                        self._await_ends(LEAVE_S)  # they hear their own goodbyes
                         return ""
                     if isinstance(message, Launch):
                         self._launch(message)
-                self._tell(self._ranks.ended())
+                self._tell_ended()
                 now = monotonic()
                 if now >= beat:
                     beat = now + INTERVAL
                     self._client.send(Heartbeat(self._join.host, 0, now))
-                if fault := self._fault(now):
-                    return fault
+                if gone := self._client.gone(self._silence):
+                    return gone
         except _Ended as ended:
             # Before the ranks' deaths, of which this is the reason: they are killed.
             by = f"ended by {signal_name(ended.number)}"
             self._client.send(Note("error", f"the agent of host {self._join.host} was {by}, and with it its ranks"))
             raise
         finally:
-            self._tell(self._ranks.close())
+            self._door.shutdown(socket.SHUT_WR)  # upon which the child kills those that are left
+            self._await_ends(LAST_S)
+            kill(self._child)
+            self._child.wait(timeout=LAST_S)
+            self._tell_ended()
+            self._door.close()
             sweep(None, folders)
             self._client.close()
 
-    def _fault(self, now: float) -> str:
-        lost = self._client.lost(now)
-        self._joined = self._joined or lost == 0
-        where = f"the controller at {self._join.endpoint}"
-        if self._client.refused:
-            return f"{where} does not know the key of host {self._join.host!r}; needed the key file of this run"
-        if not self._joined and lost > JOIN_S:
-            return f"{where} has not answered within {JOIN_S:.0f} s"
-        if self._joined and lost > self._silence:
-            return f"{where} is gone (no connection for {lost:.0f} s)"
-        return ""
-
     def _launch(self, launch: Launch) -> None:
+        """Start a rank, whose output goes to files of its name."""
+        name = f"{launch.replica}.{launch.rank}"
+        stem = "-".join(name.replace("/", "-").rsplit(".", 1))
+        stdout, stderr = self._logs / f"{stem}.out", self._logs / f"{stem}.err"
         environment = {
             "PENSTOCK_JOIN": str(self._join_file),
             "PENSTOCK_FOLDER": self._join.folder,
@@ -204,21 +134,43 @@ class Agent:
             "OMP_NUM_THREADS": str(launch.threads),
             "MKL_NUM_THREADS": str(launch.threads),
         }
-        self._ranks.launch(f"{launch.replica}.{launch.rank}", environment)
+        order = ForkOrder(name=name, environment=environment, stdout=str(stdout), stderr=str(stderr))
+        assert name not in self._stderr, name
+        self._stderr[name] = stderr
+        with suppress(ConnectionError):  # that the child has ended is found by `_tell_ended`
+            self._door.send(json.dumps(order).encode())
 
-    def _tell(self, ended: Sequence[Ended]) -> None:
-        """Tell the controller of ranks that have ended."""
-        for name, pid, status, last_lines in ended:
-            replica, _, rank = name.rpartition(".")
-            self._client.send(Exited(replica, int(rank), pid, max(0, status), max(0, -status), last_lines))
-
-    def _leave(self) -> None:
-        """Ranks hear their own goodbyes; those that do not end in time are ended."""
-        until = monotonic() + LEAVE_S
-        self._tell(self._ranks.ended())
-        while self._ranks and monotonic() < until:
+    def _await_ends(self, seconds: float) -> None:
+        """Tell of ranks that end, until all have or the time is up."""
+        until = monotonic() + seconds
+        self._tell_ended()
+        while self._stderr and monotonic() < until:
             self._client.receive(0.05)
-            self._tell(self._ranks.ended())
+            self._tell_ended()
+
+    def _tell_ended(self) -> None:
+        """Tell the controller of ranks that have ended since the last call, and of those that will never begin."""
+        packet = b"more"
+        while packet:
+            try:
+                packet = self._door.recv(PACKET_BYTES)
+            except BlockingIOError:
+                return
+            except ConnectionError:  # the child has ended before it had read all; what it said before that follows
+                continue
+            if packet:
+                self._exited(*json.loads(packet))
+        self._client.unwatch(self._door.fileno())  # its end would be news again and again
+        if self._stderr:
+            status = self._child.wait(timeout=LAST_S)
+            for name in [*self._stderr]:
+                self._exited(name, self._child.pid, status)
+
+    def _exited(self, name: str, pid: int, status: int) -> None:
+        """Tell of a rank's end; `status` is negative for a signal."""
+        replica, _, rank = name.rpartition(".")
+        last_lines = tail(self._stderr.pop(name)) or tail(self._log)
+        self._client.send(Exited(replica, int(rank), pid, max(0, status), max(0, -status), last_lines))
 
 
 def serve(join_file: Path, folder: Path | None = None) -> int:

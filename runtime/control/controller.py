@@ -11,6 +11,7 @@ import queue
 import sys
 import threading
 import traceback
+from collections import defaultdict
 from collections.abc import Mapping
 from time import monotonic
 from typing import Any
@@ -45,14 +46,13 @@ from penstock.runtime.control.security import Door, raise_descriptors
 from penstock.runtime.control.sockets import Server, WireError
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder, SavedCheckpoint, latest_checkpoint
+from penstock.runtime.record.timeline import pool_of
 from penstock.runtime.schedule.events import Abort
 from penstock.runtime.schedule.state import UnawaitedError
 from penstock.runtime.tensor.shm import ObjectRef
 
 # Seconds between two looks at deadlines and at what the launcher says, when nothing is heard.
 TICK = 0.1
-# Warnings that the summary keeps.
-MAX_WARNINGS = 200
 # Seconds for ranks and agents to end after a goodbye.
 DISMISS_S = 2.0
 
@@ -72,7 +72,6 @@ class Controller:
         self.pids: dict[tuple[str, int], int] = {}
         self.restored: dict[tuple[Firing, str], ObjectRef] = {}
         self.alive: set[str] = set()
-        self.warnings: list[str] = []
         self._told = (0, 0.0)  # frames dropped by the last note of them, and when that was
 
     def run(self) -> str:
@@ -97,32 +96,14 @@ class Controller:
         while len(self.pids) < len(self.ranks) and self.session.running:
             self._turn()
             now = monotonic()
-            if now > until + self.server.held_up(now):
-                self._fail(FailureCode.NOT_READY, self._absent(seconds))
-
-    def _absent(self, seconds: float) -> str:
-        hosts = {rank.host for rank in self.ranks.values()}
-        if missing := sorted(host for host in hosts if agent_peer(host) not in self.alive):
-            return f"no agent of host {', '.join(missing)} joined within {seconds:.0f} s at {self.server.endpoint}"
-        names = ", ".join(self.config.plan.spelled(r, i) for r, i in self.ranks if (r, i) not in self.pids)
-        return f"{names} did not get ready within {seconds:.0f} s; see {self.folder.logs}"
-
-    def _launch(self, host: str) -> None:
-        for (replica, index), rank in self.ranks.items():
-            if rank.host == host:
-                self.server.send(agent_peer(host), Launch(replica, index, rank.device, rank.threads))
-
-    def _set_up(self, peer: str) -> None:
-        restore = (self.cut.written, self.cut.folder.name) if self.cut else ()
-        self.server.send(peer, Setup(json.dumps(self.config.to_json()), restore))
-
-    def _welcome(self, ready: Ready) -> None:
-        self.pids[ready.replica, ready.rank] = ready.pid
-        self.restored.update(((firing, output), handle) for firing, output, handle in ready.restored)
-        pools: dict[str, list[int]] = {}
-        for (replica, _), pid in sorted(self.pids.items()):
-            pools.setdefault(replica.rpartition("/")[0], []).append(pid)
-        self.folder.write_json("processes.json", {"controller": os.getpid(), "pools": pools})
+            if now > until + self.server.tracker.held_up(now):
+                names = ", ".join(self.config.plan.spelled(r, i) for r, i in self.ranks if (r, i) not in self.pids)
+                text = f"{names} did not get ready within {seconds:.0f} s; see {self.folder.logs}"
+                hosts = {rank.host for rank in self.ranks.values()}
+                if missing := sorted(host for host in hosts if agent_peer(host) not in self.alive):
+                    where = f"joined within {seconds:.0f} s at {self.server.endpoint}"
+                    text = f"no agent of host {', '.join(missing)} {where}"
+                self._fail(FailureCode.NOT_READY, text)
 
     # Running ----------------------------------------------------------------------------------------------
 
@@ -136,24 +117,23 @@ class Controller:
         for peer, message in heard:
             self._hear(peer, message)
         now = monotonic()
-        if late := self.server.late(now):
+        if late := self.server.tracker.late(now):
             names = ", ".join(map(self._spelled, late))
             self._fail(FailureCode.SILENT, f"no sign of life from {names}: hung, stopped or gone")
         # The same moment for both: a stop of this process between them would be taken for a rank's delay.
-        self.session.watch(now, self.server.held_up(now))
-        self.session.decide(now, self.server.heard)
+        self.session.watch(now, self.server.tracker.held_up(now))
+        self.session.decide(now, self.server.tracker.last)
         self._send()
         self._tell_dropped(now)
 
     def _tell_dropped(self, now: float) -> None:
         """A note of the frames that were dropped, at most one a second however many they are."""
-        total = self.server.counts.total()
         before, told = self._told
-        if total == before or now - told < 1.0 or not self.server.dropped:
-            return
-        self._told = (total, now)
-        so_far = ", ".join(f"{count} {kind}" for kind, count in sorted(self.server.counts.items()))
-        say({"kind": "note", "level": "warning", "text": f"dropped ({so_far}); the last: {self.server.dropped[-1]}"})
+        if self.server.counts.total() > before and now - told >= 1.0:
+            self._told = (self.server.counts.total(), now)
+            so_far = ", ".join(f"{count} {kind}" for kind, count in sorted(self.server.counts.items()))
+            text = f"dropped ({so_far}); the last: {self.server.dropped[-1]}"
+            say({"kind": "note", "level": "warning", "text": text})
 
     def _hear(self, peer: str, message: Message) -> None:
         match message:
@@ -170,26 +150,31 @@ class Controller:
                 for asker, found in self.board.hear(peer, message):
                     if found.error:
                         self.server.drop("excessive", self._spelled(asker), found.error)
-                    self.server.send(asker, structs.replace(found, held_up=self.server.held_up(monotonic())))
+                    self.server.send(asker, structs.replace(found, held_up=self.server.tracker.held_up(monotonic())))
             case Hello(role=role):
                 self.alive.add(peer)
                 if role == "rank":
-                    self._set_up(peer)
+                    restore = (self.cut.written, self.cut.folder.name) if self.cut else ()
+                    self.server.send(peer, Setup(json.dumps(self.config.to_json()), restore))
             case AgentReady(host=host):
-                self._launch(host)
-            case Ready(replica=replica, rank=rank):
-                if (replica, rank) in self.pids:
-                    self.server.drop("unexpected", peer, "a second Ready")
-                else:
-                    self._welcome(message)
+                for (name, index), place in self.ranks.items():
+                    if place.host == host:
+                        self.server.send(peer, Launch(name, index, place.device, place.threads))
+            case Ready(replica, rank) if (replica, rank) in self.pids:
+                self.server.drop("unexpected", peer, "a second Ready")
+            case Ready(replica, rank, pid, restored):
+                self.pids[replica, rank] = pid
+                self.restored.update(((firing, output), handle) for firing, output, handle in restored)
+                pools: dict[str, list[int]] = defaultdict(list)
+                for (name, _), own in sorted(self.pids.items()):
+                    pools[pool_of(name)].append(own)
+                self.folder.write_json("processes.json", {"controller": os.getpid(), "pools": pools})
             case Note(level, text):
                 if level == "error":
                     by_agent = peer.startswith("agent:")
                     self._fail(FailureCode.AGENT_DIED if by_agent else FailureCode.RANK_RAISED, text)
                     return
-                if level == "warning" and len(self.warnings) < MAX_WARNINGS:
-                    self.warnings.append(text)
-                say({"kind": "note", "level": level, "text": text})
+                self.session.recorder.note(text, level)
             case Exited(replica=replica, rank=rank, reason=reason, signal=signal, status=status, tail=tail):
                 self.alive.discard(rank_peer(replica, rank))
                 moving, name = self.session.moving(replica), self.config.plan.spelled(replica, rank)
@@ -271,7 +256,6 @@ def _control(folder: RunFolder, config: RunConfig, server: Server) -> int:
     session = Session(config, recorder, cut.cut if cut else None)
     recorder.dropped_frames, session.doing = server.counts, server.doing
     controller = Controller(folder, config, server, session, cut)
-    recorder.warnings = controller.warnings
     threading.Thread(target=_listen, args=[controller.launcher], daemon=True).start()
     try:
         status = controller.run()

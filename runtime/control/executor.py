@@ -28,7 +28,7 @@ from penstock.graph.node import Dropped, Filter
 from penstock.graph.protocols import Offloadable, Releasing
 from penstock.graph.types import Model, Rewards, Rollouts
 from penstock.runtime.control.messages import Order, Result
-from penstock.runtime.control.process import told
+from penstock.runtime.control.process import RAISED, told
 from penstock.runtime.control.rank_setup import RankSetup
 from penstock.runtime.control.rank_state import Held, HeldValues, Holdings, Key
 from penstock.runtime.control.weight_channels import LocalChannels
@@ -164,10 +164,6 @@ class Resting:
         self._offloads[name].leave(value.offloadable())
 
 
-# What a node may raise that is its own failure: one that leaves the process (`sys.exit`) would end the run unsaid.
-_RAISED = (Exception, SystemExit)
-
-
 class Executor:
     """Runs commands of one rank; `channels` moves weights, and `values` keeps what nodes make.
 
@@ -249,7 +245,7 @@ class Executor:
         """One step of a stream. If it raises, every firing in it has failed, and it forgets them."""
         try:
             finished = held.state.step()
-        except _RAISED as error:
+        except RAISED as error:
             held.state.reset()
             lost, held.submitted = held.submitted, {}
             return [self._failure(firing, began, error) for firing, began in lost.items()]
@@ -274,7 +270,7 @@ class Executor:
             result = held.call(inputs)
             if isinstance(held.definition, Filter) and not isinstance(result, Dropped):
                 result = tuple(self._inputs(held, command).values())  # whatever the predicate did to its own
-        except _RAISED as error:
+        except RAISED as error:
             return [self._failure(firing, began, error)]
         answer = self._answer(held, firing, result, began, inputs)
         self.resting.fired(firing)
@@ -286,7 +282,7 @@ class Executor:
         try:
             manifest = self.channels.publish(channel, version, self.held.carried)
             self.resting.settle()
-        except _RAISED as error:
+        except RAISED as error:
             return Result(Abort(f"{self.doing} on {replica} rank {rank}:\n{told(error)}"))
         return Result(Published(channel, version, replica, rank), {}, {}, began, monotonic(), manifest)
 

@@ -8,6 +8,7 @@ import signal
 import warnings
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from time import monotonic
@@ -107,16 +108,9 @@ def run_in_process(folder: RunFolder, say: Say) -> str:
     config = replace(config, flags=replace(config.flags, deadline=inf))
     recorder = RunRecorder(folder, config, say, monotonic(), cut)
     session = Session(config, recorder, cut.cut if cut else None)
-    warned: list[str] = []
-    recorder.warnings = warned
-
-    def tell(text: str) -> None:
-        warned.append(text)
-        say({"kind": "note", "level": "warning", "text": text})
-
     try:
         with warnings.catch_warnings():
-            tell_node_warnings(tell)
+            tell_node_warnings(partial(recorder.note, level="warning"))
             driver = InProcess(config, session, folder.path, cut.folder if cut else None)
             folder.write_json("processes.json", {"controller": os.getpid(), "pools": {}})
             with on_stop(driver.interrupt):

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from queue import Empty, Queue
@@ -87,7 +87,7 @@ class Launcher:
         self.folder, self.run_id, self.cluster = folder.absolute(), run, cluster
         self.tell = while_heard(tell, self._wish)
         self.environment = dict(environment or {})
-        self.commands, self.modules = (tuple(controller), tuple(agent)), tuple(modules)
+        self.controller, self.agent, self.modules = tuple(controller), tuple(agent), tuple(modules)
         self.keys = Keys.make(run, cluster.endpoint(self.folder), [host.name for host in cluster.hosts])
         self.agents: dict[str, Child] = {}
         self.interrupts = 0
@@ -97,13 +97,11 @@ class Launcher:
 
     def run(self) -> int:
         """Run to the end, in the main thread if Ctrl-C is to be heard; the exit status. Nothing is left behind."""
-        with on_stop(self._interrupt):
-            return self._run()
-
-    def _run(self) -> int:
         held = RunFolder(self.folder)
         held.hold()
-        try:
+        with on_stop(self._interrupt), ExitStack() as stack:
+            stack.callback(held.release)
+            stack.callback(self._sweep, held)
             sweep(None, (SHM, self.folder))  # of runs whose launcher could not do it
             _clear(self.folder)
             try:
@@ -111,16 +109,10 @@ class Launcher:
                 make_folder(self.folder / "logs")
             except OSError as error:
                 raise disk_fault(self.folder, error) from error
-            controller = self._start(self.commands[0], "controller", str(self.folder), report=True)
-            try:
-                self._watch(controller)
-                return self._status(controller)
-            finally:
-                self._end(controller)
-        finally:
-            if left := _sweep(held, self.run_id, self.keys.door.endpoint):
-                self.tell({"kind": "error", "text": f"still alive, and not to be killed: pids {left}"})
-            held.release()
+            controller = self._start(self.controller, "controller", str(self.folder), report=True)
+            stack.callback(self._end, controller)
+            self._watch(controller)
+            return self._status(controller)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         # Only a second Ctrl-C counts: a terminal that closes sends several signals for one wish.
@@ -184,7 +176,7 @@ class Launcher:
             join = self.keys.join(host.name, endpoint, self.folder, host.address or LOOPBACK, self.modules)
             join.write(path)
             if host.agent == "local":
-                self.agents[host.name] = self._start(self.commands[1], f"agent-{host.name}", str(path))
+                self.agents[host.name] = self._start(self.agent, f"agent-{host.name}", str(path))
             else:
                 self.tell({"kind": "external", "host": host.name, "join": str(path), "endpoint": endpoint})
 
@@ -222,7 +214,13 @@ class Launcher:
             return INTERRUPTED
         if controller.returncode != FAILED or not self._explained:
             said = tail(self.folder / "logs" / "controller.err")
-            how = f"the controller (pid {controller.pid}) ended: {describe_exit(controller)}{_doing(self._last)}"
+            how = f"the controller (pid {controller.pid}) ended: {describe_exit(controller)}"
+            if not self._last:
+                how += ", before it had begun"
+            else:
+                pools = (f"{name} at {', '.join(pool['doing'])}" for name, pool in self._last.get("pools", {}).items())
+                update = f", update {self._last['update']} of {self._last['updates']}" if "update" in self._last else ""
+                how += "; ".join([f", last heard of in stage {self._last['stage']!r}{update}", *pools])
             self.tell(Failure(FailureCode.CONTROLLER, f"{how}\n{said}" if said else how).line())
         return FAILED
 
@@ -241,32 +239,23 @@ class Launcher:
             kill(agent)
             agent.wait()
 
+    def _sweep(self, folder: RunFolder) -> None:
+        """Remove every process, segment, socket and key of the run from this host. The folder may have been moved, and
+        another one be in its place, of which nothing is removed."""
+        left = sweep_processes(self.run_id)
+        sweep(self.run_id, (SHM, folder.held))
+        if (file := socket_file(self.keys.door.endpoint)) is not None:
+            (folder.held / file.name if file.parent == folder.path else file).unlink(missing_ok=True)
+        _clear(folder.held)
+        if left:
+            self.tell({"kind": "error", "text": f"still alive, and not to be killed: pids {left}"})
+
 
 def _say(controller: Child, line: str) -> None:
     assert controller.stdin is not None
     with suppress(BrokenPipeError):  # it is ending already, and is seen to have ended in a moment
         controller.stdin.write(line.encode() + b"\n")
         controller.stdin.flush()
-
-
-def _doing(last: Line) -> str:
-    """What a run was at when its controller was last heard."""
-    if not last:
-        return ", before it had begun"
-    update = f", update {last['update']} of {last['updates']}" if "update" in last else ""
-    pools = (f"{name} at {', '.join(pool['doing'])}" for name, pool in last.get("pools", {}).items())
-    return "; ".join([f", last heard of in stage {last['stage']!r}{update}", *pools])
-
-
-def _sweep(folder: RunFolder, run: str, endpoint: str) -> list[int]:
-    """Remove every process, segment, socket and key of a run from this host; the pids that would not go. The folder may
-    have been moved, and another one be in its place, of which nothing is removed."""
-    left = sweep_processes(run)
-    sweep(run, (SHM, folder.held))
-    if (file := socket_file(endpoint)) is not None:
-        (folder.held / file.name if file.parent == folder.path else file).unlink(missing_ok=True)
-    _clear(folder.held)
-    return left
 
 
 def _clear(folder: Path) -> None:

@@ -253,6 +253,8 @@ def keep_freed_memory() -> None:
         mallopt(_ARENA_MAX, 1)
 
 
+# What a node may raise that is its own failure: one that leaves the process (`sys.exit`) would end the run unsaid.
+RAISED = (Exception, SystemExit)
 OWN = ("penstock.", "__main__")
 BETWEEN = ("torch.", "concurrent.futures.")
 

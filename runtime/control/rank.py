@@ -10,7 +10,7 @@ it, and hosts need no file system in common.
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
@@ -63,19 +63,20 @@ class Meeting(C10dStore):
         return self._await([key], self.timeout)[key]
 
     def add(self, key: str, value: int) -> int:
-        found = self._pulse.ask(lambda number: Count(number, key, value), ANSWER_S)
-        if found is None:
-            raise RuntimeError(f"the controller has not counted {key} within {ANSWER_S:g} s")
-        return int(bytes.fromhex(found[key]))
+        return int(bytes.fromhex(self._known(lambda number: Count(number, key, value))[key]))
 
     def check(self, keys: Sequence[str]) -> bool:
-        found = self._pulse.ask(lambda number: Look(number, tuple(keys), at_once=True), ANSWER_S)
-        if found is None:
-            raise RuntimeError(f"the controller has not looked for {', '.join(keys)} within {ANSWER_S:g} s")
-        return len(found) == len(set(keys))
+        return len(self._known(lambda number: Look(number, tuple(keys), at_once=True))) == len(set(keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         self._await(keys, self.timeout if timeout is None else timeout)
+
+    def _known(self, question: Callable[[int], Count | Look]) -> Mapping[str, str]:
+        """The answer to what the controller can answer at once."""
+        found = self._pulse.ask(question, ANSWER_S)
+        if found is None:
+            raise RuntimeError(f"the controller has not answered {question(0)} within {ANSWER_S:g} s")
+        return found
 
     def _await(self, keys: Sequence[str], timeout: timedelta) -> dict[str, bytes]:
         seconds, counted = timeout.total_seconds(), self._pulse.held_up

@@ -6,7 +6,7 @@ The session tells, this file writes. Status dicts for a display go to `say`: {"k
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any
 
@@ -49,6 +49,8 @@ from penstock.runtime.schedule.state import Ledger
 MAX_BARS = 200_000
 Say = Callable[[dict[str, Any]], None]
 
+# Warnings that the summary keeps.
+MAX_WARNINGS = 200
 # Seconds between two statuses for the display.
 EVERY = 0.2
 # Seconds after which a run without news says its status again.
@@ -128,7 +130,7 @@ class RunRecorder:
         self._said: dict[str, int] = {}
         self.updates = start
         self.dropped_frames: Mapping[str, int] = {}
-        self.warnings: Sequence[str] = ()
+        self.warnings: list[str] = []
         self._cut = ""
         self._evaluated: list[dict[str, float]] = []
 
@@ -231,7 +233,7 @@ class RunRecorder:
             self.tensorboard.write(self.row)
         self.say({"kind": "row", "row": self.row})
         for name, value in self._not_finite(self.row).items():
-            self._note(f"{name} is {value} in update {update}: null in metrics.jsonl, and nothing else follows from it")
+            self.note(f"{name} is {value} in update {update}: null in metrics.jsonl, and nothing else follows from it")
 
     def begin_checkpoint(self, update: int) -> str:
         """Ranks are about to write their parts of a cut: the name of the folder into which all do."""
@@ -256,7 +258,7 @@ class RunRecorder:
             self.say({"kind": "accuracy", "stage": name, "accuracy": self.accuracy[name]})
             if figures and not known:
                 self.not_finite[f"accuracy_{name}"] = {"value": str(figures[-1])}
-                self._note(f"the accuracy {name} training is {figures[-1]}, which is no number")
+                self.note(f"the accuracy {name} training is {figures[-1]}, which is no number")
 
     def tick(self, now: float) -> None:
         """Time passes: what is buffered is written, the display hears of a quiet run too. Raises RecordError when the
@@ -291,7 +293,7 @@ class RunRecorder:
             "reward_mean": self.row.get("reward_mean"),
             "measured": self.rows.pending,
             "dropped_frames": dict(self.dropped_frames),
-            "warnings": list(self.warnings),
+            "warnings": self.warnings,
             "error": error,
             "cause": cause,
             "records": self.log.records,
@@ -325,8 +327,11 @@ class RunRecorder:
             self.not_finite[name] |= {"last": row["update"], "updates": self.not_finite[name]["updates"] + 1}
         return new
 
-    def _note(self, text: str) -> None:
-        self.say({"kind": "note", "text": text})
+    def note(self, text: str, level: str = "") -> None:
+        """A line for the user; the summary has the first warnings."""
+        if level == "warning" and len(self.warnings) < MAX_WARNINGS:
+            self.warnings.append(text)
+        self.say({"kind": "note", **({"level": level} if level else {}), "text": text})
 
     def _status(self, now: float, after: float) -> None:
         """Say what the run and its pools are at, unless that was said less than `after` seconds ago."""

@@ -11,10 +11,10 @@ not taken for death. It does not see a main thread that hangs: firings have dead
 """
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from itertools import count
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from time import monotonic
 
 from penstock.runtime.control.messages import (
@@ -25,11 +25,10 @@ from penstock.runtime.control.messages import (
     Look,
     MessageError,
     Note,
-    Post,
     Question,
 )
 from penstock.runtime.control.security import Join
-from penstock.runtime.control.sockets import JOIN_S, SILENCE, Client
+from penstock.runtime.control.sockets import Client
 
 # Characters that are kept of one peer: of its keys and values, and of its questions that are not answered yet. A group
 # of a hundred ranks needs some 60,000 of each.
@@ -53,86 +52,75 @@ class Board:
         self._posted: dict[str, str] = {}
         self._posters: dict[str, str] = {}
         self._counts: Counter[str] = Counter()
-        self._waiting: dict[str, list[tuple[str, Look, set[str]]]] = {}  # by key: who asked what, which lacks what
+        self._waiting: defaultdict[str, list[tuple[str, Look]]] = defaultdict(list)  # by the first key that each lacks
         self._kept: Counter[str] = Counter()
         self._answered: Counter[str] = Counter()
 
     def hear(self, peer: str, question: Question) -> list[tuple[str, Found]]:
         """What `peer` says; the answers to whoever they are for."""
-        number = 0 if isinstance(question, Post) else question.number
-        if refusal := self._refusal(peer, question):
-            return [(peer, Found(number, {}, refusal))]
         if isinstance(question, Look):
-            lacks = set() if question.at_once else {*question.keys} - self._posted.keys()
-            if not lacks:
-                return [self._found(peer, number, question.keys)]
-            self._kept[peer] += _size(question)
-            for key in lacks:
-                self._waiting.setdefault(key, []).append((peer, question, lacks))
-            return []
+            return self._look(peer, question)
+        key, counts = question.key, isinstance(question, Count)
+        number = question.number if isinstance(question, Count) else 0
+        poster = self._posters.get(key, peer)
+        if poster != peer and not (counts and key in self._counts):
+            return [(peer, Found(number, {}, f"{key:.200}: posted by {poster}, which alone may change it"))]
         if isinstance(question, Count):
-            self._counts[question.key] += question.amount
             # In decimal digits, as torch's own stores keep a number.
-            others = self._post(peer, question.key, str(self._counts[question.key]).encode().hex())
-            return [self._found(peer, number, (question.key,)), *others]
-        return self._post(peer, question.key, question.value)
+            value = str(self._counts[key] + question.amount).encode().hex()
+        else:
+            value = question.value
+        more = _cost(key, value) - (_cost(key, self._posted[key]) if key in self._posted else 0)
+        if refusal := self._refusal(poster, more):
+            return [(peer, Found(number, {}, refusal))]
+        self._posters[key], self._posted[key] = poster, value
+        self._kept[poster] += more
+        answers = []
+        if isinstance(question, Count):
+            self._counts[key] += question.amount
+            answers.append(self._found(peer, number, (key,)))
+        for asker, look in self._waiting.pop(key, ()):
+            self._kept[asker] -= _cost(*look.keys)
+            answers += self._look(asker, look)
+        return answers
 
-    def _post(self, peer: str, key: str, value: str) -> list[tuple[str, Found]]:
-        """Put it up; the answers to those who have waited for this key alone."""
-        poster = self._posters.setdefault(key, peer)
-        self._kept[poster] += _cost(key, value) - (_cost(key, self._posted[key]) if key in self._posted else 0)
-        self._posted[key] = value
-        found = []
-        for asker, look, lacks in self._waiting.pop(key, ()):
-            lacks.discard(key)
-            if not lacks:
-                self._kept[asker] -= _size(look)
-                found.append(self._found(asker, look.number, look.keys))
-        return found
+    def _look(self, peer: str, look: Look) -> list[tuple[str, Found]]:
+        """The answer; none yet if it waits for a key."""
+        lacking = None if look.at_once else next((key for key in look.keys if key not in self._posted), None)
+        if lacking is None:
+            return [self._found(peer, look.number, look.keys)]
+        if refusal := self._refusal(peer, _cost(*look.keys)):
+            return [(peer, Found(look.number, {}, refusal))]
+        self._kept[peer] += _cost(*look.keys)
+        self._waiting[lacking].append((peer, look))
+        return []
 
-    def _refusal(self, peer: str, question: Question) -> str:
-        """Why a question is refused; "" if it is not."""
-        more = _size(question)
-        if isinstance(question, Look):
-            more = 0 if question.at_once or self._posted.keys() >= {*question.keys} else more
-        elif question.key in self._posted:
-            poster = self._posters[question.key]
-            if poster != peer and not (isinstance(question, Count) and question.key in self._counts):
-                return f"{question.key:.200}: posted by {poster}, which alone may change it"
-            more -= _cost(question.key, self._posted[question.key])
+    def _refusal(self, peer: str, more: int) -> str:
+        """Why so many characters more of a peer are not kept; "" if they are."""
         if more > 0 and self._kept[peer] + more > MAX_KEPT:
             given = f"{peer} has {self._kept[peer]} characters on the controller's board and gave {more} more"
             return f"{given}; needed at most {MAX_KEPT} for each rank"
         if more > 0 and self._kept.total() + more > MAX_BOARD:
             given = f"the controller's board has {self._kept.total()} characters and {peer} gave {more} more"
             return f"{given}; needed at most {MAX_BOARD}"
-        if self._answered[peer] > MAX_ANSWERED:
-            return f"{peer} was answered with {self._answered[peer]} characters; needed at most {MAX_ANSWERED}"
         return ""
 
     def _found(self, peer: str, number: int, keys: tuple[str, ...]) -> tuple[str, Found]:
         values = {key: self._posted[key] for key in keys if key in self._posted}
-        size = sum(_cost(*item) for item in values.items())
+        size = _cost(*values, *values.values())
         if size > MAX_ANSWER:
             error = f"given {len(values)} keys with {size} characters; needed at most {MAX_ANSWER} at once"
-            return peer, Found(number, {}, error)
-        self._answered[peer] += size
-        return peer, Found(number, values)
+        elif self._answered[peer] > MAX_ANSWERED:
+            error = f"{peer} was answered with {self._answered[peer]} characters; needed at most {MAX_ANSWERED}"
+        else:
+            self._answered[peer] += size
+            return peer, Found(number, values)
+        return peer, Found(number, {}, error)
 
 
 def _cost(*texts: str) -> int:
     """Bytes of texts in a frame, and what goes with them."""
-    return _EACH + sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
-
-
-def _size(question: Question) -> int:
-    match question:
-        case Look(keys=keys):
-            return _EACH + sum(map(_cost, keys))
-        case Post(key=key, value=value):
-            return _cost(key, value)
-        case Count(key=key):
-            return _cost(key, "0" * 40)
+    return sum(_EACH + (len(text) if text.isascii() else len(text.encode())) for text in texts)
 
 
 # Seconds from one heartbeat to the next.
@@ -194,16 +182,18 @@ class Pulse:
             return found.values if found else None
 
     def _beat(self) -> None:
-        client, due, joined = self._client, monotonic() + self._interval, False
+        client, due = self._client, monotonic() + self._interval
         while not self._over.is_set():
-            lost = client.lost(monotonic())
-            joined = joined or lost == 0
-            if lost > (SILENCE if joined else JOIN_S):
-                self._refuse(f"no connection to the controller for {lost:.0f} s")
+            if gone := client.gone():
+                self._refuse(gone)
             for message in client.receive(max(0.0, due - monotonic())):
                 if isinstance(message, Found):
                     self._hear(message)
-            self._say_all()
+            while not self._said.empty():
+                try:
+                    client.send(self._said.get())
+                except MessageError as error:  # too large for a frame; the thread goes on, or the rank would seem dead
+                    self._refuse(str(error))
             if monotonic() >= due:
                 due = monotonic() + self._interval
                 client.send(Heartbeat(self._replica, self._rank, monotonic(), self.doing()))
@@ -217,15 +207,6 @@ class Pulse:
             elif message.number in self._awaited:
                 self._found[message.number] = message
             self._heard.notify_all()
-
-    def _say_all(self) -> None:
-        while True:
-            try:
-                self._client.send(self._said.get_nowait())
-            except Empty:
-                return
-            except MessageError as error:  # too large for a frame; the thread goes on, or the rank would seem dead
-                self._refuse(str(error))
 
     def _refuse(self, why: str) -> None:
         """There will be no answer."""

@@ -39,12 +39,6 @@ HANDSHAKE_S = 10.0
 _ZAP = "inproc://zeromq.zap.01"
 
 
-def new_pair() -> tuple[str, str]:
-    """A new public and secret key, in Z85."""
-    public, secret = zmq.curve_keypair()
-    return public.decode(), secret.decode()
-
-
 def raise_descriptors() -> int:
     """Let this process open as many files as the system permits; how many these are."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -166,7 +160,7 @@ class KeyPair:
 
     @staticmethod
     def make() -> "KeyPair":
-        return KeyPair(*new_pair())
+        return KeyPair(*(key.decode() for key in zmq.curve_keypair()))
 
 
 class KeyFileError(ValueError):
@@ -257,15 +251,11 @@ class Keys:
     @staticmethod
     def make(run: str, endpoint: str, hosts: Iterable[str]) -> "Keys":
         """A new token, new key pairs for several hosts, and for tcp also for a single one and the controller."""
-        token, names = secrets.token_hex(16), list(hosts)
-        unix = endpoint.startswith("ipc://")
-        if unix and len(names) == 1:
-            return Keys(Door(run, endpoint, token), {names[0]: KeyPair("", "")})
-        pairs = {name: KeyPair.make() for name in names}
-        if unix:
-            return Keys(Door(run, endpoint, token), pairs)
-        server, allowed = KeyPair.make(), {name: pair.public for name, pair in pairs.items()}
-        return Keys(Door(run, endpoint, token, server.public, server.secret, allowed), pairs)
+        names, unix, nothing = list(hosts), endpoint.startswith("ipc://"), KeyPair("", "")
+        pairs = {name: nothing if unix and len(names) == 1 else KeyPair.make() for name in names}
+        server, allowed = nothing if unix else KeyPair.make(), {name: pair.public for name, pair in pairs.items()}
+        token = secrets.token_hex(16)
+        return Keys(Door(run, endpoint, token, server.public, server.secret, {} if unix else allowed), pairs)
 
     def join(
         self, host: str, endpoint: str, folder: Path, address: str = LOOPBACK, modules: tuple[str, ...] = ()

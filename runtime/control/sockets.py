@@ -19,6 +19,7 @@ import select
 import struct
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hmac import compare_digest
 from itertools import count, takewhile
@@ -187,7 +188,9 @@ class Tracker:
         return sorted(peer for peer, _ in silent)
 
     def held_up(self, now: float) -> float:
-        """Seconds up to `now` in which the one who listens was stopped itself."""
+        """Seconds up to `now` in which the one who listens was stopped itself: whoever is waited for need not answer
+        for these. A deadline is looked at with the same `now`: a stop may come between any two lines.
+        """
         self._held_up += max(0.0, now - self._looked - PAUSE_S)
         self._looked = now
         return self._held_up
@@ -262,7 +265,7 @@ class _Connection:
 
 class Server:
     """The controller's end. `endpoint` is where it really listens; `peers` are those that said Hello; `doing` is what
-    each peer was at when it last beat.
+    each peer was at when it last beat, and `tracker` when that was.
     """
 
     def __init__(self, door: Door, ranks: Mapping[str, str], silence: float = SILENCE) -> None:
@@ -274,7 +277,7 @@ class Server:
         self._ranks = ranks
         self._hosts = {public: host for host, public in door.allowed.items()}
         self._notes: Counter[str] = Counter()
-        self._tracker = Tracker(silence)
+        self.tracker = Tracker(silence)
         self._connections: dict[bytes, _Connection] = {}
         self._routes: dict[str, _Connection] = {}
         self._sides: dict[str, _Connection] = {}
@@ -329,26 +332,11 @@ class Server:
             return False
         return True
 
-    def heard(self, peer: str) -> float:
-        """When `peer` gave its last sign of life; as long ago as can be if it never did."""
-        return self._tracker.last(peer)
-
-    def held_up(self, now: float) -> float:
-        """Seconds up to `now` that the controller itself was stopped: whoever is waited for need not answer for these.
-
-        A deadline is looked at with the same `now`: a stop may come between any two lines.
-        """
-        return self._tracker.held_up(now)
-
-    def late(self, now: float) -> list[str]:
-        """The peers that gave no sign of life for `silence` seconds, in the order of their names."""
-        return self._tracker.late(now)
-
     def forget(self, peer: str) -> None:
         """A peer that ended: it is not late, cannot be sent to, and may say Hello again as a new process."""
         self._routes.pop(peer, None)
         self._sides.pop(peer, None)
-        self._tracker.forget(peer)
+        self.tracker.forget(peer)
         self.doing.pop(peer, None)
         self._connections = {i: c for i, c in self._connections.items() if c.peer != peer}
 
@@ -384,7 +372,7 @@ class Server:
         if claim := _overreach(message, connection, self._ranks):
             raise _Dropped("unauthorised", name, claim)
         connection.heard = sequence
-        self._tracker.heard(connection.peer, now)
+        self.tracker.heard(connection.peer, now)
         if isinstance(message, Heartbeat):
             self.doing[connection.peer] = message.doing[:MAX_DOING]
             return []
@@ -411,7 +399,7 @@ class Server:
             raise _Dropped("duplicate", name, f"Hello of {message.peer}, pid {message.pid}, but it is here already")
         connection = _Connection(message.peer, message.role, host, key, identity, sequence)
         self._connections[identity] = connection
-        self._tracker.heard(message.peer, now)
+        self.tracker.heard(message.peer, now)
         if beats:
             self._sides[message.peer] = connection
             return []
@@ -469,6 +457,8 @@ class Client:
         self.counts: Counter[str] = Counter()
         self.refused = False
         self._down_since: float | None = monotonic()
+        self._joined, self._controller = False, f"the controller at {join.endpoint}"
+        self._host = join.host
         self._numbers = count(1)
         self._heard = 0
         self._context = zmq.Context()
@@ -514,11 +504,24 @@ class Client:
         self._poller.register(descriptor, select.POLLIN)
 
     def unwatch(self, descriptor: int) -> None:
-        self._poller.unregister(descriptor)
+        with suppress(KeyError):  # it is not watched any more
+            self._poller.unregister(descriptor)
 
     def lost(self, now: float) -> float:
         """Seconds for which there has been no connection to the controller; 0 while there is one."""
         return 0.0 if self._down_since is None else now - self._down_since
+
+    def gone(self, silence: float = SILENCE) -> str:
+        """Why the controller is not waited for any more; "" while it may still be reached."""
+        lost = self.lost(monotonic())
+        self._joined = self._joined or lost == 0
+        if self.refused:
+            return f"{self._controller} does not know the key of host {self._host!r}; needed the key file of this run"
+        if not self._joined and lost > JOIN_S:
+            return f"{self._controller} has not answered within {JOIN_S:.0f} s"
+        if self._joined and lost > silence:
+            return f"{self._controller} is gone (no connection for {lost:.0f} s)"
+        return ""
 
     def close(self) -> None:
         """What is still being sent gets half a second."""

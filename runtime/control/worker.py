@@ -14,11 +14,11 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from penstock.runtime.control.messages import TOLD, Goodbye, Note, Order, Ready, Result, Results, Setup
-from penstock.runtime.control.process import keep_freed_memory, serve_forks, told
+from penstock.runtime.control.process import RAISED, keep_freed_memory, serve_forks, told
 from penstock.runtime.control.rendezvous import Pulse
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.security import Join, raise_descriptors
-from penstock.runtime.control.sockets import JOIN_S, SILENCE, Client
+from penstock.runtime.control.sockets import Client
 
 if TYPE_CHECKING:
     from penstock.runtime.control.rank import RankRuntime
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 HOLD = 0.001
 # Seconds between two looks at the controller's life, when there is nothing to do.
 IDLE = 1.0
-
-RAISED = (Exception, SystemExit)
 
 # What all ranks import. It takes long, torch above all, and so is imported once for all ranks of a host, with the
 # modules of the run's nodes (`RunConfig.modules`), which are this process's arguments.
@@ -87,17 +85,13 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) ->
 
 def await_setup(client: Client) -> Setup | None:
     """The first order of business; None if the run ends before it begins."""
-    joined = False
-    while True:
+    while not client.gone():
         for message in client.receive(IDLE):
             if isinstance(message, Setup):
                 return message
             if isinstance(message, Goodbye):
                 return None
-        lost = client.lost(monotonic())
-        joined = joined or lost == 0
-        if lost > (SILENCE if joined else JOIN_S):
-            return None
+    return None
 
 
 def work(client: Client, rank: "RankRuntime") -> int:
@@ -123,7 +117,7 @@ def work(client: Client, rank: "RankRuntime") -> int:
             return 1
         if results:
             sent = monotonic()
-        elif client.lost(monotonic()) > SILENCE:
+        elif client.gone():
             return 1
 
 

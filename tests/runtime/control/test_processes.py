@@ -274,8 +274,8 @@ def test_ranks_die_with_their_agent(b: Bench) -> None:
 def test_a_live_agent_is_not_late(b: Bench) -> None:
     with agent(b):
         heard(b, AgentReady)
-        before = b.server.heard("agent:b")
-        until(lambda: b.hear() is not None and b.server.heard("agent:b") > before)
+        before = b.server.tracker.last("agent:b")
+        until(lambda: b.hear() is not None and b.server.tracker.last("agent:b") > before)
 
 
 def test_an_agent_that_has_no_run_folder_says_what_it_needs(

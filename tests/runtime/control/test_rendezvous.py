@@ -116,7 +116,7 @@ def test_a_peer_does_not_change_what_another_has_posted() -> None:
     assert board.hear(B, Look(4, ("address",))) == [(B, Found(4, {"address": "01"}))]
 
 
-# Ranks meet through the answering: the store is what torch's process groups need, and nothing listens for it.
+# Ranks meet through the controller: the store is what torch's process groups need, and nothing listens for it.
 
 
 pytestmark = pytest.mark.timeout(300)
@@ -125,7 +125,7 @@ TCP = "tcp://127.0.0.1:0"
 
 @contextmanager
 def answering(server: Server, held_up: float = 0.0) -> Iterator[None]:
-    """Answers what is asked of the board, as a answering does."""
+    """Answers what is asked of the board, as a controller does."""
     board, over = Board(), threading.Event()
 
     def serve() -> None:
@@ -218,9 +218,9 @@ def test_no_controller_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with bench(tmp_path) as b:
         pulse = Pulse(b.join(), "generator/0", 0).start()
         store: Store = Meeting(pulse)
-        with pytest.raises(RuntimeError, match="the answering has not counted key within"):
+        with pytest.raises(RuntimeError, match=r"the controller has not answered .*key.* within"):
             store.add("key", 1)
-        with pytest.raises(RuntimeError, match="the answering has not looked for key within"):
+        with pytest.raises(RuntimeError, match=r"the controller has not answered .*key.* within"):
             store.check(["key"])
         pulse.stop()
 

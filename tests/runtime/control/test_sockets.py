@@ -407,10 +407,13 @@ def test_a_peer_is_late_when_it_gives_no_sign_of_life(tmp_path: Path) -> None:
     with bench(tmp_path, silence=5.0) as b:
         b.client("generator/0")
         b.client("scorer/0")
-        assert b.server.late(monotonic()) == []
-        assert [b.server.late(monotonic() + second) for second in range(7)][-1] == ["generator/0:0", "scorer/0:0"]
+        assert b.server.tracker.late(monotonic()) == []
+        assert [b.server.tracker.late(monotonic() + second) for second in range(7)][-1] == [
+            "generator/0:0",
+            "scorer/0:0",
+        ]
         b.server.forget("scorer/0:0")
-        assert b.server.late(monotonic() + 6) == ["generator/0:0"]
+        assert b.server.tracker.late(monotonic() + 6) == ["generator/0:0"]
 
 
 def test_heartbeats_are_noted_and_not_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,7 +422,7 @@ def test_heartbeats_are_noted_and_not_handed_on(tmp_path: Path, monkeypatch: pyt
         client = b.client()
         monkeypatch.setattr(sockets, "monotonic", lambda: now + 100)
         client.send(Heartbeat("generator/0", 0, 1.0))
-        until(lambda: b.hear() == [] and b.server.heard("generator/0:0") == now + 100)
+        until(lambda: b.hear() == [] and b.server.tracker.last("generator/0:0") == now + 100)
         assert len(b.heard) == 1
 
 
@@ -529,7 +532,7 @@ def test_a_pulse_keeps_a_silent_rank_from_being_late(tmp_path: Path, monkeypatch
         pulse = Pulse(b.join(), "generator/0", 1, interval=0.02).start()
         future = monotonic() + 100
         monkeypatch.setattr(sockets, "monotonic", lambda: future)
-        until(lambda: b.hear() == [] and b.server.heard("generator/0:1") == future)
+        until(lambda: b.hear() == [] and b.server.tracker.last("generator/0:1") == future)
         pulse.stop()
         assert b.server.peers == ("generator/0:1",)
         assert len(b.heard) == 1
@@ -538,7 +541,7 @@ def test_a_pulse_keeps_a_silent_rank_from_being_late(tmp_path: Path, monkeypatch
 
 def test_a_pulse_may_begin_before_its_rank_and_ends_when_told(b: Bench) -> None:
     pulse = Pulse(b.join(), "generator/0", 0, interval=0.02).start()
-    until(lambda: b.hear() == [] and b.server.heard("generator/0:0") > 0)
+    until(lambda: b.hear() == [] and b.server.tracker.last("generator/0:0") > 0)
     assert not b.server.peers
     b.client("generator/0", 0)
     assert "generator/0:0" in b.server.peers
