@@ -22,23 +22,8 @@ from pathlib import Path
 from time import monotonic
 from typing import NoReturn
 
-from penstock.runtime.control.messages import (
-    AgentReady,
-    Exited,
-    Goodbye,
-    Heartbeat,
-    Launch,
-    Note,
-    signal_name,
-)
-from penstock.runtime.control.process import (
-    PACKET_BYTES,
-    ForkOrder,
-    die_with_parent,
-    kill,
-    start,
-    tail,
-)
+from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Heartbeat, Launch, Note, signal_name
+from penstock.runtime.control.process import PACKET_BYTES, die_with_parent, kill, start, tail
 from penstock.runtime.control.rendezvous import INTERVAL
 from penstock.runtime.control.security import Join
 from penstock.runtime.control.signals import on_stop
@@ -134,11 +119,10 @@ class Agent:
             "OMP_NUM_THREADS": str(launch.threads),
             "MKL_NUM_THREADS": str(launch.threads),
         }
-        order = ForkOrder(name=name, environment=environment, stdout=str(stdout), stderr=str(stderr))
         assert name not in self._stderr, name
         self._stderr[name] = stderr
         with suppress(ConnectionError):  # that the child has ended is found by `_tell_ended`
-            self._door.send(json.dumps(order).encode())
+            self._door.send(json.dumps([name, environment, str(stdout), str(stderr)]).encode())
 
     def _await_ends(self, seconds: float) -> None:
         """Tell of ranks that end, until all have or the time is up."""

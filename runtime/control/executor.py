@@ -97,24 +97,21 @@ class Resting:
     def __init__(self, holdings: Holdings) -> None:
         setup = holdings.setup
         self._carried, self._patience, self._releases = holdings.carried, setup.patience, setup.offload != "off"
-        self._offloads: dict[str, Offload] = {}
-        self._read: dict[str, tuple[str, ...]] = {}
         self._made: dict[str, int] = {}
         self._told: set[str] = set()
         self._makes = {node: tuple(setup.makes.get(node, ())) for node in holdings.nodes}
         made = {name: holdings.carried[name] for names in self._makes.values() for name in names}
-        if not self._releases:
-            return
         where = f"{setup.replica} rank {setup.rank}"
-        leaving = [name for name, value in made.items() if isinstance(value, Offloadable)]
+        leaving = [name for name, value in made.items() if self._releases and isinstance(value, Offloadable)]
         if made and not leaving and setup.offload == "on":
             kinds = ", ".join(f"{name}, a {type(value).__name__}" for name, value in made.items())
             raise ValueError(f"--offload on: {where}: given {kinds}, needed a value that can leave its device")
         self._offloads = {name: Offload(f"{name} of {where}") for name in leaving}
-        for node, held in holdings.nodes.items():
-            if held.node.clock == "update":
-                read = {*(item.carried for item in held.inputs), *self._makes[node]}
-                self._read[node] = tuple(sorted(read & self._offloads.keys()))
+        self._read = {
+            node: sorted({*(item.carried for item in held.inputs), *self._makes[node]} & self._offloads.keys())
+            for node, held in holdings.nodes.items()
+            if held.node.clock == "update"
+        }
         for name in leaving:
             self._leave(name)
 

@@ -61,17 +61,14 @@ class Verdict:
 
     def __init__(self) -> None:
         self.failure: Failure | None = None
+        self.certain = False  # is there a failure that waits for no better cause?
         self._since = 0.0
 
     def report(self, failure: Failure, now: float) -> None:
         """Keep the failure if it explains the one that is known. Of two with one code, the first is kept."""
         if self.failure is None or PRIORITY[failure.code] < PRIORITY[self.failure.code]:
             self.failure, self._since = failure, now
-
-    @property
-    def certain(self) -> bool:
-        """Is there a failure that waits for no better cause?"""
-        return self.failure is not None and self.failure.code not in HELD
+            self.certain = failure.code not in HELD
 
     def final(self, now: float, heard: Callable[[str], float]) -> Failure | None:
         """The failure to end the run with; None while there is none, or a better cause may come.

@@ -23,7 +23,7 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from time import sleep
-from typing import IO, NoReturn, TypedDict
+from typing import IO, NoReturn
 
 from penstock.runtime.control.messages import shortened, signal_name
 from penstock.runtime.record.errors import RecordError
@@ -150,18 +150,10 @@ def read_line(line: bytes) -> dict[str, object] | None:
 PACKET_BYTES = 1 << 17
 
 
-class ForkOrder(TypedDict):
-    """A rank to be forked: its name, what its environment has beside the server's, and the files of its output."""
-
-    name: str
-    environment: Mapping[str, str]
-    stdout: str
-    stderr: str
-
-
 def serve_forks(main: Callable[[], None], preload: Sequence[str] = ()) -> None:
-    """Fork a process that calls `main` for each order of the agent at stdin, and tell it [name, pid, status] when one
-    has ended. When the agent closes its side, kill those that are left, tell of them, and return.
+    """Fork a process that calls `main` for each order of the agent at stdin: a rank's [name, environment beside this
+    process's, file of its stdout, file of its stderr]. Tell it [name, pid, status] when one has ended. When the agent
+    closes its side, kill those that are left, tell of them, and return.
     """
     die_with_parent()
     for module in preload:
@@ -181,20 +173,20 @@ def serve_forks(main: Callable[[], None], preload: Sequence[str] = ()) -> None:
                     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                     door.send(json.dumps([name, pid, status]).encode())
                 elif packet := door.recv(PACKET_BYTES):
-                    order: ForkOrder = json.loads(packet)
+                    name, environment, *outputs = json.loads(packet)
                     parent = os.getpid()
                     try:
                         pid = os.fork()
                     except OSError:  # no memory, or too many processes: the agent tells what is said here
                         traceback.print_exc()
-                        door.send(json.dumps([order["name"], 0, 1]).encode())
+                        door.send(json.dumps([name, 0, 1]).encode())
                         continue
                     if pid == 0:
                         for inherited in (door.detach(), *ranks):
                             os.close(inherited)
-                        _become(order, parent, main)
+                        _become(name, environment, outputs, parent, main)
                     pidfd = os.pidfd_open(pid)
-                    ranks[pidfd] = order["name"], pid
+                    ranks[pidfd] = name, pid
                     poller.register(pidfd, select.POLLIN)
                 else:
                     poller.unregister(door)
@@ -204,18 +196,21 @@ def serve_forks(main: Callable[[], None], preload: Sequence[str] = ()) -> None:
                         os.kill(pid, signal.SIGKILL)  # one that has just been forked leads no session yet
 
 
-def _become(order: ForkOrder, parent: int, main: Callable[[], None]) -> NoReturn:
+def _become(
+    name: str, environment: Mapping[str, str], outputs: Sequence[str], parent: int, main: Callable[[], None]
+) -> NoReturn:
     """Be the rank, with its own session, output, environment and randomness."""
     status = 1
     try:
         os.setsid()
         os.environ[PARENT] = str(parent)
         die_with_parent()
-        _become_file(0, os.open(os.devnull, os.O_RDONLY))
-        _become_file(1, open_append(Path(order["stdout"])))
-        _become_file(2, open_append(Path(order["stderr"])))
-        os.environ.update(order["environment"])
-        _prctl(_PR_SET_NAME, order["name"].encode())  # for ps and top, which show its first 15 bytes
+        opened_outputs = (open_append(Path(output)) for output in outputs)
+        for descriptor, opened in enumerate((os.open(os.devnull, os.O_RDONLY), *opened_outputs)):
+            os.dup2(opened, descriptor)
+            os.close(opened)
+        os.environ.update(environment)
+        _prctl(_PR_SET_NAME, name.encode())  # for ps and top, which show its first 15 bytes
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed()  # as in a process of its own; the standard library sees to itself
         main()
@@ -226,11 +221,6 @@ def _become(order: ForkOrder, parent: int, main: Callable[[], None]) -> NoReturn
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def _become_file(descriptor: int, opened: int) -> None:
-    os.dup2(opened, descriptor)
-    os.close(opened)
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # as in malloc.h

@@ -40,12 +40,9 @@ class History:
 
     def note(self, name: str, version: int, value: Carried) -> None:
         """`version` of a value has been made. A group of the update that made it may still be to come."""
-        if name not in self.lags:
-            return
-        kept = self._kept[name]
-        kept[version] = deepcopy(value)
-        for old in [v for v in kept if v < version - self.lags[name] - 1]:
-            del kept[old]
+        if name in self.lags:
+            kept = {v: old for v, old in self._kept[name].items() if v >= version - self.lags[name] - 1}
+            self._kept[name] = {**kept, version: deepcopy(value)}
 
     def of(self, name: str, version: int) -> Carried:
         """A copy for one reader. Values that are read delayed are small (`check` refuses models)."""
@@ -120,11 +117,14 @@ class Holdings:
             reach(graph.op)
         for graph in setup.graphs:
             for argument in graph.arguments:
-                if argument.name in setup.holds:
-                    self._hold_argument(argument)
+                held: dict[str, Any] = self.carried if argument.kind == "carried" else self.sources
+                if argument.name in setup.holds and argument.name not in held:
+                    held[argument.name] = self._made(argument)
             for node in graph.nodes:
                 if node.fires and node.name in setup.holds:
                     self.nodes[node.name] = self._hold_node(graph, node)
+        for name in self.history.lags:
+            self.history.note(name, 0, self.carried[name])
         self.streams = [held for held in self.nodes.values() if held.stream]
 
     def make(self, name: str) -> Carried:
@@ -134,16 +134,6 @@ class Holdings:
 
     def _made(self, argument: Argument) -> Any:
         return load(argument.maker)(self.setup.contexts[argument.name])
-
-    def _hold_argument(self, argument: Argument) -> None:
-        if argument.name in self.carried or argument.name in self.sources:
-            return
-        made = self._made(argument)
-        if argument.kind == "carried":
-            self.carried[argument.name] = made
-            self.history.note(argument.name, 0, made)
-        else:
-            self.sources[argument.name] = made
 
     def _hold_node(self, graph: Graph, node: Node) -> Held:
         definition = Filter() if node.construct == "keep" else load(node.op)
@@ -206,7 +196,15 @@ class HeldValues:
 
     def read(self, read: InputRead, fire: Fire, handles: Mapping[Key, ObjectRef]) -> Any:
         """An input of a firing: a value of its own group or update, or those of a batch joined."""
-        found = [self._get((firing, read.output), handles) for firing in read.firings(fire.firing, fire.groups)]
+        found = []
+        for firing in read.firings(fire.firing, fire.groups):
+            key = firing, read.output
+            if key in self.kept:
+                found.append(_own(self.kept[key]))
+            elif self.fetch is not None and key in handles:
+                found.append(self.fetch(handles[key], self.setup.declared(*key)))
+            else:
+                raise KeyError(f"{self.setup.replica}: no value {firing}.{read.output}, and no handle of it")
         return join(found) if read.joined else found[0]
 
     def free(self, firings: Iterable[Firing]) -> None:
@@ -229,13 +227,6 @@ class HeldValues:
 
     def _keys(self, firings: Iterable[Firing]) -> list[Key]:
         return [(firing, name) for firing in firings for name in self.setup.outputs[firing.node]]
-
-    def _get(self, key: Key, handles: Mapping[Key, ObjectRef]) -> Any:
-        if key in self.kept:
-            return _own(self.kept[key])
-        if self.fetch is None or key not in handles:
-            raise KeyError(f"{self.setup.replica}: no value {key[0]}.{key[1]}, and no handle of it")
-        return self.fetch(handles[key], self.setup.declared(*key))
 
 
 def _own(value: T) -> T:

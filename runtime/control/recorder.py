@@ -146,12 +146,7 @@ class RunRecorder:
         self.say({"kind": "stage", "stage": name, "time": now - self.began})
 
     def step(
-        self,
-        now: float,
-        event: Event,
-        commands: list[Command],
-        states: Mapping[str, str],
-        answer: Result | None = None,
+        self, now: float, event: Event, commands: list[Command], states: Mapping[str, str], answer: Result | None = None
     ) -> None:
         """What follows from an event, which may be a rank's `answer`. `states` are those of replicas from now on."""
         if answer is not None:

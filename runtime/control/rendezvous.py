@@ -17,16 +17,7 @@ from itertools import count
 from queue import SimpleQueue
 from time import monotonic
 
-from penstock.runtime.control.messages import (
-    MAX_BYTES,
-    Count,
-    Found,
-    Heartbeat,
-    Look,
-    MessageError,
-    Note,
-    Question,
-)
+from penstock.runtime.control.messages import MAX_BYTES, Count, Found, Heartbeat, Look, MessageError, Note, Question
 from penstock.runtime.control.security import Join
 from penstock.runtime.control.sockets import Client
 

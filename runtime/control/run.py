@@ -304,7 +304,7 @@ class Session:
 
         Drivers call it once per turn. `heard` gives the time of a peer's last sign of life.
         """
-        failure = self.verdict.final(now, heard)
+        failure = self.verdict.failure and self.verdict.final(now, heard)
         if failure is None or not self.running:
             return
         self.failure = failure
@@ -369,8 +369,9 @@ class Session:
             cut = {"update": updates, **self.stage.scheduler.ledger.to_json()}
             return self.config.graph, self.config.rules(updates), json.loads(json.dumps(cut))
         assert self.config.evaluation is not None
+        # One update's worth of held-out groups, on the policy as it is.
         version = self.start if name == "before" else updates
-        return self.config.evaluation, self.config.evaluation_rules(version), None
+        return self.config.evaluation, Rules(self.config.flags.eval_groups, version + 1, version), None
 
     def _finish(self, now: float, status: str, error: str) -> None:
         if self.running:

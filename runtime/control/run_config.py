@@ -105,10 +105,7 @@ class RunOptions:
     """pinned: the groups of update u use exactly version u - lag, so that any lag is repeatable to the bit."""
     proof: Literal["full", "sampled", "off"] = "full"
     """How much of each weight sync is proved to have arrived as it was sent: all tensors, one in eight, none."""
-    wire: Annotated[
-        Literal["", "bfloat16", "int8", "fp8", "fp8_block"],
-        Shown("FORMAT", "the run's dtype"),
-    ] = ""
+    wire: Annotated[Literal["", "bfloat16", "int8", "fp8", "fp8_block"], Shown("FORMAT", "the run's dtype")] = ""
     """Format in which weights travel: bfloat16; int8 or fp8 with a scale per row; fp8_block, a scale per 128 × 128."""
     delta: Count = 0
     """Between hosts, send what changed since the last sync, and everything at least each DELTA-th time; 0 always sends
@@ -208,12 +205,7 @@ def plan_for(graphs: Sequence[Graph], cluster: Cluster, options: RunOptions) -> 
     meshes = read_meshes(options.mesh)
     check_ranks(meshes, {pool: min(host.cores for host in cluster.hosts_of(pool)) for pool in meshes})
     return place(
-        graphs,
-        cluster,
-        generators=options.generators,
-        slots=options.slots,
-        device=options.device,
-        meshes=meshes,
+        graphs, cluster, generators=options.generators, slots=options.slots, device=options.device, meshes=meshes
     )
 
 
@@ -310,10 +302,6 @@ class RunConfig:
         options = vars(self.flags)
         shared = {field.name: options[field.name] for field in fields(Rules) if field.name in options}
         return Rules(**shared, start=start, end=self.flags.updates)
-
-    def evaluation_rules(self, version: int) -> Rules:
-        """One update's worth of held-out groups, on the policy as it is."""
-        return Rules(self.flags.eval_groups, version + 1, version)
 
     def setup(
         self, replica: Replica, index: int, folder: Path, restore: Path | None, patience: float = RankSetup.patience

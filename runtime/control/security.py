@@ -132,23 +132,19 @@ class Gate:
         self._questions.send_multipart([version, number, *verdict, b""])
 
     def _shut_oldest(self) -> None:
+        """End the oldest connections, which libzmq then closes."""
         for of, most in zip((self._waiting, self._known), self._most, strict=True):
             while len(of) > most:
                 descriptor = next(iter(of))
                 del of[descriptor]
-                self._shut(descriptor)
-
-    def _shut(self, descriptor: int) -> None:
-        """End a connection, which libzmq then closes. It may have done so already, and the descriptor be another
-        file's: what is no connection to this server's port is left alone.
-        """
-        with suppress(OSError):
-            connection = sockets.socket(fileno=descriptor)
-            try:
-                if connection.getsockname()[1] == self._port and connection.getpeername():
-                    connection.shutdown(sockets.SHUT_RDWR)
-            finally:
-                connection.detach()
+                with suppress(OSError):
+                    connection = sockets.socket(fileno=descriptor)
+                    try:
+                        # libzmq may have closed it already, and the descriptor be another file's.
+                        if connection.getsockname()[1] == self._port and connection.getpeername():
+                            connection.shutdown(sockets.SHUT_RDWR)
+                    finally:
+                        connection.detach()
 
 
 @dataclass(frozen=True, slots=True)

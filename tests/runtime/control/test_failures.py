@@ -153,9 +153,7 @@ def test_a_stop_is_heard_before_what_ranks_say(
 ) -> None:
     rank, session = b.client("generator/0"), controller.session
     said: list[tuple[str, str]] = []
-    monkeypatch.setattr(
-        "penstock.runtime.control.controller.say", lambda line: said.append((session.status, session.error))
-    )
+    monkeypatch.setattr(session.recorder, "note", lambda *_: said.append((session.status, session.error)))
     for _ in range(20):
         rank.send(Note("info", "x" * (1 << 20)))
     controller.launcher.put("stop enough")
