@@ -12,7 +12,7 @@ from penstock.runtime.plan.decode_cost import Generator
 from penstock.runtime.plan.memory import Memory, generator_memory
 from penstock.runtime.plan.model_shape import Parallel
 from penstock.runtime.plan.sync_cost import switch_cost, sync_cost, traffic
-from penstock.runtime.plan.train_cost import Packed, Trainer
+from penstock.runtime.plan.train_cost import PackedBatch, Trainer
 from penstock.runtime.plan.workload import IntArray, Lognormal
 
 PROMPT, SIGMA, SLOTS = 128, 0.7, 256
@@ -58,7 +58,7 @@ class Recipe(Trainer):
             self.shape.dense_parameters / spread + self.shape.expert_parameters / max(self.ep, spread)
         ) / self.mesh.pp
 
-    def _shared_out(self, part: Packed) -> tuple[int, float, float]:
+    def _shared_out(self, part: PackedBatch) -> tuple[int, float, float]:
         """Ranks that share a sequence have the same micro-batches, and of each their share."""
         data = replace(self.mesh, fsdp=self.mesh.fsdp // self.cp)
         micro, tokens, squares = Trainer._shared_out(replace(self, mesh=data, cp=1), part)

@@ -30,7 +30,7 @@ from penstock.runtime.cluster.placement import Plan, place, served
 from penstock.runtime.control.run_config import Count, Positive, RunConfig, Shown
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.report.follow import NS
-from penstock.runtime.report.run_history import Facts, StageRecord, read_facts
+from penstock.runtime.report.run_history import Facts, StageHistory, read_facts
 from penstock.runtime.report.what_if import (
     Crowding,
     bound,
@@ -178,7 +178,7 @@ def require_variable(argv: Sequence[str]) -> None:
             raise CommandError(f"{given}, needed one that durations do not depend on: {shown}", 2)
 
 
-def _changed(stage: StageRecord, facts: Facts, flags: RecordedFlags) -> tuple[Graph, Plan]:
+def _changed(stage: StageHistory, facts: Facts, flags: RecordedFlags) -> tuple[Graph, Plan]:
     """The run's graph and plan with what the flags change. Raises CommandError for what the program does not have, and
     for a lag that its graph does not allow."""
     graph, plan, pool = stage.origin.graph, stage.origin.plan, generators(stage.tables)
@@ -213,7 +213,7 @@ def _means(graph: Graph, durations: Durations, result: Simulation) -> dict[str, 
 
 
 def _assumptions(
-    stage: StageRecord, facts: Facts, crowd: Crowding | None, same: bool, flags: RecordedFlags
+    stage: StageHistory, facts: Facts, crowd: Crowding | None, same: bool, flags: RecordedFlags
 ) -> Iterator[str]:
     """What stands behind the figures, a sentence each."""
     ends = stage.followed.ends

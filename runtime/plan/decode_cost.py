@@ -2,9 +2,9 @@
 
 There is one event model, `Slots`: a replica decodes up to `slots` rows at once. Between two events (a response ends,
 another one takes its slot) it decodes the same rows, and its step only grows with their context. `rollout` runs a batch
-on the replicas of a plan with it, and the simulator (`simulate.DecodingReplica`) runs groups as they come. Once no
-response waits for a slot, `tails` has the rest in closed form; a test compares it with one step after the other. So the
-tail of a batch, in which few rows are left, costs what it costs; a mean length would hide it.
+on the replicas of a plan with it, and the simulator (`simulate.DecodingReplica`) runs groups as they come; a test
+compares it with one step after the other. So the tail of a batch, in which few rows are left, costs what it costs; a
+mean length would hide it.
 
 Where filters drop groups, another group begins only when the longest response of a dropped one is done. It waits for
 slots on the replica that has least to do. With slots for all, a batch takes as long as its longest chain of groups.
@@ -13,7 +13,7 @@ slots on the replica that has least to do. With slots for all, a batch takes as 
 import heapq
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, inf, sqrt
 from types import MappingProxyType
@@ -102,11 +102,6 @@ class Slots:
             # Rounding of the root must not add a step.
             self._go(min(self._rows[0][0] - self._steps, max(1, ceil(count - 1e-9))))
 
-    def left(self) -> tuple[list[tuple[int, int, int]], int]:
-        """Of each row in work the steps that are left, itself, and the tokens that it will hold; and the tokens that
-        all of them hold now."""
-        return [(end - self._steps, row, held) for end, row, held in self._rows], self._context
-
     def _seconds(self, steps: int) -> float:
         """Of so many steps with the rows in work: the middle step's cost is the mean."""
         rows = len(self._rows)
@@ -120,99 +115,77 @@ class Slots:
         self._due = None
 
 
-def tails(lines: Lines, steps: IntArray, held: IntArray, context: IntArray) -> tuple[IntArray, FloatArray]:
-    """How replicas go on until all of their rows have ended, none of which is followed by another one.
-
-    steps: [replicas, rows], that each row has left: 0 where there is none. held: [replicas, rows], tokens that it will
-    hold. context: [replicas], tokens that all rows hold now. Returns [replicas, rows] the rows in the order in which
-    they end, and [replicas, rows] the seconds between the end before and each.
-    """
-    order = steps.argsort(axis=1, kind="stable")
-    ends, freed = np.take_along_axis(steps, order, 1), np.take_along_axis(held, order, 1)
-    alive = np.arange(steps.shape[1], 0, -1)
-    passed = np.diff(ends, axis=1, prepend=0)
-    changed = alive * passed - freed
-    before = context[:, None] + changed.cumsum(axis=1) - changed
-    seconds: FloatArray = passed * (lines.fixed[alive] + lines.slope[alive] * (before + alive * (passed - 1) / 2))
-    return order, seconds
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """[responses]: how long each is. A prompt of `prompt` tokens takes `prefill_s`, once for `samples` responses that
-    follow each other: a group. `replacements`: groups that filters drop, and the later group that takes the place of
-    each; those are the last groups of the batch."""
-
-    lengths: IntArray
-    prompt: int
-    samples: int
-    prefill_s: float
-    replacements: Mapping[int, int] = field(default_factory=dict)
-
-
-def rollout(batch: Batch, replicas: int, slots: int, lines: Lines) -> FloatArray:
+def rollout(
+    lengths: IntArray,
+    lines: Lines,
+    *,
+    slots: int,
+    replicas: int = 1,
+    prompt: int = 0,
+    samples: int = 1,
+    prefill_s: float = 0.0,
+    replacements: Mapping[int, int] = MappingProxyType({}),
+) -> FloatArray:
     """Decodes a batch on so many replicas. Returns [responses], the seconds at which each ends.
+
+    lengths: [responses], in tokens. A prompt of `prompt` tokens takes `prefill_s`, once for `samples` responses that
+    follow each other: a group. `replacements`: groups that filters drop, and the later group that takes the place of
+    each; those are the last groups of the batch.
 
     Responses wait in one line, for the replica whose slot is free first. With replacements each replica has a line of
     its own, since a group that takes another one's place joins the shortest. The first response of a group to get a
     slot brings the prompt.
     """
-    lengths, samples = batch.lengths.tolist(), batch.samples
-    begun = len(lengths) - samples * len(batch.replacements)
+    tokens, begun = lengths.tolist(), len(lengths) - samples * len(replacements)
     filled = min(begun, replicas * slots)
-    shared = deque(range(filled, begun))
-    waiting = [shared] * replicas
-    if batch.replacements:
+    waits = len(tokens) - filled
+    waiting = [deque(range(filled, begun))] * replicas
+    if replacements:
         waiting = [deque(range(filled + number, begun, replicas)) for number in range(replicas)]
-    left, ends = [samples] * -(-len(lengths) // samples), np.zeros(len(lengths))
+    left, ends = [samples] * -(-len(tokens) // samples), [0.0] * len(tokens)
     engines = [Slots(slots, lines) for _ in range(replicas)]
     events: list[tuple[float, int]] = []
 
-    def fill(number: int) -> int:
-        """Gives free slots to those that wait; returns how many."""
-        engine, line, taken = engines[number], waiting[number], 0
+    def fill(number: int) -> None:
+        """Give free slots to those that wait."""
+        nonlocal waits
+        engine, line = engines[number], waiting[number]
         while line and engine.free:
             row = line.popleft()
-            engine.take(row, lengths[row], batch.prompt, 0.0 if row % samples else batch.prefill_s)
-            taken += 1
+            engine.take(row, tokens[row], prompt, 0.0 if row % samples else prefill_s)
+            waits -= 1
         if len(engine):
             heapq.heappush(events, (engine.due, number))
-        return taken
 
     for number, engine in enumerate(engines):
         rows = range(number, filled, replicas)
         for row in rows:
-            engine.take(row, lengths[row], batch.prompt, 0.0)
-        engine.now = sum(row % samples == 0 for row in rows) * batch.prefill_s
+            engine.take(row, tokens[row], prompt, 0.0)
+        engine.now = sum(row % samples == 0 for row in rows) * prefill_s
         fill(number)
-    unbegun = len(lengths) - filled
-    while unbegun:
+    # Once no response waits for a slot, replicas go on by themselves.
+    while waits:
         due, number = heapq.heappop(events)
         engine = engines[number]
         if due != engine.due:  # it has taken rows since
             continue
-        ended = engine.advance()
-        ends[ended] = engine.now
         following = []
-        for row in ended if batch.replacements else ():
+        for row in engine.advance():
+            ends[row] = engine.now
             left[row // samples] -= 1
-            if not left[row // samples] and row // samples in batch.replacements:
-                following.append(batch.replacements[row // samples])
-        unbegun -= fill(number)
+            if not left[row // samples] and row // samples in replacements:
+                following.append(replacements[row // samples])
+        fill(number)
         for group in following:
             shortest = min(range(replicas), key=lambda each: len(engines[each]) + len(waiting[each]))
             waiting[shortest].extend(range(group * samples, (group + 1) * samples))
             engines[shortest].reach(engine.now)
-            unbegun -= fill(shortest)
-    found = [each.left() for each in engines]
-    most = max(len(rows) for rows, _ in found)
-    padded = np.array([[*rows, *[(0, -1, 0)] * (most - len(rows))] for rows, _ in found], np.int64)
-    steps, numbers, held = np.moveaxis(padded, 2, 0)
-    order, seconds = tails(lines, steps, held, np.array([context for _, context in found]))
-    times = np.array([each.now for each in engines])[:, None] + seconds.cumsum(axis=1)
-    rows_in_order = np.take_along_axis(numbers, order, 1)
-    ends[rows_in_order[rows_in_order >= 0]] = times[rows_in_order >= 0]
-    return ends
+            fill(shortest)
+    for engine in engines:
+        while len(engine):
+            for row in engine.advance():
+                ends[row] = engine.now
+    return np.array(ends)
 
 
 # Launches of a layer in a decoding step: two norms, queries to values, rotary embedding and cache, attention, its
@@ -271,8 +244,10 @@ class Generator:
     ) -> FloatArray:
         """[responses]: the seconds at which each ends, of all of them in order on so many replicas. A prompt is
         computed once for its `samples`, on the replica that gets the first of them."""
-        batch = Batch(responses, prompt_tokens, samples, self.prefill_s(prompt_tokens), replacements)
-        return rollout(batch, replicas, self.slots, self.lines)
+        return rollout(
+            responses, self.lines, slots=self.slots, replicas=replicas, prompt=prompt_tokens, samples=samples,
+            prefill_s=self.prefill_s(prompt_tokens), replacements=replacements,
+        )  # fmt: skip
 
     def _step(self, rows: Any, context: float) -> dict[str, Any]:
         """Seconds by part, of a number of rows or of an array of them. A roofline: the larger of the bytes over the

@@ -31,7 +31,6 @@ from html import escape
 from itertools import accumulate, count
 from math import ceil
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -59,10 +58,10 @@ class Responses:
 
     work: Workload
     seed: int | None = 0
-    _batches: dict[int, IntArray] = field(default_factory=dict, compare=False, repr=False)
     turns: int = 1
     filters: tuple[str, ...] = ()
     verdicts: Verdicts = field(default_factory=Verdicts)
+    _batches: dict[int, IntArray] = field(default_factory=dict, compare=False, repr=False)
     _kept: list[int] = field(default_factory=list, compare=False, repr=False)
 
     def of(self, ordinal: int) -> list[int]:
@@ -80,10 +79,8 @@ class Responses:
     def batch(self, number: int) -> IntArray:
         """[drawn, rows]: of groups that follow each other: those of an update, where nothing is dropped."""
         if number not in self._batches:
-            work = self.work
-            if self.seed is None:
-                lengths = work.response_tokens
-            else:
+            work, lengths = self.work, self.work.response_tokens
+            if self.seed is not None:
                 lengths = work.lengths.at(draws(number * work.responses, work.responses, self.seed))
             self._batches[number] = lengths.reshape(work.drawn, work.rows)
         return self._batches[number]
@@ -91,8 +88,6 @@ class Responses:
     def consumed(self, update: int) -> list[int]:
         """[prompts]: ordinals of the groups that an update consumes."""
         first = update * self.work.prompts
-        if not self.filters:
-            return list(range(first, first + self.work.prompts))
         while len(self._kept) < first + self.work.prompts:
             following = count(self._kept[-1] + 1 if self._kept else 0)
             drops = self.verdicts.dropped
@@ -101,8 +96,6 @@ class Responses:
 
     def update_of(self, ordinal: int) -> int:
         """The update that consumes a group that is kept."""
-        if not self.filters:
-            return ordinal // self.work.prompts
         while not self._kept or self._kept[-1] < ordinal:
             self.consumed(len(self._kept) // self.work.prompts)
         return bisect_left(self._kept, ordinal) // self.work.prompts
@@ -113,8 +106,6 @@ class Responses:
 
     def fresh(self, update: int) -> IntArray:
         """[prompts * samples]: of the responses that an update learns from for the first time."""
-        if not self.filters:
-            return self.batch(update)[:, : self.work.samples].ravel()
         return np.array([self.of(ordinal)[: self.work.samples] for ordinal in self.consumed(update)], np.int64).ravel()
 
     def sequences(self, update: int) -> IntArray:
@@ -136,23 +127,17 @@ class Decoding:
     rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def engine(self) -> "DecodingReplica":
-        return DecodingReplica(self.generator, self.responses, self.rows)
+        return DecodingReplica(self)
 
 
 class DecodingReplica:
     """`schedule.durations.Engine`. Spans are of rows: from the slot taken to the slot left, with the group's ordinal;
     of rows in work the end is infinity."""
 
-    def __init__(
-        self,
-        generator: Generator,
-        responses: Responses,
-        rows: Mapping[str, tuple[int, int]] = MappingProxyType({}),
-    ) -> None:
-        self.responses, self._shares = responses, rows
-        self.prompt = responses.work.prompt_tokens
-        self.prefill_s = generator.prefill_s(self.prompt)
-        self.slots = Slots(generator.slots, generator.lines)
+    def __init__(self, nodes: Decoding) -> None:
+        self.nodes, self.prompt = nodes, nodes.responses.work.prompt_tokens
+        self.prefill_s = nodes.generator.prefill_s(self.prompt)
+        self.slots = Slots(nodes.generator.slots, nodes.generator.lines)
         self._waiting: deque[tuple[Firing, int, int, float]] = deque()
         self._left: dict[Firing, int] = {}
         self._rows: list[Firing] = []
@@ -160,8 +145,8 @@ class DecodingReplica:
 
     def begin(self, firing: Firing, now: float) -> None:
         self.slots.reach(now)
-        spoken = self.responses.spoken(firing.index, firing.turn)
-        first, last = self._shares.get(firing.node, (0, len(spoken)))
+        spoken = self.nodes.responses.spoken(firing.index, firing.turn)
+        first, last = self.nodes.rows.get(firing.node, (0, len(spoken)))
         self._left[firing] = last - first
         for row, (length, before) in enumerate(spoken[first:last], first):
             prefill_s = 0.0 if row or firing.turn else self.prefill_s
@@ -251,22 +236,11 @@ def costed(roles: Roles, work: Workload, lag: int, found: Solution) -> Costed:
     readers = [Reader(tuple(free), roles.models_of(free), found.training.trainer, False)] if free else []
     for each, reading in zip(found.split.dedicated, found.readings, strict=True):
         readers.append(Reader(each.pools, roles.models_of(each.pools), reading.trainer, True))
+    decode, (leaves_s, returns_s) = found.generating, found.switch.parts.values()
     return Costed(
-        program=roles.graph,
-        work=work,
-        lag=lag,
-        gpus=found.split.gpus,
-        trainer=found.training.trainer,
-        generator=found.generating.generator,
-        replicas=found.generating.replicas,
-        readers=tuple(readers),
-        shared=found.split.shared,
-        sync_s=found.sync.seconds,
-        leaves_s=found.switch.parts["to the host"],
-        returns_s=found.switch.parts["from the host"],
-        period_s=found.period_s,
-        bound=found.bound,
-    )
+        roles.graph, work, lag, found.split.gpus, found.training.trainer, decode.generator, decode.replicas,
+        tuple(readers), found.split.shared, found.sync.seconds, leaves_s, returns_s, found.period_s, found.bound,
+    )  # fmt: skip
 
 
 def read_costed(path: Path, program: str) -> Costed:
@@ -305,28 +279,6 @@ class Filling:
     tail_occupancy: float
 
 
-def filling(spans: Spans, slots: int, drawn: Callable[[int], tuple[int, int]], result: Simulation) -> Filling:
-    """`slots` are those of all replicas; `drawn` says which ordinals an update has, from one up to another."""
-    begins_N, ends_N, indices_N = (np.array(column) for column in (spans.begins, spans.ends, spans.indices))
-
-    def used_s(start: float, stop: float) -> float:
-        """Seconds of slots in use, summed over the slots."""
-        return float(np.maximum(0.0, np.minimum(ends_N, stop) - np.maximum(begins_N, start)).sum())
-
-    steady = result.steady
-    begin, end = (result.ends[u] for u in steady) if steady else (0.0, result.wall_s)
-    first, last = (steady[0] + 1, steady[1]) if steady else (0, len(result.ends) - 1)
-    seconds, busy = 0.0, 0.0
-    for update in range(first, last + 1):
-        low, high = drawn(update)
-        batch_N = np.sort(ends_N[(indices_N >= low) & (indices_N < high)])
-        start, stop = float(batch_N[min(int(len(batch_N) * TAIL), len(batch_N) - 1)]), float(batch_N[-1])
-        seconds += stop - start
-        busy += used_s(start, stop)
-    occupancy = used_s(begin, end) / ((end - begin) * slots)
-    return Filling(slots, occupancy, seconds / (last + 1 - first), busy / (seconds * slots) if seconds else 1.0)
-
-
 ONE = Cluster(hosts=(Host(name="local", cores=1),))
 
 
@@ -340,11 +292,6 @@ class Scene:
     seed: int | None = 0
     given: Mapping[str, Duration] = field(default_factory=dict)
 
-    @property
-    def slots(self) -> int:
-        """Rows that all replicas decode at once."""
-        return self.plan.generator.slots * self.plan.replicas
-
     @cached_property
     def roles(self) -> Roles:
         return roles_of(self.graph)
@@ -352,7 +299,7 @@ class Scene:
     @cached_property
     def responses(self) -> Responses:
         roles = self.roles
-        return Responses(self.plan.work, self.seed, {}, roles.turns, roles.filters, self.verdicts)
+        return Responses(self.plan.work, self.seed, turns=roles.turns, filters=roles.filters, verdicts=self.verdicts)
 
     @cached_property
     def verdicts(self) -> Verdicts:
@@ -487,8 +434,32 @@ class Simulated:
     @cached_property
     def filling(self) -> Filling:
         """How full the generator's slots are."""
-        spans = next(self.result.spans[node] for node in self.scene.decoded if node in self.result.spans)
-        return filling(spans, self.scene.slots, self.scene.responses.drawn, self.result)
+        plan, result = self.scene.plan, self.result
+        slots = plan.generator.slots * plan.replicas
+        spans = next(result.spans[node] for node in self.scene.decoded if node in result.spans)
+        begins_N, ends_N, indices_N = (np.array(column) for column in (spans.begins, spans.ends, spans.indices))
+
+        def used_s(start: float, stop: float) -> float:
+            """Seconds of slots in use, summed over the slots."""
+            return float(np.maximum(0.0, np.minimum(ends_N, stop) - np.maximum(begins_N, start)).sum())
+
+        begin, end = (result.ends[u] for u in result.steady) if result.steady else (0.0, result.wall_s)
+        first, last = self.updates
+        seconds, busy = 0.0, 0.0
+        for update in range(first, last + 1):
+            low, high = self.scene.responses.drawn(update)
+            batch_N = np.sort(ends_N[(indices_N >= low) & (indices_N < high)])
+            start, stop = float(batch_N[min(int(len(batch_N) * TAIL), len(batch_N) - 1)]), float(batch_N[-1])
+            seconds += stop - start
+            busy += used_s(start, stop)
+        occupancy = used_s(begin, end) / ((end - begin) * slots)
+        return Filling(slots, occupancy, seconds / (last + 1 - first), busy / (seconds * slots) if seconds else 1.0)
+
+    @property
+    def updates(self) -> tuple[int, int]:
+        """The first and the last of the steady updates."""
+        first, last = self.result.steady or (-1, len(self.result.ends) - 1)
+        return first + 1, last
 
     @property
     def groups_per_s(self) -> float:
@@ -497,9 +468,9 @@ class Simulated:
     @cached_property
     def tokens_per_s(self) -> float:
         """Tokens of responses that updates learn from, each once."""
-        first, last = self.result.steady or (-1, len(self.result.ends) - 1)
-        tokens = sum(int(self.scene.responses.fresh(update).sum()) for update in range(first + 1, last + 1))
-        return tokens / (last - first) / self.result.steady_s
+        first, last = self.updates
+        tokens = sum(int(self.scene.responses.fresh(update).sum()) for update in range(first, last + 1))
+        return tokens / (last + 1 - first) / self.result.steady_s
 
     def _repr_html_(self) -> str:
         """The schedule as a picture, for notebooks."""

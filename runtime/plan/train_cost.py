@@ -60,7 +60,7 @@ FOLLOW_BYTES = 14.0
 LOGIT_BYTES = 10.0
 
 
-class Packed(NamedTuple):
+class PackedBatch(NamedTuple):
     """What a step's seconds depend on: tokens of all sequences, of the longest one, and the squares of all."""
 
     tokens: float
@@ -68,14 +68,14 @@ class Packed(NamedTuple):
     squares: float
 
 
-def packed(sequences: IntArray, parts: int = 1) -> tuple[Packed, ...]:
+def packed(sequences: IntArray, parts: int = 1) -> tuple[PackedBatch, ...]:
     """Of each of so many parts of a batch."""
     split = np.array_split(sequences.astype(np.float64), parts)
-    return tuple(Packed(float(part.sum()), float(part.max()), float(np.square(part).sum())) for part in split)
+    return tuple(PackedBatch(float(part.sum()), float(part.max()), float(np.square(part).sum())) for part in split)
 
 
 # Of a step on each part of a batch: its micro-batches, and the seconds of one but for weights that travel.
-Kept = dict[Packed, tuple[int, Cost]]
+Kept = dict[PackedBatch, tuple[int, Cost]]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Trainer:
         micro-batches."""
         return self.steps(packed(sequences, minibatches), epochs)
 
-    def steps(self, parts: Sequence[Packed], epochs: int = 1, kept: Kept | None = None) -> Cost:
+    def steps(self, parts: Sequence[PackedBatch], epochs: int = 1, kept: Kept | None = None) -> Cost:
         """Seconds of a step on each part, `epochs` times. `kept` is empty at first, and shared by trainers that differ
         only in how weights are sharded: they compute the same."""
         found, total = {} if kept is None else kept, Cost()
@@ -133,12 +133,12 @@ class Trainer:
         """Seconds of a forward pass over sequences of these lengths."""
         return self.passed(packed(sequences)[0])
 
-    def passed(self, batch: Packed) -> Cost:
+    def passed(self, batch: PackedBatch) -> Cost:
         """Seconds of a forward pass."""
         micro, tokens, squares = self._shared_out(batch)
         return self._pipeline(self._micro_batch(tokens, squares, backward=False), micro, backward=False)
 
-    def least(self, part: Packed, *, backward: bool) -> float:
+    def least(self, part: PackedBatch, *, backward: bool) -> float:
         """Seconds that a step on this part, or a pass over it, does not go below however weights are sharded."""
         micro, tokens, squares = self._shared_out(part)
         one = sum(self._computing(tokens, squares, backward).values()) + self._tensor_s(tokens, backward)
@@ -148,7 +148,7 @@ class Trainer:
         """Seconds in which a copy that is cut like the weights takes in what they have become."""
         return Cost({"copies": self.shard * FOLLOW_BYTES / self.gpu.bandwidth})
 
-    def _shared_out(self, part: Packed) -> tuple[int, float, float]:
+    def _shared_out(self, part: PackedBatch) -> tuple[int, float, float]:
         """Micro-batches of a data-parallel rank, and the tokens and squared lengths of each on average."""
         per_rank = max(part.tokens / self.mesh.data, part.longest)
         micro = max(1, ceil(per_rank / max(self.micro_tokens, part.longest) - 1e-9))

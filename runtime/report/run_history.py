@@ -55,7 +55,7 @@ class Depth:
 
 
 @dataclass
-class StageRecord:
+class StageHistory:
     """One scheduler's life, from `begin` to `end` on the report's clock."""
 
     name: str
@@ -75,7 +75,7 @@ class Life:
 
     begin: int
     end: int
-    stages: list[StageRecord]
+    stages: list[StageHistory]
     starting: int
     ended: EndFacts | None
     cut: int | None
@@ -95,11 +95,11 @@ class Facts:
     notes: list[str]
 
     @property
-    def stages(self) -> list[StageRecord]:
+    def stages(self) -> list[StageHistory]:
         return [stage for life in self.lives for stage in life.stages]
 
     @property
-    def training(self) -> list[StageRecord]:
+    def training(self) -> list[StageHistory]:
         return [stage for stage in self.stages if stage.name == TRAIN]
 
     @property
@@ -155,7 +155,7 @@ class Facts:
         return ", ".join(said), str(summary.get("last_failure") or "") if said else ""
 
 
-def _added(stages: Iterable[StageRecord]) -> dict[RankId, Account]:
+def _added(stages: Iterable[StageHistory]) -> dict[RankId, Account]:
     """Accounts of several stages together."""
     total = defaultdict[RankId, Counter[str]](Counter)
     for stage in stages:
@@ -264,7 +264,7 @@ def _life(number: int, segment: Segment, begin: int, notes: list[str]) -> Life:
     return Life(begin, end, stages, starting, segment.ended, segment.facts.get("cut"), accuracy)
 
 
-def _stage(log: StageLog, zero: int, end: int, notes: list[str]) -> StageRecord:
+def _stage(log: StageLog, zero: int, end: int, notes: list[str]) -> StageHistory:
     """Runs the scheduler of a stage again: notes what its ranks did, why they were idle, what lay in queues."""
     try:
         origin = SegmentOrigin.from_json(log.facts)
@@ -319,7 +319,7 @@ def _stage(log: StageLog, zero: int, end: int, notes: list[str]) -> StageRecord:
     sample()
     followed = follow.close(until)
     spent = accounts(followed.work, reasons, begin, end)
-    return StageRecord(origin.stage, origin, tables, begin, end, followed, spent, depths)
+    return StageHistory(origin.stage, origin, tables, begin, end, followed, spent, depths)
 
 
 def accounts(

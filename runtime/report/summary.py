@@ -17,7 +17,7 @@ from penstock.graph.analysis import Bound
 from penstock.graph.ir import Graph
 from penstock.runtime.cluster.placement import decodes, samples_of
 from penstock.runtime.report.follow import NS, RankId, Work
-from penstock.runtime.report.run_history import Facts, StageRecord
+from penstock.runtime.report.run_history import Facts, StageHistory
 from penstock.runtime.report.what_if import Prediction, Table, bound, cycle_nodes, predict, verdict, what_if
 
 # Kinds of work that move weights, with the names that readers know them by.
@@ -45,7 +45,7 @@ class Report:
     schedule."""
 
     facts: Facts
-    stage: StageRecord | None
+    stage: StageHistory | None
     prediction: Prediction | None
     predictions: tuple[Prediction, ...]
     bound: Bound | None

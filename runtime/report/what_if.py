@@ -24,7 +24,7 @@ from penstock.graph.ir import Firing, Graph
 from penstock.runtime.cluster.placement import Plan, served
 from penstock.runtime.record.timeline import pool_of
 from penstock.runtime.report.follow import NS, Follow, Followed, Work, streams
-from penstock.runtime.report.run_history import StageRecord
+from penstock.runtime.report.run_history import StageHistory
 from penstock.runtime.schedule.compile import NodeStep, Rules, Tables
 from penstock.runtime.schedule.events import Command, Event
 from penstock.runtime.schedule.simulator import Durations, Spans, Verdicts, draw, simulate
@@ -97,7 +97,7 @@ class Prediction:
         return self.predicted_s / self.compared_s - 1 if self.compared_s else None
 
 
-def fit(stage: StageRecord) -> Fit | None:
+def fit(stage: StageHistory) -> Fit | None:
     """None where the stage has not done every node that was due at least once."""
     spent = firings(stage.followed.work)
     nodes: dict[str, Empirical] = {}
@@ -120,7 +120,7 @@ def fit(stage: StageRecord) -> Fit | None:
     return Fit(Durations(dict(nodes), **parts), _verdicts(stage), means)
 
 
-def first_usual(stage: StageRecord, step: NodeStep) -> int:
+def first_usual(stage: StageHistory, step: NodeStep) -> int:
     """The index of a step's first firing that the period counts: updates before it fill the pipeline, and warm
     everything up."""
     update = stage.origin.rules.start + _skipped(len(stage.followed.ends), stage.tables.max_lag + 1)
@@ -153,7 +153,7 @@ def _median_s(work: Iterable[Work], kind: str) -> float:
     return median(found.values()) / NS if found else 0.0
 
 
-def _verdicts(stage: StageRecord) -> Verdicts:
+def _verdicts(stage: StageHistory) -> Verdicts:
     """Those of the run; of other firings the shares that it had."""
     done = [Firing(w.name, w.index, w.turn) for w in stage.followed.work if w.kind == "group" and w.rank == 0]
     counts = Counter(firing.node for firing in done)
@@ -167,7 +167,7 @@ def _verdicts(stage: StageRecord) -> Verdicts:
     return RecordedVerdicts(drops, goes_on, 0, frozenset(done), frozenset(dropped), frozenset(again))
 
 
-def predict(stage: StageRecord) -> Prediction | None:
+def predict(stage: StageHistory) -> Prediction | None:
     """The stage on a virtual clock, for as many updates as the run has done or as are quickly simulated; None if it
     has done none, or cannot be fitted."""
     ends, fitted = _ends(stage), fit(stage)
@@ -188,17 +188,17 @@ def predict(stage: StageRecord) -> Prediction | None:
     return Prediction(fitted, followed, updates, predicted, compared, period(begin, ends, filling))
 
 
-def _ends(stage: StageRecord) -> list[float]:
+def _ends(stage: StageHistory) -> list[float]:
     """Seconds on the report's clock at which the stage's updates were over."""
     return [end / NS for _, end in sorted(stage.followed.ends.items())]
 
 
-def quick_updates(stage: StageRecord) -> int:
+def quick_updates(stage: StageHistory) -> int:
     """How many of the stage's updates are simulated: all of a short run."""
     return min(len(stage.followed.ends), max(16, MOST_EVENTS // _events_per_update(stage)))
 
 
-def _events_per_update(stage: StageRecord) -> int:
+def _events_per_update(stage: StageHistory) -> int:
     """About: a few for each group and node, and those of the update and its sync."""
     return stage.origin.rules.batch * (stage.tables.num_group_steps + 1) + 8
 
@@ -272,7 +272,7 @@ class Table:
         return next((c for c in self.cases if (c.lag, c.replicas) == (lag, replicas)), None)
 
 
-def what_if(stage: StageRecord, fitted: Fit, out_of_time: Callable[[], bool]) -> Table | None:
+def what_if(stage: StageHistory, fitted: Fit, out_of_time: Callable[[], bool]) -> Table | None:
     """The table of a training stage; None for a program without a pool that samples with lagged weights."""
     pool = generators(stage.tables)
     if pool is None or not stage.followed.ends:
@@ -353,7 +353,7 @@ class Crowding:
         return 1 / (1 - self.share + self.share * count / self.mean)
 
 
-def group_work(stage: StageRecord, pool: str) -> list[Work]:
+def group_work(stage: StageHistory, pool: str) -> list[Work]:
     """The per-group firings that a pool has done, as the first rank of each replica did them."""
     done = (w for w in stage.followed.work if w.kind == "group" and not w.outcome and w.end > w.start)
     return [w for w in done if w.rank == 0 and stage.tables.pool_of[w.lane] == pool]
@@ -397,7 +397,7 @@ def _integrals(work: Sequence[Work], value: Callable[[int], float]) -> list[tupl
     return found
 
 
-def with_crowding(stage: StageRecord, durations: Durations, pool: str, crowd: Crowding) -> Durations:
+def with_crowding(stage: StageHistory, durations: Durations, pool: str, crowd: Crowding) -> Durations:
     """The durations, with those of a pool's per-group nodes depending on how many firings a replica has in work.
 
     A firing with the same others in work as in the run takes as long as it did there. Without crowding the durations

@@ -32,7 +32,6 @@ from penstock.runtime.plan.roles import Models, PlanError, Roles, assumptions, r
 from penstock.runtime.plan.simulate import (
     Costed,
     Decoding,
-    DecodingReplica,
     Reader,
     Responses,
     Scene,
@@ -122,7 +121,7 @@ def test_groups_that_come_at_any_time_go_from_step_to_step(arrivals: list[tuple[
     lengths = [length for _, length in arrivals]
     work = Workload(LLAMA, len(arrivals), 1, Listed(tuple(lengths)), prompt_tokens=7)
     generator = Generator(LLAMA, GPUS["H100"], Parallel(), slots)
-    engine = Decoding(generator, Responses(work, None, {0: np.array(lengths)[:, None]})).engine()
+    engine = Decoding(generator, Responses(work, None, _batches={0: np.array(lengths)[:, None]})).engine()
     ends: dict[int, float] = {}
     waiting = [(now, index) for index, (now, _) in enumerate(arrivals)]
     while waiting or engine.due < np.inf:
@@ -230,7 +229,7 @@ def test_plans_graphs_and_schedules_draw_themselves() -> None:
 
 
 def test_an_idle_replica_has_nothing_due() -> None:
-    engine = DecodingReplica(costed().generator, Responses(costed().work), {})
+    engine = Decoding(costed().generator, Responses(costed().work)).engine()
     assert engine.due == np.inf
     engine.begin(Firing("generate", 0), 5.0)
     assert 5.0 < engine.due < np.inf

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from penstock.runtime.cluster.gpus import GPUS
-from penstock.runtime.plan.decode_cost import Batch, Generator, Lines, rollout
+from penstock.runtime.plan.decode_cost import Generator, Lines, rollout
 from penstock.runtime.plan.model_shape import SHAPES, Parallel
 from penstock.runtime.plan.workload import LengthError, Listed, Lognormal, Workload, fitted, given_lengths, read_lengths
 
@@ -166,17 +166,16 @@ EXACT = Lines(np.array([0, 8, 9, 11, 14]) / 2**10, np.array([0, 1, 2, 2, 3]) / 2
 """Sums of these are exact in any order, so that events at one time are at one time for both of those compared."""
 
 
-def _replicas_step_by_step(batch: Batch, count: int, slots: int = 4) -> list[float]:
+def _replicas_step_by_step(lengths: list[int], count: int, prompt: int, prefill_s: float) -> list[float]:
     """Several replicas, always the one whose next step ends first: when each response ends."""
-    lengths = batch.lengths.tolist()
-    first = min(len(lengths), count * slots)
+    slots, first = 4, min(len(lengths), count * 4)
     waiting, ends = deque(range(first, len(lengths))), [0.0] * len(lengths)
     rows = [{row: lengths[row] for row in range(number, first, count)} for number in range(count)]
-    now = [len(own) * batch.prefill_s for own in rows]
+    now = [len(own) * prefill_s for own in rows]
 
     def step(number: int) -> float:
         own = rows[number]
-        context = sum(batch.prompt + lengths[row] - left for row, left in own.items())
+        context = sum(prompt + lengths[row] - left for row, left in own.items())
         return float(EXACT.fixed[len(own)] + EXACT.slope[len(own)] * context)
 
     while any(rows):
@@ -187,7 +186,7 @@ def _replicas_step_by_step(batch: Batch, count: int, slots: int = 4) -> list[flo
             ends[row] = now[number]
             del rows[number][row]
         while waiting and len(rows[number]) < slots:
-            now[number] += batch.prefill_s
+            now[number] += prefill_s
             row = waiting.popleft()
             rows[number][row] = lengths[row]
     return ends
@@ -198,8 +197,8 @@ def _replicas_step_by_step(batch: Batch, count: int, slots: int = 4) -> list[flo
 @example([1, 11, 5, 12, 10, 12, 11, 11, 12, 11, 11, 12, 10, 7, 1, 1], 3)  # where two replicas are free at one time
 def test_replicas_take_what_waits_in_the_order_in_which_their_slots_fall_free(lengths: list[int], count: int) -> None:
     """With slots for all responses at once, and with fewer."""
-    batch = Batch(np.array(lengths), prompt=16, samples=1, prefill_s=3 / 2**10)
-    assert rollout(batch, count, 4, EXACT).tolist() == _replicas_step_by_step(batch, count)
+    ends = rollout(np.array(lengths), EXACT, slots=4, replicas=count, prompt=16, prefill_s=3 / 2**10)
+    assert ends.tolist() == _replicas_step_by_step(lengths, count, 16, 3 / 2**10)
 
 
 def test_the_longest_response_is_a_floor_that_replicas_do_not_lower() -> None:
