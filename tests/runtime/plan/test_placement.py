@@ -2,6 +2,7 @@
 this allows, and when trainer and generator take turns."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,6 @@ from penstock.runtime.cluster.placement import (
     why_no_turns,
     why_not,
 )
-from penstock.runtime.schedule.compile import Tables
 
 TYPE = "penstock.graph.types:Rollouts"
 
@@ -51,6 +51,7 @@ def _graph(prefix: str = "", samples: int = 8, trains: bool = True, learner: str
     return Graph("g", "m:g", arguments, tuple(nodes), (("policy", result),))
 
 
+TWO: dict[str, Axes] = {"trainer": (("fsdp", 2),)}
 TRAIN, EVALUATE = _graph(), _graph("evaluate.", samples=1, trains=False)
 
 
@@ -62,34 +63,21 @@ def _threads(plan: Plan) -> dict[str, int]:
     return {r.name: r.ranks[0].threads for r in plan.replicas}
 
 
-def _devices(plan: Plan) -> list[str]:
-    return [r.ranks[0].device for r in plan.replicas]
-
-
-def test_a_pool_holds_the_arguments_and_nodes_of_its_label_over_all_graphs() -> None:
-    plan = place([TRAIN, EVALUATE], _cluster())
+def test_a_pool_holds_the_arguments_and_nodes_of_its_label_over_all_graphs_and_generators_are_replicated() -> None:
+    plan = place([TRAIN, EVALUATE], _cluster(), generators=3)
     assert {p.name: p.holds for p in plan.pools} == {
         "trainer": ("policy", "update"),
         "generator": ("prompts", "generate", "evaluate.prompts", "evaluate.generate"),
         "scorer": ("score", "evaluate.score"),
     }
-
-
-def test_the_plan_serves_every_graph() -> None:
-    plan = place([TRAIN, EVALUATE], _cluster(), generators=2)
-    for graph in (TRAIN, EVALUATE):
-        Tables(graph, plan)
+    assert [r.name for r in plan.replicas] == ["trainer/0", *(f"generator/{n}" for n in range(3)), "scorer/0"]
+    assert plan == place([TRAIN, EVALUATE], _cluster(), generators=3) == Plan.from_json(plan.to_json())
 
 
 def test_a_value_is_held_where_the_first_graph_says() -> None:
     plan = place([_graph(learner="learner"), EVALUATE], _cluster())
     assert [p.name for p in plan.pools] == ["learner", "generator", "scorer"]
     assert plan.pool_of("policy").name == "learner"
-
-
-def test_generators_alone_are_replicated() -> None:
-    plan = place([TRAIN, EVALUATE], _cluster(), generators=3)
-    assert [r.name for r in plan.replicas] == ["trainer/0", "generator/0", "generator/1", "generator/2", "scorer/0"]
 
 
 def test_a_generator_takes_the_groups_that_fill_its_slots_and_some_ahead() -> None:
@@ -129,13 +117,6 @@ def test_without_a_lag_generators_take_turns_with_the_trainer_and_have_all_cores
     assert _threads(place([graph], _cluster(8), generators=2))["generator/1"] == 4
 
 
-def test_a_host_is_shared_out_by_itself() -> None:
-    hosts = (Host(name="a", cores=4), Host(name="b", cores=8))
-    plan = place([TRAIN], Cluster(hosts=hosts, pools={"generator": "b"}), generators=2)
-    assert _threads(plan) == {"trainer/0": 4, "generator/0": 4, "generator/1": 4, "scorer/0": 1}
-    assert [r.ranks[0].host for r in plan.replicas] == ["a", "b", "b", "a"]
-
-
 def test_replicas_take_turns_over_the_hosts_of_their_pool() -> None:
     """Each host's cores are shared by those that are on it: two generators on b, one on a beside the trainer."""
     hosts = (Host(name="a", cores=8, devices=("cuda:0", "cuda:1")), Host(name="b", cores=8, devices=("cuda:0",)))
@@ -151,47 +132,56 @@ def test_replicas_take_turns_over_the_hosts_of_their_pool() -> None:
     }
 
 
-def test_a_pool_on_more_hosts_than_it_has_replicas_is_refused() -> None:
-    hosts = (Host(name="a", cores=8), Host(name="b", cores=8))
-    with pytest.raises(ClusterError, match=r"pools\.trainer: given 2 hosts for 1 replica, needed one for each at most"):
-        place([TRAIN], Cluster(hosts=hosts, pools={"trainer": ("a", "b")}), generators=2)
-    with pytest.raises(ClusterError, match=r"pools\.generator: given 2 hosts for 1 replica, .* \(--generators\)"):
-        place([TRAIN], Cluster(hosts=hosts, pools={"generator": ("a", "b")}))
+@pytest.mark.parametrize(
+    ("pools", "devices", "options", "fault"),
+    [
+        ({"trainer": ("a", "b")}, (), {}, r"pools\.trainer: given 2 hosts for 1 replica, needed one for each at most"),
+        ({"generator": ("a", "b")}, (), {}, r"pools\.generator: given 2 hosts for 1 replica, .* \(--generators\)"),
+        ({"generators": "a"}, (), {}, r"pools\.generators.*did you mean 'generator'"),
+        ({}, (), {"generators": 0}, "given 0"),
+        ({}, (), {"device": "cuda"}, "given 'cuda' for pool trainer; host a has no device"),
+        ({}, ("cuda:0",), {"device": "cuda:7"}, r"given 'cuda:7' .* host a has cuda:0"),
+        (
+            {},
+            ("cuda:0",),
+            {"device": "cuda", "meshes": TWO},
+            r"--mesh trainer=fsdp2: given 2 ranks for cuda:0 of",
+        ),
+        ({}, ("cuda:0", "cuda:1"), {"device": "cuda:0", "meshes": TWO}, "given 2 ranks for cuda:0 of host a, needed a"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused(
+    pools: dict[str, Any], devices: tuple[str, ...], options: dict[str, Any], fault: str
+) -> None:
+    hosts = (Host(name="a", cores=8, devices=devices), Host(name="b", cores=8))
+    with pytest.raises(ClusterError, match=fault):
+        place([TRAIN], Cluster(hosts=hosts, pools=pools), **options)
 
 
 def test_a_pool_that_holds_everything_has_one_replica_and_room_to_generate() -> None:
-    nodes = tuple(n.__class__(**{s: getattr(n, s) for s in n.__slots__} | {"pool": "all"}) for n in TRAIN.nodes)
-    arguments = tuple(Argument(a.name, a.kind, a.type, a.maker, "all") for a in TRAIN.arguments)
+    nodes = tuple(replace(node, pool="all") for node in TRAIN.nodes)
+    arguments = tuple(replace(argument, pool="all") for argument in TRAIN.arguments)
     plan = place([TRAIN.replace(nodes=nodes, arguments=arguments)], _cluster(), generators=2, slots=16)
     (replica,) = plan.replicas
     assert (replica.capacity, replica.ranks[0].threads) == (2 + GROUPS_AHEAD, 8)
 
 
 @pytest.mark.parametrize(
-    ("devices", "placed"),
+    ("devices", "device", "placed"),
     [
-        (("cuda:0",), ["cuda:0", "cuda:0", "cuda:0", "cpu"]),
-        (("cuda:0", "cuda:1"), ["cuda:0", "cuda:1", "cuda:0", "cpu"]),
-        (("cuda:0", "cuda:1", "cuda:2"), ["cuda:0", "cuda:1", "cuda:2", "cpu"]),
+        (1, "cuda", ["cuda:0", "cuda:0", "cuda:0", "cpu"]),
+        (2, "cuda", ["cuda:0", "cuda:1", "cuda:0", "cpu"]),
+        (3, "cuda", ["cuda:0", "cuda:1", "cuda:2", "cpu"]),
+        (2, "cuda:1", ["cuda:1", "cuda:1", "cuda:1", "cpu"]),
+        (2, "cpu", ["cpu"] * 4),
     ],
 )
 def test_devices_are_taken_in_turn_and_shared_where_there_are_too_few(
-    devices: tuple[str, ...], placed: list[str]
+    devices: int, device: str, placed: list[str]
 ) -> None:
-    assert _devices(place([TRAIN], _cluster(8, *devices), generators=2, device="cuda")) == placed
-
-
-def test_ranks_of_a_replica_have_a_gpu_each_and_generators_come_after_the_trainer() -> None:
-    meshes: dict[str, Axes] = {"trainer": (("fsdp", 2),), "generator": (("tp", 2),)}
-    four = _cluster(8, *(f"cuda:{index}" for index in range(4)))
-    plan = place([TRAIN], four, device="cuda", meshes=meshes)
-    placed = [[rank.device for rank in replica.ranks] for replica in plan.replicas]
-    assert placed == [["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"], ["cpu"]]
-    for cluster, device in ((_cluster(8, "cuda:0"), "cuda"), (four, "cuda:0")):
-        with pytest.raises(
-            ClusterError, match=r"--mesh trainer=fsdp2: given 2 ranks for cuda:0 of host a, needed a GPU"
-        ):
-            place([TRAIN], cluster, device=device, meshes=meshes)
+    """One may be named, and "cpu" leaves them alone."""
+    cluster = _cluster(8, *(f"cuda:{index}" for index in range(devices)))
+    assert [r.ranks[0].device for r in place([TRAIN], cluster, generators=2, device=device).replicas] == placed
 
 
 def test_a_model_that_never_changes_is_on_a_gpu_too() -> None:
@@ -199,38 +189,8 @@ def test_a_model_that_never_changes_is_on_a_gpu_too() -> None:
     results = (*TRAIN.results, ("reference", Ref("reference")))
     graph = replace(TRAIN, arguments=(*TRAIN.arguments, reference), results=results)
     plan = place([graph], _cluster(8, "cuda:0", "cuda:1"), device="cuda")
-    assert {r.name: r.ranks[0].device for r in plan.replicas} == {
-        "trainer/0": "cuda:0",
-        "generator/0": "cuda:1",
-        "reference/0": "cuda:1",
-        "scorer/0": "cpu",
-    }
-
-
-def test_one_device_may_be_named_and_cpu_leaves_them_alone() -> None:
-    cluster = _cluster(8, "cuda:0", "cuda:1")
-    assert _devices(place([TRAIN], cluster, device="cuda:1")) == ["cuda:1", "cuda:1", "cpu"]
-    assert _devices(place([TRAIN], cluster)) == ["cpu", "cpu", "cpu"]
-
-
-def test_a_device_that_is_not_there_is_named_with_those_that_are() -> None:
-    with pytest.raises(ClusterError, match="given 'cuda' for pool trainer; host a has no device"):
-        place([TRAIN], _cluster(), device="cuda")
-    with pytest.raises(ClusterError, match=r"given 'cuda:7' .* host a has cuda:0"):
-        place([TRAIN], _cluster(8, "cuda:0"), device="cuda:7")
-
-
-def test_an_unknown_pool_and_no_generator_are_errors() -> None:
-    hosts = (Host(name="a", cores=4),)
-    with pytest.raises(ClusterError, match=r"pools\.generators.*did you mean 'generator'"):
-        place([TRAIN], Cluster(hosts=hosts, pools={"generators": "a"}))
-    with pytest.raises(ClusterError, match="given 0"):
-        place([TRAIN], _cluster(), generators=0)
-
-
-def test_the_same_program_and_cluster_give_the_same_plan_and_it_survives_json() -> None:
-    plans = [place([TRAIN, EVALUATE], _cluster(), generators=2) for _ in range(2)]
-    assert plans[0] == plans[1] == Plan.from_json(plans[0].to_json())
+    found = {r.name: r.ranks[0].device for r in plan.replicas}
+    assert found == {"trainer/0": "cuda:0", "generator/0": "cuda:1", "reference/0": "cuda:1", "scorer/0": "cpu"}
 
 
 def test_each_replica_has_the_ranks_of_its_pools_mesh_and_they_share_its_cores_and_devices() -> None:

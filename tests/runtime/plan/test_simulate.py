@@ -69,48 +69,22 @@ def parts(plan: Costed) -> tuple[float, float]:
     return float(rollout.max()), plan.trainer.update(work.sequence_tokens, work.epochs, work.minibatches).seconds
 
 
-@pytest.mark.parametrize("slots", [8, 24, 64])
-def test_at_lag_0_one_replica_takes_the_planners_sum(slots: int) -> None:
-    plan = costed(slots=slots)
+@pytest.mark.parametrize(("slots", "shared", "lag"), [(8, False, 0), (24, False, 0), (64, True, 0), (64, True, 3)])
+def test_where_pools_take_turns_one_replica_takes_the_planners_sum(slots: int, shared: bool, lag: int) -> None:
+    """At lag 0, and on GPUs that are shared at any lag."""
+    plan = costed(slots=slots, shared=shared)
     rollout, steps = parts(plan)
-    result = Scene(graph(lag=0), plan, seed=None).run(8).result
-    assert result.period_s == pytest.approx(plan.sync_s + rollout + steps, rel=1e-6)
+    result = Scene(graph(lag=lag), plan, seed=None).run(8).result
+    assert result.period_s == pytest.approx(plan.leaves_s + plan.sync_s + rollout + plan.returns_s + steps, rel=1e-6)
+    assert set(result.lags) == {0}
 
 
-def test_gpus_that_are_shared_take_turns_at_any_lag() -> None:
-    plan = costed(shared=True)
-    rollout, steps = parts(plan)
-    for lag in (0, 3):
-        found = Scene(graph(lag=lag), plan, seed=None).run(8).result
-        assert found.period_s == pytest.approx(0.25 + plan.sync_s + rollout + 0.5 + steps, rel=1e-6)
-        assert set(found.lags) == {0}
-
-
-def test_several_replicas_with_slots_for_all_agree_within_a_tenth() -> None:
-    """A group's rows are on one replica, the planner's anywhere: the longest row is the same, its company is not."""
-    plan = costed(slots=64, replicas=4)
-    rollout, steps = parts(plan)
-    result = Scene(graph(lag=0), plan, seed=None).run(8).result
-    assert result.period_s == pytest.approx(plan.sync_s + rollout + steps, rel=0.1)
-
-
-def test_where_lengths_are_equal_the_stream_is_the_planners_steady_state() -> None:
-    """At a lag that hides the tail the generator's period is its work; slots stay full but for the swap of groups."""
-    plan = costed(Listed((500,)), slots=16)
-    work = plan.work
-    batches = (np.tile(work.response_tokens, count) for count in (2, 3))
-    two, three = (plan.generator.rollout(each, work.prompt_tokens, work.samples).max() for each in batches)
-    found = Scene(graph(lag=3), plan, seed=None).run(24)
-    assert found.result.steady_s == pytest.approx(three - two, rel=0.02)
-    assert found.filling.occupancy == pytest.approx(1, abs=0.05)
-
-
-@pytest.mark.parametrize("lag", range(4))
-def test_no_lag_takes_less_than_the_pools_work(lag: int) -> None:
+def test_no_lag_takes_less_than_the_pools_work() -> None:
     plan = costed()
-    result = Scene(graph(lag=lag), plan, seed=None).run(24).result
     steady = plan.generator.rollout(np.tile(plan.work.response_tokens, 24), 100, plan.work.samples).max() / 24
-    assert result.steady_s >= max(parts(plan)[1], steady * 0.99)
+    for lag in range(4):
+        result = Scene(graph(lag=lag), plan, seed=None).run(24).result
+        assert result.steady_s >= max(parts(plan)[1], steady * 0.99)
 
 
 @settings(deadline=None, max_examples=30)
@@ -166,73 +140,39 @@ def test_lengths_are_drawn_by_the_ordinal_alone() -> None:
     assert many.max() <= 2048
 
 
-def test_a_group_takes_as_long_as_its_longest_response_and_no_two_the_same() -> None:
-    found = Scene(graph(), costed()).run(6)
-    bars = [bar.seconds for bar in found.result.bars if bar.name == "generate"]
-    assert len(set(bars)) > len(bars) * 0.9
-    spans = found.result.spans["generate"]
-    assert len(spans.ends) == 6 * 16 * 4
-    for bar in found.result.bars:
-        if bar.name == "generate":
-            last = max(end for end, index in zip(spans.ends, spans.indices, strict=True) if index == bar.index)
-            assert bar.end == pytest.approx(last)
-
-
-def test_slots_are_fuller_over_a_period_than_in_the_tail() -> None:
-    filling = Scene(graph(lag=0), costed()).run(12).filling
-    assert 0 < filling.tail_occupancy < filling.occupancy < 1
-
-
-def test_more_lag_is_never_slower_by_much_and_the_first_step_gains_most() -> None:
-    runs = Scene(graph(), costed(replicas=2)).effect_of_lag(16)
-    effect = {lag: result.steady_s for lag, result in runs}
-    assert list(effect) == [0, 1, 2, 3, 4]
-    assert effect[1] < effect[0] * 0.9
-    assert min(effect.values()) > 0.2 * effect[0]
-
-
 def test_a_frozen_model_reads_on_gpus_of_its_own_or_beside_the_trainer() -> None:
-    made = trace(load("distill"), {})
-    teacher = Reader(("teacher",), Models(1), costed().trainer, True)
-    plans = [replace(costed(), program="distill", readers=(replace(teacher, apart=way),)) for way in (True, False)]
-    apart, beside = (Scene(made, each).run(6).result for each in plans)
-    assert set(apart.busy) - set(beside.busy) == {"teacher/0"}
-    assert sum(beside.busy.values()) == pytest.approx(sum(apart.busy.values()), rel=0.5)
+    plans = [
+        replace(costed(), readers=(Reader(("teacher",), Models(1), costed().trainer, way),)) for way in (True, False)
+    ]
+    apart, beside = (Scene(trace(load("distill"), {}), each).run(6).result.busy for each in plans)
+    assert set(apart) - set(beside) == {"teacher/0"}
+    assert sum(beside.values()) == pytest.approx(sum(apart.values()), rel=0.5)
 
 
 def test_a_plan_goes_through_its_json(tmp_path: Path) -> None:
-    made, work = graph(), Workload(SHAPES["qwen3-0.6b"], 8, 8, Lognormal(300, 0.7, 1024))
-    found = planned(made, read_cluster("1x2xH100"), work)
-    file = tmp_path / "plan.json"
+    found, file = _planned("aipo"), tmp_path / "plan.json"
     file.write_text(json.dumps(found.to_json()))
     assert read_costed(file, "aipo") == found.costed
-    with pytest.raises(PlanError, match="given a plan of aipo, needed what `penstock plan grpo --json` prints"):
-        read_costed(file, "grpo")
-    file.write_text('{"costed": {"program": "aipo"}}')
-    with pytest.raises(PlanError, match=r"given costed\.work: Field required"):
-        read_costed(file, "aipo")
+    wrong = {"grpo": file.read_text(), "aipo": '{"costed": {"program": "aipo"}}'}
+    said = {
+        "grpo": "given a plan of aipo, needed what `penstock plan grpo",
+        "aipo": r"given costed\.work: Field required",
+    }
+    for name, text in wrong.items():
+        file.write_text(text)
+        with pytest.raises(PlanError, match=said[name]):
+            read_costed(file, name)
     with pytest.raises(PlanError, match="No such file"):
         read_costed(tmp_path / "none.json", "aipo")
 
 
 def test_plans_graphs_and_schedules_draw_themselves() -> None:
-    made, work = graph(), Workload(SHAPES["qwen3-0.6b"], 8, 8, Lognormal(300, 0.7, 1024))
-    found = planned(made, read_cluster("1x2xH100"), work)
-    assert "<table>" in found._repr_html_()
-    assert "trainer" in found._repr_html_()
-    assert "<svg" in made._repr_html_()
+    made, found = graph(), _planned("aipo")
     scene = Scene(made, found.costed)
+    assert all(part in found._repr_html_() for part in ("<table>", "trainer"))
+    assert "<svg" in made._repr_html_()
     assert "<table>" in scene.places(made)._repr_html_()
-    shown = scene.run(3)._repr_html_()
-    assert "<svg" in shown
-    assert "aipo, qwen3-0.6b" in shown
-
-
-def test_an_idle_replica_has_nothing_due() -> None:
-    engine = Decoding(costed().generator, Responses(costed().work)).engine()
-    assert engine.due == np.inf
-    engine.begin(Firing("generate", 0), 5.0)
-    assert 5.0 < engine.due < np.inf
+    assert all(part in scene.run(3)._repr_html_() for part in ("<svg", "aipo, qwen3-0.6b"))
 
 
 WITHOUT = ("evaluate", "reward_model", "sft", "tool_sft")
@@ -339,21 +279,12 @@ def test_a_buffer_adds_what_there_is_and_then_as_much_as_it_takes() -> None:
     assert np.array_equal(responses.sequences(2)[64:128] - 64, responses.fresh(1))
 
 
-def test_baselines_share_the_slots_and_are_not_learnt_from() -> None:
-    found = _simulated("remax", 4)
-    assert len(found.result.spans["generate"].ends) == 4 * 8 * 5
-    assert all(len(found.scene.responses.sequences(update)) == 8 * 4 for update in range(4))
-
-
 def test_copies_of_the_policy_take_memory_and_a_read_and_a_write_of_the_weights() -> None:
     assert _roles("ema").models == Models(frozen=0, copies=1, followed=1.0)
     assert _roles("moving_reference").models == Models(frozen=0, rereads=1, copies=1, followed=0.1)
     trainer = Trainer(SHAPE, GPUS["H100"], Parallel(fsdp=2))
     assert trainer_memory(trainer, 1).parts["copies"] == pytest.approx(6 * SHAPE.parameters / 2)
     assert trainer.followed().seconds == pytest.approx(14 * SHAPE.parameters / 2 / GPUS["H100"].bandwidth)
-    plain, more = _planned("aipo"), _planned("ema")
-    assert more.best.training.memory.parts["copies"] > 0
-    assert more.best.training.seconds > plain.best.training.seconds
 
 
 def _mixed(rollouts: Rollouts, rewards: Rewards, _close: Logprobs) -> bool:

@@ -51,18 +51,17 @@ def test_a_fit_finds_the_spread_that_share_and_mean_speak_for() -> None:
     assert fitted(1000, finished, 4096).sigma == pytest.approx(0.9, abs=0.02)
 
 
-def test_a_file_a_run_and_two_numbers_are_read(tmp_path: Path) -> None:
+def test_a_file_and_two_numbers_are_read(tmp_path: Path) -> None:
     (tmp_path / "lengths").write_text("3\n\n700\n")
     assert given_lengths(str(tmp_path / "lengths"), 500) == Listed((3, 500))
     assert given_lengths("1000,0.5", 4096) == Lognormal(1000, 0.5, 4096)
-    figures: list[dict[str, float | None]] = [
-        {},
-        {"response_length": 90.0, "finished": 1.0},
-        {"response_length": 110.0},
-        {"response_length": None},
-    ]
+
+
+def test_a_run_is_read_whatever_its_rows_lack(tmp_path: Path) -> None:
+    figures: list[dict[str, float | None]] = [{}, {"response_length": 90.0, "finished": 1.0}]
+    figures += [{"response_length": 110.0}, {"response_length": None}]
     rows = [json.dumps({"update": update, **row}) for update, row in enumerate(figures)]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     found = given_lengths(str(tmp_path), 256)
     assert (found.mean, found.longest) == (100, 256)
 
@@ -101,9 +100,8 @@ def test_a_run_whose_responses_were_all_cut_tells_nothing_of_longer_ones(tmp_pat
 )
 def test_a_file_of_nonsense_is_refused_by_its_lines(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "lengths").write_text(text)
-    with pytest.raises(LengthError) as caught:
+    with pytest.raises(LengthError, match=message):
         read_lengths(tmp_path / "lengths")
-    assert message in str(caught.value)
 
 
 def test_other_nonsense_is_refused(tmp_path: Path) -> None:
@@ -138,28 +136,6 @@ def test_a_file_with_a_workload_that_cannot_be_is_refused(name: str, value: floa
 
 
 ONE = Generator(SHAPES["llama-8b"], GPUS["H100"], Parallel(), slots=4)
-
-
-def _step_by_step(generator: Generator, lengths: list[int], prompt: int) -> float:
-    """One replica, one step after the other, for every token."""
-    waiting, now = list(lengths), 0.0
-    rows: list[list[int]] = []
-    while waiting or rows:
-        while waiting and len(rows) < generator.slots:
-            now += generator.prefill_s(prompt)
-            rows.append([prompt, waiting.pop(0)])
-        context = sum(have for have, _ in rows)
-        fixed, million = generator.step(len(rows), 0).seconds, generator.step(len(rows), 1e6).seconds
-        now += fixed + (million - fixed) * context / 1e6
-        rows = [[have + 1, left - 1] for have, left in rows if left > 1]
-    return now
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(0, 64))
-def test_going_from_event_to_event_is_going_step_by_step(lengths: list[int], prompt: int) -> None:
-    ends = ONE.rollout(np.array(lengths), prompt)
-    assert ends.max() == pytest.approx(_step_by_step(ONE, lengths, prompt), rel=1e-9)
 
 
 EXACT = Lines(np.array([0, 8, 9, 11, 14]) / 2**10, np.array([0, 1, 2, 2, 3]) / 2**20)
@@ -199,27 +175,6 @@ def test_replicas_take_what_waits_in_the_order_in_which_their_slots_fall_free(le
     """With slots for all responses at once, and with fewer."""
     ends = rollout(np.array(lengths), EXACT, slots=4, replicas=count, prompt=16, prefill_s=3 / 2**10)
     assert ends.tolist() == _replicas_step_by_step(lengths, count, 16, 3 / 2**10)
-
-
-def test_the_longest_response_is_a_floor_that_replicas_do_not_lower() -> None:
-    lengths = Lognormal(1000, 0.9, 8192).take(256)
-    alone = ONE.rollout(np.array([lengths.max()]), 0).max()
-    assert alone <= ONE.rollout(lengths, 0, replicas=64).max() <= ONE.rollout(lengths, 0, replicas=8).max()
-
-
-def test_a_long_tail_costs_more_than_its_mean() -> None:
-    lengths = Lognormal(1000, 0.9, 8192).take(256)
-    mean = np.full(256, int(lengths.mean()))
-    wide = Generator(SHAPES["llama-8b"], GPUS["H100"], Parallel(), slots=64)
-    tailed, level = wide.rollout(lengths, 0, replicas=4), wide.rollout(mean, 0, replicas=4)
-    assert tailed.max() > 2 * level.max()
-
-
-def test_the_tail_of_one_batch_is_filled_by_the_next() -> None:
-    lengths = Lognormal(1000, 0.9, 8192).take(256)
-    wide = Generator(SHAPES["llama-8b"], GPUS["H100"], Parallel(), slots=32)
-    one, two = (wide.rollout(np.tile(lengths, count), 128, 8, replicas=2).max() for count in (1, 2))
-    assert two < 2 * one
 
 
 def test_a_prompt_is_computed_once_for_its_samples() -> None:
