@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.graph.protocols import Axes
-from penstock.runtime.cluster.cluster import Cluster
+from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.cluster.gpus import Gpu, Precision
 from penstock.runtime.plan.collectives import SAFE, Cost
 from penstock.runtime.plan.decode_cost import Generator, rollout_s
@@ -91,17 +91,18 @@ class NodeGroup:
 def node_groups(cluster: Cluster) -> tuple[NodeGroup, ...]:
     """In the order of the cluster's hosts. Raises AskedError for a cluster without GPUs, ClusterError for a kind of GPU
     that the cluster does not say."""
-    found: dict[tuple[str, int], list[str]] = {}
-    kinds: dict[tuple[str, int], Gpu] = {}
+    alike = defaultdict[tuple[str, int], list[Host]](list)
     for host in cluster.hosts:
-        if gpu := cluster.gpu_of(host):
-            alike = host.gpu, len(host.accelerators)
-            kinds[alike] = gpu.in_hosts_of(alike[1])
-            found.setdefault(alike, []).append(host.name)
-    if not found:
+        if host.accelerators:
+            alike[host.gpu, len(host.accelerators)].append(host)
+    if not alike:
         given = f"{len(cluster.hosts)} hosts without GPUs"
         raise AskedError(f"cluster: given {given}, needed one or more with devices and their kind, gpu = …")
-    return tuple(NodeGroup(kind, kinds[kind, each], tuple(hosts), each) for (kind, each), hosts in found.items())
+    return tuple(
+        NodeGroup(kind, gpu.in_hosts_of(each), tuple(host.name for host in hosts), each)
+        for (kind, each), hosts in alike.items()
+        if (gpu := cluster.gpu_of(hosts[0]))
+    )
 
 
 def trainer_meshes(shape: Shape, nodes: NodeGroup, gpus: int) -> Iterator[Parallel]:

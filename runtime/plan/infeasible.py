@@ -7,14 +7,14 @@ quarter … of the length. Each is named only where a search has found a whole p
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from penstock.graph.protocols import num_ranks
 from penstock.runtime.cluster.placement import spelled
 from penstock.runtime.plan.candidates import FEWEST_SLOTS, LayoutCandidates, NodeGroup, Pins, trainer_meshes
-from penstock.runtime.plan.decode_cost import Generator
 from penstock.runtime.plan.memory import Memory, generator_memory, trainer_memory
+from penstock.runtime.plan.model_shape import Parallel
 from penstock.runtime.plan.roles import AskedError, Models, PlanError, Roles
 from penstock.runtime.plan.search import Search
 from penstock.runtime.plan.train_cost import Trainer
@@ -49,24 +49,19 @@ def check_pins(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence
 def refuse(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[NodeGroup]) -> PlanError:
     """The error for a workload that fits nowhere: a line for each role that does not fit even on all GPUs of a kind,
     or, where each would by itself, how many GPUs each needs."""
-    pin, model = candidates.pins.trainer, candidates.work.shape.name
-    total = sum(nodes.gpus for nodes in node_groups)
+    model, total = candidates.work.shape.name, sum(nodes.gpus for nodes in node_groups)
     head = f"{model} does not fit on {total} GPU{'s' * (total > 1)}"
-    trains, decodes = [], []
-    for nodes in node_groups:
-        sizes = (nodes.gpus,) if pin is None else nodes.sizes
-        layouts = (each for gpus in sizes for cut in candidates.cuts(nodes, gpus, pin) for each in cut.layouts())
-        trains += [(trainer_memory(each, roles.models.copies), each.mesh, nodes) for each in layouts]
-        decodes += [(_least_memory(each, candidates), each.mesh, nodes) for each in candidates.bases(nodes)]
     free, lines = replace(candidates, pins=Pins()), [head]
-    for role, found, fits in ((roles.trainer, trains, _trains), (roles.generator, decodes, _decodes)):
+    for role, layouts in ((roles.trainer, _trainers), (roles.generator, _generators)):
+        found = [(memory, mesh, nodes) for nodes in node_groups for memory, mesh in layouts(candidates, nodes)]
         if not found:
             raise PlanError(f"{role}: given no layout of {model}, needed heads that tp divides")
         memory, mesh, nodes = min(found, key=lambda each: each[0].bytes / each[2].gpu.memory_bytes)
         lacking = memory.bytes - nodes.gpu.memory_bytes
         if lacking > 0:
             given = f"given {nodes.gpu.memory_bytes / 1e9:.1f} GB of memory on each GPU, needed {memory}"
-            enough = next((each for each in (nodes, *_more_hosts(nodes)) if fits(free, each)), None)
+            groups = (nodes, *_more_hosts(nodes))
+            enough = next((each for each in groups if _any_fits(layouts(free, each), each)), None)
             change = f"{lacking / 1e9:.1f} GB are lacking on each GPU"
             if enough:
                 change = f"It would fit {'without --mesh' if enough is nodes else f'on {enough}'}"
@@ -99,7 +94,7 @@ def enough(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
     others = [nodes for nodes in node_groups if nodes is not widest]
     for grown in _more_hosts(widest):
         # A trainer alone is checked in microseconds; most numbers of hosts that are too few end there.
-        if _trains(free, grown) and fits(free, (grown, *others)):
+        if _any_fits(_trainers(free, grown), grown) and fits(free, (grown, *others)):
             changes.append(f"on {grown}{' and without --mesh' * pinned}")
             break
         if time.monotonic() > deadline:
@@ -125,22 +120,22 @@ def _more_hosts(nodes: NodeGroup) -> Iterator[NodeGroup]:
         yield replace(nodes, hosts=tuple(f"host{number}" for number in range(count)))
 
 
-def _trains(candidates: LayoutCandidates, nodes: NodeGroup) -> bool:
-    """Whether a trainer fits on all GPUs of a node group, alone."""
-    work, copies = candidates.work, candidates.models.copies
-    least = (
-        Trainer(work.shape, nodes.gpu, mesh, micro_tokens=work.context, zero3=mesh.fsdp > 1)
-        for mesh in trainer_meshes(work.shape, nodes, nodes.gpus)
-    )
-    return any(trainer_memory(each, copies).bytes <= nodes.gpu.memory_bytes for each in least)
+def _trainers(candidates: LayoutCandidates, nodes: NodeGroup) -> Iterator[tuple[Memory, Parallel]]:
+    """The least memory of a trainer's rank with each mesh on all GPUs of a node group, or with the given one."""
+    work, pin = candidates.work, candidates.pins.trainer
+    for gpus in (nodes.gpus,) if pin is None else nodes.sizes:
+        for mesh in trainer_meshes(work.shape, nodes, gpus):
+            if pin in (None, mesh.axes):
+                trainer = Trainer(work.shape, nodes.gpu, mesh, micro_tokens=work.context, zero3=mesh.fsdp > 1)
+                yield trainer_memory(trainer, candidates.models.copies), mesh
 
 
-def _decodes(candidates: LayoutCandidates, nodes: NodeGroup) -> bool:
-    """The same of a generator with few slots."""
-    memories = (_least_memory(each, candidates) for each in candidates.bases(nodes))
-    return any(memory.bytes <= nodes.gpu.memory_bytes for memory in memories)
+def _generators(candidates: LayoutCandidates, nodes: NodeGroup) -> Iterator[tuple[Memory, Parallel]]:
+    """The same of a generator, with few slots."""
+    for base in candidates.bases(nodes):
+        few = replace(base, slots=min(FEWEST_SLOTS, candidates.slots))
+        yield generator_memory(few, candidates.context), base.mesh
 
 
-def _least_memory(base: Generator, candidates: LayoutCandidates) -> Memory:
-    """Of a generator with few slots."""
-    return generator_memory(replace(base, slots=min(FEWEST_SLOTS, candidates.slots)), candidates.context)
+def _any_fits(layouts: Iterable[tuple[Memory, Parallel]], nodes: NodeGroup) -> bool:
+    return any(memory.bytes <= nodes.gpu.memory_bytes for memory, _ in layouts)

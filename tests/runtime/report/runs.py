@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.graph import Program, load, trace
 from penstock.runtime.cluster.cluster import Cluster, Host
-from penstock.runtime.cluster.placement import Plan, Rank, place
+from penstock.runtime.cluster.placement import Plan, Rank, place, served
 from penstock.runtime.control.messages import record_bytes
 from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.record.event_log import LogWriter
@@ -16,16 +16,12 @@ from penstock.runtime.record.metrics import MetricsFile
 from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.events import Command, Event
 from penstock.runtime.schedule.replay import SegmentOrigin
-from penstock.runtime.schedule.simulator import Durations, LognormalSeconds, Simulation, simulate
+from penstock.runtime.schedule.simulator import Duration, Durations, LognormalSeconds, Simulation, simulate
 
 TOY = "penstock.programs.toy:toy"
 HOST = Cluster(hosts=(Host(name="local", cores=2),))
-DURATIONS = Durations(
-    {"fake_generate": LognormalSeconds(0.05, 0.4), "fake_score": 0.004, "fake_update": 0.03},
-    publish=0.003,
-    wire=0.002,
-    swap=0.001,
-)
+NODES: dict[str, Duration] = {"fake_generate": LognormalSeconds(0.05, 0.4), "fake_score": 0.004, "fake_update": 0.03}
+DURATIONS = Durations(NODES, publish=0.003, wire=0.002, swap=0.001)
 
 
 ACCURACY = 0.42
@@ -64,10 +60,10 @@ def simulated_run(
     folder = RunFolder.create(path)
     config.write(folder, {"program": program, "command": ["toy", "--lag", str(lag)], "penstock": "0.1.0"})
     rules = Rules(batch, updates)
-    tables = Tables(graph, _served(plan))
+    tables = Tables(graph, served(graph, plan))
     log = LogWriter(folder.events)
     log.segment(None, {"run": config.run})
-    log.stage({**SegmentOrigin("train", graph, _served(plan), rules).to_json(), "accuracy": {"before": ACCURACY}})
+    log.stage({**SegmentOrigin("train", graph, served(graph, plan), rules).to_json(), "accuracy": {"before": ACCURACY}})
 
     def observe(time: float, event: Event, commands: list[Command]) -> None:
         log.step(started_s + time, record_bytes(event), map(record_bytes, commands))
@@ -83,24 +79,13 @@ def simulated_run(
     return Made(folder, simulation)
 
 
-def _served(plan: Plan) -> Plan:
-    """What the simulator is told: a rank does one thing after the other, but for a generator."""
-    return Plan(
-        tuple(
-            pool
-            if pool.name == "generator"
-            else replace(pool, replicas=tuple(replace(r, capacity=1) for r in pool.replicas))
-            for pool in plan.pools
-        )
-    )
-
-
 def _with_ranks(plan: Plan, ranks: int) -> Plan:
+    """Generators of so many ranks."""
     pools = []
     for pool in plan.pools:
         if pool.name == "generator" and ranks > 1:
-            mesh = (("tp", ranks),)
-            pool = replace(pool, replicas=tuple(replace(r, ranks=(Rank(),) * ranks, mesh=mesh) for r in pool.replicas))
+            own = (replace(r, ranks=(Rank(),) * ranks, mesh=(("tp", ranks),)) for r in pool.replicas)
+            pool = replace(pool, replicas=tuple(own))
         pools.append(pool)
     return Plan(tuple(pools))
 
@@ -121,15 +106,7 @@ def _row(update: int, end: float, lag: int) -> dict[str, Any]:
 def _summary(folder: RunFolder, simulation: Simulation, batch: int) -> dict[str, Any]:
     groups = batch * len(simulation.ends)
     return {
-        "status": "done",
-        "accuracy_before": ACCURACY,
-        "accuracy_after": 0.93,
-        "updates": len(simulation.ends),
-        "groups": groups,
-        "fates": {"consumed": groups, "dropped": 0, "failed": 0},
-        "wall_s": simulation.wall_s,
-        "measured": [],
-        "dropped_frames": {},
-        "error": "",
-        "folder": str(folder.path),
-    }
+        "status": "done", "accuracy_before": ACCURACY, "accuracy_after": 0.93, "updates": len(simulation.ends),
+        "groups": groups, "fates": {"consumed": groups, "dropped": 0, "failed": 0}, "wall_s": simulation.wall_s,
+        "measured": [], "dropped_frames": {}, "error": "", "folder": str(folder.path),
+    }  # fmt: skip

@@ -61,12 +61,17 @@ def page(shown: Opened) -> "Page":
     return shown.page
 
 
+VIEW = "document.querySelector('.schedule').view"
+
+
 def seen(page: "Page") -> tuple[float, float]:
     """The times that the schedule shows, in microseconds."""
-    begin, end = page.evaluate(
-        "[document.querySelector('.schedule').view.from, document.querySelector('.schedule').view.to]"
-    )
+    begin, end = page.evaluate(f"[{VIEW}.from, {VIEW}.to]")
     return begin, end
+
+
+def span(page: "Page") -> float:
+    return seen(page)[1] - seen(page)[0]
 
 
 def bar_of(page: "Page", lane: str, node: str, side: str = "real") -> Any:
@@ -91,8 +96,7 @@ def test_it_loads_nothing_but_itself_and_complains_of_nothing(shown: Opened, fil
 
 
 def test_the_verdict_is_the_first_thing_said(page: "Page") -> None:
-    assert "bounds this run" in page.inner_text("#verdict")
-    assert "model error" in page.inner_text("#verdict")
+    assert all(part in page.inner_text("#verdict") for part in ("bounds this run", "model error"))
 
 
 def test_the_sums_of_each_rank_add_up_to_the_wall_time(page: "Page") -> None:
@@ -117,30 +121,25 @@ def test_there_is_a_lane_for_every_rank_real_and_predicted(page: "Page") -> None
 
 def test_the_lanes_of_a_pool_are_as_high_as_the_firings_it_may_have_in_work(page: "Page") -> None:
     """Whatever of them the run had: real and predicted, all ranks."""
-    heights = page.evaluate(
-        """() => document.querySelector('.schedule').view.strips.map(s => [s.row.pool, s.row.room, s.height])"""
-    )
+    heights = page.evaluate(f"() => {VIEW}.strips.map(s => [s.row.pool, s.row.room, s.height])")
     # The default of 256 slots, of which a group of four samples takes four; and two groups that wait for a slot.
     assert {tuple(row) for row in heights if row[0] == "generator"} == {("generator", 256 // 4 + 2, 84)}
     assert {row[1] for row in heights if row[0] != "generator"} == {1}
 
 
 def test_buttons_wheel_and_keys_zoom(page: "Page") -> None:
-    whole = seen(page)
+    whole, width = seen(page), span(page)
     page.click("button[data-do=in]")
-    assert seen(page)[1] - seen(page)[0] == pytest.approx((whole[1] - whole[0]) / 2)
+    assert span(page) == pytest.approx(width / 2)
     page.click("button[data-do=out]")
     assert seen(page) == pytest.approx(whole)
     page.hover(".chart", position={"x": 700, "y": 60})
     page.mouse.wheel(0, -300)
-    page.wait_for_function(
-        "span => { const view = document.querySelector('.schedule').view; return view.to - view.from < span; }",
-        arg=0.9 * (whole[1] - whole[0]),
-    )
-    span = seen(page)[1] - seen(page)[0]
+    page.wait_for_function(f"span => {VIEW}.to - {VIEW}.from < span", arg=0.9 * width)
+    wheeled = span(page)
     page.focus(".chart")
     page.keyboard.press("+")
-    assert seen(page)[1] - seen(page)[0] == pytest.approx(span / 2)
+    assert span(page) == pytest.approx(wheeled / 2)
     page.keyboard.press("-")
     page.keyboard.press("0")
     assert seen(page)[0] == 0
@@ -148,34 +147,26 @@ def test_buttons_wheel_and_keys_zoom(page: "Page") -> None:
 
 def test_dragging_and_keys_pan(page: "Page") -> None:
     page.click("button[data-do=in]")
-    begin, end = seen(page)
+    begin, width = seen(page)[0], span(page)
     box = page.locator(".chart").bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + 600, box["y"] + 20)
     page.mouse.down()
     page.mouse.move(box["x"] + 500, box["y"] + 20, steps=4)
     page.mouse.up()
-    assert seen(page)[0] > begin
-    assert seen(page)[1] - seen(page)[0] == pytest.approx(end - begin)
-    moved = seen(page)
+    moved = seen(page)[0]
+    assert moved > begin
+    assert span(page) == pytest.approx(width)
     page.focus(".chart")
     page.keyboard.press("PageUp")
-    assert seen(page)[0] < moved[0]
+    assert seen(page)[0] < moved
 
 
 def test_a_bar_says_its_node_group_version_and_cause_on_hover(page: "Page") -> None:
-    bar = bar_of(page, "generator/0 rank 0", "fake_generate")
-    bar.hover()
+    bar_of(page, "generator/0 rank 0", "fake_generate").hover()
     said = page.inner_text(".tip")
-    for part in (
-        "fake_generate[",
-        "generator/0 rank 0",
-        "group ",
-        "weights of version ",
-        "started when ",
-        "predicted: ",
-    ):
-        assert part in said
+    parts = ("fake_generate[", "generator/0 rank 0", "group ", "weights of version ", "started when ", "predicted: ")
+    assert [part for part in parts if part not in said] == []
     page.mouse.move(0, 0)
     assert page.locator(".tip").is_hidden()
 
@@ -184,9 +175,7 @@ def test_a_bar_says_the_same_on_keyboard_focus(page: "Page") -> None:
     page.focus(".chart")
     page.keyboard.press("ArrowRight")
     first = page.inner_text(".selected")
-    assert "fake_generate[" in first
-    assert "weights of version" in first
-    assert "started when" in first
+    assert all(part in first for part in ("fake_generate[", "weights of version", "started when"))
     page.keyboard.press("ArrowRight")
     assert page.inner_text(".selected") != first
     for _ in range(30):
@@ -198,26 +187,19 @@ def test_a_bar_says_the_same_on_keyboard_focus(page: "Page") -> None:
 def test_keys_zoom_about_the_chosen_bar_and_say_nothing_of_one_out_of_sight(page: "Page") -> None:
     page.focus(".chart")
     page.keyboard.press("ArrowRight")
-    for _ in range(6):
-        page.keyboard.press("+")
-    inside = """() => { const v = document.querySelector('.schedule').view, {all, b} = v.selected;
-                        return all.e[b] > v.from && all.s[b] < v.to; }"""
-    assert page.evaluate(inside)
-    assert page.locator(".tip").is_visible()
-    for _ in range(8):
-        page.keyboard.press("PageDown")
-    assert not page.evaluate(inside)
-    assert page.locator(".tip").is_hidden()
+    inside = f"() => {{ const v = {VIEW}, {{all, b}} = v.selected; return all.e[b] > v.from && all.s[b] < v.to; }}"
+    for key, times, sees in (("+", 6, True), ("PageDown", 8, False)):
+        for _ in range(times):
+            page.keyboard.press(key)
+        assert page.evaluate(inside) == page.locator(".tip").is_visible() == sees
 
 
 def test_rollouts_are_striped_where_newer_weights_went_live(page: "Page") -> None:
     pieces = page.evaluate(
-        """() => {
-            const view = document.querySelector('.schedule').view;
-            return view.strips.filter(s => s.side === 'real' && s.swaps.length).flatMap(s =>
-                s.main.s.map((start, b) => [view.stripes(s, b, 1, view.x(start), view.x(s.main.e[b]) - view.x(start)),
-                    s.swaps.filter(([t]) => t > start && t < s.main.e[b]).length]));
-        }"""
+        """view => view.strips.filter(s => s.side === 'real' && s.swaps.length).flatMap(s => s.main.s.map((start, b) =>
+            [view.stripes(s, b, 1, view.x(start), view.x(s.main.e[b]) - view.x(start)),
+             s.swaps.filter(([t]) => t > start && t < s.main.e[b]).length]))""",
+        page.evaluate_handle(VIEW),
     )
     assert all(len(stripes) == 1 + swaps for stripes, swaps in pieces)
     assert any(swaps for _, swaps in pieces)
@@ -235,12 +217,11 @@ def test_the_sliders_answer_from_the_table(page: "Page") -> None:
     assert "the lag and replicas of the run" in before
     page.focus("input[name=lag]")
     page.keyboard.press("Home")
-    after = page.inner_text("output.answer")
-    assert after != before
-    cell = page.inner_text("td.chosen")
+    after, cell = page.inner_text("output.answer").split(), page.inner_text("td.chosen").split()
+    assert after != before.split()
     assert page.get_attribute("td.chosen", "data-case") == "0.2"
-    assert float(after.split()[0]) == pytest.approx(float(cell.split()[0]), rel=0.01)
-    assert after.split()[1] == cell.split()[1]
+    assert float(after[0]) == pytest.approx(float(cell[0]), rel=0.01)
+    assert after[1] == cell[1]
 
 
 def test_charts_can_be_read_off_with_the_keys_and_have_tables(page: "Page") -> None:
@@ -304,27 +285,25 @@ def test_nothing_is_wider_than_a_narrow_window(browser: "Browser", file: Path) -
 
 def test_it_prints_with_its_pictures_and_without_its_buttons(browser: "Browser", file: Path, tmp_path: Path) -> None:
     found = opened(browser, file, color_scheme="dark")
-    found.page.emulate_media(media="print")
-    assert (
-        found.page.evaluate("getComputedStyle(document.querySelector('section')).backgroundColor")
-        == "rgb(255, 255, 255)"
-    )
-    assert found.page.locator(".toolbar button").first.is_hidden()
-    assert found.page.locator(".chart > svg").is_visible()
-    found.page.set_viewport_size({"width": 688, "height": 1000})  # A4 less its margins
-    assert found.page.evaluate("document.documentElement.scrollWidth") <= 688
-    found.page.pdf(path=tmp_path / "report.pdf")
+    page = found.page
+    page.emulate_media(media="print")
+    ground = page.evaluate("getComputedStyle(document.querySelector('section')).backgroundColor")
+    assert ground == "rgb(255, 255, 255)"
+    assert page.locator(".toolbar button").first.is_hidden()
+    assert page.locator(".chart > svg").is_visible()
+    page.set_viewport_size({"width": 688, "height": 1000})  # A4 less its margins
+    assert page.evaluate("document.documentElement.scrollWidth") <= 688
+    page.pdf(path=tmp_path / "report.pdf")
     assert (tmp_path / "report.pdf").stat().st_size > 20_000
     assert found.complaints == []
-    found.page.close()
+    page.close()
 
 
 def test_a_schedule_alone_is_a_page_of_the_same_kind(browser: "Browser", made: Made, tmp_path: Path) -> None:
     path = tmp_path / "schedule.html"
     path.write_text(schedule_html(made.simulation.bars, "toy <b> & more"))
     found = opened(browser, path)
-    assert found.requests == [path.as_uri()]
-    assert found.complaints == []
+    assert (found.requests, found.complaints) == ([path.as_uri()], [])
     assert found.page.inner_text("h1") == "toy <b> & more"
     assert found.page.locator(".chart text.lane").count() == 4
     bar_of(found.page, "generator/0", "fake_generate").hover()

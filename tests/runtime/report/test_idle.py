@@ -36,20 +36,14 @@ def test_work_beside_failed_work_is_busy_and_transfers_are_no_work() -> None:
         "failed": 5, "busy": 5, "data": 10}  # fmt: skip
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(-50, 1000),
-            st.integers(0, 300),
-            st.sampled_from(["group", "update", "publish", "send", "swap"]),
-            st.sampled_from(["", "failed", "unanswered"]),
-        ),
-        max_size=20,
-    ),
-    st.lists(st.tuples(st.integers(0, 1000), st.sampled_from(["data", "weights", "done"])), max_size=8),
-    st.integers(0, 400),
-    st.integers(0, 700),
+KINDS: list[Kind] = ["group", "update", "publish", "send", "swap"]
+ITEMS = st.tuples(
+    st.integers(-50, 1000), st.integers(0, 300), st.sampled_from(KINDS), st.sampled_from(["", "failed", "unanswered"])
 )
+CHANGES = st.tuples(st.integers(0, 1000), st.sampled_from(["data", "weights", "done"]))
+
+
+@given(st.lists(ITEMS, max_size=20), st.lists(CHANGES, max_size=8), st.integers(0, 400), st.integers(0, 700))
 def test_the_parts_add_up_to_the_wall_time_exactly(
     items: list[tuple[int, int, Kind, str]], changes: list[tuple[int, str]], begin: int, length: int
 ) -> None:
@@ -69,12 +63,9 @@ def test_the_ranks_of_a_run_add_up_in_every_stage_and_all_in_all(made: Made) -> 
     assert abs(busy["scorer/0"] / 1e9 - made.simulation.busy["scorer/0"]) < 1e-6
 
 
-def test_a_union_counts_time_once() -> None:
-    assert slot_time([(work(*span), 1) for span in ((0, 10), (5, 20), (30, 40), (31, 32))], 1) == 30
-
-
 def test_slots_in_use_are_rows_and_never_more_than_there_are() -> None:
     assert slot_time([(work(0, 10), 4), (work(5, 20), 4)], 6) == 4 * 5 + 6 * 5 + 4 * 10
+    assert slot_time([(work(*span), 1) for span in ((0, 10), (5, 20), (30, 40), (31, 32))], 1) == 30
     assert slot_time([], 6) == 0
 
 
@@ -86,10 +77,8 @@ def test_occupancy_counts_a_slot_for_each_sample_of_a_group(tmp_path: Path) -> N
 
 
 def spent(path: Path, lag: int, **nodes: float) -> dict[str, dict[str, int]]:
-    slow = Durations(
-        {"fake_generate": 0.01, "fake_score": 0.0, "fake_update": 0.01, **nodes}, publish=0.002, wire=0.004
-    )
-    made = simulated_run(path, lag=lag, updates=6, durations=slow)
+    seconds = {"fake_generate": 0.01, "fake_score": 0.0, "fake_update": 0.01, **nodes}
+    made = simulated_run(path, lag=lag, durations=Durations(seconds, publish=0.002, wire=0.004))
     return {lane[0]: account for lane, account in read_facts(made.folder).training_ns.items()}
 
 
@@ -100,8 +89,7 @@ def test_a_generator_that_is_ahead_waits_for_the_admission_bound(tmp_path: Path)
 
 def test_a_synchronous_generator_waits_for_the_update_and_then_for_its_sync(tmp_path: Path) -> None:
     found = spent(tmp_path / "r", 0)["generator/0"]
-    assert found["admission"] == 5 * 10_000_000
-    assert found["syncing"] == 6 * 6_000_000
+    assert (found["admission"], found["syncing"]) == (5 * 10_000_000, 6 * 6_000_000)
 
 
 def test_a_trainer_waits_for_data_and_its_snapshots_are_part_of_the_sync(tmp_path: Path) -> None:
