@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from penstock.runtime.plan.decode_cost import Generator, rollout_s
 from penstock.runtime.plan.memory import Memory, beside_memory, generator_memory, trainer_memory
 from penstock.runtime.plan.model_shape import Parallel, Shape
 from penstock.runtime.plan.roles import AskedError, Models
-from penstock.runtime.plan.train_cost import Kept, Trainer, packed
+from penstock.runtime.plan.train_cost import Trainer, packed
 from penstock.runtime.plan.workload import BoolArray, FloatArray, IntArray, Workload
 
 # Copies of a generator's weights: on dedicated GPUs the next version arrives while it decodes with the last one.
@@ -242,15 +242,6 @@ class FastestFirst:
             index += 1
 
 
-class Fastest(NamedTuple):
-    """Lower bounds over all layouts of a generator on so many GPUs; `steady_N` is infinite where there are none."""
-
-    steady_N: FloatArray
-    rollout_N: FloatArray
-    others_N: FloatArray
-    bytes_N: FloatArray
-
-
 @dataclass(eq=False)
 class GeneratorTable:
     """Layouts of a generator, a row for each, by GPUs.
@@ -281,8 +272,9 @@ class GeneratorTable:
             self.rollout[same], self.simulated[same] = seconds, True
             self.version += 1
 
-    def fastest(self, nodes: NodeGroup, *, or_fewer: bool) -> Fastest:
-        """On each number of GPUs, or with `or_fewer` on any smaller one, too."""
+    def fastest(self, nodes: NodeGroup, *, or_fewer: bool) -> tuple[FloatArray, ...]:
+        """[sizes] each: lower bounds of all layouts on each number of GPUs, or with `or_fewer` on any smaller one, too:
+        of `steady`, infinite where there are none, `rollout`, `others` and `bytes`."""
 
         def least(column_R: FloatArray) -> FloatArray:
             found = np.full(len(nodes.sizes), inf)
@@ -292,7 +284,7 @@ class GeneratorTable:
         # An infinite period is all that such a size needs; the others stay finite, since sums have no use of inf - inf.
         columns = (least(column) for column in (self.steady, self.rollout, self.others, self.bytes))
         steady, *others = columns
-        return Fastest(steady, *(np.where(np.isfinite(steady), column, 1.0) for column in others))
+        return (steady, *(np.where(np.isfinite(steady), column, 1.0) for column in others))
 
 
 # Of a table, but for what is known of rollouts.
@@ -348,13 +340,12 @@ class LayoutCandidates:
         passes, learners = colocated.count + self.models.rereads, 1 + colocated.critics
 
         def made(cut: TrainerFamily) -> Iterator[Training]:
-            kept: Kept = {}
             for trainer in cut.layouts():
                 memory = trainer_memory(trainer, self.models.copies)
                 memory = memory + beside_memory(trainer, colocated) if colocated.count else memory
                 if memory.bytes > nodes.gpu.memory_bytes:
                     continue
-                steps = trainer.steps(self._minibatches, self.work.epochs, kept)
+                steps = trainer.steps(self._minibatches, self.work.epochs)
                 passed = trainer.passed(self._whole) if passes else Cost()
                 own = steps + passed * self.models.rereads if self.models.rereads else steps
                 own = own + trainer.followed() * self.models.followed if self.models.followed else own
@@ -379,7 +370,6 @@ class LayoutCandidates:
             # What is kept by now may beat a whole family, which then is not made at all.
             if beaten(cut.passed_s * models.count, cut.steps_s * models.critics):
                 return
-            kept: Kept = {}
             for trainer in cut.layouts():
                 passing = trainer if models.critics else replace(trainer, frozen=True)
                 memory = trainer_memory(passing)
@@ -388,7 +378,7 @@ class LayoutCandidates:
                     memory += beside_memory(passing, Models(models.frozen - 1 + critic, models.critics - critic))
                 if memory.bytes <= nodes.gpu.memory_bytes:
                     reads = passing.passed(self._whole) * models.count
-                    steps = trainer.steps(self._minibatches, self.work.epochs, kept) if models.critics else Cost()
+                    steps = trainer.steps(self._minibatches, self.work.epochs) if models.critics else Cost()
                     yield Training(passing, Cost(), reads, steps * models.critics, memory)
 
         cuts = self.cuts(nodes, gpus, pin)
@@ -439,7 +429,7 @@ class LayoutCandidates:
         """All layouts on dedicated GPUs."""
         return self.generators(nodes, nodes.sizes, DEDICATED, None)
 
-    def fastest(self, nodes: NodeGroup, shared: bool) -> Fastest:
+    def fastest(self, nodes: NodeGroup, shared: bool) -> tuple[FloatArray, ...]:
         """Lower bounds on dedicated GPUs or fewer of them, or on the trainer's, whatever lies beside the generator."""
         table = self.generators(nodes, nodes.sizes, SHARED, None) if shared else self.dedicated(nodes)
         return table.fastest(nodes, or_fewer=not shared)

@@ -86,16 +86,6 @@ def hosts_of(allocations: Sequence[Allocation]) -> list[tuple[str, ...]] | None:
     return given
 
 
-def have_room(allocations: Sequence[Allocation]) -> bool:
-    """Whole hosts of one node group only have to be counted; parts have to be packed."""
-    nodes, used = allocations[0].nodes, 0
-    for each in allocations:
-        if each.nodes is not nodes or each.gpus % nodes.each:
-            return hosts_of(allocations) is not None
-        used += each.gpus
-    return used <= nodes.gpus
-
-
 @dataclass(frozen=True)
 class GpuSplit:
     """Who has which GPUs. `generator` is None where it shares the trainer's. Models beside the policy that have no
@@ -325,7 +315,7 @@ class PartialPlan(NamedTuple):
         left = nodes.gpus - self.used(nodes)
 
         def crowded(gpus: int) -> bool:
-            return gpus > left or not have_room((*self.allocations, Allocation(nodes, gpus)))
+            return gpus > left or hosts_of((*self.allocations, Allocation(nodes, gpus))) is None
 
         # Where a size can be packed every smaller one can.
         most = bisect_left(nodes.sizes, True, key=crowded)
@@ -428,7 +418,7 @@ class Search:
         for place in np.flatnonzero(lower_N < self._limit(part.split)[0]).tolist():
             following = part._replace(allocations=(*part.allocations, Allocation(nodes, nodes.sizes[place], pools)))
             # The bound knows how many GPUs are left, not whether parts of hosts can be packed.
-            if have_room(following.allocations):
+            if hosts_of(following.allocations):
                 self._push(following, float(lower_N[place]))
 
     def _open_placed(self, part: PartialPlan) -> None:

@@ -74,10 +74,6 @@ def packed(sequences: IntArray, parts: int = 1) -> tuple[PackedBatch, ...]:
     return tuple(PackedBatch(float(part.sum()), float(part.max()), float(np.square(part).sum())) for part in split)
 
 
-# Of a step on each part of a batch: its micro-batches, and the seconds of one but for weights that travel.
-Kept = dict[PackedBatch, tuple[int, Cost]]
-
-
 @dataclass(frozen=True)
 class Trainer:
     """A replica that trains. `micro_tokens`: the most tokens of a micro-batch. `recompute` is the share of the forward
@@ -117,15 +113,12 @@ class Trainer:
         micro-batches."""
         return self.steps(packed(sequences, minibatches), epochs)
 
-    def steps(self, parts: Sequence[PackedBatch], epochs: int = 1, kept: Kept | None = None) -> Cost:
-        """Seconds of a step on each part, `epochs` times. `kept` is empty at first, and shared by trainers that differ
-        only in how weights are sharded: they compute the same."""
-        found, total = {} if kept is None else kept, Cost()
+    def steps(self, parts: Sequence[PackedBatch], epochs: int = 1) -> Cost:
+        """Seconds of a step on each part, `epochs` times."""
+        total = Cost()
         for part in parts:
-            if part not in found:
-                micro, tokens, squares = self._shared_out(part)
-                found[part] = micro, self._micro_batch(tokens, squares, backward=True)
-            micro, one = found[part]
+            micro, tokens, squares = self._shared_out(part)
+            one = self._micro_batch(tokens, squares, backward=True)
             total = total + self._pipeline(one, micro, backward=True) + self._once()
         return total * epochs
 
