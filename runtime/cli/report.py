@@ -3,20 +3,20 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, cast
+from typing import Annotated
 
 import tyro
 
 from penstock.runtime.cli.flags import FolderFlags, Output, read_flags
 from penstock.runtime.control.messages import read_record, record_bytes
 from penstock.runtime.record.errors import visible
-from penstock.runtime.record.event_log import StageLog, commands_digest, read_log
+from penstock.runtime.record.event_log import StageLog, Step, commands_digest, read_log
 from penstock.runtime.record.folder import RunFolder, absolute
 from penstock.runtime.record.typed_json import Summary
 from penstock.runtime.report.summary import figures
 from penstock.runtime.report.write import REPORT, write_report
-from penstock.runtime.schedule.events import Event
-from penstock.runtime.schedule.replay import RecordedStep, ReplayError, SegmentOrigin, replay_all
+from penstock.runtime.schedule.replay import ReplayError, SegmentOrigin
+from penstock.runtime.schedule.replay import replay as replay_stages
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def replay(argv: Sequence[str]) -> int:
     logs = [log for segment in segments for log in segment.stages]
     try:
         stages = [(SegmentOrigin.from_json(log.facts), recorded_steps(log)) for log in logs]
-        replayed = replay_all(stages, lambda commands: commands_digest(map(record_bytes, commands)))
+        replayed = replay_stages(stages, lambda commands: commands_digest(map(record_bytes, commands)))
     except ValueError as error:
         raise ReplayError(f"{folder.events}: {error}") from None
     if flags.json:
@@ -96,7 +96,6 @@ def replay(argv: Sequence[str]) -> int:
     return 0
 
 
-def recorded_steps(log: StageLog) -> Iterator[RecordedStep]:
+def recorded_steps(log: StageLog) -> Iterator[Step]:
     """The steps of a stage with their events, as the scheduler replays them."""
-    for step in log.steps:
-        yield RecordedStep(step.record, step.time, cast(Event, read_record(step.event)), step.digest)
+    return (step._replace(event=read_record(step.event)) for step in log.steps)

@@ -25,7 +25,7 @@ from penstock.runtime.cluster.placement import read_meshes, spelled, why_no_turn
 from penstock.runtime.control.launcher import FAILED
 from penstock.runtime.control.run_config import RunConfig, RunOptions, plan_for
 from penstock.runtime.record.errors import RecordError, visible
-from penstock.runtime.record.event_log import segment_seconds
+from penstock.runtime.record.event_log import read_log
 from penstock.runtime.record.folder import (
     CUT,
     MARKS,
@@ -116,7 +116,7 @@ def resume(argv: Sequence[str]) -> int:
         config, asked = RunConfig.load(folder), folder.read_json("config.json", ConfigFile).get("asked", {})
         require_unchanged(folder.path, config, asked)
         # Raises LogError for a log that was changed: nothing can be added to it.
-        logged = sum(segment_seconds(folder.events)) if folder.events.exists() else 0.0
+        logged = sum(segment.seconds for segment in read_log(folder.events)) if folder.events.exists() else 0.0
         path = folder.path / "summary.json"
         # A run that was killed has no summary.
         summary = folder.read_json(path.name, Summary) if path.exists() else {}

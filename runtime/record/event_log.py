@@ -99,11 +99,12 @@ _decode = msgpack.Decoder(Record).decode
 
 
 class Step(NamedTuple):
-    """One event as the scheduler saw it. `record` is its place in the file, `digest` that of its commands."""
+    """One event as the scheduler saw it, packed or read. `record` is its place in the file, `digest` that of its
+    commands."""
 
     record: int
     time: float
-    event: bytes
+    event: Any
     digest: bytes
 
 
@@ -130,6 +131,11 @@ class Segment:
     facts: SegmentFacts
     stages: list[StageLog] = field(default_factory=list)
     ended: EndFacts | None = None
+
+    @property
+    def seconds(self) -> float:
+        """From its beginning to its last event."""
+        return max((stage.steps[-1].time for stage in self.stages if stage.steps), default=0.0)
 
 
 def commands_digest(commands: Iterable[bytes]) -> bytes:
@@ -248,17 +254,6 @@ def read_segments(path: Path) -> tuple[list[Segment], LogError | None]:
     if not segments:
         raise LogError(f"{path}: no records; needed the log of a run")
     return segments, None
-
-
-def segment_seconds(path: Path) -> list[float]:
-    """Seconds of each segment of a log from its beginning to its last event. Raises LogError as `read_log` does."""
-    seconds: list[float] = []
-    for record, _ in new_records(path):
-        if isinstance(record, SegmentRecord):
-            seconds.append(0.0)
-        elif isinstance(record, EventRecord) and seconds:
-            seconds[-1] = record.time
-    return seconds
 
 
 def new_records(path: Path, mark: Mark | None = None) -> Iterator[tuple[Record, Mark]]:

@@ -126,27 +126,27 @@ class Utilisation:
     """The time of each lane by state ("busy", or the cause of being idle). A lane's states add up to the time that has
     passed: exactly if times are whole numbers.
 
-    `lanes` begin at `now` in `state`. A lane is in a state of its own (`change`), or in the state of all lanes of one
-    kind (`join`).
+    `lanes` begin at `now` in `state`.
     """
 
     def __init__(self, lanes: Iterable[Hashable], now: float, state: str = "start") -> None:
         self.now = now
-        self._spent: dict[Hashable, dict[str, float]] = {lane: {} for lane in lanes}
-        self._own: dict[Hashable, tuple[str, float]] = dict.fromkeys(self._spent, (state, now))
-        self._joined: dict[Hashable, Hashable] = {}
         # A cluster has a thousand replicas that are idle for one cause, which changes for all of them at once. They
         # share a clock: time passes once for each kind, and not once for each replica.
         self._clocks: dict[Hashable, dict[str, float]] = {}
         self._members: dict[Hashable, dict[Hashable, dict[str, float]]] = {}
+        self._kinds: dict[Hashable, Hashable] = {}
+        self._spent: dict[Hashable, dict[str, float]] = {lane: {} for lane in lanes}
+        for lane in self._spent:
+            self._enter(lane, state)
 
-    def let(self, time: float, cause: Callable[[Any], str] | None = None) -> None:
+    def let(self, time: float, cause: Callable[[Any], str] = str) -> None:
         """Let the clock go on to `time`; it never goes back. `cause` gives the state of any lane of a kind."""
         passed, self.now = max(time - self.now, 0), max(time, self.now)
         for kind, members in self._members.items():
-            if members and cause is not None:
-                clock, state = self._clocks[kind], cause(next(iter(members)))
-                clock[state] = clock.get(state, 0) + passed
+            if members:
+                state = kind if isinstance(kind, str) else cause(next(iter(members)))
+                self._clocks[kind][state] = self._clocks[kind].get(state, 0) + passed
 
     def pools(self, changes: Iterable[tuple[float, str, str]], now: float) -> dict[str, dict[str, float]]:
         """Seconds by pool and state since the last call, for lanes that are replicas and times in microseconds.
@@ -158,44 +158,28 @@ class Utilisation:
         self.let(microseconds(now))
         return pool_means(self.take())
 
-    def change(self, lane: Hashable, state: str) -> None:
-        """From now on `lane` is in `state`."""
-        if self._own.get(lane, ("",))[0] != state:
-            self._settle(lane)
-            self._own[lane] = (state, self.now)
-
-    def join(self, lane: Hashable, kind: Hashable) -> None:
-        """From now on `lane` is in the state of its kind, which `let` asks for."""
-        if self._joined.get(lane) != kind:
+    def change(self, lane: Hashable, kind: Hashable) -> None:
+        """From now on `lane` is in a state of its own, a text, or in that of all lanes of a kind, which `let` asks."""
+        if self._kinds[lane] != kind:
             self._settle(lane)
             self._enter(lane, kind)
 
     def take(self) -> dict[Any, dict[str, float]]:
         """Time by lane and state since the last call; no state without time."""
-        for lane in self._spent:
-            own, kind = self._own.get(lane), self._joined.get(lane)
+        for lane, kind in self._kinds.items():
             self._settle(lane)
-            if own is not None:
-                self._own[lane] = (own[0], self.now)
-            else:
-                self._enter(lane, kind)
+            self._enter(lane, kind)
         taken, self._spent = self._spent, {lane: {} for lane in self._spent}
         return taken
 
     def _enter(self, lane: Hashable, kind: Hashable) -> None:
         """Note what the clock of a kind says when a lane joins it."""
-        self._joined[lane] = kind
+        self._kinds[lane] = kind
         self._members.setdefault(kind, {})[lane] = dict(self._clocks.setdefault(kind, {}))
 
     def _settle(self, lane: Hashable) -> None:
-        """Add what a lane has done since it began to; it is in no state then."""
-        spent = self._spent[lane]
-        if lane in self._own:
-            state, since = self._own.pop(lane)
-            if self.now > since:
-                spent[state] = spent.get(state, 0) + (self.now - since)
-            return
-        kind = self._joined.pop(lane)
+        """Add what a lane has done since it joined its kind."""
+        kind, spent = self._kinds[lane], self._spent[lane]
         before = self._members[kind].pop(lane)
         for state, time in self._clocks[kind].items():
             if time > before.get(state, 0):

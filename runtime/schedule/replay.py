@@ -6,14 +6,15 @@ Pure: `runtime.record.event_log` reads the file and its chain of hashes.
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from penstock.graph.ir import Graph
 from penstock.runtime.cluster.placement import Plan
+from penstock.runtime.record.event_log import Step
 from penstock.runtime.schedule.compile import Rules, Tables
-from penstock.runtime.schedule.events import Command, Commit, Event, Finish
+from penstock.runtime.schedule.events import Command, Commit, Finish
 from penstock.runtime.schedule.scheduler import Scheduler
 
 Digest = Callable[[Sequence[Command]], bytes]
@@ -78,15 +79,6 @@ class SegmentOrigin:
             raise ValueError(f"stage of a log: given the fields {given}; needed {needed} ({error!r})") from None
 
 
-class RecordedStep(NamedTuple):
-    """One step of a log: its number in the file, its time in seconds, what was heard, the digest of what was said."""
-
-    record: int
-    time: float
-    event: Event
-    digest: bytes
-
-
 @dataclass
 class Replayed:
     """What a stage came to. `states` are those that it can be continued from: of its checkpoints, and of its end."""
@@ -100,37 +92,11 @@ class Replayed:
     states: list[Any] = field(default_factory=list)
 
 
-def replay(origin: SegmentOrigin, steps: Iterable[RecordedStep], digest: Digest) -> Replayed:
-    """Feed a stage's events to a fresh scheduler. Raises ReplayError at the first step whose commands differ."""
-    scheduler = origin.scheduler()
-    result = Replayed(origin.stage)
-    for step in steps:
-        try:
-            commands = scheduler.handle(step.event)
-        except ValueError as error:
-            raise ReplayError(f"{_where(origin, step)}: {error}") from None
-        if (computed := digest(commands)) != step.digest:
-            raise ReplayError(
-                f"{_where(origin, step)}: recorded commands with digest {step.digest.hex()}, computed "
-                f"{computed.hex()} for {commands}; needed the log, graph and version of penstock of one run"
-            )
-        result.events += 1
-        result.commands += len(commands)
-        for command in commands:
-            if isinstance(command, Commit):
-                result.states.append(json.loads(command.state))
-            if isinstance(command, Finish):
-                result.finish = command
-    result.updates, result.outcomes = scheduler.update - origin.rules.start, dict(scheduler.ledger.outcomes)
-    # An evaluation after training, or a save at its end, continues from the end of a stage without a checkpoint.
-    result.states.append({"update": scheduler.update, **scheduler.ledger.to_json()})
-    return result
+def replay(stages: Iterable[tuple[SegmentOrigin, Iterable[Step]]], digest: Digest) -> list[Replayed]:
+    """Feed the events of a run's stages, in order and over all its resumes, to fresh schedulers.
 
-
-def replay_all(stages: Iterable[tuple[SegmentOrigin, Iterable[RecordedStep]]], digest: Digest) -> list[Replayed]:
-    """Replay a run's stages in order, over all its resumes.
-
-    Raises ReplayError also where a stage continues from a state that no stage before it was in.
+    Raises ReplayError at the first step whose commands differ, and where a stage continues from a state that no stage
+    before it was in.
     """
     results: list[Replayed] = []
     for origin, steps in stages:
@@ -140,9 +106,24 @@ def replay_all(stages: Iterable[tuple[SegmentOrigin, Iterable[RecordedStep]]], d
             raise ReplayError(
                 f"stage {origin.stage!r} continues from the cut before update {saved['update']}, never made"
             )
-        results.append(replay(origin, steps, digest))
+        scheduler, result = origin.scheduler(), Replayed(origin.stage)
+        for step in steps:
+            where = f"record {step.record}, at {step.time:.6f} s in stage {origin.stage!r}, after {step.event}"
+            try:
+                commands = scheduler.handle(step.event)
+            except ValueError as error:
+                raise ReplayError(f"{where}: {error}") from None
+            if (computed := digest(commands)) != step.digest:
+                raise ReplayError(
+                    f"{where}: recorded commands with digest {step.digest.hex()}, computed {computed.hex()} for "
+                    f"{commands}; needed the log, graph and version of penstock of one run"
+                )
+            result.events += 1
+            result.commands += len(commands)
+            result.states += [json.loads(command.state) for command in commands if isinstance(command, Commit)]
+            result.finish = next((command for command in commands if isinstance(command, Finish)), result.finish)
+        result.updates, result.outcomes = scheduler.update - origin.rules.start, dict(scheduler.ledger.outcomes)
+        # An evaluation after training, or a save at its end, continues from the end of a stage without a checkpoint.
+        result.states.append({"update": scheduler.update, **scheduler.ledger.to_json()})
+        results.append(result)
     return results
-
-
-def _where(origin: SegmentOrigin, step: RecordedStep) -> str:
-    return f"record {step.record}, at {step.time:.6f} s in stage {origin.stage!r}, after {step.event}"

@@ -336,7 +336,7 @@ class _Clock:
             # Idle replicas of a pool have one cause if they have had the same weights at all.
             channels = [c.receivers[replica] for c in self.scheduler.channels.values() if replica in c.receivers]
             had = tuple(receiver.live < 0 for receiver in channels)
-            self._replicas.join(replica, (self.tables.pool_of[replica], had))
+            self._replicas.change(replica, (self.tables.pool_of[replica], had))
 
     def _next(self) -> Event:
         """The next answer; what happens within engines before it needs no scheduler."""

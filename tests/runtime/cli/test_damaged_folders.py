@@ -50,11 +50,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three updates on two generators, with a checkpoint at their end."""
     folder = simulated_run(tmp_path_factory.mktemp("runs") / "whole", updates=3, batch=2, generators=2).folder
     (stage,) = read_log(folder.events)[0].stages
-    cut = replayed(
-        SegmentOrigin.from_json(stage.facts),
-        recorded_steps(stage),
-        lambda said: commands_digest(map(record_bytes, said)),
-    ).states[-1]
+    stages = [(SegmentOrigin.from_json(stage.facts), recorded_steps(stage))]
+    cut = replayed(stages, lambda said: commands_digest(map(record_bytes, said)))[0].states[-1]
     complete_checkpoint(folder, begin_checkpoint(folder, "abcdef012345", 3), cut, {"before": 0.4})
     config = folder.read_json("config.json")
     asked = {"cluster": {"hosts": [{"name": "local", "cores": 2}]}, "folder": "/", "digests": {}}

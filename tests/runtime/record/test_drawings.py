@@ -221,7 +221,7 @@ def test_busy_and_idle_seconds_add_up_to_the_wall_time_exactly(
         now = microseconds(time)
         account.let(now, lambda _, number=number: f"cause {number % 3}")  # type: ignore[misc]
         if state == "joined":
-            account.join(replica, pool_of(replica))
+            account.change(replica, (pool_of(replica),))
         elif replica:
             account.change(replica, state)
         else:
@@ -246,12 +246,12 @@ def test_idle_seconds_go_to_their_cause() -> None:
 def test_lanes_of_a_kind_are_in_its_state_while_they_are_with_it() -> None:
     account = Utilisation(["g/0", "g/1"], 0)
     for lane in ("g/0", "g/1"):
-        account.join(lane, "g")
+        account.change(lane, ("g",))
     account.let(3, lambda lane: "data")
     account.change("g/1", "busy")
     account.let(5, lambda lane: "weights")
     assert account.take() == {"g/0": {"data": 3, "weights": 2}, "g/1": {"data": 3, "busy": 2}}
-    account.join("g/1", "g")
+    account.change("g/1", ("g",))
     account.let(6, lambda lane: "weights")
     assert account.take() == {"g/0": {"weights": 1}, "g/1": {"weights": 1}}
 

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from penstock.graph.ir import Firing
+from penstock.runtime.record.event_log import Step
 from penstock.runtime.schedule.compile import Rules
 from penstock.runtime.schedule.events import Checkpoint, Command, Done, first_answer
-from penstock.runtime.schedule.replay import RecordedStep, ReplayError, SegmentOrigin, replay, replay_all
+from penstock.runtime.schedule.replay import ReplayError, SegmentOrigin, replay
 
 from .graphs import aipo
 from .random_settings import random_setting
@@ -32,12 +33,12 @@ def digest(commands: Sequence[Command]) -> bytes:
     return blake2b(repr(commands).encode(), digest_size=8).digest()
 
 
-def recorded(world: World, stage: str = "train") -> tuple[SegmentOrigin, list[RecordedStep]]:
+def recorded(world: World, stage: str = "train") -> tuple[SegmentOrigin, list[Step]]:
     """What a log would hold of a world's life; the origin through JSON."""
     setting, rules = world.setting, world.scheduler.rules
     origin = SegmentOrigin(stage, setting.graph, setting.plan, rules, world.cut, world.live or {}, world.cut or {})
     steps = zip(world.heard, world.told, strict=True)
-    log = [RecordedStep(i, i * 0.1, event, digest(told)) for i, (event, told) in enumerate(steps)]
+    log = [Step(i, i * 0.1, event, digest(told)) for i, (event, told) in enumerate(steps)]
     return SegmentOrigin.from_json(json.loads(json.dumps(origin.to_json()))), log
 
 
@@ -69,7 +70,7 @@ def live_through(rng: Random) -> None:
     else:
         world.run(rng)
         stages.append(recorded(world))
-    result = replay_all(stages, digest)[-1]
+    result = replay(stages, digest)[-1]
     assert (result.finish, result.outcomes) == (world.finish, world.outcomes)
 
 
@@ -143,7 +144,7 @@ def test_any_history_keeps_the_invariants(examples: int) -> None:
 # Replay -----------------------------------------------------------------------------------------------------
 
 
-def finished() -> tuple[SegmentOrigin, list[RecordedStep]]:
+def finished() -> tuple[SegmentOrigin, list[Step]]:
     made = world(aipo(), Rules(batch=2, end=2))
     made.end()
     return recorded(made)
@@ -152,7 +153,7 @@ def finished() -> tuple[SegmentOrigin, list[RecordedStep]]:
 def test_the_result_of_a_replay_counts_what_happened() -> None:
     made = world(aipo(), Rules(batch=2, end=2))
     made.end()
-    result = replay(*recorded(made), digest)
+    result = replay([recorded(made)], digest)[0]
     assert (result.events, result.updates, result.commands) == (len(made.heard), 2, sum(map(len, made.told)))
     assert result.outcomes == {"consumed": 4, "dropped": 0, "failed": 0}
 
@@ -162,12 +163,12 @@ def test_other_commands_than_recorded_are_refused_by_record() -> None:
     other = [*log[:5], log[5]._replace(digest=b"other"), *log[6:]]
     said = r"record 5, at 0\.500000 s in stage 'train', after .*computed [0-9a-f]+ for"
     with pytest.raises(ReplayError, match=said):
-        replay(origin, other, digest)
+        replay([(origin, other)], digest)
     with pytest.raises(ReplayError, match="record"):
-        replay(replace(origin, rules=replace(origin.rules, batch=3)), log, digest)
+        replay([(replace(origin, rules=replace(origin.rules, batch=3)), log)], digest)
     stray = log[3]._replace(event=Done(Firing("update", 7), "trainer/0"))
     with pytest.raises(ReplayError, match=r"record 3.*nobody awaits"):
-        replay(origin, [*log[:3], stray], digest)
+        replay([(origin, [*log[:3], stray])], digest)
 
 
 def test_a_stage_must_continue_from_a_cut_that_was_made() -> None:
@@ -175,9 +176,9 @@ def test_a_stage_must_continue_from_a_cut_that_was_made() -> None:
     made.run(Random(0), steps=40)
     resumed = made.stop()
     resumed.end()
-    assert len(replay_all([recorded(made), recorded(resumed)], digest)) == 2
+    assert len(replay([recorded(made), recorded(resumed)], digest)) == 2
     with pytest.raises(ReplayError, match="stage 'train' continues from the cut before update"):
-        replay_all([recorded(resumed)], digest)
+        replay([recorded(resumed)], digest)
 
 
 def test_an_origin_goes_through_json_whole() -> None:
