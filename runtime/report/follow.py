@@ -10,10 +10,13 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from penstock.graph.ir import Firing, Graph
 from penstock.runtime.record.timeline import Bar, Kind
-from penstock.runtime.schedule.compile import NodeStep, Tables
+from penstock.runtime.schedule.compile import Tables
 from penstock.runtime.schedule.events import (
+    Answer,
     Arrived,
     Begin,
     Command,
@@ -23,11 +26,13 @@ from penstock.runtime.schedule.events import (
     Fire,
     Publish,
     Published,
+    Question,
     Save,
-    Saved,
     Send,
     Swap,
     Swapped,
+    answer,
+    first_answer,
 )
 
 # Nanoseconds of a second.
@@ -113,7 +118,7 @@ class Follow:
         self.found = Followed()
         self.in_work = dict.fromkeys(lanes(tables), 0)
         self._live = dict(live)
-        self._open: dict[tuple[object, ...], Work] = {}
+        self._open: dict[Answer, Work] = {}
         self._free = dict.fromkeys(lanes(tables), 0)
         self._versions: dict[int, int] = {}
 
@@ -124,10 +129,14 @@ class Follow:
             match command:
                 case Fire():
                     self._fire(time, command, cause)
-                case Publish() | Send() | Swap():
-                    self._ask(time, command.replica, command.channel, command.version, KINDS[type(command)], cause)
-                case Save(update, replica):
-                    self._ask(time, replica, "checkpoint", update, "save", cause)
+                case Publish(channel, version):
+                    self._ask(time, command, "publish", channel, version, cause)
+                case Send(channel, version):
+                    self._ask(time, command, "send", channel, version, cause)
+                case Swap(channel, version):
+                    self._ask(time, command, "swap", channel, version, cause)
+                case Save(update):
+                    self._ask(time, command, "save", "checkpoint", update, cause)
 
     @property
     def firings(self) -> list[Work]:
@@ -148,24 +157,19 @@ class Follow:
         return self.found
 
     def _hear(self, time: int, event: Event) -> None:
-        match event:
-            case Done(firing, replica, rank, dropped, again):
-                self._over(time, ("fire", firing, replica, rank), "dropped" if dropped else "")
-                self.found.again |= {firing} if again else set()
-                self.found.dropped |= {firing} if dropped else set()
-            case Failed(firing, replica, rank):
-                self._over(time, ("fire", firing, replica, rank), "failed")
-            case Published(channel, version, replica, rank) | Arrived(channel, version, replica, rank):
-                self._over(time, (KINDS[type(event)], channel, version, replica, rank), "")
-            case Swapped(channel, version, replica, rank):
-                self._over(time, ("swap", channel, version, replica, rank), "")
-                self._live[channel, replica] = version
-                self.found.swaps[replica, rank].append((time, version))
-            case Saved(update, replica, rank):
-                self._over(time, ("save", "checkpoint", update, replica, rank), "")
-
-    def _over(self, time: int, key: tuple[object, ...], outcome: str) -> None:
-        work = self._open.pop(key, None)
+        if not isinstance(event, Answer):
+            return
+        outcome = "failed" if isinstance(event, Failed) else ""
+        if isinstance(event, Done):
+            if event.again:
+                self.found.again.add(event.firing)
+            if event.dropped:
+                self.found.dropped.add(event.firing)
+                outcome = "dropped"
+        elif isinstance(event, Swapped):
+            self._live[event.channel, event.replica] = event.version
+            self.found.swaps[event.replica, event.rank].append((time, event.version))
+        work = self._open.pop(structs.replace(first_answer(event), rank=event.rank), None)
         if work is None:
             # A source's: it reads ahead, and keeps no rank busy.
             return
@@ -191,31 +195,28 @@ class Follow:
             return
         version: int | None = firing.index
         if not step.per_update:
-            version = self._version(step, firing, fire.replica)
+            # The oldest weights that it reads.
+            channels = (*(channel for channel, _ in step.weights), *step.fixed)
+            version = min((self._live.get((channel, fire.replica), 0) for channel in channels), default=None)
+            if version is not None and step.weights:
+                self._versions[firing.index] = min(version, self._versions.get(firing.index, version))
         elif fire.groups and firing.index not in self.found.batches:
             self.found.batches[firing.index] = len(fire.groups)
             self.found.lags.update(firing.index - self._versions.pop(g) for g in fire.groups if g in self._versions)
-        # The log has no event for the beginning of work: it begins now, unless the rank turns out to be busy.
         kind: Kind = "update" if step.per_update else "group"
-        for rank in range(len(self.tables.replicas[fire.replica].ranks)):
-            at = (fire.replica, firing.node, firing.index, time, time, kind, version)
-            work = Work(*at, rank=rank, turn=firing.turn, cause=cause)
-            self._open["fire", firing, fire.replica, rank] = work
-            self.in_work[fire.replica, rank] += 1
+        self._ask(time, fire, kind, firing.node, firing.index, cause, version)
 
-    def _version(self, step: NodeStep, firing: Firing, replica: str) -> int | None:
-        """The oldest weights that the firing reads."""
-        channels = (*(channel for channel, _ in step.weights), *step.fixed)
-        version = min((self._live.get((channel, replica), 0) for channel in channels), default=None)
-        if version is not None and step.weights:
-            self._versions[firing.index] = min(version, self._versions.get(firing.index, version))
-        return version
-
-    def _ask(self, time: int, replica: str, name: str, version: int, kind: Kind, cause: Cause) -> None:
-        for rank in range(len(self.tables.replicas[replica].ranks)):
-            work = Work(replica, name, version, time, time, kind, version, rank=rank, cause=cause)
-            self._open[kind, name, version, replica, rank] = work
-            self.in_work[work.rank_id] += kind == "publish"
+    def _ask(
+        self, time: int, command: Question, kind: Kind, name: str, index: int, cause: Cause, version: int | None = None
+    ) -> None:
+        """Every rank is asked. The log has no event for the beginning of work: it begins now, unless the rank turns out
+        to be busy. `version` is the index of what is no firing."""
+        at = (command.replica, name, index, time, time, kind, version if isinstance(command, Fire) else index)
+        turn = command.firing.turn if isinstance(command, Fire) else 0
+        for rank in range(len(self.tables.replicas[command.replica].ranks)):
+            work = Work(*at, rank=rank, turn=turn, cause=cause)
+            self._open[answer(command, rank)] = work
+            self.in_work[work.rank_id] += kind in IN_WORK
 
 
 def cause_of(event: Event) -> Cause:

@@ -115,8 +115,6 @@ def _choose(state: State, step: NodeStep, ordinal: int) -> str | None:
     if step.stateful:
         able = state.room(replicas[0]) > 0 and _fresh(state, step, ordinal, before, replicas[0].name)
         return replicas[0].name if able else None
-    if not (step.weights or step.fixed):
-        return state.queues[step.pool].first()
     replica = state.queues[step.pool].first(lambda replica: _fresh(state, step, ordinal, before, replica))
     if replica is not None and any(state.channels[channel].behind for channel, _ in step.weights):
         # While others of the pool wait for weights that are on their way, a replica takes no more than its share of

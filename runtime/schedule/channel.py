@@ -142,7 +142,7 @@ class LeastLoadedQueue:
         self._kind[replica] = kind
         insort(self._kinds.setdefault(kind, []), key)
 
-    def first(self, fits: Callable[[str], bool] | None = None) -> str | None:
+    def first(self, fits: Callable[[str], bool]) -> str | None:
         """The first with room that fits; all of a kind do, or none."""
         heads = [keys[0] for keys in self._kinds.values()]
         if len(heads) > 1:
@@ -151,6 +151,6 @@ class LeastLoadedQueue:
             if key >= 0:
                 return None
             name = self._names[key % len(self._names)]
-            if fits is None or fits(name):
+            if fits(name):
                 return name
         return None

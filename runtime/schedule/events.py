@@ -175,7 +175,7 @@ def answer(command: Question, rank: int = 0) -> Answer:
 
 
 def first_answer(event: Answer) -> Answer:
-    """The `answer` of rank 0 to what an event answers, without what the event tells: one for all ranks of a replica."""
+    """The `answer` of rank 0 to what an event answers: one for all ranks, without what the event tells."""
     match event:
         case Done(firing, replica) | Failed(firing, replica):
             return Done(firing, replica)

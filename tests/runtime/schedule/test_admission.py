@@ -11,11 +11,11 @@ from penstock.runtime.cluster.placement import Rank, Replica
 from penstock.runtime.schedule.admission import admitted_groups, needed_version
 from penstock.runtime.schedule.channel import ChannelState, LeastLoadedQueue
 from penstock.runtime.schedule.compile import Rules, Tables
-from penstock.runtime.schedule.events import Arrived, Begin, Checkpoint, Finish, Fire, Publish, Send, Swap
+from penstock.runtime.schedule.events import Begin, Checkpoint, Finish, Fire, Publish, Send, Swap
 from penstock.runtime.schedule.idle_causes import cause
 from penstock.runtime.schedule.scheduler import Scheduler
 
-from .graphs import actor_critic, aipo, broadcast, call, delay, evaluate, graph, place, sft
+from .graphs import aipo, broadcast, call, delay, evaluate, graph, place, sft
 from .world import Setting, World, world
 
 SMALL = st.integers(0, 30)
@@ -171,15 +171,6 @@ def test_a_group_is_told_the_update_that_it_is_for() -> None:
     assert [c.update for c in made.fired("choose")] == [0, 1, 2, 3, 4]
 
 
-def test_a_group_that_moves_up_is_for_the_earlier_update() -> None:
-    made = world(curriculum(1), Rules(batch=1, end=4))
-    made.exhaust(but="'score'")
-    made.drop(made.at("score", 0))
-    made.exhaust(but="'update'")
-    assert {c.firing.index: c.update for c in made.fired("choose")} == {0: 0, 1: 1, 2: 1}
-    made.end()
-
-
 # Weights ----------------------------------------------------------------------------------------------------
 
 
@@ -210,14 +201,6 @@ def test_pinned_versions_skip_no_broadcast() -> None:
     assert made.published(CHANNEL) == [0, 1, 2]
 
 
-def test_each_replica_receives_and_swaps_and_waits_for_all_its_ranks() -> None:
-    made = world(aipo(lag=0), Rules(batch=1, end=1), replicas=2, ranks=2)
-    made.until(lambda c: isinstance(c, Send))
-    first, second = (e for e in made.pending if isinstance(e, Arrived) and e.replica == "generator/0")
-    assert made.step(second) == []
-    assert made.step(first) == [Swap(CHANNEL, 0, "generator/0")]
-
-
 @pytest.mark.parametrize(("live", "versions"), [(None, [7]), (5, [7]), (7, [])])
 def test_an_evaluation_publishes_the_policy_that_its_replicas_lack(live: int | None, versions: list[int]) -> None:
     held = {} if live is None else {(CHANNEL, "generator/0"): live}
@@ -240,14 +223,6 @@ def test_a_value_that_never_changes_is_sent_once() -> None:
     made = world(sft(), Rules(batch=2, end=3))
     made.end()
     assert made.scheduler.channels == {}
-
-
-def test_a_value_is_read_before_the_update_that_donates_it() -> None:
-    made = world(actor_critic(lag=1), Rules(batch=2, end=3))
-    made.end()
-    nodes = ["targets", "update_policy", "update_critic"]
-    order = [c.firing.node for told in made.told for c in told if isinstance(c, Fire) and c.firing.node in nodes]
-    assert order == nodes * 3
 
 
 def test_a_version_that_a_per_update_reader_needs_is_published_before_it_is_donated() -> None:
@@ -285,22 +260,6 @@ NAMES = ["generator/0", "generator/1"]
 REPLICAS = tuple(Replica(name, (Rank(),)) for name in NAMES)
 
 
-def test_nothing_is_published_over_a_snapshot_that_is_still_to_be_sent() -> None:
-    state = ChannelState(REPLICAS, {})
-    assert state.may_publish(0)
-    state.publish(0)
-    assert state.to_send() == NAMES
-    assert not state.may_publish(1)
-    for replica in NAMES:
-        assert state.newest == (-1 if replica == NAMES[0] else 0)
-        state.send(replica)
-        state.arrive(replica, 0)
-        state.swap(replica)
-        state.swapped(replica, 0)
-    assert state.to_send() == state.to_swap() == []
-    assert (state.may_publish(0), state.may_publish(1), state.newest) == (False, True, 0)
-
-
 def test_a_replica_takes_a_new_version_when_its_shadow_is_free() -> None:
     state = ChannelState(REPLICAS, dict.fromkeys(NAMES, 0))
     state.publish(1)
@@ -314,13 +273,3 @@ def test_a_replica_takes_a_new_version_when_its_shadow_is_free() -> None:
     assert state.to_send() == []
     state.swapped("generator/0", 1)
     assert state.to_send() == ["generator/0"]
-
-
-def test_what_all_replicas_hold_is_not_published_again() -> None:
-    held = ChannelState(REPLICAS, dict.fromkeys(NAMES, 3))
-    assert (held.may_publish(3), held.may_publish(4)) == (False, True)
-    state = ChannelState(REPLICAS, {"generator/0": 3})
-    assert state.may_publish(3)
-    assert [state.holds(3, name) for name in NAMES] == [True, False]
-    state.publish(3)
-    assert state.holds(3, "generator/1")

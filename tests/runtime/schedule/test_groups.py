@@ -77,18 +77,6 @@ def test_a_filter_that_drops_too_much_ends_the_run_with_its_counts() -> None:
     )
 
 
-def test_the_bound_on_drops_counts_from_update_to_update_and_allows_for_the_lag() -> None:
-    made = world(filtered(), Rules(batch=1, end=3, drops=2))
-    for kept in (1, 3, 5):
-        made.drop(made.until_fired("keep", kept - 1))
-        made.step(made.until_fired("keep", kept))
-    made.end()
-    assert made.outcomes["dropped"] == 3
-    made = world(filtered(lag=16), Rules(batch=2, end=30), drops={"keep": 0.5})
-    made.end()
-    assert made.outcomes["dropped"] > 16 * 2
-
-
 def test_a_resumed_run_remembers_what_was_dropped() -> None:
     made = world(filtered(lag=1), Rules(batch=2, end=6), drops={"keep": 0.4})
     made.run(Random(1), steps=60)
@@ -98,20 +86,6 @@ def test_a_resumed_run_remembers_what_was_dropped() -> None:
     lost = [g for g, fate in fates.items() if fate == "dropped"]
     assert lost == [g for g in sorted(fates) if Random(f"{Firing('keep', g)}").random() < 0.4]
     assert resumed.outcomes["dropped"] == len(lost)
-
-
-def test_values_of_a_lost_group_are_freed_when_nobody_reads_them_any_more() -> None:
-    nodes = (
-        broadcast("broadcast", "policy", 1),
-        call("generate", ["prompts", "broadcast"], "generator"),
-        call("score", ["generate"]),
-        call("judge", ["generate"]),
-        call("update", ["policy", "score", "judge"], "trainer", "update"),
-    )
-    made = world(graph("judged", {"policy": "update"}, ["prompts"], nodes), Rules(batch=1, end=1))
-    judge = made.until_fired("judge", 0)
-    assert Firing("generate", 0) not in freed(made.drop(made.at("score", 0)))
-    assert Firing("generate", 0) in freed(made.step(judge))
 
 
 # Failed -----------------------------------------------------------------------------------------------------
@@ -167,26 +141,9 @@ def test_failures_without_an_update_between_them_end_the_run_with_the_last_one(l
     assert failed[-1].error in made.finish.error
 
 
-def test_failures_between_which_updates_are_made_end_nothing() -> None:
-    made = world(aipo(lag=0), Rules(batch=1, end=9, on_failure="replace", failures=2))
-    for ordinal in range(0, 18, 2):
-        made.fail(made.until_fired("score", ordinal))
-    made.end()
-    assert made.outcomes == {"consumed": 9, "dropped": 0, "failed": 9}
-
-
 def test_a_failed_update_stops_the_run_in_spite_of_retries() -> None:
     made = world(aipo(), Rules(batch=1, end=2, retries=5, on_failure="replace"))
     assert made.fail(made.until_fired("update", 0))[-1] == Finish("failed", "update[0] raised")
-
-
-def test_an_answer_nobody_awaits_is_refused_and_changes_nothing() -> None:
-    made, fired = world(aipo(), Rules(batch=1, end=2)), Firing("prompts", 0)
-    strays = Done(Firing("score", 7), "scorer/0"), Done(fired, "generator/0", 3), Failed(fired, "scorer/0", 0, "other")
-    for stray in strays:
-        with pytest.raises(ValueError, match="nobody awaits"):
-            made.scheduler.handle(stray)
-    made.end()
 
 
 # The ledger -------------------------------------------------------------------------------------------------

@@ -5,10 +5,10 @@ from random import Random
 import pytest
 
 from penstock.graph.ir import Firing, Graph, Node
-from penstock.runtime.schedule.compile import Rules, Tables
+from penstock.runtime.schedule.compile import Rules
 from penstock.runtime.schedule.events import Checkpoint, CommitTurn, Done, Fire, Free
 
-from .graphs import alternate, broadcast, call, graph, place
+from .graphs import alternate, broadcast, call, graph
 from .world import World, freed, world
 
 SPEAK, ANSWER = "speak", "answer"
@@ -95,14 +95,6 @@ def test_the_last_turn_is_settled_once_and_then_read() -> None:
     assert said(made, CommitTurn) == THREE[4:]
 
 
-def test_a_turn_that_failed_is_taken_again() -> None:
-    made = talked(talking(turns=3), Rules(batch=1, end=1, retries=1))
-    for node, replica in ((SPEAK, "generator/0"), (ANSWER, "environment/0")):
-        told, again = made.fail(made.until_fired(node, 0, 1)), Firing(node, 0, 1)
-        assert told == [Free((again,), replica), Fire(again, replica, (0,))]
-    made.end()
-
-
 def test_a_group_that_fails_in_the_middle_frees_its_turns_and_is_replaced() -> None:
     made = talked(talking(turns=3), Rules(batch=1, end=1, on_failure="replace"))
     told = made.fail(made.until_fired(ANSWER, 0, 1))
@@ -119,24 +111,6 @@ def test_turns_begin_when_the_inputs_of_both_are_there() -> None:
     made.step(persona)
     made.end()
     assert said(made) == THREE
-
-
-@pytest.mark.parametrize("node", [SPEAK, ANSWER])
-def test_a_group_can_be_dropped_at_any_turn(node: str) -> None:
-    made = talked(talking(turns=3))
-    made.drop(made.until_fired(node, 0, 1))
-    made.end()
-    assert said(made)[-1] == Firing(node, 0, 1)
-    assert made.outcomes == {"consumed": 1, "dropped": 1, "failed": 0}
-
-
-def test_a_group_lost_elsewhere_frees_its_turns_when_nobody_works_on_it() -> None:
-    made = talked(talking(2, 1, call("judge", ["prompts"]), call("both", [SPEAK, "judge"])))
-    spoken = made.until_fired(SPEAK, 0, 1, but=["judge"])
-    turns = {Firing(SPEAK, 0), Firing(ANSWER, 0)}
-    assert not freed(made.drop(made.at("judge", 0))) & turns
-    assert freed(made.step(spoken)) >= turns | {Firing(SPEAK, 0, 1)}
-    made.end()
 
 
 def test_every_turn_keeps_the_lag() -> None:
@@ -163,27 +137,3 @@ def test_a_group_in_the_middle_of_its_turns_starts_again_after_a_resume() -> Non
     made.feed(Checkpoint())
     made.end()
     assert said(made) == THREE
-
-
-def test_pinned_groups_take_all_their_turns_with_one_version_over_any_stop() -> None:
-    note = call("note", [SPEAK, ANSWER], stateful=True)
-    for seed in range(15):
-        rng = Random(seed)
-        made = talked(talking(3, 2, note), Rules(batch=2, end=5, versions="pinned"), again=0.6, replicas=2)
-        made.run(rng, steps=rng.randrange(1, 150))
-        if made.finish is None:
-            made.feed(Checkpoint(final=True))
-            made.run(rng)
-            made = made.resumed()
-        made.end(rng=rng)
-        used = {k: v for k, v in made.checker.books.versions.items() if k[1] == SPEAK}
-        assert all(v == max(0, g // 2 - 2) for (g, *_), v in used.items())
-
-
-def test_steps_in_a_cycle_know_each_other() -> None:
-    steps = Tables(talking(), place(talking())).steps
-    assert [(s.partner, s.answers, s.groups) for s in (steps[SPEAK], steps[ANSWER])] == [
-        (ANSWER, False, ("prompts",)),
-        (SPEAK, True, ()),
-    ]
-    assert steps[SPEAK].readers == steps[ANSWER].readers == ("score",)

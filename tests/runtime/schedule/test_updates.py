@@ -83,19 +83,6 @@ def test_updates_at_which_nothing_is_due_are_over_when_they_come() -> None:
     assert made.indices("watch") == [1, 3]
 
 
-def test_no_update_starts_without_weights_however_large_the_lag() -> None:
-    nodes = (
-        call("generate", ["prompts"], "generator"),
-        broadcast("mine", "policy", 4, "scorer"),
-        call("watch", ["generate", "mine"], "scorer", "update"),
-        call("update", ["policy", "generate"], "trainer", "update"),
-    )
-    made = world(graph("early", {"policy": "update"}, ["prompts"], nodes), Rules(batch=1, end=2))
-    made.exhaust(but="Swapped")
-    assert made.fired("watch") == []
-    made.end()
-
-
 # Broadcasts -------------------------------------------------------------------------------------------------
 
 
@@ -133,14 +120,6 @@ def test_only_versions_that_a_step_fires_with_are_sent_to_its_pool(lag: int, eve
     assert made.published("policy>generator") == list(range(8))
 
 
-def test_a_pool_of_several_steps_is_sent_what_any_of_them_fires_with() -> None:
-    older = broadcast("older", "policy", 1, "evaluator")
-    more = older, call("check", ["older"], "evaluator", "update", every=5)
-    made = world(beside(*watched(lag=0, every=2).nodes[5:], *more), Rules(batch=1, end=10))
-    made.end()
-    assert {1, 3, 5, 7, 9} <= set(made.published("policy>evaluator")) <= {1, 3, 4, 5, 7, 8, 9}
-
-
 @pytest.mark.parametrize(("behind", "sent"), [(["watch"], [6, 7, 11]), ([], [7, 11])])
 def test_a_resumed_run_sends_its_first_version_only_to_who_is_behind_or_due(behind: list[str], sent: list[int]) -> None:
     made = world(watched(lag=0, every=4), Rules(batch=1, end=12))
@@ -173,22 +152,6 @@ def test_updates_do_not_wait_for_a_step_that_trails() -> None:
         assert each.indices("watch") == list(range(6))
 
 
-@pytest.mark.parametrize(("lag", "every"), [(0, 2), (1, 1), (2, 3)])
-def test_a_step_that_trails_fires_at_each_kth_update_with_a_version_of_its_lag(lag: int, every: int) -> None:
-    for seed in range(3):
-        made = world(watched(lag, every), Rules(batch=2, end=7), replicas=2)
-        made.end(rng=Random(seed))
-        assert made.indices("watch") == [u for u in range(7) if (u + 1) % every == 0]
-
-
-def test_an_update_waits_for_the_snapshot_that_a_step_behind_it_still_needs() -> None:
-    made = world(watched(lag=0), Rules(batch=1, end=9))
-    made.exhaust(but="watch")
-    # Version 0 is live, 1 staged, 2 in the snapshot: version 3 could go nowhere, and so it may not be changed.
-    assert made.indices("update") == [0, 1, 2]
-    made.end()
-
-
 def test_a_version_is_kept_for_a_step_that_will_trail_past_the_next_one_sent() -> None:
     mine = broadcast("mine", "policy", 1, "evaluator", every=2)
     made = world(beside(mine, call("watch", ["mine"], "evaluator", "update", every=2), lag=3), Rules(batch=1, end=8))
@@ -214,16 +177,6 @@ def test_a_cut_waits_for_the_state_of_a_step_that_trails() -> None:
     made.exhaust(but="watch")
     assert not [c for told in made.told for c in told if isinstance(c, Save)]
     assert any(isinstance(c, Save) for c in made.step(made.at("watch", 0)))
-
-
-def test_an_update_in_flight_at_a_cut_may_have_to_wait_for_a_step_that_trails() -> None:
-    note = call("note", ["policy", "generate"], "trainer", "update")
-    made = world(beside(*watched(lag=0).nodes[5:], note), Rules(batch=1, end=9))
-    made.exhaust(but="watch")
-    assert (made.indices("note")[-1], len(made.fired("update"))) == (3, 3)
-    made.feed(Checkpoint(final=True))
-    made.end("stopped")
-    assert len(made.fired("update")) == 4
 
 
 @pytest.mark.parametrize(("reads", "off_path"), [([], ["watch"]), (["generate"], []), (["update"], []), (None, [])])
