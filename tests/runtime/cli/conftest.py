@@ -1,6 +1,7 @@
 """Verbs in this process: the child that traces costs seconds, and has tests of its own."""
 
 import json
+from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Any
 
@@ -8,11 +9,18 @@ import pytest
 
 from penstock.runtime.cli import launching, tracing
 from penstock.runtime.cli.children import answered
+from penstock.runtime.cli.main import main
 from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.control.launcher import DONE
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.folder import RunFolder
+
+Output = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+Say = Callable[..., str]
+Facts = Callable[..., Any]
+Refuse = Callable[..., tuple[int, str]]
 
 WALL_S = 12.3
 SUMMARY = {
@@ -28,7 +36,7 @@ SUMMARY = {
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
+def here(monkeypatch: Patch) -> None:
     """Programs are traced, and inputs tried, in this process."""
 
     def ask(function: str, *arguments: Any, **_: object) -> Any:
@@ -40,6 +48,40 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "ask_child", ask)
 
 
+@pytest.fixture
+def refuse(here: None, capsys: Output) -> Refuse:
+    """The exit status of a command that is refused, and what it says of it, in one line of spaces."""
+
+    def call(*words: object) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as leaving:
+            main([*map(str, words)])
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return int(leaving.value.code or 0), " ".join(captured.err.split())
+
+    return call
+
+
+@pytest.fixture
+def say(here: None, capsys: Output) -> Say:
+    """What a command that ends well prints."""
+
+    def call(*words: object) -> str:
+        with pytest.raises(SystemExit) as leaving:
+            main([*map(str, words)])
+        captured = capsys.readouterr()
+        assert leaving.value.code == 0, captured.err
+        return captured.out
+
+    return call
+
+
+@pytest.fixture
+def facts(say: Say) -> Facts:
+    """The last line of what it prints with --json."""
+    return lambda *words: json.loads(say(*words, "--json").splitlines()[-1])
+
+
 class Processes:
     """Stand for the launcher: what it was given, and what it says."""
 
@@ -48,6 +90,7 @@ class Processes:
         self.summary: dict[str, Any] | None = SUMMARY
         self.configs: list[RunConfig] = []
         self.files: dict[str, str] = {}
+        self.last: Callable[[RunFolder], object] = bool
 
     def __call__(self, folder: RunFolder, cluster: Cluster, tell: Any) -> int:
         self.configs.append(RunConfig.load(folder))
@@ -57,11 +100,12 @@ class Processes:
             tell(line)
         if self.summary is not None:
             folder.write_json("summary.json", self.summary)
+        self.last(folder)
         return self.status
 
 
 @pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch, here: None) -> Processes:
+def processes(monkeypatch: Patch, here: None) -> Processes:
     made = Processes()
     monkeypatch.setattr(launching, "launch", made)
     return made

@@ -1,0 +1,124 @@
+"""Command lines that cannot work, each with its exit status and what is needed; nothing is started or written."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock.runtime.cli.main import VERBS
+from tests.runtime.report.runs import simulated_run
+
+from .conftest import Patch, Refuse
+
+LANGUAGE = Path(__file__).parents[2] / "programs_for_language.py"
+WORK = "--model qwen3-4b --batch 8 --lengths 200,0.7 --max-tokens 1024"
+H100 = f"--cluster 1x8xH100 {WORK}"
+FILE = '[[hosts]]\nname = "a"\ncores = 8\ndevices = ["cuda:0", "cuda:1"]\ngpu = "H100"\n'
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cpu.toml").write_text('[[hosts]]\nname = "local"\ncores = 2\n')
+    (tmp_path / "none.toml").write_text(FILE.replace('"cuda:0", "cuda:1"', ""))
+    (tmp_path / "typo.toml").write_text(FILE.replace("devices", "device"))
+    (tmp_path / "d.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ("simulat", 2, "penstock: there is no verb 'simulat'; did you mean 'simulate'?"),
+        ("--helpp", 2, "did you mean '--help'?"),
+        *((f"{verb} --helpp", 2, "given --helpp, needed a flag of .*; the nearest: --help") for verb in VERBS),
+        *((verb, 2, "needed a PROGRAM: aipo, cispo, ") for verb in ("run", "show", "check", "plan", "simulate")),
+        ("show aipoo", 2, "the nearest: aipo"),
+        ("show toy --evaluation", 1, "toy has no evaluation"),
+        ("doctor --out machine.toml", 2, "--out.*without --measure"),
+        # run
+        ("run toy --updatse 3", 2, "the nearest: --updates"),
+        ("run toy --lag -1", 1, "given -1.*1 fault"),
+        ("run toy --generators 0", 2, "--generators: given 0, needed at least 1"),
+        ("run toy --cluster /nowhere.toml", 1, "cannot be read"),
+        ("run toy --device cpu --transport cuda_ipc", 2, "--transport: given cuda_ipc: trainer/0 rank 0 is on the CPU"),
+        ("run aipo --data d.jsonl", 2, "needed --model DIR"),
+        ("run dapo --versions pinned --model new", 2, 'versions="pinned": given the filter keep'),
+        ("run curriculum --on-failure replace --model new", 2, 'on_failure="replace": given choose'),
+        ("run aipo --mesh generator=tp8", 1, "--mesh generator=tp8: tensor parallelism: given 4 attention heads"),
+        ("resume nowhere", 1, "no such folder"),
+        *((f"{verb} .", 1, "holds no run") for verb in ("resume", "report", "replay", "watch", "watch --once")),
+        # plan
+        ("plan aipo", 2, "--cluster: given nothing"),
+        *((f"{verb} aipo --cluster 1x8xH100", 2, "--model: given nothing") for verb in ("plan", "simulate")),
+        *((f"{verb} aipo --cluster 0x8xH100 {WORK}", 2, "at least 1 of each") for verb in ("plan", "simulate")),
+        *((f"{verb} aipo --cluster 1x8xH10 {WORK}", 2, "did you mean 'H100'") for verb in ("plan", "simulate")),
+        *((f"{verb} aipo --cluster this {WORK}", 2, "needed first: penstock doctor") for verb in ("plan", "simulate")),
+        *((f"{verb} aipo --cluster cpu.toml {WORK}", 2, "needed GPUs; .*--from RUN") for verb in ("plan", "simulate")),
+        ("plan aipo --cluster 1x8xH100 --model lama-8b", 2, "did you mean 'llama-8b'"),
+        (f"plan aipo {H100} --lengths long", 2, "needed MEAN,SIGMA"),
+        (f"plan aipo {H100} --batch 0", 2, "--batch: given 0, needed at least 1"),
+        (f"plan aipo {H100} --time-limit 0", 2, "--time-limit: given 0"),
+        *((f"plan aipo {H100} --mesh {m}", 2, m) for m in ("trainer=fsdp16", "scorer=tp2", "trainer=tp3")),
+        (f"plan aipo --cluster none.toml {WORK}", 2, "given 1 hosts without GPUs, needed one or more with devices"),
+        (f"plan aipo --cluster typo.toml {WORK}", 2, "unknown key 'hosts.0.device'; did you mean 'devices'"),
+        (f"plan aipo {H100} --kept 0.5", 2, "--kept: given 0.5, needed none, since aipo has no filter"),
+        *((f"plan dapo {H100} --kept {k}", 2, f"given {k}, needed a share above 0, 1 at most") for k in ("0", "1.5")),
+        # simulate with a plan
+        ("simulate aipo --model llama-8b", 2, "--model: given without a plan; needed --cluster with it"),
+        ("simulate aipo --plan p.json --max-tokens 99", 2, "--max-tokens: given beside --plan"),
+        ("simulate aipo --plan p.json --batch 9", 2, "--batch: given beside --plan"),
+        ("simulate aipo --plan none.json", 1, "--plan none.json: given"),
+        (f"simulate aipo {H100} --generators 2", 2, "--generators: given with a plan"),
+        (f"simulate aipo {H100} --duration generate=1", 2, "needed one of score, group_advantage before '='"),
+        (f"simulate aipo {H100} --updates 0", 2, "--updates: given 0"),
+        ("simulate aipo --cluster 1x8xH100 --model llama-405b", 1, "llama-405b does not fit on 8 GPUs"),
+        (f"simulate aipo {H100} --mesh trainer=fsdp16", 2, "given 16 ranks, needed at most"),
+        # simulate with given seconds
+        ("simulate aipo", 2, "no duration of generate, score, .*; needed all, such as --duration g.*simulate --from"),
+        ("simulate aipo --duration generat=1", 2, "needed one of generate, score"),
+        *((f"simulate aipo --duration generate={s}", 2, "needed seconds and sigma") for s in ("fast", "-1")),
+        *((f"simulate toy --{f} none/file", 1, rf"needed .* \(--{f} FILE\)$") for f in ("svg", "html", "trace")),
+        ("simulate {L}:filtered --drop score=0.3", 2, "given 'score=0.3', needed one of keep before '='"),
+        *((f"simulate {{L}}:filtered --drop keep={s}", 2, "a share from 0 to 1, such as") for s in ("1.5", "half")),
+        ("simulate {L}:filtered --drop keep=1", 2, "simulation: given 256 groups dropped for update 0"),
+        ("simulate {L}:filtered --again reply=0.3", 2, "needed none, since the program has no nodes that answer"),
+        ("simulate {L}:filtered --versions pinned", 2, 'versions="pinned": given the filter keep'),
+        # simulate from a run
+        ("simulate --from .", 1, "holds no run"),
+        *((f"simulate {words}", 2, "--from") for words in ("toy --from RUN", "--from", "--lag 1 --from=")),
+    ],
+)  # fmt: skip
+def test_a_command_line_that_cannot_work_says_what_is_needed(
+    words: str, status: int, said: str, refuse: Refuse, tmp_path: Path
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    found = refuse(*words.replace("{L}", str(LANGUAGE)).split())
+    assert (found[0], re.search(said, found[1]) is not None) == (status, True), found
+    assert sorted(path for path in tmp_path.rglob("*") if path.name != "cache") == before
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    options = {"lag": 3, "every": 3}
+    made = simulated_run(tmp_path_factory.mktemp("run") / "r", program=f"{LANGUAGE}:seldom", options=options, updates=3)
+    return made.folder.path
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--every 8", "--every: given an option of the program beside --from"),
+        ("--batch 16", "--batch: given a flag of programs and plans beside --from"),
+        ("--cluster 8x8xH100", "--cluster: given a flag of programs and plans beside --from"),
+        ("--lag -1", "--lag: given -1, needed at least 0"),
+        ("--lag 1", "--lag 1"),  # too small for how seldom weights travel
+        ("--generators 0", "--generators: given 0, needed at least 1"),
+        ("--updates 0", "--updates: given 0, needed at least 1"),
+        ("--duration other=1", "needed one of fake_generate, fake_score, fake_update"),
+        ("--lagg 1", "the nearest: --lag"),
+    ],
+)
+def test_flags_that_a_run_cannot_vary_are_refused(words: str, said: str, refuse: Refuse, run: Path) -> None:
+    found = refuse("simulate", "--from", run, *words.split())
+    assert (found[0], said in found[1]) == (2, True), found
