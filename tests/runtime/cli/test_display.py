@@ -1,3 +1,5 @@
+"""How a run looks: figures, what is added up, the dashboard, and plain lines."""
+
 from collections.abc import Iterator
 from io import StringIO
 from itertools import count
@@ -5,7 +7,36 @@ from itertools import count
 import pytest
 from rich.console import Console
 
-from penstock.runtime.cli.display import Line, PlainDisplay, Progress, dashboard, open_display
+from penstock.runtime.cli.display import (
+    Line,
+    PlainDisplay,
+    Progress,
+    clock,
+    dashboard,
+    figure,
+    many,
+    open_display,
+    percent,
+    sparkline,
+)
+
+from .conftest import Output
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0.0, "0"), (0.81234, "0.812"), (-0.0023, "-0.0023"), (12345.6, "12346"), (1.5e-7, "1.50e-07")],
+)
+def test_a_figure_has_three_digits(value: float | None, text: str) -> None:
+    assert figure(value) == text
+
+
+def test_units_and_sparklines() -> None:
+    assert (percent(0.9341), percent(None)) == ("93.4 %", "-")
+    assert (many(12), many(12_345), many(3_456_789), many(None)) == ("12", "12.3 k", "3.46 M", "-")
+    assert (clock(45.24), clock(123), clock(3723)) == ("45.2 s", "2:03 min", "1:02:03 h")
+    assert (sparkline(range(8), 8), sparkline([1.0] * 5, 8), sparkline([], 30)) == ("▁▂▃▄▅▆▇█", "▁" * 5, "")
+    assert len(sparkline(range(1000), 30)) == 30
 
 
 def row(update: int) -> Line:
@@ -14,14 +45,14 @@ def row(update: int) -> Line:
     return {"kind": "row", "row": {"update": update, "version": update + 1, "seconds": 1.0, **figures, "pools": pools}}
 
 
-def status(update: int) -> Line:
+def status(update: int, **more: object) -> Line:
     pools = {
         "generator": {"doing": [f"generate[{32 * update}]"], "version": update},
         "scorer": {"doing": ["data"], "version": None},
         "trainer": {"doing": [f"aipo_update[{update}]"], "version": None},
     }
     accuracy = {"before": 0.382}
-    return {"kind": "status", "time": 3.5, "stage": "train", "updates": 10, "pools": pools, "accuracy": accuracy}
+    return {"kind": "status", "time": 3.5, "stage": "train", "updates": 10, "pools": pools, "accuracy": accuracy} | more
 
 
 def lines() -> Iterator[Line]:
@@ -34,49 +65,48 @@ def lines() -> Iterator[Line]:
     yield {"kind": "something new", "text": "from a later version"}
 
 
-def told(progress: Progress) -> Progress:
-    for line in lines():
-        progress.hear(line)
-    return progress
+def progress(*heard: Line) -> Progress:
+    seen = Progress("aipo", 10)
+    for line in heard:
+        seen.hear(line)
+    return seen
 
 
-def text(progress: Progress, width: int) -> list[str]:
+def text(seen: Progress, width: int = 100) -> list[str]:
     console = Console(file=StringIO(), width=width, force_terminal=True, color_system=None, legacy_windows=False)
     with console.capture() as capture:
-        console.print(dashboard(progress, "runs/aipo-1", width, 12.3))
+        console.print(dashboard(seen, "runs/aipo-1", width, 12.3))
     return capture.get().splitlines()
 
 
 def test_progress_adds_up_what_it_hears() -> None:
-    seen = told(Progress("aipo", 10))
-    assert (seen.stage, seen.update, seen.updates) == ("train", 10, 10)
-    assert seen.rewards[-1] == pytest.approx(0.9)
-    assert seen.accuracy == {"before": 0.382}
-    assert seen.pools["trainer"].busy == pytest.approx(0.5)
+    seen = progress(*lines())
+    assert (seen.stage, seen.update, seen.updates, seen.accuracy) == ("train", 10, 10, {"before": 0.382})
+    assert [seen.rewards[-1], seen.pools["trainer"].busy] == pytest.approx([0.9, 0.5])
     assert seen.pools["generator"].version == 9
-    assert seen.updates_per_s == pytest.approx(1.0)
-    assert seen.tokens_per_s == pytest.approx(500.0)
+    assert [seen.updates_per_s, seen.tokens_per_s] == pytest.approx([1.0, 500.0])
+    error = {"kind": "error", "text": "trainer/0 rank 0 died"}
+    assert progress(error, {"kind": "summary", "status": "failed", "error": error["text"]}).errors == [error["text"]]
 
 
-def test_an_error_is_kept_once() -> None:
-    seen = Progress("aipo", 10)
-    seen.hear({"kind": "error", "text": "trainer/0 rank 0 died"})
-    seen.hear({"kind": "summary", "status": "failed", "error": "trainer/0 rank 0 died"})
-    assert seen.errors == ["trainer/0 rank 0 died"]
+def test_the_base_model_counts_its_own_updates() -> None:
+    base = {"kind": "stage", "stage": "base"}, {"kind": "base", "update": 500, "updates": 1000, "loss": 1.5}
+    seen = progress(*base)
+    assert (seen.update, seen.updates) == (500, 1000)
+    seen.hear({"kind": "stage", "stage": "before"})
+    assert (seen.update, seen.updates) == (0, 10)
 
 
 RAISED = "score[7] on scorer/0 rank 0, written at a.py:3:\nTraceback …\n  File …\nZeroDivisionError: division by zero\n"
 
 
 def failing(failed: int) -> Line:
-    return {**status(0), "lost": {"dropped": 1, "failed": failed, "retried": 2, "raised": RAISED}}
+    return status(0, lost={"dropped": 1, "failed": failed, "retried": 2, "raised": RAISED})
 
 
 def test_failures_are_shown_with_what_the_last_one_raised() -> None:
-    seen = told(Progress("aipo", 10))
-    assert seen.failures == ""
-    seen.hear(failing(5))
-    seen.hear(status(1))  # without news of them
+    assert progress(*lines()).failures == ""
+    seen = progress(*lines(), failing(5), status(1))  # the last one without news of them
     line = "5 groups failed, 2 firings tried again; the last: score[7] on scorer/0 rank 0: ZeroDivisionError: division"
     assert seen.failures.startswith(line)
     shown = "\n".join(text(seen, 120))
@@ -95,47 +125,27 @@ def test_plain_lines_tell_of_failures_once_with_the_traceback_and_then_now_and_t
     assert ["Traceback" in line for line in said] == [True, False, False]
 
 
-def test_a_figure_that_is_no_number_is_shown_as_what_it_was() -> None:
-    seen = Progress("aipo", 10)
-    line = row(0)
-    line["row"] |= {"reward_mean": None, "loss": None, "not_finite": {"reward_mean": "nan", "loss": "inf"}}
-    seen.hear(line)
-    seen.hear({"kind": "accuracy", "stage": "before", "accuracy": 0.5})
-    shown = "\n".join(text(seen, 100))
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_dashboard_fills_its_width_and_no_more(width: int) -> None:
+    assert {len(line) for line in text(progress(*lines()), width)} == {width}
+
+
+def test_the_dashboard_shows_what_matters() -> None:
+    shown = "\n".join(text(progress(*lines())))
+    for needed in (
+        "training", "10/10  12.3 s", "reward 0.9", "accuracy before 38.2 %", "lag 0.6", "updates/s 1", "tokens/s 500",
+        "generate[288]", "waits for data", "weights v9", "90 %", "runs/aipo-1",
+    ):  # fmt: skip
+        assert needed in shown
+    assert "starting processes" in "\n".join(text(Progress("aipo", 10), 80))  # before anything is known
+    odd = row(0)
+    odd["row"] |= {"reward_mean": None, "loss": None, "not_finite": {"reward_mean": "nan", "loss": "inf"}}
+    shown = "\n".join(text(progress(odd, {"kind": "accuracy", "stage": "before", "accuracy": 0.5})))
     assert "reward nan" in shown
     assert "loss inf" in shown
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_dashboard_fills_its_width_and_no_more(width: int) -> None:
-    shown = text(told(Progress("aipo", 10)), width)
-    assert {len(line) for line in shown} == {width}
-
-
-def test_the_dashboard_shows_what_matters() -> None:
-    shown = "\n".join(text(told(Progress("aipo", 10)), 100))
-    for needed in (
-        "training",
-        "10/10  12.3 s",
-        "reward 0.9",
-        "accuracy before 38.2 %",
-        "lag 0.6",
-        "updates/s 1",
-        "tokens/s 500",
-        "generate[288]",
-        "waits for data",
-        "weights v9",
-        "90 %",
-        "runs/aipo-1",
-    ):
-        assert needed in shown
-
-
-def test_the_dashboard_can_be_drawn_before_anything_is_known() -> None:
-    assert "starting processes" in "\n".join(text(Progress("aipo", 10), 80))
-
-
-def test_plain_lines_come_once_a_second_and_at_the_end() -> None:
+def test_plain_lines_come_once_a_second_and_at_the_end(capsys: Output) -> None:
     written: list[str] = []
     ticks = count()
     display = PlainDisplay(Progress("aipo", 10), written.append, now=lambda: next(ticks) * 0.3)
@@ -145,18 +155,6 @@ def test_plain_lines_come_once_a_second_and_at_the_end() -> None:
     updates = [line.split()[1] for line in written if line.startswith("update ")]
     assert updates == ["1/10", "5/10", "9/10", "10/10"]
     assert "reward 0.9  loss -0.0023  lag 0.6  1 updates/s  500 tokens/s" in written[-1]
-
-
-def test_the_base_model_counts_its_own_updates() -> None:
-    seen = Progress("aipo", 10)
-    seen.hear({"kind": "stage", "stage": "base"})
-    seen.hear({"kind": "base", "update": 500, "updates": 1000, "loss": 1.5})
-    assert (seen.update, seen.updates) == (500, 1000)
-    seen.hear({"kind": "stage", "stage": "before"})
-    assert (seen.update, seen.updates) == (0, 10)
-
-
-def test_output_that_is_no_terminal_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with open_display("aipo", 10, "runs/aipo-1", plain=False) as display:
-        display.tell({"kind": "stage", "stage": "train"})
+    with open_display("aipo", 10, "runs/aipo-1", plain=False) as opened:  # output that is no terminal
+        opened.tell({"kind": "stage", "stage": "train"})
     assert capsys.readouterr().out == "training …\n"
