@@ -1,0 +1,518 @@
+"""What run and resume do before and after the processes, and the base model that runs start from."""
+
+import fcntl
+import hashlib
+import io
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.graph import load, trace
+from penstock.runtime.cli import base_model, run, tracing
+from penstock.runtime.cli.display import Line
+from penstock.runtime.cli.flags import RunFlags
+from penstock.runtime.cli.launching import finish, summary_text
+from penstock.runtime.cli.tracing import CommandError, Traced, ask_child, require_inputs
+from penstock.runtime.cluster.cluster import Cluster
+from penstock.runtime.control.launcher import DONE, FAILED, INTERRUPTED
+from penstock.runtime.control.run_config import RunConfig
+from penstock.runtime.record.errors import RecordError
+from penstock.runtime.record.event_log import LogError, LogWriter
+from penstock.runtime.record.folder import FORMAT, RunFolder, begin_checkpoint, complete_checkpoint
+from penstock.runtime.tensor.checkpoint import save_state
+
+from .conftest import SUMMARY, WALL_S, Output, Patch, Processes
+
+CUT = {"update": 5, "earlier": 0, "next": 0, "lost": [], "fates": {"consumed": 0}, "groups": []}
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def summary_of(path: Path) -> Any:
+    return json.loads((path / "summary.json").read_text())
+
+
+def test_a_run_writes_what_it_is_before_it_starts(processes: Processes, out: Path, capsys: Output) -> None:
+    words = ["--lag", "2", "--updates", "7", "--generators", "2", "--transport", "shm", "--data", "arithmetic"]
+    (out.parent / "arithmetic").write_text("a file of that name is not meant")
+    assert run.main(["toy", *words, "--out", str(out), "--json"]) == 0
+    (config,) = processes.configs
+    assert (config.graph["broadcast"].lag, config.flags.updates, config.flags.transport) == (2, 7, "shm")
+    assert config.flags.data == "arithmetic"
+    assert [len(pool.replicas) for pool in config.plan.pools if pool.name == "generator"] == [2]
+    asked = json.loads((out / "config.json").read_text())["asked"]
+    assert (asked["program"], asked["command"][:3]) == ("toy", ["toy", "--lag", "2"])
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (last["status"], last["accuracy_before"], last["accuracy_after"]) == ("done", 0.382, 0.934)
+    assert {"updates", "groups", "wall_s", "command_s"} <= last.keys()
+    with pytest.raises(RecordError, match="holds a run already"):
+        run.main(["toy", "--out", str(out)])
+    assert len(processes.configs) == 1
+
+
+def test_a_summary_tells_where_a_resume_begins(out: Path) -> None:
+    folder = RunFolder.create(out)
+    summary = finish(folder, INTERRUPTED, [], 1.0)
+    assert summary["checkpoint"] == 0
+    assert "penstock resume 'my runs/x'" in summary_text(summary, 10, "my runs/x")
+    complete_checkpoint(folder, begin_checkpoint(folder, "r", 5), CUT, {})
+    folder.write_json("summary.json", SUMMARY | {"status": "stopped", "updates": 7})
+    summary = finish(folder, INTERRUPTED, [], 1.0)
+    assert summary["checkpoint"] == 5
+    again = "from the last checkpoint, of update 5 (2 updates will be done again)"
+    for change, said in (
+        ({}, again),
+        ({"checkpoint": 0}, "from the beginning"),
+        ({"checkpoint": 7}, "from update 7"),
+        ({"checkpoint": 0, "updates": 0}, "penstock resume runs/x, from the beginning"),
+    ):
+        assert said in summary_text(summary | change, 10, "runs/x")
+
+
+def test_the_summary_reads_well() -> None:
+    assert summary_text(SUMMARY, 60, "runs/aipo-1").splitlines() == [
+        "status     done",
+        "accuracy   38.2 % → 93.4 %",
+        "updates    60 of 60, 1920 prompt groups",
+        "time       31.2 s",
+        "folder     runs/aipo-1",
+    ]
+    lost = {"fates": {"consumed": 8, "dropped": 3, "failed": 2}, "retried": 5, "not_finite": {"loss": {}, "kl": {}}}
+    shown = summary_text(SUMMARY | lost, 60, "runs/aipo-1").splitlines()
+    assert "updates    60 of 60, 1920 prompt groups, 3 dropped, 2 failed, 5 firings tried again" in shown
+    assert "no number  loss, kl: null in metrics.jsonl" in shown
+
+
+def test_a_controller_that_could_not_write_leaves_a_summary_of_what_it_did(
+    processes: Processes, out: Path, capsys: Output
+) -> None:
+    why = "events.log: cannot be written: the disk is full"
+    processes.status, processes.summary, processes.lines = FAILED, None, [{"kind": "error", "text": why}]
+    rows = [{"update": n, "version": n + 1, "groups": 8, "reward_mean": 0.5} for n in (3, 4)]
+    processes.files = {"metrics.jsonl": "".join(json.dumps(row) + "\n" for row in rows)}
+    assert run.main(["toy", "--out", str(out), "--json"]) == 1
+    said = capsys.readouterr()
+    last = json.loads(said.out.splitlines()[-1])
+    assert last == summary_of(out)
+    assert (last["status"], last["updates"], last["groups"], last["reward_mean"]) == ("failed", 5, 16, 0.5)
+    assert (last["error"], why in said.err) == (why, True)
+
+
+def test_a_run_whose_folder_was_moved_has_its_summary_there_and_nothing_in_its_place(
+    processes: Processes, out: Path, capsys: Output
+) -> None:
+    def move(folder: RunFolder) -> None:
+        complete_checkpoint(folder, begin_checkpoint(folder, "r", 5), {"update": 5}, {})
+        out.rename(out.with_name("moved"))
+
+    processes.status, processes.last = FAILED, move
+    assert run.main(["toy", "--out", str(out), "--json"]) == 1
+    assert [path.name for path in out.parent.iterdir()] == ["moved"]
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary == summary_of(out.with_name("moved"))
+    assert (summary["status"], summary["checkpoint"]) == ("failed", 5)
+    assert f"{out}: the run folder was moved to {out.with_name('moved')}" in summary["error"]
+
+
+def test_a_summary_that_cannot_be_written_is_printed_all_the_same(
+    processes: Processes, out: Path, capsys: Output, monkeypatch: Patch
+) -> None:
+    processes.status, processes.summary = FAILED, None
+    write = RunFolder.write_json
+
+    def full(folder: RunFolder, name: str, value: Any) -> None:
+        if name == "summary.json":
+            raise RecordError("summary.json: cannot be written: the disk is full")
+        write(folder, name, value)
+
+    monkeypatch.setattr(RunFolder, "write_json", full)
+    assert run.main(["toy", "--out", str(out), "--json"]) == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out.splitlines()[-1])["status"] == "failed"
+    assert "summary.json: cannot be written" in said.err
+
+
+def test_a_summary_that_the_controller_outlived_takes_its_status(processes: Processes, out: Path) -> None:
+    processes.status, processes.lines = FAILED, [{"kind": "error", "text": "trace.json: cannot be written"}]
+    assert run.main(["toy", "--out", str(out)]) == 1
+    summary = summary_of(out)
+    assert (summary["status"], summary["error"]) == ("failed", "trace.json: cannot be written")
+
+
+def test_a_report_that_cannot_be_drawn_changes_nothing_of_the_run(
+    processes: Processes, tmp_path: Path, capsys: Output, monkeypatch: Patch
+) -> None:
+    assert run.main(["toy", "--out", str(tmp_path / "one")]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown.index("training …") < shown.index("status     done")  # the display is closed first
+    assert any(line.startswith("report     ") for line in shown)
+    assert (tmp_path / "one" / "report.html").is_file()
+
+    def broken(folder: RunFolder) -> None:
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr("penstock.runtime.report.write.read_facts", broken)
+    assert run.main(["toy", "--out", str(tmp_path / "two"), "--json"]) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last == summary_of(tmp_path / "two")
+    assert last["status"] == "done"
+
+
+def test_a_language_model_starts_from_the_base(processes: Processes, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(run, "base_model", lambda data, tell: Path("/cache/base"))
+    for name, words in (("a", ["aipo"]), ("b", ["aipo", "--model", "new"]), ("c", ["sft"])):
+        run.main([*words, "--out", str(tmp_path / name)])
+    assert [config.flags.model for config in processes.configs] == ["/cache/base", "", ""]
+
+    def fail(data: str, tell: object) -> None:
+        raise CommandError("the base model could not be built")
+
+    monkeypatch.setattr(run, "base_model", fail)
+    monkeypatch.setattr(run, "find_spec", lambda name: None)
+    for words, said in (
+        (["aipo"], "could not be built"),
+        (["toy", "--tensorboard"], r"pip install 'penstock\[track\]'"),
+    ):
+        with pytest.raises(CommandError, match=said):
+            run.main([*words, "--out", str(tmp_path / "run")])
+        assert not (tmp_path / "run").exists()
+
+
+# A resume ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def finished(processes: Processes, out: Path) -> RunFolder:
+    """A run of five updates that is done."""
+    run.main(["toy", "--updates", "5", "--out", str(out)])
+    folder = RunFolder.open(out)
+    complete_checkpoint(folder, begin_checkpoint(folder, "r", 5), CUT, {})
+    return folder
+
+
+def resume(folder: RunFolder, *words: object) -> int:
+    return run.resume([str(folder.path), "--plain", *map(str, words)])
+
+
+def test_a_finished_run_goes_on_with_more_updates(finished: RunFolder, processes: Processes) -> None:
+    for words, said in (((), "all 5 updates are done"), (("--updates", 3), "given 3, but 5 are done already")):
+        with pytest.raises(CommandError, match=said):
+            resume(finished, *words)
+    assert resume(finished, "--updates", 9) == 0
+    assert [config.flags.updates for config in processes.configs] == [5, 9]
+    assert processes.configs[0].graph == processes.configs[1].graph
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_folder_of_another_user_is_not_resumed_unasked(
+    finished: RunFolder, processes: Processes, monkeypatch: Patch
+) -> None:
+    (finished.path / "graph.json").chmod(0o666)
+    assert finished.foreign() == ""  # since nobody else can enter the folder
+    finished.path.chmod(0o755)
+    assert "every user may change" in finished.foreign()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 4321)
+        before = sorted((path, path.stat().st_mtime_ns) for path in finished.path.rglob("*"))
+        with pytest.raises(CommandError, match=r"belongs to user .*--trust"):
+            resume(finished, "--updates", 9)
+        patch.setattr(sys, "stderr", Terminal())
+        for typed in ("n\n", "", "why?\n"):
+            patch.setattr(sys, "stdin", Terminal(typed))
+            with pytest.raises(CommandError, match="no yes"):
+                resume(finished, "--updates", 9)
+        assert sorted((path, path.stat().st_mtime_ns) for path in finished.path.rglob("*")) == before
+        assert len(processes.configs) == 1
+        patch.setattr(sys, "stdin", Terminal("yes\n"))
+        assert resume(finished, "--updates", 9) == 0
+    assert resume(finished, "--updates", 12, "--trust") == 0
+    assert len(processes.configs) == 3
+
+
+def test_the_wall_time_is_that_of_all_lives(finished: RunFolder) -> None:
+    for number, updates in enumerate((9, 12), 2):
+        assert resume(finished, "--updates", updates) == 0
+        assert summary_of(finished.path)["wall_s"] == pytest.approx(number * WALL_S)
+    (finished.path / "summary.json").unlink()  # as if the last life had been killed: the log has the seconds of all
+    log = LogWriter(finished.events)
+    for cut in (None, 9, 12):
+        log.segment(cut, {})
+        log.stage({})
+        log.step(2.5, b"", [])
+    log.close()
+    assert resume(finished, "--updates", 20) == 0
+    assert summary_of(finished.path)["wall_s"] == pytest.approx(3 * 2.5 + WALL_S)
+
+
+def damaged_log(folder: RunFolder) -> None:
+    log = LogWriter(folder.events)
+    log.segment(None, {})
+    log.end({"status": "done"})
+    data = bytearray(folder.events.read_bytes())
+    data[-20] ^= 1
+    folder.events.write_bytes(data)
+
+
+def part(folder: RunFolder) -> Path:
+    return folder.checkpoints / "00000005" / "trainer-0-0.safetensors"
+
+
+def linked(folder: RunFolder) -> None:
+    folder.checkpoints.rename(folder.path.with_name("elsewhere"))
+    folder.checkpoints.symlink_to(folder.path.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        (damaged_log, LogError, "record 1 does not follow"),
+        (linked, RecordError, "checkpoints: given a symbolic link"),
+        (RunFolder.lock, RecordError, "a run is alive there"),
+        (lambda folder: part(folder).write_bytes(b"torn"), CommandError, "safetensors: not a readable state"),
+        (
+            lambda folder: save_state(part(folder), {}, {"carried": {}, "encoded": {}, "keys": []}),
+            CommandError,
+            "given a checkpoint of format 1, needed 2: go on with",
+        ),
+    ],
+)
+def test_what_cannot_go_on_is_refused_before_anything_is_touched(
+    finished: RunFolder, processes: Processes, change: Callable[[RunFolder], object], error: type[Exception], said: str
+) -> None:
+    change(finished)
+    before = finished.read_json("summary.json")
+    with pytest.raises(error, match=said):
+        resume(finished, "--updates", 9)
+    assert (finished.read_json("summary.json"), RunConfig.load(finished).flags.updates) == (before, 5)
+    assert len(processes.configs) == 1
+
+
+def test_a_checkpoint_of_this_format_goes_on(finished: RunFolder) -> None:
+    save_state(part(finished), {}, {"format": FORMAT})
+    assert resume(finished, "--updates", 9) == 0
+
+
+def test_a_port_in_use_changes_nothing_of_the_run(finished: RunFolder, processes: Processes) -> None:
+    kept, before = finished.read_json("config.json"), finished.read_json("summary.json")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        bind = f"127.0.0.1:{taken.getsockname()[1]}"
+        kept["asked"]["cluster"]["bind"] = bind
+        finished.write_json("config.json", kept)
+        with pytest.raises(CommandError, match=f"cannot listen on tcp://{bind}: the port is in use"):
+            resume(finished, "--updates", 9)
+    assert (finished.read_json("config.json"), finished.read_json("summary.json")) == (kept, before)
+    assert len(processes.configs) == 1
+
+
+DATA = '{"question": "1+1?", "answer": "#### 2"}\n'
+NEEDY = """
+from pathlib import Path
+from penstock.graph import Rewards, broadcast, node, program, requires
+from penstock.nodes.fake import FakePolicy, FakePrompts, fake_generate, fake_score
+
+def look(context):
+    if not Path(context.options["shelf"]).is_dir():
+        raise ValueError(f"shelf: given {context.options['shelf']}, needed a folder")
+
+@requires(look)
+def make(context):
+    return FakePolicy(context)
+
+class Shelved(FakePolicy):
+    maker = f"{__file__}:make"
+
+@node(pool="trainer", clock="update")
+def step(policy: Shelved, rewards: Rewards) -> Shelved:
+    return policy
+
+@program
+def needy(policy: Shelved, prompts: FakePrompts, *, shelf: Path | None = None):
+    return step(policy, fake_score(fake_generate(prompts, broadcast(policy, lag=1))))
+"""
+ONE_GPU = """
+import sys, types
+sees_one = types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 1)
+sys.modules["torch"] = types.SimpleNamespace(cuda=sees_one)
+"""
+
+
+@pytest.fixture
+def stopped(processes: Processes, tmp_path: Path, monkeypatch: Patch) -> RunFolder:
+    """A run of the user's own program, given by relative paths, that was stopped; this is another folder now."""
+    home = tmp_path / "home"
+    for name in ("m", "shelf"):
+        (home / name).mkdir(parents=True)
+    for name, text in (("m/config.json", "{}"), ("d.jsonl", DATA), ("needy.py", NEEDY)):
+        (home / name).write_text(text)
+    monkeypatch.chdir(home)
+    processes.status, processes.summary = INTERRUPTED, {**SUMMARY, "status": "stopped"}
+    given = "--shelf shelf --data d.jsonl --eval-data d.jsonl --model m --device cpu"
+    assert run.main(["needy.py:needy", *given.split(), "--out", "run"]) == INTERRUPTED
+    monkeypatch.chdir(tmp_path)
+    processes.status, processes.summary = DONE, SUMMARY
+    return RunFolder.open(home / "run")
+
+
+def test_paths_are_kept_absolute_so_that_a_run_goes_on_from_anywhere(stopped: RunFolder, processes: Processes) -> None:
+    home, (config,) = stopped.path.parent, processes.configs
+    flags = config.flags
+    assert (flags.data, flags.eval_data, flags.model) == (str(home / "d.jsonl"),) * 2 + (str(home / "m"),)
+    assert dict(config.graph.options) == {"shelf": str(home / "shelf")}
+    digests = stopped.read_json("config.json")["asked"]["digests"]
+    assert digests == {str(home / "d.jsonl"): hashlib.sha256(DATA.encode()).hexdigest()}
+    assert resume(stopped) == 0
+    (home / "shelf").rmdir()
+    (stopped.path / "summary.json").unlink()
+    with pytest.raises(CommandError, match=f"shelf: given {home}/shelf, needed a folder"):
+        resume(stopped)
+    assert len(processes.configs) == 2
+
+
+def test_inputs_that_are_missing_or_have_changed_are_said_before_anything_is_touched(
+    stopped: RunFolder, processes: Processes
+) -> None:
+    home = stopped.path.parent
+    (home / "d.jsonl").write_text(DATA.replace("2", "3"))
+    before = {path: path.read_bytes() for path in stopped.path.rglob("*") if path.is_file() and path.name != "lock"}
+    with pytest.raises(CommandError, match=r"(?s)nothing was changed.*d.jsonl: it has changed.*given.*needed \w{64}"):
+        resume(stopped, "--updates", 999)
+    assert {path: path.read_bytes() for path in before} == before
+    for name in ("d.jsonl", "needy.py", "m/config.json"):
+        (home / name).unlink()
+    graphs = stopped.read_json("graph.json")
+    graphs["graph"]["nodes"][1]["op"] = f"{home / 'needy.py'}:own_score"
+    graphs["graph"]["nodes"][2]["op"] = "their_package.scores:score"
+    stopped.write_json("graph.json", graphs)
+    with pytest.raises(CommandError) as error:
+        resume(stopped)
+    for needed in (
+        f"the model {home / 'm'}: given a folder without config.json",
+        f"the data {home / 'd.jsonl'}: given no file there",
+        f"the program's file {home / 'needy.py'}: given no file there",
+        f"the program's module their_package.scores: given a folder from which it cannot be imported, needed a resume "
+        f"from {home}",
+    ):
+        assert needed in str(error.value)
+    assert (summary_of(stopped.path)["status"], len(processes.configs)) == ("stopped", 1)
+
+
+def test_a_child_looks_for_a_gpu_and_for_the_nodes_before_any_process_of_a_run_starts(
+    stopped: RunFolder, processes: Processes, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(tracing, "ask_child", ask_child)
+    (config,), file = processes.configs, stopped.path.parent / "needy.py"
+    on_gpu = replace(config.flags, device="cuda", model="", data="", eval_data="")
+    with pytest.raises(CommandError, match="PyTorch sees 0 GPUs here"):
+        require_inputs(config.graphs, on_gpu)
+    file.write_text(NEEDY + ONE_GPU)  # with the torch that the nodes bring
+    require_inputs(config.graphs, on_gpu)
+    file.write_text(NEEDY.replace("def step", "def stride").replace("step(", "stride("))
+    with pytest.raises(CommandError, match=r"needy\.py:step'\n.*stride"):
+        require_inputs(config.graphs, replace(on_gpu, device="cpu"))
+
+
+# The base model ------------------------------------------------------------------------------------------------------
+
+
+class Builder:
+    """Stands for the processes that train the base; counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.status, self.calls, self.lines = DONE, 0, list[Line]()
+
+    def __call__(self, folder: RunFolder, cluster: Cluster, tell: Callable[[Line], None]) -> int:
+        self.calls += 1
+        tell({"kind": "row", "row": {"version": 7, "loss": 1.5}})
+        if self.status == FAILED:
+            tell({"kind": "error", "text": "trainer/0 rank 0 died"})
+        if self.status == DONE:
+            name = begin_checkpoint(folder, "r", 7)
+            model = folder.checkpoints / name / "policy"
+            model.mkdir()
+            (model / "config.json").write_text("{}")
+            complete_checkpoint(folder, name, {}, {})
+        return self.status
+
+    def build(self, data: str = "") -> Path:
+        return base_model.base_model(data, self.lines.append)
+
+
+@pytest.fixture
+def builder(monkeypatch: Patch, tmp_path: Path) -> Builder:
+    made, program = Builder(), load("sft")
+    traced = Traced("sft", program.path, RunFlags(model="new", device="cpu", eval_groups=0), trace(program), None, ())
+    monkeypatch.setattr(base_model, "launch", made)
+    monkeypatch.setattr(base_model, "trace_program", lambda verb, words: traced)
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    return made
+
+
+def cached(path: Path) -> set[str]:
+    return {item.name for item in (path / "base").iterdir()}
+
+
+def test_a_base_is_built_once_for_each_recipe_and_data_and_then_found(
+    builder: Builder, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    place = builder.build()
+    assert (place / "config.json").is_file()
+    assert builder.lines[0] == {"kind": "stage", "stage": "base"}
+    assert builder.lines[1]["kind"] == "base"
+    assert (builder.build(), builder.calls, cached(tmp_path)) == (place, 1, {place.name, "lock"})
+    other = builder.build("arithmetic:2")
+    monkeypatch.setattr(base_model, "RECIPE", (*base_model.RECIPE, "--lr", "0.001"))
+    assert len({place, other, builder.build()}) == 3
+
+
+def test_what_a_killed_builder_has_left_is_removed_by_the_next_one_and_by_who_finds_the_base(
+    builder: Builder, tmp_path: Path
+) -> None:
+    left = tmp_path / "base" / "building-x1" / "run"
+    for _ in range(2):
+        left.mkdir(parents=True)
+        (left / "weights").touch()
+        place = builder.build()
+        assert cached(tmp_path) == {place.name, "lock"}
+    left.mkdir(parents=True)
+    with (tmp_path / "base" / "lock").open("w") as lock:  # as one that is building holds it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert builder.build() == place
+    assert left.is_dir()
+    assert builder.calls == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "said"),
+    [
+        (FAILED, CommandError, r"the base model could not be built:\ntrainer/0 rank 0 died"),
+        (INTERRUPTED, KeyboardInterrupt, ""),
+    ],
+)
+def test_a_base_that_failed_or_was_stopped_leaves_nothing(
+    builder: Builder, tmp_path: Path, status: int, error: type[BaseException], said: str
+) -> None:
+    builder.status = status
+    with pytest.raises(error, match=said):
+        builder.build()
+    assert cached(tmp_path) == {"lock"}
+
+
+def test_a_cache_that_cannot_be_written_says_so(builder: Builder, tmp_path: Path, monkeypatch: Patch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file"))
+    with pytest.raises(RecordError, match=r"cannot be written: .* \(PENSTOCK_CACHE=DIR\)"):
+        builder.build()
