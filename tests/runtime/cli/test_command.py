@@ -7,7 +7,6 @@ import pty
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import termios
@@ -19,8 +18,6 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock.runtime.cli.main import VERBS
-from penstock.runtime.control.security import Keys
 from penstock.runtime.record.metrics import read_rows
 
 NODE = """
@@ -40,22 +37,13 @@ def mine(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1):
 """
 
 
-def penstock(*words: str, cwd: Path, given: str = "") -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "penstock.runtime.cli.main", *words]
-    return subprocess.run(command, cwd=cwd, input=given, capture_output=True, text=True, timeout=120, check=False)
+PENSTOCK = (sys.executable, "-m", "penstock.runtime.cli.main")
+TOY = "run toy --updates 100000 --generate-ms 5 --update-ms 5 --batch 4 --out here"
+LONG = [*PENSTOCK, *TOY.split()]
 
 
-def test_no_verb_shows_them_all(tmp_path: Path) -> None:
-    done = penstock(cwd=tmp_path)
-    assert done.returncode == 2
-    assert all(f"  {verb}" in done.stdout for verb in VERBS)
-    assert penstock("--help", cwd=tmp_path).returncode == 0
-    assert penstock("--version", cwd=tmp_path).stdout.startswith("penstock 0.")
-
-
-def test_an_unknown_verb_gets_the_nearest(tmp_path: Path) -> None:
-    done = penstock("simulat", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (2, "penstock: there is no verb 'simulat'; did you mean 'simulate'?\n")
+def penstock(words: str, cwd: Path, **more: Any) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([*PENSTOCK, *words.split()], cwd=cwd, capture_output=True, text=True, timeout=120, **more)
 
 
 def test_the_command_line_never_imports_torch(tmp_path: Path) -> None:
@@ -70,54 +58,8 @@ def test_the_command_line_never_imports_torch(tmp_path: Path) -> None:
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("verb", ["resume", "replay", "agent", "doctor"])
-def test_help_of_a_verb_has_an_example(verb: str, tmp_path: Path) -> None:
-    done = penstock(verb, "--help", cwd=tmp_path)
-    assert done.returncode == 0
-    assert f"penstock {verb}" in done.stdout.partition("Example")[2]
-
-
-def test_what_the_user_can_mend_is_said_in_a_line(tmp_path: Path) -> None:
-    done = penstock("show", "aipoo", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "the nearest: aipo" in done.stderr
-    assert "Traceback" not in done.stderr
-    done = penstock("run", "toy", "--updatse", "3", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "--updates" in done.stderr
-
-
-def test_a_program_that_raises_shows_the_users_lines_alone(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "from penstock.graph import program\n\n@program\ndef own(policy):\n    return {}[0]\n"
-    )
-    done = penstock("check", "own.py:own", cwd=tmp_path)
-    assert done.returncode != 0
-    assert "return {}[0]" in done.stderr
-    assert "trace_child" not in done.stderr
-    assert "graph/program.py" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("dapo --versions pinned", 'versions="pinned": given the filter keep'),
-        ("curriculum --on-failure replace", 'on_failure="replace": given choose'),
-    ],
-)
-def test_a_flag_that_a_program_does_not_allow_is_told_before_anything_starts(
-    words: str, said: str, tmp_path: Path
-) -> None:
-    done = penstock("run", *words.split(), "--model", "new", cwd=tmp_path)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not (tmp_path / "runs").exists()
-
-
 def test_a_run_leaves_a_folder_that_replays(tmp_path: Path) -> None:
-    words = "run toy --updates 4 --batch 3 --generate-ms 5 --update-ms 5 --out here --json"
-    done = penstock(*words.split(), cwd=tmp_path)
+    done = penstock("run toy --updates 4 --batch 3 --generate-ms 5 --update-ms 5 --out here --json", tmp_path)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
     assert (summary["status"], summary["updates"], summary["groups"]) == ("done", 4, 12)
@@ -125,7 +67,7 @@ def test_a_run_leaves_a_folder_that_replays(tmp_path: Path) -> None:
     assert [row["update"] for row in read_rows(folder / "metrics.jsonl")] == [0, 1, 2, 3]
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert not (folder / "processes.json").exists()
-    assert "Equal: all" in penstock("replay", "here", cwd=tmp_path).stdout
+    assert "Equal: all" in penstock("replay here", tmp_path).stdout
 
 
 def ended(command: "subprocess.Popen[bytes]", folder: Path) -> tuple[int, dict[str, Any]]:
@@ -141,20 +83,24 @@ import resource, sys
 if "penstock.runtime.control.controller" in sys.orig_argv:
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 """
-LONG = ("run", "toy", "--updates", "100000", "--generate-ms", "5", "--update-ms", "5", "--batch", "4")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_standard_streams_may_be_closed(tmp_path: Path, closed: str) -> None:
-    words = f"{sys.executable} -m penstock.runtime.cli.main check toy"
-    done = subprocess.run(f"{words} {closed}", shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        f"{' '.join(PENSTOCK)} check toy {closed}",
+        shell=True,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_closed_pipe_stops_a_run_in_order(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "penstock.runtime.cli.main", *LONG, "--plain", "--out", "here"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+    with subprocess.Popen([*LONG, "--plain"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
         assert running.stdout is not None
         assert running.stderr is not None
         while not running.stdout.readline().startswith(b"update"):
@@ -178,8 +124,9 @@ def test_a_closed_terminal_stops_a_run_in_order(tmp_path: Path, words: tuple[str
         if controlling:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    command = [sys.executable, "-m", "penstock.runtime.cli.main", *LONG, *words, "--out", "here"]
-    with subprocess.Popen(command, cwd=tmp_path, stdin=slave, stdout=slave, stderr=slave, preexec_fn=begin) as running:
+    with subprocess.Popen(
+        [*LONG, *words], cwd=tmp_path, stdin=slave, stdout=slave, stderr=slave, preexec_fn=begin
+    ) as running:
         os.close(slave)
         metrics, end = tmp_path / "here" / "metrics.jsonl", monotonic() + 60
         while not (metrics.exists() and metrics.stat().st_size) and monotonic() < end:
@@ -200,8 +147,7 @@ def test_an_interrupt_of_a_run_in_one_process_is_heard_once_whoever_gets_it(tmp_
         os.setsid()
         fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
 
-    command = [sys.executable, "-m", "penstock.runtime.cli.main", *LONG, "--in-process", "--out", "here"]
-    pipe = subprocess.PIPE
+    command, pipe = [*LONG, "--in-process"], subprocess.PIPE
     with subprocess.Popen(command, cwd=tmp_path, stdin=slave, stdout=pipe, stderr=pipe, preexec_fn=begin) as running:
         os.close(slave)
         assert running.stdout is not None
@@ -227,54 +173,29 @@ def test_a_full_disk_is_one_clear_message_and_a_summary(tmp_path: Path) -> None:
     """A limit on the size of the controller's files stands for the disk: writing fails in the same way."""
     (tmp_path / "sitecustomize.py").write_text(SMALL_FILES)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", "penstock.runtime.cli.main", *LONG, "--plain", "--json", "--out", "here"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=90, check=False, env=environment)
+    done = penstock(f"{TOY} --plain --json", tmp_path, env=environment)
     summary = json.loads(done.stdout.splitlines()[-1])
     assert (done.returncode, summary["status"]) == (1, "failed")
     assert re.search(r"cannot be written: the file would be larger .* room for \d+ bytes more", summary["error"])
     assert summary["updates"] == len(read_rows(tmp_path / "here" / "metrics.jsonl")) > 0
-    assert done.stderr.decode().splitlines() == [f"penstock: {summary['error']}"]
+    assert done.stderr.splitlines() == [f"penstock: {summary['error']}"]
 
 
 @pytest.mark.parametrize("words", [("--help",), ("run", "toy", "--help")])
 def test_output_that_is_not_read_to_its_end_is_no_success(tmp_path: Path, words: tuple[str, ...]) -> None:
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "penstock.runtime.cli.main", *words]
-    done = subprocess.run(command, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False)
+    done = subprocess.run(
+        [*PENSTOCK, *words], cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, timeout=60, check=False
+    )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_a_debugger_stops_in_a_users_node(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(NODE)
-    words = "run mine.py:mine --in-process --updates 3 --batch 2 --out here"
-    done = penstock(*words.split(), cwd=tmp_path, given="p 'ordinal', rollouts.ordinals[0] * 14\nc\n")
+    typed = "p 'ordinal', rollouts.ordinals[0] * 14\nc\n"
+    done = penstock("run mine.py:mine --in-process --updates 3 --batch 2 --out here", tmp_path, input=typed)
     assert done.returncode == 0, done.stderr
     assert "('ordinal', 42)" in done.stdout
     assert "status     done" in done.stdout
-
-
-def test_a_join_file_that_is_none_is_said_in_a_line(tmp_path: Path) -> None:
-    path = tmp_path / "b.json"
-    path.write_text('{"program": "toy"}')
-    done = penstock("agent", "b.json", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(r"penstock agent: b\.json: not a key file .*; needed the join file that .*\n", done.stderr)
-    path.unlink()
-    Keys.make("r", "tcp://127.0.0.1:0", ["b"]).join("b", "tcp://127.0.0.1:1", tmp_path).write(path)
-    path.chmod(0o644)
-    done = penstock("agent", "b.json", cwd=tmp_path)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert "chmod 600 b.json" in done.stderr
-
-
-def test_a_port_in_use_is_one_line_and_leaves_no_folder(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        bind = f"127.0.0.1:{taken.getsockname()[1]}"
-        (tmp_path / "c.toml").write_text(f'bind = "{bind}"\n[[hosts]]\nname = "a"\ncores = 1\n')
-        done = penstock("run", "toy", "--cluster", "c.toml", "--out", "here", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (1, "")
-    said = "the port is in use; stop what listens there, or name another (port 0: any free one)"
-    assert done.stderr == f"penstock run: cannot listen on tcp://{bind}: {said}\n"
-    assert not (tmp_path / "here").exists()

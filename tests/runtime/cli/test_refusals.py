@@ -1,11 +1,13 @@
 """Command lines that cannot work, each with its exit status and what is needed; nothing is started or written."""
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
 
 from penstock.runtime.cli.main import VERBS
+from penstock.runtime.control.security import Keys
 from tests.runtime.report.runs import simulated_run
 
 from .conftest import Patch, Refuse
@@ -122,3 +124,28 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_flags_that_a_run_cannot_vary_are_refused(words: str, said: str, refuse: Refuse, run: Path) -> None:
     found = refuse("simulate", "--from", run, *words.split())
     assert (found[0], said in found[1]) == (2, True), found
+
+
+def test_a_join_file_that_is_none_is_said(refuse: Refuse, tmp_path: Path) -> None:
+    path = tmp_path / "b.json"
+    path.write_text('{"program": "toy"}')
+    status, said = refuse("agent", "b.json")
+    assert (status, bool(re.fullmatch(r"penstock agent: b\.json: not a key .*; needed the join file .*", said))) == (
+        2,
+        True,
+    )
+    path.unlink()
+    Keys.make("r", "tcp://127.0.0.1:0", ["b"]).join("b", "tcp://127.0.0.1:1", tmp_path).write(path)
+    path.chmod(0o644)
+    status, said = refuse("agent", "b.json")
+    assert (status, "chmod 600 b.json" in said) == (2, True)
+
+
+def test_a_port_in_use_leaves_no_folder(refuse: Refuse, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        bind = f"127.0.0.1:{taken.getsockname()[1]}"
+        (tmp_path / "c.toml").write_text(f'bind = "{bind}"\n[[hosts]]\nname = "a"\ncores = 1\n')
+        found = refuse("run", "toy", "--cluster", "c.toml", "--out", "here")
+    said = "the port is in use; stop what listens there, or name another (port 0: any free one)"
+    assert found == (1, f"penstock run: cannot listen on tcp://{bind}: {said}")
+    assert not (tmp_path / "here").exists()
