@@ -4,7 +4,6 @@ import ast
 import json
 import os
 import shutil
-from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 
@@ -13,8 +12,7 @@ import torch
 from rich.console import Console
 
 from penstock.graph import Graph
-from penstock.runtime.cli import main as command
-from penstock.runtime.cli import report, run, simulate, tracing, watch
+from penstock.runtime.cli import run, tracing
 from penstock.runtime.cli.display import PlainDisplay, Progress, dashboard
 from penstock.runtime.cli.main import main
 from penstock.runtime.cli.tracing import CommandError
@@ -25,9 +23,8 @@ from penstock.runtime.record.metrics import open_tensorboard
 from penstock.runtime.tensor.checkpoint import StateFile, save_state
 from tests.runtime.report.runs import simulated_run
 
-from .conftest import Processes
+from .conftest import Output, Patch, Processes, Refuse, Say
 
-Output = pytest.CaptureFixture[str]
 EVIL = "\x1b]0;title\x07\x1b[2J\x1b[31m\r\x9b31m\u202eevil\x00\x7f"
 ODD = os.fsdecode(b"na\xff me")
 """A name as Python has one that is no UTF-8."""
@@ -66,18 +63,14 @@ def test_no_display_obeys_what_an_error_or_a_name_says() -> None:
     assert all(map(is_plain, [*said, *progress.errors]))
 
 
-@pytest.mark.parametrize("argv", [[EVIL], ["report", EVIL], ["replay", EVIL], ["agent", EVIL], ["run", EVIL]])
-def test_what_a_command_complains_of_is_shown_and_not_obeyed(
-    argv: list[str], capsys: Output, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*words: object, **more: object) -> None:
+@pytest.mark.parametrize("verb", ["", "report", "replay", "agent", "run"])
+def test_what_a_command_complains_of_is_shown_and_not_obeyed(verb: str, capsys: Output, monkeypatch: Patch) -> None:
+    def fail(*words: object, **more: object) -> None:
         raise CommandError(EVIL)
 
-    monkeypatch.setattr(tracing, "ask_child", refuse)
-    argv = [word.replace("\0", "") for word in argv]
-    with pytest.raises(SystemExit) as ended:
-        main(argv)
-    assert ended.value.code in (1, 2)
+    monkeypatch.setattr(tracing, "ask_child", fail)
+    with pytest.raises(SystemExit, match=r"[12]"):
+        main([*verb.split(), EVIL.replace("\0", "")])
     captured = capsys.readouterr()
     assert "evil" in captured.err
     assert is_plain(captured.out + captured.err)
@@ -101,21 +94,18 @@ def test_whatever_is_printed_is_visible() -> None:
     assert raw == []
 
 
-def test_a_finished_run_may_lie_under_a_path_that_is_no_utf8(tmp_path: Path, capsys: Output) -> None:
-    made = simulated_run(tmp_path / ODD / "run", updates=2, batch=2)
-    path = str(made.folder.path)
-    verbs: list[tuple[Callable[[list[str]], int], list[str]]] = [
-        (report.main, [path]),
-        (report.main, [path, "--json"]),
-        (report.main, [path, "--out", str(tmp_path / ODD / f"{ODD}.html")]),
-        (report.replay, [path]),
-        (watch.main, [path, "--once"]),
-        (watch.main, [path, "--plain"]),
-    ]
-    for verb, argv in verbs:
-        assert verb(argv) == 0
-    assert is_plain(capsys.readouterr().out)
-    assert (made.folder.path / "report.html").read_text().count("\\udcff") > 0
+def test_a_finished_run_may_lie_under_a_path_that_is_no_utf8(tmp_path: Path, say: Say) -> None:
+    path = simulated_run(tmp_path / ODD / "run", updates=2, batch=2).folder.path
+    for verb, *words in (
+        ("report",),
+        ("report", "--json"),
+        ("report", "--out", tmp_path / ODD / f"{ODD}.html"),
+        ("replay",),
+        ("watch", "--once"),
+        ("watch", "--plain"),
+    ):
+        assert is_plain(say(verb, path, *words))
+    assert (path / "report.html").read_text().count("\\udcff") > 0
 
 
 def test_a_run_may_lie_under_a_path_that_is_no_utf8(processes: Processes, tmp_path: Path, capsys: Output) -> None:
@@ -138,24 +128,20 @@ def test_a_run_may_lie_under_a_path_that_is_no_utf8(processes: Processes, tmp_pa
         assert [p.stat().st_size > 0 for p in (path / "tensorboard").iterdir()] == [True]
 
 
-@pytest.mark.usefixtures("here")
 def test_a_program_may_lie_under_a_path_that_is_no_utf8_but_for_a_run(
-    tmp_path: Path, capsys: Output, processes: Processes
+    tmp_path: Path, say: Say, refuse: Refuse, processes: Processes
 ) -> None:
     folder = tmp_path / ODD
     folder.mkdir()
     shutil.copy(RUNTIME.parent / "programs" / "toy.py", folder / "toy.py")
     program = f"{folder}/toy.py:toy"
-    assert command.show([program]) == command.check([program]) == 0
-    assert is_plain(capsys.readouterr().out)
-    command.show([program, "--json"])
-    graph = Graph.from_json(json.loads(capsys.readouterr().out))
-    command.show([program, "--json", "--out", str(folder / "g.json")])
+    assert is_plain(say("show", program) + say("check", program))
+    graph = Graph.from_json(json.loads(say("show", program, "--json")))
+    say("show", program, "--json", "--out", folder / "g.json")
     assert Graph.from_json(json.loads((folder / "g.json").read_text())) == graph
     assert graph.op == program
-    pictures = ["--svg", str(folder / "a.svg"), "--html", str(folder / "a.html"), "--trace", str(folder / "a.json")]
-    assert simulate.main([program, "--updates", "2", *pictures]) == 0
-    for argv in ([program], ["toy", "--data", str(folder / "data.jsonl")]):
-        with pytest.raises(CommandError, match="no UTF-8"):
-            run.main([*argv, "--out", str(tmp_path / "run")])
+    pictures = (word for kind in ("svg", "html", "trace") for word in (f"--{kind}", folder / f"a.{kind}"))
+    say("simulate", program, "--updates", 2, *pictures)
+    for words in ((program,), ("toy", "--data", folder / "data.jsonl")):
+        assert "no UTF-8" in refuse("run", *words, "--out", tmp_path / "run")[1]
     assert not (tmp_path / "run").exists()

@@ -16,12 +16,13 @@ import psutil
 import pytest
 
 from penstock.runtime.cli.watch import watch_in_terminal
-from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.report.page import page
 from penstock.runtime.report.run_history import read_facts
 from penstock.runtime.report.summary import make_report
 from tests.runtime.report.runs import ACCURACY, simulated_run
+
+from .conftest import Output, Refuse, Say
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -38,9 +39,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return simulated_run(path, updates=4, batch=4, lag=1).folder.path
 
 
-def copy(made: Path, path: Path) -> RunFolder:
-    shutil.copytree(made, path)
-    return RunFolder.open(path)
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> RunFolder:
+    """A copy that may be changed."""
+    return RunFolder(Path(shutil.copytree(finished, tmp_path / "run")))
 
 
 class Watching:
@@ -124,15 +126,12 @@ def test_the_stream_of_a_finished_run_has_a_page_and_an_end(watching: Watching) 
     assert 'id="what-if"' in get(watching.url).text
 
 
-def test_a_port_in_use_is_told(watching: Watching, finished: Path) -> None:
-    command = [*PENSTOCK, "watch", str(finished), "--port", str(watching.url.port)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert f"--port: given {watching.url.port}, which is in use" in done.stderr
+def test_a_port_in_use_is_told(watching: Watching, finished: Path, refuse: Refuse) -> None:
+    status, said = refuse("watch", finished, "--port", watching.url.port)
+    assert (status, f"--port: given {watching.url.port}, which is in use" in said) == (1, True)
 
 
-def test_ctrl_c_ends_it_without_a_word_even_while_somebody_reads(finished: Path, tmp_path: Path) -> None:
-    folder = copy(finished, tmp_path / "run")
+def test_ctrl_c_ends_it_without_a_word_even_while_somebody_reads(folder: RunFolder) -> None:
     folder.lock()  # a run is alive there, so that the stream has no end
     with Watching(folder.path) as found:
         where = found.bare.join("events")
@@ -143,16 +142,8 @@ def test_ctrl_c_ends_it_without_a_word_even_while_somebody_reads(finished: Path,
     folder.unlock()
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    for words in ((), ("--once",)):
-        command = [*PENSTOCK, "watch", str(tmp_path), *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert (done.returncode, "holds no run" in done.stderr) == (1, True)
-
-
-def test_what_a_run_that_goes_on_has_not_written_yet_is_no_fault(finished: Path, tmp_path: Path) -> None:
-    folder = copy(finished, tmp_path / "run")
-    (folder.path / "summary.json").unlink(missing_ok=True)
+def test_what_a_run_that_goes_on_has_not_written_yet_is_no_fault(folder: RunFolder) -> None:
+    (folder.path / "summary.json").unlink()
     log = folder.events.read_bytes()
     folder.events.write_bytes(log[: len(log) * 2 // 3])
     assert read_facts(folder).notes
@@ -162,10 +153,7 @@ def test_what_a_run_that_goes_on_has_not_written_yet_is_no_fault(finished: Path,
     assert facts.summary["status"] == "running"
 
 
-def test_the_accuracy_before_training_is_known_as_soon_as_training_begins(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = copy(finished, tmp_path / "run")
+def test_the_accuracy_before_training_is_known_as_soon_as_training_begins(folder: RunFolder, capsys: Output) -> None:
     (folder.path / "summary.json").unlink()
     folder.lock()  # a run is alive there
     facts = read_facts(folder, alive=True)
@@ -178,26 +166,19 @@ def test_the_accuracy_before_training_is_known_as_soon_as_training_begins(
     folder.unlock()
 
 
-def test_one_picture_and_plain_lines_of_a_finished_run(finished: Path) -> None:
-    shown = subprocess.run([*PENSTOCK, "watch", str(finished), "--once"], capture_output=True, text=True, timeout=60)
-    assert shown.returncode == 0, shown.stderr
-    assert f"{RunConfig.load(RunFolder.open(finished)).flags.updates}" in shown.stdout
-    assert "generator" in shown.stdout
-    lines = subprocess.run([*PENSTOCK, "watch", str(finished), "--plain"], capture_output=True, text=True, timeout=60)
-    assert lines.returncode == 0, lines.stderr
-    assert "update 4/4" in lines.stdout
+def test_one_picture_and_plain_lines_of_a_finished_run(finished: Path, say: Say) -> None:
+    shown = say("watch", finished, "--once")
+    assert "4/4" in shown
+    assert "generator" in shown
+    assert "update 4/4" in say("watch", finished, "--plain")
 
 
-def test_a_finished_run_without_its_summary_was_not_killed(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    copy = shutil.copytree(finished, tmp_path / "run")
-    (copy / "summary.json").unlink()
-    assert watch_in_terminal(RunFolder(copy), plain=True, once=False) == 0
+def test_a_finished_run_without_its_summary_was_not_killed(folder: RunFolder, capsys: Output) -> None:
+    (folder.path / "summary.json").unlink()
+    assert watch_in_terminal(folder, plain=True, once=False) == 0
     assert "killed" not in capsys.readouterr().err
-    log = copy / "events.log"
-    log.write_bytes(log.read_bytes()[:-1])
-    assert watch_in_terminal(RunFolder(copy), plain=True, once=False) == 0
+    folder.events.write_bytes(folder.events.read_bytes()[:-1])
+    assert watch_in_terminal(folder, plain=True, once=False) == 0
     assert "it was killed" in capsys.readouterr().err
 
 
