@@ -157,7 +157,7 @@ def test_all_faults_are_found_at_once(file: str) -> None:
         ("distill", False, "teacher_model: given no directory, needed a model directory with the policy's tokenizer: "),
         ("distill --teacher-model /nowhere", False, "/nowhere/config.json: cannot be read"),
         ("rlhf", False, "reward_model: given no directory, needed a directory that a run of the program reward_model"),
-        ("rlhf --reward-model /nowhere", False, "/nowhere: given no weights"),
+        ("rlhf --reward-model /nowhere", False, "/nowhere/config.json: cannot be read"),
         ("ppo --model /nowhere", False, "/nowhere/config.json: cannot be read"),
         ("reward_model --model /nowhere", False, "/nowhere/config.json: cannot be read"),
         *(
