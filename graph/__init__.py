@@ -12,11 +12,12 @@
 """
 
 from penstock.graph.check import check
+from penstock.graph.constructs import alternate, broadcast, delay, keep
 from penstock.graph.errors import Fault, GraphError
 from penstock.graph.imports import load
 from penstock.graph.ir import Firing, Graph
 from penstock.graph.node import NodeDef, node
-from penstock.graph.program import Program, alternate, broadcast, delay, keep, program, trace
+from penstock.graph.program import Program, program, trace
 from penstock.graph.requires import opens, requires
 from penstock.graph.types import (
     Advantages,

@@ -15,7 +15,7 @@ from penstock.graph.errors import defined, fault, nearest
 from penstock.graph.imports import path_of
 from penstock.graph.interface import Interface, interface
 from penstock.graph.ir import Clock
-from penstock.graph.trace import current, has_handles, recording
+from penstock.graph.trace import Handle, current, recording
 from penstock.graph.types import COLUMNS, MOST_FIGURES, NAME_LENGTH, Metrics, Rewards, Weights
 
 P = ParamSpec("P")
@@ -55,7 +55,7 @@ class NodeDef(Generic[P, T]):
         if recorder is not None:
             made: T = recorder.call(self, args, kwargs)
             return made
-        if has_handles((*args, *kwargs.values())):
+        if any(isinstance(value, Handle) for value in (*args, *kwargs.values())):
             needed = "a call while the program is traced; values of a program exist only there"
             raise fault("outside-program", self.__name__, "a value of a program that has been traced", needed)
         result: T = self.fn(*args, **{**self.bound, **kwargs})

@@ -1,8 +1,4 @@
-"""`@program`, `trace`, and the constructs: what a program can say beside calling nodes.
-
-`trace` calls a program once, with handles, and what it calls becomes the graph. `broadcast`, `delay`, `keep` and
-`alternate` say how weights travel, which value is read later, which groups stay, and who takes turns.
-"""
+"""`@program` and `trace`, which calls a program once, with handles: what it calls becomes the graph."""
 
 import copy
 import dataclasses
@@ -12,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, Self, TypeVar, cast, overload
+from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
 from penstock.graph.check import by_place, check
 from penstock.graph.errors import Fault, GraphError, caller, defined, fault, nearest
@@ -20,9 +16,7 @@ from penstock.graph.imports import LISTS, PATHS, encode, located, path_of, resol
 from penstock.graph.imports import arguments as decoded
 from penstock.graph.interface import REQUIRED, signature, type_of
 from penstock.graph.ir import Graph, Json, Ref
-from penstock.graph.node import NodeDef
-from penstock.graph.trace import Assembly, Handle, TraceRecorder, current, recording
-from penstock.graph.types import Replies, Rollouts, Weights
+from penstock.graph.trace import Handle, TraceRecorder, current
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -226,11 +220,11 @@ def trace(
             faults += (dataclasses.replace(found, where=program.where) for found in error.faults)
     if faults:
         raise GraphError(*faults)
-    recorder = TraceRecorder(program.arguments, prefix, program.names.values())
+    recorder = TraceRecorder(program, prefix)
     token = current.set(recorder)
     try:
         returned = program.fn(*(Handle(recorder, Ref(name)) for name in program.arguments), **values)
-        graph = Assembly(program, recorder, _results(program, recorder, returned)).graph(encoded)
+        graph = recorder.graph(_results(program, recorder, returned), encoded)
     except GraphError as error:
         # A call that cannot be recorded ends the trace; what was left out before it is told, too.
         if recorder.faults:
@@ -322,71 +316,3 @@ def _args_section(doc: str) -> dict[str, str]:
         elif line.strip():
             break
     return texts
-
-
-A = TypeVar("A")
-B = TypeVar("B")
-C = TypeVar("C")
-Q = ParamSpec("Q")
-
-
-def broadcast(value: Any, *, lag: int = 0, every: int = 1) -> Weights:
-    """The weights of a carried value for another pool, at most `lag` updates old: the feedback edge of a program.
-
-    Send only every `every`-th version. `every` must be ≤ `lag` + 1.
-    """
-    return cast(Weights, recording("broadcast").broadcast(value, lag, every))
-
-
-def delay(value: A, *, lag: int = 0) -> A:
-    """A carried value exactly as it was `lag` updates ago, for nodes that fire per group in its own pool.
-
-    The groups of update u see its version max(0, u − lag): what the updates up to u − 1 − lag have made of it. Which
-    update a group is for must be known by then, so a program has delays or filters, not both. At each update the value
-    is copied whole, and lag + 2 copies are kept: it should be small, and must not be a model.
-    """
-    return cast(A, recording("delay").delay(value, lag))
-
-
-@overload
-def keep(value: A, /, *, when: Callable[[A], bool]) -> A: ...
-@overload
-def keep(first: A, second: B, /, *, when: Callable[[A, B], bool]) -> tuple[A, B]: ...
-@overload
-def keep(first: A, second: B, third: C, /, *, when: Callable[[A, B, C], bool]) -> tuple[A, B, C]: ...
-def keep(*values: Any, when: Callable[..., bool] | None = None) -> Any:
-    """The values of those prompt groups for which `when(*values)` is true. The others are dropped, and the next groups
-    take their place: an update consumes its `batch` kept ones, in order."""
-    return recording("keep").keep(values, when)
-
-
-@overload
-def alternate(
-    speak: NodeDef[P, A], answer: NodeDef[Q, Rollouts], *inputs: Any, turns: int | None = None, **options: Any
-) -> tuple[A, Replies]: ...
-@overload
-def alternate(
-    speak: NodeDef[P, A], answer: NodeDef[Q, B], *inputs: Any, turns: int | None = None, **options: Any
-) -> tuple[A, B]: ...
-def alternate(
-    speak: NodeDef[..., Any], answer: NodeDef[..., Any], *inputs: Any, turns: int | None = None, **options: Any
-) -> Any:
-    """Let two nodes take turns on each prompt group, such as a generator and an environment, at most `turns` times.
-
-    `speak` gets `inputs`, and from the second turn on also what both made in the turn before, as its optional inputs
-    `conversation` and `replies`. `answer` gets what `speak` has made, and ends it by an output whose attribute `done`
-    is true; it hears the last turn too, and what it makes of that, such as a reward, is the group's. A reader of their
-    outputs gets those of the last turn.
-
-    A generator that answers, `generate.of(judge)`, is the node `reply`: what its model says are the replies.
-
-    Inputs of the answering node's own are given to it beforehand: `customer.given(persona=personas)`,
-    `generate.of(judge)`. Both nodes start when all inputs of both are there. An optional input `earlier` of it is what
-    it made itself in the turn before. `options` go to the one that has them; one that both have is given to the
-    answering node by `given`.
-    """
-    for role, node in (("speaks", speak), ("answers", answer)):
-        if not isinstance(node, NodeDef):
-            needed = "a function with @node or, for an environment, @environment"
-            raise fault("not-a-node", f"alternate: the node that {role}", repr(node), needed)
-    return recording("alternate").alternate(speak, answer.answers(), inputs, turns, options)

@@ -1,20 +1,20 @@
 """Tracing: handles stand for values, and each call of a node with them becomes a node of the graph.
 
-A `Recorder` collects the nodes of one trace in program order. Types, pools and names of arguments are known at its
-end only, when the program has returned its carried values: `Assembly` makes the graph then. Invariants: each handle
-belongs to one recorder, and no two nodes of a recorder have one name.
+A `TraceRecorder` collects the nodes of one trace in program order. Types, pools and names of arguments are known at its
+end only, when the program has returned its carried values: it makes the graph then. Invariants: each handle belongs to
+one recorder, and no two nodes of a recorder have one name.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from math import inf
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from penstock.graph.errors import Fault, GraphError, caller, fault, nearest
 from penstock.graph.imports import encode, path_of, require_no_function, short
 from penstock.graph.interface import REQUIRED
-from penstock.graph.ir import Argument, Graph, Input, Json, Node, Output, Ref
+from penstock.graph.ir import Argument, Construct, Graph, Input, Json, Node, Output, Ref
 from penstock.graph.types import Policy, Weights
 
 if TYPE_CHECKING:
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 
 
 ANY = "typing:Any"
-# The inputs by which a node that speaks gets what it, and the one that answers, made in the turn before.
-BACK = ("conversation", "replies")
-# The optional input by which a node that answers gets what it made itself in the turn before.
-EARLIER = "earlier"
 
 
 class Handle:
@@ -75,15 +71,15 @@ class TraceRecorder:
     nothing is required of its call.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], prefix: str, taken: Iterable[str] = ()) -> None:
-        """`arguments` are the program's, with their types. No node gets a name that is `taken`."""
-        self.prefix = prefix
+    def __init__(self, program: "Program[..., Any]", prefix: str) -> None:
+        self.program, self.prefix = program, prefix
         self.nodes: list[Node] = []
         self.types: dict[str, type] = {}
         self.faults: list[Fault] = []
-        self._arguments = arguments
         self._weights: dict[Ref, Handle] = {}
-        self._taken = {*arguments, *(prefix + a for a in arguments), *taken}
+        # The names that no node gets: those of arguments, as the program says them and as the graph does.
+        arguments = program.arguments
+        self._taken = {*arguments, *(prefix + name for name in arguments), *program.names.values()}
 
     def declare(self, type_: Any) -> str:
         """The type's path, noted with the type for the graph's table of bases."""
@@ -106,17 +102,30 @@ class TraceRecorder:
         for node in self.nodes:
             if node.name == ref.node:
                 return next(o.type for o in node.outputs if o.name == ref.output)
-        return self.declare(self._arguments[ref.node])
+        return self.declare(self.program.arguments[ref.node])
 
     def call(self, definition: "NodeDef[..., Any]", args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Record one call of a node; its outputs' handles, bundled as the node returns them."""
-        node = self._node(definition, args, kwargs)
+        node = self.node_of(definition, args, kwargs)
         self.nodes.append(node)
-        return self._outputs(definition, node)
+        return self.outputs(definition, node)
 
-    def broadcast(self, value: Any, lag: Any, every: Any) -> Handle:
-        """Record a broadcast; the handle of its weights."""
-        return self._edge("broadcast", value, self.declare(Weights), lag, encode(every, "broadcast: option 'every'"))
+    def record(
+        self, construct: Construct, inputs: tuple[Input, ...], outputs: tuple[Output, ...], **fields: Any
+    ) -> tuple[Handle, ...]:
+        """Record a construct; the handles of its outputs."""
+        name = self._name(construct)
+        fields = {"where": caller(), **fields}
+        self.nodes.append(Node(name, construct, inputs, outputs, construct=construct, **fields))
+        return tuple(Handle(self, Ref(name, output.name)) for output in outputs)
+
+    def edge(self, construct: Literal["broadcast", "delay"], value: Any, lag: Any, every: Any = 1) -> Handle:
+        """Record how a carried value is read: the handle of its weights, or of the value as it was."""
+        ref = self.ref(value, construct, ANY)
+        type_ = self.declare(Weights) if construct == "broadcast" else self.type_of(ref)
+        lag, every = encode(lag, f"{construct}: option 'lag'"), encode(every, f"{construct}: option 'every'")
+        inputs, outputs = (Input("value", ANY, ref),), (Output("out", type_),)
+        return self.record(construct, inputs, outputs, clock="update", lag=lag, every=every)[0]
 
     def weights(self, value: Any, what: str) -> Handle:
         """Weights as they are, or those of a carried value by a broadcast without a lag, one for each value.
@@ -128,112 +137,13 @@ class TraceRecorder:
             return Handle(self, ref)
         # One broadcast for all nodes that read the same value: it would be sent once for each.
         if ref not in self._weights:
-            self._weights[ref] = self.broadcast(value, None, 1)
+            self._weights[ref] = self.edge("broadcast", value, None)
         return self._weights[ref]
 
-    def delay(self, value: Any, lag: Any) -> Handle:
-        """Record a delay; the handle of the value as it was."""
-        return self._edge("delay", value, self.type_of(self.ref(value, "delay", ANY)), lag, 1)
-
-    def _edge(self, construct: Literal["broadcast", "delay"], value: Any, type_: str, lag: Any, every: Any) -> Handle:
-        node = Node(
-            name=self._name(construct),
-            op=construct,
-            inputs=(Input("value", ANY, self.ref(value, construct, ANY)),),
-            outputs=(Output("out", type_),),
-            clock="update",
-            construct=construct,
-            lag=encode(lag, f"{construct}: option 'lag'"),
-            every=every,
-            where=caller(),
-        )
-        self.nodes.append(node)
-        return Handle(self, Ref(node.name))
-
-    def keep(self, values: Sequence[Any], when: Any) -> Any:
-        """Record a filter; the handles of the kept values, one alone for one value."""
-        if not values:
-            needed = "the values of a group, the last of them often its rewards"
-            raise fault("missing-input", "keep", "no value", needed)
-        if not callable(when) or isinstance(when, Handle):
-            needed = "a function of the values that returns True or False"
-            raise fault("no-predicate", "keep: option 'when'", repr(when), needed)
-        refs = [self.ref(value, f"keep: value {index}", ANY) for index, value in enumerate(values)]
-        node = Node(
-            name=self._name("keep"),
-            op="keep",
-            inputs=tuple(Input(str(index), self.type_of(ref), ref) for index, ref in enumerate(refs)),
-            outputs=tuple(Output(str(index), self.type_of(ref)) for index, ref in enumerate(refs)),
-            options=(("when", encode(when, "keep: option 'when'")),),
-            construct="keep",
-            where=caller(),
-            given=("when",),
-        )
-        self.nodes.append(node)
-        kept = tuple(Handle(self, Ref(node.name, o.name)) for o in node.outputs)
-        return kept if len(kept) > 1 else kept[0]
-
-    def alternate(
-        self,
-        speak: "NodeDef[..., Any]",
-        answer: "NodeDef[..., Any]",
-        inputs: Sequence[Any],
-        turns: Any,
-        options: Mapping[str, Any],
-    ) -> tuple[Any, Any]:
-        """Record two nodes that take turns on a group; the outputs of both, as each returns them."""
-        ports = {port.name: port for port in speak.interface.inputs}
-        if not all(name in ports and ports[name].optional for name in BACK):
-            needed = f"one with the optional inputs {' and '.join(BACK)}: what both made in the turn before"
-            given = f"{speak.__name__}({', '.join(ports)})"
-            raise fault("speaker-inputs", "alternate: the node that speaks", given, needed)
-        # An option goes to the node that has it.
-        spoken = {*speak.interface.options, *ports.keys() - BACK}
-        answered = answer.interface.options.keys() - answer.bound.keys()
-        known = {*spoken, *answered}
-        unknown = [name for name in options if name not in known]
-        for name in unknown:
-            needed = f"an option of {speak.__name__} or {answer.__name__}{nearest(name, known)}"
-            what = f"alternate: option {name!r}"
-            self.faults.append(Fault("unknown-option", what, repr(options[name]), needed, caller()))
-        for name in options.keys() & spoken & answered:
-            given = f"{options[name]!r}, and both {speak.__name__} and {answer.__name__} have it"
-            needed = f"the answering one's own beside it: {answer.written}.given({name}=…)"
-            self.faults.append(Fault("ambiguous-option", f"alternate: option {name!r}", given, needed, caller()))
-        said = self._node(speak, inputs, {k: v for k, v in options.items() if k in spoken})
-        # The answering node's first input that is not bound is what the other one has made.
-        own = [p.name for p in answer.interface.inputs if not p.optional and p.name not in answer.bound]
-        if len(own) > 1:
-            needed = f"all but what it answers: {answer.written}.given({', '.join(f'{name}=…' for name in own[1:])})"
-            if answer.written != answer.__name__ and own[1:] == answer.weights:
-                needed = f"the weights that it answers with: {answer.written}"
-            raise fault("answer-inputs", f"alternate: inputs of {answer.__name__}, which answers", "nothing", needed)
-        first = [Handle(self, Ref(said.name, said.outputs[0].name))] if said.outputs else []
-        heard = self._node(answer, first, {k: v for k, v in options.items() if k in answered})
-        if not said.outputs or not heard.outputs:
-            what = f"alternate: {(answer if said.outputs else speak).__name__}"
-            raise fault("no-output", what, "a node without an output", "one for the other to read")
-        said_ref, heard_ref = (Ref(node.name, node.outputs[0].name) for node in (said, heard))
-        back = [
-            Input(name, self.declare(ports[name].type), ref, back=True)
-            for name, ref in zip(BACK, (said_ref, heard_ref), strict=True)
-        ]
-        earlier = [
-            Input(EARLIER, self.declare(port.type), heard_ref, back=True)
-            for port in answer.interface.inputs
-            if port.name == EARLIER and port.optional and EARLIER not in answer.bound
-        ]
-        # Without a bound the graph is still made: `check` has the fault, with all others.
-        bound = encode(inf if turns is None else turns, "alternate: option 'turns'")
-        for node, more in ((said, back), (heard, earlier)):
-            op = "" if unknown else node.op
-            self.nodes.append(replace(node, op=op, turns=bound, inputs=(*node.inputs, *more)))
-        return self._outputs(speak, said), self._outputs(answer, heard)
-
-    def _outputs(self, definition: "NodeDef[..., Any]", node: Node) -> Any:
+    def outputs(self, definition: "NodeDef[..., Any]", node: Node) -> Any:
         return definition.interface.bundle(*(Handle(self, Ref(node.name, o.name)) for o in node.outputs))
 
-    def _node(self, definition: "NodeDef[..., Any]", args: Sequence[Any], kwargs: Mapping[str, Any]) -> Node:
+    def node_of(self, definition: "NodeDef[..., Any]", args: Sequence[Any], kwargs: Mapping[str, Any]) -> Node:
         interface, kwargs = definition.interface, {**definition.bound, **kwargs}
         options, faults = _options(definition, kwargs)
         self.faults += faults
@@ -322,6 +232,85 @@ class TraceRecorder:
                 inputs.append(Input(port.name, type_, self.ref(value, what, type_)))
         return tuple(inputs)
 
+    def graph(self, results: Mapping[str, Ref], options: Mapping[str, Json]) -> Graph:
+        """The graph of the finished trace. `results` has the next value of each carried argument, by name."""
+        program = self.program
+        readers: dict[str, list[tuple[Node, Input]]] = defaultdict(list)
+        for node in self.nodes:
+            for item in node.inputs:
+                readers[item.ref.node].append((node, item))
+        # A carried value that nothing reads or changes has no part in the graph.
+        unused = {name for name, ref in results.items() if ref == Ref(name) and not readers[name]}
+        sources = [name for name in program.arguments if name not in results]
+        for name in sources:
+            if name in program.names:
+                what, given = f"{program.name}.of: {name}={program.names[name]!r}", f"{name!r}, which is a source"
+                needed = f"a carried argument: {', '.join(results) or 'there is none'}"
+                raise fault("not-carried", what, given, needed, program.renamed)
+        renamed = {name: self.prefix + name for name in sources} | program.names
+
+        def named(ref: Ref) -> Ref:
+            return Ref(renamed.get(ref.node, ref.node), ref.output)
+
+        # Weights and delayed values arrive where they are read; so does what a filter keeps, for what is before it.
+        made = {node.name: node for node in self.nodes}
+        consumers: dict[str, str] = {}
+        for name in [*(node.name for node in reversed(self.nodes)), *program.arguments]:
+            if name in made and made[name].construct == "call":
+                consumers[name] = made[name].pool
+            elif pools := [consumers[node.name] for node, _ in readers[name] if node.name in consumers]:
+                consumers[name] = pools[0]
+        places: dict[str, str] = {}
+        arguments, nodes = [], []
+        for name in program.arguments:
+            type_ = self._class(name, readers[name], results)
+            pool = getattr(type_, "pool", None)
+            if name not in results:
+                pool = consumers.get(name) or pool
+            elif (producer := made.get(results[name].node)) is not None:
+                # The node that makes the next value holds the value; if it never changes, its first reader does.
+                pool = producer.pool
+            else:
+                pool = next((node.pool for node, _ in readers[name] if node.fires), pool)
+            places[name] = pool or "default"
+            if name not in unused:
+                kind: Literal["carried", "source"] = "carried" if name in results else "source"
+                maker, called = getattr(type_, "maker", ""), renamed.get(name, name)
+                arguments.append(Argument(called, kind, self.declare(type_), maker, places[name], program.where))
+        for node in self.nodes:
+            read, lag = node.inputs[0].ref.node if node.inputs else "", node.lag
+            places[node.name] = node.pool if node.fires else consumers.get(node.name, "default")
+            if node.construct == "keep":
+                # A filter stays where its first value is made, so that what it drops never travels.
+                places[node.name] = places[read]
+            if node.construct == "broadcast" and lag is None and results.get(read) == Ref(read):
+                lag = 0
+            inputs = tuple(replace(item, ref=named(item.ref)) for item in node.inputs)
+            nodes.append(replace(node, inputs=inputs, pool=places[node.name], lag=lag))
+        types = ((path, type_.__mro__[1:]) for path, type_ in sorted(self.types.items()))
+        return Graph(
+            name=program.name,
+            op=program.path,
+            arguments=tuple(arguments),
+            nodes=tuple(nodes),
+            results=tuple((named(Ref(name)).node, named(ref)) for name, ref in results.items() if name not in unused),
+            options=tuple(options.items()),
+            types=tuple((path, tuple(path_of(base) for base in bases if base is not object)) for path, bases in types),
+            doc=program.doc,
+            where=program.where,
+        )
+
+    def _class(self, name: str, readers: Sequence[tuple[Node, Input]], results: Mapping[str, Ref]) -> Any:
+        """An argument's class: as annotated, as its first reader says, as its next value is, or a policy if it is
+        only broadcast."""
+        annotated = self.program.arguments[name]
+        if annotated is not Any:
+            return annotated
+        said = [item.type for _, item in readers] + [self.type_of(results[name]) for _ in readers if name in results]
+        if known := [type_ for type_ in said if type_ != ANY]:
+            return self.types[known[0]]
+        return Policy if any(node.construct == "broadcast" for node, _ in readers) else Any
+
 
 def _options(
     definition: "NodeDef[..., Any]", kwargs: Mapping[str, Any]
@@ -361,114 +350,3 @@ def recording(what: str) -> TraceRecorder:
     if recorder is None:
         raise fault("outside-program", what, "a call outside of a program", "a call in a function with @program")
     return recorder
-
-
-def has_handles(values: Sequence[Any]) -> bool:
-    return any(isinstance(value, Handle) for value in values)
-
-
-class Assembly:
-    """Makes a graph of a finished trace: `results` has the next value of each carried argument, by name."""
-
-    def __init__(self, program: "Program[..., Any]", recorder: TraceRecorder, results: dict[str, Ref]) -> None:
-        self.program, self.recorder = program, recorder
-        self.nodes = {node.name: node for node in recorder.nodes}
-        read = {i.ref.node for n in recorder.nodes for i in n.inputs}
-        # A carried value that nothing reads or changes has no part in the graph.
-        unused = {name for name, ref in results.items() if ref == Ref(name) and name not in read}
-        self.results = {name: ref for name, ref in results.items() if name not in unused}
-        sources = [a for a in program.arguments if a not in results]
-        for name in sources:
-            if name in program.names:
-                what, given = f"{program.name}.of: {name}={program.names[name]!r}", f"{name!r}, which is a source"
-                needed = f"a carried argument: {', '.join(results) or 'there is none'}"
-                raise fault("not-carried", what, given, needed, program.renamed)
-        self.renamed = {name: recorder.prefix + name for name in sources} | program.names
-        self.names = [a for a in program.arguments if a not in unused]
-
-    def graph(self, options: Mapping[str, Any]) -> Graph:
-        program = self.program
-        nodes = tuple(self._node(n) for n in self.recorder.nodes)
-        arguments = tuple(self._argument(name) for name in self.names)
-        table = {
-            path: tuple(path_of(base) for base in type_.__mro__[1:] if base is not object)
-            for path, type_ in sorted(self.recorder.types.items())
-        }
-        return Graph(
-            name=program.name,
-            op=program.path,
-            arguments=arguments,
-            nodes=nodes,
-            results=tuple((self.renamed.get(name, name), self._ref(ref)) for name, ref in self.results.items()),
-            options=tuple(options.items()),
-            types=tuple(table.items()),
-            doc=program.doc,
-            where=program.where,
-        )
-
-    def _ref(self, ref: Ref) -> Ref:
-        return Ref(self.renamed.get(ref.node, ref.node), ref.output)
-
-    def _readers(self, name: str) -> list[tuple[Node, Input]]:
-        return [(n, i) for n in self.recorder.nodes for i in n.inputs if i.ref.node == name]
-
-    def _pool_of_reader(self, name: str) -> str | None:
-        """The pool of the first node that reads a value; a broadcast belongs to the pool that reads it."""
-        for reader, _ in self._readers(name):
-            pool = reader.pool if reader.construct == "call" else self._pool_of_reader(reader.name)
-            if pool is not None:
-                return pool
-        return None
-
-    def _pool_of_value(self, name: str) -> str:
-        """The pool that makes a value. A filter stays there, so that what it drops never travels."""
-        made = self.nodes.get(name)
-        if made is None:
-            return self._argument(name).pool
-        return self._pool_of_value(made.inputs[0].ref.node) if made.construct == "keep" else made.pool
-
-    def _node(self, node: Node) -> Node:
-        pool, lag = node.pool, node.lag
-        # Weights arrive where they are read.
-        if not node.fires:
-            pool = self._pool_of_reader(node.name) or "default"
-        elif node.construct == "keep":
-            pool = self._pool_of_value(node.inputs[0].ref.node)
-        carried = node.inputs[0].ref.node if node.inputs else ""
-        if node.construct == "broadcast" and lag is None and self.results.get(carried) == Ref(carried):
-            lag = 0
-        return replace(node, inputs=tuple(replace(i, ref=self._ref(i.ref)) for i in node.inputs), pool=pool, lag=lag)
-
-    def _argument(self, name: str) -> Argument:
-        type_ = self._type(name)
-        pool = getattr(type_, "pool", None)
-        if name in self.results:
-            # The node that makes the next value holds the value; if it never changes, its first reader does.
-            producer = self.nodes.get(self.results[name].node)
-            direct = [n.pool for n, _ in self._readers(name) if n.fires]
-            pool = producer.pool if producer is not None else next(iter(direct), pool)
-        else:
-            pool = self._pool_of_reader(name) or pool
-        return Argument(
-            name=self.renamed.get(name, name),
-            kind="carried" if name in self.results else "source",
-            type=self.recorder.declare(type_),
-            maker=getattr(type_, "maker", ""),
-            pool=pool or "default",
-            where=self.program.where,
-        )
-
-    def _type(self, name: str) -> Any:
-        """An argument's class: as annotated, as its first reader says, as its next value is, or a policy if it is
-        only broadcast."""
-        annotated = self.program.arguments[name]
-        if annotated is not Any:
-            return annotated
-        readers = self._readers(name)
-        said = [i.type for _, i in readers]
-        if name in self.results:
-            said.append(self.recorder.type_of(self.results[name]))
-        for type_ in said:
-            if type_ != ANY:
-                return self.recorder.types[type_]
-        return Policy if any(n.construct == "broadcast" for n, _ in readers) else Any

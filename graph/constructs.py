@@ -1,0 +1,148 @@
+"""The constructs: what a program can say beside calling nodes.
+
+`broadcast`, `delay`, `keep` and `alternate` say how weights travel, which value is read later, which groups stay, and
+who takes turns.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from math import inf
+from typing import Any, ParamSpec, TypeVar, cast, overload
+
+from penstock.graph.errors import Fault, caller, fault, nearest
+from penstock.graph.imports import encode
+from penstock.graph.ir import Input, Output, Ref
+from penstock.graph.node import NodeDef
+from penstock.graph.trace import ANY, Handle, recording
+from penstock.graph.types import Replies, Rollouts, Weights
+
+# The inputs by which a node that speaks gets what it, and the one that answers, made in the turn before.
+BACK = ("conversation", "replies")
+# The optional input by which a node that answers gets what it made itself in the turn before.
+EARLIER = "earlier"
+
+
+P = ParamSpec("P")
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+Q = ParamSpec("Q")
+
+
+def broadcast(value: Any, *, lag: int = 0, every: int = 1) -> Weights:
+    """The weights of a carried value for another pool, at most `lag` updates old: the feedback edge of a program.
+
+    Send only every `every`-th version. `every` must be ≤ `lag` + 1.
+    """
+    return cast(Weights, recording("broadcast").edge("broadcast", value, lag, every))
+
+
+def delay(value: A, *, lag: int = 0) -> A:
+    """A carried value exactly as it was `lag` updates ago, for nodes that fire per group in its own pool.
+
+    The groups of update u see its version max(0, u − lag): what the updates up to u − 1 − lag have made of it. Which
+    update a group is for must be known by then, so a program has delays or filters, not both. At each update the value
+    is copied whole, and lag + 2 copies are kept: it should be small, and must not be a model.
+    """
+    return cast(A, recording("delay").edge("delay", value, lag))
+
+
+@overload
+def keep(value: A, /, *, when: Callable[[A], bool]) -> A: ...
+@overload
+def keep(first: A, second: B, /, *, when: Callable[[A, B], bool]) -> tuple[A, B]: ...
+@overload
+def keep(first: A, second: B, third: C, /, *, when: Callable[[A, B, C], bool]) -> tuple[A, B, C]: ...
+def keep(*values: Any, when: Callable[..., bool] | None = None) -> Any:
+    """The values of those prompt groups for which `when(*values)` is true. The others are dropped, and the next groups
+    take their place: an update consumes its `batch` kept ones, in order."""
+    recorder = recording("keep")
+    if not values:
+        raise fault("missing-input", "keep", "no value", "the values of a group, the last of them often its rewards")
+    if not callable(when) or isinstance(when, Handle):
+        needed = "a function of the values that returns True or False"
+        raise fault("no-predicate", "keep: option 'when'", repr(when), needed)
+    refs = [(str(i), recorder.ref(value, f"keep: value {i}", ANY)) for i, value in enumerate(values)]
+    inputs = tuple(Input(name, recorder.type_of(ref), ref) for name, ref in refs)
+    outputs = tuple(Output(name, recorder.type_of(ref)) for name, ref in refs)
+    options = (("when", encode(when, "keep: option 'when'")),)
+    kept = recorder.record("keep", inputs, outputs, options=options, given=("when",))
+    return kept if len(kept) > 1 else kept[0]
+
+
+@overload
+def alternate(
+    speak: NodeDef[P, A], answer: NodeDef[Q, Rollouts], *inputs: Any, turns: int | None = None, **options: Any
+) -> tuple[A, Replies]: ...
+@overload
+def alternate(
+    speak: NodeDef[P, A], answer: NodeDef[Q, B], *inputs: Any, turns: int | None = None, **options: Any
+) -> tuple[A, B]: ...
+def alternate(
+    speak: NodeDef[..., Any], answer: NodeDef[..., Any], *inputs: Any, turns: int | None = None, **options: Any
+) -> Any:
+    """Let two nodes take turns on each prompt group, such as a generator and an environment, at most `turns` times.
+
+    `speak` gets `inputs`, and from the second turn on also what both made in the turn before, as its optional inputs
+    `conversation` and `replies`. `answer` gets what `speak` has made, and ends it by an output whose attribute `done`
+    is true; it hears the last turn too, and what it makes of that, such as a reward, is the group's. A reader of their
+    outputs gets those of the last turn.
+
+    A generator that answers, `generate.of(judge)`, is the node `reply`: what its model says are the replies.
+
+    Inputs of the answering node's own are given to it beforehand: `customer.given(persona=personas)`,
+    `generate.of(judge)`. Both nodes start when all inputs of both are there. An optional input `earlier` of it is what
+    it made itself in the turn before. `options` go to the one that has them; one that both have is given to the
+    answering node by `given`.
+    """
+    for role, node in (("speaks", speak), ("answers", answer)):
+        if not isinstance(node, NodeDef):
+            needed = "a function with @node or, for an environment, @environment"
+            raise fault("not-a-node", f"alternate: the node that {role}", repr(node), needed)
+    recorder, answer = recording("alternate"), answer.answers()
+    ports = {port.name: port for port in speak.interface.inputs}
+    if not all(name in ports and ports[name].optional for name in BACK):
+        needed = f"one with the optional inputs {' and '.join(BACK)}: what both made in the turn before"
+        raise fault(
+            "speaker-inputs", "alternate: the node that speaks", f"{speak.__name__}({', '.join(ports)})", needed
+        )
+    # An option goes to the node that has it.
+    spoken = {*speak.interface.options, *ports.keys() - BACK}
+    answered = answer.interface.options.keys() - answer.bound.keys()
+    known = {*spoken, *answered}
+    unknown = [name for name in options if name not in known]
+    for name in unknown:
+        needed = f"an option of {speak.__name__} or {answer.__name__}{nearest(name, known)}"
+        what = f"alternate: option {name!r}"
+        recorder.faults.append(Fault("unknown-option", what, repr(options[name]), needed, caller()))
+    for name in options.keys() & spoken & answered:
+        given = f"{options[name]!r}, and both {speak.__name__} and {answer.__name__} have it"
+        needed = f"the answering one's own beside it: {answer.written}.given({name}=…)"
+        recorder.faults.append(Fault("ambiguous-option", f"alternate: option {name!r}", given, needed, caller()))
+    said = recorder.node_of(speak, inputs, {k: v for k, v in options.items() if k in spoken})
+    # The answering node's first input that is not bound is what the other one has made.
+    own = [p.name for p in answer.interface.inputs if not p.optional and p.name not in answer.bound]
+    if len(own) > 1:
+        needed = f"all but what it answers: {answer.written}.given({', '.join(f'{name}=…' for name in own[1:])})"
+        if answer.written != answer.__name__ and own[1:] == answer.weights:
+            needed = f"the weights that it answers with: {answer.written}"
+        raise fault("answer-inputs", f"alternate: inputs of {answer.__name__}, which answers", "nothing", needed)
+    first = [Handle(recorder, Ref(said.name, said.outputs[0].name))] if said.outputs else []
+    heard = recorder.node_of(answer, first, {k: v for k, v in options.items() if k in answered})
+    if not said.outputs or not heard.outputs:
+        what = f"alternate: {(answer if said.outputs else speak).__name__}"
+        raise fault("no-output", what, "a node without an output", "one for the other to read")
+    # What a node reads of the turn before: (the input, the node that made it).
+    recalled = [p for p in answer.interface.inputs if p.name == EARLIER and p.optional and EARLIER not in answer.bound]
+    ports |= {port.name: port for port in recalled}
+    back = [(said, [*zip(BACK, (said, heard), strict=True)]), (heard, [(EARLIER, heard) for _ in recalled])]
+    # Without a bound the graph is still made: `check` has the fault, with all others.
+    bound = encode(inf if turns is None else turns, "alternate: option 'turns'")
+    for made, reads in back:
+        edges = list(made.inputs)
+        for name, maker in reads:
+            type_, ref = recorder.declare(ports[name].type), Ref(maker.name, maker.outputs[0].name)
+            edges.append(Input(name, type_, ref, back=True))
+        op = "" if unknown else made.op
+        recorder.nodes.append(dataclasses.replace(made, op=op, turns=bound, inputs=tuple(edges)))
+    return recorder.outputs(speak, said), recorder.outputs(answer, heard)
