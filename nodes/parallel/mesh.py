@@ -107,11 +107,13 @@ def gather(results: Sequence[Any], device: torch.device) -> list[list[Any]]:
 
     A result is a tensor, a mapping of tensors by name, or None.
     """
-    # As safetensors, so that nothing is pickled. A name is the result's number and the name within a mapping.
+    # As safetensors, so that nothing is pickled. Their order is lost, so a name begins with the numbers of the result
+    # and, within a mapping, of the item.
     leaves = {"": torch.tensor(len(results))}
     for index, result in enumerate(results):
         named = result if isinstance(result, Mapping) else {} if result is None else {"": result}
-        leaves |= {f"{index} {name}": leaf.detach().clone().contiguous() for name, leaf in named.items()}
+        for place, (name, leaf) in enumerate(named.items()):
+            leaves[f"{index:09d} {place:09d} {name}"] = leaf.detach().clone().contiguous()
     own = torch.frombuffer(bytearray(save(leaves)), dtype=torch.uint8).to(device)
     length = torch.tensor([len(own)], device=device)
     lengths = [torch.empty_like(length) for _ in range(dist.get_world_size())]
@@ -127,10 +129,8 @@ def _rebuilt(saved: Tensor, device: torch.device) -> list[Any]:
     """The results of one rank."""
     leaves = load(saved.numpy(force=True).tobytes())
     found: list[Any] = [None] * int(leaves.pop(""))
-    for place, leaf in leaves.items():
-        index, _, name = place.partition(" ")
-        if name:
-            found[int(index)] = {**(found[int(index)] or {}), name: leaf.to(device)}
-        else:
-            found[int(index)] = leaf.to(device)
+    for key in sorted(leaves):
+        index, _, name = key.split(" ", 2)
+        leaf = leaves[key].to(device)
+        found[int(index)] = {**(found[int(index)] or {}), name: leaf} if name else leaf
     return found
