@@ -7,7 +7,7 @@ Shapes: N responses, G prompts. `group_N` (int64) says which prompt each respons
 once and in any order; `rewards_N` are floating point. Rows may as well be tokens: nothing here knows of responses.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.graph import node, requires
 from penstock.graph.requires import Call
 from penstock.graph.types import Advantages, Rewards, Rollouts
+from penstock.nodes.learn.batching import group_rows
 from penstock.nodes.learn.losses import segment_lengths, segment_max, segment_mean
 
 
@@ -88,7 +89,7 @@ def one_greedy(call: Call) -> None:
 
 
 # What sub-group each row of rollouts is of: anything that equals itself, such as a text or a number.
-By = Callable[[Rollouts], Sequence[object]]
+By = Callable[[Rollouts], Sequence[Hashable]]
 
 
 def named_rows(call: Call) -> None:
@@ -165,18 +166,11 @@ def _samples(rewards: Rewards, name: str) -> Tensor:
 def _groups(values_N: Tensor, rollouts: Rollouts | None, by: By | None) -> Tensor:
     """Which rows are compared with each other, int64 [N]."""
     if by is None:
-        return _one_group(values_N)
+        return torch.zeros(len(values_N), dtype=torch.long)
     if rollouts is None:
         raise ValueError("advantage: given sub-groups (by) of no rollouts, needed the input `rollouts`")
     names = list(by(rollouts))
     if len(names) != len(values_N):
-        called = getattr(by, "__name__", repr(by))
-        raise ValueError(
-            f"by={called}: given {len(names)} names of sub-groups, needed {len(values_N)}, one for each row"
-        )
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return torch.tensor([numbers[name] for name in names])
-
-
-def _one_group(values_N: Tensor) -> Tensor:
-    return torch.zeros(len(values_N), dtype=torch.long)
+        given = f"by={getattr(by, '__name__', repr(by))}: given {len(names)} names of sub-groups"
+        raise ValueError(f"{given}, needed {len(values_N)}, one for each row")
+    return group_rows(names)

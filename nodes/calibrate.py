@@ -19,11 +19,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from penstock.nodes.model.kernels import linear
 
@@ -37,8 +37,6 @@ WEIGHTS = 56
 MOST_BYTES, MOST_FLOPS = 128 << 20, 8e9
 # A figure is from rounds that take this long together at least, whatever the clock's grain.
 LEAST_S = 0.03
-# Of a figure, and of one whose single call is long.
-ROUNDS, FEWEST = 5, 2
 # Bytes of a tensor that no cache keeps, and of one that the nearest caches keep.
 LARGE, SMALL = 256 << 20, 256 << 10
 DEADLINE = timedelta(seconds=30)
@@ -182,25 +180,11 @@ def _shared() -> dict[str, float]:
         path.unlink(missing_ok=True)
 
 
-def seconds(work: Callable[[], object], least: float = LEAST_S) -> float:
-    """The median of several rounds of the seconds of one call; a first call, which takes its memory, is left out."""
-    began = _now()
-    work()
-    once = max(_now() - began, 1e-7)
-    calls = max(1, round(least / once / ROUNDS))
-    found: list[float] = []
-    while len(found) < ROUNDS and (len(found) < FEWEST or sum(found) * calls < ROUNDS * least):
-        began = _now()
-        for _ in range(calls):
-            work()
-        found.append((_now() - began) / calls)
-    return median(found)
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+def seconds(work: Callable[[], object]) -> float:
+    """The median of several rounds of the seconds of one call; a GPU's work is waited for."""
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    work()  # a first call takes its memory
+    return float(timer.blocked_autorange(min_run_time=LEAST_S).median)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ pools read, is a class of its own (`graph.protocols.Carried`).
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import torch
 from torch import Tensor
@@ -43,61 +43,74 @@ def carried(cls: type[T]) -> type[T]:
         needed = "a class at the top of a module, which other processes can import"
         raise fault("local-function", what, "a class inside a function", needed, where)
     made: Any = cls if "__dataclass_fields__" in vars(cls) else dataclasses.dataclass(cls)
-    names = tuple(field.name for field in dataclasses.fields(made))
-    # Weights keep their dtypes, so that of `mean: float = 0` is no integer at first.
-    floats = {field.name for field in dataclasses.fields(made) if "float" in str(field.type)}
     if not hasattr(made, "make"):
         for field in dataclasses.fields(made):
             if field.init and field.default is field.default_factory is dataclasses.MISSING:
                 needed = f"the value before the first update, as in `{field.name}: float = 0.0`, or a class method make"
                 raise fault("field-without-default", f"{what}: field {field.name!r}", "no default", needed, where)
         made.make = classmethod(lambda own, context: own())
-
-    def plain(name: str, value: Any) -> Any:
-        try:
-            return _encoded(value)
-        except TypeError as error:
-            raise TypeError(f"{where}: {cls.__name__}.{name}: given {error}, needed {NEEDED}") from None
-
     begin, assign = made.__init__, made.__setattr__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        for name in names:  # a frozen dataclass sets them past __setattr__
-            plain(name, getattr(self, name))
+        self.state()  # a frozen dataclass sets its fields past __setattr__
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
-        if name in names:
-            plain(name, value)
+        if name in self.__dataclass_fields__:
+            _plain(self, name, value)
         assign(self, name, value)
 
-    def weights(self: Any) -> dict[str, Tensor]:
-        numbers = {name: getattr(self, name) for name in names if isinstance(getattr(self, name), int | float)}
-        for name, x in numbers.items():
-            if name not in floats and isinstance(x, int) and not -(2**63) <= x < 2**63:
+    made.__init__, made.__setattr__, made.written = __init__, __setattr__, where
+    for name in ("weights", "state", "restore", "export"):
+        if name not in vars(cls):  # what the class says itself stays
+            setattr(made, name, vars(_Carried)[name])
+    if "maker" not in vars(cls):
+        made.maker = f"{path_of(cls)}.make"
+    return made  # type: ignore[no-any-return]
+
+
+class _Carried:
+    """The methods of a carried dataclass. `written` is where the class stands, for messages."""
+
+    written: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    def weights(self) -> dict[str, Tensor]:
+        found = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            # Weights keep their dtypes, so that of `mean: float = 0` is no integer at first.
+            value = float(value) if "float" in str(field.type) and isinstance(value, int) else value
+            if isinstance(value, int) and not -(2**63) <= value < 2**63:
                 needed = "a whole number of 64 bits, as others are sent it by broadcast; or a float"
-                raise ValueError(f"{where}: {cls.__name__}.{name}: given {x}, needed {needed}")
-        return {name: torch.tensor(float(x) if name in floats else x) for name, x in numbers.items()}
+                what = f"{self.written}: {type(self).__name__}.{field.name}"
+                raise ValueError(f"{what}: given {value}, needed {needed}")
+            if isinstance(value, int | float):
+                found[field.name] = torch.tensor(value)
+        return found
 
-    def state(self: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {}, {name: plain(name, getattr(self, name)) for name in names}
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        return {}, {name: _plain(self, name, getattr(self, name)) for name in self.__dataclass_fields__}
 
-    def restore(self: Any, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        if facts.keys() != set(names):
+    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+        names = self.__dataclass_fields__
+        if facts.keys() != names.keys():
             given = f"given a checkpoint with the fields {', '.join(facts) or 'of nothing'}"
-            raise ValueError(f"{where}: {cls.__name__}: {given}, needed {', '.join(names)}, as when it was written")
+            needed = f"needed {', '.join(names)}, as when it was written"
+            raise ValueError(f"{self.written}: {type(self).__name__}: {given}, {needed}")
         for name in names:
             object.__setattr__(self, name, _decoded(facts[name]))
 
-    def export(self: Any, folder: str) -> None:
+    def export(self, folder: str) -> None:
         """There is nothing that other tools read."""
 
-    begun: dict[str, Any] = {"__init__": __init__, "__setattr__": __setattr__}
-    for name, method in {**begun, "weights": weights, "state": state, "restore": restore, "export": export}.items():
-        if name in begun or name not in vars(cls):  # what the class says itself stays
-            setattr(made, name, method)
-    made.maker = f"{path_of(cls)}.make"
-    return made  # type: ignore[no-any-return]
+
+def _plain(carried: Any, name: str, value: Any) -> Any:
+    try:
+        return _encoded(value)
+    except TypeError as error:
+        what = f"{carried.written}: {type(carried).__name__}.{name}"
+        raise TypeError(f"{what}: given {error}, needed {NEEDED}") from None
 
 
 def _encoded(value: Any) -> Any:

@@ -6,18 +6,17 @@ drops such groups after they were sampled). What is known is a carried value, re
 update depend on exactly the updates before it, less the lag.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import field, replace
 from itertools import zip_longest
 from math import inf
-from typing import Any, ClassVar
-
-from torch import Tensor
+from typing import ClassVar
 
 from penstock.graph import node
-from penstock.graph.protocols import Carried, Source
+from penstock.graph.protocols import Source
 from penstock.graph.types import Context, Metrics, Prompts, Rewards
-from penstock.nodes.data import open_prompts
+from penstock.nodes.carried import carried
+from penstock.nodes.data import Made, open_prompts
 
 # A prompt's text → what it has in common with others.
 Kind = Callable[[str], str]
@@ -33,38 +32,14 @@ class Candidates(Prompts):
     pool: ClassVar[str] = "curriculum"
 
 
+@carried
 class Varied:
-    """A carried value: for each kind of prompt, how much its rewards have varied within a group of late."""
+    """For each kind of prompt, how much its rewards have varied within a group of late; read through `delay`."""
 
     maker: ClassVar[str] = "penstock.nodes.curriculum:make_varied"
     pool: ClassVar[str] = "curriculum"
 
-    def __init__(self) -> None:
-        self.variances: dict[str, float] = {}
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """It has none: it is read through `delay`."""
-        return {}
-
-    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
-        return {}, {"variances": self.variances}
-
-    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        self.variances = dict(facts["variances"])
-
-    def export(self, folder: str) -> None:
-        """Nothing that other tools read."""
-
-
-class _Several:
-    """`count` prompts of a source for each ordinal."""
-
-    def __init__(self, source: Source, count: int) -> None:
-        self.source, self.count = source, count
-
-    def read(self, ordinal: int) -> Candidates:
-        found = Prompts.concat([self.source.read(ordinal * self.count + index) for index in range(self.count)])
-        return Candidates((ordinal,) * self.count, found.texts, found.answers)
+    variances: dict[str, float] = field(default_factory=dict)
 
 
 def open_candidates(context: Context) -> Source:
@@ -72,10 +47,16 @@ def open_candidates(context: Context) -> Source:
     count = int(context.options.get("candidates", 4))
     if count < 1:
         raise ValueError(f"candidates: given {count}, needed at least 1 prompt to choose from")
-    return _Several(open_prompts(replace(context, split="train")), count)
+    prompts = open_prompts(replace(context, split="train"))
+
+    def read(ordinal: int) -> Candidates:
+        found = Prompts.concat([prompts.read(ordinal * count + index) for index in range(count)])
+        return Candidates((ordinal,) * count, found.texts, found.answers)
+
+    return Made(read)
 
 
-def make_varied(context: Context) -> Carried:
+def make_varied(context: Context) -> Varied:
     return Varied()
 
 

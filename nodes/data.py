@@ -16,7 +16,6 @@ So calling pays.
 """
 
 import hashlib
-import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,9 @@ from difflib import get_close_matches
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
+
+import msgspec
 
 from penstock.graph.protocols import Source
 from penstock.graph.types import Batchable, Context, Prompts
@@ -40,6 +41,8 @@ CALCULATOR_DIGITS = 2
 ROWS = 32
 
 R = TypeVar("R")
+# More than blanks.
+Text = Annotated[str, msgspec.Meta(pattern=r"\S")]
 
 
 class DataError(ValueError):
@@ -97,12 +100,12 @@ def open_prompts(context: Context) -> Source:
     digits = arithmetic_digits(context.data)
     if digits is None:
         return FilePrompts(context, read_jsonl(Path(context.data)))
-    return _Made(lambda ordinal: Prompts(*_problem_of(context, digits, ordinal)))
+    return Made(lambda ordinal: Prompts(*_problem_of(context, digits, ordinal)))
 
 
 def open_calculations(context: Context) -> Source:
     """The same of two digits, for a model that can call a calculator."""
-    return _Made(lambda ordinal: Calculations(*_problem_of(context, CALCULATOR_DIGITS, ordinal)))
+    return Made(lambda ordinal: Calculations(*_problem_of(context, CALCULATOR_DIGITS, ordinal)))
 
 
 def open_demonstrations(context: Context) -> Source:
@@ -110,7 +113,7 @@ def open_demonstrations(context: Context) -> Source:
     digits = arithmetic_digits(context.data)
     if digits is None:
         rows = Epochs(context, read_jsonl(Path(context.data)))
-        return _Made(
+        return Made(
             lambda ordinal: Demonstrations(*zip(*((r.question, r.solution) for r in rows.group(ordinal)), strict=True))
         )
 
@@ -119,7 +122,7 @@ def open_demonstrations(context: Context) -> Source:
         responses = [p.demonstration(is_sloppy(context, ordinal, row)) for row, p in enumerate(problems)]
         return Demonstrations(tuple(p.text for p in problems), tuple(responses))
 
-    return _Made(read)
+    return Made(read)
 
 
 def open_tool_demonstrations(context: Context) -> Source:
@@ -136,7 +139,7 @@ def open_tool_demonstrations(context: Context) -> Source:
         responses = (response(problem, ordinal, row) for row, problem in enumerate(problems))
         return ToolDemonstrations(tuple(p.text for p in problems), tuple(responses))
 
-    return _Made(read)
+    return Made(read)
 
 
 def open_pairs(context: Context) -> Source:
@@ -148,7 +151,7 @@ def open_pairs(context: Context) -> Source:
     digits = arithmetic_digits(context.data)
     if digits is None:
         rows = Epochs(context, read_rows(Path(context.data), ("prompt", "chosen", "rejected"), _pair))
-        return _Made(lambda ordinal: Pairs(*zip(*rows.group(ordinal), strict=True)))
+        return Made(lambda ordinal: Pairs(*zip(*rows.group(ordinal), strict=True)))
 
     def read(ordinal: int) -> Pairs:
         problems = _problems(context, digits, ordinal)
@@ -156,11 +159,11 @@ def open_pairs(context: Context) -> Source:
         chosen = tuple(p.demonstration(sloppy=False) for p in problems)
         return Pairs(tuple(p.text for p in problems), chosen, tuple(rejected))
 
-    return _Made(read)
+    return Made(read)
 
 
 @dataclass(frozen=True)
-class _Made:
+class Made:
     """A source whose values a function of the ordinal makes."""
 
     read: Callable[[int], Any]
@@ -240,9 +243,7 @@ def held_out(digits: int) -> tuple[Problem, ...]:
     return tuple(chosen)
 
 
-@lru_cache
-def _held_out_set(digits: int) -> frozenset[Problem]:
-    return frozenset(held_out(digits))
+_held_out_set = lru_cache(lambda digits: frozenset(held_out(digits)))
 
 
 def wrong_answer(problem: Problem, key: int) -> str:
@@ -257,8 +258,7 @@ def wrong_answer(problem: Problem, key: int) -> str:
     return f"{right[:place]}{other}{right[place + 1 :]}"
 
 
-@dataclass(frozen=True, slots=True)
-class FileProblem:
+class FileProblem(NamedTuple):
     """A problem of a file: `answer` is the final number, `solution` the whole text that leads to it, `place` is
     "file:line"."""
 
@@ -314,35 +314,23 @@ def read_rows(path: Path, needed: Sequence[str], make: Callable[[Mapping[str, st
     A faulty row raises `DataError` with file and line, which are the `place`.
     """
     fields = " and ".join([", ".join(needed[:-1]), needed[-1]])
+    read = msgspec.json.Decoder(msgspec.defstruct("Row", [(name, Text) for name in needed]))
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    places = [(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not places:
-        raise DataError(f"{path}: given an empty file, needed a JSON object per line with {fields}")
-    return [make(_parse(line, place, needed, fields), place) for place, line in places]
-
-
-def _parse(line: bytes, where: str, needed: Sequence[str], fields: str) -> Mapping[str, str]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: given a line that is not JSON: {error}; needed one object per line") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: given a JSON {type(row).__name__}, needed an object with {fields}")
-    for field in needed:
-        if field not in row:
-            raise DataError(f"{where}: given the fields {sorted(row)}, needed {field!r}")
-        if not isinstance(row[field], str) or not row[field].strip():
-            raise DataError(f"{where}: given {row[field]!r} as {field!r}, needed a text")
+    rows = []
+    for number, line in enumerate(lines, 1):
         try:
-            row[field].encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"{where}: given {error.object[error.start]!r} in {field!r}, which is no character"
-            ) from error
-    return row
+            row = read.decode(line) if line.strip() else None
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            given = f"given a faulty row ({error})"
+            raise DataError(f"{path}:{number}: {given}, needed a JSON object with texts as {fields}") from error
+        if row is not None:
+            rows.append(make(msgspec.structs.asdict(row), f"{path}:{number}"))
+    if not rows:
+        raise DataError(f"{path}: given an empty file, needed a JSON object per line with {fields}")
+    return rows
 
 
 def _problem(row: Mapping[str, str], where: str) -> FileProblem:

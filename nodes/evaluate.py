@@ -1,7 +1,7 @@
 """Measure weights while others train: greedy accuracy on held-out problems, on a pool of its own."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from penstock.graph import node, requires
@@ -13,14 +13,6 @@ from penstock.nodes.option_checks import count
 from penstock.nodes.score import Rule, math_answer, score
 
 
-@dataclass
-class _Exam:
-    """A measurement in work: the version it is of, and the problems' rewards so far."""
-
-    version: int
-    rewards: list[float] = field(default_factory=list)
-
-
 class Examiner:
     """State of `measure`: a `Stream` whose firings are whole exams, each of `problems` held-out prompts."""
 
@@ -28,23 +20,23 @@ class Examiner:
         self.source = open_prompts(replace(context, split="evaluate"))
         self.engine = make_engine(context, samples=1, temperature=0.0)
         self.problems, self.by = problems, by
-        self.exams: dict[Any, _Exam] = {}
+        # By tag: the version that is measured, and the rewards so far.
+        self.exams: dict[Any, tuple[int, list[float]]] = {}
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
         behaviour: Weights = inputs["behaviour"]
-        self.exams[tag] = _Exam(behaviour.version)
+        self.exams[tag] = behaviour.version, []
         for ordinal in range(self.problems):
             self.engine.submit((tag, ordinal), {"prompts": self.source.read(ordinal), "behaviour": behaviour})
 
     def step(self) -> Sequence[tuple[Any, Metrics]]:
         finished = []
         for (tag, _), (rollouts, _) in self.engine.step():
-            exam = self.exams[tag]
-            exam.rewards += score.fn(rollouts, by=self.by)[0].values_N.tolist()
-            if len(exam.rewards) == self.problems:
+            version, rewards = self.exams[tag]
+            rewards += score.fn(rollouts, by=self.by)[0].values_N.tolist()
+            if len(rewards) == self.problems:
                 del self.exams[tag]
-                accuracy = sum(exam.rewards) / self.problems
-                finished.append((tag, {"accuracy": accuracy, "accuracy_version": float(exam.version)}))
+                finished.append((tag, {"accuracy": sum(rewards) / len(rewards), "accuracy_version": float(version)}))
         return finished
 
     def busy(self) -> bool:

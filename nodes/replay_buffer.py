@@ -11,6 +11,7 @@ import torch
 from penstock.graph import node, requires
 from penstock.graph.protocols import Array
 from penstock.graph.types import Advantages, Context, Metrics, Rollouts
+from penstock.nodes.learn.batching import columns
 from penstock.nodes.option_checks import count
 
 
@@ -63,7 +64,7 @@ def replay(
     and `buffered` (groups in the buffer after the update).
     """
     born_N = torch.full((len(rollouts),), buffer.update)
-    fresh = Past(**_columns(rollouts), values_N=advantage.values_N, born_N=born_N)
+    fresh = Past(**columns(rollouts), values_N=advantage.values_N, born_N=born_N)
     past = list(dict.fromkeys(buffer.ordinals))
     drawn = set(random.Random(Context(seed=buffer.key).key(buffer.update)).sample(past, min(take, len(past))))
     chosen = [row for row, ordinal in enumerate(buffer.ordinals) if ordinal in drawn]
@@ -73,13 +74,9 @@ def replay(
     everything = Past.concat([buffer.past(), fresh]) if past else fresh
     kept = everything.take(_young(everything, buffer.update + 1 - max_age, capacity))
     figures = {"replayed": float(len(drawn)), "replayed_age": sum(ages), "buffered": float(len(set(kept.ordinals)))}
-    learnt = replace(Rollouts(**_columns(mixed)), replayed_N=mixed.born_N < buffer.update)
+    learnt = replace(Rollouts(**columns(mixed)), replayed_N=mixed.born_N < buffer.update)
     worth = replace(advantage, values_N=mixed.values_N)
     return ReplayBuffer(**vars(kept), key=buffer.key, update=buffer.update + 1), (learnt, worth), figures
-
-
-def _columns(rollouts: Rollouts) -> dict[str, Array]:
-    return {field.name: getattr(rollouts, field.name) for field in fields(Rollouts)}
 
 
 def _young(past: Past, oldest: int, capacity: int) -> list[int]:
