@@ -32,7 +32,6 @@ from penstock.nodes.curriculum import (
     Varied,
     carries,
     choose,
-    make_varied,
     open_candidates,
     remember,
 )
@@ -385,9 +384,7 @@ CANDIDATES = Candidates((7, 7, 7), ("111+222=", "199+1=", "508-99="), ("333", "2
 
 
 def seen(**variances: float) -> Varied:
-    varied = Varied()
-    varied.variances = dict(variances)
-    return varied
+    return Varied(variances)
 
 
 @pytest.mark.parametrize(
@@ -449,13 +446,6 @@ def test_each_group_has_candidates_of_its_own_that_depend_on_its_ordinal_alone()
     assert source.read(1) == second
     with pytest.raises(ValueError, match="given 0, needed at least 1"):
         open_candidates(Context(data="arithmetic", options={"candidates": 0}))
-
-
-def test_it_goes_on_where_it_was() -> None:
-    varied = seen(**{"+1": 0.125})
-    again = make_varied(Context())
-    again.restore(*varied.state())
-    assert again.state() == varied.state()
 
 
 # A buffer of past groups: what is drawn and forgotten, what a learner is given, and that a checkpoint keeps it.

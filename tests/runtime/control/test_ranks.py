@@ -322,7 +322,7 @@ def test_what_cannot_be_copied_for_its_readers_is_refused(tmp_path: Path) -> Non
 
 def test_a_delayed_value_is_private_to_each_reader() -> None:
     history = History({"varied": 1})
-    history.note("varied", 0, Varied())
+    history.note("varied", 0, cast(Any, Varied()))
     cast(Varied, history.of("varied", 0)).variances["+"] = 1.0
     assert cast(Varied, history.of("varied", 0)).variances == {}
 
