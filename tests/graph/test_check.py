@@ -20,11 +20,6 @@ def test_a_program_is_told_what_is_marked_in_it_and_nothing_else(name: str) -> N
     assert_told(FILE, name, MARKED[name])
 
 
-@pytest.mark.parametrize("name", ["aipo", "actor_critic", "anchored", "evaluate"])
-def test_sound_programs_have_no_faults(name: str) -> None:
-    assert check(trace(load(f"{PROGRAMS}:{name}")), batch=4) == []
-
-
 def test_a_fault_reads_well() -> None:
     fault = Fault("wrong-type", "score: input 'rollouts'", "Prompts (from prompts)", "Rollouts", "my.py:7")
     assert str(fault) == (

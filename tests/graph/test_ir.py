@@ -61,18 +61,6 @@ def test_other_data_is_refused(data: Any) -> None:
         Graph.from_json(data)
 
 
-def test_a_graph_knows_its_parts() -> None:
-    graph = trace(load(f"{PROGRAMS}:aipo"))
-    assert [a.name for a in graph.carried] == ["policy"]
-    assert [a.name for a in graph.sources] == ["prompts"]
-    assert graph.producer("policy") == "aipo_update"
-    assert graph.pools() == ("trainer", "generator", "scorer")
-    assert graph["generate"].option("samples") == 8
-    assert "score" in graph
-    assert "policy" not in graph
-    assert graph.argument("nobody") is None
-
-
 def test_firings_are_named_by_node_index_turn_and_segment() -> None:
     assert str(Firing("generate", 3)) == "generate[3]"
     assert str(Firing("generate", 3, 1)) == "generate[3.1]"

@@ -31,7 +31,7 @@ from penstock.graph import (
     trace,
 )
 from penstock.graph.interface import REQUIRED
-from penstock.graph.ir import Argument, Input, Node, Output, Ref
+from penstock.graph.ir import Output, Ref
 from penstock.graph.node import Dropped, Filter
 from penstock.graph.types import FrozenModel, Replies
 
@@ -93,58 +93,6 @@ def learn(
 def mean(rewards: Rewards) -> Metrics: ...
 
 
-def test_a_trace_records_arguments_nodes_and_results() -> None:
-    graph = trace(program_of("aipo"), {"samples": 4})
-    assert (graph.name, graph.op) == ("aipo", f"{PROGRAMS}:aipo")
-    assert graph.options == (("lag", 1), ("rho", 4.0), ("samples", 4))
-    assert graph.doc.startswith("Asynchronous importance-weighted")
-    assert graph.results == (("policy", Ref("aipo_update")),)
-    where = graph.where
-    assert where.startswith(f"{PROGRAMS}:")
-    assert graph.arguments == (
-        Argument("policy", "carried", f"{TYPES}:Policy", "penstock.nodes.policy:make_policy", "trainer", where),
-        Argument("prompts", "source", f"{TYPES}:Prompts", "penstock.nodes.data:open_prompts", "generator", where),
-    )
-    assert [n.name for n in graph.nodes] == ["broadcast", "generate", "score", "group_advantage", "aipo_update"]
-    source = PROGRAMS.read_text().splitlines()
-    row = 1 + source.index("    rewards = score(rollouts, by=math_answer)")
-    assert graph["score"] == Node(
-        name="score",
-        op=f"{PROGRAMS}:score",
-        inputs=(Input("rollouts", f"{TYPES}:Rollouts", Ref("generate")),),
-        outputs=(Output("out", f"{TYPES}:Rewards"),),
-        options=(("by", {"path": f"{PROGRAMS}:math_answer"}),),
-        pool="scorer",
-        clock="group",
-        where=f"{PROGRAMS}:{row}",
-        given=("by",),
-    )
-
-
-def test_a_broadcast_is_a_node_of_the_pool_that_reads_it() -> None:
-    node = trace(program_of("aipo"), {"lag": 3})["broadcast"]
-    assert (node.construct, node.op, node.clock, node.lag, node.pool) == (
-        "broadcast",
-        "broadcast",
-        "update",
-        3,
-        "generator",
-    )
-    assert node.outputs == (Output("out", f"{TYPES}:Weights"),)
-    assert node.inputs[0].ref == Ref("policy")
-
-
-def test_a_dict_result_carries_several_values() -> None:
-    graph = trace(program_of("actor_critic"))
-    assert graph.results == (("policy", Ref("aipo_update")), ("critic", Ref("critic_update")))
-    assert [(a.name, a.kind, a.pool) for a in graph.arguments] == [
-        ("policy", "carried", "trainer"),
-        ("critic", "carried", "critic"),
-        ("prompts", "source", "generator"),
-    ]
-    assert [n.lag for n in graph.nodes if n.construct == "broadcast"] == [1, 2]
-
-
 def test_a_dataclass_result_carries_its_fields() -> None:
     @dataclass
     class State:
@@ -197,12 +145,6 @@ def test_a_state_is_no_input_and_a_stream_keeps_none() -> None:
     assert not trace(program_of("aipo"))["generate"].stateful
 
 
-def test_the_types_bases_are_listed() -> None:
-    table = dict(trace(program_of("actor_critic")).types)
-    assert table[f"{PROGRAMS}:Critic"] == (f"{TYPES}:Policy", f"{TYPES}:Model")
-    assert table[f"{TYPES}:Rollouts"] == (f"{TYPES}:Batchable",)
-
-
 def test_types_of_arguments_come_from_their_readers_if_not_annotated() -> None:
     @program
     def bare(policy, prompts):  # type: ignore[no-untyped-def]
@@ -217,15 +159,6 @@ def test_types_of_arguments_come_from_their_readers_if_not_annotated() -> None:
     for traced in (trace(bare), trace(watch)):
         assert [a.type for a in traced.arguments] == [f"{TYPES}:Policy", f"{TYPES}:Prompts"]
         assert [a.pool for a in traced.arguments] == ["trainer", "generator"]
-
-
-def test_a_frozen_value_lives_in_the_pool_that_reads_it() -> None:
-    graph = trace(program_of("anchored"))
-    assert graph.results == (("policy", Ref("aipo_update")), ("reference", Ref("reference")))
-    reference = graph.argument("reference")
-    assert reference is not None
-    assert (reference.kind, reference.pool) == ("carried", "reference")
-    assert graph.producer("reference") is None
 
 
 def test_a_carried_value_that_nobody_reads_or_changes_is_left_out() -> None:
@@ -309,16 +242,6 @@ def test_options_are_json_and_functions_become_paths() -> None:
     assert graph.options == (("by", {"path": f"{__name__}:both"}),)
 
 
-def test_given_options_may_name_functions_by_path() -> None:
-    rule = f"{PROGRAMS}:length"
-
-    @program
-    def rated(model: Model, rollouts: Rollouts, *, by: Any = None) -> Model:
-        return learn(model, program_of("score")(rollouts, by=by))
-
-    assert trace(rated, {"by": {"path": rule}})["score"].option("by") == {"path": rule}
-
-
 def test_a_trace_leaves_nothing_behind_when_the_program_raises() -> None:
     @program
     def broken(model: Model, answers: Answers) -> Model:
@@ -329,20 +252,6 @@ def test_a_trace_leaves_nothing_behind_when_the_program_raises() -> None:
         trace(broken)
     assert both.fn is not None
     assert len(trace(program_of("aipo")).nodes) == 5
-
-
-def test_a_program_knows_its_flags() -> None:
-    flags = program_of("aipo").flags
-    assert [(f.name, f.annotation, f.default, f.help) for f in flags] == [
-        ("samples", int, 8, "responses per prompt, at least two."),
-        ("lag", int, 1, "how old the generator's weights may be."),
-        ("rho", float, 4.0, ""),
-    ]
-    aipo = program_of("aipo")
-    assert (aipo.name, aipo.path) == ("aipo", f"{PROGRAMS}:aipo")
-    assert aipo.evaluation is program_of("evaluate")
-    assert aipo.doc.startswith("Asynchronous importance-weighted")
-    assert repr(aipo) == f"<program {PROGRAMS}:aipo>"
 
 
 def test_flags_without_annotation_or_default() -> None:
