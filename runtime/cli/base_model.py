@@ -47,8 +47,11 @@ def base_model(data: str, tell: Callable[[Line], None]) -> Path:
 
     Raises CommandError if the training fails, RecordError if the cache cannot be written.
     """
+    key = hashlib.sha256(repr((RECIPE, THREADS, data)).encode())
+    for path in (path for pattern in SOURCES for path in sorted(Path(roots[0]).glob(pattern))):
+        key.update(path.read_bytes())
     home = cache_folder() / "base"
-    place = home / _key(data)
+    place = home / key.hexdigest()[:16]
     if place.is_dir():
         if any(home.glob(f"{BUILDING}*")):
             with suppress(OSError, RecordError), _lock(home, fcntl.LOCK_EX | fcntl.LOCK_NB):
@@ -79,14 +82,6 @@ def _sweep(home: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _key(data: str) -> str:
-    state = hashlib.sha256(repr((RECIPE, THREADS, data)).encode())
-    for pattern in SOURCES:
-        for path in sorted(Path(roots[0]).glob(pattern)):
-            state.update(path.read_bytes())
-    return state.hexdigest()[:16]
-
-
 def _build(data: str, home: Path, place: Path, tell: Callable[[Line], None]) -> None:
     """Train in a folder beside `place`, and move the model there when it is whole."""
     tell({"kind": "stage", "stage": "base"})
@@ -98,7 +93,15 @@ def _build(data: str, home: Path, place: Path, tell: Callable[[Line], None]) -> 
         folder = RunFolder.create(beside / "run")
         config.write(folder, asked("sft", words, cluster, {}))
         errors: list[str] = []
-        status = launch(folder, cluster, lambda line: _hear(line, config.flags.updates, tell, errors))
+
+        def hear(line: Line) -> None:
+            if line["kind"] == "error":
+                errors.append(str(line["text"]))
+            elif line["kind"] == "row":
+                update, loss = line["row"]["version"], line["row"].get("loss")
+                tell({"kind": "base", "update": update, "updates": config.flags.updates, "loss": loss})
+
+        status = launch(folder, cluster, hear)
         checkpoint = latest_checkpoint(folder)
         if status == DONE and checkpoint is not None:
             os.replace(checkpoint.folder / "policy", place)
@@ -108,11 +111,3 @@ def _build(data: str, home: Path, place: Path, tell: Callable[[Line], None]) -> 
             raise KeyboardInterrupt
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-
-
-def _hear(line: Line, updates: int, tell: Callable[[Line], None], errors: list[str]) -> None:
-    kind = line["kind"]
-    if kind == "row":
-        tell({"kind": "base", "update": line["row"]["version"], "updates": updates, "loss": line["row"].get("loss")})
-    elif kind == "error":
-        errors.append(str(line["text"]))

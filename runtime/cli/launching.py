@@ -27,7 +27,7 @@ from penstock.runtime.control.sockets import Listener, WireError
 from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.event_log import read_segments
 from penstock.runtime.record.folder import RunFolder, latest_checkpoint
-from penstock.runtime.record.metrics import LOST, Row, read_rows
+from penstock.runtime.record.metrics import LOST, read_rows
 from penstock.runtime.schedule.compile import Tables, check_rules
 from penstock.runtime.schedule.events import Event
 from penstock.runtime.schedule.replay import SegmentOrigin
@@ -77,13 +77,6 @@ def launch(folder: RunFolder, cluster: Cluster, tell: Callable[[Line], None]) ->
     return Launcher(folder.path, secrets.token_hex(6), cluster, tell, modules=modules).run()
 
 
-def launch_here(folder: RunFolder) -> int:
-    """Run it in one process that has the terminal, so that a debugger works; the exit status."""
-    child = subprocess.Popen([sys.executable, "-m", "penstock.runtime.cli.children", "run", str(folder.path)])
-    status = wait_handing_on(child)
-    return status if status in (DONE, INTERRUPTED) else FAILED
-
-
 def go(
     folder: RunFolder,
     config: RunConfig,
@@ -101,7 +94,12 @@ def go(
         if prepare is not None:
             prepare(display)
         with on_stop(carry_on):
-            status = launch_here(folder) if flags.in_process else launch(folder, cluster, display.tell)
+            if flags.in_process:  # in one process that has the terminal, so that a debugger works
+                command = [sys.executable, "-m", "penstock.runtime.cli.children", "run", str(folder.path)]
+                status = wait_handing_on(subprocess.Popen(command))
+                status = status if status in STATUS else FAILED
+            else:
+                status = launch(folder, cluster, display.tell)
             errors = display.progress.errors
             if (moved := folder.follow()) and status != DONE and moved not in errors:
                 errors.append(moved)
@@ -176,41 +174,35 @@ def finish(
 def _made(folder: RunFolder, accuracy: Mapping[str, float | None], seconds: float) -> dict[str, Any]:
     """A summary of what the run has left, with the status open."""
     rows = read_rows(folder.metrics)
-    groups = sum(row.get("groups", 0) for row in rows)
+    groups, last = sum(row.get("groups", 0) for row in rows), rows[-1] if rows else {}
+    # The scheduler knows the fates of groups at the end of the log. Where that cannot be read in a few seconds, the
+    # rows have the counts of updates that are done.
+    lost = {name: sum(count for row in rows if isinstance(count := row.get(name), int)) for name in LOST}
+    raised = ""
+    with suppress(OSError, ValueError, KeyError, RecordError):
+        segments, _ = read_segments(folder.events) if folder.events.stat().st_size < LOG_BYTES else ([], None)
+        for log in [log for segment in segments for log in segment.stages if log.facts.get("stage") == "train"][-1:]:
+            scheduler = SegmentOrigin.from_json(log.facts).scheduler()
+            for step in log.steps:
+                scheduler.handle(cast(Event, read_record(step.event)))
+            lost, raised = {**scheduler.ledger.outcomes, "retried": scheduler.ledger.retried}, scheduler.raised
     return {
         "status": "",
         "accuracy_before": accuracy.get("before"),
         "accuracy_after": accuracy.get("after"),
-        "updates": rows[-1]["update"] + 1 if rows else 0,
+        "updates": last["update"] + 1 if rows else 0,
         "groups": groups,
-        **_lost(folder, rows, groups),
+        "fates": {"consumed": groups, "dropped": lost["dropped"], "failed": lost["failed"]},
+        "retried": lost["retried"],
+        "last_failure": raised,
         "wall_s": round(seconds, 3),
-        "reward_mean": rows[-1].get("reward_mean") if rows else None,
+        "reward_mean": last.get("reward_mean"),
         "dropped_frames": {},
         "warnings": [],
         "error": "",
         "cause": "",
         "folder": str(folder.path),
     }
-
-
-def _lost(folder: RunFolder, rows: Sequence[Row], groups: int) -> dict[str, Any]:
-    """The fates of groups, and how often firings were tried again."""
-    # The scheduler knows at the end of the log. Where that cannot be read in a few seconds, the rows have the counts of
-    # updates that are done.
-    counts = {name: sum(count for row in rows if isinstance(count := row.get(name), int)) for name in LOST}
-    raised = ""
-    with suppress(OSError, ValueError, KeyError, RecordError):
-        segments, _ = read_segments(folder.events) if folder.events.stat().st_size < LOG_BYTES else ([], None)
-        trained = [log for segment in segments for log in segment.stages if log.facts.get("stage") == "train"]
-        for log in trained[-1:]:
-            scheduler = SegmentOrigin.from_json(log.facts).scheduler()
-            for step in log.steps:
-                scheduler.handle(cast(Event, read_record(step.event)))
-            counts = {**scheduler.ledger.outcomes, "retried": scheduler.ledger.retried}
-            raised = scheduler.raised
-    fates = {"consumed": groups, "dropped": counts["dropped"], "failed": counts["failed"]}
-    return {"fates": fates, "retried": counts["retried"], "last_failure": raised}
 
 
 def summary_text(summary: Mapping[str, Any], updates: int, folder: str, report: str = "") -> str:

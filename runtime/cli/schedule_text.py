@@ -6,8 +6,10 @@
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import inf
 from pathlib import Path
 from textwrap import wrap
@@ -83,12 +85,23 @@ class Schedule:
             bar = "█" * max(1, round(30 * count / total))
             lines.append(f"{'' if row else 'lag':<8}{lag:>2} {bar} {percent(count / total)}")
         lines += paragraphs(self.lags)
-        lines += _queue_lines(result) if self.queues else []
-        lines += [*_pool_lines(result, width), *self.tail, ""]
+        words = {}
+        for node, waiting in depths(result).items() if self.queues else ():
+            most = f"95 % of the time at most {waiting['p95']:.0f}, max {waiting['max']:.0f} groups"
+            words[node] = f"mean {waiting['mean']:.1f}, {most}"
+        lines += named_lines("queues", words)
+        words = {}
+        for pool, (busy, idle) in shares(result).items():
+            causes = ", ".join(f"{cause} {percent(share)}" for cause, share in idle.items() if share > 0)
+            words[pool] = f"busy {percent(busy):>7}  idle: {causes or '-'}"
+        indent = " " * (max(map(len, words), default=0) + 24)
+        for line in named_lines("pools", words):
+            lines += wrap(line, width, subsequent_indent=indent)
+        lines += [*self.tail, ""]
         # The first updates alone, under a line that says so where there are more.
-        pools = [pool_of(replica) for replica in result.busy]
+        sizes = Counter(map(pool_of, result.busy))
         parts = [f"{DRAWN} updates"] if len(result.ends) > DRAWN else []
-        parts += [f"{LANES} replicas of each pool"] if max(map(pools.count, set(pools)), default=0) > LANES else []
+        parts += [f"{LANES} replicas of each pool"] if max(sizes.values(), default=0) > LANES else []
         lines += [f"The first {', and the first '.join(parts)}:"] if parts else []
         color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         return "\n".join([*lines, gantt_text(excerpt(result.bars, DRAWN, LANES), width, color=color)])
@@ -109,30 +122,23 @@ class Schedule:
 
 def shares(result: Simulation) -> dict[str, tuple[float, dict[str, float]]]:
     """Of each pool's time: the share in work, and the shares without by cause."""
-    pools: dict[str, list[str]] = {}
-    for replica in result.busy:
-        pools.setdefault(pool_of(replica), []).append(replica)
     found = {}
-    for pool, replicas in pools.items():
+    # The replicas of a pool stand next to each other.
+    for pool, group in groupby(result.busy, pool_of):
+        replicas = list(group)
         wall = result.wall_s * len(replicas) or 1.0
         idle: dict[str, float] = {}
-        for replica in replicas:
-            for cause, length in result.idle[replica].items():
-                idle[cause] = idle.get(cause, 0.0) + length / wall
+        for cause, length in (item for replica in replicas for item in result.idle[replica].items()):
+            idle[cause] = idle.get(cause, 0.0) + length / wall
         found[pool] = sum(result.busy[r] for r in replicas) / wall, idle
     return found
 
 
-def _pool_lines(result: Simulation, columns: int) -> list[str]:
-    """Each pool's share of busy time, and why it was idle."""
-    lines: list[str] = []
-    found = shares(result)
-    width = max(map(len, found), default=0)
-    for row, (pool, (busy, idle)) in enumerate(found.items()):
-        causes = ", ".join(f"{cause} {percent(share)}" for cause, share in idle.items() if share > 0)
-        line = f"{'pools' if not row else '':<8}{pool:<{width}}  busy {percent(busy):>7}  idle: {causes or '-'}"
-        lines += wrap(line, columns, subsequent_indent=" " * (width + 24))
-    return lines
+def named_lines(label: str, words: Mapping[str, str]) -> Iterator[str]:
+    """A line for each name with its words, the label before the first."""
+    width = max(map(len, words), default=0)
+    for row, (name, said) in enumerate(words.items()):
+        yield f"{'' if row else label:<{COLUMN}}{name:<{width}}  {said}"
 
 
 def depths(result: Simulation) -> dict[str, dict[str, float]]:
@@ -147,16 +153,6 @@ def depths(result: Simulation) -> dict[str, dict[str, float]]:
         mean = sum(depth * time for depth, time in seconds.items()) / total if total else 0.0
         found[node] = {"mean": mean, "p95": p95, "max": max(seconds, default=0)}
     return found
-
-
-def _queue_lines(result: Simulation) -> list[str]:
-    found = depths(result)
-    width = max(map(len, found), default=0)
-    return [
-        f"{'queues' if not row else '':<8}{node:<{width}}  "
-        f"mean {figures['mean']:.1f}, 95 % of the time at most {figures['p95']:.0f}, max {figures['max']:.0f} groups"
-        for row, (node, figures) in enumerate(found.items())
-    ]
 
 
 def bound_words(bound: Bound, period_s: float) -> str:

@@ -93,15 +93,17 @@ def given(graph: Graph, flags: SimulateFlags) -> Schedule:
     batch = flags.batch or BATCH
     plan = served(graph, place([graph], Cluster.local(), generators=flags.generators, slots=flags.slots))
     rules = Rules(batch, flags.updates, versions=flags.versions)
-    verdicts = deciding(graph, flags.drop, flags.again)
+    filters = [node.name for node in graph.nodes if node.construct == "keep"]
+    answers = [node.name for node in graph.nodes if node.answers]
+    drops = _shares("--drop", flags.drop, filters, "filters (keep)")
+    verdicts = Verdicts(drops, _shares("--again", flags.again, answers, "nodes that answer"))
     result = simulate(Tables(graph, plan), rules, durations, verdicts=verdicts)
     capacity = {pool.name: sum(r.capacity for r in pool.replicas) for pool in plan.pools}
     bound, period = period_bound(graph, means, batch, capacity), result.period_s
     # Where they are equal, their sums are rounded apart.
     bound_s = min(period, bound.seconds) if isclose(period, bound.seconds, rel_tol=1e-9) else bound.seconds
-    cycle = result.cycle_s is not None
-    num = len(result.ends)
-    full = " once the pipeline is full"
+    cycle, num = result.cycle_s is not None, len(result.ends)
+    of = " once the pipeline is full" if cycle else f": the mean of all {num}, the filling of the pipeline included"
     return Schedule(
         title=f"{graph.name}: {num} updates of {batch} groups",
         wall=ms(result.wall_s),
@@ -116,11 +118,7 @@ def given(graph: Graph, flags: SimulateFlags) -> Schedule:
             "bound_cause": bound.cause,
         },
         head=[
-            (
-                "period",
-                f"{ms(period)} per update"
-                + (full if cycle else f": the mean of all {num}, the filling of the pipeline included"),
-            ),
+            ("period", f"{ms(period)} per update{of}"),
             ("bound", bound_words(bound, period)),
         ],
         lags=dropped_groups(result, batch),
@@ -152,16 +150,8 @@ def timing(graph: Graph, words: Sequence[str]) -> tuple[Durations, dict[str, flo
     return durations, means | said | {node.name: sync_s for node in graph.nodes if node.construct == "broadcast"}
 
 
-def deciding(graph: Graph, drop: Sequence[str], again: Sequence[str]) -> Verdicts:
-    """Shares as given. Raises CommandError for what is not NODE=SHARE of a filter, or of a node that answers."""
-    filters = [node.name for node in graph.nodes if node.construct == "keep"]
-    answers = [node.name for node in graph.nodes if node.answers]
-    return Verdicts(
-        _shares("--drop", drop, filters, "filters (keep)"), _shares("--again", again, answers, "nodes that answer")
-    )
-
-
 def _shares(flag: str, words: Sequence[str], names: Sequence[str], kind: str) -> dict[str, float]:
+    """Shares as given. Raises CommandError for what is not NODE=SHARE of one of `names`, which are of this `kind`."""
     found: dict[str, float] = {}
     for word in words:
         name, rest = named_node(flag, word, names, f"none, since the program has no {kind},")
