@@ -53,6 +53,7 @@ def base_model(data: str, tell: Callable[[Line], None]) -> Path:
     home = cache_folder() / "base"
     place = home / key.hexdigest()[:16]
     if place.is_dir():
+        # Who only finds the base tidies up as well, but does not wait for somebody who is building another one.
         if any(home.glob(f"{BUILDING}*")):
             with suppress(OSError, RecordError), _lock(home, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 _sweep(home)
@@ -61,6 +62,7 @@ def base_model(data: str, tell: Callable[[Line], None]) -> Path:
         home.mkdir(parents=True, exist_ok=True)
         with _lock(home, fcntl.LOCK_EX):
             _sweep(home)
+            # Another builder may have made it while this one waited for the lock.
             if not place.is_dir():
                 _build(data, home, place, tell)
     except OSError as error:
@@ -85,6 +87,7 @@ def _sweep(home: Path) -> None:
 def _build(data: str, home: Path, place: Path, tell: Callable[[Line], None]) -> None:
     """Train in a folder beside `place`, and move the model there when it is whole."""
     tell({"kind": "stage", "stage": "base"})
+    # In the same folder, so that the model takes its place by a rename: it is there whole or not at all.
     beside = Path(tempfile.mkdtemp(prefix=BUILDING, dir=home))
     try:
         words = ["sft", *RECIPE, *(["--data", data] if data else [])]
@@ -108,6 +111,7 @@ def _build(data: str, home: Path, place: Path, tell: Callable[[Line], None]) -> 
         elif status == DONE or errors:
             raise CommandError("\n".join(["the base model could not be built:", *errors]))
         else:
+            # Stopped: the user wants no run, and no base without one.
             raise KeyboardInterrupt
     finally:
         shutil.rmtree(beside, ignore_errors=True)

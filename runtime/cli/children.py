@@ -156,6 +156,7 @@ def _trace(program: Program[..., Any], options: dict[str, Any], flags: Any) -> t
 def try_inputs(graphs: Sequence[Graph], flags: RunOptions) -> tuple[str, list[Fault]]:
     """(the device chosen, what nodes lack in view of the run). Looks at what makers require, and reads a little of what
     the program reads. Raises ValueError for what is wrong with them."""
+    # In the order in which a user mends things: imports first, then what makers look for, then the data itself.
     sources: dict[str, Source] = {}
     for graph in graphs:
         reach(graph.op)

@@ -77,6 +77,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     """The values as bars, averaged into at most `width` columns, between their least and their largest."""
     if not values:
         return ""
+    # Never wider than there are values: a bar stands for one of them at least.
     num = min(width, len(values))
     edges = [round(i * len(values) / num) for i in range(num + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
@@ -135,9 +136,11 @@ class Progress:
         self.planned = self.updates
 
     def hear(self, line: Line) -> None:
+        # Once, here, so that nothing that is drawn or printed from it later can be forgotten.
         line = shown(line)
         match line["kind"]:
             case "stage":
+                # The base model's updates are not the run's: they are counted anew once it is there.
                 if self.stage == "base":
                     self.update, self.updates, self.row = 0, self.planned, {}
                 self.stage = line["stage"]
@@ -171,6 +174,7 @@ class Progress:
             pool.doing = (doing,) if isinstance(doing, str) else tuple(doing)
             pool.version = said.get("version", pool.version)
         row = line.get("row") or {}
+        # A watcher that came late has heard of no row yet.
         if row and not self.row:
             self._row(row)
 
@@ -190,6 +194,7 @@ class Progress:
                 pool.idle = {state: s / seconds for state, s in spent.items() if state != "busy" and s > 0}
 
     def _error(self, text: str) -> None:
+        # The controller says it as it happens, and its summary says it again.
         if text and text not in self.errors:
             self.errors.append(text)
 
@@ -307,6 +312,7 @@ class PlainDisplay(Display):
     def _failed(self) -> None:
         """Failures, when there are more of them; the first time with the whole traceback."""
         (before, at), said = self._failures, self.progress.failures
+        # A node that always fails would fill the log with the same line.
         if said == before or (now := self.now()) - at < FAILURE_SECONDS:
             return
         self._failures = said, now
@@ -314,6 +320,7 @@ class PlainDisplay(Display):
 
     def _row(self) -> None:
         seen, now = self.progress, self.now()
+        # The last update is always told: a short run would else end without one.
         if now - self._said < PLAIN_SECONDS and seen.update < seen.updates:
             return
         self._said = now
@@ -340,6 +347,7 @@ class LiveDisplay(Display):
         return self
 
     def __exit__(self, *raised: object) -> None:
+        # The run has ended in any case, and its summary follows.
         with suppress(OSError):  # a terminal that is gone
             self.live.stop()
         self._restore()
@@ -450,6 +458,7 @@ def _pools(seen: Progress) -> Table:
     """A line for each pool: the share of time in which it was busy, what it does or why it does nothing, its weights;
     and a second one with the causes of its idle time."""
     table = _grid(2, {}, {"width": 16}, {"ratio": 1, "overflow": "ellipsis"}, {"justify": "right"})
+    # Colors go round where there are more pools than colors.
     for color, (name, pool) in zip(POOL_COLORS * 9, seen.pools.items(), strict=False):
         gauge = Text("")
         if pool.busy is not None:

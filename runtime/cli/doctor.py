@@ -195,6 +195,7 @@ def check_sandbox() -> Iterator[Finding]:
 
 def check_files() -> Iterator[Finding]:
     """Open files, the cache, TensorBoard."""
+    # Each rank has sockets and shared memory with each other one that it exchanges weights with.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     follows = f"many replicas will fail: ulimit -n {min(hard, 4096) if hard > 0 else 4096}"
     yield _judge("open files", f"{soft} (up to {hard})", soft >= FILES_NEEDED, follows)
@@ -229,6 +230,7 @@ def measure(path: Path) -> dict[str, Any]:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise CommandError(f"--out {path}: given a folder, needed a file", 2)
+        # Measuring takes a minute, which would be lost.
         with TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
@@ -252,7 +254,9 @@ def gpu_of(raw: Mapping[str, Any]) -> Gpu:
     """Of what was measured of a CUDA device: the best rates of each precision are what it reaches. Its links to other
     GPUs are those of the known kind that its name has in it, else of none."""
     known = next((gpu for name, gpu in GPUS.items() if name in raw["name"]), None)
+    # A GPU of no known kind has the efficiencies of an A100, and no links, since none were measured.
     base = (known or GPUS["A100"].model_copy(update={"nvlink_gb_s": 0.0})).model_dump()
+    # What is measured is what is reached; a cluster file has the peak, of which efficiency is a share.
     share = base["efficiency"]["matmul"]
     rates = {name: max(rate for _, _, rate in found) / 1e12 / share for name, found in raw["products"].items()}
     return Gpu.model_validate(
@@ -275,6 +279,7 @@ def cluster_facts(raw: Mapping[str, Any], gpus: Mapping[str, Mapping[str, Any]])
     host: dict[str, Any] = {"name": "local", "cores": len(os.sched_getaffinity(0)), "cpu": THIS}
     found: dict[str, Any] = {"hosts": [host], "cpus": {THIS: cpu.model_dump()}}
     if gpus:
+        # One kind for each host is all that a cluster file can say.
         host |= {"devices": list(gpus), "gpu": THIS}
         found["gpus"] = {THIS: gpu_of(next(iter(gpus.values()))).model_dump()}
     return found

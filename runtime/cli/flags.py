@@ -41,6 +41,7 @@ def unknown_flags(words: Sequence[str], names: Iterable[str], command: str) -> s
     `names` are those of its fields. tyro tells of a wrong flag only after other faults, and knows no likeness to
     --help.
     """
+    # tyro takes "_" and "-" alike, and so does this.
     known = {f"--{name.replace('_', '-')}" for name in names} | {"--help"}
     given = [word.partition("=")[0].replace("_", "-") for word in words if re.match(r"--?[A-Za-z]", word)]
     # tyro takes "--no-" before a flag that is on by itself, and knows which these are.
@@ -96,6 +97,7 @@ def _argument(shown: Shown, help: str | None = None) -> object:
 
 def _extended(cls: type[F], found: Sequence[Field]) -> type[F]:
     made = dataclasses.make_dataclass(cls.__name__, found, bases=(cls,), frozen=True)
+    # The title of the group of flags in the help.
     made.__doc__ = cls.__doc__
     return made
 

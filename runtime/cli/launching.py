@@ -46,6 +46,7 @@ def configure(traced: Traced, cluster: Cluster, model: str) -> RunConfig:
         json.dumps(config.to_json(), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         # The whole JSON string in which the first character stands that is none.
+        # Only the name itself helps the user, not the megabyte of JSON around it.
         before, after = error.object[: error.start], error.object[error.start :]
         given = before.rpartition('"')[2] + after.partition('"')[0]
         needed = "needed another path or name, for it travels in messages; a run folder may have any"
@@ -89,6 +90,7 @@ def go(
     """Run to the end with a display, write and tell the summary; the exit status. The command `began` on the monotonic
     clock; `prepare` comes first, on display; `earlier` are the wall seconds of the run before this command."""
     name, updates = config.graph.name, config.flags.updates
+    # By its descriptor: the user may rename the folder while the run goes on.
     folder.hold()
     with open_display(name, updates, relative(folder.path), plain=flags.plain or flags.in_process) as display:
         if prepare is not None:
@@ -128,6 +130,7 @@ def draw(folder: RunFolder, summary: Mapping[str, Any]) -> str:
 def require_start(config: RunConfig, cluster: Cluster, flags: StartFlags) -> None:
     """Before anything is written: raises CommandError for a run in one process whose plan has ranks that work together,
     and for processes whose controller could not listen where the cluster file says."""
+    # Listening is tried before there is a folder: a port in use leaves none behind.
     if not flags.in_process and cluster.bind:
         try:
             Listener(tcp_endpoint(cluster.bind), {}).close()
@@ -152,6 +155,7 @@ def finish(
     try:
         summary: dict[str, Any] = folder.read_json("summary.json")
     except RecordError:
+        # A controller that was killed, or whose disk is full, has written none.
         summary = _made(folder, saved.accuracy if saved else {}, seconds)
     ended = STATUS.get(status, "failed")
     # The controller may have lost what it said last.

@@ -77,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         status = 130
     except OSError:
+        # Any other OSError is a fault of ours, which needs its traceback.
         if not any(map(nobody_reads, (1, 2))):
             raise
         status = UNREAD
@@ -88,6 +89,7 @@ def _require_streams() -> None:
     # Else a pipe or socket of ours would get the number of the stream, and be written to.
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
+            # The lowest free number is taken, which is not always the one that is missing.
             opened = os.open(os.devnull, os.O_RDWR)
             if opened != number:
                 os.dup2(opened, number)
@@ -119,6 +121,7 @@ def _answer(words: Sequence[str]) -> int:
     verb, *rest = words
     if verb not in VERBS:
         kind, known = ("flag", ["--help", "--version"]) if verb.startswith("-") else ("verb", list(VERBS))
+        # Less strict than for flags: there are few verbs, and they differ much.
         close = difflib.get_close_matches(verb, known, n=1, cutoff=0.4)
         hint = f"did you mean {close[0]!r}?" if close else f"needed one of: {', '.join(known)}"
         print(visible(f"penstock: there is no {kind} {verb!r}; {hint}"), file=sys.stderr)
@@ -137,6 +140,7 @@ def _answer(words: Sequence[str]) -> int:
 
 def show(argv: Sequence[str]) -> int:
     """`penstock show PROGRAM`: the graph, as text, Mermaid, SVG or JSON."""
+    # What draws the graph is imported while the child traces.
     traced = trace_program("show", argv, ("penstock.graph.show", "penstock.graph.svg"))
     from penstock.graph.show import dumps, mermaid, text
     from penstock.graph.svg import svg

@@ -42,6 +42,7 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
     options.__doc__ = f"Keyword arguments of {program.path}"
     form = readable(type(defaults))
     title = program.name if program.name not in VERBS else "program"
+    # Two groups in the help, but one name space of flags: a user need not know whose flag it is.
     line = dataclasses.make_dataclass("line", [(title, options), (verb, form, form(**vars(defaults)))], kw_only=True)
     known = dataclasses.asdict(defaults) | {o.flag.name: o.flag.default for o in own}
     if said := unknown_flags(argv, known, f"penstock {verb} {name}"):
@@ -57,6 +58,7 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
             config=MARKERS,
         )
     except SystemExit as leaving:
+        # tyro complains of words that the user has never typed.
         if leaving.code and config:
             print(visible(f"The config file stands for: {' '.join(config)}"), file=sys.stderr)
         raise
@@ -68,6 +70,7 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
 
 def clashes(program: Program[..., Any], verb: str) -> dict[str, Fault]:
     """The program's options that have the name of a flag of the verb, each with what is wrong."""
+    # On one command line a name can mean one thing only.
     names = {field.name for field in dataclasses.fields(VERBS[verb])}
     return {
         flag.name: Fault(
@@ -196,4 +199,5 @@ def _config_argv(argv: Sequence[str], known: Mapping[str, Any]) -> list[str]:
 def _words(flag: str, value: Any, default: Any) -> list[str]:
     if not isinstance(value, bool):
         return [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
+    # A switch that is as it is by default has no word in tyro.
     return [] if value == default else [f"--{flag}" if value else f"--no-{flag}"]

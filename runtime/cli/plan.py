@@ -46,6 +46,7 @@ def search(graph: Graph, flags: Planning, batch: int) -> Planned:
     if not any(host.accelerators or host.gpu for host in cluster.hosts):
         needed = "needed GPUs; on cores run it, then `penstock simulate --from RUN` tells of other lags and replicas"
         raise CommandError(f"--cluster {flags.cluster}: given hosts without GPUs, {needed}", 2)
+    # A search keeps all that it makes: looking for garbage finds none, and takes a third of its time.
     with uncollected():
         return plan(graph, cluster, work, slots=flags.slots, meshes=meshes, time_limit=flags.time_limit)
 
@@ -99,6 +100,7 @@ def text(found: Planned, cluster: str) -> str:
     responses = f"{work.responses} responses of {work.lengths.mean:.0f} tokens on average"
     sure, gap = "optimal under the model", found.outcome.gap
     if not found.optimal:
+        # Below this the gap would be printed as 0.0 %.
         more = f"more than {percent(gap)}" if gap >= 0.0005 else "even 0.1 %"
         sure = f"the best found in time: no plan is {more} faster"
     # What batches that are in work at once cost each other.

@@ -111,6 +111,7 @@ def resume(argv: Sequence[str]) -> int:
     folder = RunFolder.open(flags.dir)
     if not flags.trust:
         _require_own(folder)
+    # From here on nobody else can start it; until then nothing has been changed.
     folder.lock()
     try:
         config, asked = RunConfig.load(folder), folder.read_json("config.json", ConfigFile).get("asked", {})
@@ -140,6 +141,7 @@ def resume(argv: Sequence[str]) -> int:
         require_inputs(config.graphs, config.flags)
         if config != before:
             config.write(folder, asked)
+        # It tells how the last life ended, and this one may be killed before it can tell.
         path.unlink(missing_ok=True)
         status = go(folder, config, cluster, flags, began, earlier=float(summary.get("wall_s", logged)))
         if status == FAILED and config != before and latest_checkpoint(folder) == saved:
@@ -188,6 +190,7 @@ def _require_checkpoint(saved: SavedCheckpoint, config: RunConfig) -> None:
 
 def _changed(config: RunConfig, cluster: Cluster, options: RunOptions, moved: bool) -> RunConfig:
     """The run with other options; with another plan if it has `moved` to other meshes."""
+    # Without a new mesh the plan stays as it is, even where this machine has other devices now.
     if not moved:
         return replace(config, flags=options)
     # Pools that are not named keep their meshes.
@@ -242,6 +245,7 @@ def _changed_files(flags: RunOptions, digests: Mapping[str, str]) -> Iterator[st
 
 def _lost_modules(config: RunConfig, folder: str) -> Iterator[str]:
     """The user's own files and packages that the graphs name and that cannot be found."""
+    # As ranks look for them: in the current folder, and beside the file of the program.
     folders = [str(Path.cwd()), *(str(Path(graph.op.rpartition(":")[0]).parent) for graph in config.graphs)]
     named = _import_paths([graph.to_json() for graph in config.graphs])
     for place in dict.fromkeys(path.rpartition(":")[0] for path in named):

@@ -146,6 +146,7 @@ def depths(result: Simulation) -> dict[str, dict[str, float]]:
     found = {}
     for node, seconds in result.depths.items():
         total, passed, p95 = sum(seconds.values()), 0.0, 0
+        # Weighted by time: a queue that is long for a moment is not a long queue.
         for depth in sorted(seconds):
             passed, p95 = passed + seconds[depth], depth
             if passed >= 0.95 * total:

@@ -75,6 +75,7 @@ def _of_program(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
         return CommandError(f"--{name.replace('_', '-')}: given {said}", 2)
 
     said = changed([field.name for field in fields(Planning)])
+    # Slots are meant in both: of a plan, and of a generator with given seconds.
     if not (flags.cluster or flags.plan):
         if said := [name for name in said if name != "slots"]:
             raise refuse(said[0], "without a plan; needed --cluster with it, or none of both")

@@ -103,6 +103,7 @@ def recorded(flags: RecordedFlags) -> Schedule:
     saved, live, start = (stage.origin.saved, stage.origin.live, rules.start) if same else (None, None, 0)
     rules = replace(rules, start=start, end=start + updates)
     pool = generators(stage.tables)
+    # How groups slow each other down is known of the run; with other replicas there are other numbers of them.
     crowd = crowding(group_work(stage, pool)) if pool is not None else None
     durations = fitted.durations
     if pool is not None and crowd is not None:
@@ -161,6 +162,7 @@ def require_variable(argv: Sequence[str]) -> None:
     if not argv[0].startswith("-"):
         given = f"given the program {argv[0]} beside {FLAG}"
         raise CommandError(f"{given}, needed one of both: a run is simulated with the program that it has", 2)
+    # Before tyro reads them: a flag of the run's own program is none that tyro could know.
     words = [*argv, ""]
     path = next((b if a == FLAG else a.partition("=")[2] for a, b in pairwise(words) if a.startswith(FLAG)), "")
     if not path or path.startswith("-"):

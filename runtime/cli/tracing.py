@@ -139,6 +139,7 @@ def ask_child(
                 if not select.select([ended], [], [], deadline)[0]:
                     raise CommandError(f"{what} has not answered within {deadline:g} s")
         finally:
+            # After Ctrl-C, or a deadline that has passed, nobody waits for its answer any more.
             child.kill()
             status = child.wait()
         paper.seek(0)

@@ -76,6 +76,7 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
     if flags.tui or flags.plain or flags.once:
         return watch_in_terminal(folder, plain=flags.plain, once=flags.once)
+    # Imported late: drawing pages takes templates and networkx, which the terminal does without.
     server = importlib.import_module("penstock.runtime.cli.watch_server").PageServer(folder, flags.port)
     print(visible(f"watching {relative(folder.path)} (Ctrl-C ends it)\n{server.url}"), flush=True)
     if flags.open:
@@ -100,6 +101,7 @@ def watch_in_terminal(folder: RunFolder, *, plain: bool, once: bool) -> int:
     display = open_display(config.graph.name, updates, shown, plain=plain or once, seconds=watched.seconds)
     # The past is added up silently: plain lines begin with the newest row.
     newest = max((place for place, line in enumerate(known) if line["kind"] == "row"), default=len(known) - 1)
+    # Else a terminal would scroll through thousands of lines before the newest one.
     for line in known[:newest]:
         display.progress.hear(line)
     picture = once and not plain
@@ -158,6 +160,7 @@ class Watched:
                 for record, mark in new_records(self.folder.events, self._mark):
                     self._mark = mark
                     self._take(record)
+            # Metrics can be shown without the log, and the run itself may be sound.
             except ValueError as error:
                 self._broken, self._follow = True, None
                 yield {"kind": "note", "text": f"what the pools do cannot be followed: {error}"}

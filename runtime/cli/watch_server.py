@@ -62,6 +62,7 @@ class PageServer(ThreadingTCPServer):
             given = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be had: {error.strerror}"
             raise CommandError(f"--port: given {port}, which {given}; needed a free one (0 takes any)") from None
         self.port: int = self.server_address[1]
+        # Other users of this machine can connect to loopback, too.
         self.token = secrets.token_urlsafe(32)
         self.live = Live(folder)
 
@@ -137,4 +138,5 @@ class Page(BaseHTTPRequestHandler):
             if text:
                 known, said = shot.id, monotonic()
                 self.wfile.write(text.encode())
+            # A thread for each reader is cheap, and there are few.
             sleep(LOOK_S)
