@@ -88,10 +88,12 @@ class ChainForwarder:
             self._over.clear()
             work = partial(self._pass_on, leg.downstream, version, parts, arrivals)
             in_background(f"pass {self._channel} {version} on", work, partial(self._passed, arrivals))
+        # Links between replicas of one layout carry whole regions; the trainers' plan has its own.
         wanted = self._own if leg.linked else copies
         try:
             nbytes = leg.upstream().receive(version, wanted, parts, arrivals.add)
         except BaseException:
+            # The next replica waits for what will not come: it must learn it now, not at its deadline.
             arrivals.end(failed=True)
             raise
         arrivals.end(failed=False)

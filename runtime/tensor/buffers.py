@@ -7,7 +7,7 @@ transfer in a thread of its own.
 
 import ctypes
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -51,6 +51,7 @@ class DoubleBuffer:
     def __init__(self, layout: Layout, rank: int = 0, device: Device = "cpu", memory: Allocate | None = None) -> None:
         self.layout = layout
         nbytes = held_bytes(layout, rank)
+        # In one piece: what others map is then one segment for each rank.
         buffer = memory(2 * nbytes) if memory is not None else touched(2 * nbytes, device)
         self.live = shards_of(layout, rank, buffer[:nbytes])
         self.shadow = shards_of(layout, rank, buffer[nbytes:])
@@ -80,6 +81,7 @@ class WeightSnapshot:
         empty ones may be there too. What `convert` writes is hashed afterwards; without it, `digests` asks for each
         piece of the copy when it is about to read it.
         """
+        # FSDP2 leaves empty parts where a rank has none: they are in no layout.
         tensors = {name: t.detach() for name, t in tensors.items() if t.numel() or name in self._needed}
         wrong = [
             f"  {name}: given {_shape(tensors, name)}, needed {self._needed.get(name, 'nothing')}"
@@ -109,6 +111,7 @@ class WeightSnapshot:
             target.copy_(source)
 
         result = digests(fill)
+        # What no digest has asked for, in the modes that hash a few tensors or none.
         for name in self.parts.keys() - sources.keys():
             copy_elements(self.parts[name].tensor, tensors[name])
         return result
@@ -139,16 +142,14 @@ def touched(nbytes: int, device: Device) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device).zero_()
 
 
-def _held(layout: Layout, rank: int) -> list[tuple[TensorLayout, Region, int]]:
-    held = [(t, _only_box(t, rank)) for t in layout.tensors if t.held_by(rank)]
-    return [(t, region, region.size * DTYPES[t.dtype].itemsize) for t, region in held]
-
-
-def _only_box(tensor: TensorLayout, rank: int) -> Region:
-    regions = tensor.held_by(rank)
-    if len(regions) > 1:
-        raise LayoutError(f"{tensor.name}: rank {rank} holds {len(regions)} regions, needed one")
-    return regions[0]
+def _held(layout: Layout, rank: int) -> Iterator[tuple[TensorLayout, Region, int]]:
+    """What the rank holds of each tensor, and its bytes."""
+    for t in layout.tensors:
+        regions = t.held_by(rank)
+        if len(regions) > 1:
+            raise LayoutError(f"{t.name}: rank {rank} holds {len(regions)} regions, needed one")
+        for region in regions:
+            yield t, region, region.size * DTYPES[t.dtype].itemsize
 
 
 def _shape(tensors: Mapping[str, Tensor], name: str) -> torch.Size | str:

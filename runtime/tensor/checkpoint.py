@@ -44,11 +44,13 @@ def save_state(path: Path | str, tensors: Mapping[str, Tensor], facts: Mapping[s
     On an error the file at `path`, if there was one, is as it was.
     """
     path = Path(path)
+    # In the file itself: facts and tensors are then of one moment.
     metadata = {"format": _FORMAT, "facts": json.dumps(facts)}
     part = path.with_name(f".{path.name}.part")
     try:
         save_file(_separate(tensors), part, metadata)
         sync(part)
+        # Data first, then the name, then the folder: a crash leaves the old file or the new one, whole.
         os.replace(part, path)
         sync(path.parent)
     except (OSError, SafetensorError) as error:
@@ -105,6 +107,7 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     seen: set[int] = set()
     for name, tensor in tensors.items():
         own = tensor.detach().contiguous()
+        # safetensors refuses two names for the same bytes, such as tied weights.
         if own.numel() and own.untyped_storage().data_ptr() in seen:
             own = own.clone()
         seen.add(own.untyped_storage().data_ptr())
@@ -132,6 +135,7 @@ def assemble(
         for copy in copies:
             _fill(parts, files[copy.source], f"{prefix}{kind}", source, target, copy)
         for tensor in target.tensors:
+            # A rank without part in a tensor still has its name, as FSDP2 leaves it.
             empty = torch.empty(0, *tensor.shape[1:])
             found[f"{kind}{tensor.name}"] = parts.get(tensor.name, empty)
     return found
@@ -180,6 +184,7 @@ def write_shard(
     the id of the run. On return all of it is on the disk. Raises OSError or StateError where it cannot be written,
     and does not make the run folder again if that is gone.
     """
+    # No parents: a run folder that was removed must not come back with a checkpoint alone in it.
     folder.parent.mkdir(mode=0o700, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     tensors: dict[str, Tensor] = {}
@@ -206,6 +211,7 @@ def write_shard(
                     with suppress(FileNotFoundError):
                         sync(path)
     encoded = {f"state/{name}": state for name, state in states.items()}
+    # States and values share one table: a name says by itself which it is.
     encoded |= {value_name(*key): value for key, value in values.items()}
     for name, value in encoded.items():
         try:
@@ -282,6 +288,7 @@ class CheckpointShard:
         prefix, facts = f"carried/{name}/", self._own.facts["carried"][name]
         written = self._own.facts["layouts"].get(name)
         saved = None if written is None else Layout.from_json(written)
+        # The common case, the same mesh: no plan, and no other rank's file is read.
         if saved == layout:
             return self._own.tensors(prefix), facts
         return assemble(self._files, prefix, saved, layout, self.rank), facts

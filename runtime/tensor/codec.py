@@ -68,6 +68,7 @@ def decode(cls: type[T], tensors: Sequence[Tensor], meta: Mapping[str, Any]) -> 
     if is_dataclass(cls):
         return cast(T, cls(**found))
     value = found[_WHOLE]
+    # JSON writes a float such as 7.0 so that it may come back as an integer.
     if not isinstance(value, cls) and not (cls is float and type(value) is int):
         raise CodecError(f"given a {type(value).__name__}, needed a {cls.__name__}")
     return cast(T, value)

@@ -156,6 +156,7 @@ class _Driver:
 
     def export(self, nbytes: int) -> tuple[Export, Tensor]:
         """A new block of at least `nbytes` bytes that others can open."""
+        # A block of its own: a handle would give away whatever shares the block.
         nbytes = -(-nbytes // _UNIT) * _UNIT
         torch.cuda.empty_cache()  # what torch keeps for itself is not there for others
         address, handle = ctypes.c_uint64(), _Handle()

@@ -68,6 +68,7 @@ def encode(previous: Tensor | None, current: Tensor, itemsize: int) -> Delta:
     else:
         places = (before != bucket).nonzero().view(-1)
     blocks = -(-len(bucket) // _BLOCK)
+    # Blocks, places and values together: a delta that is no smaller than the bucket costs work for nothing.
     if 4 * blocks + (2 + itemsize) * len(places) >= bucket.nbytes:
         return dense
     edges = torch.arange(blocks + 1, device=places.device) * _BLOCK
@@ -109,6 +110,7 @@ def decode(delta: Delta, into: Tensor, itemsize: int) -> None:
     counts = counts.long()
     if int(counts.min()) < 0 or int(counts.sum()) != delta.changed:
         raise DeltaError(f"the counts of the blocks do not make {delta.changed}")
+    # A place is two bytes within its block, which the counts give: four bytes would double most deltas.
     block = torch.repeat_interleave(torch.arange(blocks, device=into.device), counts)
     places = (low.long() & _BLOCK - 1).add_(block, alpha=_BLOCK)
     if delta.changed and int(places.max()) >= len(bucket):
@@ -165,7 +167,7 @@ class DeltaTransport:
             connection.match(torch.tensor([wanted]), torch.tensor([version]), _ANSWERED[:1], word.peer)
             deltas = []
             for bucket, before in zip(own, kept.buffers, strict=True):
-                if bucket.staged:
+                if bucket.slot is not None:
                     pack(bucket)
                 deltas.append(encode(before if usable else None, bucket.buffer, bucket.itemsize))
                 if usable:
@@ -233,7 +235,7 @@ class DeltaTransport:
             with connection.naming(peer, bucket.name):
                 decode(Delta(count, payload), buffer, bucket.itemsize)
             bucket.buffer.copy_(buffer)
-            if bucket.staged:
+            if bucket.slot is not None:
                 unpack(bucket)
         kept.version = version
         return changed.nbytes + sum(message.buffer.nbytes for message, _, _, _ in pending)

@@ -123,6 +123,7 @@ def _key(name: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
 def _row_dims(shape: tuple[int, ...], itemsize: int) -> int:
     """The first dimension that lies within a row."""
     depth = max(0, len(shape) - 1)
+    # Short rows would make products with more overhead than work.
     while depth and math.prod(shape[depth:]) * itemsize < _ROW:
         depth -= 1
     return depth
@@ -280,6 +281,7 @@ def hashed_tensors(mode: Mode, version: int, names: Sequence[str]) -> tuple[str,
     if mode == "off" or not names:
         return ()
     drawn = {name: _draw(version, name) for name in names}
+    # At least one: a version without any digest would prove nothing.
     first = min(drawn, key=lambda name: (drawn[name], name))
     return tuple(name for name in names if name == first or drawn[name] % _ONE_IN == 0)
 
@@ -336,7 +338,11 @@ class Checksums:
         own = [self._sums(name, parts.get(name), covers, fill) for name in names]
         sums = torch.tensor(own, dtype=torch.int64)
         totals = self._add(sums.view(len(names), covers)).tolist() if names else []
-        return {name: [self._finished(name, total) for total in own] for name, own in zip(names, totals, strict=True)}
+        known = [self._layout.by_name[name] for name in names]
+        return {
+            t.name: [finish(total, t.name, DTYPES[t.dtype], t.shape) for total in own]
+            for t, own in zip(known, totals, strict=True)
+        }
 
     def _sums(self, name: str, part: Shard | None, covers: int, fill: Fill | None) -> list[int]:
         """This rank's sum for each cover, as int64."""
@@ -345,9 +351,11 @@ class Checksums:
             return totals
         shape = self._layout.by_name[name].shape
         for region, ranks in self._own[name]:
+            # Replicated regions count for one rank in each cover: twice would be another sum.
             counted = [cover for cover in range(covers) if _member(name, ranks, cover) == self._rank]
             if not counted:
                 continue
+            # A part that is hashed in pieces is filled at once: pieces share rows.
             if fill is not None and region != part.region:
                 fill(name, 1, 0, 1)
                 fill = None
@@ -356,10 +364,6 @@ class Checksums:
             for cover in counted:
                 totals[cover] += total
         return [_signed(total) for total in totals]
-
-    def _finished(self, name: str, total: int) -> int:
-        tensor = self._layout.by_name[name]
-        return finish(total, name, DTYPES[tensor.dtype], tensor.shape)
 
     def _where(self, name: str, cover: int) -> str:
         ranks = sorted({_member(name, ranks, cover) for ranks in self._regions[name].ranks})

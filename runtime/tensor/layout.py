@@ -155,14 +155,13 @@ class ListedRegions:
         return tuple(region for r, region in self.regions if r == rank and region.size)
 
     def faults(self, shape: tuple[int, ...]) -> list[str]:
-        wrong = [(rank, region) for rank, region in self.regions if not _inside(region, shape)]
-        return [f"region {region} of rank {rank} outside shape {shape}" for rank, region in wrong]
-
-
-def _inside(region: Region, shape: tuple[int, ...]) -> bool:
-    if not len(region.start) == len(region.stop) == len(shape):
-        return False
-    return all(a >= 0 and b <= size for a, b, size in zip(region.start, region.stop, shape, strict=True))
+        whole = Region.whole(shape)
+        return [
+            f"region {region} of rank {rank} outside shape {shape}"
+            for rank, region in self.regions
+            if not len(region.start) == len(region.stop) == len(shape)
+            or Region(tuple(map(min, region.start, whole.start)), tuple(map(max, region.stop, whole.stop))) != whole
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +215,11 @@ class Split:
         length = stop - start
         if 0 < self.units < parts:
             unit = length // self.units
+            # Fewer heads than ranks: neighbours share one, as vLLM and Megatron replicate key-value heads.
             first = start + coordinate * self.units // parts * unit
             return first, first + unit
         unit = length // self.units if self.units else np.ones_like(length)
+        # Rounded up, as torch.chunk does: the last ranks get less, or nothing.
         chunk = -(-(length // np.maximum(unit, 1)) // parts) * unit
         first = np.minimum(start + coordinate * chunk, stop)
         return first, np.minimum(first + chunk, stop)
@@ -271,18 +272,16 @@ class Placement:
             elif split.dim >= len(shape):
                 found.append(f"split of dimension {split.dim} of shape {shape}")
             elif split.units:
-                found += self._unit_faults(index, shape)
+                length, parts = shape[split.dim], self.mesh.extent(split.axis)
+                if length % split.units:
+                    found.append(f"{split.units} units in dimension {split.dim} of shape {shape}")
+                elif split.units < parts and parts % split.units:
+                    found.append(
+                        f"{split.units} units over {parts} ranks of {split.axis}: needed a multiple or a divisor"
+                    )
+                elif any(before.dim == split.dim for before in self.splits[:index]):
+                    found.append(f"{split.units} units in dimension {split.dim}, which is cut already")
         return found
-
-    def _unit_faults(self, index: int, shape: tuple[int, ...]) -> list[str]:
-        split, parts = self.splits[index], self.mesh.extent(self.splits[index].axis)
-        if shape[split.dim] % split.units:
-            return [f"{split.units} units in dimension {split.dim} of shape {shape}"]
-        if split.units < parts and parts % split.units:
-            return [f"{split.units} units over {parts} ranks of {split.axis}: needed a multiple or a divisor"]
-        if any(before.dim == split.dim for before in self.splits[:index]):
-            return [f"{split.units} units in dimension {split.dim}, which is cut already"]
-        return []
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -364,6 +363,7 @@ class Layout:
     @cached_property
     def ranks(self) -> int:
         """The number of ranks, those that hold nothing included."""
+        # By identity: tensors share their holdings, and there may be thousands.
         distinct = {id(t.held): t.held for t in self.tensors}
         return max([len(self.hosts), *(held.ranks for held in distinct.values())])
 
@@ -447,6 +447,7 @@ def sharded(
             except LookupError as error:
                 faults.append(f"  {error.args[0]}")
         if FSDP in axes and len(shape):
+            # Last: FSDP2 cuts what tensor parallelism has left.
             splits = (*splits, Split(FSDP, 0))
         if STAGE in axes:
             if stages is None or name not in stages:
@@ -454,6 +455,7 @@ def sharded(
             else:
                 only = ((STAGE, tuple(stages[name])),)
         placement = Placement(mesh, splits, only)
+        # One object for equal placements: signatures are then found by identity.
         layouts.append(TensorLayout(name, tuple(shape), dtype, placements.setdefault(placement, placement)))
     if faults:
         raise LayoutError("\n".join([f"no layout on {mesh}:", *faults]))

@@ -87,6 +87,7 @@ class ReplicaLink:
         if self.backend == "gloo":
             kind = agree_on_transport(connection, writable_kinds(side, memory, device), self.transport)
             if kind is not None:
+                # Also on a receiver, which opens nothing: both ends then close in the same way.
                 mapped = OpenedMemory(self.timeout) if kind == "cuda_ipc" else MappedMemory()
                 return OneSidedTransport(connection, memory, mapped)
         return DeltaTransport(connection, self.delta) if self.delta else MessageTransport(connection)
@@ -159,5 +160,6 @@ def _host() -> int:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         facts = f"{boot}\n{os.stat(SHM).st_dev}"
     except OSError:
+        # Without these facts no other process is known to share memory with this one.
         facts = f"alone\n{os.getpid()}\n{os.urandom(8).hex()}"
     return int.from_bytes(hashlib.blake2b(facts.encode(), digest_size=7).digest(), "little")

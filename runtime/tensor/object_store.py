@@ -57,7 +57,6 @@ class FreeList:
     """Offsets into `size` bytes. Both calls are linear in the number of free pieces."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
         self._free: list[tuple[int, int]] = [(0, size)]
 
     def take(self, nbytes: int) -> int | None:
@@ -82,9 +81,6 @@ class FreeList:
             index -= 1
             offset = free.pop(index)[0]
         free.insert(index, (offset, end - offset))
-
-    def free_bytes(self) -> int:
-        return sum(length for _, length in self._free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +126,7 @@ class ObjectStore:
     def put(self, value: object) -> ObjectRef:
         """Copy `value` (see `codec`) into a block."""
         tensors, facts = encode(value)
+        # First the facts, so that a reader knows where the tensors lie before it looks at them.
         header = _JSON.encode(facts).encode()
         offsets, nbytes = _places(_PREFIX.size + len(header), [t.nbytes for t in tensors])
         home, start = self._take(nbytes)
@@ -147,16 +144,17 @@ class ObjectStore:
         """Take the block back; a reader that comes late gets an error, not another value."""
         if self._live.get((handle.segment, handle.offset)) != handle:
             raise ObjectRefError(f"free: {handle} is not in use in the store of {self.owner} (freed twice?)")
+        # From here on a second free is an error, not the end of another value.
         del self._live[handle.segment, handle.offset]
         home = self._homes[handle.segment]
+        # Without its serial number no reader takes what is left here for the value.
         home.segment.view[handle.offset : handle.offset + _PREFIX.size] = bytes(_PREFIX.size)
         home.blocks.give(handle.offset, handle.nbytes)
 
     def usage(self) -> Usage:
-        homes = self._homes.values()
-        size = sum(h.segment.size for h in homes)
-        free = sum(h.blocks.free_bytes() for h in homes)
-        return Usage(len(self._live), size - free, len(homes), size, self._puts)
+        used = sum(handle.nbytes for handle in self._live.values())
+        size = sum(home.segment.size for home in self._homes.values())
+        return Usage(len(self._live), used, len(self._homes), size, self._puts)
 
     def close(self) -> None:
         """Unlink the segments; values not freed are lost to readers that have not mapped them. May be repeated."""
@@ -182,6 +180,7 @@ class ObjectStore:
             self._fallen_back = True
             lacks = f"no room for {size} bytes of samples in {self._folders[0]} ({room(self._folders[0])})"
             self._warn(f"{self.owner}: {lacks}; they lie in {segment.path.parent} where it is full, which is slower")
+        # Each twice as large: a run with large values soon needs no new ones, which take long to make.
         self._next_bytes = min(2 * size, _LARGEST_STEP)
         address = ctypes.addressof(ctypes.c_char.from_buffer(segment.view))
         self._homes[segment.name] = _Home(segment, address, FreeList(size))
@@ -228,6 +227,7 @@ class ObjectReader:
             raise ObjectRefError(
                 f"{handle}: given bytes {start} to {start + length}, needed some of its {handle.nbytes}"
             )
+        # One copy in one go: the owner may free the block at any moment.
         copied = bytearray(segment.view[first + start : first + start + length])
         # Looked at after copying: a block that was freed meanwhile, whatever is in it now, has lost its number.
         _check_prefix(handle, segment.view, first)
@@ -250,6 +250,7 @@ class ObjectReader:
     def _segment(self, handle: ObjectRef) -> ShmSegment:
         segment = self._segments.get(handle.segment)
         if segment is None:
+            # A reference is a peer's word: it must not open what belongs to another run.
             if not handle.segment.startswith(self._prefix):
                 raise ObjectRefError(f"{handle}: not a segment of this run ({self._prefix}…)")
             try:
@@ -287,6 +288,7 @@ def _tensors(block: bytearray, meta: dict[str, Any]) -> list[Tensor]:
     counts = [_count(shape) for _, shape in shapes]
     sizes = [count * dtype.itemsize for count, (dtype, _) in zip(counts, shapes, strict=True)]
     offsets, end = _places(_header_end(block), sizes)
+    # The tensors must fill the block: sizes that were damaged would give views of other bytes.
     if end != len(block):
         raise ValueError(f"given {len(block)} bytes, needed {end}")
     return [

@@ -121,6 +121,7 @@ class Offload:
             for name, tensor in self._tensors.items():
                 target[name].copy_(tensor.detach(), non_blocking=True)
         for name, tensor in self._tensors.items():
+            # The same object: optimizers and modules hold references to it.
             tensor.data = target[name]
         if leaving:
             give_back()
@@ -128,6 +129,7 @@ class Offload:
     def _room(self) -> dict[str, Tensor]:
         """Host memory for each tensor, taken when they are first seen: pages that have been touched, or are pinned."""
         layout = Layout.whole((key, tuple(t.shape), NAMES[t.dtype]) for key, t in self._tensors.items())
+        # Touched or pinned pages are slow to get, and the state rarely changes its shape.
         if layout != self._layout:
             nbytes, on_gpu = held_bytes(layout, 0), self._stream is not None
             self._host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if on_gpu else touched(nbytes, "cpu")
@@ -142,6 +144,7 @@ class Offload:
             yield
             return
         with torch.cuda.stream(self._stream):
+            # Not to overtake what the update still computes.
             self._stream.wait_stream(self._callers)
             yield
         self._stream.synchronize()

@@ -83,6 +83,7 @@ class OneSidedTransport:
         except RuntimeError as error:
             raise TransportError(f"{connection.channel}: version {version}: no shadow is free: {error}") from error
         number = next((k for k, (known, _) in enumerate(self._offered) if known is shards), len(self._offered))
+        # A receiver has two shadows that take turns: each gets a number when it is first offered.
         if number == len(self._offered):
             self._offered.append((shards, set()))
         told = self._offered[number][1]
@@ -92,6 +93,7 @@ class OneSidedTransport:
             # The map goes along unless the peer has it: [[segment, byte, strides of the piece], …].
             places = [[*self._memory.place(piece), piece.stride()] for piece in pieces] if peer not in told else None
             where = msgspec.json.encode(places) if places else b""
+            # The map of a large model is megabytes, and stays the same for the whole run.
             told.add(peer)
             offer = torch.tensor([version, number, len(pieces), len(where)])
             sent.append(connection.send(offer, peer, _OFFER, "the offer of a shadow"))
@@ -137,6 +139,7 @@ class OneSidedTransport:
             if known_copies is copies and known_shards is shards and (known_peer, known_number) == (peer, number):
                 return pairs
         places, who = self._places[peer, number], f"{self._connection.channel}: {self._connection.names[peer]}"
+        # Numbers come from another process: a short list would leave tensors as they were, unnoticed.
         if len(places) != len(own):
             raise TransportError(f"{who} gave {len(places)} places for {len(own)} copies")
         pieces = [shards[copy.tensor].cut(copy.region) for copy in own]
@@ -147,6 +150,7 @@ class OneSidedTransport:
             ]
         except SegmentError as error:
             raise TransportError(f"{who}: {error}") from error
+        # The oldest go first: snapshots and shadows that take turns are all among the last ones.
         self._pairs = [*self._pairs[1 - _KEPT :], (copies, shards, peer, number, pairs)]
         return pairs
 
@@ -269,6 +273,7 @@ class SharedMemory(WritableMemory):
 
     def close(self) -> None:
         for segment in self._segments:
+            # The name alone: senders and readers still use the memory.
             segment.unlink()
 
 

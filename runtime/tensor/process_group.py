@@ -70,6 +70,7 @@ class LocalTransport:
         return sum(piece.nbytes for piece in pieces.values())
 
     def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
+        # What was sent for another version is dropped: its snapshot may be written over by now.
         sent, self._sent = self._sent, {}
         total = 0
         for copy in copies:
@@ -153,7 +154,9 @@ class Connection:
         try:
             if backend == "nccl" and not dist.is_nccl_available():
                 raise RuntimeError(f"given nccl, which torch {torch.__version__} here is built without; needed gloo")
+            # Gloo itself would say only that its store timed out: so the roll is called first.
             call_roll(store, names, rank, timeout)
+            # A prefix of its own: the keys of the roll call must not be taken for gloo's.
             rendezvous = PrefixStore(backend, store)
             if backend == "nccl":
                 self._group = _open_nccl(rendezvous, rank, len(names), timeout)
@@ -168,6 +171,7 @@ class Connection:
             raise TransportError(f"{text}: {first_line(error)}") from error
 
     def close(self) -> None:
+        # With the last reference the sockets close, so that the peers learn it at once.
         self._group = None
 
     def send(self, buffer: Tensor, peer: int, tag: int, what: str = HEADER) -> Message:
@@ -217,6 +221,7 @@ class Connection:
         started = time.monotonic()
         try:
             yield
+        # A wait inside another one has named the peer already.
         except TransportError:
             raise
         except RuntimeError as error:
@@ -245,6 +250,7 @@ def _connect_gloo(rendezvous: PrefixStore, rank: int, size: int, seconds: float,
     options = gloo._Options()
     options._timeout = timedelta(seconds=seconds)
     try:
+        # The host's name would resolve to an address that others may reach: gloo is to listen at this one alone.
         options._devices = [gloo.create_device(hostname=address.strip("[]"))]
     except RuntimeError as error:
         needed = "needed an address of this machine (`address` of its host in the cluster file)"
@@ -277,6 +283,7 @@ def open_world(store: Store, rank: int, size: int, *, timeout: float, device: st
     NCCL carries what lies on GPUs, gloo the rest. Raises TransportError past `timeout` seconds, which bound each
     collective, too.
     """
+    # torch's default group takes no address: only the environment keeps it on loopback.
     os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
     store.set_timeout(timedelta(seconds=timeout))
@@ -306,6 +313,7 @@ class Pace:
         """Those of the orders in `waiting` to carry out before the next step, removed from it."""
         count = len(waiting)
         if self._together and (waiting or busy or self.busy):
+            # The least of the counts is what all ranks have got; the least of -busy says whether any one is.
             met = torch.tensor([self.taken + count, -int(busy)])
             try:
                 dist.all_reduce(met, dist.ReduceOp.MIN)

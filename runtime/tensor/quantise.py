@@ -52,6 +52,7 @@ class Converter:
             if t.name in self._formats:
                 if index not in cut:
                     cut[index] = cut_through(t.held, t.shape, self._formats[t.name])
+                # The same on every rank, from the layout alone: all of them must call `agree`, or none.
                 self._agreed += [t] if cut[index] else []
 
     def convert(self, tensors: Mapping[str, Tensor], out: Shards, agree: Agree | None = None) -> None:
@@ -115,6 +116,7 @@ def absmax(matrix: Tensor, region: Region, format: Format) -> Tensor:
         found = torch.cat([(matrix[r : r + step].view(kind) & mask).amax(1) for r in range(0, rows, step)])
     else:
         lead = region.start[1] % format.block
+        # Down the columns first: contiguous rows of maxima are then folded into blocks at once.
         by_column = torch.zeros(shape[0], shape[1] * format.block, dtype=kind, device=matrix.device)
         for index, span in enumerate(_block_rows(region, format.block)):
             by_column[index, lead : lead + columns] = (matrix[span].view(kind) & mask).amax(0)
@@ -141,6 +143,7 @@ def quantise(matrix: Tensor, region: Region, scale: Tensor, format: Format, out:
     for span, factor in _strips(matrix, region, scale, format):
         quotient = torch.div(matrix[span], factor)
         if not out.is_floating_point():
+            # Conversions to float formats round by themselves; those to integers cut off.
             quotient.round_()
         out[span] = quotient.clamp_(-format.limit, format.limit)
     return out
@@ -205,6 +208,7 @@ class Restorer:
     def fill(self, arrived: Shards) -> None:
         """Make the floats of a shadow; those of the live version stay as they are."""
         for name, part in self._arena.shadow.items():
+            # A wire of floats has no scales.
             if self._format is None:
                 part.tensor.copy_(arrived[name].tensor)
             else:

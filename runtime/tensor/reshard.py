@@ -82,8 +82,10 @@ def cover(src: Holding, dst: Holding, shape: tuple[int, ...]) -> tuple[list[Piec
 
 def distinct_regions(holding: Holding, shape: tuple[int, ...]) -> DistinctRegions:
     edges = holding.edges(shape)
+    # Empty regions are normal: more ranks than rows leave some.
     some = (edges.start < edges.stop).all(1)
     ranks, rows = edges.ranks[some], np.concatenate((edges.start, edges.stop), 1)[some]
+    # Sorted, so that every rank makes the same plan whatever the order of its lists.
     order = np.lexsort((ranks, *rows.T[::-1]))
     ranks, rows = ranks[order], rows[order]
     first = np.ones(len(rows), np.bool_)
@@ -103,6 +105,7 @@ def disjoint_regions(holding: Holding, shape: tuple[int, ...]) -> DistinctRegion
 def _overlaps(a: DistinctRegions, b: DistinctRegions) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Every pair of regions with common elements: its indices in `a` and `b`, sorted, and the common start and stop."""
     found = []
+    # In blocks: all pairs of two layouts of thousands of ranks at once would take gigabytes.
     step = max(1, _BLOCK // max(1, len(b.ranks)))
     for base in range(0, max(1, len(a.ranks)), step):
         start = np.maximum(a.start[base : base + step, None], b.start)
@@ -219,6 +222,7 @@ class ReshardPlan:
                         first, last = max(start - k * tensors, 0), min(end - k * tensors, tensors)
                         found.append(Route(sender, lane.destinations[k], index, number, first, last, lane.region))
         steps = max(self.sources, self.destinations, 1)
+        # Rotation: in each step a rank has one peer, and no two senders meet at one receiver.
         found.sort(key=lambda route: ((route.destination - route.source) % steps, route.source))
         return tuple(found)
 
@@ -302,7 +306,9 @@ def reshard(src: Layout, dst: Layout) -> ReshardPlan:
         names, itemsize, lanes = tuple(dst.tensors[place].name for place in own), ITEMSIZE[dtype], list[CopySet]()
         for name in names if missing else ():
             faults[name] += map(_uncovered, missing)
-        for part in (part for piece in pieces for part in _parts(piece, len(own), itemsize, src, dst)):
+        # Once there is a fault, only the other faults are of interest; what they are about cannot be shared out.
+        whole = [] if faults else pieces
+        for part in (part for piece in whole for part in _parts(piece, len(own), itemsize, src, dst)):
             nbytes, copies = part.region.size * itemsize, len(part.destinations) * len(own)
             if len(part.sources) == 1:
                 loads[part.sources[0]] += nbytes * copies
@@ -313,6 +319,7 @@ def reshard(src: Layout, dst: Layout) -> ReshardPlan:
     if faults:
         lines = [f"  {name}: {fault}" for name in sorted(faults) for fault in faults[name]]
         raise LayoutError("\n".join(["no plan from source to destination:", *lines]))
+    # Large copies first, so that the small ones level out what is left.
     for nbytes, index, number in sorted(shared):
         lane = groups[index].lanes[number]
         counts = share([loads[source] for source in lane.sources], lane.ends[0], -nbytes)

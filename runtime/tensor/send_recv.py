@@ -41,10 +41,6 @@ class Bucket(NamedTuple):
     slot: int | None
 
     @property
-    def staged(self) -> bool:
-        return self.slot is not None
-
-    @property
     def itemsize(self) -> int:
         """The bytes of the smallest elements in it: compared by these, one changed byte costs the fewest bytes."""
         return min(4, *(piece.dtype.itemsize for piece in self.pieces))
@@ -80,7 +76,7 @@ class MessageTransport:
         def start(bucket: Bucket, peer: int, tag: int) -> Message:
             if ready is not None:
                 ready(bucket.copies)
-            if bucket.staged:
+            if bucket.slot is not None:
                 with connection.naming(peer, bucket.name):
                     pack(bucket)
             return connection.send(bucket.buffer, peer, tag, bucket.name)
@@ -103,7 +99,7 @@ class MessageTransport:
             return connection.receive(bucket.buffer, peer, tag, bucket.name)
 
         for bucket in _in_turn(by_peer, start, {}):
-            if bucket.staged:
+            if bucket.slot is not None:
                 unpack(bucket)
             if arrived is not None:
                 arrived(bucket.copies)
@@ -201,6 +197,7 @@ def buckets_of(copies: Sequence[Copy], shards: Shards, device: torch.device, sta
     """The buckets to or from one peer, through a group whose buffers lie on `device`."""
     slabs: list[Copy] = []
     for copy in copies:
+        # Both sides count from the region alone, so that they cut alike however each has it in memory.
         parts = -(-copy.region.size * shards[copy.tensor].tensor.dtype.itemsize // BUCKET)
         slabs += [copy] if parts < 2 else [replace(copy, region=slab) for slab in copy.region.cut(parts)]
     pieces = [shards[slab.tensor].cut(slab.region) for slab in slabs]
@@ -208,11 +205,13 @@ def buckets_of(copies: Sequence[Copy], shards: Shards, device: torch.device, sta
     staged = 0
     for span in bundle([piece.nbytes for piece in pieces]):
         own, first, buffer, slot = pieces[span], pieces[span.start], None, None
+        # A bucket that lies as it travels needs no copy; memory of another device has to be staged.
         if len(own) == 1 and first.is_contiguous() and first.device.type == device.type:
             buffer = first.view(-1).view(torch.uint8)
         else:
             slot = staging.slot(staged)
             staged += 1
+            # Copies from a GPU into memory that is not pinned go through a second buffer of the driver's.
             pinned = first.is_cuda and device.type == "cpu"
             buffer = staging.buffer(slot, sum(piece.nbytes for piece in own), device, pinned)
         made.append(Bucket(tuple(slabs[span]), own, buffer, slot))

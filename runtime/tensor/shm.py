@@ -11,8 +11,9 @@ import fcntl
 import mmap
 import os
 import re
+from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -80,6 +81,7 @@ def open_segment(name: str, folders: Sequence[Path], writable: bool = False) -> 
         raise SegmentError(f"given {name!r}, needed a segment's name ({_PREFIX}<run>-<owner>-<k>)")
     for folder in folders:
         try:
+            # No links: a name in a folder that all may write to could lead anywhere.
             access = os.O_RDWR if writable else os.O_RDONLY
             descriptor = os.open(folder / name, access | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -99,48 +101,32 @@ def sweep(run: str | None = None, folders: Sequence[Path] = (SHM,)) -> list[str]
     """Remove this user's segments of `run`, whose processes the caller knows to be gone; or, without a run, those
     of every dead run. The names removed.
     """
-    found: dict[str, list[Path]] = {}
+    found: dict[str, list[Path]] = defaultdict(list)
     for folder in folders:
         for path in sorted(folder.glob(f"{_PREFIX}*-*-*")):
-            found.setdefault(path.name.split("-")[1], []).append(path)
+            found[path.name.split("-")[1]].append(path)
     removed = []
     for name, paths in found.items():
-        if run is None:
-            removed += _remove_unless_alive(paths)
-        elif name == run:
-            removed += _remove(paths)
+        if run not in (None, name):
+            continue
+        with ExitStack() as held, suppress(OSError):  # alive, or gone meanwhile, or not ours to judge
+            # The locks are held meanwhile, so that an owner that is just creating one of them waits, and sees that it
+            # is gone.
+            for path in paths if run is None else ():
+                descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                held.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for path in paths:
+                with suppress(OSError):  # gone already, or another user's
+                    path.unlink()
+                    removed.append(path.name)
     return removed
-
-
-def _remove(paths: Sequence[Path]) -> list[str]:
-    removed = []
-    for path in paths:
-        with suppress(OSError):  # gone already, or another user's
-            path.unlink()
-            removed.append(path.name)
-    return removed
-
-
-def _remove_unless_alive(paths: Sequence[Path]) -> list[str]:
-    """Remove one run's segments if no living process holds the lock of any. The locks are held meanwhile, so that
-    an owner that is just creating one of them waits, and sees that it is gone.
-    """
-    held: list[int] = []
-    try:
-        for path in paths:
-            held.append(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
-            fcntl.flock(held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return _remove(paths)
-    except OSError:  # alive, or gone meanwhile, or not ours to judge
-        return []
-    finally:
-        for descriptor in held:
-            os.close(descriptor)
 
 
 def _create(path: Path, size: int) -> ShmSegment:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        # For as long as the process lives: the kernel lets go of it, however the process ends.
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             break

@@ -67,6 +67,7 @@ def source_layout(carried: Carried, ranks: int, add: Add) -> tuple[Layout, Mappi
         f"  {name}: {' and '.join(dtypes) or 'on no rank'}" for name, dtypes in said.items() if len(dtypes) != 1
     ]:
         raise LayoutError("\n".join(["the ranks do not hold one dtype of each tensor:", *wrong]))
+    # The sharding names no dtypes: it may be made before the weights are.
     entries = [(name, tuple(shape), said[name][0]) for name, shape in shapes.items()]
     return sharded(entries, mesh, sharding.rules, sharding.stages), sharding.wanted
 
@@ -199,6 +200,7 @@ class WeightPublisher:
             for snapshot in by_age[: max(0, len(by_age) - self._keep + 1)]:
                 if not self._sending[snapshot.version]:
                     del self._sending[snapshot.version]
+                    # Nobody may send it while it is written over.
                     snapshot.version = -1
                     return snapshot
             self._snapshots.append(WeightSnapshot(self._source, self.layout, self._rank, self._device))
@@ -271,6 +273,7 @@ class WeightReceiver:
         live = self._arena.live
         restored = self._restorer.swap(live) if self._restorer else None
         self.weights.tensors = restored or {name: part.tensor for name, part in live.items()}
+        # Last: a reader that sees the version sees its tensors.
         self.weights.version = version
 
     def _begin(self, version: int) -> None:
@@ -282,8 +285,13 @@ class WeightReceiver:
     def _receive(self, version: int, digests: Mapping[str, int], transport: Receiving) -> Moved:
         try:
             arena, prover = self._prepared()
-            self._require_digests(version, digests, arena.layout)
+            mode = self.description["proof"]
+            needed = hashed_tensors(mode, version, [t.name for t in arena.layout.tensors])
+            if digests.keys() != set(needed):
+                names = ", ".join(sorted(digests.keys() ^ set(needed)))
+                raise ChecksumError(f"{self.channel}: version {version}: a proof ({mode}) that differs in {names}")
             started = time.perf_counter()
+            # Into the shadow: the live weights are being read.
             nbytes = transport.receive(version, self._copies, arena.shadow)
             arrived = time.perf_counter()
             prover.check(arena.shadow, digests, version, self._sides())
@@ -305,17 +313,10 @@ class WeightReceiver:
             if wire:
                 self._restorer = Restorer(read, target, wire, self._rank, self._device)
             self._arena = DoubleBuffer(target, self._rank, self._device, self._allocate)
+            # A rank alone proves all that it has, as if it were the whole replica.
             own = target if self._add else target.replicated(1)
             self._prover = Checksums(own, self._rank if self._add else 0, self._add or alone)
         return self._arena, self._prover
-
-    def _require_digests(self, version: int, digests: Mapping[str, int], layout: Layout) -> None:
-        """Raises ChecksumError for other tensors' digests than the mode asks for in this version."""
-        mode = self.description["proof"]
-        needed = hashed_tensors(mode, version, [t.name for t in layout.tensors])
-        if digests.keys() != set(needed):
-            names = ", ".join(sorted(digests.keys() ^ set(needed)))
-            raise ChecksumError(f"{self.channel}: version {version}: a proof ({mode}) that differs in {names}")
 
     def _sides(self) -> str:
         sources = sorted({copy.source for copy in self._copies})

@@ -82,6 +82,7 @@ def converted(layout: Layout, wire: str) -> Layout:
     holdings: dict[int, Holding] = {}
     for t, index in zip(layout.tensors, layout.signatures[1], strict=True):
         if format and quantises(t):
+            # Once for each signature: a list of regions grows with the ranks.
             if index not in holdings:
                 holdings[index] = scale_holding(t.held, t.shape, format)
             found.append(replace(t, dtype=format.dtype))
@@ -125,6 +126,7 @@ def mesh_of(axes: Axes | None, ranks: int = 1) -> Mesh:
 def target_layout(source: Layout, wanted: Mapping[str, Rule], mesh: Mesh) -> Layout:
     """The same tensors on a receiving replica: cut over its axis "tp" by the rules, whole over any other; whole on
     each rank if there are no rules."""
+    # Only tensor parallelism cuts a receiver's weights: over other axes each rank reads all of them.
     axes = tuple((name if name == TENSOR and size > 1 else f"{name} (whole)", size) for name, size in mesh.axes)
     return sharded([(t.name, t.shape, t.dtype) for t in source.tensors], Mesh(axes), wanted or {"": None})
 

@@ -1,19 +1,102 @@
-"""The state of a carried value that its ranks hold in parts, read back on the same mesh and on others."""
+"""Checkpoints and offloaded state come back equal, on the same mesh or another, a failed write leaves the old one."""
 
+import math
 import os
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from penstock.graph.protocols import Axes, Sharding
 from penstock.runtime.record.folder import part_path, sync
-from penstock.runtime.tensor.checkpoint import CheckpointShard, StateError, layout_of, save_state, write_shard
+from penstock.runtime.tensor import offload as module
+from penstock.runtime.tensor.checkpoint import (
+    CheckpointShard,
+    StateError,
+    StateFile,
+    layout_of,
+    save_state,
+    write_shard,
+)
 from penstock.runtime.tensor.codec import CodecError
 from penstock.runtime.tensor.layout import Mesh
+from penstock.runtime.tensor.offload import Offload, OffloadError
+
+# State files -------------------------------------------------------------------------------------------------
+
+
+def load_state(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    file = StateFile.open(path)
+    return file.tensors(), file.facts
+
+
+def test_tensors_and_facts_come_back_equal(tmp_path: Path) -> None:
+    flat = torch.arange(10.0)
+    tensors = {
+        "half": torch.randn(3).bfloat16(),
+        "scalar": torch.tensor(7),
+        "empty": torch.zeros(0, 2),
+        "strided": torch.randn(3, 4).t(),
+        "view": flat[2:5],
+        "overlap": flat[4:9],
+        "tied": flat,
+    }
+    facts = {"version": 3, "key": 2**70, "names": ["a"], "nothing": None, "nan_free": 0.1}
+    save_state(tmp_path / "s.safetensors", tensors, facts)
+    back, back_facts = load_state(tmp_path / "s.safetensors")
+    assert back_facts == facts
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(back[name], tensor)
+        assert back[name].dtype == tensor.dtype
+    assert os.listdir(tmp_path) == ["s.safetensors"]
+
+
+WRITE = """
+import resource, sys, torch
+from penstock.runtime.tensor.checkpoint import save_state
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+save_state(sys.argv[1], {"a": torch.ones(1_000_000)}, {})
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_write_that_fails_halfway_leaves_the_old_state(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    for number in (0, 1):
+        save_state(path, {f"a{number}": torch.zeros(2)}, {"n": number})
+    done = subprocess.run([sys.executable, "-c", WRITE, str(path)], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1
+    assert f"StateError: {path}: cannot write 4000000 bytes of state" in done.stderr
+    assert "bytes free" in done.stderr
+    assert load_state(path)[1] == {"n": 1}
+    assert load_state(path)[0].keys() == {"a1"}
+    assert os.listdir(tmp_path) == ["s"]
+    with pytest.raises(StateError, match=r"absent/s: cannot write 8 bytes of state \(no such folder\)"):
+        save_state(tmp_path / "absent" / "s", {"a": torch.zeros(2)}, {})
+
+
+def test_what_is_no_state_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    save_state(path, {"a": torch.zeros(1000)}, {})
+    for content in (b"", b"garbage that is no header", bytes(100), path.read_bytes()[:-10]):
+        path.write_bytes(content)
+        with pytest.raises(StateError, match=f"{path}: not a readable state"):
+            load_state(path)
+    save_file({"a": torch.zeros(2)}, path)
+    with pytest.raises(StateError, match="given format None"):
+        load_state(path)
+
+
+# Shards of a checkpoint --------------------------------------------------------------------------------------
+
 
 SHAPES = {"up.weight": (7, 6), "down.weight": (6, 7), "norm.weight": (5,)}
 RULES = {"up.weight": (0, 0), "down.weight": (1, 0), "norm.weight": None}
@@ -105,9 +188,10 @@ def test_parts_that_more_ranks_left_there_are_not_read(tmp_path: Path, after: Ax
 
 def test_a_rank_whose_part_is_missing_is_named(tmp_path: Path) -> None:
     _write(tmp_path, (("fsdp", 3), ("tp", 2)))
-    (tmp_path / "trainer-0-4.safetensors").unlink()
-    with pytest.raises(StateError, match=r"trainer-0-4\.safetensors: not a readable state"):
-        CheckpointShard(tmp_path, "trainer/0", 0)
+    for number in (4, 0):
+        (tmp_path / f"trainer-0-{number}.safetensors").unlink()
+        with pytest.raises(StateError, match=rf"trainer-0-{number}\.safetensors: not a readable state"):
+            CheckpointShard(tmp_path, "trainer/0", 0)
 
 
 def test_ranks_that_hold_parts_export_together_and_of_others_the_first(tmp_path: Path) -> None:
@@ -116,11 +200,6 @@ def test_ranks_that_hold_parts_export_together_and_of_others_the_first(tmp_path:
             write_shard(tmp_path / str(mesh), "trainer/0", rank, 2, {"policy": _value(mesh, rank)}, {}, {})
     exported = [sorted(p.name for p in (tmp_path / str(m) / "policy").iterdir()) for m in ((), (("fsdp", 2),))]
     assert exported == [["exported-0"], ["exported-0", "exported-1"]]
-
-
-def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match=r"trainer-0-0\.safetensors: not a readable state"):
-        CheckpointShard(tmp_path, "trainer/0", 0)
 
 
 def test_all_that_a_rank_wrote_is_on_the_disk_when_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,3 +271,133 @@ def test_a_temporary_file_of_another_rank_may_be_gone_before_it_is_synced(
     write_shard(tmp_path / "1", "trainer/0", 1, 2, {"policy": Written(mesh, 1)}, {}, {})
     assert {"policy", "exported-1"} < set(synced)
     assert part_path(tmp_path / "1", "trainer/0", 1).is_file()
+
+
+# State on the host -------------------------------------------------------------------------------------------
+
+
+def state() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "exp_avg": torch.randn(300, 70, generator=generator),
+        "master": nn.Parameter(torch.randn(1000, generator=generator).to(torch.bfloat16)),
+        "odd": torch.tensor([math.nan, -0.0, math.inf]),
+        "step": torch.tensor(7, dtype=torch.int64),
+        "flags": torch.tensor([True, False, True]),
+        "empty": torch.zeros(0, 4),
+    }
+
+
+def bits(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
+    return {name: t.detach().contiguous().view(-1).view(torch.uint8).tolist() for name, t in tensors.items()}
+
+
+def places(tensors: dict[str, Tensor]) -> list[int]:
+    return [t.untyped_storage().data_ptr() for t in tensors.values() if t.numel()]
+
+
+def away(offload: Offload, tensors: dict[str, Tensor]) -> None:
+    offload.leave(tensors)
+    offload.fence()
+
+
+def back(offload: Offload) -> None:
+    offload.come_back()
+    offload.fence()
+
+
+def test_every_bit_is_there_wherever_it_lies_and_the_device_memory_is_given_back() -> None:
+    given, held = state(), state()
+    offload, objects = Offload("trainer/0"), list(held.values())
+    room: set[int] = set()
+    for _ in range(3):
+        at_home = places(held)
+        away(offload, held)
+        assert bits(held) == bits(given)
+        room |= set(places(held))
+        assert len(room) == 1  # all in one piece, the same each time
+        back(offload)
+        assert bits(held) == bits(given)
+        assert room.isdisjoint(places(held))
+        assert len(set(at_home)) == 5
+        for name in ("exp_avg", "step"):
+            held[name].add_(1)
+            given[name].add_(1)
+    assert all(ours is theirs for ours, theirs in zip(objects, held.values(), strict=True))
+    assert offload.moves == 6
+    assert offload.nbytes == sum(t.nbytes for t in held.values())
+
+
+def test_what_is_new_leaves_with_the_rest() -> None:
+    held = {"master": torch.ones(5)}
+    offload = Offload("trainer/0")
+    away(offload, held)
+    back(offload)
+    held["exp_avg"] = torch.full((7,), 2.0)
+    away(offload, held)
+    assert len(set(places(held))) == 1
+    assert [t.tolist() for t in held.values()] == [[1.0] * 5, [2.0] * 7]
+
+
+def test_moves_follow_each_other() -> None:
+    offload, held = Offload("trainer/0"), state()
+    with pytest.raises(OffloadError, match="trainer/0: move from the host: given on the device, needed on the host"):
+        offload.come_back()
+    offload.leave(held)
+    with pytest.raises(OffloadError, match="moving"):
+        offload.leave(held)
+    offload.fence()
+    offload.fence()
+    with pytest.raises(OffloadError, match="given on the host, needed on the device"):
+        offload.leave(held)
+
+
+def test_a_move_that_hangs_meets_the_deadline_and_may_still_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    offload, release = Offload("trainer/0"), threading.Event()
+    monkeypatch.setattr(module, "give_back", lambda: release.wait(30))
+    offload.leave(state())
+    with pytest.raises(OffloadError, match=r"trainer/0: 6 tensors, \d+ bytes, to the host: not there after 0.01 s"):
+        offload.fence(0.01)
+    release.set()
+    offload.fence()
+    assert offload.where == "host"
+
+
+def test_a_move_that_fails_says_why_and_leaves_the_state_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    offload, held = Offload("trainer/0"), state()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no such device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "touched", refuse)
+        offload.leave(held)
+        with pytest.raises(OffloadError, match="to the host: no such device"):
+            offload.fence()
+    assert offload.where == "device"
+    assert bits(held) == bits(state())
+    away(offload, held)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", refuse)
+        offload.come_back()
+        with pytest.raises(OffloadError, match="to the device: no such device"):
+            offload.fence()
+    assert bits(held) == bits(state())
+    back(offload)
+    assert bits(held) == bits(state())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_state_on_a_gpu_leaves_after_what_the_stream_was_given_and_gives_its_memory_back() -> None:
+    held = {"exp_avg": torch.zeros(1 << 24, device="cuda")}
+    offload = Offload("trainer/0")
+    for _ in range(3):
+        before = torch.cuda.memory_reserved()
+        for _ in range(50):
+            held["exp_avg"].add_(1)
+        away(offload, held)
+        assert held["exp_avg"].is_pinned()
+        assert torch.cuda.memory_reserved() <= before - held["exp_avg"].nbytes
+        back(offload)
+        assert held["exp_avg"].is_cuda
+    assert bool((held["exp_avg"] == 150).all())

@@ -481,7 +481,7 @@ def test_a_large_piece_is_cut_alike_on_both_sides_whichever_has_it_strided() -> 
     sent, received = (buckets_of(copies, parts, CPU, Staging(2)) for parts in (source, target))
     assert [p.copies for p in sent] == [p.copies for p in received]
     assert [p.slot for p in sent] == [k % 2 for k in range(len(sent))]
-    assert not any(p.staged for p in received)
+    assert all(p.slot is None for p in received)
     assert all(p.buffer.nbytes <= BUCKET for p in sent)
     for out, into in zip(sent, received, strict=True):
         pack(out)

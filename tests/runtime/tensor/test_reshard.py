@@ -1,15 +1,27 @@
-"""Resharding against brute force: every element of every destination region comes once, from a rank that holds it."""
+"""Layouts and plans, against torch and against brute force: every element comes once, from a rank that holds it."""
 
+import heapq
 import itertools
 import json
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.tensor_parallel import stages_of, tensor_parallel
@@ -22,13 +34,221 @@ from penstock.runtime.tensor.layout import (
     Mesh,
     Placement,
     Region,
+    Split,
     TensorLayout,
     sharded,
 )
-from penstock.runtime.tensor.reshard import LARGE, ReshardPlan, reshard
+from penstock.runtime.tensor.reshard import LARGE, ReshardPlan, reshard, share
 from tests.nodes.tiny_model import parameter_shapes
 
-from .layouts import grids, layouts_of, regions, shapes
+from .layouts import grids, layouts_of, meshes, placements, regions, shapes
+
+# Regions and layouts as values -------------------------------------------------------------------------------
+
+
+Element = tuple[int, ...]
+
+
+def elements(region: Region) -> set[Element]:
+    return set(itertools.product(*(range(a, b) for a, b in zip(region.start, region.stop, strict=True))))
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_intersection_and_difference_are_those_of_sets(data: Any) -> None:
+    shape = data.draw(shapes)
+    a, b = data.draw(regions(shape)), data.draw(regions(shape))
+    assert elements(a & b) == elements(a) & elements(b)
+    rest = a.minus(b)
+    assert set().union(*map(elements, rest)) == elements(a) - elements(b)
+    assert sum(piece.size for piece in rest) == len(elements(a) - elements(b))
+    assert a.size == len(elements(a))
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_slabs_are_the_box_once_and_nearly_equal(data: Any) -> None:
+    region, parts = data.draw(regions(data.draw(shapes))), data.draw(st.integers(1, 9))
+    slabs = region.cut(parts)
+    assert len(slabs) == (parts if any(extent >= parts for extent in region.shape) else 1)
+    assert set().union(*map(elements, slabs)) == elements(region)
+    assert sum(slab.size for slab in slabs) == region.size
+    extents = [[slab.shape[d] for slab in slabs] for d in range(len(region.shape))]
+    assert all(max(along) - min(along) <= 1 for along in extents)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_layout_comes_back_from_json_equal(data: Any) -> None:
+    tensors = [(f"t{i}", data.draw(shapes), "int8") for i in range(data.draw(st.integers(0, 4)))]
+    layout = data.draw(layouts_of(tensors, covering=True, listed=False))
+    loaded = Layout.from_json(json.loads(json.dumps(layout.to_json())))
+    assert loaded == layout
+    assert loaded.to_json() == layout.to_json()
+    assert loaded.ranks == layout.ranks
+    for rank in range(layout.ranks):
+        assert [t.held_by(rank) for t in loaded.tensors] == [t.held_by(rank) for t in layout.tensors]
+
+
+def test_a_described_layout_is_written_once_per_signature_whatever_the_number_of_ranks() -> None:
+    tensors = [(f"layers.{i}.weight", (64, 64), "bfloat16") for i in range(100)]
+    few, many = (sharded(tensors, Mesh((("fsdp", ranks),))) for ranks in (2, 4096))
+    assert len(json.dumps(many.to_json())) - len(json.dumps(few.to_json())) == len("4096") - len("2")
+    assert len(many.to_json()["signatures"]) == 1
+
+
+def test_ranks_that_hold_nothing_count() -> None:
+    assert Layout.whole([], ranks=3).ranks == 0
+    assert Layout((), ("a", "b")).ranks == 2
+    assert Layout.whole([("t", (0,), "int8")], ranks=3).ranks == 3
+
+
+# Placements against what torch does --------------------------------------------------------------------------
+
+
+RULES = {"column.weight": (0, 0), "row.weight": (1, 0), "norm.weight": None}
+
+
+@contextmanager
+def torch_mesh(rank: int, *axes: tuple[str, int]) -> Iterator[DeviceMesh]:
+    """A mesh of torch's in which this process is `rank`: the backend moves nothing."""
+    sizes = tuple(size for _, size in axes)
+    world = torch.Size(sizes).numel()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield init_device_mesh("cpu", sizes, mesh_dim_names=tuple(name for name, _ in axes))
+    finally:
+        dist.destroy_process_group()
+
+
+class Two(nn.Module):
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        for name in ("column", "row"):
+            layer = nn.Linear(columns, rows, bias=False)
+            layer.weight = nn.Parameter(torch.arange(float(rows * columns)).view(rows, columns))
+            self.add_module(name, layer)
+        self.norm = nn.RMSNorm(rows)
+        self.norm.weight = nn.Parameter(torch.arange(float(rows)))
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+@pytest.mark.parametrize("fsdp", [1, 2, 3, 4])
+@pytest.mark.parametrize("tp", [1, 2, 3])
+@pytest.mark.parametrize(("rows", "columns"), [(12, 12), (9, 6), (5, 7), (2, 3)])
+def test_fsdp2_over_tensor_parallelism_leaves_these_elements(fsdp: int, tp: int, rows: int, columns: int) -> None:
+    axes = ("fsdp", fsdp), ("tp", tp)
+    tensors = [(name, tuple(p.shape), "float32") for name, p in Two(rows, columns).named_parameters()]
+    layout = sharded(tensors, Mesh(axes), RULES)
+    for rank in range(fsdp * tp):
+        whole = {name: p.detach() for name, p in Two(rows, columns).named_parameters()}
+        model = Two(rows, columns)
+        with torch_mesh(rank, *axes) as mesh:
+            styles: dict[str, Any] = {"column": ColwiseParallel(), "row": RowwiseParallel()}
+            parallelize_module(model, mesh["tp"], styles, src_data_rank=None)
+            fully_shard(model, mesh=mesh["fsdp"])
+            for name, parameter in model.named_parameters():
+                regions = layout.by_name[name].held_by(rank)
+                found = local(parameter).detach()
+                if not regions:
+                    assert found.numel() == 0
+                else:
+                    assert torch.equal(found, whole[name][regions[0].slices(Region.whole(whole[name].shape))])
+
+
+@pytest.mark.parametrize("shape", [(12, 8), (7, 5), (3, 2), (1, 9)])
+@pytest.mark.parametrize("dims", [(0, 1), (1, 0), (0, None), (None, 1), (0, 0), (1, 1)])
+def test_boxes_are_those_that_dtensor_computes(shape: tuple[int, ...], dims: tuple[int | None, ...]) -> None:
+    axes = ("a", 3), ("b", 2)
+    splits = tuple(Split(axis, dim) for (axis, _), dim in zip(axes, dims, strict=True) if dim is not None)
+    placement = Placement(Mesh(axes), splits)
+    theirs = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    for rank in range(6):
+        with torch_mesh(rank, *axes) as mesh:
+            extent, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, theirs)
+        own = placement.of(rank, shape)
+        if own:
+            assert (own[0].start, own[0].shape) == (tuple(offset), tuple(extent))
+        else:
+            assert 0 in extent
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_boxes_of_a_placement_are_equal_or_disjoint_and_cover_the_tensor(data: Any) -> None:
+    mesh, shape = data.draw(meshes), data.draw(shapes)
+    placement = data.draw(placements(mesh, shape))
+    assert placement.faults(shape) == []
+    held = {region for rank in range(mesh.size) for region in placement.of(rank, shape)}
+    assert sum(region.size for region in held) == Region.whole(shape).size
+    assert all(not (a & b).size for a, b in itertools.combinations(held, 2))
+
+
+def test_heads_are_dealt_whole_and_replicated_where_there_are_fewer_than_ranks() -> None:
+    mesh = Mesh((("tp", 8),))
+
+    def rows(units: int, size: int) -> list[tuple[int, int]]:
+        regions = [Placement(mesh, (Split("tp", 0, units),)).of(rank, (size,)) for rank in range(8)]
+        return [(own[0].start[0], own[0].stop[0]) if own else (0, 0) for own in regions]
+
+    assert rows(8, 32) == [(4 * r, 4 * r + 4) for r in range(8)]
+    assert rows(2, 32) == [(0, 16)] * 4 + [(16, 32)] * 4
+    assert rows(12, 48) == [(8 * r, 8 * r + 8) for r in range(6)] + [(0, 0)] * 2
+
+
+def test_the_order_of_axes_gives_the_ranks_and_nothing_else() -> None:
+    tensors = [("column.weight", (8, 8), "int8"), ("norm.weight", (8,), "int8")]
+    a = sharded(tensors, Mesh((("dp_replicate", 2), ("fsdp", 3), ("tp", 2))), RULES)
+    b = sharded(tensors, Mesh((("tp", 2), ("dp_replicate", 2), ("fsdp", 3))), RULES)
+    for dp, fsdp, tp in itertools.product(range(2), range(3), range(2)):
+        for name in a.by_name:
+            one = a.by_name[name].held_by((dp * 3 + fsdp) * 2 + tp)
+            assert one == b.by_name[name].held_by((tp * 2 + dp) * 3 + fsdp)
+
+
+def test_a_stage_holds_its_tensors_only() -> None:
+    mesh = Mesh((("pp", 2), ("fsdp", 2)))
+    layout = sharded([("a", (4,), "int8"), ("b", (4,), "int8")], mesh, stages={"a": (0,), "b": (0, 1)})
+    assert [bool(layout.by_name["a"].held_by(rank)) for rank in range(4)] == [True, True, False, False]
+    assert [bool(layout.by_name["b"].held_by(rank)) for rank in range(4)] == [True] * 4
+
+
+def test_all_tensors_without_a_rule_or_a_stage_are_named() -> None:
+    tensors = [("column.weight", (4, 4), "int8"), ("unheard", (4,), "int8")]
+    with pytest.raises(LayoutError) as caught:
+        sharded(tensors, Mesh((("pp", 2), ("tp", 2))), RULES, {"unheard": (0,)})
+    assert str(caught.value).splitlines() == [
+        "no layout on pp 2 × tp 2:",
+        "  column.weight: no stage",
+        "  unheard: no rule for tensor parallelism",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("placement", "fault"),
+    [
+        (Placement(Mesh((("tp", 2),)), (Split("fsdp", 0),)), "split over axis 'fsdp' of tp 2"),
+        (Placement(Mesh((("tp", 2),)), (Split("tp", 2),)), r"split of dimension 2 of shape (6, 4)"),
+        (Placement(Mesh((("tp", 2),)), (Split("tp", 0, 4),)), "4 units in dimension 0 of shape (6, 4)"),
+        (Placement(Mesh((("tp", 4),)), (Split("tp", 0, 3),)), "3 units over 4 ranks of tp"),
+        (Placement(Mesh((("tp", 2), ("fsdp", 2))), (Split("fsdp", 0), Split("tp", 0, 2))), "cut already"),
+    ],
+)
+def test_a_placement_that_does_not_fit_says_why(placement: Placement, fault: str) -> None:
+    (found,) = placement.faults((6, 4))
+    assert fault in found
+
+
+def test_a_mesh_with_a_name_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="needed distinct names"):
+        Mesh((("tp", 2), ("tp", 2)))
+
+
+# Plans -------------------------------------------------------------------------------------------------------
+
 
 LLAMA_405B = ModelConfig(128256, 16384, 53248, 126, 128, 8, 128)
 
@@ -80,19 +300,9 @@ def test_every_element_is_written_once_by_a_holder(data: Any) -> None:
     assert plan.nbytes == sum(plan.bytes_in)
 
 
-def test_what_overlapping_regions_hold_is_written_once() -> None:
-    """Rank 0 holds rows 0 to 3, rank 1 rows 2 to 5: rows 2 and 3 must come from one of them."""
-    shape = (6, 2)
-    held = ListedRegions(((0, Region((0, 0), (4, 2))), (1, Region((2, 0), (6, 2)))))
-    src = Layout((TensorLayout("t", shape, "int8", held),))
-    plan = reshard(src, src.replicated(1))
-    check(src, src.replicated(1), plan)
-    assert plan.nbytes == 12
-
-
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_overlapping_boxes_and_extra_holders_are_used_once(data: Any) -> None:
+def test_what_overlapping_regions_hold_is_written_once(data: Any) -> None:
     sources, targets = [], []
     for name in "ab":
         shape = data.draw(shapes)
@@ -205,33 +415,24 @@ def test_what_no_source_holds_is_refused_with_every_tensor(data: Any) -> None:
         assert f"{name}: {gone} for ranks 0, 1, 2 and 2 more is held by no source rank" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "message"),
-    [
+def test_a_layout_that_contradicts_itself_is_refused() -> None:
+    def listed(region: Region, dtype: str = "int8") -> TensorLayout:
+        return TensorLayout("t", (4,), dtype, ListedRegions(((0, region),)))
+
+    all_of_it, placed = Region((0,), (4,)), Placement(Mesh((("pp", 2),)), only=(("pp", (2,)),))
+    for layout, message in (
+        (Layout((listed(Region((0,), (5,))),)), r"region \[0:5\] of rank 0 outside shape \(4,\)"),
+        (Layout((listed(Region((0, 0), (4, 4))),)), "outside shape"),
+        (Layout((listed(all_of_it, "object"),)), "dtype 'object'"),
+        (Layout((TensorLayout("t", (4,), "int8", placed),)), "only at"),
+        (Layout((listed(all_of_it), listed(all_of_it))), "t: 2 times in the source"),
         (
-            TensorLayout("t", (4,), "int8", ListedRegions(((0, Region((0,), (5,))),))),
-            r"region \[0:5\] of rank 0 outside shape \(4,\)",
+            Layout(Layout.whole([("t", (4,), "int8")], ranks=3).tensors, ("a", "b")),
+            "hosts: 2 for 3 ranks of the source",
         ),
-        (TensorLayout("t", (4,), "int8", ListedRegions(((0, Region((0, 0), (4, 4))),))), "outside shape"),
-        (TensorLayout("t", (4,), "object", ListedRegions(((0, Region((0,), (4,))),))), "dtype 'object'"),
-        (TensorLayout("t", (4,), "int8", Placement(Mesh((("pp", 2),)), only=(("pp", (2,)),))), "only at"),
-    ],
-)
-def test_a_layout_that_contradicts_itself_is_refused(tensor: TensorLayout, message: str) -> None:
-    with pytest.raises(LayoutError, match=message):
-        reshard(Layout((tensor,)), Layout((tensor,)))
-
-
-def test_a_name_twice_is_refused() -> None:
-    tensor = TensorLayout("t", (4,), "float32", ListedRegions(((0, Region((0,), (4,))),)))
-    with pytest.raises(LayoutError, match="t: 2 times in the source"):
-        reshard(Layout((tensor, tensor)), Layout((tensor,)))
-
-
-def test_too_few_hosts_are_refused() -> None:
-    src = Layout.whole([("t", (4,), "int8")], ranks=3)
-    with pytest.raises(LayoutError, match="hosts: 2 for 3 ranks of the source"):
-        reshard(Layout(src.tensors, ("a", "b")), src)
+    ):
+        with pytest.raises(LayoutError, match=message):
+            reshard(layout, layout)
 
 
 def llama_405b(*axes: tuple[str, int]) -> Layout:
@@ -299,3 +500,17 @@ def test_pipeline_stages_on_both_sides_send_only_what_is_there() -> None:
         assert all(src.by_name[c.tensor].held_by(rank) for c in plan.sends(rank))
     received = {(c.destination, c.tensor) for r in range(12) for c in plan.receives(r)}
     assert received == {(r, t.name) for t, r in itertools.product(dst.tensors, range(12)) if t.held_by(r)}
+
+
+# Sharing out -------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(0, 30), st.integers(1, 12))
+def test_the_least_loaded_sends_next(loads: list[int], copies: int, nbytes: int) -> None:
+    queue = sorted((load, sender) for sender, load in enumerate(loads))
+    counts = [0] * len(loads)
+    for _ in range(copies):
+        load, sender = heapq.heappop(queue)
+        counts[sender] += 1
+        heapq.heappush(queue, (load + nbytes, sender))
+    assert share(loads, copies, nbytes) == counts
