@@ -25,6 +25,7 @@ def uniform_groups(rewards_N: Tensor, group_N: Tensor) -> Tensor:
     What dynamic sampling leaves out: DAPO (arXiv 2503.14476), equation 11. Compares the rewards, not their deviation,
     which rounding keeps from being zero.
     """
+    # By the rewards themselves: the mean of equal ones may differ from them in the last bit.
     return segment_max(rewards_N, group_N) == -segment_max(-rewards_N, group_N)
 
 
@@ -46,6 +47,7 @@ def grpo_advantages(rewards_N: Tensor, group_N: Tensor, *, correction: int = 0) 
     centred_N = group_mean_advantages(rewards_N, group_N)
     degrees_G = (segment_lengths(group_N) - correction).clamp(min=1)
     mean_square_N = segment_mean(centred_N.square(), group_N)[group_N]
+    # No ε below the root: groups of equal rewards, whose variance is 0, are masked by their rewards instead.
     variance_N = mean_square_N * (segment_lengths(group_N) / degrees_G)[group_N]
     return (centred_N / variance_N.sqrt()).masked_fill(uniform_groups(rewards_N, group_N)[group_N], 0.0)
 

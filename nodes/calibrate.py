@@ -135,6 +135,7 @@ def links() -> dict[str, float]:
     """GB/s and microseconds one way between two processes: over gloo on loopback, and by shared memory."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "penstock.nodes.calibrate", folder]
+        # A process and no thread: transports differ between processes, and the interpreter's lock would be measured.
         with subprocess.Popen(command) as other:
             try:
                 return {**_gloo(Path(folder), 0), **_shared()}

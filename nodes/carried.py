@@ -64,6 +64,7 @@ def carried(cls: type[T]) -> type[T]:
     for name in ("weights", "state", "restore", "export"):
         if name not in vars(cls):  # what the class says itself stays
             setattr(made, name, vars(_Carried)[name])
+    # A subclass does not inherit its base's maker, which would make the base.
     if "maker" not in vars(cls):
         made.maker = f"{path_of(cls)}.make"
     return made  # type: ignore[no-any-return]
@@ -98,6 +99,7 @@ class _Carried:
             given = f"given a checkpoint with the fields {', '.join(facts) or 'of nothing'}"
             needed = f"needed {', '.join(names)}, as when it was written"
             raise ValueError(f"{self.written}: {type(self).__name__}: {given}, {needed}")
+        # Past the checks, and past a frozen dataclass.
         for name in names:
             object.__setattr__(self, name, _decoded(facts[name]))
 

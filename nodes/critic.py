@@ -70,6 +70,7 @@ def generalized_advantages(
     GAE (Schulman et al. 2015, arXiv 1506.02438), equation 16. The returns, A + V, are what the critic learns.
     """
     values_P = values_P.detach()
+    # A response that was cut short is worth nothing after its end, too: its reward says how it was rated as it is.
     next_P = values_P.roll(-1).masked_fill(last_tokens(sequence_P), 0.0)
     deltas_P = rewards_P + gamma * next_P - values_P
     advantages_P = discounted_sums(deltas_P, sequence_P, discount=gamma * lam)
@@ -86,6 +87,7 @@ def value_loss(values_P: Tensor, old_P: Tensor, returns_P: Tensor, *, clip: floa
     if clip is not None:
         old_P = old_P.detach()
         clipped_P = values_P.clamp(old_P - clip, old_P + clip)
+        # The larger error: the smaller one would let the critic run away from its goal at no cost.
         errors_P = torch.maximum(errors_P, (clipped_P - returns_P).square())
     return errors_P / 2
 
@@ -146,6 +148,7 @@ def gae(
     place = sampled_mask(rollouts).nonzero(as_tuple=True)
     sequence_P, _ = place
     rewards_P = terminal_rewards(rewards.values_N, sequence_P)
+    # In the reward and not in the loss: what a token costs counts for the tokens before it.
     if reference is not None:
         behaviour_NT = behaviour_logprobs(rollouts, "gae, with a reference")
         rewards_P = rewards_P - kl * (behaviour_NT[place] - reference.logprobs_NT[place])
@@ -186,6 +189,7 @@ def critic_update(
     """
     check_shape("critic_update: given values", values.values_NT, rollouts, each="token")
     check_shape("critic_update: given returns", returns.returns_NT, rollouts, each="token")
+    # A loss of values reads no advantages, which all rows of an update have.
     unread_N = torch.zeros(len(rollouts))
     own = {"values_N": unread_N, "expected_NT": values.values_NT, "returns_NT": returns.returns_NT}
     parts = [Part(Expected(**columns(rollouts), **own), partial(_value_loss, clip=clip))]

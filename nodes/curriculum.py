@@ -84,6 +84,7 @@ def choose(candidates: Candidates, varied: Varied, *, by: Kind = carries) -> tup
     Figures: `expected_variance`, what is known of that kind, and `unseen`, 1 where that is nothing.
     """
     known = [varied.variances.get(by(text)) for text in candidates.texts]
+    # What has never been seen may be anything: it is tried first.
     variances = [inf if variance is None else variance for variance in known]
     row = max(range(len(variances)), key=variances.__getitem__)
     chosen = Prompts((candidates.ordinals[row],), (candidates.texts[row],), (candidates.answers[row],))
@@ -100,6 +101,7 @@ def remember(varied: Varied, prompts: Prompts, rewards: Rewards, *, by: Kind = c
     variance_G = rewards.values_N.float().view(groups, -1).var(1, unbiased=False).tolist()
     for text, variance in zip(prompts.texts, variance_G, strict=True):
         kind = by(text)
+        # The first figure counts in full: a start at 0 would keep a new kind from being chosen for long.
         known = varied.variances.get(kind, variance)
         varied.variances[kind] = MEMORY * known + (1 - MEMORY) * variance
     return varied, {"kinds": float(len(varied.variances))}

@@ -209,6 +209,7 @@ class Problem:
 
 def draw_problem(context: Context, digits: int, *parts: int) -> Problem:
     """The training problem of this key: the first draw that is not held out."""
+    # By drawing again: leaving held-out ones out would make what follows depend on how many there were.
     draws = (Problem.draw(context.key(*parts, attempt), digits) for attempt in count())
     return next(p for p in draws if p not in _held_out_set(digits))
 
@@ -252,6 +253,7 @@ def wrong_answer(problem: Problem, key: int) -> str:
     if draft_alone and int(problem.draft) != int(problem.answer):
         return problem.draft
     right = problem.demonstration(sloppy=False)
+    # A digit of the answer, not of the draft, which nothing checks.
     key, back = divmod(key, problem.digits + 1)
     place = len(right) - 1 - back
     other = (int(right[place]) + 1 + key % 9) % 10
@@ -275,6 +277,7 @@ class Epochs(Generic[R]):
     """
 
     def __init__(self, context: Context, rows: Sequence[R]) -> None:
+        # Not by the run's seed: runs with other seeds are measured on the same rows.
         order = _permutation(len(rows), 0)
         num_held_out = min(HELD_OUT, len(rows) // 10)
         evaluate = context.split == "evaluate"

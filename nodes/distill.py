@@ -72,6 +72,7 @@ def _open(context: Context, device: str) -> tuple[Llama, Tokenizer]:
     unread = num_ranks(context.mesh) > 1  # each rank reads what it cuts, layer by layer
     model, tokenizer = load_model(Llama, folder, context.dtype, device, unread=unread), load_tokenizer(folder)
     own = run_spec(context).tokenizer
+    # Token by token they are compared, so that each number has to mean the same word.
     theirs, ours = tokenizer.backend.get_vocab(), own.backend.get_vocab()
     if theirs != ours:
         given, needed = f"a tokenizer of {len(theirs)} tokens", f"the policy's own tokenizer, which has {len(ours)}"
@@ -117,6 +118,7 @@ def distill_update(
     a micro-batch times the vocabulary.
     """
     learner, guide = language_policy(policy), language_model(teacher)
+    # A loss is called on the last stage only, which does not have the teacher's first layers.
     if learner.ranks.size(STAGE) > 1:
         raise ValueError(f"distill_update: given a mesh of {learner.ranks}, needed one without stages ({STAGE})")
 

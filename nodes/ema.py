@@ -49,6 +49,7 @@ def refresh(average: AnyAverage, policy: Policy) -> tuple[AnyAverage, Metrics]:
 def _follow(average: Average, policy: Policy, decay: float) -> Metrics:
     average = expect(FollowingPolicy, average, "average")
     goals = language_policy(policy).masters
+    # Of the masters: in the run's dtype small steps of an average would be lost to rounding.
     apart = {name: average.masters[name] - goal for name, goal in goals.items()}
     distance = average.workers.norm(apart) / average.workers.norm(goals)
     for name, goal in goals.items():

@@ -18,6 +18,7 @@ class Examiner:
 
     def __init__(self, context: Context, problems: int, by: Rule) -> None:
         self.source = open_prompts(replace(context, split="evaluate"))
+        # Greedy, so that the same weights get the same mark whoever measures.
         self.engine = make_engine(context, samples=1, temperature=0.0)
         self.problems, self.by = problems, by
         # By tag: the version that is measured, and the rewards so far.
@@ -60,6 +61,7 @@ def measure(
 
     It reads nothing but weights, so no update waits for it: `measure.every(10)(broadcast(policy))`.
     """
+    # A run drives the engine itself; this is for a call by hand, which waits for its own exam.
     tag = object()
     examiner.submit(tag, {"behaviour": behaviour})
     while True:

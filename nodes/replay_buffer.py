@@ -66,11 +66,13 @@ def replay(
     born_N = torch.full((len(rollouts),), buffer.update)
     fresh = Past(**columns(rollouts), values_N=advantage.values_N, born_N=born_N)
     past = list(dict.fromkeys(buffer.ordinals))
+    # Keyed by the update: a run that resumes draws the same groups.
     drawn = set(random.Random(Context(seed=buffer.key).key(buffer.update)).sample(past, min(take, len(past))))
     chosen = [row for row, ordinal in enumerate(buffer.ordinals) if ordinal in drawn]
     old = [buffer.past().take(chosen)] if chosen else []
     mixed = Past.concat([fresh, *old])
     ages = [float((buffer.update - each.born_N).float().mean()) for each in old]
+    # What was drawn now may be drawn again, so the buffer keeps it as if it had not been.
     everything = Past.concat([buffer.past(), fresh]) if past else fresh
     kept = everything.take(_young(everything, buffer.update + 1 - max_age, capacity))
     figures = {"replayed": float(len(drawn)), "replayed_age": sum(ages), "buffered": float(len(set(kept.ordinals)))}

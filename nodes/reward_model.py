@@ -69,6 +69,7 @@ def bradley_terry_accuracy(chosen_N: Tensor, rejected_N: Tensor) -> Tensor:
 
 def _first_by(keys_N: Tensor, group_N: Tensor) -> Tensor:
     """The row of each group's lowest key, the first one among equals."""
+    # Two stable sorts, so that the first among equals stays the first.
     by_key_N = torch.argsort(keys_N, stable=True)
     by_group_N = by_key_N[torch.argsort(group_N[by_key_N], stable=True)]
     lengths_G = segment_lengths(group_N)
@@ -95,6 +96,7 @@ def ends(rollouts: Rollouts) -> Rollouts:
         tokens_NS=pad(rollouts.tokens_NS, (0, 1)),
         response_lengths_N=lengths_N + 1,
         versions_NT=after_NT.long() - 1,
+        # A score is no probability: no temperature divides it.
         temperature_N=torch.ones(len(rollouts)),
     )
 
@@ -126,6 +128,7 @@ def learn_pairs(
     """
     sums_N = sequence_sums(learner, items, 2 * count, forward).requires_grad_()
     losses_N = loss(*sums_N.chunk(2))
+    # The loss of a pair depends on its sequences by their sums alone, so this is the weight of each of their tokens.
     (weights_N,) = torch.autograd.grad(losses_N.sum(), sums_N)
 
     def weighted(model: Model, packed: Packed) -> tuple[Tensor, None]:

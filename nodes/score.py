@@ -112,6 +112,7 @@ def _reward(by: Rule, rollouts: Rollouts, row: int) -> float:
     prompt, response, answer = rollouts.prompts[row], rollouts.texts[row], rollouts.answers[row]
     place = f"{getattr(by, '__qualname__', by)} on group {rollouts.ordinals[row]}, row {row}"
     shown = f"prompt {prompt!r}, response {response!r}, answer {answer!r}"
+    # Whatever a user's rule raises is told with the row: a traceback alone does not say which response it was.
     try:
         value = float(by(prompt, response, answer))
     except Exception as error:
@@ -132,6 +133,7 @@ def mixed(rollouts: Rollouts, rewards: Rewards) -> bool:
 def buffer_fits(call: Call) -> None:
     """What a penalty on length requires: a buffer that ends at the longest length, and is no longer than that."""
     longest, buffer, said = call.options["max_length"], call.options["buffer"], "max_length="
+    # Without a run there is no bound on responses to compare with yet.
     if longest is None and call.context is not None:
         longest, said = call.context.max_tokens, "--max-tokens "
     if type(longest) is int and type(buffer) is int and buffer > longest:

@@ -85,6 +85,7 @@ class SequenceModel(Generic[Model]):
 
         All ranks call it, to bring the parts of each tensor together, and the first one writes.
         """
+        # Every rank takes part in gathering, whichever one writes.
         tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in self.workers.whole()}
         if self.ranks.rank == 0:
             save_model(self.model, tensors, folder)
@@ -134,6 +135,7 @@ class MasterWeights(SequenceModel[Model]):
 
     def __init__(self, master: Model, tokenizer: Tokenizer, context: Context) -> None:
         parted, dtype = Ranks.of(context).count > 1, torch_dtype(context.dtype)
+        # In parts FSDP gathers a converted copy for each use; one rank keeps one of its own.
         copied = not parted and dtype != torch.float32
         super().__init__(deepcopy(master).to(dtype) if copied else master, tokenizer, context)
         self.masters = dict(master.named_parameters()) if copied else self.workers.parameters
@@ -238,6 +240,7 @@ class Learner(MasterWeights[Model]):
         if not math.isfinite(norm):
             self._forget_gradients()
             raise FloatingPointError(f"update of version {self.version}: given a gradient of norm {norm}")
+        # One factor for clipping and the division that the losses left out.
         scale = min(1.0, options["clip_norm"] / (norm + 1e-6)) / normaliser
         for gradient in gradients.values():
             gradient.mul_(scale)
@@ -247,6 +250,7 @@ class Learner(MasterWeights[Model]):
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.copy_masters()
+        # However many steps an update takes, others see one new version.
         self.version += int(last)
         return norm
 
@@ -256,6 +260,7 @@ class Learner(MasterWeights[Model]):
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         super().restore(tensors, facts)
+        # A run that resumes from before its first step has no moments to keep.
         self.optimizer.state.clear()
         for name, parameter in self.masters.items() if facts["steps"] else ():
             moments = {moment: tensors[f"{moment}.{name}"].to(parameter, copy=True) for moment in MOMENTS}

@@ -85,6 +85,7 @@ def sampled_mask(rollouts: Rollouts) -> Tensor:
     versions_NT: Tensor = rollouts.versions_NT
     steps_T = torch.arange(versions_NT.shape[1], device=versions_NT.device)
     within_NT: Tensor = steps_T < rollouts.response_lengths_N.to(versions_NT.device)[:, None]
+    # An environment's tokens have no version: no policy chose them.
     return within_NT & (versions_NT >= 0)
 
 
@@ -176,12 +177,14 @@ def pack(
     # The smallest bound that needs no more micro-batches makes them about equally large.
     bounds = range(1, max(max_tokens, sized[0][0]))
     bound = 1 + bisect_left(bounds, True, key=lambda bound: len(split(bound)) <= most)
+    # Most batches are at temperature 1, and are spared a division of all logits.
     same = bool((temperature_N == 1).all())
     packed = []
     for rows in split(bound):
         chosen_R = torch.tensor(rows)
         lengths_R = lengths_N[chosen_R]
         width = int(lengths_R.max())
+        # Row by row, and in a row step by step: the order in which losses see the tokens of a response.
         row_P, step_P = sampled_NT[chosen_R].nonzero(as_tuple=True)
         sequence_P, place_P = chosen_R[row_P], prompts_N[chosen_R][row_P] + step_P
         if len(row_P):
@@ -213,6 +216,7 @@ def optimizer_steps(
     if min(epochs, minibatches) < 1 or (len(groups) < minibatches and not term):
         given = f"epochs={epochs} and minibatches={minibatches} for a batch of {len(groups)} prompt groups"
         raise ValueError(f"{context.node}: given {given}, needed at least 1, and a prompt group for each minibatch")
+    # The first term's key is that of an update without others, so that adding a term does not change its cut.
     more = (term,) if term else ()
     bounds = [-(-len(groups) * number // minibatches) for number in range(minibatches + 1)]
     steps = []

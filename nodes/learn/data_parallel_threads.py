@@ -76,6 +76,7 @@ class DataParallelThreads(Generic[Model]):
     def collect(self) -> dict[str, Tensor]:
         """The sum of all gradients since the last call, float32, by the parameter's name."""
         total = self._gradients[0].copy()
+        # In the workers' order, whichever was done first: equal items make equal bits.
         for gradients in self._gradients[1:]:
             for name, gradient in gradients.items():
                 total[name] = total[name].add_(gradient) if name in total else gradient

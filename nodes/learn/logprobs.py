@@ -65,6 +65,7 @@ class _Chunked(torch.autograd.Function):
         ctx.save_for_backward(hidden_PD, weight_VD, targets_P, temperature_P)
         ctx.size = size
         entropy_P = torch.cat(entropies)
+        # Entropy is a metric; a loss of it would need the logits that are not kept.
         ctx.mark_non_differentiable(entropy_P)
         return torch.cat(logprobs), entropy_P
 
@@ -81,6 +82,7 @@ class _Chunked(torch.autograd.Function):
             grad_C = grad_C if temperature_C is None else grad_C / temperature_C
             grad_CV = probs_CV.mul_(-grad_C[:, None])
             grad_CV.scatter_add_(1, targets_P[rows, None], grad_C[:, None])
+            # Products in the weights' own type, as autograd's; their sum over chunks is in float32.
             grad_CV = grad_CV.to(weight_VD.dtype)
             grad_hidden_PD[rows] = grad_CV @ weight_VD
             grad_weight_VD += grad_CV.T @ hidden_CD

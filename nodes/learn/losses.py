@@ -165,6 +165,7 @@ def cispo(logprobs_P: Tensor, sampled: Sampled, *, clip_high: float = 4.0, clip_
     """
     ratio_P = ratio(logprobs_P, sampled.behaviour_P)
     low, high = 1 - clip_low, 1 + clip_high
+    # Without a gradient of its own, so that a token beyond the bounds still moves its log π.
     weight_P = ratio_P.clamp(low, high).detach()
     return -weight_P * sampled.advantages_P * logprobs_P, (ratio_P < low) | (ratio_P > high)
 
@@ -188,6 +189,7 @@ def ppo(
     loss_P, clipped_P = _clipped(ratio_P, advantages_P, clip_low, clip_high)
     if dual_clip is None:
         return loss_P, clipped_P
+    # PPO's minimum has no bound below where a bad response has become much likelier.
     bounded_P = torch.where(advantages_P < 0, torch.minimum(loss_P, -dual_clip * advantages_P), loss_P)
     return bounded_P, clipped_P | ((advantages_P < 0) & (ratio_P > dual_clip))
 
@@ -201,6 +203,7 @@ def gspo(logprobs_P: Tensor, sampled: Sampled, *, clip_low: float = 3e-4, clip_h
     and gradient. The defaults are the paper's, section 5.1.
     """
     log_ratios_P = segment_mean((logprobs_P - sampled.behaviour_P).detach(), sampled.sequence_P)[sampled.sequence_P]
+    # The value is the response's ratio, the gradient that of the token alone.
     ratio_P = torch.exp(log_ratios_P + (logprobs_P - logprobs_P.detach()))
     return _clipped(ratio_P, sampled.advantages_P, clip_low, clip_high)
 
@@ -249,7 +252,7 @@ def importance_weighted(
     given = logprobs_P, sampled.behaviour_P, sampled.sequence_P
     free_P = importance_weights(*given, level=level, bound="truncate", cap=math.inf)
     weights_P = importance_weights(*given, level=level, bound=bound, cap=cap, floor=floor)
-    return weights_P * reinforce(logprobs_P, sampled), (free_P < floor) | (free_P > cap)
+    return weights_P * reinforce(logprobs_P, sampled), weights_P != free_P
 
 
 def _clipped(ratio_P: Tensor, advantages_P: Tensor, clip_low: float, clip_high: float) -> LossAndClipped:
@@ -287,6 +290,7 @@ def importance_weights(
     """
     log_weights_P = (target_P - behaviour_P).detach()
     if level == "sequence":
+        # A sum of logarithms: the product itself may overflow half-way.
         log_weights_P = segment_sum(log_weights_P, sequence_P)[sequence_P]
     weights_P = log_weights_P.exp()
     if bound == "truncate":

@@ -64,6 +64,7 @@ def update_options(**changed: Unpack[UpdateOptions]) -> Callable[[Callable[P, R]
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name])
             for name, default in defaults.items()
         ]
+        # `@node` reads the options from the signature, and `check` their types from the annotations.
         made: Any = update
         made.__signature__ = signature.replace(parameters=[*own, *more])
         made.__annotations__ = {each.name: each.annotation for each in (*own, *more)}
@@ -82,6 +83,7 @@ def learning_rate(call: Call) -> None:
         return
     schedule, bound = imported(given["path"]), given.get("options", {})
     parameters = inspect.signature(schedule).parameters.values() if callable(schedule) else ()
+    # An option without a default would be missed only in the first update, after the first batch.
     free = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in bound]
     if free:
         name = short(given["path"])
@@ -119,4 +121,5 @@ def linear(update: int, updates: int, *, peak: float, warmup: int = 0, final: fl
 
 def _rise(update: int, warmup: int) -> float:
     """The share of the peak that update 0, 1, … has on the way up; 1 from update `warmup` on."""
+    # The first update has a share above 0: a rate of 0 would make its batch useless.
     return min(1.0, (update + 1) / (warmup + 1))

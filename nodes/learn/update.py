@@ -265,6 +265,7 @@ class Part:
         micro_tokens: int | None,
     ) -> Sums:
         """Add `scale` times the gradient of the weighted sum of token losses to the learner's; the sums over tokens."""
+        # Only for losses that ask: whole groups pack worse.
         whole_groups = reads_groups(self.loss)
         group_N = group_rows(self.rows.ordinals).to(lengths_N.device) if whole_groups else None
 
@@ -287,6 +288,7 @@ class Part:
                 given = list(loss_P.shape) if isinstance(loss_P, Tensor) else type(loss_P).__name__
                 needed = f"a loss for each token, shape {list(logprobs_P.shape)}"
                 raise ValueError(f"loss {loss_name(self.loss)}: given a result of shape {given}, needed {needed}")
+            # k3, as in GRPO: its gradient is that of the forward divergence, and it is never negative.
             if self.kl:
                 loss_P = loss_P + self.kl * kl_estimate(logprobs_P, sampled.reference_P, estimator="k3")
             total = (token_weights(sampled.lengths_P, aggregation=self.average) * loss_P).sum()
@@ -319,6 +321,7 @@ def descend(
         optimizer_steps(learner.context, learner.version, part.rows.ordinals, epochs, minibatches, number)
         for number, part in enumerate(parts)
     ]
+    # Once for all epochs: each minibatch takes its rows on the device.
     parts = [replace(part, rows=part.rows.to(learner.device)) for part in parts]
     taken: list[list[Sums]] = [[] for _ in parts]
     norms: list[float] = []
@@ -327,6 +330,7 @@ def descend(
         unit = 0.0
         for part, found, (epoch, rows) in zip(parts, taken, steps, strict=True):
             share = replace(part, rows=part.rows.take(rows))
+            # How many responses a term has may depend on rewards: none is no fault while another one has some.
             if len(parts) > 1 and not sampled_mask(share.rows).any():
                 continue
             lengths_N = sampled_lengths(share.rows)
@@ -374,6 +378,7 @@ def token_sums(
         sums |= {"replayed": replayed_P.double().sum(), "replayed_lag_max": (lag_P * replayed_P).max()}
     # In float64, where the square of no float32's exponential is infinite
     now_P = logprobs_P.detach().double()
+    # A ratio of 1 in their place is multiplied away below, and NaN would not be.
     behaviour_P = torch.where(recorded_P, sampled.behaviour_P.double(), now_P)
     ratio_P = torch.exp(now_P - behaviour_P) * recorded_P
     sums |= {"ratio": ratio_P.sum(), "ratio_max": ratio_P.max(), "ratio_squared": ratio_P.square().sum()}
