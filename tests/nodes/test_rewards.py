@@ -2,6 +2,8 @@
 
 import json
 import math
+import operator
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import FrozenInstanceError, dataclass, field, replace
 from typing import Any
@@ -51,83 +53,66 @@ from tests.nodes.updating import batch, policy
 
 
 def rollouts(texts: tuple[str, ...], answers: tuple[str, ...]) -> Rollouts:
-    n = len(texts)
-    tokens = torch.ones(n, 3, dtype=torch.long)
-    return Rollouts(
-        ordinals=(7,) * n,
-        prompts=("1+1=",) * n,
-        answers=answers,
-        texts=texts,
-        tokens_NS=tokens,
-        prompt_lengths_N=torch.ones(n, dtype=torch.long),
-        response_lengths_N=torch.full((n,), 2),
-        logprobs_NT=torch.zeros(n, 2),
-        versions_NT=torch.zeros(n, 2, dtype=torch.long),
-        finished_N=torch.ones(n, dtype=torch.bool),
-    )
+    made = random_rollouts([(1, 2)] * len(texts))
+    return replace(made, ordinals=(7,) * len(texts), prompts=("1+1=",) * len(texts), texts=texts, answers=answers)
+
+
+RIGHT = [
+    ("933", "933"),
+    ("0933", "933"),
+    ("-7", "-7"),
+    ("3.50", "3.5"),
+    ("1,072", "1072"),
+    ("it costs $1,072.00.", "1,072"),
+    ("-$5", "$-5"),
+    ("10 - 4 = 6", "6"),
+    ("48-24", "24"),
+    ("<<48/2=24>>24\n#### 72", "48/2\n#### 72"),
+    ("#### 72 apples out of 90", "72"),
+    ("#### 1\n#### 2", "2"),
+    (".5", "0.50"),
+    ("x = -3", "-3"),
+    ("99999999999999999999999999999999999991", "99999999999999999999999999999999999991"),
+    ("1/2", "1/2"),
+    ("#### 1/2", "1/2"),
+    ("#### 18/2", "9"),
+    ("so 1 1/2 cups", "1.5"),
+    ("1.5e3", "1,500"),
+    ("1e400", "1e400"),
+    ("#### −5", "-5"),
+]
+WRONG = [
+    ("934", "933"),
+    ("", "933"),
+    ("no number", "0"),
+    ("7", "-7"),
+    ("9 33", "933"),
+    ("72 ####", "72"),
+    ("3.5", "35"),
+    ("--5", "-5"),
+    ("18/2", "18"),
+    ("18/2", "2"),
+    ("#### 18/2", "18"),
+    ("#### 1 1/2", "1"),
+    ("1/2/2024", "2024"),
+    ("400", "1e400"),
+    ("1e400", "400"),
+    ("1e999999999", "1"),
+    ("1e" + "9" * 5000, "1"),
+    ("9" * 5000, "9"),
+    ("5/0", "5"),
+    ("#### 1,2", "12"),
+    ("1.2.3", "3"),
+    ("#### −5", "5"),
+    ("99999999999999999999999999999999999991", "99999999999999999999999999999999999992"),
+]
 
 
 @pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        ("933", "933"),
-        ("0933", "933"),
-        ("-7", "-7"),
-        ("3.50", "3.5"),
-        ("1,072", "1072"),
-        ("it costs $1,072.00.", "1,072"),
-        ("-$5", "$-5"),
-        ("10 - 4 = 6", "6"),
-        ("48-24", "24"),
-        ("<<48/2=24>>24\n#### 72", "48/2\n#### 72"),
-        ("#### 72 apples out of 90", "72"),
-        ("#### 1\n#### 2", "2"),
-        (".5", "0.50"),
-        ("x = -3", "-3"),
-        ("99999999999999999999999999999999999991", "99999999999999999999999999999999999991"),
-        ("1/2", "1/2"),
-        ("#### 1/2", "1/2"),
-        ("#### 18/2", "9"),
-        ("so 1 1/2 cups", "1.5"),
-        ("1.5e3", "1,500"),
-        ("1e400", "1e400"),
-        ("#### −5", "-5"),
-    ],
+    ("response", "answer", "reward"), [*((*pair, 1.0) for pair in RIGHT), *((*pair, 0.0) for pair in WRONG)]
 )
-def test_equal_numbers_are_right_however_they_are_written(response: str, answer: str) -> None:
-    assert math_answer("", response, answer) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("response", "answer"),
-    [
-        ("934", "933"),
-        ("", "933"),
-        ("no number", "0"),
-        ("7", "-7"),
-        ("9 33", "933"),
-        ("72 ####", "72"),
-        ("3.5", "35"),
-        ("--5", "-5"),
-        ("18/2", "18"),
-        ("18/2", "2"),
-        ("#### 18/2", "18"),
-        ("#### 1 1/2", "1"),
-        ("1/2/2024", "2024"),
-        ("400", "1e400"),
-        ("1e400", "400"),
-        ("1e999999999", "1"),
-        ("1e" + "9" * 5000, "1"),
-        ("9" * 5000, "9"),
-        ("5/0", "5"),
-        ("#### 1,2", "12"),
-        ("1.2.3", "3"),
-        ("#### −5", "5"),
-        ("99999999999999999999999999999999999991", "99999999999999999999999999999999999992"),
-    ],
-)
-def test_everything_else_is_wrong(response: str, answer: str) -> None:
-    assert math_answer("", response, answer) == 0.0
+def test_equal_numbers_are_right_however_they_are_written(response: str, answer: str, reward: float) -> None:
+    assert math_answer("", response, answer) == reward
 
 
 @pytest.mark.parametrize("answer", ["none", "3 or 4", "#### 72 of 90", "48-24", "1e999999999", "1/0", "1,2"])
@@ -140,31 +125,22 @@ def test_score_rewards_every_row_in_order() -> None:
     rewards, metrics = score.fn(rollouts(("2", "3", "2"), ("2", "2", "2")))
     assert rewards.values_N.tolist() == [1.0, 0.0, 1.0]
     assert metrics["reward_mean"] == pytest.approx(2 / 3)
-
-
-def raises(prompt: str, response: str, answer: str) -> float:
-    return 1.0 / (len(response) - 3)
-
-
-def test_a_rule_that_raises_names_the_group_and_the_row() -> None:
-    with pytest.raises(ScoreError, match=r"raises on group 7, row 1 raised ZeroDivisionError.*'abc'") as caught:
-        score.fn(rollouts(("ok", "abc"), ("1", "1")), by=raises)
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_reward_must_be_finite(value: float) -> None:
-    with pytest.raises(ScoreError, match="needed a finite number"):
-        score.fn(rollouts(("2",), ("2",)), by=lambda *_: value)
-
-
-def test_a_reward_must_be_a_number() -> None:
-    with pytest.raises(ScoreError, match="raised TypeError"):
-        score.fn(rollouts(("2",), ("2",)), by=lambda *_: None)
-
-
-def test_accuracy_is_the_share_of_full_rewards() -> None:
     assert accuracy.fn(Rewards(torch.tensor([1.0, 0.0, 0.5, 1.0]))) == {"accuracy": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (lambda length: 1.0 / (length - 3), r"on group 7, row 1 raised ZeroDivisionError.*'abc'"),
+        (lambda length: float("nan"), "on group 7, row 0 gave nan, needed a finite number"),
+        (lambda length: float("inf"), "on group 7, row 0 gave inf, needed a finite number"),
+        (lambda length: None, "on group 7, row 0 raised TypeError"),
+    ],
+)
+def test_a_rule_that_raises_names_the_group_and_the_row(value: Callable[[int], Any], said: str) -> None:
+    with pytest.raises(ScoreError, match=said) as caught:
+        score.fn(rollouts(("ok", "abc"), ("1", "1")), by=lambda prompt, response, answer: value(len(response)))
+    assert (caught.value.__cause__ is None) == ("gave" in said)
 
 
 # A group is worth learning from if its rewards differ; what is too long costs, up to one.
@@ -178,32 +154,27 @@ def test_a_group_is_mixed_if_its_rewards_differ(values: list[float], differ: boo
     assert mixed(rollouts, Rewards(torch.tensor(values))) is differ
 
 
-def test_a_penalty_falls_along_a_line_to_the_longest_length() -> None:
-    rollouts, _ = batch()
+@pytest.mark.parametrize(("max_length", "by_hand"), [(4, [0.5, 1, 0, 1, 0.5]), (3, [0, 1, 0, 0.5, 0])])
+def test_a_penalty_falls_along_a_line_to_the_longest_length_and_is_one_at_most(
+    max_length: int, by_hand: list[float]
+) -> None:
+    rollouts, ones = batch()[0], Rewards(torch.ones(5))
     assert rollouts.response_lengths_N.tolist() == [3, 1, 4, 2, 3]
-    found = penalize_overlong.fn(Rewards(torch.ones(5)), rollouts, max_length=4, buffer=2)
-    assert found.values_N.tolist() == [0.5, 1.0, 0.0, 1.0, 0.5]
+    for given in ({"max_length": max_length}, {"context": Context(max_tokens=max_length)}):
+        assert penalize_overlong.fn(ones, rollouts, buffer=2, **given).values_N.tolist() == by_hand
 
 
-def test_a_penalty_is_one_at_most() -> None:
-    rollouts, _ = batch()
-    found = penalize_overlong.fn(Rewards(torch.ones(5)), rollouts, max_length=3, buffer=2)
-    assert found.values_N.tolist() == [0.0, 1.0, 0.0, 0.5, 0.0]
-
-
-@pytest.mark.parametrize("buffer", [0, 5])
-def test_a_buffer_outside_the_length_is_refused(buffer: int) -> None:
-    with pytest.raises(ValueError, match=f"buffer={buffer}"):
-        penalize_overlong.fn(Rewards(torch.ones(5)), batch()[0], max_length=4, buffer=buffer)
-
-
-def test_the_longest_length_is_the_runs_bound_on_responses() -> None:
-    rollouts, _ = batch()
-    rewards = Rewards(torch.ones(5))
-    found = penalize_overlong.fn(rewards, rollouts, buffer=2, context=Context(max_tokens=4))
-    assert found.values_N.tolist() == [0.5, 1.0, 0.0, 1.0, 0.5]
-    with pytest.raises(ValueError, match="given no max_length outside of a run"):
-        penalize_overlong.fn(rewards, rollouts, buffer=2)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"buffer": 0, "max_length": 4}, "buffer=0"),
+        ({"buffer": 5, "max_length": 4}, "buffer=5"),
+        ({"buffer": 2}, "given no max_length outside of a run"),
+    ],
+)
+def test_a_buffer_outside_the_length_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        penalize_overlong.fn(Rewards(torch.ones(5)), batch()[0], **options)
 
 
 # Each baseline by hand, and each node's advantages by its paper; groups of equal rewards give exactly nothing.
@@ -224,10 +195,6 @@ def float64(values: list[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def test_the_mean_of_the_group_is_the_baseline() -> None:
-    torch.testing.assert_close(group_mean_advantages(REWARDS, GROUPS), float64([-2, -1, 3, -1, 1]))
-
-
 def test_rows_of_a_group_need_not_be_neighbours() -> None:
     order = torch.tensor([3, 0, 4, 2, 1])
     for advantages in (group_mean_advantages, grpo_advantages, rloo_advantages):
@@ -244,9 +211,6 @@ def test_grpo_divides_by_the_population_or_the_sample_deviation() -> None:
 
 def test_leave_one_out_is_the_mean_of_the_others() -> None:
     torch.testing.assert_close(rloo_advantages(REWARDS, GROUPS), float64([1 - 4, 2 - 3.5, 6 - 1.5, 5 - 7, 7 - 5]))
-
-
-def test_leave_one_out_of_one_names_the_group() -> None:
     with pytest.raises(ValueError, match="1 samples in group 1"):
         rloo_advantages(torch.ones(3), torch.tensor([0, 1, 0]))
 
@@ -257,6 +221,7 @@ def test_reinforce_plus_plus_normalises_over_the_whole_batch() -> None:
 
 
 def test_reinforce_plus_plus_with_baseline_takes_the_group_mean_off_first() -> None:
+    torch.testing.assert_close(group_mean_advantages(REWARDS, GROUPS), float64([-2, -1, 3, -1, 1]))
     by_hand = float64([-2, -1, 3, -1, 1]) / math.sqrt((14 + 2) / 5)
     torch.testing.assert_close(normalized(group_mean_advantages(REWARDS, GROUPS)), by_hand)
 
@@ -298,49 +263,36 @@ def test_whitening_sees_only_what_the_mask_holds() -> None:
 MARKS = Rewards(torch.tensor([1.0, 0.0, 0.0, 1.0]))
 
 
-def test_advantages_are_rewards_less_their_mean() -> None:
-    assert group_advantage.fn(MARKS).values_N.tolist() == [0.5, -0.5, -0.5, 0.5]
+@pytest.mark.parametrize(
+    ("made", "by_hand"),
+    [
+        (group_advantage.fn(MARKS), [0.5, -0.5, -0.5, 0.5]),
+        (group_advantage.fn(MARKS, normalize=True), [1.0, -1.0, -1.0, 1.0]),
+        (group_advantage.fn(Rewards(torch.full((3,), 0.7))), [0, 0, 0]),
+        (group_advantage.fn(Rewards(torch.full((3,), 0.7)), normalize=True), [0, 0, 0]),
+        (leave_one_out_advantage.fn(Rewards(torch.tensor([3.0, 0.0, 1.5]))), [3 - 0.75, 0 - 2.25, 1.5 - 1.5]),
+        (plain_advantage.fn(MARKS), [1, 0, 0, 1]),
+        (plain_advantage.fn(MARKS, baseline=0.5), [0.5, -0.5, -0.5, 0.5]),
+        # The greedy response is the baseline of its prompt; a batch is normalised as a whole.
+        (greedy_advantage.fn(MARKS, Rewards(torch.tensor([1.0]))), [0, -1, -1, 0]),
+        (batch_normalized.fn(Advantages(torch.tensor([3.0, 1.0, 1.0, -1.0]))), [2**0.5, 0.0, 0.0, -(2**0.5)]),
+        (batch_normalized.fn(Advantages(torch.full((4,), 0.3))), [0, 0, 0, 0]),
+    ],
+)
+def test_each_nodes_advantages_by_hand(made: Advantages, by_hand: list[float]) -> None:
+    torch.testing.assert_close(made.values_N, torch.tensor(by_hand, dtype=torch.float32))
 
 
-def test_normalised_advantages_have_unit_deviation() -> None:
-    torch.testing.assert_close(group_advantage.fn(MARKS, normalize=True).values_N, torch.tensor([1.0, -1.0, -1.0, 1.0]))
-
-
-@pytest.mark.parametrize("normalize", [False, True])
-def test_equal_rewards_give_no_advantage(normalize: bool) -> None:
-    same = Rewards(torch.full((3,), 0.7))
-    assert group_advantage.fn(same, normalize=normalize).values_N.tolist() == [0, 0, 0]
-
-
-def test_leaving_one_out_compares_with_the_others() -> None:
-    torch.testing.assert_close(
-        leave_one_out_advantage.fn(Rewards(torch.tensor([3.0, 0.0, 1.5]))).values_N,
-        torch.tensor([3 - 0.75, 0 - 2.25, 1.5 - 1.5]),
-    )
+def test_baselines_are_of_one_response_and_of_whole_batches() -> None:
+    assert batch_normalized.clock == "update"
+    with pytest.raises(ValueError, match="given 4 greedy responses to a prompt, needed one"):
+        greedy_advantage.fn(MARKS, MARKS)
 
 
 @pytest.mark.parametrize("make", [group_advantage, leave_one_out_advantage])
 def test_one_sample_has_nobody_to_be_compared_with(make: NodeDef[..., Any]) -> None:
     with pytest.raises(ValueError, match=rf"{make.__name__}: given 1 sample for a prompt, needed 2 or more"):
         make.fn(Rewards(torch.tensor([1.0])))
-
-
-def test_a_plain_advantage_is_the_reward_less_a_constant() -> None:
-    assert plain_advantage.fn(MARKS).values_N.tolist() == [1, 0, 0, 1]
-    assert plain_advantage.fn(MARKS, baseline=0.5).values_N.tolist() == [0.5, -0.5, -0.5, 0.5]
-
-
-def test_the_greedy_response_is_the_baseline_of_its_prompt() -> None:
-    assert greedy_advantage.fn(MARKS, Rewards(torch.tensor([1.0]))).values_N.tolist() == [0, -1, -1, 0]
-    with pytest.raises(ValueError, match="given 4 greedy responses to a prompt, needed one"):
-        greedy_advantage.fn(MARKS, MARKS)
-
-
-def test_a_batch_is_normalised_as_a_whole() -> None:
-    found = batch_normalized.fn(Advantages(torch.tensor([3.0, 1.0, 1.0, -1.0]))).values_N
-    assert batch_normalized.clock == "update"
-    torch.testing.assert_close(found, torch.tensor([2.0, 0.0, 0.0, -2.0]) / 2**0.5)
-    assert batch_normalized.fn(Advantages(torch.full((4,), 0.3))).values_N.tolist() == [0, 0, 0, 0]
 
 
 def kinds(rollouts: Rollouts) -> tuple[str, ...]:
@@ -401,9 +353,6 @@ def seen(**variances: float) -> Varied:
 )
 def test_a_problem_is_known_by_its_sign_and_carries(text: str, kind: str) -> None:
     assert carries(text) == kind
-
-
-def test_a_prompt_that_is_no_arithmetic_needs_kinds_of_its_own() -> None:
     with pytest.raises(ValueError, match="given 'How many apples', needed a problem such as"):
         carries("How many apples")
 
@@ -432,11 +381,8 @@ def test_what_is_remembered_is_the_variance_within_each_group() -> None:
     varied, figures = remember.fn(seen(), prompts, rewards, by=by_first)
     assert varied.variances == pytest.approx({"1": MEMORY * 0.25, "5": 0.0})
     assert figures == {"kinds": 2.0}
-
-
-def test_rewards_that_do_not_fit_the_groups_are_refused() -> None:
-    with pytest.raises(ValueError, match="given 3 rewards of 2 groups"):
-        remember.fn(seen(), Prompts((0, 1), ("1", "5"), ("", "")), Rewards(torch.ones(3)), by=by_first)
+    with pytest.raises(ValueError, match="given 5 rewards of 3 groups"):
+        remember.fn(seen(), prompts, Rewards(torch.ones(5)), by=by_first)
 
 
 def test_each_group_has_candidates_of_its_own_that_depend_on_its_ordinal_alone() -> None:
@@ -529,15 +475,13 @@ def test_a_full_buffer_forgets_the_oldest_groups() -> None:
     assert sorted(groups(made[-1][0])) == [8, 9, 10, 11, 12, 13, 14]
 
 
-def test_draws_are_keyed() -> None:
-    def drawn(seed: int) -> list[list[int]]:
+def test_each_update_draws_anew() -> None:
+    """By the seed. From a buffer that stays as it is, all groups come sooner or later: draws do not repeat."""
+
+    def seeded(seed: int) -> list[list[int]]:
         return [groups(rollouts) for rollouts, _ in play(memory(seed), range(6), take=2)[1]]
 
-    assert drawn(3) == drawn(3) != drawn(4)
-
-
-def test_each_update_draws_anew() -> None:
-    """From a buffer that stays as it is, all groups come sooner or later: draws do not repeat."""
+    assert seeded(3) == seeded(3) != seeded(4)
     state, _, _ = play(memory(), range(1), max_age=100)
     drawn = []
     for update in range(20):
@@ -553,12 +497,11 @@ def test_a_buffer_goes_on_from_a_checkpoint_to_the_bit(before: int) -> None:
     resumed = decode(ReplayBuffer, *encode(whole))
     assert type(resumed) is ReplayBuffer
     ours, theirs = (play(state, range(before, before + 3), take=2)[1] for state in (whole, resumed))
-    for (rollouts, advantage), (others, other) in zip(ours, theirs, strict=True):
-        assert rollouts.ordinals == others.ordinals
-        assert rollouts.transcripts == others.transcripts
-        assert torch.equal(rollouts.tokens_NS, others.tokens_NS)
-        assert torch.equal(rollouts.logprobs_NT, others.logprobs_NT)
-        assert torch.equal(advantage.values_N, other.values_N)
+    for made, others in zip(ours, theirs, strict=True):
+        for one, other in zip(made, others, strict=True):
+            for name, column in vars(one).items():
+                same = torch.equal if isinstance(column, Tensor) else operator.eq
+                assert same(column, getattr(other, name))
 
 
 def test_an_update_counts_replayed_groups_apart_and_cuts_all_of_them_into_minibatches() -> None:
@@ -601,22 +544,17 @@ def ends_in_an_even_digit(prompt: str, response: str, answer: str) -> float:
     return float(answer[-1] in "02468")
 
 
-def test_all_problems_count_once_and_the_version_is_told() -> None:
+def test_all_problems_are_held_out_and_count_once_and_the_version_is_told() -> None:
     assert measure.init is not None
     examiner = measure.init(MEASURE_CONTEXT, problems=24, by=ends_in_an_even_digit)
-    answers = [examiner.source.read(ordinal).answers[0] for ordinal in range(24)]
+    held_out, train = (open_prompts(replace(MEASURE_CONTEXT, split=split)) for split in ("evaluate", "train"))
+    assert examiner.source.read(0) == held_out.read(0) != train.read(0)
+    answers = [held_out.read(ordinal).answers[0] for ordinal in range(24)]
     examiner, figures = measure.fn(examiner, weights(5), problems=24, by=ends_in_an_even_digit)
     expected = sum(answer[-1] in "02468" for answer in answers) / 24
     assert figures == {"accuracy": pytest.approx(expected), "accuracy_version": 5.0}
     assert 0 < expected < 1
     assert not examiner.busy()
-
-
-def test_the_problems_are_held_out() -> None:
-    assert measure.init is not None
-    examiner = measure.init(MEASURE_CONTEXT, problems=1, by=math_answer)
-    first = [open_prompts(replace(MEASURE_CONTEXT, split=split)).read(0) for split in ("evaluate", "train")]
-    assert examiner.source.read(0) == first[0] != first[1]
 
 
 def test_two_measurements_at_once_do_not_mix() -> None:
