@@ -64,7 +64,8 @@ class EnvironmentDef(NodeDef[P, T], Generic[P, T]):
     def _begin(self, context: Context, *, deadline: float, **options: Any) -> "Calls":
         own = interface(self.fn, stateful=False)
         options |= {own.context: context} if own.context else {}
-        return Calls(functools.partial(self.fn, **options), deadline, reports=own.metrics)
+        fn = functools.partial(self.fn, **options)
+        return Calls(fn if own.metrics else lambda **inputs: (fn(**inputs), {}), deadline)
 
 
 class _Decorator(Protocol):
@@ -156,16 +157,13 @@ class _Call:
 class Calls:
     """State of an environment's node: a `Stream`. As many firings are in work as the plan gives its replica.
 
-    `function` takes the inputs and returns the outputs, with `Metrics` at the end if it `reports` any; `step` hands
-    them over with metrics in any case. A call that takes longer than `deadline` seconds fails with OverdueError; one
-    that raises, with what it raised. The metric `abandoned` is the number of threads of overdue calls that have not
-    ended, if there are any.
+    `function` takes the inputs and returns the outputs, with `Metrics` at the end. A call that takes longer than
+    `deadline` seconds fails with OverdueError; one that raises, with what it raised. The metric `abandoned` is the
+    number of threads of overdue calls that have not ended, if there are any.
     """
 
-    def __init__(self, function: Callable[..., Any], deadline: float, *, reports: bool = True) -> None:
-        if not deadline > 0:
-            raise ValueError(f"environment: given deadline {deadline!r}, needed more than 0 seconds")
-        self.function, self.deadline, self.reports = function, deadline, reports
+    def __init__(self, function: Callable[..., Any], deadline: float) -> None:
+        self.function, self.deadline = function, deadline
         self.calls: dict[Any, _Call] = {}
         self.abandoned: list[Thread] = []
         self.news = Event()
@@ -179,8 +177,7 @@ class Calls:
     def _work(self, call: _Call, inputs: Mapping[str, Any]) -> None:
         with suppress(_GivenUp):
             try:
-                found = self.function(**inputs)
-                call.outcome = found if self.reports else (found, {})
+                call.outcome = self.function(**inputs)
             # sys.exit() in an environment is a failure of its firing, too.
             except BaseException as error:
                 call.outcome = error

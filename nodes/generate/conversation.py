@@ -118,14 +118,10 @@ class SampledGroup:
         finished, done = conversation.finished_N.tolist(), replies.done_N.tolist()
         rewards, rows = conversation.rewarded(replies), []
         for index, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
-            row = SampledRow(tokens_NS[index, :begin].tolist(), open=not done[index], rewards=rewards[index])
-            row.transcript = conversation.transcripts[index]
-            row.before = Response(
-                tokens_NS[index, begin : begin + length],
-                logprobs_NT[index, :length],
-                versions_NT[index, :length],
-                finished[index],
-            )
+            said, logprobs = tokens_NS[index, begin : begin + length], logprobs_NT[index, :length]
+            before = Response(said, logprobs, versions_NT[index, :length], finished[index])
+            row = SampledRow(tokens_NS[index, :begin].tolist(), before, conversation.transcripts[index])
+            row.open, row.rewards = not done[index], rewards[index]
             rows.append(row)
             if not row.open:
                 continue

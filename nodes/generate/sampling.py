@@ -106,14 +106,15 @@ def scorable(call: Call) -> None:
     # vocabulary of 128k), through every buffer, message and checkpoint.
     whole = "all of the vocabulary (top_k=0, top_p=1): a policy that has changed has another support"
     greedy = "more than 0: greedy tokens have probability 1, and no gradient"
-    options, lacks = call.options, {}
-    if options.get("temperature") == 0:
-        lacks["temperature"] = greedy
+    options = call.options
+    top_k, top_p = options.get("top_k"), options.get("top_p")
     # An option that is not a number is a fault of its own, told by other requirements.
-    if type(top_k := options.get("top_k")) is int and top_k > 0:
-        lacks["top_k"] = whole
-    if type(top_p := options.get("top_p")) is float and 0 < top_p < 1:
-        lacks["top_p"] = whole
+    kinds = {
+        "temperature": (options.get("temperature") == 0, greedy),
+        "top_k": (type(top_k) is int and top_k > 0, whole),
+        "top_p": (type(top_p) is float and 0 < top_p < 1, whole),
+    }
+    lacks = {name: needed for name, (unscored, needed) in kinds.items() if unscored}
     if not lacks:
         return
     makes = {path_of(Policy), path_of(Logprobs)}

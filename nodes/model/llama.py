@@ -176,16 +176,14 @@ class _Layer(nn.Module):
         return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))  # type: ignore[no-any-return]
 
 
-class _Norm(nn.Module):
+class _Norm(nn.RMSNorm):
     """Root-mean-square norm, computed in float32."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.hidden_size))
-        self.eps = config.rms_norm_eps
+        super().__init__(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)  # type: ignore[arg-type]
 
 
 class _Attention(nn.Module):

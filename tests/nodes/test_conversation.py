@@ -470,12 +470,10 @@ def test_the_graph_knows_its_pool_its_deadline_and_that_it_works_on_several_grou
 def test_the_deadline_is_the_decorator_s_unless_the_program_says_another() -> None:
     assert dict(content.interface.options) == {"word": "fine", "deadline": 60.0}
     assert content(None, word="well").texts == ("well",)  # type: ignore[arg-type]
-    assert counted.interface.options["deadline"] == 5.0
-    assert counted.pool == "arcade"
+    assert (counted.interface.options["deadline"], counted.pool) == (5.0, "arcade")
     assert dict(python_tool.interface.options)["deadline"] > dict(guessing_game.interface.options)["deadline"]
-
-
-def test_an_option_of_that_name_is_refused() -> None:
+    for deadline in (0.0, -1.0):
+        assert [fault.code for fault in check(trace(chat, {"deadline": deadline}), batch=2)] == ["out-of-range"]
     with pytest.raises(GraphError, match="own_deadline: option 'deadline'"):
         trace(twice_named, {})
 
@@ -484,21 +482,16 @@ def test_a_worker_s_state_is_the_calls_and_what_they_return_fits_the_node() -> N
     for definition, options, metrics in ((content, {"word": "so"}, {}), (counted, {"seconds": 0.0}, {"rows": 1.0})):
         assert definition.init is not None
         calls = definition.init(Context(), deadline=60.0, **options)
-        assert isinstance(calls, Calls)
-        calls.submit("x", {"rollouts": None})
+        submit(calls, ["x"], "rollouts")
         state, outputs, figures = definition.split(answered_to(calls, 1)["x"], stateful=False)
         assert state is None
         assert isinstance(outputs["out"], Replies)
         assert figures == metrics
-
-
-def test_a_reply_of_another_type_is_told_as_the_function_s() -> None:
     with pytest.raises(TypeError, match=r"counted returned tuple\[Rewards, dict\], needed tuple\[.*Replies, Metrics\]"):
         counted.split((Rewards(torch.ones(1)), {}), stateful=False)
 
 
 PATIENCE_S = 60.0
-Answered = dict[Any, Any]
 
 
 class Clock:
@@ -517,26 +510,22 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def answered_to(calls: Calls, count: int) -> Answered:
-    """Step until `count` firings have ended."""
-    found: Answered = {}
-    end = time.monotonic() + PATIENCE_S
-    while len(found) < count:
-        assert time.monotonic() < end
-        found |= dict(calls.step())
-    return found
-
-
-def until(look: Callable[[], bool]) -> None:
+def until(look: Callable[[], Any]) -> None:
     end = time.monotonic() + PATIENCE_S
     while not look():
         assert time.monotonic() < end
-        time.sleep(0.01)
 
 
-def submit(calls: Calls, values: Sequence[Any]) -> None:
+def answered_to(calls: Calls, count: int) -> dict[Any, Any]:
+    """Step until `count` firings have ended."""
+    found: dict[Any, Any] = {}
+    until(lambda: found.update(calls.step()) or len(found) == count)
+    return found
+
+
+def submit(calls: Calls, values: Sequence[Any], name: str = "value") -> None:
     for value in values:
-        calls.submit(value, {"value": value})
+        calls.submit(value, {name: value})
 
 
 def test_as_many_calls_are_in_work_as_there_are_firings() -> None:
@@ -549,11 +538,15 @@ def test_as_many_calls_are_in_work_as_there_are_firings() -> None:
 
     calls = Calls(together, PATIENCE_S)
     assert isinstance(calls, Stream)
-    assert not calls.busy()
     submit(calls, range(3))
     assert calls.busy()
     assert answered_to(calls, 3) == {value: (value, {}) for value in range(3)}
     assert not calls.busy()
+    submit(calls, range(2))
+    calls.reset()
+    assert not calls.busy()
+    assert len(calls.abandoned) == 2
+    assert calls.step() == []
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("broke"), SystemExit(3), KeyboardInterrupt()])
@@ -642,15 +635,6 @@ def test_the_late_result_of_a_call_is_not_taken_for_that_of_a_later_one(clock: C
     assert answered_to(calls, 1)[7][0] == "second"
 
 
-def test_a_reset_forgets_all_calls() -> None:
-    calls = Calls(lambda value: time.sleep(PATIENCE_S), PATIENCE_S)
-    submit(calls, range(2))
-    calls.reset()
-    assert not calls.busy()
-    assert calls.step() == []
-    assert len(calls.abandoned) == 2
-
-
 @pytest.mark.parametrize("hang", ["time.sleep(3600)", "os.read(os.pipe()[0], 1)", "[None for _ in iter(int, 1)]"])
 def test_a_call_that_hangs_does_not_keep_its_process(hang: str) -> None:
     code = f"""
@@ -665,12 +649,6 @@ print("over")
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "over\n", "")
-
-
-@pytest.mark.parametrize("deadline", [0, -1.0, float("nan")])
-def test_a_deadline_that_lets_nothing_run_is_refused(deadline: float) -> None:
-    with pytest.raises(ValueError, match=r"environment: given deadline .*, needed more than 0 seconds"):
-        Calls(lambda value: value, deadline)
 
 
 # The game tells higher from lower, ends when the guess is right, and gives its secrets by ordinal.
@@ -716,6 +694,10 @@ def test_the_outcome_is_what_the_environment_gave() -> None:
     assert (len(both), both.done_N.tolist()) == (4, [True, False] * 2)
     bare = Replies(("a",), ("user",), torch.tensor([True]))
     assert Replies.concat([bare, bare]).rewards_N is None
+    rollouts = replace(random_rollouts(), ordinals=(8,) * 5)
+    silent = Replies((":",) * 5, ("user",) * 5, torch.ones(5, dtype=torch.bool))
+    with pytest.raises(ValueError, match="turn_rewards, group 8, row 0: given no reward for turn 0, needed one"):
+        turn_rewards.fn(rollouts, silent)
 
 
 @environment
@@ -747,10 +729,3 @@ def paid(policy: Policy, prompts: Prompts) -> Policy:
 def test_a_node_reads_what_every_turn_was_worth(tmp_path: Path) -> None:
     summary = run(paid, tmp_path / "run", replace(SMALL, eval_groups=0, updates=1))
     assert summary["status"] == "done", summary["error"]
-
-
-def test_an_environment_that_gives_no_rewards_at_a_turn_is_told() -> None:
-    rollouts = replace(random_rollouts(), ordinals=(8,) * 5)
-    silent = Replies((":",) * 5, ("user",) * 5, torch.ones(5, dtype=torch.bool))
-    with pytest.raises(ValueError, match="turn_rewards, group 8, row 0: given no reward for turn 0, needed one"):
-        turn_rewards.fn(rollouts, silent)
