@@ -21,7 +21,6 @@ def check(
     graph: Graph,
     *,
     batch: int | None = None,
-    pools: Mapping[str, str] | None = None,
     sources: Mapping[str, Source] | None = None,
     contexts: Mapping[str, Context] | None = None,
 ) -> list[Fault]:
@@ -30,13 +29,12 @@ def check(
     Args:
         graph: any graph.
         batch: prompt groups per update, if it is known.
-        pools: where the plan puts nodes and arguments, by name; without one, their labels say.
         sources: the sources of the run that the graph is checked for, by name.
         contexts: the contexts of that run, by the names of nodes and arguments.
 
     What nodes themselves require of their calls (see `requires`) is checked for imported modules only.
     """
-    view = View(graph, batch, pools or {}, sources or {}, contexts or {})
+    view = View(graph, batch, sources or {}, contexts or {})
     return sorted((fault for rule in RULES for fault in rule(view)), key=by_place)
 
 
@@ -71,7 +69,7 @@ def _types(view: View) -> Iterator[Fault]:
         where = view.nodes[ref.node].where if ref.node in view.nodes else view.graph.where
         ends.append((f"the next {name!r}", ref, view.arguments[name].type, where))
     for what, ref, needed, where in ends:
-        given = view.type_of(ref)
+        given = view.graph.type_of(ref)
         if not view.fits(given, needed):
             yield Fault("wrong-type", what, f"{_short(given, needed)} (from {ref})", _short(needed, given), where)
 
@@ -150,10 +148,10 @@ def _places(view: View) -> Iterator[Fault]:
         if argument is None or argument.kind != "carried" or not node.fires:
             continue
         # A changing value that a per-group node reads is a fault of `_cycles`.
-        elsewhere = view.pools[node.name] != view.pools[argument.name]
+        elsewhere = node.pool != argument.pool
         if elsewhere and not (node.clock == "group" and view.changing(item.ref)):
-            given = f"{argument.name!r}, which pool {view.pools[argument.name]!r} holds"
-            needed = f"a value of its own pool {view.pools[node.name]!r}, or broadcast({argument.name}, lag=k)"
+            given = f"{argument.name!r}, which pool {argument.pool!r} holds"
+            needed = f"a value of its own pool {node.pool!r}, or broadcast({argument.name}, lag=k)"
             yield Fault("other-pool", _input(node, item), given, needed, node.where)
 
 
@@ -346,10 +344,10 @@ def _delays(view: View) -> Iterator[Fault]:
             if reader.clock != "group":
                 needed = f"{carried!r} without delay; a node per update reads the value as it is"
                 yield Fault("delay-per-update", what, "a node per update", needed, reader.where)
-            elif view.pools[reader.name] != view.pools[carried]:
-                what += f" in pool {view.pools[reader.name]!r}"
-                given = f"{carried!r}, which pool {view.pools[carried]!r} holds"
-                needed = f'{reader.name}.on("{view.pools[carried]}"), or another pool for what makes {carried!r}'
+            elif reader.pool != argument.pool:
+                what += f" in pool {reader.pool!r}"
+                given = f"{carried!r}, which pool {argument.pool!r} holds"
+                needed = f'{reader.name}.on("{argument.pool}"), or another pool for what makes {carried!r}'
                 yield Fault("other-pool", what, given, needed, reader.where)
 
 

@@ -222,6 +222,12 @@ class Graph:
     def argument(self, name: str) -> Argument | None:
         return next((a for a in self.arguments if a.name == name), None)
 
+    def type_of(self, ref: Ref) -> str:
+        """The type of what an edge carries."""
+        if (node := self._by_name.get(ref.node)) is not None:
+            return next(output.type for output in node.outputs if output.name == ref.output)
+        return next(argument.type for argument in self.arguments if argument.name == ref.node)
+
     @property
     def carried(self) -> tuple[Argument, ...]:
         return tuple(a for a in self.arguments if a.kind == "carried")

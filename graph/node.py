@@ -41,7 +41,7 @@ class NodeDef(Generic[P, T]):
         if clock not in ("group", "update"):
             raise fault("unknown-clock", f"{fn.__name__}: clock", repr(clock), '"group" or "update"', defined(fn))
         functools.update_wrapper(self, fn)
-        self.fn, self.pool, self.init = fn, pool, init
+        self.fn, self.path, self.pool, self.init = fn, path_of(fn), pool, init
         self.clock: Clock = clock
         self.period = 1
         self.label = ""
@@ -129,10 +129,6 @@ class NodeDef(Generic[P, T]):
         made = copy.copy(self)
         made.__dict__.update(changes)
         return made
-
-    @property
-    def path(self) -> str:
-        return path_of(self.fn)
 
     @property
     def weights(self) -> list[str]:

@@ -59,6 +59,8 @@ class Program(Generic[P, T]):
     ) -> None:
         functools.update_wrapper(self, fn)
         self.fn, self.evaluation = fn, evaluation
+        self.name, self.path, self.where = fn.__name__, path_of(fn), defined(fn)
+        self.doc = inspect.getdoc(fn) or ""
         self.defaults = dict(defaults or {})
         self.names: dict[str, str] = {}
         self.renamed = ""
@@ -91,22 +93,6 @@ class Program(Generic[P, T]):
                     given = f"{name!r}, as the argument {other!r} is called"
                     raise fault("duplicate-name", what, given, "another name for each argument")
         return made
-
-    @property
-    def name(self) -> str:
-        return self.__name__
-
-    @property
-    def path(self) -> str:
-        return path_of(self.fn)
-
-    @property
-    def doc(self) -> str:
-        return inspect.getdoc(self.fn) or ""
-
-    @property
-    def where(self) -> str:
-        return defined(self.fn)
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:

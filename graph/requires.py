@@ -21,12 +21,7 @@ class View:
     """A graph with what the rules look up."""
 
     def __init__(
-        self,
-        graph: Graph,
-        batch: int | None,
-        pools: Mapping[str, str],
-        sources: Mapping[str, Source],
-        contexts: Mapping[str, Context],
+        self, graph: Graph, batch: int | None, sources: Mapping[str, Source], contexts: Mapping[str, Context]
     ) -> None:
         self.graph, self.batch, self.sources, self.contexts = graph, batch, sources, contexts
         self.nodes = {node.name: node for node in graph.nodes}
@@ -34,9 +29,6 @@ class View:
         self.bases = {name: {name, *bases} for name, bases in graph.types}
         # The nodes that make next values, by the carried value.
         self.makers = {name: ref.node for name, ref in graph.results if ref.node in self.nodes}
-        # A plan may put two labels into one pool, which then reads what the other holds.
-        things: tuple[Argument | Node, ...] = (*graph.arguments, *graph.nodes)
-        self.pools = {thing.name: pools.get(thing.name, thing.pool) for thing in things}
 
     def inputs(self) -> Iterator[tuple[Node, Input]]:
         for node in self.graph.nodes:
@@ -45,12 +37,6 @@ class View:
 
     def readers(self, name: str) -> list[Node]:
         return [node for node, item in self.inputs() if item.ref.node == name]
-
-    def type_of(self, ref: Ref) -> str:
-        """The type of what an edge carries."""
-        if ref.node in self.arguments:
-            return self.arguments[ref.node].type
-        return next(output.type for output in self.nodes[ref.node].outputs if output.name == ref.output)
 
     def fits(self, given: str, needed: str) -> bool:
         # By name: the classes themselves may not be importable where a graph is only looked at.

@@ -99,14 +99,7 @@ def _link(graph: Graph, ref: Ref, head: Node, back: bool) -> Link:
         return Link(maker, dict(graph.results)[ref.node].output, head.name, ref.node + lag, kind)
     if back:
         return Link(ref.node, ref.output, head.name, "next turn", "own" if ref.node == head.name else "feedback")
-    return Link(ref.node, ref.output, head.name, "Weights" if lag else _type(graph, ref), "data")
-
-
-def _type(graph: Graph, ref: Ref) -> str:
-    if ref.node in graph:
-        return next((short(o.type) for o in graph[ref.node].outputs if o.name == ref.output), "")
-    argument = graph.argument(ref.node)
-    return short(argument.type) if argument else ""
+    return Link(ref.node, ref.output, head.name, "Weights" if lag else short(graph.type_of(ref)), "data")
 
 
 WIDTH = 88

@@ -38,20 +38,13 @@ def files(*layers: str) -> list[Path]:
     return sorted(path for layer in layers or LAYERS for path in (ROOT / layer).rglob("*.py"))
 
 
-def imports(path: Path) -> Iterator[tuple[str, int, bool]]:
-    """Modules that a file imports, the line, and whether it does so as the file is imported."""
-    tree = ast.parse(path.read_text())
-    inner = {id(node) for outer in ast.walk(tree) if isinstance(outer, ast.FunctionDef) for node in ast.walk(outer)}
-    inner |= {id(node) for node in ast.walk(tree) if _for_types(node) for node in ast.walk(node)}
-    for node in ast.walk(tree):
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Modules that a file imports, and the lines."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno, id(node) not in inner) for alias in node.names)
+            yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield "." * node.level + (node.module or ""), node.lineno, id(node) not in inner
-
-
-def _for_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+            yield "." * node.level + (node.module or ""), node.lineno
 
 
 def name(path: Path) -> str:
@@ -90,7 +83,7 @@ RULES: dict[str, Callable[[str, str], bool]] = {
 
 @pytest.mark.parametrize("rule", RULES)
 def test_imports_keep_the_rules_of_the_layers(rule: str) -> None:
-    found = [(name(path), module, line) for path in files() for module, line, _ in imports(path)]
+    found = [(name(path), module, line) for path in files() for module, line in imports(path)]
     assert [f"{file}:{line} {module}" for file, module, line in found if RULES[rule](file, module)] == []
 
 

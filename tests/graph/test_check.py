@@ -42,12 +42,6 @@ def test_numbers_that_cannot_work(code: str, options: dict[str, Any], batch: Any
     assert "a whole number of" in fault.needed
 
 
-def test_a_plan_may_put_a_value_and_its_reader_into_one_pool() -> None:
-    graph = trace(load(f"{FILE}:afar"))
-    together = dict.fromkeys(("policy", "reference", *(n.name for n in graph.nodes)), "one")
-    assert check(graph, pools=together) == []
-
-
 SOUND = trace(load(f"{FILE}:sound"))
 
 
