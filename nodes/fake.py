@@ -89,6 +89,7 @@ class FakeEngine:
         weights_W = group.behaviour.tensors["values"]
         keys_N = torch.tensor([key("token", ordinal, sample, place) % WIDTH for sample in range(self.samples)])
         logprobs_N = -weights_W[keys_N].float().abs()
+        # The token depends on the weights, too: what stale ones have made changes the next policy.
         group.made.append((keys_N + (logprobs_N * 1000).long().abs(), logprobs_N, group.behaviour.version))
         group.due += self._token_s(ordinal)
 

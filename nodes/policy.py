@@ -49,6 +49,7 @@ class FrozenLanguageModel(LanguageModel, Frozen[Llama], FrozenModel):
 @requires(require_model(Llama))
 def make_policy(context: Context) -> Carried:
     """The policy of `context.model`, or a small new one, with an optimizer that has not stepped yet."""
+    # Whatever the run's dtype: these are the master weights.
     return LanguagePolicy(*open_model(Llama, context, "float32"), context)
 
 

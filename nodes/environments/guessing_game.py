@@ -30,6 +30,7 @@ class _Secrets:
 
     def read(self, ordinal: int) -> Prompts:
         """Drawn by key; the evaluation has one number after the other."""
+        # Each number as often as the others, so that two evaluations differ by their policies alone.
         number = ordinal if self.context.split == "evaluate" else self.context.key("secret", ordinal)
         secret = self.low + number % (self.high - self.low + 1)
         return Secrets((ordinal,), (f"{self.low}-{self.high}:",), (str(secret),))

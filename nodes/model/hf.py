@@ -142,6 +142,7 @@ def _pieces(folder: Path) -> dict[str, Any]:
         found = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".safetensors", ".gguf"))
         given = f"given {', '.join(found)}" if found else "given no weights"
         raise ModelError(f"{folder}: {given}, needed {WEIGHTS} or {INDEX}")
+    # Files stay open, as memory that is mapped: ranks read one layer after the other.
     pieces: dict[str, Any] = {}
     for path in paths:
         try:

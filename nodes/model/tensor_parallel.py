@@ -45,6 +45,7 @@ def tensor_parallel(config: ModelConfig) -> dict[str, Rule]:
 
 def trainer_rules(config: ModelConfig) -> dict[str, Rule]:
     """The same for a model that learns, which keeps embedding and head whole on every rank."""
+    # A loss reads the logits of the whole vocabulary: with a cut head it would have to be one over ranks.
     return {**tensor_parallel(config), "embed_tokens.weight": None, "lm_head.weight": None}
 
 
@@ -52,6 +53,7 @@ def check_tensor_parallel(config: ModelConfig, parts: int, *, shared_heads: bool
     """Raises ModelError for a model that cannot be cut into so many parts. With `shared_heads` several ranks may hold
     the same key-value head."""
     heads, groups, inner = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
+    # DTensor cuts keys and values into equal parts. Only a generator's ranks can hold a head twice.
     divided = groups % parts == 0 or (shared_heads and parts % groups == 0)
     faults = [f"{heads} attention heads"] if heads % parts else []
     faults += [] if divided else [f"{groups} key-value heads"]
@@ -132,6 +134,7 @@ class LlamaPart(Llama):
 
     def _gather(self, own: Tensor) -> Tensor:
         """[…, W] of each rank as […, V]."""
+        # `all_gather` takes equal sizes only, and the last rank may have fewer words.
         padded = F.pad(own, (0, self._most_words - own.shape[-1])).contiguous()
         every = [torch.empty_like(padded) for _ in range(self.parts)]
         dist.all_gather(every, padded)

@@ -47,6 +47,7 @@ class PipelineStage:
             model.model.add_module("embed_tokens", self.given)
         if not self.last:
             model.model.norm = nn.Identity()
+            # Of whatever kind the head is: only the last stage computes with it.
             for name in {name for name, _ in model.named_children()} - {"model"}:
                 model.add_module(name, None)
         self._sent: list[tuple[Any, Tensor]] = []
