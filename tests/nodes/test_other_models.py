@@ -119,32 +119,21 @@ def test_whitened_advantages_have_mean_zero_and_deviation_one_over_the_sampled_t
     assert advantages.values_N[~within].abs().max() == 0
 
 
-def test_an_environments_token_is_no_action() -> None:
-    """With γ = λ = 1 and V = 0 every sampled token's advantage is the reward, and the environment's has none."""
-    rollouts = random_rollouts([(2, 4)], unsampled=[(0, 1), (0, 3)])
-    found, returns, _ = gae.fn(
-        Rewards(torch.tensor([3.0])), Values(torch.zeros(1, 4)), rollouts, lam=1.0, whitened=False
-    )
+def test_an_environments_token_is_no_action_and_each_other_one_pays_for_leaving_the_reference() -> None:
+    """With γ = λ = 1 and V = 0 every sampled token's advantage is the reward, less what it and those after it pay."""
+    rollouts, rewards = random_rollouts([(2, 4)], unsampled=[(0, 1), (0, 3)]), Rewards(torch.tensor([3.0]))
+    values, options = Values(torch.zeros(1, 4)), {"lam": 1.0, "whitened": False}
+    found, returns, _ = gae.fn(rewards, values, rollouts, **options)
     assert found.values_N.tolist() == returns.returns_NT.tolist() == [[3.0, 0.0, 3.0, 0.0]]
-
-
-def test_each_token_pays_for_leaving_the_reference() -> None:
-    rollouts = random_rollouts([(2, 2)])
-    reference = Logprobs(rollouts.logprobs_NT - torch.tensor([[0.5, 0.25]]))
-    found, _, _ = gae.fn(
-        Rewards(torch.tensor([1.0])), Values(torch.zeros(1, 2)), rollouts, reference, lam=1.0, kl=0.1, whitened=False
-    )
-    torch.testing.assert_close(found.values_N, torch.tensor([[1 - 0.05 - 0.025, 1 - 0.025]]))
-
-
-def test_the_price_of_leaving_a_reference_needs_mu_and_the_rest_does_not() -> None:
-    rollouts = replace(random_rollouts([(2, 2)]), logprobs_NT=None)
-    values, rewards = Values(torch.zeros(1, 2)), Rewards(torch.tensor([1.0]))
-    gae.fn(rewards, values, rollouts)
+    reference = Logprobs(rollouts.logprobs_NT - torch.tensor([[0.5, 9.0, 0.25, 9.0]]))
+    found, _, _ = gae.fn(rewards, values, rollouts, reference, kl=0.1, **options)
+    torch.testing.assert_close(found.values_N, torch.tensor([[3 - 0.05 - 0.025, 0.0, 3 - 0.025, 0.0]]))
+    bare = replace(rollouts, logprobs_NT=None)
+    gae.fn(rewards, values, bare)
     with pytest.raises(
         ValueError, match=r"gae, with a reference: given rollouts without log μ .*needed rollouts whose"
     ):
-        gae.fn(rewards, values, rollouts, Logprobs(torch.zeros(1, 2)), kl=0.1)
+        gae.fn(rewards, values, bare, reference, kl=0.1)
 
 
 def test_values_of_another_shape_are_refused() -> None:
@@ -218,8 +207,6 @@ def test_a_critic_of_the_wrong_shape_is_refused() -> None:
     broken = {**tensors, "master.score.weight": torch.zeros(2, 128)}
     with pytest.raises(ModelError, match=r"state of the critic: master\.score\.weight: given shape \[2, 128\]"):
         critic().restore(broken, facts)
-    with pytest.raises(TypeError, match="critic: given a Critic, needed a LanguageCritic"):
-        critic_values.fn(Critic(), random_rollouts())
 
 
 # GAE by hand and against the recursion, response by response; the critic's clipped loss.
@@ -301,6 +288,9 @@ def frozen(folder: Path, **changes: Any) -> FrozenRewardModel:
 def test_a_score_is_the_number_at_the_last_token_whatever_the_packing(tmp_path: Path, micro_tokens: int) -> None:
     learning().export(str(tmp_path))
     model, rollouts = frozen(tmp_path), random_rollouts(unsampled=[(2, 3)])
+    assert isinstance(model, Carried)
+    assert model.state() == ({}, {})
+    assert model.tokenizer.encode("1+2=") == policy().tokenizer.encode("1+2=")
     rewards, figures = reward_scores.fn(model, rollouts, micro_tokens=micro_tokens)
     needed = torch.stack([numbers_of_row(model.model, rollouts, row)[-1] for row in range(len(rollouts))])
     torch.testing.assert_close(rewards.values_N, needed, rtol=1e-4, atol=1e-5)
@@ -334,28 +324,12 @@ def test_a_new_reward_model_has_no_preference_and_soon_has_one() -> None:
     assert figures[-1]["loss"] < 0.2
 
 
-def test_what_a_checkpoint_exports_is_what_rlhf_reads(tmp_path: Path) -> None:
-    learner = learning()
-    learner.export(str(tmp_path))
-    model = frozen(tmp_path)
-    assert model.tokenizer.encode("1+2=") == learner.tokenizer.encode("1+2=")
-    assert isinstance(model, Carried)
-    assert model.state() == ({}, {})
-
-
 def test_a_reward_model_without_a_directory_or_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="reward_model: given no directory, needed a directory that a run of"):
         open_reward_model(SCORES_CONTEXT)
     policy().export(str(tmp_path))
     with pytest.raises(ModelError, match=r"given a reward model without a head, needed score\.weight"):
         frozen(tmp_path)
-
-
-def test_a_model_of_another_maker_is_refused() -> None:
-    with pytest.raises(TypeError, match="reward_scores: given a RewardModel, needed a FrozenRewardModel"):
-        reward_scores.fn(RewardModel(), random_rollouts())
-    with pytest.raises(TypeError, match="preference_update: given a PreferenceModel, needed a LearningRewardModel"):
-        preference_update.fn(PreferenceModel(), PAIRS)
 
 
 def test_a_pair_longer_than_the_models_context_is_named() -> None:
@@ -368,8 +342,6 @@ def test_a_pair_longer_than_the_models_context_is_named() -> None:
 
 TOKENS = torch.arange(1, 61).view(2, 30)
 PAD = 0
-
-
 SHAPE = ModelConfig(300, 32, 48, 2, 4, 2, 8, 64, eos_token_ids=(256,), pad_token_id=PAD)
 
 
@@ -380,34 +352,23 @@ def scorer() -> Scorer:
     return made
 
 
-def numbers(made: Scorer) -> Tensor:
-    with torch.no_grad():
-        return made.values(made(TOKENS))
-
-
-def test_transformers_reads_what_is_written_with_the_same_numbers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("writer", ["transformers", "penstock"])
+def test_transformers_and_we_read_the_same_numbers_from_a_scorers_directory(tmp_path: Path, writer: str) -> None:
     transformers = pytest.importorskip("transformers")
-    save(scorer(), tmp_path)
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    assert type(theirs).__name__ == "LlamaForSequenceClassification"
-    assert theirs.num_labels == 1
+    if writer == "penstock":
+        save(scorer(), tmp_path)
+    else:
+        shape = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+        config = transformers.LlamaConfig(**shape, **heads, num_labels=1, pad_token_id=PAD)
+        transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    ours = load_model(Scorer, tmp_path)
+    assert (type(theirs).__name__, theirs.num_labels) == ("LlamaForSequenceClassification", 1)
     with torch.no_grad():
-        expected = theirs(TOKENS).logits
-    torch.testing.assert_close(numbers(scorer())[:, -1:], expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(numbers(load_model(Scorer, tmp_path)), numbers(scorer()))
-
-
-def test_what_transformers_writes_is_read_with_the_same_numbers(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    shape = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    theirs = transformers.LlamaForSequenceClassification(
-        transformers.LlamaConfig(**shape, **heads, num_labels=1, pad_token_id=PAD)
-    ).eval()
-    theirs.save_pretrained(tmp_path)
-    with torch.no_grad():
-        expected = theirs(TOKENS).logits
-    torch.testing.assert_close(numbers(load_model(Scorer, tmp_path))[:, -1:], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours.values(ours(TOKENS))[:, -1:], theirs(TOKENS).logits, rtol=1e-5, atol=1e-6)
+    if writer == "penstock":
+        assert all(torch.equal(tensor, ours.state_dict()[name]) for name, tensor in scorer().state_dict().items())
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -440,14 +401,9 @@ def test_the_advantage_is_what_the_teacher_thinks_of_a_sampled_token() -> None:
     advantage, figures = distillation_advantage.fn(rollouts, opinions)
     torch.testing.assert_close(advantage.values_N, torch.tensor([[0.5, 0.0, -0.25], [1.0, 0.0, 0.0]]))
     assert figures["teacher_kl"] == pytest.approx(-(0.5 - 0.25 + 1.0) / 3)
-
-
-def test_what_the_teacher_thinks_is_compared_with_mu() -> None:
-    rollouts = random_rollouts()
-    bare = replace(rollouts, logprobs_NT=None)
     needed = "distillation_advantage: given rollouts without log μ .*, needed rollouts whose logprobs_NT were recorded"
     with pytest.raises(ValueError, match=needed):
-        distillation_advantage.fn(bare, Logprobs(rollouts.logprobs_NT))
+        distillation_advantage.fn(replace(rollouts, logprobs_NT=None), opinions)
 
 
 @pytest.mark.parametrize("micro_tokens", [1, 1000])
@@ -469,16 +425,13 @@ def test_an_update_steps_along_the_reverse_kl(tmp_path: Path, micro_tokens: int)
     assert_gradients(learner, loss, twin.masters)
 
 
-def test_a_student_that_has_written_nothing_learns_nothing(tmp_path: Path) -> None:
-    rollouts = random_rollouts([(2, 1), (1, 1)], unsampled=[(0, 0), (1, 0)])
-    with pytest.raises(ValueError, match=r"given 2 responses without a sampled token .* needed at least one"):
-        distill_update.fn(policy(), teacher(tmp_path), rollouts)
-
-
 def test_a_student_comes_closer_to_its_teacher(tmp_path: Path) -> None:
     learner, guide, rollouts = policy(), teacher(tmp_path), random_rollouts()
     figures = [distill_update.fn(learner, guide, rollouts, lr=3e-3)[1] for _ in range(10)]
     assert figures[-1]["teacher_kl"] < figures[0]["teacher_kl"] / 2
+    silent = random_rollouts([(2, 1), (1, 1)], unsampled=[(0, 0), (1, 0)])
+    with pytest.raises(ValueError, match=r"given 2 responses without a sampled token .* needed at least one"):
+        distill_update.fn(learner, guide, silent)
 
 
 def test_a_teacher_reads_tokens_as_a_reference_does(tmp_path: Path) -> None:
@@ -519,10 +472,7 @@ def test_the_policys_own_are_those_it_has_now_and_need_no_behaviour() -> None:
     torch.testing.assert_close(found[0, :3], needed[0].detach(), rtol=1e-4, atol=1e-5)
     assert (found[1] == 0).all()
     assert (found[2] != 0).tolist() == [True, False, False, True]
-
-
-def test_they_have_no_gradient() -> None:
-    assert not policy_logprobs.fn(policy(), batch()[0]).logprobs_NT.requires_grad
+    assert not found.requires_grad
 
 
 # What follows the policy: its moving average by hand, snapshots, and their state.
@@ -595,10 +545,22 @@ def test_what_is_restored_goes_on_to_the_bit_and_is_exported(tmp_path: Path, kin
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in whole.weights().items())
 
 
-def test_what_cannot_be_averaged_is_refused() -> None:
-    with pytest.raises(TypeError, match="average: given a Average, needed a FollowingPolicy"):
-        refresh.fn(Average(), policy())
+@pytest.mark.parametrize(
+    ("call", "needed"),
+    [
+        (lambda: refresh.fn(Average(), policy()), "given a Average, needed a FollowingPolicy"),
+        (lambda: critic_values.fn(Critic(), random_rollouts()), "given a Critic, needed a LanguageCritic"),
+        (lambda: reward_scores.fn(RewardModel(), random_rollouts()), "given a RewardModel, needed a FrozenRewardModel"),
+        (lambda: preference_update.fn(PreferenceModel(), PAIRS), "given a PreferenceModel, needed a LearningRewardMo"),
+    ],
+)
+def test_a_model_of_another_maker_is_refused(call: Callable[[], Any], needed: str) -> None:
+    with pytest.raises(TypeError, match=needed):
+        call()
+
+
+def test_the_state_of_another_average_is_refused() -> None:
     tensors, facts = average().state()
-    del tensors["master.lm_head.weight"]  # type: ignore[attr-defined]
+    kept = {name: tensor for name, tensor in tensors.items() if name != "master.lm_head.weight"}
     with pytest.raises(ModelError, match=r"state of the average: master\.lm_head\.weight is missing"):
-        average().restore(tensors, facts)
+        average().restore(kept, facts)
