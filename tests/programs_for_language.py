@@ -1,6 +1,6 @@
 """Programs of fake nodes, one for each construct of the language, as a user's file would hold them."""
 
-from collections.abc import Mapping
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -37,7 +37,6 @@ def odd_sum(rollouts: Rollouts, rewards: Rewards, *, keep_all: bool = False, not
 
 @program
 def filtered(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1) -> FakePolicy:
-    """Groups with an even sum are dropped."""
     rollouts = fake_generate(prompts, broadcast(policy, lag=lag), ms=5.0)
     rewards = fake_score(rollouts, ms=1.0)
     rollouts, rewards = keep(rollouts, rewards, when=odd_sum)
@@ -50,7 +49,6 @@ def never(rewards: Rewards) -> bool:
 
 @program
 def drops_everything(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1) -> FakePolicy:
-    """No group is ever good enough."""
     rollouts = fake_generate(prompts, broadcast(policy, lag=lag))
     rewards = keep(fake_score(rollouts), when=never)
     return fake_update(policy, rollouts, rewards)
@@ -80,9 +78,6 @@ def follow(average: FakeAverage, policy: FakePolicy, *, decay: float = 0.5) -> t
 @node(pool="watcher", clock="update")
 def watch(weights: Weights, *, seconds: float = 0.0) -> Metrics:
     """Measures weights on a pool of its own."""
-    torch.tensor(0.0)
-    import time
-
     time.sleep(seconds)
     return {"watched_version": float(weights.version), "watched_sum": float(weights.tensors["values"].sum())}
 
@@ -98,7 +93,6 @@ def clocks(
     look: int = 3,
     watch_s: float = 0.0,
 ) -> dict[str, Any]:
-    """A second value that moves at every other update, and a measurement at every third, which nobody waits for."""
     rollouts = fake_generate(prompts, broadcast(policy, lag=lag), ms=2.0)
     rewards = fake_score(rollouts)
     new_policy = fake_update(policy, rollouts, rewards, ms=2.0)
@@ -109,14 +103,12 @@ def clocks(
 
 @program
 def seldom(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 3, every: int = 2) -> FakePolicy:
-    """Weights travel at every other update."""
     rollouts = fake_generate(prompts, broadcast(policy, lag=lag, every=every))
     return fake_update(policy, rollouts, fake_score(rollouts))
 
 
 @program
 def in_a_row(policy: FakePolicy, average: FakeAverage, prompts: FakePrompts, *, lag: int = 1) -> dict[str, Any]:
-    """Two updates of one value, the second of what the first has made."""
     rollouts = fake_generate(prompts, broadcast(policy, lag=lag))
     rewards = fake_score(rollouts)
     learnt = fake_update(fake_update(policy, rollouts, rewards), rollouts, rewards)
@@ -128,7 +120,6 @@ def in_a_row(policy: FakePolicy, average: FakeAverage, prompts: FakePrompts, *, 
 
 @program
 def moved(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1) -> FakePolicy:
-    """The scorer is in the trainer's pool and scores a whole batch at once."""
     rollouts = fake_generate(prompts, broadcast(policy, lag=lag))
     rewards = fake_score.per_update.on("trainer")(rollouts)
     return fake_update(policy, rollouts, rewards)
@@ -137,30 +128,11 @@ def moved(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1) -> FakePoli
 # A delay: feedback into the choice of prompts ------------------------------------------------------------------
 
 
+@carried
 class Seen:
-    """What has been seen: for each update the sum of its rewards. A carried value of the scorer's pool."""
+    """What has been seen: for each update the sum of its rewards."""
 
-    maker: ClassVar[str] = f"{__file__}:make_seen"
-    pool: ClassVar[str] = "scorer"
-
-    def __init__(self) -> None:
-        self.sums: list[float] = []
-
-    def weights(self) -> Mapping[str, Tensor]:
-        return {}
-
-    def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
-        return {}, {"sums": self.sums}
-
-    def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        self.sums = list(facts["sums"])
-
-    def export(self, folder: str) -> None:
-        """Nothing that other tools read."""
-
-
-def make_seen(context: Context) -> Carried:
-    return Seen()
+    sums: tuple[float, ...] = ()
 
 
 @node(pool="scorer")
@@ -173,8 +145,7 @@ def choose(prompts: Prompts, seen: Seen) -> tuple[Prompts, Metrics]:
 
 @node(pool="scorer", clock="update")
 def remember(seen: Seen, rewards: Rewards) -> Seen:
-    seen.sums.append(float(rewards.values_N.sum()))
-    return seen
+    return Seen((*seen.sums, float(rewards.values_N.sum())))
 
 
 @node(pool="generator")
@@ -188,7 +159,6 @@ def read_aloud(prompts: Prompts) -> Prompts:
 def curriculum(
     policy: FakePolicy, seen: Seen, prompts: FakePrompts, *, lag: int = 1, delayed: int = 1
 ) -> dict[str, Any]:
-    """Prompts that depend on the rewards of past updates."""
     chosen = read_aloud(choose(prompts, delay(seen, lag=delayed)))
     rollouts = fake_generate(chosen, broadcast(policy, lag=lag), ms=2.0)
     rewards = fake_score(rollouts)
@@ -251,7 +221,6 @@ def learn(policy: FakePolicy, rewards: Rewards) -> tuple[FakePolicy, Metrics]:
 def talking(
     policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1, turns: int = 3, stubborn: int = 2, raise_at: int = -1
 ) -> FakePolicy:
-    """Generator and environment take turns on each group."""
     behaviour = broadcast(policy, lag=lag)
     talk, answer = alternate(speak, reply, prompts, behaviour, turns=turns, stubborn=stubborn, raise_at=raise_at)
     return learn(policy, grade(talk, answer))
@@ -259,7 +228,6 @@ def talking(
 
 @program
 def boundless(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
-    """A conversation without a bound."""
     # unbounded-turns: generate: turns given no bound
     # unknown-model: generate: input 'behaviour' given the weights of 'policy', of which its maker
     rollouts, _ = converse(prompts, broadcast(policy), environment=fake_environment)
@@ -268,7 +236,6 @@ def boundless(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
 
 @program
 def answered_by_a_function(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
-    """The one that answers has no @node."""
     behaviour = broadcast(policy)
     # not-a-node: the node that answers given <function reply … needed a function with @node or, for an env
     talk, answer = alternate(speak, reply.fn, prompts, behaviour, turns=2)  # type: ignore[call-overload]
@@ -277,7 +244,6 @@ def answered_by_a_function(policy: FakePolicy, prompts: FakePrompts) -> FakePoli
 
 @program
 def keeps_by_nothing(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
-    """A filter that nobody has said."""
     rollouts = fake_generate(prompts, broadcast(policy))
     # no-predicate: keep: option 'when' given None
     return fake_update(policy, rollouts, keep(fake_score(rollouts)))  # type: ignore[call-overload]
@@ -285,7 +251,6 @@ def keeps_by_nothing(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
 
 @program
 def endless(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
-    """Turns without a bound."""
     # unbounded-turns: speak: turns given no bound
     talk, answer = alternate(speak, reply, prompts, broadcast(policy))
     return learn(policy, grade(talk, answer))
@@ -482,7 +447,6 @@ def halve(rewards: Rewards, *, write: bool = True) -> Rewards:
 
 @program
 def shared(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 0, write: bool = True) -> FakePolicy:
-    """Every node changes what it reads, or what it has returned."""
     rollouts = fake_generate(prompts, broadcast(policy, lag=lag))
     rewards = buffered(fake_score(rollouts), write=write)
     rewards = look_at(rollouts, rewards, write=write)
@@ -513,7 +477,6 @@ def no_accuracy(rewards: Rewards) -> Metrics:
 
 @program
 def unmeasured(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
-    """An evaluation of no problem at all."""
     no_accuracy(fake_score(fake_generate(prompts, broadcast(policy))))
     return policy
 
@@ -597,7 +560,6 @@ def judged(prompts: FakePrompts, behaviour: Weights, by: Any) -> tuple[Rollouts,
 
 @program
 def composed(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1, by: Any = fake_score) -> FakePolicy:
-    """The scorer is an option."""
     rollouts, rewards = judged(prompts, broadcast(policy, lag=lag), by)
     return fake_update(policy, rollouts, rewards)
 
@@ -607,7 +569,6 @@ def composed(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1, by: Any 
 
 @program
 def named(proposer: FakePolicy, solver: FakePolicy, prompts: FakePrompts, *, lag: int = 1) -> dict[str, Any]:
-    """Two models, each with its own samples; the second update has the name of its value."""
     asked = fake_generate.named("asks")(prompts, broadcast(proposer, lag=lag), ms=1.0)
     answered = fake_generate.named("answers")(prompts, broadcast(solver, lag=lag), samples=2, ms=1.0)
     return {
@@ -688,7 +649,6 @@ def sums(rewards: Rewards) -> Metrics:
 
 @program
 def held(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
-    """What the weights of one carried value add up to."""
     sums(held_sum(prompts, broadcast(policy)))
     return policy
 

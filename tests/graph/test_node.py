@@ -8,6 +8,7 @@ import torch
 from penstock.graph import Context, GraphError, Metrics, NodeDef, Rewards, node
 from penstock.graph.interface import REQUIRED, interface
 from penstock.graph.types import COLUMNS
+from tests.graph.programs_for_tests import Engine as Slots
 
 
 class Reward(float): ...
@@ -26,26 +27,12 @@ class Tally:
         self.count = start
 
 
-class Slots:
-    """A `Stream`."""
-
-    def submit(self, tag: Any, inputs: Any) -> None: ...
-
-    def step(self) -> list[Any]:
-        return []
-
-    def busy(self) -> bool:
-        return False
-
-    def reset(self) -> None: ...
-
-
 def start(context: Context, *, at: int) -> Tally:
     return Tally(at)
 
 
 def open_slots(context: Context) -> Slots:
-    return Slots()
+    return Slots(1)
 
 
 @node

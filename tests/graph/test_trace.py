@@ -34,6 +34,7 @@ from penstock.graph.interface import REQUIRED
 from penstock.graph.ir import Output, Ref
 from penstock.graph.node import Dropped, Filter
 from penstock.graph.types import FrozenModel, Replies
+from tests.graph.programs_for_tests import Engine as Slots
 
 PROGRAMS = Path(__file__).with_name("programs_for_tests.py")
 
@@ -497,22 +498,8 @@ def test_a_program_is_still_its_function() -> None:
     assert plain(1, 2, extra=3) == {"model": 1, "answers": 2, "extra": 3}
 
 
-class Slots:
-    """A `Stream`."""
-
-    def submit(self, tag: Any, inputs: Any) -> None: ...
-
-    def step(self) -> list[Any]:
-        return []
-
-    def busy(self) -> bool:
-        return False
-
-    def reset(self) -> None: ...
-
-
 def open_slots(context: Context, **options: Any) -> Slots:
-    return Slots()
+    return Slots(1)
 
 
 @node(pool="generator", init=open_slots)
