@@ -256,12 +256,10 @@ def run_here(path: str) -> int:
             status = run_in_process(folder, tell)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except RecordError as fault:
-        print(visible(f"penstock: {fault}"), file=sys.stderr)
-        return FAILED
     except Exception as raised:
-        print(visible(f"penstock: {told(raised)}"), end="", file=sys.stderr)
-        return FAILED
+        # What the folder refuses is said in words; the traceback of anything else starts in the user's node.
+        status = "failed"
+        progress.errors = [str(raised) if isinstance(raised, RecordError) else told(raised).rstrip("\n")]
     for error in progress.errors:
         print(visible(f"penstock: {error}"), file=sys.stderr)
     return {"done": DONE, "stopped": INTERRUPTED}.get(status, FAILED)

@@ -115,7 +115,9 @@ def resume(argv: Sequence[str]) -> int:
     folder.lock()
     try:
         config, asked = RunConfig.load(folder), folder.read_json("config.json", ConfigFile).get("asked", {})
-        require_unchanged(folder.path, config, asked)
+        digests, origin = asked.get("digests", {}), asked.get("folder", "")
+        if lacks := [*_changed_files(config.flags, digests), *_lost_modules(config, origin)]:
+            raise CommandError("\n".join([f"{folder.path}: the run cannot go on; nothing was changed:", *lacks]))
         # Raises LogError for a log that was changed: nothing can be added to it.
         logged = sum(segment.seconds for segment in read_log(folder.events)) if folder.events.exists() else 0.0
         path = folder.path / "summary.json"
@@ -219,14 +221,6 @@ def is_made_up(data: str) -> bool:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def require_unchanged(folder: Path, config: RunConfig, asked: Mapping[str, Any]) -> None:
-    """Raises CommandError with all that is missing or not as it was when the run of `folder` began. `asked` is of its
-    `config.json`."""
-    lacks = [*_changed_files(config.flags, asked.get("digests", {})), *_lost_modules(config, asked.get("folder", ""))]
-    if lacks:
-        raise CommandError("\n".join([f"{folder}: the run cannot go on; nothing was changed:", *lacks]))
 
 
 def _changed_files(flags: RunOptions, digests: Mapping[str, str]) -> Iterator[str]:

@@ -11,8 +11,9 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from hashlib import blake2b
+from operator import getitem
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -78,12 +79,6 @@ def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
         yield from places(item, (*place, key))
 
 
-def at(value: Any, place: tuple[Any, ...]) -> Any:
-    for key in place:
-        value = value[key]
-    return value
-
-
 def changed(value: Any, draw: Random) -> Any:
     """A JSON value with one part removed, added, moved or replaced."""
     value = json.loads(json.dumps(value))
@@ -91,7 +86,11 @@ def changed(value: Any, draw: Random) -> Any:
     place, other = draw.choice(known), draw.choice(known)
     if not place:
         return draw.choice(ODD)
-    parent, key, taken = at(value, place[:-1]), place[-1], json.loads(json.dumps(at(value, other)))
+    parent, key, taken = (
+        reduce(getitem, place[:-1], value),
+        place[-1],
+        json.loads(json.dumps(reduce(getitem, other, value))),
+    )
     match draw.randrange(5):
         case 0:
             del parent[key]
@@ -210,17 +209,14 @@ def computing() -> Iterator[None]:
 
 
 def refused(read: Callable[[], object], names: tuple[str, ...]) -> str:
-    """What is wrong with how a reader ends; "" where it ends well or with an error of ours that has one of `names`."""
+    """How a reader ends, if neither well nor with an error of ours that has one of `names`."""
     try:
         with computing():
             read()
-    except (CommandError, ValueError) as error:
-        ours = isinstance(error, CommandError) or type(error).__module__.startswith("penstock.")
-        if not ours:
-            return f"{type(error).__name__}: {error}"
-        return "" if any(name in str(error) for name in names) else f"names no file: {error}"
     except (Exception, TooLong) as error:
-        return f"{type(error).__name__}: {error}"
+        ours = isinstance(error, CommandError) or type(error).__module__.startswith("penstock.")
+        if not (ours and any(name in str(error) for name in names)):
+            return f"{type(error).__name__}: {error}"
     return ""
 
 

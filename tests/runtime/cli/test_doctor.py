@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +16,8 @@ from penstock.runtime.cli.tracing import CommandError, ask_child
 from penstock.runtime.cluster.cluster import Cluster, Host, read_cluster
 from penstock.runtime.cluster.gpus import GPUS
 
+from .conftest import Output, Patch
+
 TORCH: dict[str, Any] = {"version": "2.13.0+cpu", "cuda": None, "threads": 2, "cpu": "AVX512", "gloo": True, "gpus": []}
 CPU = {
     "torch": "2.13.0", "seconds": 60.0, "launch_us": 1.0, "memory": {"read": 20.0, "copy": 20.0, "cached": 80.0},
@@ -27,8 +28,6 @@ GPU = {
     "launch_us": 4.5, "host_gb_s": 55.0, "products": {"bf16": [[16, 1024, 1e13], [8192, 8192, 7e14]]},
     "torch": "2.13.0", "seconds": 20.0,
 }  # fmt: skip
-Output = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture(autouse=True)
@@ -77,49 +76,38 @@ class Usage(NamedTuple):
     free: int = 64 << 20
 
 
-def no_bwrap(patch: Patch, said: dict[str, Any], path: Path) -> None:
-    said["described_isolation"] = (False, "no bwrap")
-
-
-def old_torch(patch: Patch, said: dict[str, Any], path: Path) -> None:
-    gpu = ["NVIDIA H200", 139.81, 9, 0]
-    said["installed"] = {**TORCH, "version": "2.1.0", "cuda": "13.0", "gloo": False, "gpus": [gpu, ["Old", 8, 7, 0]]}
-
-
-def small_shm(patch: Patch, said: dict[str, Any], path: Path) -> None:
-    patch.setattr(shutil, "disk_usage", lambda path: Usage())
-
-
-def cache_below_a_file(patch: Patch, said: dict[str, Any], path: Path) -> None:
-    (path / "file").write_text("")
-    patch.setenv("PENSTOCK_CACHE", str(path / "file" / "cache"))
-
-
-def no_board(patch: Patch, said: dict[str, Any], path: Path) -> None:
-    patch.setattr(importlib.util, "find_spec", lambda name: None)
+OLD = [["NVIDIA H200", 139.81, 9, 0], ["Old", 8.0, 7, 0]]
+OLD_TORCH = {"installed": {**TORCH, "version": "2.1.0", "cuda": "13.0", "gloo": False, "gpus": OLD}}
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "verdict", "follows"),
+    ("answers", "name", "verdict", "follows"),
     [
-        (no_bwrap, "sandbox", "note", "bubblewrap"),
-        (old_torch, "torch", "note", "tested with"),
-        (old_torch, "gloo", "lack", "weights"),
-        (old_torch, "cuda:0", "ok", ""),
-        (old_torch, "cuda:1", "note", "no bfloat16"),
-        (small_shm, "/dev/shm", "lack", "--shm-size"),
-        (small_shm, "cache", "note", "nearly full"),
-        (cache_below_a_file, "cache", "lack", "PENSTOCK_CACHE"),
-        (no_board, "TensorBoard", "note", "penstock[track]"),
+        ({"described_isolation": (False, "no bwrap")}, "sandbox", "note", "bubblewrap"),
+        (OLD_TORCH, "torch", "note", "tested with"),
+        (OLD_TORCH, "gloo", "lack", "weights"),
+        (OLD_TORCH, "cuda:0", "ok", ""),
+        (OLD_TORCH, "cuda:1", "note", "no bfloat16"),
+        ({}, "/dev/shm", "lack", "--shm-size"),
+        ({}, "cache", "note", "nearly full"),
+        ({}, "TensorBoard", "note", "penstock[track]"),
     ],
 )
 def test_what_is_lacking_has_a_verdict_and_what_follows(
-    change: Callable[..., None], name: str, verdict: str, follows: str,
-    children: dict[str, Any], monkeypatch: Patch, tmp_path: Path,
-) -> None:  # fmt: skip
-    change(monkeypatch, children, tmp_path)
+    answers: dict[str, Any], name: str, verdict: str, follows: str, children: dict[str, Any], monkeypatch: Patch
+) -> None:
+    children |= answers
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     finding = found(name)
     assert (finding.verdict, follows in finding.follows) == (verdict, True)
+
+
+def test_a_cache_that_cannot_be_written_is_a_lack(monkeypatch: Patch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file" / "cache"))
+    assert found("cache").verdict == "lack"
+    assert "PENSTOCK_CACHE" in found("cache").follows
 
 
 def test_the_cache_is_where_it_is_asked_for(monkeypatch: Patch, tmp_path: Path) -> None:

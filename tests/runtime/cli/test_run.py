@@ -499,11 +499,11 @@ def test_what_a_killed_builder_has_left_is_removed_by_the_next_one_and_by_who_fi
     ("status", "error", "said"),
     [
         (FAILED, CommandError, r"the base model could not be built:\ntrainer/0 rank 0 died"),
-        (INTERRUPTED, KeyboardInterrupt, ""),
+        (INTERRUPTED, KeyboardInterrupt, None),
     ],
 )
 def test_a_base_that_failed_or_was_stopped_leaves_nothing(
-    builder: Builder, tmp_path: Path, status: int, error: type[BaseException], said: str
+    builder: Builder, tmp_path: Path, status: int, error: type[BaseException], said: str | None
 ) -> None:
     builder.status = status
     with pytest.raises(error, match=said):
