@@ -35,6 +35,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
+from itertools import chain, count
 from pathlib import Path
 from time import sleep
 from typing import Any, BinaryIO
@@ -56,6 +57,16 @@ _HALF = re.compile(r"\.(config|graph|plan|processes|summary|trace)\.json\.[0-9a-
 """The names that `replacing` gives to a run's own files until they are whole."""
 READABLE = 1 << 20
 """Characters up to which a JSON file is written with line breaks; a large one would take ten times as long."""
+
+
+class _Inside:
+    """The path of a file or folder in a run's folder, wherever that is now."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: "RunFolder", owner: type) -> Path:
+        return folder.path / self.name
 
 
 class RunFolder:
@@ -153,25 +164,11 @@ class RunFolder:
 
     # Where things are --------------------------------------------------------------------------------------
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.json"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.log"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
+    config = _Inside("config.json")
+    events = _Inside("events.log")
+    metrics = _Inside("metrics.jsonl")
+    checkpoints = _Inside("checkpoints")
+    logs = _Inside("logs")
 
     # One at a time -----------------------------------------------------------------------------------------
 
@@ -323,12 +320,13 @@ def absolute(path: str | Path) -> Path:
 
 def default_path(program: str, now: datetime) -> Path:
     """runs/<program>-<date-time>, with a number where that is taken."""
-    stem = f"{program}-{now:%Y%m%d-%H%M%S}"
-    number, path = 1, Path("runs") / stem
-    while path.exists():
-        number += 1
-        path = Path("runs") / f"{stem}-{number}"
-    return path
+    return _unused(Path("runs") / f"{program}-{now:%Y%m%d-%H%M%S}", "-")
+
+
+def _unused(path: Path, mark: str) -> Path:
+    """The path, with a mark and a number behind it where something has it already."""
+    numbered = chain([path], (path.with_name(f"{path.name}{mark}{number}") for number in count(2)))
+    return next(path for path in numbered if not os.path.lexists(path))
 
 
 def owner_name(uid: int) -> str:
@@ -535,10 +533,7 @@ def complete_checkpoint(
     update = update_of(name)
     facts = {"update": update, "cut": cut, "accuracy": accuracy, "figures": figures or {}, "written": name}
     folder.write_json(f"{folder.checkpoints.name}/{name}/{CUT}", facts)
-    path, number = folder.checkpoints / f"{update:08d}", 1
-    while os.path.lexists(path):
-        number += 1
-        path = folder.checkpoints / f"{update:08d}.{number}"
+    path = _unused(folder.checkpoints / f"{update:08d}", ".")
     try:
         # Before it counts, all of it has to be on the disk: after a power cut it may be gone, but not half of it.
         sync(folder.checkpoints / name)

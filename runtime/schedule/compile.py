@@ -198,15 +198,13 @@ def _check_plan(graph: Graph, plan: Plan, makers: Mapping[str, str]) -> None:
     needed = [a.name for a in graph.arguments] + [n.name for n in graph.nodes if n.fires]
     if missing := [name for name in needed if name not in held]:
         raise ValueError(f"plan: no pool holds {', '.join(missing)}; the pools hold {', '.join(sorted(held))}")
-    for carried in makers:
+    for carried in (c.name for c in graph.carried):
         home = plan.pool_of(carried)
-        if len(home.replicas) != 1:
+        if carried in makers and len(home.replicas) != 1:
             raise ValueError(
                 f"plan: pool {home.name!r} holds the carried value {carried!r} and has {len(home.replicas)} "
                 "replicas; needed 1, since an update makes one next value"
             )
-    for carried in (c.name for c in graph.carried):
-        home = plan.pool_of(carried)
         for node in _readers_of(graph.nodes, carried):
             if node.fires and node.name not in home.holds:
                 raise ValueError(

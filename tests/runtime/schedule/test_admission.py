@@ -15,7 +15,7 @@ from penstock.runtime.schedule.events import Begin, Checkpoint, Finish, Fire, Pu
 from penstock.runtime.schedule.idle_causes import cause
 from penstock.runtime.schedule.scheduler import Scheduler
 
-from .graphs import aipo, broadcast, call, delay, evaluate, graph, place, sft
+from .graphs import aipo, broadcast, call, delay, evaluate, graph, place
 from .world import Setting, World, world
 
 SMALL = st.integers(0, 30)
@@ -208,21 +208,6 @@ def test_an_evaluation_publishes_the_policy_that_its_replicas_lack(live: int | N
     made.end()
     assert made.published(CHANNEL) == versions
     assert made.batches("evaluate.accuracy") == [(0, 1, 2)]
-
-
-def test_a_value_that_never_changes_is_sent_once() -> None:
-    nodes = (
-        broadcast("broadcast", "reference", 0, "scorer"),
-        call("refer", ["texts", "broadcast"]),
-        call("update", ["policy", "refer"], "trainer", "update"),
-    )
-    referred = graph("referred", {"policy": "update", "reference": "reference"}, ["texts"], nodes)
-    made = world(referred, Rules(batch=1, end=4))
-    made.end()
-    assert made.published("reference>scorer") == [0]
-    made = world(sft(), Rules(batch=2, end=3))
-    made.end()
-    assert made.scheduler.channels == {}
 
 
 def test_a_version_that_a_per_update_reader_needs_is_published_before_it_is_donated() -> None:

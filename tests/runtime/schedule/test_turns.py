@@ -6,7 +6,7 @@ import pytest
 
 from penstock.graph.ir import Firing, Graph, Node
 from penstock.runtime.schedule.compile import Rules
-from penstock.runtime.schedule.events import Checkpoint, CommitTurn, Done, Fire, Free
+from penstock.runtime.schedule.events import Checkpoint, CommitTurn, Done, Fire
 
 from .graphs import alternate, broadcast, call, graph
 from .world import World, freed, world
@@ -65,22 +65,6 @@ def test_any_rank_may_ask_for_another_turn() -> None:
         made.pending.remove(event)
         told = made.feed(Done(event.firing, event.replica, event.rank, again=event.rank == 0))
     assert Fire(Firing(SPEAK, 0, 1), "generator/0", (0,)) in told
-
-
-def test_what_a_turn_has_made_is_freed_when_the_next_one_has_spoken() -> None:
-    made = talked(talking(turns=2))
-    spoken = made.until_fired(SPEAK, 0, 1)
-    assert not {Firing(SPEAK, 0), Firing(ANSWER, 0)} & {f for told in made.told for f in freed(told)}
-    assert freed(made.step(spoken)) == {Firing(SPEAK, 0), Firing(ANSWER, 0)}
-    # What the answering node recalls is freed when it has answered again.
-    made = talked(with_its_own(turns=2))
-    answered = made.until_fired(ANSWER, 0, 1)
-    before = {f for told in made.told for f in freed(told)}
-    assert (Firing(SPEAK, 0) in before, Firing(ANSWER, 0) in before) == (True, False)
-    told = made.step(answered)
-    free = next(c for c in told if isinstance(c, Free) and Firing(ANSWER, 0) in c.firings)
-    assert told.index(free) < told.index(CommitTurn(Firing(ANSWER, 0, 1), "environment/0"))
-    made.end()
 
 
 def test_the_last_turn_is_settled_once_and_then_read() -> None:

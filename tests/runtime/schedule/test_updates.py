@@ -7,12 +7,12 @@ from random import Random
 import pytest
 
 from penstock.graph.ir import Firing, Graph, Node
-from penstock.runtime.schedule.compile import Rules, Tables
-from penstock.runtime.schedule.events import Checkpoint, Commit, Finish, Free, Publish, Save, Send
+from penstock.runtime.schedule.compile import Rules
+from penstock.runtime.schedule.events import Checkpoint, Commit, Finish, Free, Publish, Save
 from penstock.runtime.schedule.idle_causes import cause
 from penstock.runtime.schedule.scheduler import Scheduler
 
-from .graphs import aipo, broadcast, call, graph, place
+from .graphs import aipo, broadcast, call, graph
 from .world import World, world
 
 
@@ -95,22 +95,6 @@ def test_only_each_mth_version_is_sent_and_the_lag_holds(lag: int, every: int) -
         assert all(v % every == 0 and g // 2 - lag <= v <= g // 2 for g, v in made.versions().items())
 
 
-def test_a_version_is_not_given_up_if_the_next_one_to_be_sent_came_too_late() -> None:
-    made = world(seldom(lag=2, every=2), Rules(batch=1, end=9), replicas=2)
-    made.exhaust(but="Arrived(channel='policy>generator', version=0, replica='generator/1'")
-    # Version 2 cannot be sent while version 0 is on its way, and update 3 can have no other: so update 2 waits.
-    assert made.indices("update") == [0, 1]
-    made.end()
-
-
-def test_a_resumed_run_sends_the_version_that_it_starts_with() -> None:
-    made = world(seldom(lag=2, every=3), Rules(batch=1, end=9))
-    made.until_fired("update", 3)
-    resumed = made.stop()
-    resumed.end()
-    assert resumed.published("policy>generator") == [4, 6]
-
-
 @pytest.mark.parametrize(("lag", "every", "sent"), [(0, 1, range(8)), (0, 3, [2, 5]), (1, 4, [2, 3, 6, 7]), (0, 9, [])])
 def test_only_versions_that_a_step_fires_with_are_sent_to_its_pool(lag: int, every: int, sent: Sequence[int]) -> None:
     made = world(watched(lag, every), Rules(batch=1, end=8))
@@ -152,15 +136,6 @@ def test_updates_do_not_wait_for_a_step_that_trails() -> None:
         assert each.indices("watch") == list(range(6))
 
 
-def test_a_version_is_kept_for_a_step_that_will_trail_past_the_next_one_sent() -> None:
-    mine = broadcast("mine", "policy", 1, "evaluator", every=2)
-    made = world(beside(mine, call("watch", ["mine"], "evaluator", "update", every=2), lag=3), Rules(batch=1, end=8))
-    made.until(lambda c: isinstance(c, Send) and c.channel == "policy>evaluator")
-    made.exhaust(but="policy>evaluator")
-    assert made.indices("update") == [0, 1]
-    made.end()
-
-
 def test_a_cut_does_not_wait_for_a_step_that_trails_and_it_fires_again_after_it() -> None:
     made = world(watched(lag=8), Rules(batch=1, end=6))
     made.until_fired("update", 3, but=["watch"])
@@ -177,13 +152,6 @@ def test_a_cut_waits_for_the_state_of_a_step_that_trails() -> None:
     made.exhaust(but="watch")
     assert not [c for told in made.told for c in told if isinstance(c, Save)]
     assert any(isinstance(c, Save) for c in made.step(made.at("watch", 0)))
-
-
-@pytest.mark.parametrize(("reads", "off_path"), [([], ["watch"]), (["generate"], []), (["update"], []), (None, [])])
-def test_a_step_is_waited_for_as_soon_as_it_reads_or_is_read(reads: list[str] | None, off_path: list[str]) -> None:
-    nodes = [broadcast("mine", "policy", 0), call("watch", ["mine", *(reads or [])], "generator", "update")]
-    made = beside(*nodes, *([] if reads is not None else [call("note", ["watch"], "generator", "update")]))
-    assert [s.name for s in Tables(made, place(made)).steps.values() if s.off_path] == off_path
 
 
 # Checkpoints ------------------------------------------------------------------------------------------------
