@@ -33,8 +33,8 @@ REASONS = {
     errno.EMFILE: "too many open files (see `ulimit -n`)",
 }
 
+# How each verb that writes a run is told of its folder.
 PLACE = "run --out DIR, resume DIR"
-"""How each verb that writes a run is told of its folder."""
 
 
 def disk_fault(path: Path, error: OSError, size: int = 0, choice: str = PLACE) -> RecordError:

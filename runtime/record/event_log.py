@@ -31,12 +31,12 @@ MAGIC = b"penstock events %d\n" % FORMAT
 CHAIN, CHECK = 16, 4
 LENGTH = struct.Struct("<I")
 HEAD = LENGTH.size + CHECK
+# The chain before the first record.
 FIRST = blake2b(MAGIC, digest_size=CHAIN).digest()
-"""The chain before the first record."""
+# Bytes of the longest log that is read.
 LOG_BYTES = 4 << 30
-"""Bytes of the longest log that is read."""
+# A buffer that is as large, or that was last written as long ago, is written.
 FLUSH_BYTES, FLUSH_SECONDS = 1 << 16, 1.0
-"""A buffer that is as large, or that was last written as long ago, is written."""
 
 
 class LogError(RecordError):

@@ -47,16 +47,16 @@ from penstock.runtime.record.errors import PLACE, RecordError, disk_fault
 from penstock.runtime.record.typed_json import Count, Number, parse_json, require_shape
 
 LOCK = "lock"
+# Names of files that a run writes: a folder with one of them holds a run.
 MARKS = ("config.json", "events.log", "metrics.jsonl")
-"""Names of files that a run writes: a folder with one of them holds a run."""
+# How often a lock that is taken is tried for, and the seconds between two tries.
 TRIES, TRY_S = 20, 0.01
-"""How often a lock that is taken is tried for, and the seconds between two tries."""
+# Bytes of the longest JSON file that is read.
 JSON_BYTES = 256 << 20
-"""Bytes of the longest JSON file that is read."""
+# The names that `replacing` gives to a run's own files until they are whole.
 _HALF = re.compile(r"\.(config|graph|plan|processes|summary|trace)\.json\.[0-9a-f]{16}")
-"""The names that `replacing` gives to a run's own files until they are whole."""
+# Characters up to which a JSON file is written with line breaks; a large one would take ten times as long.
 READABLE = 1 << 20
-"""Characters up to which a JSON file is written with line breaks; a large one would take ten times as long."""
 
 
 class _Inside:
@@ -571,8 +571,8 @@ def sweep_checkpoints(folder: RunFolder) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
+# Format of a shard's facts. The first one knew nothing of ranks and layouts.
 FORMAT = 2
-"""Format of a shard's facts. The first one knew nothing of ranks and layouts."""
 _LENGTH = struct.Struct("<Q")
 _LONGEST = 100 << 20  # what safetensors itself takes
 

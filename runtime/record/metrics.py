@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
+# Bytes of the longest file of rows that is read.
 METRICS_BYTES = 1 << 30
-"""Bytes of the longest file of rows that is read."""
+# Columns of a row that count since the row before.
 LOST = ("dropped", "failed", "retried")
-"""Columns of a row that count since the row before."""
 
+# Metrics that are counts: an update has the sum of its groups', not the mean.
 SUMMED = frozenset({"tokens", "prompt_tokens"})
-"""Metrics that are counts: an update has the sum of its groups', not the mean."""
 
+# The metric by which a node says how many tokens a firing sampled. Rows have its rate alone: it counts all groups.
 GENERATED = "generated_tokens"
-"""The metric by which a node says how many tokens a firing sampled. Rows have its rate alone: it counts all groups."""
 
 
 def prefixes(graph: Graph) -> dict[str, tuple[str, ...]]:
@@ -283,6 +283,7 @@ def scalars(row: Row) -> Iterable[tuple[str, float]]:
             yield name, float(value)
 
 
+# Columns of `metrics.jsonl` that are drawn where a run has them, and what they are called.
 CURVES = (
     ("reward_mean", "reward"),
     ("loss", "loss"),
@@ -291,7 +292,6 @@ CURVES = (
     ("ratio_mean", "importance ratio"),
     ("time_s", "seconds of an update"),
 )
-"""Columns of `metrics.jsonl` that are drawn where a run has them, and what they are called."""
 
 
 def schedule_figure(bars: Sequence[Bar], updates: int = 6, replicas: int = 8, width: float = 7.0) -> "Figure":

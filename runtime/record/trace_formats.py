@@ -16,8 +16,8 @@ from typing import Any
 
 from penstock.runtime.record.timeline import Bar, Lane, boundaries, lanes, names, pool_of, span
 
+# By order of appearance in the legend. Colour-blind readers can tell the first four apart.
 COLORS = ("#4C78A8", "#F2A541", "#5BA05B", "#B279A2", "#59B3AE", "#E4655F", "#9C8465", "#8A8FD8")
-"""By order of appearance in the legend. Colour-blind readers can tell the first four apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +94,15 @@ def ink(color: str) -> str:
     return "#16191D" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 135 else "#FFFFFF"
 
 
+# A lane with more tracks is drawn as the number of its bars at once.
 MAX_TRACKS = 4
-"""A lane with more tracks is drawn as the number of its bars at once."""
 HEIGHTS = " ▁▂▃▄▅▆▇█"
+# Begin, body and end of a bar, by its name's place in the legend, for output without colours.
 STYLES = (("├", "─", "┤"), ("┣", "━", "┫"), ("╞", "═", "╡"), ("╟", "┄", "╢"), ("┝", "╍", "┥"), ("┠", "┈", "┨"))
-"""Begin, body and end of a bar, by its name's place in the legend, for output without colours."""
 MARK = "┊"
 
+# A character, and the escape that paints it ("": none).
 _Cell = tuple[str, str]
-"""A character, and the escape that paints it ("": none)."""
 
 
 def gantt_text(bars: Sequence[Bar], width: int = 100, color: bool = False) -> str:
@@ -209,13 +209,14 @@ def _text_legend(drawing: Drawing, color: bool, width: int) -> list[str]:
     return [*lines, f"▁▄█ firings at once: {', '.join(many)}"] if many else lines
 
 
+# Width of a character of a label, in pixels: an upper estimate for the fonts asked for.
 CHAR = 6.3
-"""Width of a character of a label, in pixels: an upper estimate for the fonts asked for."""
+# Pixels: a track with labels, the thinnest track, the gap between lanes, y of the lanes and of the legend, edge.
 TRACK, THIN, GAP, HEAD, LEGEND, EDGE = 22.0, 5.0, 10.0, 76.0, 44.0, 16.0
-"""Pixels: a track with labels, the thinnest track, the gap between lanes, y of the lanes and of the legend, edge."""
+# Pixels that a lane may take before its tracks get thinner.
 LANE = 132.0
-"""Pixels that a lane may take before its tracks get thinner."""
 
+# Every rule begins with `.gantt`: in a notebook, other pictures stand in the same document.
 STYLE = """
 .gantt text{font:11px ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;fill:#3A4048}
 .gantt .back{fill:#FFFFFF}.gantt .band{fill:#F4F6F8}.gantt .grid{stroke:#E2E6EA}
@@ -224,7 +225,6 @@ STYLE = """
 @media (prefers-color-scheme:dark){.gantt .back{fill:#15181C}.gantt .band{fill:#1D2126}.gantt .grid{stroke:#2C3238}
 .gantt .end{stroke:#8A939D}.gantt text{fill:#C9D1D9}.gantt .title{fill:#F0F3F6}.gantt .faint{fill:#8A939D}}
 """
-"""Every rule begins with `.gantt`: in a notebook, other pictures stand in the same document."""
 
 
 def gantt_svg(bars: Sequence[Bar], title: str = "", width: int = 1200) -> str:
@@ -302,8 +302,8 @@ def _text(x: float, y: float, text: str, kind: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}">{escape(text)}</text>' if text else ""
 
 
+# Thread numbers of one replica.
 TRACKS = 1000
-"""Thread numbers of one replica."""
 
 
 def chrome_trace(bars: Sequence[Bar], title: str = "penstock") -> dict[str, Any]:

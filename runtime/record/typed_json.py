@@ -13,8 +13,8 @@ from msgspec import Meta
 
 from penstock.runtime.record.errors import RecordError
 
+# Objects and lists within each other, at most. Whatever goes through a value may then recurse.
 DEPTH = 64
-"""Objects and lists within each other, at most. Whatever goes through a value may then recurse."""
 NEEDED = "needed what the run wrote"
 
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]

@@ -14,8 +14,8 @@ from penstock.runtime.schedule.compile import Channel, NodeStep
 from penstock.runtime.schedule.events import Publish, Send, Swap
 from penstock.runtime.schedule.state import State
 
+# Batches of sources that are read before their groups can be admitted, so that admission finds them ready.
 AHEAD = 1
-"""Batches of sources that are read before their groups can be admitted, so that admission finds them ready."""
 
 # Versions -------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from penstock.runtime.cluster.placement import Replica
 
+# The version of a replica that has no weights yet.
 NONE = -1
-"""The version of a replica that has no weights yet."""
 
 
 @dataclass(slots=True)

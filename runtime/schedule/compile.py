@@ -21,8 +21,8 @@ def _readers_of(nodes: Sequence[Node], name: str) -> list[Node]:
     return [n for n in nodes if any(i.ref.node == name and not i.back for i in n.inputs)]
 
 
+# The (channel, lag) that each consumer of a broadcast reads.
 Edges = dict[str, list[tuple[str, int]]]
-"""The (channel, lag) that each consumer of a broadcast reads."""
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ class Cause(NamedTuple):
     display: str = ""
 
 
+# In the order of the report.
 CAUSES = {
     "data": Cause("waiting for data", "data", "waits for data"),
     "straggler": Cause("waiting for a straggler", "straggler"),
@@ -46,7 +47,6 @@ CAUSES = {
     "rest": Cause("nothing due", "nothing due"),
     "done": Cause("nothing left to do", "nothing left", "has nothing left to do"),
 }
-"""In the order of the report."""
 
 
 def step(scheduler: Scheduler, event: Event) -> tuple[list[Command], dict[str, str]]:

@@ -17,8 +17,8 @@ from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.events import Command, Commit, Finish
 from penstock.runtime.schedule.scheduler import Scheduler
 
+# What a log keeps of the commands of one step.
 Digest = Callable[[Sequence[Command]], bytes]
-"""What a log keeps of the commands of one step."""
 
 
 class ReplayError(ValueError):

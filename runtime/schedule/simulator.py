@@ -82,9 +82,9 @@ class Spans:
     indices: Sequence[int] = ()
 
 
+# Seconds; or a pure function of a firing that gives them: of the node's name, with the number of the turn after the
+# first one ("speak.1"), and of its index (ordinal or update); or what makes a replica that works on several at once.
 Duration = float | Callable[[str, int], float] | Batching
-"""Seconds; or a pure function of a firing that gives them: of the node's name, with the number of the turn after the
-first one ("speak.1"), and of its index (ordinal or update); or what makes a replica that works on several at once."""
 
 
 def draw(key: str) -> float:
@@ -247,8 +247,8 @@ class Verdicts:
                 raise ValueError(f"{kind}: given {', '.join(wrong)}; needed shares from 0 to 1")
 
 
+# Told the time, an event and the commands that followed it.
 Observer = Callable[[float, Event, list[Command]], None]
-"""Told the time, an event and the commands that followed it."""
 
 
 def simulate(
@@ -272,8 +272,8 @@ def simulate(
         return _Clock(Scheduler(tables, rules, saved, live), durations, verdicts).run(observe)
 
 
+# Something is due in the engine of a node on a replica.
 Alarm = tuple[str, str]
-"""Something is due in the engine of a node on a replica."""
 
 
 class _Clock:

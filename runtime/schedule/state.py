@@ -187,8 +187,8 @@ class State:
     def __init__(self, tables: Tables, rules: Rules, live: Mapping[tuple[str, str], int]) -> None:
         self.tables, self.rules = tables, rules
         self.pinned = rules.versions == "pinned"
+        # How many groups are consumed by the end.
         self.total = rules.end * rules.batch
-        """How many groups are consumed by the end."""
         self.ledger = Ledger(earlier=rules.start * rules.batch)
         self.ready: dict[str, list[int]] = {s: [] for s in tables.steps}
         self.load = dict.fromkeys(tables.replicas, 0)
@@ -215,8 +215,8 @@ class State:
         self.finished = False
         self.answers: dict[Answer, set[int]] = {}
         self.out: list[Command] = []
+        # For each step, an ordinal below which all groups have been through it; for `first_unfired`.
         self.passed = dict.fromkeys(tables.steps, 0)
-        """For each step, an ordinal below which all groups have been through it; for `first_unfired`."""
         self._freed: dict[str, list[Firing]] = defaultdict(list)
 
     # Asking and answering ---------------------------------------------------------------------------------
