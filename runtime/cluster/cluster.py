@@ -30,7 +30,7 @@ from pydantic import (
 )
 
 from penstock.runtime.cluster.endpoints import LOOPBACK, ipc_endpoint, is_loopback, tcp_endpoint
-from penstock.runtime.cluster.gpus import GPUS, Gpu
+from penstock.runtime.cluster.gpus import GPUS, Efficiency, Gpu, Tflops
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
@@ -40,7 +40,7 @@ def nearest(given: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
 
 
-def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
+def explain(error: ValidationError, where: str) -> str:
     """A pydantic error as lines of `where: key: given …, needed …`, the nearest key for an unknown one."""
     faults = error.errors()
     inside = {str(fault["loc"][0]) for fault in faults if len(fault["loc"]) > 1}
@@ -48,8 +48,9 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
     for fault in faults:
         path = ".".join(str(part) for part in fault["loc"])
         if fault["type"] == "extra_forbidden":
-            known = _keys(model, fault["loc"][:-1])
-            lines.append(f"{where}: unknown key {path!r}; {nearest(str(fault['loc'][-1]), known)}")
+            # The innermost part of the path that has keys of its own; others are numbers, or the user's names.
+            inner = next((TABLES[part] for part in fault["loc"][-2::-1] if part in TABLES), Cluster)
+            lines.append(f"{where}: unknown key {path!r}; {nearest(str(fault['loc'][-1]), inner.model_fields)}")
         elif fault["type"] == "missing":
             lines.append(f"{where}: {path}: missing")
         elif fault["type"] == "value_error":
@@ -59,18 +60,9 @@ def explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
     return "\n".join(lines)
 
 
-def _keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
-    """The keys of the model at `path`: a field's own model, or that of its items or of its values by name."""
-    for part in path:
-        if isinstance(part, int) or part not in model.model_fields:
-            continue  # which item, or the user's own name for a value
-        annotation = model.model_fields[part].annotation
-        inner = [a for a in (annotation, *getattr(annotation, "__args__", ())) if isinstance(a, type)]
-        models = [a for a in inner if issubclass(a, BaseModel)]
-        if not models:
-            return []
-        model = models[0]
-    return list(model.model_fields)
+def _twice(names: Iterable[str]) -> str:
+    """Those that come more than once, for people."""
+    return ", ".join(sorted(name for name, count in Counter(names).items() if count > 1))
 
 
 def _name(given: str) -> str:
@@ -145,8 +137,8 @@ class Host(BaseModel):
     @field_validator("devices")
     @classmethod
     def _check_devices(cls, devices: tuple[str, ...]) -> tuple[str, ...]:
-        if twice := sorted(name for name, count in Counter(devices).items() if count > 1 and name != "cpu"):
-            raise ValueError(f"{', '.join(twice)} is there twice; each CUDA device once is needed")
+        if twice := _twice(name for name in devices if name != "cpu"):
+            raise ValueError(f"{twice} is there twice; each CUDA device once is needed")
         return devices
 
     @property
@@ -181,17 +173,16 @@ class Cluster(BaseModel):
     @model_validator(mode="after")
     def _check_names(self) -> Self:
         names = [host.name for host in self.hosts]
-        if twice := sorted(name for name, count in Counter(names).items() if count > 1):
-            raise ValueError(f"hosts: {', '.join(twice)} is there twice; names must differ")
+        if twice := _twice(names):
+            raise ValueError(f"hosts: {twice} is there twice; names must differ")
         for pool in self.pools:
             for host in self._names_of(pool):
                 if host not in names:
                     raise ValueError(f"pools.{pool}: given host {host!r}; {nearest(host, names)}")
         for own in self.hosts:
-            if own.gpu and own.gpu not in {**GPUS, **self.gpus}:
-                raise ValueError(f"hosts: {own.name}: given gpu {own.gpu!r}; {nearest(own.gpu, {**GPUS, **self.gpus})}")
-            if own.cpu and own.cpu not in self.cpus:
-                raise ValueError(f"hosts: {own.name}: given cpu {own.cpu!r}; {nearest(own.cpu, self.cpus)}")
+            for what, kind, known in (("gpu", own.gpu, {**GPUS, **self.gpus}), ("cpu", own.cpu, self.cpus)):
+                if kind and kind not in known:
+                    raise ValueError(f"hosts: {own.name}: given {what} {kind!r}; {nearest(kind, known)}")
         self._check_reach()
         return self
 
@@ -225,7 +216,7 @@ class Cluster(BaseModel):
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ClusterError(f"{path}: not TOML: {error}") from error
         except ValidationError as error:
-            raise ClusterError(explain(error, Cluster, str(path))) from error
+            raise ClusterError(explain(error, str(path))) from error
 
     def host(self, name: str) -> Host:
         return next(h for h in self.hosts if h.name == name)
@@ -255,6 +246,16 @@ class Cluster(BaseModel):
         if self.bind or any(host.agent == "external" for host in self.hosts):
             return tcp_endpoint(self.bind or "127.0.0.1:0")
         return ipc_endpoint(folder)
+
+
+# Keys of a cluster file with keys of their own.
+TABLES: dict[object, type[BaseModel]] = {
+    "hosts": Host,
+    "gpus": Gpu,
+    "cpus": Cpu,
+    "tflops": Tflops,
+    "efficiency": Efficiency,
+}
 
 
 def _filled(name: str, own: Any) -> Any:

@@ -31,7 +31,7 @@ def tcp_endpoint(bind: str) -> str:
     port = "0" if port == "*" else port
     if not address or not (port.isascii() and port.isdigit() and int(port) < 65536):
         raise ValueError(f"given {bind!r}, {needed}")
-    if address == "*" or _is_wildcard(address):
+    if address == "*" or ((ip := _ip(address)) and ip.is_unspecified):
         raise ValueError(f"given {bind!r}, every interface of this machine; name the one that the hosts share")
     return f"tcp://{address}:{port}"
 
@@ -52,18 +52,17 @@ def bind_fault(number: int | None) -> str:
 
 def is_loopback(bind: str) -> bool:
     """Is an "address:port" out of other machines' reach?"""
-    address = bind.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
+    address = bind.removeprefix("tcp://").rpartition(":")[0]
+    ip = _ip(address)
+    return ip.is_loopback if ip else address == "localhost"
 
 
-def _is_wildcard(address: str) -> bool:
+def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None for a name, or for anything else."""
     try:
-        return ipaddress.ip_address(address.strip("[]")).is_unspecified
+        return ipaddress.ip_address(address.strip("[]"))
     except ValueError:
-        return False
+        return None
 
 
 def _private_folder(folder: Path) -> Path:

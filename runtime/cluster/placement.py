@@ -14,13 +14,14 @@ works. `served` is a plan with the number of firings that really are in work at 
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from html import escape
-from math import ceil, prod
+from math import ceil
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from penstock.graph.ir import Graph, Node
 from penstock.graph.protocols import DATA, FSDP, STAGE, TENSOR, Axes, num_ranks
@@ -53,8 +54,8 @@ class Replica:
     """
 
     name: str
-    ranks: tuple[Rank, ...]
-    capacity: int = 1
+    ranks: Annotated[tuple[Rank, ...], Meta(min_length=1)]
+    capacity: Annotated[int, Meta(ge=1)] = 1
     mesh: Axes = ()
 
 
@@ -64,7 +65,12 @@ class Pool:
 
     name: str
     holds: tuple[str, ...]
-    replicas: tuple[Replica, ...]
+    replicas: Annotated[tuple[Replica, ...], Meta(min_length=1)]
+
+    @property
+    def places(self) -> list[tuple[str, str]]:
+        """The hosts and devices of its ranks, each once."""
+        return list(dict.fromkeys((rank.host, rank.device) for replica in self.replicas for rank in replica.ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,25 +94,26 @@ class Plan:
         return f"{replica} rank {rank}" + (f" on host {self.replica(replica).ranks[rank].host}" if several else "")
 
     def to_json(self) -> dict[str, Any]:
-        def rank(r: Rank) -> dict[str, Any]:
-            return {"host": r.host, "device": r.device, "threads": r.threads}
-
         def replica(r: Replica) -> dict[str, Any]:
             mesh = {"mesh": [list(axis) for axis in r.mesh]} if r.mesh else {}
-            return {"name": r.name, "capacity": r.capacity, **mesh, "ranks": [rank(x) for x in r.ranks]}
+            return {"name": r.name, "capacity": r.capacity, **mesh, "ranks": [asdict(rank) for rank in r.ranks]}
 
-        return {
-            "format": 1,
-            "pools": [
-                {"name": p.name, "holds": list(p.holds), "replicas": [replica(r) for r in p.replicas]}
-                for p in self.pools
-            ],
-        }
+        pools = [
+            {"name": p.name, "holds": list(p.holds), "replicas": [replica(r) for r in p.replicas]} for p in self.pools
+        ]
+        return {"format": 1, "pools": pools}
 
     def _repr_html_(self) -> str:
         """The pools as a table, for notebooks."""
         rows = [
-            (p.name, ", ".join(p.holds), len(p.replicas), len(r.ranks), r.capacity, ", ".join(_places(p)))
+            (
+                p.name,
+                ", ".join(p.holds),
+                len(p.replicas),
+                len(r.ranks),
+                r.capacity,
+                ", ".join(f"{host} {device}" for host, device in p.places),
+            )
             for p in self.pools
             for r in p.replicas[:1]
         ]
@@ -127,21 +134,11 @@ class Plan:
                 raise ValueError(f"plan: given {what} of one name, needed names of their own")
         for pool in pools:
             for replica in pool.replicas:
-                if replica.name.rpartition("/")[0] != pool.name or not replica.ranks or replica.capacity < 1:
-                    raise ValueError(
-                        f"plan: given replica {replica.name!r} of pool {pool.name!r}, with "
-                        f"{len(replica.ranks)} ranks for {replica.capacity} firings; needed POOL/NUMBER and 1 of each"
-                    )
-                if replica.mesh and prod(size for _, size in replica.mesh) != len(replica.ranks):
+                if replica.name.rpartition("/")[0] != pool.name:
+                    raise ValueError(f"plan: given replica {replica.name!r} of pool {pool.name!r}, needed POOL/NUMBER")
+                if replica.mesh and num_ranks(replica.mesh) != len(replica.ranks):
                     raise ValueError(f"plan: given {len(replica.ranks)} ranks of {replica.name!r} with another mesh")
-            if not pool.replicas:
-                raise ValueError(f"plan: given pool {pool.name!r} without replicas, needed 1")
         return Plan(pools)
-
-
-def _places(pool: Pool) -> list[str]:
-    """The hosts and devices of a pool, each once."""
-    return list(dict.fromkeys(f"{rank.host} {rank.device}" for replica in pool.replicas for rank in replica.ranks))
 
 
 # Ranks of one replica for each core of its host: more would not even start in time.
@@ -422,8 +419,8 @@ def why_not(asked: str, source: Replica, replicas: Sequence[Replica]) -> str:
 def why_no_turns(graph: Graph, plan: Plan) -> str:
     """What keeps them from it, for people; "" where they do."""
     makers = [name for argument in graph.carried if (name := graph.producer(argument.name)) is not None]
-    updating = {place for name in makers for place in _turn_places(plan.pool_of(name))}
-    decoding = {place for n in graph.nodes if decodes(graph, n) for place in _turn_places(plan.pool_of(n.name))}
+    updating = {place for name in makers for place in plan.pool_of(name).places}
+    decoding = {place for n in graph.nodes if decodes(graph, n) for place in plan.pool_of(n.name).places}
     if not updating or not decoding:
         return f"{graph.name} has no {'generator' if updating else 'trainer'}"
     if lag := max((node.lag or 0 for node in graph.nodes), default=0):
@@ -434,11 +431,6 @@ def why_no_turns(graph: Graph, plan: Plan) -> str:
     if all(device == "cpu" for _, device in shared):
         return "trainer and generator work on the CPU, where a device's memory is the host's"
     return ""
-
-
-def _turn_places(pool: Pool) -> set[tuple[str, str]]:
-    """The hosts and devices of a pool's ranks."""
-    return {(rank.host, rank.device) for replica in pool.replicas for rank in replica.ranks}
 
 
 def served(graph: Graph, plan: Plan) -> Plan:

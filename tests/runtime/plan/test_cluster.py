@@ -18,33 +18,18 @@ PAGES = "\n".join((DOCS / name).read_text() for name in ("hosts.md", "cluster-fi
 
 GOOD = """
 bind = "10.0.0.1:5555"
-[[hosts]]
-name = "a"
-address = "10.0.0.1"
-cores = 16
-devices = ["cuda:0", "cpu"]
-[[hosts]]
-name = "b"
-address = "10.0.0.2"
-agent = "external"
-cores = 64
-[pools]
-generator = "b"
+hosts = [
+    { name = "a", address = "10.0.0.1", cores = 16, devices = ["cuda:0", "cpu"] },
+    { name = "b", address = "10.0.0.2", agent = "external", cores = 64 },
+]
+pools.generator = "b"
 """
 KINDS = """
-[[hosts]]
-name = "a"
-cores = 8
-devices = ["cuda:0", "cuda:1"]
-gpu = "ours"
-[[hosts]]
-name = "b"
-cores = 8
-devices = ["cuda:0"]
-gpu = "B200"
-[[hosts]]
-name = "c"
-cores = 64
+hosts = [
+    { name = "a", cores = 8, devices = ["cuda:0", "cuda:1"], gpu = "ours" },
+    { name = "b", cores = 8, devices = ["cuda:0"], gpu = "B200" },
+    { name = "c", cores = 64 },
+]
 [gpus.ours]
 like = "H100"
 memory_gib = 96
@@ -72,7 +57,7 @@ def test_a_cluster_file_is_read(tmp_path: Path) -> None:
 FAULTS = (
     ("bind =", "bnd =", "unknown key 'bnd'; did you mean 'bind'?"),
     ("cores = 16", "core = 16", "unknown key 'hosts.0.core'; did you mean 'cores'?"),
-    ("cores = 16", "", "hosts.0.cores: missing"),
+    ("cores = 16, ", "", "hosts.0.cores: missing"),
     ("cores = 16", "cores = 0", "hosts.0.cores: given 0; input should be greater than or equal to 1"),
     ('"cuda:0"', '"gpu0"', "hosts.0.devices.0: given 'gpu0', needed 'cpu' or 'cuda:<number>'"),
     ('"cuda:0"', '"cuda:0", "cuda:0"', "hosts.0.devices: cuda:0 is there twice"),
@@ -86,12 +71,12 @@ FAULTS = (
     ('"10.0.0.2"', '"eth0"', "hosts.1.address: given 'eth0', needed an IP address, such as 10.0.0.2"),
     ('"10.0.0.2"', '"*"', "hosts.1.address: given '*:0', every interface"),
     ('"10.0.0.2"', '"10.0.0.2:70"', "hosts.1.address: given '10.0.0.2:70', needed an address"),
-    ('address = "10.0.0.2"', "", "hosts: bind is 10.0.0.1:5555, and hosts b have no `address` but of loopback"),
+    ('address = "10.0.0.2", ', "", "hosts: bind is 10.0.0.1:5555, and hosts b have no `address` but of loopback"),
     ('"10.0.0.2"', '"127.0.0.1"', "hosts: bind is 10.0.0.1:5555, and hosts b have no `address` but of loopback"),
     ('"10.0.0.2"', '"[fd00::2]"', "hosts: given an `address` of IPv4 and one of IPv6"),
     ('bind = "10.0.0.1:5555"', "", "bind: given none, and the agent of b is on another machine"),
     ("10.0.0.1", "0.0.0.0", "bind: given '0.0.0.0:5555', every interface"),
-    ("[pools]", "[pools", "not TOML"),
+    ("hosts = [", "hosts = ", "not TOML"),
     (GOOD, "hosts = []", "hosts: given []"),
     ('gpu = "B200"', 'gpu = "B20"', "hosts: b: given gpu 'B20'; did you mean 'B200'?"),
     ('gpu = "B200"', 'gpus = "B200"', "unknown key 'hosts.1.gpus'; did you mean 'gpu'?"),
@@ -226,7 +211,7 @@ def test_a_file_may_have_kinds_of_its_own_beside_others(tmp_path: Path) -> None:
     assert (b200, none) == (GPUS["B200"], None)
     assert Cluster.model_validate(cluster.model_dump()) == cluster
     # GPUs without a kind run, but cannot be planned.
-    unknown = _read(tmp_path, KINDS.replace('gpu = "B200"', ""))
+    unknown = _read(tmp_path, KINDS.replace(', gpu = "B200"', ""))
     with pytest.raises(ClusterError, match="hosts: b: given 1 CUDA devices, needed the kind of its GPUs"):
         unknown.gpu_of(unknown.hosts[1])
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.record.timeline import place
 from penstock.runtime.report.charts import Figure, curves, histogram, number, percent, thinned
 from penstock.runtime.report.follow import Work
 from penstock.runtime.report.page import render
@@ -95,11 +94,6 @@ def test_differences_add_up_to_the_bars() -> None:
     assert columns["k"] == [0, 1, 0]
     assert (data["names"], data["causes"], data["ends"], data["end"]) == (
         [["n", "group"]], ["m[#] was done"], [[0, 41]], 41)  # fmt: skip
-
-
-def test_bars_that_overlap_are_on_tracks_of_their_own() -> None:
-    tracks, num = place([work(0, 0, 10), work(1, 2, 4), work(2, 4, 6), work(3, 5, 9), work(4, 10, 11)])
-    assert (tracks, num) == ([0, 1, 1, 2, 0], 3)
 
 
 def test_a_long_run_is_merged_in_its_middle_by_node_and_version() -> None:

@@ -30,14 +30,6 @@ def test_the_depths_of_queues_are_what_was_in_work_from_then_on(made: Made) -> N
             assert depth.in_work[pool] == sum(w.name == node and w.start <= depth.time < w.end for w in groups)
 
 
-def test_every_rank_of_a_replica_has_its_own_work(made: Made) -> None:
-    (stage,) = read_facts(made.folder).stages
-    for number in range(2):
-        first, second = ([w.index for w in stage.followed.work if w.rank_id == (f"generator/{number}", rank)
-                          and w.kind == "group"] for rank in range(2))  # fmt: skip
-        assert first == second
-
-
 def test_lags_and_swaps_are_those_of_the_run(made: Made) -> None:
     (stage,) = read_facts(made.folder).stages
     assert stage.followed.lags == made.simulation.lags
