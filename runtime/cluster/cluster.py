@@ -244,6 +244,7 @@ class Cluster(BaseModel):
         for it (on loopback unless `bind` names an address), else a Unix socket.
         """
         if self.bind or any(host.agent == "external" for host in self.hosts):
+            # An agent on another machine cannot open a Unix socket.
             return tcp_endpoint(self.bind or "127.0.0.1:0")
         return ipc_endpoint(folder)
 
@@ -271,6 +272,7 @@ def _filled(name: str, own: Any) -> Any:
 
 def cuda_devices() -> tuple[str, ...]:
     """The NVIDIA devices that this process may use, as torch numbers them; without importing torch."""
+    # torch numbers what is visible from 0, whatever the driver calls it.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = _count_gpus()
     if visible is not None:

@@ -275,6 +275,7 @@ def place(
         raise ClusterError(f"generators: given {generators}, needed at least 1 replica")
     roles = _roles(graphs, cluster)
     overlapping = any(node.lag for graph in graphs for node in graph.nodes)
+    # A trainer has the first devices of its host, so that others begin after its ranks.
     updating = {r.hosts[0].name: num_ranks(meshes.get(r.name, ())) for r in roles if r.updates}
     check_pools(meshes, [role.name for role in roles if role.models], [role.name for role in roles])
     _check_hosts(cluster, roles, generators)
@@ -320,6 +321,7 @@ def _ranks(
 
 def _roles(graphs: Sequence[Graph], cluster: Cluster) -> list[_Role]:
     """The pools in the order in which the programs name them; a pool that is left with nothing is left out."""
+    # The first graph that names a value or a node says where it is.
     homes: dict[str, str] = {}
     updating: set[str] = set()
     carrying: set[str] = set()
@@ -381,6 +383,7 @@ def _threads(role: _Role, host: Host, roles: Sequence[_Role], generators: int, o
     if role.updates:
         return max(1, host.cores // updating)
     generating = sum(r.replicas_on(host, generators) for r in roles if r.generates)
+    # Half of the cores are the update's while generators decode beside it.
     rest = host.cores - max(1, host.cores // 2) if updating and overlapping else host.cores
     return max(1, rest // generating)
 

@@ -75,6 +75,7 @@ class NodeGroup:
         half of one, so that this packs up to five of them whenever they can be packed; on a single one their sum
         decides.
         """
+        # Largest first: what is left of a host still has room for the smaller ones.
         left = dict.fromkeys(self.hosts, self.each)
         given: list[tuple[str, ...]] = [()] * len(pools)
         for index in sorted(range(len(pools)), key=lambda i: -pools[i]):
@@ -114,15 +115,6 @@ def trainer_meshes(shape: Shape, nodes: NodeGroup, gpus: int) -> Iterator[Parall
                 mesh = Parallel(dp=data // fsdp, fsdp=fsdp, tp=tp, pp=pp)
                 if mesh.divides(shape):
                     yield mesh
-
-
-def generator_meshes(shape: Shape, nodes: NodeGroup) -> Iterator[Parallel]:
-    """Tensor parallelism within a host; stages only over whole hosts, where a host is not enough."""
-    for tp in _divisors(nodes.each):
-        for pp in _divisors(len(nodes.hosts)) if tp == nodes.each else (1,):
-            mesh = Parallel(tp=tp, pp=pp)
-            if mesh.divides(shape):
-                yield mesh
 
 
 def micro_tokens(longest: int, most: int) -> list[int]:
@@ -311,10 +303,12 @@ class LayoutCandidates:
         # A cache for each workload, which goes with it; a cache of the class would keep all of them.
         for name in CACHED:
             setattr(self, name, cache(getattr(self, name)))
+        # Tables of one node group share what is known of rollouts.
         self._tables: defaultdict[NodeGroup, list[GeneratorTable]] = defaultdict(list)
         self._rollouts: defaultdict[NodeGroup, dict[int, float]] = defaultdict(dict)
         # What an update learns from: all of it, and each minibatch.
         self._whole = packed(self.work.sequence_tokens)[0]
+        # Packed once: every layout's steps follow from these few numbers, not from all lengths.
         self._minibatches = packed(self.work.sequence_tokens, self.work.minibatches)
         # Tokens that a slot in use holds.
         self.context = self.work.prompt_tokens + float(np.mean(self.work.response_tokens))
@@ -420,6 +414,7 @@ class LayoutCandidates:
     def generators(self, nodes: NodeGroup, sizes: Sequence[int], copies: int, beside: Memory | None) -> GeneratorTable:
         """All layouts on these numbers of GPUs that fit with so many copies of the weights, and with what lies `beside`
         them on each GPU."""
+        # Memory is linear in the rows, so that two points tell how many fit.
         empty, each = self._row_bytes(nodes, copies)
         room = nodes.gpu.memory_bytes - (beside.used if beside else 0.0)
         fits = np.clip((room - empty) // each, 0, self.slots).astype(np.int64)
@@ -450,9 +445,15 @@ class LayoutCandidates:
 
     def bases(self, nodes: NodeGroup) -> list[Generator]:
         """A generator of one slot for each precision and mesh."""
-        shape, gpu = self.work.shape, nodes.gpu
+        shape, gpu, pin = self.work.shape, nodes.gpu, self.pins.generator
         precisions: tuple[Precision, ...] = ("bf16", "fp8") if gpu.tflops.fp8 else ("bf16",)
-        meshes = [mesh for mesh in generator_meshes(shape, nodes) if self.pins.generator in (None, mesh.axes)]
+        # Tensor parallelism within a host; stages only over whole hosts, where a host is not enough.
+        meshes = [
+            mesh
+            for tp in _divisors(nodes.each)
+            for pp in (_divisors(len(nodes.hosts)) if tp == nodes.each else (1,))
+            if (mesh := Parallel(tp=tp, pp=pp)).divides(shape) and pin in (None, mesh.axes)
+        ]
         return [Generator(shape, gpu, mesh, 1, precision) for precision in precisions for mesh in meshes]
 
     def _row_bytes(self, nodes: NodeGroup, copies: int) -> tuple[FloatArray, FloatArray]:

@@ -71,6 +71,7 @@ class Slots:
 
     def take(self, row: int, length: int, prompt: int, prefill_s: float) -> None:
         """A response of `length` tokens takes a slot, once its prompt is computed: 0 s for a prompt that is there."""
+        # Rows in work wait for a prefill: it runs between two of their steps.
         self.now += prefill_s
         heapq.heappush(self._rows, (self._steps + length, row, prompt + length))
         self._context += prompt
@@ -139,6 +140,7 @@ def rollout(
     tokens, begun = lengths.tolist(), len(lengths) - samples * len(replacements)
     filled = min(begun, replicas * slots)
     waits = len(tokens) - filled
+    # One deque, which all replicas have: who is free first takes the next response.
     waiting = [deque(range(filled, begun))] * replicas
     if replacements:
         waiting = [deque(range(filled + number, begun, replicas)) for number in range(replicas)]
@@ -157,6 +159,7 @@ def rollout(
         if len(engine):
             heapq.heappush(events, (engine.due, number))
 
+    # All slots are filled at once, so that prompts are computed before the first step.
     for number, engine in enumerate(engines):
         rows = range(number, filled, replicas)
         for row in rows:
@@ -177,6 +180,7 @@ def rollout(
                 following.append(replacements[row // samples])
         fill(number)
         for group in following:
+            # It takes the place of a group that was dropped, which is known only now.
             shortest = min(range(replicas), key=lambda each: len(engines[each]) + len(waiting[each]))
             waiting[shortest].extend(range(group * samples, (group + 1) * samples))
             engines[shortest].reach(engine.now)
@@ -215,6 +219,7 @@ class Generator:
     def lines(self) -> Lines:
         """Of a step with each number of rows."""
         rows = np.arange(self.slots + 1, dtype=np.float64)
+        # The cost is linear in the context on one side of the roofline: two points tell the line.
         empty, million = (sum(self._step(rows, context).values()) for context in (0.0, 1e6))
         return Lines(empty, (million - empty) / 1e6)
 
@@ -256,6 +261,7 @@ class Generator:
         A pipeline's stages each have rows / pp at a time; the step is over when all stages have had all rows.
         """
         shape, gpu, mesh = self.shape, self.gpu, self.mesh
+        # Experts are read by what one stage decodes at a time.
         at_once = rows / mesh.pp
         # The embedding is looked up. Of the experts those are read that a token uses, routed evenly: 1 - (1 - k/E)^n.
         used = shape.dense_parameters - (0 if shape.tied else shape.vocab * shape.hidden)

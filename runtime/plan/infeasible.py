@@ -99,6 +99,7 @@ def enough(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
             break
         if time.monotonic() > deadline:
             break
+    # By halves: the first length that fits is close enough for advice, and each try is a search.
     longest = work.lengths.longest // 2
     while longest >= SHORTEST and time.monotonic() < deadline:
         if isinstance(work.lengths, Listed):

@@ -51,6 +51,7 @@ def trainer_memory(trainer: Trainer, copies: int = 0) -> Memory:
     """Of a rank of the first stage, which keeps activations of as many micro-batches as there are stages (1F1B).
     `copies` follow the policy: each is there in bfloat16, whole as the weights are, and as a shard in float32."""
     shape, mesh = trainer.shape, trainer.mesh
+    # ZeRO-1 shards the optimizer's state alone: weights and gradients stay whole.
     kept = trainer.shard if trainer.zero3 else trainer.local
     own = 0.0 if trainer.frozen else 1.0
     tokens = trainer.micro_tokens / mesh.tp
@@ -75,6 +76,7 @@ def trainer_memory(trainer: Trainer, copies: int = 0) -> Memory:
 def beside_memory(trainer: Trainer, models: Models) -> Memory:
     """Of models that are cut as the trainer's: weights of those that never change, all that a critic needs to learn."""
     own = trainer_memory(trainer).parts
+    # A critic has no activations of its own: it works when the policy does not.
     critics = {f"critic {name}": own[name] * models.critics for name in ("weights", "gradients", "moments")}
     frozen = {"frozen model": own["weights"] * models.frozen} if models.frozen else {}
     return Memory({**frozen, **critics} if models.critics else frozen)

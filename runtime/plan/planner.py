@@ -175,8 +175,10 @@ def plan(
         outcome = Search(roles, candidates, found, split).run(deadline, second=False)
         why = "" if outcome.best else "out of time" if outcome.floor < inf else "does not fit"
         others.append(Alternative(name, outcome.best, outcome.proved, why))
+    # What was found by hand bounds the search from the start.
     known = tuple(other.found for other in others if other.found)
     outcome = Search(roles, candidates, found, known=known).run(began + time_limit)
+    # An empty search has proved that nothing fits; one that ran out of time has not.
     if outcome.best is None and outcome.floor == inf:
         more = enough(roles, candidates, found, time.monotonic() + ENOUGH_S)
         raise PlanError("\n".join(filter(None, (str(refuse(roles, candidates, found)), more))))

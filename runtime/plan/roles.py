@@ -115,6 +115,7 @@ class Roles:
 
 def roles_of(graph: Graph) -> Roles:
     """Raises PlanError for a graph whose work is not covered, naming the node or the value."""
+    # Everything else is found from the node that decodes: its weights, their policy, its update.
     decoder, *baselines = _decoders(graph)
     broadcast = _weights(graph, decoder)
     policy, update = _trained(graph, decoder, broadcast)
@@ -132,6 +133,7 @@ def roles_of(graph: Graph) -> Roles:
     readers = [node for node in graph.nodes if node not in learners and _reads(node, others)]
     # Values on the trainer's GPUs are the policy and its copies: who else reads them makes one pass more there.
     on_trainer = [policy.name, *copies]
+    # The update and its followers read the policy anyway: they are counted as what they are.
     rereads = [node for node in fires if node not in (update, *followers) and _reads(node, on_trainer)]
     for node in (*followers, *rereads):
         if (node.pool, node.clock) != (update.pool, "update"):

@@ -68,13 +68,10 @@ class Allocation:
     gpus: int
     pools: tuple[str, ...] = ()
 
-    @property
-    def place(self) -> int:
-        return self.nodes.place[self.gpus]
-
 
 def hosts_of(allocations: Sequence[Allocation]) -> list[tuple[str, ...]] | None:
     """The hosts of each; None if they have no room beside each other."""
+    # Each node group is packed by itself: no pool spans two kinds of GPUs.
     given: list[tuple[str, ...]] = [()] * len(allocations)
     for nodes in dict.fromkeys(each.nodes for each in allocations):
         here = [index for index, each in enumerate(allocations) if each.nodes is nodes]
@@ -364,6 +361,7 @@ class Search:
                 self._open_trained(part, part.train)
             else:
                 self._open_placed(part)
+        # Nothing that is still open can be better than this.
         rest = min(((lower, tie) for _, lower, tie, _, _ in self.heap), default=(inf, ()))
         proved = self.best is not None and rest >= self.best.rank
         floor = self.best.period_s if self.best and proved else rest[0]
@@ -427,6 +425,7 @@ class Search:
             for nodes in self.node_groups:
                 self._place(part, nodes, part.groups[len(part.allocations) - 1])
             return
+        # The fastest trainer alone: a slower one is opened only after it (`_open_decoding`).
         dedicated, pins, readers = part.allocations[1:], self.candidates.pins, self.candidates.readers
         layouts = (
             readers(each.nodes, each.gpus, self.models_of(each.pools), pins.of(each.pools)) for each in dedicated
@@ -460,6 +459,7 @@ class Search:
             rows = np.arange(*np.searchsorted(table.gpus, (sizes.start, sizes.stop)))
             self._push_decoding(part, train, table, rows)
             return
+        # Moments that stay leave less room for the cache; moments that move take time.
         trainer, parts = part.allocations[0], train.memory.parts
         stays = Memory({name: parts[name] for name in STAY if name in parts})
         moments = parts["moments"] + parts.get("critic moments", 0.0)
@@ -552,12 +552,14 @@ class Search:
         dedicated: list[tuple[Seconds, Seconds]] = []
         for each in part.allocations[1:]:
             reads_N, learns_N = candidates.reader_s(each.nodes, self.models_of(each.pools))
-            dedicated.append((reads_N[each.place], learns_N[each.place]))
+            place = each.nodes.place[each.gpus]
+            dedicated.append((reads_N[place], learns_N[place]))
         train: Seconds = candidates.trainer_s(nodes, colocated)
         trains, gpus = nodes, sizes_N
         if part.allocations:
             trainer = part.allocations[0]
-            train, trains = candidates.trainer_s(trainer.nodes, colocated)[trainer.place], trainer.nodes
+            train_N, trains = candidates.trainer_s(trainer.nodes, colocated), trainer.nodes
+            train = train_N[trains.place[trainer.gpus]]
             gpus = np.full(len(sizes_N), trainer.gpus)
             dedicated.append(candidates.reader_s(nodes, self.models_of(pools)))
         if groups := part.groups[len(part.allocations) :]:

@@ -72,6 +72,7 @@ class Responses:
 
     def spoken(self, ordinal: int, turn: int) -> list[tuple[int, int]]:
         """[rows]: tokens of one turn of a group, and those of the turns before it."""
+        # What earlier turns have said is in the cache by now.
         before = [length * turn // self.turns for length in self.of(ordinal)]
         until = [length * (turn + 1) // self.turns for length in self.of(ordinal)]
         return [(max(1, after - had), had) for had, after in zip(before, until, strict=True)]
@@ -111,6 +112,7 @@ class Responses:
     def sequences(self, update: int) -> IntArray:
         """Prompt and response, as the trainer sees a batch: fresh ones, then past ones of as many groups as there are,
         up to those that a buffer adds."""
+        # In the first updates a buffer has less to add.
         batches = min(update, ceil(self.work.replayed / self.work.prompts))
         past = [self.fresh(update - 1 - back) for back in range(batches)]
         added = np.concatenate([np.zeros(0, np.int64), *past])[: self.work.replayed * self.work.samples]
@@ -305,6 +307,7 @@ class Scene:
     def verdicts(self) -> Verdicts:
         """Each of several filters drops the same share of what it sees."""
         filters = self.roles.filters
+        # Filters see what others keep, so that their shares multiply.
         dropped = 1 - self.plan.work.kept ** (1 / max(1, len(filters)))
         return Verdicts(dict.fromkeys(filters, dropped), seed=self.seed or 0)
 
@@ -329,6 +332,7 @@ class Scene:
     def effect_of_lag(self, updates: int, lags: range = range(5)) -> Iterator[tuple[int, Simulation]]:
         """Each lag, with a run of so many updates. The plan stays. A lag that is too small for how seldom weights are
         sent is left out."""
+        # With weights sent every n-th update, a lag below n - 1 would wait for a version that never comes.
         beat = self.graph[self.roles.cycle[1]].every
         for lag in lags:
             if lag >= beat - 1:
@@ -343,6 +347,7 @@ class Scene:
         """Groups on a replica of the generator at once."""
         work = self.plan.work
         lengths = work.response_tokens.reshape(work.drawn, work.rows)
+        # A group holds its place until its longest response is done, its slots only as long as each row.
         stay = float(lengths.max(axis=1).mean() / lengths.mean())
         return ceil(self.plan.generator.slots / work.rows * stay) + GROUPS_AHEAD
 
@@ -350,6 +355,7 @@ class Scene:
         """One rank stands for a replica."""
         roles, base = self.roles, place([graph], ONE, generators=self.plan.replicas)
         groups = [(each.pools[0] if each.apart else roles.trainer, each.pools) for each in self.plan.readers]
+        # The scheduler knows one pool for each set of GPUs: what shares them is held by the first one.
         guests = {pool: host for host, pools in groups for pool in pools if pool != host}
         pools = []
         for pool in base.pools:

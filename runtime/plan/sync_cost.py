@@ -86,6 +86,7 @@ def stages(shape: Shape, count: int) -> dict[str, tuple[int, ...]]:
             found[name] = (int(name.split(".")[2]) * count // shape.layers,)
         else:
             found[name] = (0,) if "embed" in name and not shape.tied else (count - 1,)
+    # A tied embedding is the head, too: both ends of the pipeline hold it.
     if shape.tied:
         found["model.embed_tokens.weight"] = tuple(sorted({0, count - 1}))
     return found
@@ -118,6 +119,7 @@ class Traffic:
 def traffic(shape: Shape, trainer: Parallel, generator: Parallel, precision: Precision) -> Traffic:
     """What a sync from the trainer's mesh to one replica of a generator moves, from its resharding plan."""
     plan = reshard(layout(shape, trainer, DTYPE[precision]), layout(shape, generator, DTYPE[precision]))
+    # The first and the last rank have what others have, and the embedding or the head besides.
     ends = {0, plan.destinations - 1}
     peers = max(len({route.source for route in plan.routes(destination=rank)}) for rank in ends)
     return Traffic(max(plan.bytes_out), max(plan.bytes_in), peers)
@@ -131,6 +133,7 @@ def sync_cost(
     heads = num_heads(moved.sent, moved.received, replicas) if chained else replicas
     out = moved.sent * heads / (trainer.nvlink if together else trainer.nic)
     into = moved.received / (generator.nvlink if together else generator.nic)
+    # All chains are fed at once, and each link passes on a bucket while the next one comes.
     latency_s, hops = max(trainer.latency_s, generator.latency_s), ceil(replicas / heads) - 1
     parts = {"wire": max(out, into), "messages": moved.peers * latency_s}
     return Cost({**parts, "chain": hops * (BUCKET / generator.nic + latency_s)} if hops else parts)

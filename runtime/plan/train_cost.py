@@ -143,6 +143,7 @@ class Trainer:
 
     def _shared_out(self, part: PackedBatch) -> tuple[int, float, float]:
         """Micro-batches of a data-parallel rank, and the tokens and squared lengths of each on average."""
+        # A sequence is not cut between ranks, so that no rank has less than the longest one.
         per_rank = max(part.tokens / self.mesh.data, part.longest)
         micro = max(1, ceil(per_rank / max(self.micro_tokens, part.longest) - 1e-9))
         share = per_rank / part.tokens
@@ -195,6 +196,7 @@ class Trainer:
             times = (2 if self.frozen else 3) if backward else 1
             each = gather_s(self.gpu, self.local * 2 / self.layers, self.mesh.fsdp, self.mesh.tp)
             parts["fsdp"] = max(0.0, times * self.layers * each - alone.seconds)
+        # Stages wait for the first micro-batch to come and for the last one to return.
         bubble = sum(parts.values()) * (self.mesh.pp - 1)
         return Cost({**{name: seconds * micro for name, seconds in parts.items()}, "bubble": bubble})
 
@@ -204,6 +206,7 @@ class Trainer:
         gpu, mesh = self.gpu, self.mesh
         if self.frozen:
             return Cost()
+        # With ZeRO-3 weights travel with each micro-batch instead (`_pipeline`).
         once = 0.0 if self.zero3 else gather_s(gpu, self.local * 2, mesh.fsdp, mesh.tp)
         copies = reduce_s(gpu, self.shard * 2, mesh.dp, mesh.tp * mesh.fsdp)
         return Cost({"optimizer": self.shard * OPTIMIZER_BYTES / gpu.bandwidth, "dp": copies, "fsdp": once})

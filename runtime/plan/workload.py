@@ -52,6 +52,7 @@ class Lognormal:
     @cached_property
     def location(self) -> float:
         """The mean of the logarithm before the cut, found by halving: the mean after the cut grows with it."""
+        # Beyond these limits the mean after the cut is surely too small, or too large.
         low, high = log(self.mean) - self.sigma**2, log(self.longest) + 9 * self.sigma + 1
         return _halved(low, high, lambda location: cut_mean(location, self.sigma, self.longest) < self.mean)
 
@@ -147,6 +148,7 @@ def read_lengths(path: Path, longest: int | None = None) -> Listed:
 
 def draws(first: int, count: int, seed: int = 0) -> FloatArray:
     """[count]: numbers between 0 and 1, each keyed by `seed` and its place from `first` on alone."""
+    # Seeds are 2⁴⁰ places apart: more than any run draws.
     places = np.arange(first, first + count, dtype=np.uint64) + (np.uint64(seed) << np.uint64(40))
     return ((_hash(places) >> np.uint64(11)).astype(np.float64) + 0.5) / 2**53
 
@@ -310,6 +312,7 @@ def of_run(folder: Path, longest: int) -> Lognormal:
         given = f"responses that were all cut at {own} tokens, which tell nothing of longer ones"
         raise LengthError(f"{path}: given {given}; needed --max-tokens {own} or less")
     seen = fitted(mean, finished, own)
+    # The fit is of what the run saw; another cut moves its mean, not the distribution before it.
     if own == longest:
         return seen
     return Lognormal(max(1.0, cut_mean(seen.location, seen.sigma, longest)), seen.sigma, longest)

@@ -92,6 +92,7 @@ def curves(
         (place - 1, [(xs.at(p[0]), ys.at(p[place])) for p in shown if isfinite(p[place])])
         for place in range(len(names), 0, -1)
     ]
+    # Six digits are what a pointer can tell, and half of the page's bytes.
     kept = [[float(f"{v:.6g}") if isfinite(v) else None for v in p] for p in shown]
     return Figure(
         title,

@@ -60,6 +60,7 @@ def schedule_html(bars: Sequence[Bar], title: str) -> str:
                 Work(name, shown, bar.index, ns(bar.start), ns(bar.end), bar.kind, bar.version, cause=(bar.detail, 0))
             )
     pools = list(dict.fromkeys(row.pool for row in rows.values()))
+    # Lanes of a pool stand together, in the order in which pools first worked.
     ordered = sorted(rows.values(), key=lambda row: pools.index(row.pool))
     for row in ordered:
         row.real.swaps = sorted((w.end, w.index) for w in row.real.work if w.kind == "swap")
@@ -127,6 +128,7 @@ def make_chart(report: Report) -> Chart:
     stages = [("starting", life.begin, life.begin + life.starting) for life in facts.lives]
     stages += [(stage.name, stage.begin, stage.end) for stage in facts.stages]
     ends = [end for stage in facts.training for end in stage.followed.ends.items()]
+    # A prediction may last longer than the run.
     last = max((work.end for prediction in report.predictions for work in prediction.followed.work), default=0)
     return Chart(rows, ends, stages, [life.begin for life in facts.lives[1:]], max(facts.end, last))
 

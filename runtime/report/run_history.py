@@ -255,10 +255,12 @@ def _lives(folder: RunFolder, notes: list[str], alive: bool) -> list[Life]:
 def _life(number: int, segment: Segment, begin: int, notes: list[str]) -> Life:
     logs = [log for log in segment.stages if log.steps]
     begins = [begin + round(log.steps[0].time * NS) for log in logs]
+    # A life lasts until its last record: a killed process has written no end.
     last = max((log.steps[-1].time for log in logs), default=0.0)
     end = max(begin + round(last * NS), *begins, begin)
     # A stage lasts until the next one begins.
     stages = [_stage(log, begin, until, notes) for log, until in zip(logs, [*begins[1:], end], strict=False)]
+    # Processes start before the first stage begins.
     starting = (begins[0] if begins else end) - begin
     accuracy = segment.stages[-1].facts.get("accuracy", {}) if segment.stages else {}
     return Life(begin, end, stages, starting, segment.ended, segment.facts.get("cut"), accuracy)
@@ -327,6 +329,7 @@ def accounts(
 ) -> dict[RankId, Account]:
     """Of each rank, nanoseconds between `begin` and `end` by "busy" and by cause. `reasons` are (time, cause) by rank:
     from that time on, the rank is idle for this cause while it has no work."""
+    # All changes of all ranks in one sweep over time.
     edges: list[tuple[int, RankId, str, int]] = []
     for item in work:
         state = "syncing" if item.kind == "publish" else ""

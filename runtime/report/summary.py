@@ -70,6 +70,7 @@ class Report:
             # The first rank of a replica stands for all.
             lanes = [(replica.name, 0) for replica in replicas]
             work = [w for w in stage.followed.work if w.rank_id in lanes and w.name in streaming]
+            # A pool that does not decode has as many slots as firings it may have in work.
             slots = self.facts.config.flags.slots if any(rows[w.name] for w in work) else replicas[0].capacity
             by_lane = [[w for w in work if w.rank_id == lane] for lane in lanes]
             if busy := sum(slot_time([(w, 1) for w in items], 1) for items in by_lane):

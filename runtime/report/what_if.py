@@ -107,6 +107,7 @@ def fit(stage: StageHistory) -> Fit | None:
         first = first_usual(stage, step)
         if own:
             nodes[step.name] = Empirical.of(own, first)
+            # Firings that warm a process up would make a mean that no later one has.
             usual = {key: took for key, took in own.items() if key[1] >= first} or own
             means[step.name] = sum(usual.values()) / len({index for _, index in usual})
         elif step.every > 1 or step.off_path:
@@ -284,6 +285,7 @@ def what_if(stage: StageHistory, fitted: Fit, out_of_time: Callable[[], bool]) -
     wanted = [(lag, size) for size in sizes for lag in lags]
     # The run itself first, then its neighbours: time may run out.
     wanted.sort(key=lambda case: (case[1] != now[1], abs(case[1] - now[1]), case[0] != now[0], abs(case[0] - now[0])))
+    # As many updates for every case: the filling of the pipeline is then the same share of each.
     updates = min(MOST_UPDATES, max(LEAST_UPDATES, EVENTS // (_events_per_update(stage) * len(wanted))))
     crowd = crowding(group_work(stage, pool))
     durations = with_crowding(stage, fitted.durations, pool, crowd)
@@ -370,6 +372,7 @@ def crowding(work: Sequence[Work]) -> Crowding:
     if len(pairs) < LEAST_FIRINGS:
         return Crowding(0.0, 1.0)
     mean_n, mean_s = fmean(n for n, _ in pairs), fmean(s for _, s in pairs)
+    # A slope through numbers that hardly differ would be noise.
     spread = fmean((n - mean_n) ** 2 for n, _ in pairs)
     if spread < (0.1 * mean_n) ** 2:
         return Crowding(0.0, mean_n)

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.runtime.record.errors import RecordError
-from penstock.runtime.record.folder import RunFolder, read_file, write_atomic
-from penstock.runtime.record.metrics import METRICS_BYTES
+from penstock.runtime.record.folder import RunFolder, write_atomic
 from penstock.runtime.report.page import page, render
 from penstock.runtime.report.run_history import read_facts
 from penstock.runtime.report.summary import Report, make_report
@@ -104,7 +103,7 @@ class Live:
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self.snapshot = Snapshot(self._waiting("The page is being drawn."), 0, 0, False)
-        self._mark: tuple[int, int, bool] | None = None
+        self._mark: tuple[int, bool] | None = None
         self._next = 0.0
 
     def start(self) -> None:
@@ -113,11 +112,15 @@ class Live:
 
     def look(self, now: float) -> None:
         """Draw if there is news, and if it is time."""
-        mark = self._sizes()
-        if mark == self._mark or (now < self._next and not mark[2]):
+        # Asked first: what the run writes between the two questions is then drawn once more, and not missed.
+        ended = not self.folder.alive
+        mark = _size(self.folder.events) + _size(self.folder.metrics), ended
+        # The last page does not wait: nobody would draw it later.
+        if mark == self._mark or (now < self._next and not ended):
             return
         began = time.monotonic()
-        self.snapshot = Snapshot(self._draw(ended=mark[2]), self._rows(), mark[0] + mark[1], mark[2])
+        html, rows = self._draw(ended=ended)
+        self.snapshot = Snapshot(html, rows, *mark)
         self._mark = mark
         self._next = now + max(LEAST_BETWEEN_S, REST * (time.monotonic() - began))
 
@@ -126,39 +129,29 @@ class Live:
             self.look(time.monotonic())
             time.sleep(LOOK_S)
 
-    def _sizes(self) -> tuple[int, int, bool]:
-        """Bytes of events.log and metrics.jsonl, and whether the run is over."""
-        # Asked first: what the run writes between the two questions is then drawn once more, and not missed.
-        ended = not self.folder.alive
-        return _size(self.folder.events), _size(self.folder.metrics), ended
-
-    def _rows(self) -> int:
-        try:
-            return read_file(self.folder.metrics, METRICS_BYTES).count(b"\n")
-        except (OSError, RecordError):
-            return 0
-
-    def _draw(self, *, ended: bool) -> str:
+    def _draw(self, *, ended: bool) -> tuple[str, int]:
+        """The page, and the rows in it."""
         if not self.folder.config.exists():
-            return self._waiting("The run has not begun: it has written nothing but its folder so far.")
+            return self._waiting("The run has not begun: it has written nothing but its folder so far."), 0
         is_up = time_limit(SIMULATING_S)
         try:
             facts = read_facts(self.folder, alive=not ended)
+            # While the run goes on its cores are its own: nothing is simulated beside it.
             report = make_report(facts, lambda: not ended or is_up())
             if not ended and not facts.rows:
                 report = replace(report, verdict="No update is done yet.")
-            return page(report, "live.html.j2")
+            return page(report, "live.html.j2"), len(facts.rows)
         except RecordError as error:
-            return self._waiting(str(error))
+            return self._waiting(str(error)), 0
         except Exception as error:  # ours; the next look may do better, and a thread that dies says nothing
-            return self._waiting(f"The page could not be drawn: {type(error).__name__}: {error}")
+            return self._waiting(f"The page could not be drawn: {type(error).__name__}: {error}"), 0
 
     def _waiting(self, said: str) -> str:
         present = sorted(path.name for path in self.folder.path.glob("*"))
         return render("waiting.html.j2", folder=str(self.folder.path), said=said, present=present)
 
 
-def _size(path: os.PathLike[str]) -> int:
+def _size(path: Path) -> int:
     try:
         return os.path.getsize(path)
     except OSError:
