@@ -117,7 +117,6 @@ def _continued(before: Rollouts, replies: Replies, made: Rollouts) -> Rollouts:
     """A conversation with what was said to it and then by it, in the rows that were not done."""
     on_N = ~replies.done_N
     heard_N = torch.tensor([int(text) for text in replies.texts])
-    width = before.versions_NT.shape[1]
 
     def joined(old_NT: Tensor, heard_N: Tensor, new_NT: Tensor) -> Tensor:
         added_NT = torch.cat([heard_N[:, None].to(old_NT), new_NT], 1)
@@ -127,7 +126,6 @@ def _continued(before: Rollouts, replies: Replies, made: Rollouts) -> Rollouts:
         [*old, reply, text] if on else old
         for old, reply, text, on in zip(before.transcripts, replies.texts, made.texts, on_N.tolist(), strict=True)
     )
-    assert all(length == width for length, on in zip(before.response_lengths_N, on_N, strict=True) if on)
     return replace(
         before,
         texts=tuple(transcript[-1] for transcript in transcripts),

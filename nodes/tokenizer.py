@@ -117,9 +117,8 @@ class Tokenizer:
             parts = said.rpartition(_MARKS[1])[2].split(_MARKS[2])
             if len(parts) == 2:
                 return parts[0], parts[1]
-        raise TokenizerError(
-            f"chat template: given a conversation of two turns, needed one that has a {role!r} or user"
-        )
+        needed = f"one that has a {role!r} or user"
+        raise TokenizerError(f"chat template: given a conversation of two turns, needed {needed}")
 
     def render(self, *texts: str, roles: Sequence[str] = ("user",)) -> str:
         """A conversation, by default a user's message, in the words of the chat template, up to where the answer
@@ -195,9 +194,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more exact
         raise TokenizerError(f"{path}: cannot be read: {error}") from error
-    config, generation, model = (
-        _json(folder / name) for name in ("tokenizer_config.json", "generation_config.json", "config.json")
-    )
+    files = "tokenizer_config.json", "generation_config.json", "config.json"
+    config, generation, model = (_json(folder / name) for name in files)
     special: dict[str, str] = {}
     for key in ("bos_token", "eos_token", "pad_token"):
         # A token's text stands there by itself or as the content of an object.
@@ -242,10 +240,8 @@ def _default(folder: Path) -> Tokenizer:
     tokenizer = byte_tokenizer()
     vocab_size = _json(folder / "config.json").get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < tokenizer.vocab_size:
-        raise TokenizerError(
-            f"{folder}: given no tokenizer.json and a vocabulary of {vocab_size}, needed the file, or at least "
-            f"{tokenizer.vocab_size} tokens to read single bytes"
-        )
+        needed = f"the file, or at least {tokenizer.vocab_size} tokens to read single bytes"
+        raise TokenizerError(f"{folder}: given no tokenizer.json and a vocabulary of {vocab_size}, needed {needed}")
     return tokenizer
 
 

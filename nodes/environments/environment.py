@@ -51,14 +51,9 @@ class EnvironmentDef(NodeDef[P, T], Generic[P, T]):
         """That of the function, without a state, with the option `deadline`; metrics may always come with a reply."""
         own = interface(self.fn, stateful=False)
         if "deadline" in own.options:
+            what, given = f"{self.__name__}: option 'deadline'", "one of the function's own"
             needed = "another name: it is the option that every environment has, the seconds of one call"
-            raise fault(
-                "duplicate-name",
-                f"{self.__name__}: option 'deadline'",
-                "one of the function's own",
-                needed,
-                defined(self.fn),
-            )
+            raise fault("duplicate-name", what, given, needed, defined(self.fn))
         return replace(own, options={**own.options, "deadline": self.deadline}, metrics=True, stream=True)
 
     def _begin(self, context: Context, *, deadline: float, **options: Any) -> "Calls":

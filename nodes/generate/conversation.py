@@ -106,14 +106,11 @@ class SampledGroup:
         where = f"generate, group {prompts.ordinals[0]}"
         needed, given, heard = len(prompts.texts) * samples, len(conversation), len(replies)
         if (given, heard) != (needed, needed):
-            raise ValueError(
-                f"{where}: given a conversation of {given} rows and {heard} replies, "
-                f"needed {needed} of each: {samples} samples of each prompt"
-            )
+            told = f"given a conversation of {given} rows and {heard} replies, needed {needed} of each"
+            raise ValueError(f"{where}: {told}: {samples} samples of each prompt")
         recorded_NT = behaviour_logprobs(conversation, where)
-        tokens_NS, logprobs_NT, versions_NT = (
-            array.numpy(force=True) for array in (conversation.tokens_NS, recorded_NT, conversation.versions_NT)
-        )
+        arrays = conversation.tokens_NS, recorded_NT, conversation.versions_NT
+        tokens_NS, logprobs_NT, versions_NT = (array.numpy(force=True) for array in arrays)
         begins, lengths = conversation.prompt_lengths_N.tolist(), conversation.response_lengths_N.tolist()
         finished, done = conversation.finished_N.tolist(), replies.done_N.tolist()
         rewards, rows = conversation.rewarded(replies), []
@@ -128,10 +125,9 @@ class SampledGroup:
             text = replies.texts[index]
             tokens = np.array(tokenizer.encode_reply(text, replies.roles[index], finished[index]), dtype=np.int64)
             if not len(tokens):
-                raise ValueError(
-                    f"generate, group {conversation.ordinals[index]}, row {index}: given a reply without a token "
-                    f"({text!r}) to a row that is not done, needed one that says something, or done"
-                )
+                told = f"given a reply without a token ({text!r}) to a row that is not done"
+                place = f"generate, group {conversation.ordinals[index]}, row {index}"
+                raise ValueError(f"{place}: {told}, needed one that says something, or done")
             size = begin + length + len(tokens)
             # An outgrown row must not end with a reply that nothing answers: it stays as it was, without it.
             if size > max_prefix:

@@ -132,12 +132,10 @@ class Engine:
         outgrown = next((index for index, row in enumerate(group.rows) if row.outgrown), None)
         if outgrown is not None and not self.warned:
             self.warned = True
-            message = (
-                f"generate, group {prompts.ordinals[outgrown // self.samples]}, row {outgrown}: given a conversation "
-                f"of {group.rows[outgrown].outgrown} tokens, needed {needed}; it ends unfinished (the metric outgrown "
-                "counts such rows)"
-            )
-            warnings.warn(message, OutgrownWarning, stacklevel=2)
+            place = f"generate, group {prompts.ordinals[outgrown // self.samples]}, row {outgrown}"
+            given = f"given a conversation of {group.rows[outgrown].outgrown} tokens"
+            told = f"{place}: {given}, needed {needed}; it ends unfinished (the metric outgrown counts such rows)"
+            warnings.warn(told, OutgrownWarning, stacklevel=2)
         self.enqueue(group, 1, inputs["behaviour"])
 
     def enqueue(self, group: SampledGroup, step: int, behaviour: Weights) -> None:
@@ -344,10 +342,8 @@ def _check_settings(conversation: Rollouts, sampler: Sampler) -> None:
     given = {told(temperature, CUT * cut) for temperature, cut in kinds}
     needed = told(sampler.temperature, CUT * sampler.cuts)
     if given - {needed}:
-        raise ValueError(
-            f"generate, group {conversation.ordinals[0]}: given a conversation of {'; '.join(sorted(given))}, needed "
-            f"{needed}: all turns of a row are sampled alike"
-        )
+        where, said = f"generate, group {conversation.ordinals[0]}", f"a conversation of {'; '.join(sorted(given))}"
+        raise ValueError(f"{where}: given {said}, needed {needed}: all turns of a row are sampled alike")
 
 
 class OutgrownWarning(NodeWarning):
