@@ -32,11 +32,11 @@ from penstock.runtime.schedule.simulator import Durations, Simulation, simulate
 from penstock.runtime.tensor.checkpoint import CheckpointShard
 
 from .faults import assert_told, marked
-from .gates.replaying import replayed
 from .gates.running import (
     assert_equal_bits,
     final_state,
     make_run,
+    replayed,
     rows,
     run_here,
     run_to_end,

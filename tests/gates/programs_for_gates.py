@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from penstock.graph import broadcast, node, program
-from penstock.graph.types import Context, Metrics, Policy, Prompts, Rewards, Rollouts, Weights
+from penstock.graph.types import Average, Context, Metrics, Policy, Prompts, Rewards, Rollouts, Weights
+from penstock.nodes import ema as averages
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.fake import FakeEngine, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
 from penstock.nodes.generate import generate
@@ -17,6 +18,9 @@ from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.sampling import Sampler
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import score
+from penstock.runtime.tensor.buffers import Shards
+from penstock.runtime.tensor.layout import Copy
+from penstock.runtime.tensor.one_sided import OneSidedTransport
 
 
 class FakeError(RuntimeError):
@@ -211,3 +215,41 @@ def faulty_steps(policy: Policy, prompts: Prompts, *, bad: int = -1, lag: int = 
     rollouts = faulty_generate(prompts, broadcast(policy, lag=lag), bad=bad)
     advantage = group_advantage(score(rollouts, by=more_digits))
     return aipo_update(policy, rollouts, advantage, lr=1e-3)
+
+
+_receive = OneSidedTransport.receive
+
+
+def _receive_badly(self: OneSidedTransport, version: int, copies: Sequence[Copy], shards: Shards) -> int:
+    """How weights come to a receiver on the sender's host, but for one bit of version 2."""
+    received = _receive(self, version, copies, shards)
+    if version == 2:
+        shards["values"].tensor.view(torch.int32)[7] ^= 1
+    return received
+
+
+def _spoil(context: Context, *, samples: int) -> FakeEngine:
+    OneSidedTransport.receive = _receive_badly  # type: ignore[method-assign]
+    return FakeEngine(samples, 1.0)
+
+
+@node(pool="generator", init=_spoil)
+def generate_over_a_bad_wire(
+    engine: FakeEngine, prompts: Prompts, behaviour: Weights, *, samples: int = 4
+) -> tuple[FakeEngine, Rollouts]:
+    made: tuple[FakeEngine, Rollouts] = fake_generate.fn(engine, prompts, behaviour, samples=samples)
+    return made
+
+
+@program
+def bad_wire(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
+    rollouts = generate_over_a_bad_wire(prompts, broadcast(policy))
+    return fake_update(policy, rollouts, fake_score(rollouts))
+
+
+@program
+def averaged(policy: Policy, average: Average, prompts: Prompts, *, lag: int = 0) -> dict[str, Policy]:
+    """Two values that updates change, one of which reads the other's master weights after its update."""
+    rollouts = generate(prompts, broadcast(policy, lag=lag), samples=4)
+    learnt = aipo_update(policy, rollouts, group_advantage(score(rollouts, by=more_digits)), lr=1e-3)
+    return {"policy": learnt, "average": averages.ema(average, learnt, decay=0.5)}

@@ -1,4 +1,4 @@
-"""Runs of small programs, with processes or without: start one, wait for what it does, and see that nothing is left."""
+"""Runs of small programs, with processes or without: start one, wait for what it does, look at what it left behind."""
 
 import json
 import os
@@ -20,24 +20,55 @@ from torch import Tensor
 
 from penstock.graph import Program, load, trace
 from penstock.graph.program import trace_evaluation
+from penstock.runtime.cli.report import recorded_steps
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.control.inprocess import run_in_process
+from penstock.runtime.control.messages import record_bytes
 from penstock.runtime.control.process import processes_of, sweep_processes
 from penstock.runtime.control.run_config import EVALUATION, RunConfig, RunOptions
+from penstock.runtime.record.event_log import commands_digest, read_log
 from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.schedule.replay import Replayed, SegmentOrigin, replay
 from penstock.runtime.tensor.checkpoint import CheckpointShard
 from penstock.runtime.tensor.shm import SHM
 
 HERE = Path(__file__).parent
+# What the names of the programs of this folder begin with.
 FAULTS = f"{HERE / 'programs_for_gates.py'}:"
-"""What the names of the programs of this folder begin with."""
+LARGE = f"{HERE / 'program_with_large_weights.py'}:large"
+# One core: one thread for every rank, as in the loops to compare with.
 ONE_HOST = Cluster(hosts=(Host(name="local", cores=1),))
-"""One core: one thread for every rank, as in the loops to compare with."""
+# Two agents on this machine, over TCP: ranks of different names know nothing of each other's shared memory.
+TWO_NAMES = Cluster(hosts=(Host(name="a", cores=1), Host(name="b", cores=1)), pools={"generator": "b"})
+# Updates of a run that is not to end before it is stopped, whatever holds up the test.
+ENDLESS = 100_000
+# Seconds for what a test waits for; only a fault takes so long.
 DEADLINE_S = 180.0
-"""Seconds for what a test waits for; only a fault takes so long."""
 
 Options = Mapping[str, Any]
 Line = dict[str, Any]
+
+
+def toy_flags(**changes: Any) -> RunOptions:
+    """Of a run of fake nodes."""
+    return RunOptions(**{"batch": 4, "slots": 16, "deadline": 60.0, **changes})
+
+
+def model_flags(**changes: Any) -> RunOptions:
+    """Of a run of the small untrained model."""
+    return toy_flags(**{"batch": 2, "max_tokens": 6, "seed": 3, "data": "arithmetic", **changes})
+
+
+def delays(ms: float = 0.0, **changes: float) -> dict[str, float]:
+    """Options of the program toy: what each of its nodes takes."""
+    return {f"{name}_ms": ms for name in ("generate", "score", "update", "sync")} | {
+        f"{name}_ms": value for name, value in changes.items()
+    }
+
+
+def penstock(*words: str, timeout: float = 300.0) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "penstock.runtime.cli.main", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
 
 
 def make_run(
@@ -193,6 +224,16 @@ def run_to_end(folder: Path) -> Path:
     return folder
 
 
+def run_to_failure(folder: Path, trouble: Callable[[Running], object] = lambda running: None) -> tuple[str, Line]:
+    """Launch a run, make it `trouble`, and let it fail: (what was said, the summary)."""
+    with Running(folder) as running:
+        trouble(running)
+        assert running.wait() == 1
+    found = summary(folder)
+    assert (found["status"], found["cause"]) == ("failed", running.cause)
+    return running.errors, found
+
+
 def run_here(folder: Path) -> Path:
     """Run it in this process and let it end well."""
     status, lines = status_here(folder)
@@ -241,6 +282,41 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def summary(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
     return found
+
+
+def figures(folder: Path) -> list[dict[str, Any]]:
+    """The rows without what is a time."""
+    times = {"time_s", "seconds", "update_s", "sync_s", "generate_tokens_per_s", "train_tokens_per_s", "pools"}
+    return [{name: value for name, value in row.items() if name not in times} for row in rows(folder)]
+
+
+def assert_all_consumed(folder: Path, groups: int, failed: int = 0) -> None:
+    assert summary(folder)["fates"] == {"consumed": groups, "dropped": 0, "failed": failed}
+
+
+def printed(folder: Path, rank: str) -> dict[str, Any]:
+    """What a rank printed when it closed: its store's use, what went to and came from others, what it offloaded."""
+    lines = (folder / "logs" / f"{rank}.out").read_text().splitlines()
+    (found,) = [json.loads(line) for line in lines if line.startswith('{"kind": "values"')]
+    return dict(found)
+
+
+def passed_on(folder: Path, generators: int) -> list[int]:
+    """How many versions each generator passed on."""
+    return [printed(folder, f"generator-{index}-0")["sent"].get("passed on", 0) for index in range(generators)]
+
+
+def interrupt_at(update: int, line: Line) -> None:
+    """Ctrl-C after this update of a run in this process."""
+    if line.get("kind") == "row" and line["row"]["update"] == update:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def replayed(folder: Path) -> list[Replayed]:
+    """All stages of a run, over all its segments, through the scheduler again. Raises LogError or ReplayError."""
+    logs = [stage for segment in read_log(folder / "events.log") for stage in segment.stages]
+    stages = [(SegmentOrigin.from_json(log.facts), recorded_steps(log)) for log in logs]
+    return replay(stages, lambda commands: commands_digest(map(record_bytes, commands)))
 
 
 def final_state(folder: Path, update: int) -> dict[str, Tensor]:

@@ -10,23 +10,24 @@ from penstock.graph import NodeWarning
 from penstock.graph.ir import Firing
 from penstock.runtime.cli import report
 from penstock.runtime.control.messages import read_record
-from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.record.event_log import read_log
 from penstock.runtime.schedule.events import Done
 
-from .replaying import replayed
 from .running import (
     HERE,
     Options,
-    Running,
+    assert_all_consumed,
     assert_equal_bits,
     final_state,
     make_run,
+    replayed,
     rows,
     run_here,
     run_to_end,
+    run_to_failure,
     status_here,
     summary,
+    toy_flags,
 )
 
 pytestmark = pytest.mark.timeout(400)
@@ -34,18 +35,10 @@ FILE = f"{HERE / 'programs_for_environments.py'}:"
 UPDATES, BATCH = 6, 2
 DEADLINE_S = 3.0
 PROCESSES = pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])
-EVERY_WAY = pytest.mark.parametrize(
-    ("how", "processes"),
-    [
-        ("sleep", False),
-        *(pytest.param(how, True, marks=pytest.mark.slow) for how in ("sleep", "loop", "read")),
-        *(pytest.param(how, False, marks=pytest.mark.slow) for how in ("loop", "read")),
-    ],
-)
 
 
 def prepared(tmp_path: Path, name: str, program: str, options: Options, **flags: Any) -> Path:
-    used = RunOptions(updates=UPDATES, batch=BATCH, slots=64, deadline=60.0, **flags)
+    used = toy_flags(updates=UPDATES, batch=BATCH, slots=64, **flags)
     return make_run(tmp_path / name, FILE + program, options, used)
 
 
@@ -77,16 +70,17 @@ def test_a_slow_environment_stalls_nothing_within_the_lag(tmp_path: Path, proces
     assert {f.index for f in before if f.node == "seen"} == set(range(others + 1)) - {slow}
     assert sum(f.node == "shop" for f in before) == 2 * others
     assert [f.index for f in before if f.node == "fake_update"] == [0, 1]
-    assert summary(folder)["fates"] == {"consumed": UPDATES * BATCH, "dropped": 0, "failed": 0}
+    assert_all_consumed(folder, UPDATES * BATCH)
     assert max(row["lag_max"] for row in rows(folder)) <= lag
     assert replayed(folder)[0].outcomes["consumed"] == UPDATES * BATCH
 
 
-@EVERY_WAY
+@PROCESSES
+@pytest.mark.parametrize("how", ["sleep", *(pytest.param(how, marks=pytest.mark.slow) for how in ("loop", "read"))])
 def test_a_group_whose_environment_hangs_fails_and_the_run_goes_on(tmp_path: Path, how: str, processes: bool) -> None:
     options = {"folder": marks(tmp_path), "hangs": 5, "how": how, "deadline": DEADLINE_S, "lag": 2}
     folder = run(prepared(tmp_path, "r", "shopping", options, on_failure="replace"), processes)
-    assert summary(folder)["fates"] == {"consumed": UPDATES * BATCH, "dropped": 0, "failed": 1}
+    assert_all_consumed(folder, UPDATES * BATCH, failed=1)
     assert [row["groups"] for row in rows(folder)] == [BATCH] * UPDATES
     assert Firing("shop", 5, 0) in done(folder)
     assert Firing("seen", 5) not in done(folder)  # it has no reward, and none of zero
@@ -99,8 +93,7 @@ def test_an_environment_that_hangs_stops_the_run_by_name(tmp_path: Path, process
     options = {"folder": marks(tmp_path), "hangs": 3, "deadline": DEADLINE_S}
     folder = prepared(tmp_path, "r", "shopping", options)
     if processes:
-        with Running(folder) as running:
-            assert running.wait() == 1
+        run_to_failure(folder)
     else:
         assert status_here(folder)[0] == "failed"
     error = summary(folder)["error"]
@@ -116,7 +109,7 @@ def test_a_reply_that_is_asked_for_again_changes_no_bit(tmp_path: Path, processe
     options = {"folder": marks(tmp_path, "b"), "hangs": 3, "how": "once", "deadline": DEADLINE_S, "lag": 0}
     again = prepared(tmp_path, "r", "shopping", options, retries=1)
     assert_equal_bits(final_state(run_here(whole), UPDATES), final_state(run(again, processes), UPDATES))
-    assert summary(again)["fates"] == {"consumed": UPDATES * BATCH, "dropped": 0, "failed": 0}
+    assert_all_consumed(again, UPDATES * BATCH)
 
 
 @PROCESSES

@@ -1,35 +1,73 @@
-"""At lag 0, and at any lag with pinned versions, a run equals a plain loop to the bit: with processes or without,
-with one generator or two, whatever the timing.
+"""A run has the bits of a plain loop, however it is run: with processes or without, with one generator or several, on a
+mesh, with weights along a chain, in int8, or with a state that leaves its device between updates.
+
+At lag 0 that is so by itself, at any other lag with pinned versions, whatever the timing.
 """
 
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from penstock.graph.types import Context
+from penstock.nodes.model import Llama, load_model
 from penstock.nodes.score import math_answer
 from penstock.runtime.control.run_config import RunOptions
+from penstock.runtime.tensor import offload
+from penstock.runtime.tensor.checkpoint import CheckpointShard
 
 from .plain import aipo_loop, toy_loop
 from .programs_for_gates import more_digits
-from .running import FAULTS, assert_equal_bits, final_state, make_run, rows, run_here, run_to_end
+from .running import (
+    FAULTS,
+    TWO_NAMES,
+    assert_all_consumed,
+    assert_equal_bits,
+    delays,
+    figures,
+    final_state,
+    interrupt_at,
+    make_run,
+    model_flags,
+    passed_on,
+    penstock,
+    printed,
+    rows,
+    run_here,
+    run_to_end,
+    run_to_failure,
+    status_here,
+    toy_flags,
+)
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(480)
 UPDATES, SAMPLES, LR = 5, 4, 1e-3
-TOY = RunOptions(updates=UPDATES, batch=4, slots=16, deadline=60.0)
-REAL = RunOptions(updates=UPDATES, batch=2, max_tokens=6, slots=16, seed=3, data="arithmetic", deadline=60.0)
-DELAYS = {"generate_ms": 4.0, "score_ms": 1.0, "update_ms": 4.0, "sync_ms": 0.0, "jitter_ms": 20.0}
-GENERATORS = pytest.mark.parametrize("generators", [1, 2])
-LAGS = pytest.mark.parametrize("lag", [0, 2])
+TOY, REAL = toy_flags(updates=UPDATES), model_flags(updates=UPDATES)
+UNEVEN = {**delays(generate=4.0, score=1.0, update=4.0), "jitter_ms": 20.0}
+LEARNING = {"samples": SAMPLES, "lr": LR}
+RUNS = pytest.mark.parametrize("generators", [1, 2])
 PROCESSES = pytest.mark.parametrize("generators", [1, pytest.param(2, marks=pytest.mark.slow)])
+LAGS = pytest.mark.parametrize("lag", [0, 2])
 
 
-def flags(base: RunOptions, lag: int) -> RunOptions:
+def at_lag(flags: RunOptions, lag: int) -> RunOptions:
     """At lag 0 there is but one version to use; at another lag it has to be pinned."""
-    return RunOptions(**{**vars(base), "versions": "pinned" if lag else "free"})
+    return replace(flags, versions="pinned" if lag else "free")
+
+
+def toy(path: Path, lag: int, **more: Any) -> Path:
+    return make_run(path, "toy", {"lag": lag, **UNEVEN}, at_lag(TOY, lag), **more)
+
+
+def digits(path: Path, lag: int = 0, flags: RunOptions = REAL, **more: Any) -> Path:
+    return make_run(path, f"{FAULTS}digits", {"lag": lag, **LEARNING}, at_lag(flags, lag), **more)
 
 
 def real_loop(lag: int) -> list[dict[str, Tensor]]:
@@ -46,34 +84,42 @@ def test_every_update_of_the_plain_loop_changes_every_weight() -> None:
 
 
 @LAGS
-@GENERATORS
+@RUNS
 def test_toy_in_one_process(tmp_path: Path, generators: int, lag: int) -> None:
-    run = make_run(tmp_path / "r", "toy", {"lag": lag, **DELAYS}, flags(TOY, lag), generators=generators)
-    assert_equal_bits(final_state(run_here(run), UPDATES), toy_loop(UPDATES, TOY.batch, lag=lag))
+    run = run_here(toy(tmp_path / "r", lag, generators=generators))
+    assert_equal_bits(final_state(run, UPDATES), toy_loop(UPDATES, TOY.batch, lag=lag))
 
 
 @LAGS
 @PROCESSES
 def test_toy_in_processes(tmp_path: Path, generators: int, lag: int) -> None:
-    run = make_run(tmp_path / "r", "toy", {"lag": lag, **DELAYS}, flags(TOY, lag), generators=generators)
-    assert_equal_bits(final_state(run_to_end(run), UPDATES), toy_loop(UPDATES, TOY.batch, lag=lag))
+    run = run_to_end(toy(tmp_path / "r", lag, generators=generators))
+    assert_equal_bits(final_state(run, UPDATES), toy_loop(UPDATES, TOY.batch, lag=lag))
     assert [row["lag_max"] for row in rows(run)] == [min(lag, update) for update in range(UPDATES)]
 
 
+@pytest.mark.slow
+@RUNS
+def test_toy_on_meshes_is_toy_to_the_bit(tmp_path: Path, generators: int) -> None:
+    """Nodes that know nothing of ranks do the same on each, in step: streams too, whenever their orders arrive."""
+    run = run_to_end(toy(tmp_path / "r", 2, generators=generators, meshes=("trainer=dp2", "generator=tp2")))
+    assert_equal_bits(final_state(run, UPDATES), toy_loop(UPDATES, TOY.batch, lag=2))
+    assert_all_consumed(run, UPDATES * TOY.batch)
+    assert [row["groups"] for row in rows(run)] == [TOY.batch] * UPDATES
+
+
 @LAGS
-@GENERATORS
+@RUNS
 def test_aipo_in_one_process(tmp_path: Path, generators: int, lag: int) -> None:
-    options = {"lag": lag, "samples": SAMPLES, "lr": LR}
-    run = make_run(tmp_path / "r", f"{FAULTS}digits", options, flags(REAL, lag), generators=generators)
-    assert_equal_bits(final_state(run_here(run), UPDATES), real_loop(lag)[-1])
+    run = run_here(digits(tmp_path / "r", lag, generators=generators))
+    assert_equal_bits(final_state(run, UPDATES), real_loop(lag)[-1])
 
 
 @LAGS
 @PROCESSES
 def test_aipo_in_processes(tmp_path: Path, generators: int, lag: int) -> None:
-    options = {"lag": lag, "samples": SAMPLES, "lr": LR}
-    run = make_run(tmp_path / "r", f"{FAULTS}digits", options, flags(REAL, lag), generators=generators)
-    assert_equal_bits(final_state(run_to_end(run), UPDATES), real_loop(lag)[-1])
+    run = run_to_end(digits(tmp_path / "r", lag, generators=generators))
+    assert_equal_bits(final_state(run, UPDATES), real_loop(lag)[-1])
 
 
 def test_the_program_aipo_itself(tmp_path: Path) -> None:
@@ -86,6 +132,165 @@ def test_the_program_aipo_itself(tmp_path: Path) -> None:
     loops = ((seed, loop(seed)) for seed in range(30))
     moved = ((seed, s) for seed, s in loops if any(not torch.equal(s[0][name], s[-1][name]) for name in s[0]))
     seed, states = next(moved)
-    used = RunOptions(updates=2, batch=4, max_tokens=6, slots=64, seed=seed, data="arithmetic", deadline=60.0)
+    used = model_flags(updates=2, batch=4, slots=64, seed=seed)
     run = run_here(make_run(tmp_path / "r", "aipo", {"lag": 0, "samples": 32, "lr": LR}, used))
     assert_equal_bits(final_state(run, 2), states[-1])
+
+
+@pytest.mark.slow
+@LAGS
+def test_conversations_are_the_same_bits_with_processes_as_without(tmp_path: Path, lag: int) -> None:
+    flags = RunOptions(updates=4, batch=4, max_tokens=1, slots=32, versions="pinned")
+    options = {"lag": lag, "samples": 4}
+    here = run_here(make_run(tmp_path / "here", "guessing", options, flags))
+    there = run_to_end(make_run(tmp_path / "there", "guessing", options, flags, generators=2))
+    assert_equal_bits(final_state(here, 4), final_state(there, 4))
+    assert [row["reward_mean"] for row in rows(here)] == [row["reward_mean"] for row in rows(there)]
+
+
+@pytest.mark.slow
+def test_aipo_in_int8_keeps_its_ratios_near_one_and_is_the_same_in_one_process(tmp_path: Path) -> None:
+    """At lag 0 the ratio of a token is that of its floats to its quantised weights, and nothing else."""
+    flags = model_flags(updates=4, batch=4, max_tokens=8, wire="int8")
+    runs = [make_run(tmp_path / name, "aipo", {"lag": 0}, flags) for name in ("processes", "here")]
+    assert_equal_bits(final_state(run_to_end(runs[0]), 4), final_state(run_here(runs[1]), 4))
+    assert_all_consumed(runs[0], 4 * 4)
+    assert all(abs(row["ratio_mean"] - 1) < 0.02 and row["ess"] > 0.98 for row in rows(runs[0]))
+    assert any(row["ratio_max"] > 1 for row in rows(runs[0]))
+
+
+@pytest.mark.slow
+def test_a_run_has_the_same_bits_with_a_chain_and_without(tmp_path: Path) -> None:
+    """Each generator but the last passes weights on: over messages, and to agents of another host."""
+
+    def learnt(name: str, transport: Any = "auto", **cluster: Any) -> Path:
+        flags = toy_flags(updates=4, batch=6, max_tokens=8, seed=3, transport=transport)
+        return run_to_end(make_run(tmp_path / name, "aipo", {"lag": 0}, flags, generators=3, **cluster))
+
+    direct = learnt("shm")
+    assert passed_on(direct, 3) == [0, 0, 0]
+    for run in (learnt("messages", "messages"), learnt("agents", cluster=TWO_NAMES)):
+        assert [versions > 0 for versions in passed_on(run, 3)] == [True, True, False]
+        assert_equal_bits(final_state(run, 4), final_state(direct, 4))
+
+
+# Replicas of several ranks compute what one rank does, but for the order of sums.
+
+
+def reads_back(folder: Path) -> dict[str, Tensor]:
+    """The exported policy, whole whatever the mesh that wrote it."""
+    model = load_model(Llama, folder / "checkpoints" / f"{UPDATES:08d}" / "policy")
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def assert_close(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
+    """In the 2-norm: Adam makes a whole step of a gradient that is nothing but rounding. Weights moved by a tenth."""
+    assert first.keys() == second.keys()
+    far = {n: float((t - second[n]).norm() / t.norm()) for n, t in first.items()}
+    assert {n: distance for n, distance in far.items() if distance > 1e-4} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "meshes",
+    [("trainer=fsdp2",), ("trainer=tp2", "generator=tp2"), ("trainer=fsdp2xtp2",), ("trainer=pp2",)],
+    ids=" ".join,
+)
+def test_learning_on_a_mesh_is_learning_on_one_rank_within_rounding(tmp_path: Path, meshes: Sequence[str]) -> None:
+    alone, together = digits(tmp_path / "alone"), digits(tmp_path / "together", meshes=meshes)
+    assert_close(reads_back(run_here(alone)), reads_back(run_to_end(together)))
+    assert [row["tokens"] for row in rows(alone)] == [row["tokens"] for row in rows(together)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "ranks"), [("trainer=fsdp3", 3), ("trainer=pp2", 2)])
+def test_a_run_goes_on_on_another_mesh(tmp_path: Path, mesh: str, ranks: int) -> None:
+    """What four ranks wrote, two take over: the optimizer too, or the weights would differ."""
+    meshes = ("trainer=fsdp2xtp2", "generator=tp2")
+    moved = run_to_end(digits(tmp_path / "r", flags=replace(REAL, updates=2), meshes=meshes))
+    done = penstock("resume", str(moved), "--updates", str(UPDATES), "--mesh", mesh, "generator=1", "--plain")
+    assert done.returncode == 0, done.stderr
+    assert_close(reads_back(run_here(digits(tmp_path / "alone"))), reads_back(moved))
+    assert len(list((moved / "checkpoints" / f"{UPDATES:08d}").glob("trainer-0-*.safetensors"))) == ranks
+
+
+def test_ranks_that_work_together_need_processes(tmp_path: Path) -> None:
+    done = penstock("run", "toy", "--in-process", "--mesh", "trainer=dp2", "--out", str(tmp_path / "r"))
+    assert done.returncode == 2
+    assert "--in-process with trainer/0 of 2 ranks (dp2), needed one rank for each" in " ".join(done.stderr.split())
+
+
+@pytest.mark.slow
+def test_a_mesh_that_cannot_work_is_not_what_the_run_goes_on_with(tmp_path: Path) -> None:
+    """Three ranks cannot share four heads: it is said before anything starts."""
+    folder = run_to_end(digits(tmp_path / "r", flags=replace(REAL, updates=2)))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
+    done = penstock("resume", str(folder), "--updates", "4", "--mesh", "trainer=tp3", "--plain")
+    assert done.returncode == 1
+    assert "--mesh trainer=tp3: tensor parallelism: given 4 attention heads, 2 key-value heads" in done.stderr
+    assert {path: path.read_bytes() for path in before} == before
+
+
+# A trainer whose state leaves its device between updates, and generators that release their memory.
+
+
+OFF = model_flags(updates=4, dtype="bfloat16", checkpoint_every=1, offload="off")
+ON = replace(OFF, offload="on")
+AVERAGED = f"{FAULTS}averaged"
+
+
+def assert_equal_runs(first: Path, second: Path) -> None:
+    """In all checkpoints that both have: an update that ends while the one before is being written has none."""
+    both = set.intersection(
+        *({path.parent.name for path in (run / "checkpoints").glob("*/cut.json")} for run in (first, second))
+    )
+    assert f"{OFF.updates:08d}" in both
+    for name in both:
+        ours, theirs = (CheckpointShard(run / "checkpoints" / name, "trainer/0", 0) for run in (first, second))
+        for value in ("policy", "average"):
+            assert_equal_bits(ours.carried(value)[0], theirs.carried(value)[0])
+    assert figures(first) == figures(second)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lag", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_in_one_process(tmp_path: Path, dtype: Any, lag: int) -> None:
+    """In float32 the masters are what computes, and moments alone leave."""
+    flags = [at_lag(replace(each, dtype=dtype), lag) for each in (OFF, ON)]
+    assert_equal_runs(*(run_here(make_run(tmp_path / f.offload, AVERAGED, {"lag": lag}, f)) for f in flags))
+
+
+@pytest.mark.parametrize("meshes", [(), pytest.param(("trainer=fsdp2",), marks=pytest.mark.slow)])
+def test_in_processes(tmp_path: Path, meshes: Sequence[str]) -> None:
+    """On a mesh each rank's moments leave; its masters are what computes."""
+    off, on = (make_run(tmp_path / f.offload, AVERAGED, {}, f, meshes=meshes) for f in (OFF, ON))
+    assert_equal_runs(run_to_end(off) if meshes else run_here(off), run_to_end(on))
+    moves = printed(on, "trainer-0-0")["offloaded"]["moves"]
+    # Of each value: away at the start, and there and back around each update; the policy once more for its average.
+    assert moves > 0 if meshes else moves == 2 * (1 + 2 * OFF.updates) + 2 * OFF.updates
+    assert json.loads((on / "config.json").read_text())["flags"]["offload"] == "on"
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_that_offloads_goes_on_exactly(tmp_path: Path) -> None:
+    whole, parted = (make_run(tmp_path / f.offload, AVERAGED, {}, f) for f in (OFF, ON))
+    assert status_here(parted, partial(interrupt_at, 1))[0] == "stopped"
+    assert_equal_runs(run_here(whole), run_to_end(parted))
+
+
+def test_a_move_that_fails_ends_the_run_with_its_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise MemoryError("the host has no room")
+
+    monkeypatch.setattr(offload, "touched", refuse)
+    status, lines = status_here(make_run(tmp_path / "r", AVERAGED, {}, ON))
+    assert status == "failed"
+    assert "of trainer/0 rank 0: " in lines[-1]["text"]
+    assert "bytes, to the host: the host has no room" in lines[-1]["text"]
+
+
+def test_values_that_cannot_leave_are_refused(tmp_path: Path) -> None:
+    flags = toy_flags(updates=2, batch=2, offload="on")
+    errors, _ = run_to_failure(make_run(tmp_path / "r", "toy", {"lag": 0}, flags))
+    needed = "trainer/0 rank 0: given policy, a FakePolicy, needed a value that can leave its device"
+    assert f"--offload on: {needed}" in errors

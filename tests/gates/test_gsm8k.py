@@ -1,8 +1,6 @@
 """A model that transformers wrote learns on GSM8K's own file, and transformers reads back what comes out."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +10,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from penstock.nodes.model import Llama, load_model
 from penstock.nodes.tokenizer import load_tokenizer
-from penstock.runtime.control.run_config import RunOptions
 
-from .replaying import replayed
-from .running import FAULTS, final_state, make_run, rows, run_here
+from .running import FAULTS, final_state, make_run, model_flags, penstock, replayed, rows, run_here
 
 transformers = pytest.importorskip("transformers")
 DATA = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "train.jsonl"
@@ -63,8 +59,7 @@ def test_three_updates_on_gsm8k_from_and_to_transformers(tmp_path: Path) -> None
     write_model(model)
     flags = "--lag 2 --generators 2 --updates 3 --batch 4 --samples 4 --max-tokens 24 --slots 16 --eval-groups 8"
     paths = ["--model", str(model), "--data", str(DATA), "--out", str(out)]
-    command = [sys.executable, "-m", "penstock.runtime.cli.main", "run", "aipo", *flags.split(), *paths]
-    ended = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=400)
+    ended = penstock("run", "aipo", *flags.split(), *paths, "--json", timeout=400.0)
     assert ended.returncode == 0, ended.stderr
     summary = json.loads(ended.stdout.splitlines()[-1])
     assert (summary["status"], summary["updates"], summary["groups"]) == ("done", 3, 12)
@@ -78,7 +73,7 @@ def test_weights_that_have_moved_come_out_as_they_are(tmp_path: Path) -> None:
     """No untrained model solves a problem of GSM8K: here it is rewarded for less, so that its weights change."""
     model = tmp_path / "model"
     write_model(model)
-    flags = RunOptions(updates=3, batch=2, max_tokens=8, slots=16, model=str(model), data=str(DATA), deadline=60.0)
+    flags = model_flags(updates=3, max_tokens=8, seed=0, model=str(model), data=str(DATA))
     run = run_here(make_run(tmp_path / "r", f"{FAULTS}digits", {"lag": 2, "lr": 1e-2}, flags, generators=2))
     exported = run / "checkpoints" / "00000003" / "policy"
     compare(exported, model)

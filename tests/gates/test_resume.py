@@ -1,59 +1,71 @@
-"""A run that was stopped or killed and goes on ends with the bits of one that was left alone; no group counts twice."""
+"""A run that was stopped or killed and goes on ends with the bits of one that was left alone; no group counts twice.
 
-import os
+A recorded run replays to the same commands; a log that was edited is refused, and the record named.
+"""
+
+import re
 import shutil
-import signal
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+import msgpack
 import pytest
 
-from penstock.runtime.control.run_config import RunOptions
+from penstock.graph.ir import Firing
+from penstock.runtime.control.messages import read_record
+from penstock.runtime.record import event_log
 from penstock.runtime.record.errors import RecordError
-from penstock.runtime.record.event_log import read_log
-from penstock.runtime.record.folder import RunFolder, latest_checkpoint
+from penstock.runtime.record.event_log import LogError, read_log
+from penstock.runtime.record.folder import RunFolder, SavedCheckpoint, latest_checkpoint
+from penstock.runtime.schedule.events import Done
+from penstock.runtime.schedule.replay import ReplayError
 
 from .plain import toy_loop
-from .replaying import replayed
 from .running import (
+    ENDLESS,
     FAULTS,
     Line,
     Running,
+    assert_all_consumed,
     assert_equal_bits,
+    delays,
+    figures,
     final_state,
+    interrupt_at,
     make_run,
+    model_flags,
+    replayed,
     rows,
     run_here,
     run_to_end,
     segments_of,
     status_here,
     summary,
+    toy_flags,
     with_updates,
 )
 
 pytestmark = pytest.mark.timeout(480)
-ENDLESS, MORE, BATCH = 100_000, 10, 4
-"""Updates of a run that is not to end before it is stopped, whatever holds up the test, and those after a resume."""
-SLOW = {"generate_ms": 40.0, "score_ms": 2.0, "update_ms": 20.0, "sync_ms": 0.0, "jitter_ms": 20.0}
+# Updates after a resume.
+MORE, BATCH = 10, 4
+SLOW = {**delays(generate=40.0, score=2.0, update=20.0), "jitter_ms": 20.0}
 
 
 def toy_run(path: Path, lag: int, checkpoint_every: int = 0) -> Path:
-    flags = RunOptions(
-        updates=ENDLESS,
-        batch=BATCH,
-        slots=16,
-        deadline=60.0,
-        versions="pinned" if lag else "free",
-        checkpoint_every=checkpoint_every,
-    )
+    flags = toy_flags(updates=ENDLESS, versions="pinned" if lag else "free", checkpoint_every=checkpoint_every)
     return make_run(path, "toy", {"lag": lag, **SLOW}, flags)
+
+
+def last_checkpoint(folder: Path) -> SavedCheckpoint:
+    found = latest_checkpoint(RunFolder.open(folder))
+    assert found is not None
+    return found
 
 
 def assert_whole(folder: Path, lag: int, updates: int) -> None:
     """The end of a run that nobody disturbed."""
     assert summary(folder)["status"] == "done"
-    assert summary(folder)["fates"] == {"consumed": updates * BATCH, "dropped": 0, "failed": 0}
+    assert_all_consumed(folder, updates * BATCH)
     assert [row["update"] for row in rows(folder)] == list(range(updates))
     assert_equal_bits(final_state(folder, updates), toy_loop(updates, BATCH, lag=lag))
 
@@ -93,9 +105,7 @@ def test_a_run_that_is_interrupted_while_it_starts_goes_on_from_nothing(tmp_path
 @pytest.mark.parametrize("lag", [0, 2])
 def test_a_model_with_its_optimizer_goes_on_exactly(tmp_path: Path, lag: int) -> None:
     """In one process, interrupted twice, with a checkpoint in between."""
-    flags = RunOptions(
-        updates=8, batch=2, max_tokens=4, slots=16, data="arithmetic", versions="pinned", checkpoint_every=3
-    )
+    flags = model_flags(updates=8, max_tokens=4, versions="pinned", checkpoint_every=3)
     options = {"lag": lag, "samples": 4}
     whole, parted = (make_run(tmp_path / name, f"{FAULTS}digits", options, flags) for name in ("whole", "parted"))
     run_here(whole)
@@ -113,24 +123,12 @@ def test_a_model_with_its_optimizer_goes_on_exactly(tmp_path: Path, lag: int) ->
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_run_that_had_ended_and_is_extended_is_a_longer_one_at_lag_zero_only(tmp_path: Path, lag: int) -> None:
     """With a lag its last checkpoint has no older weights, so the next groups are sampled with the newest ones."""
-    flags = RunOptions(updates=4, batch=BATCH, slots=16, versions="pinned")
-    folder = make_run(tmp_path / "r", "toy", {"lag": lag, "generate_ms": 0.0, "update_ms": 0.0}, flags)
+    folder = make_run(tmp_path / "r", "toy", {"lag": lag, **delays()}, toy_flags(updates=4, versions="pinned"))
     run_here(with_updates(folder, 2))
     run_here(with_updates(folder, 4))
     assert [row["lag_max"] for row in rows(folder)] == ([0, 0, 0, 0] if lag == 0 else [0, 1, 0, 1])
     if lag == 0:
         assert_equal_bits(final_state(folder, 4), toy_loop(4, BATCH, lag=0))
-
-
-def figures(folder: Path) -> list[dict[str, Any]]:
-    """The rows without what is a time."""
-    times = {"time_s", "seconds", "update_s", "sync_s", "generate_tokens_per_s", "train_tokens_per_s", "pools"}
-    return [{name: value for name, value in row.items() if name not in times} for row in rows(folder)]
-
-
-def interrupt_at(update: int, line: Line) -> None:
-    if line.get("kind") == "row" and line["row"]["update"] == update:
-        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_run_folder_that_is_moved_meanwhile_ends_the_run_and_what_is_put_in_its_place_is_left_alone(
@@ -148,8 +146,7 @@ def test_a_run_folder_that_is_moved_meanwhile_ends_the_run_and_what_is_put_in_it
         status_here(folder, move)
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "processes.json"]
     assert list((folder / "checkpoints").iterdir()) == []
-    cut = latest_checkpoint(RunFolder.open(moved))
-    assert cut is not None
+    cut = last_checkpoint(moved)
     assert not (moved / "processes.json").exists()
     run_here(with_updates(moved, cut.update + 2))
     assert_whole(moved, 0, cut.update + 2)
@@ -173,15 +170,13 @@ def test_a_run_whose_folder_goes_away_ends_with_that_and_makes_none_again(tmp_pa
 
 @pytest.mark.slow
 def test_a_checkpoint_that_a_stop_cannot_wait_for_leaves_the_one_before(tmp_path: Path) -> None:
-    flags = RunOptions(updates=ENDLESS, batch=2, slots=16, deadline=60.0, checkpoint_every=1)
+    flags = toy_flags(updates=ENDLESS, batch=2, checkpoint_every=1)
     folder = make_run(tmp_path / "r", f"{FAULTS}exports_slowly", {}, flags)
     with Running(folder) as running:
         running.until(lambda: [*(folder / "checkpoints").glob("00000002-*/policy/half")], "the second one was begun")
         running.interrupt()
         assert running.wait() == 130
-    cut = latest_checkpoint(RunFolder.open(folder))
-    assert cut is not None
-    assert cut.update == 1
+    assert last_checkpoint(folder).update == 1
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["00000001"]
 
 
@@ -192,8 +187,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
         running.until_update(5)
         assert segments_of(running.run, folder) != []
         running.kill()  # nobody is left to remove them
-    cut = latest_checkpoint(RunFolder.open(folder))
-    assert cut is not None
+    cut = last_checkpoint(folder)
     assert cut.update in range(2, len(rows(folder)) + 1, 2)
     run_to_end(with_updates(folder, cut.update + MORE))
     assert segments_of(running.run, folder) == []  # a later start has, or one of another run
@@ -202,3 +196,65 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     assert first.ended is None
     assert second.facts["cut"] == cut.update
     replayed(folder)
+
+
+# A recorded run replays, and an edited log does not.
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with processes, two generators and free versions: its decisions hang on the timing."""
+    options = {"lag": 2, **delays(generate=10.0, score=1.0, update=8.0), "jitter_ms": 10.0}
+    path = tmp_path_factory.mktemp("replay") / "r"
+    return run_to_end(make_run(path, "toy", options, toy_flags(updates=8), generators=2))
+
+
+def frames(data: bytes | bytearray) -> list[tuple[int, int]]:
+    """Start and end of each record's payload."""
+    found, at = [], len(event_log.MAGIC)
+    while at < len(data):
+        (length,) = event_log.LENGTH.unpack_from(data, at)
+        found.append((at + event_log.HEAD, at + event_log.HEAD + length))
+        at = found[-1][1] + event_log.CHAIN
+    return found
+
+
+def test_a_recorded_run_replays_to_identical_commands(recorded: Path) -> None:
+    train, save = replayed(recorded)
+    assert (train.stage, train.updates, train.outcomes["consumed"]) == ("train", 8, 32)
+    assert train.finish is not None
+    assert train.finish.status == "done"
+    assert train.commands > train.updates
+    assert (save.stage, save.updates) == ("save", 0)
+
+
+@pytest.mark.parametrize("how", ["a changed byte", "a missing record", "two swapped records"])
+def test_an_edited_log_is_refused_and_the_record_named(recorded: Path, tmp_path: Path, how: str) -> None:
+    content = bytearray((recorded / "events.log").read_bytes())
+    (a, b), (c, d) = ((s - event_log.HEAD, e + event_log.CHAIN) for s, e in frames(content)[20:22])
+    if how == "a changed byte":
+        content[a + event_log.HEAD + 3] ^= 1
+    else:
+        content[a:d] = content[c:d] + (content[a:b] if how == "two swapped records" else b"")
+    (tmp_path / "events.log").write_bytes(content)
+    with pytest.raises(LogError, match="record 20 does not follow"):
+        replayed(tmp_path)
+
+
+def test_an_edited_log_with_a_chain_made_anew_is_refused_by_its_decisions(recorded: Path, tmp_path: Path) -> None:
+    """Whoever can compute the chain still has to make the scheduler say what it did not say."""
+    content = (recorded / "events.log").read_bytes()
+    records = [msgpack.unpackb(content[start:end]) for start, end in frames(content)]
+    steps = [(record, read_record(record[2])) for record in records if record[0] == "event"]
+    done = {event.firing: record for record, event in steps if isinstance(event, Done)}
+    made, scored = done[Firing("fake_generate", 9)], done[Firing("fake_score", 9)]
+    made[2], scored[2] = scored[2], made[2]  # two events of which neither needs the other might be told in any order
+    path = tmp_path / "events.log"
+    writer = event_log.LogWriter(path)
+    for record in records:
+        writer._append(*record)
+    writer.close()
+    assert len(read_log(path)) == 1
+    with pytest.raises(ReplayError) as error:
+        replayed(tmp_path)
+    assert re.match(r"record \d+, at ", str(error.value))

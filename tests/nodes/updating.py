@@ -8,10 +8,12 @@ from torch import Tensor
 from penstock.graph.types import Advantages, Context, Rollouts
 from penstock.nodes.policy import LanguagePolicy, make_policy
 
+from .rollouts import LENGTHS, first_gradients, random_rollouts
+
+__all__ = ["LENGTHS"]
+
 CONTEXT = Context(node="policy", seed=1, updates=10)
 FREE = float("inf")
-LENGTHS = ((6, 3), (2, 1), (4, 4), (1, 2), (3, 3))
-"""(tokens of the prompt, tokens of the response) of each row; 13 tokens of responses in all."""
 
 
 def policy(**changes: object) -> LanguagePolicy:
@@ -22,23 +24,9 @@ def policy(**changes: object) -> LanguagePolicy:
 
 def batch(versions: int = 0) -> tuple[Rollouts, Advantages]:
     """Five responses of random tokens; μ is near the new model's log π, so that some ratios are far from 1."""
-    generator = torch.Generator().manual_seed(0)
-    prompts, responses = torch.tensor(LENGTHS).unbind(1)
-    width = int(responses.max())
-    within = torch.arange(width) < responses[:, None]
-    rollouts = Rollouts(
-        ordinals=tuple(range(5)),
-        prompts=("",) * 5,
-        answers=("",) * 5,
-        texts=("",) * 5,
-        tokens_NS=torch.randint(13, (5, int((prompts + responses).max())), generator=generator),
-        prompt_lengths_N=prompts,
-        response_lengths_N=responses,
-        logprobs_NT=(torch.randn(5, width, generator=generator) * 0.3 - 2.7) * within,
-        versions_NT=versions * within,
-        finished_N=torch.ones(5, dtype=torch.bool),
-    )
-    return rollouts, Advantages(torch.tensor([1.0, -0.5, 0.25, -2.0, 1.5]))
+    rollouts = random_rollouts()
+    within = torch.arange(4) < rollouts.response_lengths_N[:, None]
+    return replace(rollouts, versions_NT=versions * within), Advantages(torch.tensor([1.0, -0.5, 0.25, -2.0, 1.5]))
 
 
 def conversation() -> tuple[Rollouts, Advantages]:
@@ -59,15 +47,11 @@ def unpacked(learner: LanguagePolicy, rollouts: Rollouts) -> list[Tensor]:
     return found
 
 
-def gradients(learner: LanguagePolicy) -> dict[str, Tensor]:
-    """The gradient of the first step, out of the optimizer's first moment (1 − β₁ = 0.1 of it)."""
-    tensors, _ = learner.state()
-    return {name: t / 0.1 for name, t in tensors.items() if name.startswith("exp_avg.")}
+gradients = first_gradients
 
 
 def by_autograd(learner: LanguagePolicy, loss: Tensor) -> dict[str, Tensor]:
-    grads = torch.autograd.grad(loss, list(learner.masters.values()))
-    return {f"exp_avg.{name}": grad for name, grad in zip(learner.masters, grads, strict=True)}
+    return dict(zip(learner.masters, torch.autograd.grad(loss, list(learner.masters.values())), strict=True))
 
 
 def assert_same(given: dict[str, Tensor], needed: dict[str, Tensor]) -> None:

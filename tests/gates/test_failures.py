@@ -1,0 +1,259 @@
+"""Whatever dies, stops, hangs or raises: a run ends by itself, says who it was and why, and leaves nothing behind.
+
+A node that raises is named with its group and traceback. It fails the run, or is counted as failed; never a zero.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import pytest
+
+from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.control.sockets import SILENCE
+
+from .running import (
+    ENDLESS,
+    FAULTS,
+    Running,
+    assert_all_consumed,
+    assert_equal_bits,
+    delays,
+    final_state,
+    make_run,
+    model_flags,
+    replayed,
+    rows,
+    run_here,
+    run_to_end,
+    run_to_failure,
+    status_here,
+    summary,
+    toy_flags,
+)
+
+pytestmark = pytest.mark.timeout(400)
+LONG = {"lag": 1, **delays(generate=20.0, score=2.0, update=10.0)}
+POOLS = ("generator", "scorer", "trainer")
+
+
+def long_run(path: Path, deadline: float = 60.0, **more: Any) -> Path:
+    return make_run(path, "toy", LONG, toy_flags(updates=ENDLESS, deadline=deadline), **more)
+
+
+def rank_of(pool: str) -> Callable[[Running], int]:
+    return lambda running: int(running.until_ready()["pools"][pool][0])
+
+
+def controller(running: Running) -> int:
+    return int(running.until_ready()["controller"])
+
+
+def strike(running: Running, whom: Callable[[Running], int], number: signal.Signals) -> None:
+    """Send a process the signal, once there has been an update."""
+    running.until_update(1)
+    os.kill(whom(running), number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pool", POOLS)
+def test_a_killed_rank_ends_the_run(tmp_path: Path, pool: str) -> None:
+    errors, found = run_to_failure(long_run(tmp_path / "r"), partial(strike, whom=rank_of(pool), number=signal.SIGKILL))
+    assert f"{pool}/0 rank 0 died: killed by SIGKILL (pid " in errors
+    assert found["cause"] == "rank-died"
+    assert f"{pool}/0 rank 0 died" in found["error"]
+
+
+@pytest.mark.slow
+def test_a_rank_killed_while_it_starts_ends_the_run(tmp_path: Path) -> None:
+    def kill_the_first(running: Running) -> None:
+        def ranks() -> list[int]:
+            return running.pids(lambda process: process.name().endswith("/0.0"))
+
+        os.kill(running.until(ranks, "a rank was started")[0], signal.SIGKILL)
+
+    errors, found = run_to_failure(long_run(tmp_path / "r"), kill_the_first)
+    assert (found["cause"], "rank 0 died: killed by SIGKILL" in errors) == ("rank-died", True)
+
+
+@pytest.mark.slow
+def test_a_killed_agent_ends_the_run(tmp_path: Path) -> None:
+    errors, found = run_to_failure(long_run(tmp_path / "r"), partial(strike, whom=Running.agent, number=signal.SIGKILL))
+    assert (found["cause"], [pool for pool in POOLS if f"{pool}/0 rank 0" not in errors]) == ("agent-died", [])
+
+
+@pytest.mark.slow
+def test_a_killed_controller_ends_the_run(tmp_path: Path) -> None:
+    """It cannot write a summary: the launcher says it."""
+    with Running(long_run(tmp_path / "r")) as running:
+        strike(running, controller, signal.SIGKILL)
+        assert running.wait() == 1
+    assert running.cause == "controller"
+    assert "the controller (pid " in running.errors
+    assert "ended: killed by SIGKILL" in running.errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("whom", "deadline", "named"),
+    [
+        (rank_of("scorer"), 600.0, "no sign of life from scorer/0 rank 0"),
+        (Running.agent, 60.0, "no sign of life from the agent of host local"),
+    ],
+)
+def test_a_stopped_rank_is_found_by_its_silence(
+    tmp_path: Path, whom: Callable[[Running], int], deadline: float, named: str
+) -> None:
+    trouble = partial(strike, whom=whom, number=signal.SIGSTOP)
+    errors, found = run_to_failure(long_run(tmp_path / "r", deadline), trouble)
+    assert (found["cause"], named in errors) == ("silent", True)
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_found_by_the_deadline_of_its_firing(tmp_path: Path) -> None:
+    trouble = partial(strike, whom=rank_of("trainer"), number=signal.SIGSTOP)
+    errors, found = run_to_failure(long_run(tmp_path / "r", 3.0), trouble)
+    assert "trainer/0" in errors  # in an update, or as the source of a transfer
+    assert "rank 0" in errors
+    assert found["cause"] in ("overdue", "transfer")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bind", ["", "127.0.0.1:0"])
+def test_a_controller_that_was_stopped_goes_on_and_blames_no_process(tmp_path: Path, bind: str) -> None:
+    cluster = Cluster(hosts=(Host(name="local", cores=2),), bind=bind)
+    folder = long_run(tmp_path / "r", 10.0, cluster=cluster)
+    with Running(folder) as running:
+        strike(running, controller, signal.SIGSTOP)
+        sleep(SILENCE + 5.0)
+        os.kill(controller(running), signal.SIGCONT)
+        running.until_update(len(rows(folder)) + 3)
+        running.interrupt()
+        assert running.wait() == 130, running.errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_an_interrupt_ends_a_run_whose_trainer_hangs(tmp_path: Path, interrupts: int) -> None:
+    mark = tmp_path / "mark"
+    folder = make_run(tmp_path / "r", f"{FAULTS}stuck", {"mark": str(mark)}, toy_flags(updates=9, batch=2))
+    with Running(folder) as running:
+        running.until(mark.exists, "the third update began")
+        for _ in range(interrupts):
+            running.interrupt()
+        assert running.wait() == 130
+    assert len(rows(folder)) == 2
+    assert interrupts == 2 or "no checkpoint within" in summary(folder)["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pool", "node", "firing"), [*zip(POOLS, ("generate", "score", "update"), (3, 3, 2), strict=True)]
+)
+def test_a_hung_node_meets_its_deadline(tmp_path: Path, pool: str, node: str, firing: int) -> None:
+    flags = toy_flags(updates=9, batch=2, deadline=3.0)
+    errors, found = run_to_failure(make_run(tmp_path / "r", f"{FAULTS}hangs", {node: firing}, flags))
+    assert found["cause"] == "overdue"
+    assert f"no answer from {pool}/0 rank 0" in errors
+    assert f"{pool}/0 rank 0 is at failing_{node}[{firing}]" in errors
+
+
+UPDATES, BATCH = 4, 3
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "said"),
+    [
+        (
+            "raises",
+            {"generate": 4},
+            ["failing_generate[4]: ", "FakeError: failing_generate[4] was told to raise", "programs_for_gates"],
+        ),
+        (
+            "raises",
+            {"score": 4},
+            ["failing_score[4]", "FakeError: failing_score[4] was told to raise", "programs_for_gates"],
+        ),
+        (
+            "raises",
+            {"update": 1},
+            ["failing_update[1]", "FakeError: failing_update[1] was told to raise", "programs_for_gates"],
+        ),
+        ("faulty_reward", {"bad": 0}, ["faulty_score[0]", "in divide", "ZeroDivisionError"]),
+        # It is no node that raises.
+        ("spoils", {"spoil": "state"}, ["in write_shard", "AttributeError: 'str' object"]),
+    ],
+)
+def test_what_raises_fails_the_run_with_its_traceback(
+    tmp_path: Path, program: str, options: dict[str, Any], said: list[str]
+) -> None:
+    updates = 1 if program == "spoils" else UPDATES
+    flags = toy_flags(updates=updates, batch=BATCH, retries=1 if "bad" in options else 0)
+    folder = make_run(tmp_path / "r", FAULTS + program, options, flags)
+    status, lines = status_here(folder)
+    assert (status, summary(folder)["status"], lines[-1]["kind"]) == ("failed", "failed", "error")
+    for error in (summary(folder)["error"], lines[-1]["text"]):
+        assert [words for words in said if words.rstrip(": ") not in error] == []
+    assert len(rows(folder)) < 2  # group 4 is of the second update, which never was
+    assert list((folder / "checkpoints").iterdir()) == []
+
+
+def test_a_reward_function_that_raises_fails_the_run_with_its_traceback(tmp_path: Path) -> None:
+    flags = toy_flags(updates=UPDATES, batch=BATCH)
+    errors, found = run_to_failure(folder := make_run(tmp_path / "r", f"{FAULTS}faulty_reward", {"bad": 5}, flags))
+    for error in (errors, found["error"]):
+        assert "faulty_score[5] on scorer/0 rank 0" in error
+        assert "in divide" in error
+        assert "ZeroDivisionError" in error
+    assert found["fates"].get("failed", 0) <= 1
+    assert len(rows(folder)) < 2  # group 5 is of the second update, which never was
+
+
+@pytest.mark.slow
+def test_a_full_disk_at_a_checkpoint_is_said_with_its_traceback_by_the_rank(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r", f"{FAULTS}spoils", {"spoil": "disk"}, toy_flags(updates=1, batch=2))
+    errors, found = run_to_failure(folder)
+    for error in (errors, found["error"], (folder / "logs" / "trainer-0-0.err").read_text()):
+        assert "in write_shard" in error
+        assert "StateError: " in error
+        assert "File too large" in error
+    assert "trainer/0 rank 0 failed at Save:" in errors
+    assert list((folder / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_a_group_that_is_replaced_is_counted_as_failed(tmp_path: Path, retries: int) -> None:
+    used = toy_flags(updates=UPDATES, batch=BATCH, on_failure="replace", retries=retries)
+    folder = run_here(make_run(tmp_path / "r", f"{FAULTS}faulty_reward", {"bad": 5}, used))
+    assert_all_consumed(folder, UPDATES * BATCH, failed=1)
+    assert [row["groups"] for row in rows(folder)] == [BATCH] * UPDATES
+    assert all(row["reward_mean"] != 0 for row in rows(folder))
+    assert replayed(folder)[0].outcomes["failed"] == 1
+
+
+def faulty_steps(path: Path, options: dict[str, int], **flags: Any) -> Path:
+    """An engine one of whose steps may raise, with all groups that are in it."""
+    return make_run(path, f"{FAULTS}faulty_steps", options, model_flags(updates=UPDATES, batch=BATCH, **flags))
+
+
+@pytest.mark.parametrize("bad", [1, 4])
+def test_groups_of_a_step_that_raises_are_tried_again_to_the_same_bits(tmp_path: Path, bad: int) -> None:
+    whole, folder = faulty_steps(tmp_path / "w", {}), faulty_steps(tmp_path / "r", {"bad": bad}, retries=1)
+    assert_equal_bits(final_state(run_here(folder), UPDATES), final_state(run_here(whole), UPDATES))
+    assert_all_consumed(folder, UPDATES * BATCH)
+
+
+def test_groups_of_a_step_that_raises_are_replaced_and_never_answered(tmp_path: Path) -> None:
+    folder = run_here(faulty_steps(tmp_path / "r", {"bad": 2}, on_failure="replace"))
+    fates = summary(folder)["fates"]
+    assert fates["consumed"] == UPDATES * BATCH
+    assert 1 <= fates["failed"] <= BATCH
+    assert replayed(folder)[0].outcomes == fates
+
+
+def test_a_rank_goes_on_after_a_step_that_raised(tmp_path: Path) -> None:
+    assert_all_consumed(run_to_end(faulty_steps(tmp_path / "r", {"bad": 2, "lag": 1}, retries=1)), UPDATES * BATCH)
