@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, models, pre_tokenizers, processors
 from torch import Tensor
 
-from penstock.graph import Context
 from penstock.graph.protocols import Carried
 from penstock.nodes.data import Demonstrations
 from penstock.nodes.learn.sft import sft_update
@@ -25,9 +24,10 @@ from penstock.nodes.model import Llama, ModelConfig, ModelError, load_model, rea
 from penstock.nodes.model.config import RopeScaling
 from penstock.nodes.model.kernels import linear, rms_norm
 from penstock.nodes.open_model import ALPHABET, initial_model, open_model
-from penstock.nodes.policy import LanguagePolicy, make_policy, make_reference
+from penstock.nodes.policy import LanguagePolicy, make_reference
 from penstock.nodes.tokenizer import TokenizerError, byte_tokenizer, load_tokenizer
 from tests.nodes.tiny_model import model, save
+from tests.nodes.updating import CONTEXT, equal, policy
 
 # The decoder equals the reference implementation, its rows do not see each other, and its kernels are exact.
 
@@ -309,14 +309,7 @@ def test_a_directory_that_is_not_the_models_is_refused(
 # A policy's state is all there is: restored, it goes on to the bit; exported, other tools load it.
 
 
-CONTEXT = Context(node="policy", seed=1, updates=10)
 LESSON = Demonstrations(("12+34=", "50-9="), ("046", "041"))
-
-
-def policy(context: Context = CONTEXT) -> LanguagePolicy:
-    made = make_policy(context)
-    assert isinstance(made, LanguagePolicy)
-    return made
 
 
 def learn(learner: LanguagePolicy, steps: int) -> None:
@@ -330,17 +323,13 @@ def saved(learner: LanguagePolicy) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def same(a: LanguagePolicy, b: LanguagePolicy) -> bool:
-    (ours, our_facts), (theirs, their_facts) = a.state(), b.state()
-    return (
-        our_facts == their_facts and ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
-    )
+    return equal(a, b) and a.state()[1] == b.state()[1]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_restored_policy_goes_on_to_the_bit(dtype: str, steps: int) -> None:
-    context = replace(CONTEXT, dtype=dtype)
-    whole, resumed = policy(context), policy(replace(context, seed=2))
+    whole, resumed = policy(dtype=dtype), policy(dtype=dtype, seed=2)
     learn(whole, steps)
     resumed.restore(*saved(whole))
     assert same(whole, resumed)
@@ -363,7 +352,7 @@ def test_restoring_forgets_what_was_learnt_since() -> None:
 
 def test_what_a_rank_has_no_elements_of_is_not_restored() -> None:
     """As a pipeline stage is given the layers of the others, from a state of another mesh."""
-    learner, other = policy(), policy(replace(CONTEXT, seed=9))
+    learner, other = policy(), policy(seed=9)
     tensors, facts = saved(other)
     learner.restore({**tensors, "master.model.layers.9.mlp.up_proj.weight": torch.empty(0, 64)}, facts)
     assert same(learner, other)
@@ -380,37 +369,31 @@ def test_the_state_of_another_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_exported_policy_is_what_a_run_starts_from(tmp_path: Path, dtype: str) -> None:
-    learner = policy(replace(CONTEXT, dtype=dtype))
-    learn(learner, 1)
-    learner.export(str(tmp_path))
-    loaded = policy(replace(CONTEXT, dtype=dtype, model=str(tmp_path), seed=9))
-    assert all(torch.equal(w, loaded.weights()[name]) for name, w in learner.weights().items())
-    assert loaded.tokenizer.encode("1+2=") == learner.tokenizer.encode("1+2=")
-    assert loaded.version == 0
-
-
-def test_an_exported_policy_loads_into_transformers_with_equal_logits(tmp_path: Path) -> None:
+def test_an_exported_policy_is_what_a_run_starts_from_and_transformers_reads(tmp_path: Path, dtype: str) -> None:
     transformers = pytest.importorskip("transformers")
-    learner = policy()
+    learner = policy(dtype=dtype)
     learn(learner, 2)
     learner.export(str(tmp_path))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    tokens = torch.tensor([learner.tokenizer.encode("12+34=")])
-    with torch.no_grad():
-        ours = learner.model.logits(learner.model(tokens))
-        torch.testing.assert_close(ours, theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+    loaded = policy(dtype=dtype, model=str(tmp_path), seed=9)
+    assert all(torch.equal(w, loaded.weights()[name]) for name, w in learner.weights().items())
+    assert loaded.version == 0
+    ids = torch.tensor([learner.tokenizer.encode("12+34=")])
+    assert loaded.tokenizer.encode("12+34=") == ids[0].tolist()
     text = transformers.AutoTokenizer.from_pretrained(tmp_path)("12+34=", add_special_tokens=False)
-    assert text["input_ids"] == tokens[0].tolist()
+    assert text["input_ids"] == ids[0].tolist()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ours = load_model(Llama, tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(ours.logits(ours(ids)), theirs(ids).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_every_pool_opens_the_same_model_and_a_reference_is_frozen() -> None:
     reference, ours = make_reference(CONTEXT), policy().weights()
     assert isinstance(reference, Carried)
     assert isinstance(policy(), Carried)
-    for other in (reference.weights(), policy(replace(CONTEXT, node="elsewhere")).weights()):
+    for other in (reference.weights(), policy(node="elsewhere").weights()):
         assert all(torch.equal(ours[name], tensor) for name, tensor in other.items())
-    assert not torch.equal(policy(replace(CONTEXT, seed=2)).weights()["lm_head.weight"], ours["lm_head.weight"])
+    assert not torch.equal(policy(seed=2).weights()["lm_head.weight"], ours["lm_head.weight"])
     assert reference.state() == ({}, {})
 
 
@@ -482,9 +465,6 @@ def test_a_saved_tokenizer_comes_back_equal(tmp_path: Path) -> None:
         assert again.encode("ab <eos> ba") == tokenizer.encode("ab <eos> ba")
         assert (again.stops, again.pad, again.template) == (tokenizer.stops, tokenizer.pad, tokenizer.template)
         assert again.vocab_size == tokenizer.vocab_size
-
-
-def test_transformers_reads_what_is_saved(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     byte_tokenizer().save(tmp_path)
     other = transformers.AutoTokenizer.from_pretrained(tmp_path)
