@@ -22,6 +22,7 @@ from time import monotonic
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from penstock.graph import node
 from penstock.graph.errors import defined, fault
@@ -121,9 +122,7 @@ def turn_rewards(rollouts: Rollouts, replies: Replies) -> TurnRewards:
         if None in given:
             where = f"turn_rewards, group {rollouts.ordinals[row]}, row {row}"
             raise ValueError(f"{where}: given no reward for turn {given.index(None)}, needed one for each turn")
-    values_NK = torch.zeros(len(rewards), max(turns))
-    for row, given in enumerate(rewards):
-        values_NK[row, : len(given)] = torch.tensor(given)
+    values_NK = pad_sequence([torch.tensor(given) for given in rewards], batch_first=True)
     return TurnRewards(values_NK, torch.tensor(turns))
 
 
@@ -215,7 +214,7 @@ class Calls:
     def _counted(self, outcome: Any) -> Any:
         """The outcome, with the number of abandoned threads among its metrics."""
         self.abandoned = [thread for thread in self.abandoned if thread.is_alive()]
-        if not self.abandoned or not isinstance(outcome, tuple) or not isinstance(outcome[-1], dict):
+        if not self.abandoned or not isinstance(outcome, tuple):
             return outcome
         return (*outcome[:-1], {**outcome[-1], "abandoned": float(len(self.abandoned))})
 
