@@ -27,7 +27,7 @@ from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import AppendFile, RunFolder, make_folder, read_file, write_atomic
 from penstock.runtime.record.timeline import Bar, excerpt, span
 from penstock.runtime.record.trace_formats import Drawing
-from penstock.runtime.record.typed_json import parse_json, require_row
+from penstock.runtime.record.typed_json import Figures, RowColumns, parse_json, require_shape
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -251,9 +251,13 @@ def read_undamaged(path: Path) -> tuple[list[Row], RecordError | None]:
         return [], RecordError(f"{path}: cannot be read: {error.strerror}")
     rows: list[Row] = []
     for number, line in enumerate(lines[:-1], 1):
+        where = f"{path}:{number}"
         try:
-            row = parse_json(line, f"{path}:{number}")
-            require_row(row, f"{path}:{number}")
+            row = parse_json(line, where)
+            require_shape(row, RowColumns, where)
+            # What is no column of its own is a number, or null.
+            figures = {name: value for name, value in row.items() if name not in ("pools", "not_finite")}
+            require_shape(figures, Figures, where)
         except RecordError as damage:
             return rows, damage
         rows.append(row)

@@ -59,7 +59,8 @@ class Drawing:
     def shade(self, bar: Bar, share: float = 0.28) -> str:
         """The colour of a bar: lighter by `share` if it worked with an odd version."""
         color = self.colors[bar.name]
-        return lighter(color, share) if (bar.version or 0) % 2 else color
+        mixed = "".join(f"{round(c + (255 - c) * share):02X}" for c in rgb(color))
+        return f"#{mixed}" if (bar.version or 0) % 2 else color
 
 
 def round_step(span: float, num_steps: float) -> float:
@@ -81,11 +82,6 @@ def make_axis(start: float, end: float, num_ticks: int) -> Axis:
 
 def rgb(color: str) -> tuple[int, int, int]:
     return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)
-
-
-def lighter(color: str, share: float) -> str:
-    """The colour mixed with `share` of white."""
-    return "#" + "".join(f"{round(c + (255 - c) * share):02X}" for c in rgb(color))
 
 
 def ink(color: str) -> str:

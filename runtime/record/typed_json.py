@@ -113,13 +113,6 @@ def require_shape(value: Any, shape: Any, what: str) -> None:
         raise RecordError(f"{what}: {error}; {NEEDED}") from None
 
 
-def require_row(row: Any, what: str) -> None:
-    """The same for a row of `metrics.jsonl`: what is not among `RowColumns` is a number, or null."""
-    require_shape(row, RowColumns, what)
-    figures = {name: value for name, value in row.items() if name not in ("pools", "not_finite")}
-    require_shape(figures, Figures, what)
-
-
 def _depth(value: Any) -> int:
     """How deep objects and lists are nested."""
     children = value.values() if isinstance(value, dict) else value

@@ -162,7 +162,6 @@ class Simulation:
     depths: dict[str, dict[int, float]] = field(default_factory=dict)
     spans: dict[str, Spans] = field(default_factory=dict)
     dropped: int = 0
-    events: int = 0
     max_lag: int = 0
 
     def _repr_html_(self) -> str:
@@ -304,7 +303,6 @@ class _Clock:
         while True:
             update = self.scheduler.update
             commands = self.scheduler.handle(event)
-            self.result.events += 1
             if observe is not None:
                 observe(self.now, event, commands)
             if self.scheduler.update > update:

@@ -191,17 +191,12 @@ def start_updates(state: State, steps: tuple[NodeStep, ...]) -> None:
         else:
             ready = current and all(state.over(name) for name in (*step.updates, *step.after))
             ready = ready and all(reclaimable(state, channel) for channel in step.publishes)
-        if ready and _has_weights(state, step, firing.index, replica.name):
+        for channel, lag in step.weights:
+            receiver = state.channels[channel].receivers[replica.name]
+            # New enough, and not about to change.
+            ready = ready and receiver.live >= needed_version(firing.index, lag) and not receiver.swapping
+        if ready and state.has_fixed(step, replica.name):
             state.fire(step, firing, replica.name, state.batch or () if step.groups else ())
-
-
-def _has_weights(state: State, step: NodeStep, update: int, replica: str) -> bool:
-    """Are the live weights of `replica` new enough for a per-update step at `update`, and not about to change?"""
-    for channel, lag in step.weights:
-        receiver = state.channels[channel].receivers[replica]
-        if receiver.live < needed_version(update, lag) or receiver.swapping:
-            return False
-    return state.has_fixed(step, replica)
 
 
 def update_done(state: State, step: NodeStep, firing: Firing, replica: str) -> None:
