@@ -22,10 +22,9 @@ from predicted import slots_that_fit, stream_s
 
 from penstock.runtime.cluster.gpus import GPUS
 from penstock.runtime.plan.decode_cost import Generator
-from penstock.runtime.plan.memory import Memory, trainer_memory
 from penstock.runtime.plan.model_shape import SHAPES, Parallel, Shape
 from penstock.runtime.plan.sync_cost import sync_cost, traffic
-from penstock.runtime.plan.train_cost import Trainer
+from penstock.runtime.plan.train_cost import Memory, Trainer, trainer_memory
 from penstock.runtime.plan.workload import Lognormal
 
 PUBLISHED = (("llama-8b", 256, 2.52), ("llama-70b", 256, 3.98), ("llama-405b", 1024, 10.7))

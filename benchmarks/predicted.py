@@ -8,11 +8,10 @@ from published import Row, mesh_of, nemo_layouts
 
 from penstock.runtime.cluster.gpus import Gpu
 from penstock.runtime.plan.collectives import Cost, gather_s
-from penstock.runtime.plan.decode_cost import Generator
-from penstock.runtime.plan.memory import Memory, generator_memory
+from penstock.runtime.plan.decode_cost import Generator, generator_memory
 from penstock.runtime.plan.model_shape import Parallel
 from penstock.runtime.plan.sync_cost import switch_cost, sync_cost, traffic
-from penstock.runtime.plan.train_cost import PackedBatch, Trainer
+from penstock.runtime.plan.train_cost import Memory, PackedBatch, Trainer
 from penstock.runtime.plan.workload import IntArray, Lognormal
 
 PROMPT, SIGMA, SLOTS = 128, 0.7, 256

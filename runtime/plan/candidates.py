@@ -23,11 +23,10 @@ from penstock.graph.protocols import Axes
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.cluster.gpus import Gpu, Precision
 from penstock.runtime.plan.collectives import SAFE, Cost
-from penstock.runtime.plan.decode_cost import Generator, rollout_s
-from penstock.runtime.plan.memory import Memory, beside_memory, generator_memory, trainer_memory
+from penstock.runtime.plan.decode_cost import Generator, generator_memory, rollout_s
 from penstock.runtime.plan.model_shape import Parallel, Shape
 from penstock.runtime.plan.roles import AskedError, Models
-from penstock.runtime.plan.train_cost import Trainer, packed
+from penstock.runtime.plan.train_cost import Memory, Trainer, beside_memory, packed, trainer_memory
 from penstock.runtime.plan.workload import BoolArray, FloatArray, IntArray, Workload
 
 # Copies of a generator's weights: on dedicated GPUs the next version arrives while it decodes with the last one.

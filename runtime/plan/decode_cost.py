@@ -24,7 +24,7 @@ import numpy as np
 from penstock.runtime.cluster.gpus import BYTES, Gpu, Precision
 from penstock.runtime.plan.collectives import Cost, reduce_s, send_s
 from penstock.runtime.plan.model_shape import Parallel, Shape
-from penstock.runtime.plan.train_cost import attention_flops, cache_bytes, elementwise_bytes
+from penstock.runtime.plan.train_cost import RESERVED, Memory, attention_flops, cache_bytes, elementwise_bytes
 from penstock.runtime.plan.workload import FloatArray, IntArray, Workload
 
 
@@ -294,3 +294,18 @@ def rollout_s(work: Workload, generator: Generator, replicas: int) -> float:
     dropped groups."""
     ends = generator.rollout(work.response_tokens, work.prompt_tokens, work.rows, replicas, work.replacements)
     return float(ends.max())
+
+
+def generator_memory(generator: Generator, context: float, copies: int = 2) -> Memory:
+    """Of a rank with all slots in use, `context` tokens in each on average. Of two `copies` of the weights one is in
+    use while the next version arrives."""
+    shape, mesh = generator.shape, generator.mesh
+    return Memory(
+        {
+            "weights": shape.parameters / mesh.ranks * BYTES[generator.precision] * copies,
+            "cache": cache_bytes(shape, mesh.tp, mesh.pp) * generator.slots * context,
+            "activations": generator.slots * shape.hidden * 2 * 8.0,
+            "logits": generator.slots * shape.vocab * 6.0 / mesh.tp,
+            "reserved": RESERVED,
+        }
+    )

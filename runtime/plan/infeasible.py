@@ -13,11 +13,11 @@ from dataclasses import replace
 from penstock.graph.protocols import num_ranks
 from penstock.runtime.cluster.placement import spelled
 from penstock.runtime.plan.candidates import FEWEST_SLOTS, LayoutCandidates, NodeGroup, Pins, trainer_meshes
-from penstock.runtime.plan.memory import Memory, generator_memory, trainer_memory
+from penstock.runtime.plan.decode_cost import generator_memory
 from penstock.runtime.plan.model_shape import Parallel
 from penstock.runtime.plan.roles import AskedError, Models, PlanError, Roles
 from penstock.runtime.plan.search import Search
-from penstock.runtime.plan.train_cost import Trainer
+from penstock.runtime.plan.train_cost import Memory, Trainer, trainer_memory
 from penstock.runtime.plan.workload import Lengths, Listed, Lognormal
 
 MOST_GPUS = 4096

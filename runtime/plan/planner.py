@@ -14,11 +14,11 @@ from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import html_table, spelled
 from penstock.runtime.plan.candidates import LayoutCandidates, NodeGroup, Pins, Training, node_groups
 from penstock.runtime.plan.infeasible import check_pins, enough, refuse
-from penstock.runtime.plan.memory import Memory, beside_memory
 from penstock.runtime.plan.model_shape import AXES
 from penstock.runtime.plan.roles import AskedError, PlanError, Roles, assumptions, roles_of
 from penstock.runtime.plan.search import Allocation, GpuSplit, Outcome, Search, Solution
 from penstock.runtime.plan.simulate import KEY, Costed, costed
+from penstock.runtime.plan.train_cost import Memory, beside_memory
 from penstock.runtime.plan.workload import Workload
 
 # Where a slower clock measures: its GPUs are not of the plan.

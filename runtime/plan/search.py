@@ -45,9 +45,9 @@ from penstock.runtime.plan.candidates import (
     Training,
 )
 from penstock.runtime.plan.collectives import SAFE, Cost
-from penstock.runtime.plan.memory import Memory
 from penstock.runtime.plan.roles import Models, Roles
 from penstock.runtime.plan.sync_cost import switch_cost, sync_cost, traffic
+from penstock.runtime.plan.train_cost import Memory
 from penstock.runtime.plan.workload import FloatArray, IntArray
 
 # Seconds beyond its time that a search without any plan has to find one.

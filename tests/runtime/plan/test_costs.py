@@ -14,12 +14,11 @@ from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.tensor_parallel import stages_of, tensor_parallel
 from penstock.runtime.cluster.gpus import GPUS
 from penstock.runtime.plan.collectives import Cost, bandwidth, gather_s, reduce_s
-from penstock.runtime.plan.decode_cost import Generator
-from penstock.runtime.plan.memory import RESERVED, beside_memory, generator_memory, trainer_memory
+from penstock.runtime.plan.decode_cost import Generator, generator_memory
 from penstock.runtime.plan.model_shape import SHAPES, Parallel, ShapeError, read_shape, shape_of
 from penstock.runtime.plan.roles import Models
 from penstock.runtime.plan.sync_cost import layout, stages, switch_cost, sync_cost, tensors, traffic
-from penstock.runtime.plan.train_cost import Trainer
+from penstock.runtime.plan.train_cost import RESERVED, Trainer, beside_memory, trainer_memory
 from penstock.runtime.tensor.reshard import BUCKET, chain, reshard
 from tests.nodes.tiny_model import parameter_shapes
 

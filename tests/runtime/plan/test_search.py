@@ -35,7 +35,6 @@ from penstock.runtime.plan.candidates import (
     trainer_meshes,
 )
 from penstock.runtime.plan.collectives import Cost
-from penstock.runtime.plan.memory import Memory, beside_memory, trainer_memory
 from penstock.runtime.plan.model_shape import SHAPES, Parallel
 from penstock.runtime.plan.planner import Planned, plan
 from penstock.runtime.plan.roles import Models, PlanError, Roles, roles_of
@@ -51,7 +50,7 @@ from penstock.runtime.plan.search import (
     period_terms,
 )
 from penstock.runtime.plan.sync_cost import switch_cost, sync_cost, traffic
-from penstock.runtime.plan.train_cost import Trainer
+from penstock.runtime.plan.train_cost import Memory, Trainer, beside_memory, trainer_memory
 from penstock.runtime.plan.workload import Lognormal, Workload
 
 LATER = 1e12

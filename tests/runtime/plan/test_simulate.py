@@ -24,11 +24,10 @@ from penstock.nodes.score import math_answer, mixed, score
 from penstock.runtime.cluster.cluster import read_cluster
 from penstock.runtime.cluster.gpus import GPUS
 from penstock.runtime.plan.decode_cost import Generator, rollout_s
-from penstock.runtime.plan.memory import trainer_memory
 from penstock.runtime.plan.model_shape import SHAPES, Parallel
 from penstock.runtime.plan.planner import Planned
 from penstock.runtime.plan.planner import plan as planned
-from penstock.runtime.plan.roles import Models, PlanError, Roles, assumptions, roles_of
+from penstock.runtime.plan.roles import Models, PlanError, Roles, roles_of
 from penstock.runtime.plan.simulate import (
     Costed,
     Decoding,
@@ -38,7 +37,7 @@ from penstock.runtime.plan.simulate import (
     Simulated,
     read_costed,
 )
-from penstock.runtime.plan.train_cost import Trainer
+from penstock.runtime.plan.train_cost import Trainer, trainer_memory
 from penstock.runtime.plan.workload import Lengths, Listed, Lognormal, Workload
 
 LLAMA = SHAPES["llama-8b"]
@@ -215,16 +214,6 @@ def test_every_program_that_generates_has_a_plan(name: str) -> None:
 def test_a_program_is_simulated_with_about_the_planners_period(name: str) -> None:
     found = _simulated(name)
     assert 0.7 < found.result.steady_s / found.scene.plan.period_s < 1.4
-
-
-def test_what_a_program_does_not_say_of_its_work_is_said_with_its_plan() -> None:
-    said = {name: " ".join(_planned(name).assumptions) for name in ("aipo", "dapo", "remax", "replay", "curriculum")}
-    assert said["aipo"] == ""
-    assert "70% of the groups (--kept), so that 12 are drawn for the 8 of an update" in said["dapo"]
-    assert "generate_2 makes 1 more response to each prompt" in said["remax"]
-    assert "adds 16 past groups" in said["replay"]
-    assert "examiner decodes on machines of its own" in said["curriculum"]
-    assert assumptions(_roles("ema"), _work(_roles("ema"))) == ()
 
 
 def test_groups_are_generated_and_learnt_from_in_different_numbers() -> None:
