@@ -27,7 +27,7 @@ from penstock.graph.ir import Firing
 from penstock.graph.protocols import Carried, Sharded
 from penstock.runtime.record.folder import FORMAT, open_regular, part_path, refusal, sync
 from penstock.runtime.tensor.codec import CodecError, decode, encode
-from penstock.runtime.tensor.layout import Copy, Layout, Mesh, sharded
+from penstock.runtime.tensor.layout import Layout, Mesh, sharded
 from penstock.runtime.tensor.reshard import reshard
 from penstock.runtime.tensor.shm import room
 
@@ -107,7 +107,6 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     seen: set[int] = set()
     for name, tensor in tensors.items():
         own = tensor.detach().contiguous()
-        # safetensors refuses two names for the same bytes, such as tied weights.
         if own.numel() and own.untyped_storage().data_ptr() in seen:
             own = own.clone()
         seen.add(own.untyped_storage().data_ptr())
@@ -133,7 +132,16 @@ def assemble(
     for kind in kinds:
         parts: dict[str, Tensor] = {}
         for copy in copies:
-            _fill(parts, files[copy.source], f"{prefix}{kind}", source, target, copy)
+            file, name = files[copy.source], f"{prefix}{kind}{copy.tensor}"
+            regions = source.by_name[copy.tensor].held_by(copy.source)
+            held = next(region for region in regions if (region & copy.region) == copy.region)
+            if name not in file.names:
+                raise StateError(f"{file.path}: {name} is missing, of which its layout says that {held} is there")
+            piece = file.piece(name, copy.region.slices(held))
+            (region,) = target.by_name[copy.tensor].held_by(rank)
+            if copy.tensor not in parts:
+                parts[copy.tensor] = torch.empty(region.shape, dtype=piece.dtype)
+            parts[copy.tensor][copy.region.slices(region)] = piece
         for tensor in target.tensors:
             # A rank without part in a tensor still has its name, as FSDP2 leaves it.
             empty = torch.empty(0, *tensor.shape[1:])
@@ -145,18 +153,6 @@ def _kind(name: str, layout: Layout) -> str:
     """The kind of a state's tensor, with its dot; "" for one that is no logical tensor's."""
     kind, dot, tensor = name.partition(".")
     return kind + dot if tensor in layout.by_name else ""
-
-
-def _fill(parts: dict[str, Tensor], file: StateFile, prefix: str, source: Layout, target: Layout, copy: Copy) -> None:
-    held = next(b for b in source.by_name[copy.tensor].held_by(copy.source) if (b & copy.region) == copy.region)
-    name = f"{prefix}{copy.tensor}"
-    if name not in file.names:
-        raise StateError(f"{file.path}: {name} is missing, of which its layout says that {held} is there")
-    piece = file.piece(name, copy.region.slices(held))
-    (region,) = target.by_name[copy.tensor].held_by(copy.destination)
-    if copy.tensor not in parts:
-        parts[copy.tensor] = torch.empty(region.shape, dtype=piece.dtype)
-    parts[copy.tensor][copy.region.slices(region)] = piece
 
 
 T = TypeVar("T")

@@ -207,7 +207,13 @@ class ObjectReader:
 
     def get(self, handle: ObjectRef, cls: type[T]) -> T:
         """A copy of the value as an instance of `cls`, the edge's type: the block may be freed at once."""
-        block = self._block(handle)
+        if handle.host == self._host:
+            block = self.part(handle, 0, handle.nbytes)
+        elif self._far is None:
+            raise ObjectRefError(f"{handle}: given to a reader on host {self._host!r} that cannot ask other hosts")
+        else:
+            block = self._far(handle)
+            _check_prefix(handle, block, 0)
         try:
             meta = json.loads(bytes(block[_PREFIX.size : _header_end(block)]))
             return decode(cls, _tensors(block, meta), meta)
@@ -237,15 +243,6 @@ class ObjectReader:
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()
-
-    def _block(self, handle: ObjectRef) -> bytearray:
-        if handle.host == self._host:
-            return self.part(handle, 0, handle.nbytes)
-        if self._far is None:
-            raise ObjectRefError(f"{handle}: given to a reader on host {self._host!r} that cannot ask other hosts")
-        block = self._far(handle)
-        _check_prefix(handle, block, 0)
-        return block
 
     def _segment(self, handle: ObjectRef) -> ShmSegment:
         segment = self._segments.get(handle.segment)

@@ -12,8 +12,8 @@ background, on a GPU in a stream of its own.
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from functools import partial
 from typing import Literal
 
 import torch
@@ -45,8 +45,6 @@ class Offload:
         self._layout: Layout | None = None
         self._host = torch.empty(0, dtype=torch.uint8)
         self._device = torch.device("cpu")
-        self._stream: torch.cuda.Stream | None = None
-        self._callers: torch.cuda.Stream | None = None
         self._over: threading.Event | None = None
 
     @property
@@ -92,9 +90,7 @@ class Offload:
         return f"{self.name}: {len(self._tensors)} tensors, {self.nbytes} bytes, to the {target}"
 
     def _begin(self) -> None:
-        if self._device.type == "cuda":
-            self._callers = torch.cuda.current_stream(self._device)
-            self._stream = self._stream or torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        callers = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         over = self._over = threading.Event()
 
         def end(result: Exception | None) -> None:
@@ -106,20 +102,27 @@ class Offload:
                 self.fault.__cause__ = result
             over.set()
 
-        in_background(f"move {self.name}", self._move, end)
+        in_background(f"move {self.name}", partial(self._move, callers), end)
 
-    def _move(self) -> None:
+    def _move(self, callers: torch.cuda.Stream | None) -> None:
         """Copy all of them to the other side, and let them lie there."""
         leaving = self.where == "device"
-        with torch.cuda.stream(self._callers):  # whose memory it is
+        with torch.cuda.stream(callers):  # whose memory it is
             target = (
                 self._room()
                 if leaving
                 else {n: torch.empty_like(t, device=self._device) for n, t in self._tensors.items()}
             )
-        with self._aside():
+        # Beside what the device computes, but not before what the caller's stream has been given.
+        aside: torch.cuda.Stream | None = None
+        if callers is not None:
+            aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            aside.wait_stream(callers)
+        with torch.cuda.stream(aside):
             for name, tensor in self._tensors.items():
                 target[name].copy_(tensor.detach(), non_blocking=True)
+        if aside is not None:
+            aside.synchronize()
         for name, tensor in self._tensors.items():
             # The same object: optimizers and modules hold references to it.
             tensor.data = target[name]
@@ -131,23 +134,11 @@ class Offload:
         layout = Layout.whole((key, tuple(t.shape), NAMES[t.dtype]) for key, t in self._tensors.items())
         # Touched or pinned pages are slow to get, and the state rarely changes its shape.
         if layout != self._layout:
-            nbytes, on_gpu = held_bytes(layout, 0), self._stream is not None
+            nbytes, on_gpu = held_bytes(layout, 0), self._device.type == "cuda"
             self._host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if on_gpu else touched(nbytes, "cpu")
             self._layout = layout
         views = shards_of(layout, 0, self._host)
         return {key: views[key].tensor if key in views else torch.empty_like(t) for key, t in self._tensors.items()}
-
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Copies in here follow what the caller's stream has been given, and are over at the end."""
-        if self._stream is None or self._callers is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            # Not to overtake what the update still computes.
-            self._stream.wait_stream(self._callers)
-            yield
-        self._stream.synchronize()
 
 
 def give_back() -> None:

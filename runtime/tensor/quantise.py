@@ -84,19 +84,21 @@ class Converter:
         shapes = [self._formats[t.name].scale_shape(t.shape) for t in self._agreed]
         device = next((own.device for own in maxima.values()), torch.device("cpu"))
         flat = torch.zeros(sum(map(math.prod, shapes)), device=device)
-        for own, place in self._places(maxima, flat):
-            place.copy_(own)
-        for own, place in self._places(maxima, agree(flat)):
-            own.copy_(place)
 
-    def _places(self, maxima: Mapping[str, Tensor], flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """What this rank has of each agreed tensor, with its place among the maxima of all of them."""
-        end = 0
-        for t in self._agreed:
-            whole = Region.whole(self._formats[t.name].scale_shape(t.shape))
-            start, end = end, end + whole.size
-            if t.name in maxima:
-                yield maxima[t.name], flat[start:end].view(whole.shape)[_scales_of(t, self._rank, self._formats)]
+        def own_places(flat: Tensor) -> dict[str, Tensor]:
+            """The place of what this rank has of each agreed tensor, among the maxima of all of them."""
+            parts = zip(self._agreed, shapes, torch.split(flat, [*map(math.prod, shapes)]), strict=True)
+            return {
+                t.name: part.view(shape)[
+                    self._formats[t.name].scales(t.held_by(self._rank)[0]).slices(Region.whole(shape))
+                ]
+                for t, shape, part in parts
+                if t.name in maxima
+            }
+
+        for name, place in own_places(flat).items():
+            place.copy_(maxima[name])
+        maxima.update(own_places(agree(flat)))
 
 
 def absmax(matrix: Tensor, region: Region, format: Format) -> Tensor:
@@ -167,11 +169,6 @@ def cast(name: str, tensor: Tensor, out: Tensor, region: Region) -> None:
             where = f"row {bad[0][0].item() + region.start[0]}" if tensor.dim() else "its value"
             largest = torch.finfo(out.dtype).max
             raise ConversionError(f"{name}: {where} has a number beyond {largest:g}, the largest of {out.dtype}")
-
-
-def _scales_of(t: TensorLayout, rank: int, formats: Mapping[str, Format]) -> tuple[slice, ...]:
-    format = formats[t.name]
-    return format.scales(t.held_by(rank)[0]).slices(Region.whole(format.scale_shape(t.shape)))
 
 
 def _strips(matrix: Tensor, region: Region, scale: Tensor, format: Format) -> Iterator[tuple[slice, Tensor]]:

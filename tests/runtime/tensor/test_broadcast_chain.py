@@ -160,19 +160,6 @@ def test_a_replica_that_dies_half_way_is_named_by_those_before_and_after_it(chai
 
 
 @pytest.mark.slow
-def test_a_first_replica_that_dies_half_way_is_named_by_the_trainer_and_the_second(chain_of: Any) -> None:
-    chain = chain_of(2)
-    chain.sync(0)
-    assert [answer["version"] for answer in chain.read(0, 1)] == [0, 0]
-    with pytest.raises(TransportError, match=r"trainer to generator/0: version 1: .* destination rank 0 failed"):
-        chain.sync(1, {2: chain.replicas[0].process.kill})
-    (after,) = chain.read(1)
-    assert f"{CHANNEL} from generator/0 to generator/1: version 1: " in after["text"]
-    assert "from source rank 0 failed" in after["text"]
-    assert after["live"] == 0
-
-
-@pytest.mark.slow
 def test_a_replica_that_stands_still_is_named_within_the_deadline_by_the_one_before_it(chain_of: Any) -> None:
     chain = chain_of(2, large=BEYOND_BUFFERS)
     chain.sync(0)

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from penstock.graph.types import Advantages, Prompts, Rewards, Rollouts
+from penstock.graph.types import Advantages, Prompts, Rewards
 from penstock.runtime.tensor.codec import DTYPES, CodecError, decode, encode
 from penstock.runtime.tensor.layout import ITEMSIZE
 from penstock.runtime.tensor.object_store import FreeList, ObjectReader, ObjectStore
@@ -58,24 +58,9 @@ def mixed(values: Any, **changes: Any) -> Mixed:
     return Mixed(**{**fields, "words": ("x", "\ud800"), "values": values, **changes})
 
 
-def rollouts(rows: int = 3) -> Rollouts:
-    return Rollouts(
-        ordinals=(7,),
-        prompts=("1+1=",),
-        answers=("2",),
-        texts=tuple(f"é{i}" for i in range(rows)),
-        tokens_NS=torch.arange(rows * 5).view(rows, 5),
-        prompt_lengths_N=torch.full((rows,), 4),
-        response_lengths_N=torch.ones(rows, dtype=torch.int64),
-        logprobs_NT=torch.randn(rows, 2),
-        versions_NT=torch.zeros(rows, 2, dtype=torch.int64),
-        finished_N=torch.ones(rows, dtype=torch.bool),
-    )
-
-
 @pytest.mark.parametrize(
     "value",
-    [rollouts(), rollouts(0), Prompts((1,), ("p",), ("a",)), Rewards(torch.randn(4)), Advantages(torch.zeros(0))],
+    [Prompts((1,), ("p",), ("a",)), Rewards(torch.randn(4)), Advantages(torch.zeros(0))],
 )
 def test_what_flows_on_edges_comes_back_equal(value: Any) -> None:
     back = through_json(value, type(value))
@@ -421,26 +406,21 @@ def test_a_value_of_another_class_is_an_error(store: ObjectStore, reader: Object
         reader.get(store.put(rewards(3)), Prompts)
 
 
-def test_a_full_folder_is_an_error_and_the_store_goes_on(tmp_path: Path) -> None:
+def test_where_the_first_folder_is_full_values_lie_in_the_next_and_the_user_is_told_once(tmp_path: Path) -> None:
+    absent, told = tmp_path / "absent", list[str]()
     with pytest.raises(SegmentError, match=r"absent: No such file or directory, no such folder"):
-        ObjectStore(RUN, "a", folders=[tmp_path / "absent"])
-    store = ObjectStore(RUN, "a", folders=[tmp_path / "absent", tmp_path])
+        ObjectStore(RUN, "a", folders=[absent])
+    store = ObjectStore(RUN, "a", folders=[absent, tmp_path], segment_bytes=4096, warn=told.append)
     reader = ObjectReader(RUN, folders=[tmp_path])
-    assert torch.equal(reader.get(store.put(rewards(3)), Rewards).values_N, rewards(3).values_N)
-    reader.close()
-    store.close()
-    assert os.listdir(tmp_path) == []
-
-
-def test_the_user_is_told_once_that_samples_lie_in_another_folder(tmp_path: Path) -> None:
-    told: list[str] = []
-    store = ObjectStore(RUN, "a", folders=[tmp_path / "absent", tmp_path], segment_bytes=4096, warn=told.append)
     for _ in range(3):
-        store.put(rewards(2000))
+        assert torch.equal(reader.get(store.put(rewards(2000)), Rewards).values_N, rewards(2000).values_N)
     assert store.usage().segments > 2
-    lacks = f"a: no room for 4096 bytes of samples in {tmp_path / 'absent'} (no such folder)"
+    lacks = f"a: no room for 4096 bytes of samples in {absent} (no such folder)"
     assert told == [f"{lacks}; they lie in {tmp_path} where it is full, which is slower"]
-    store.close()
+    reader.close()
+    for _ in range(2):
+        store.close()
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_store_made_anew_under_the_same_name_repeats_no_handle(reader: ObjectReader) -> None:

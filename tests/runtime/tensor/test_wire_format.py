@@ -10,11 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.nodes.model.config import ModelConfig
-from penstock.nodes.model.tensor_parallel import tensor_parallel
 from penstock.runtime.tensor.buffers import allocate
 from penstock.runtime.tensor.codec import NAMES
-from penstock.runtime.tensor.digest import digest, finish, partial
 from penstock.runtime.tensor.layout import (
     Layout,
     LayoutError,
@@ -23,13 +20,11 @@ from penstock.runtime.tensor.layout import (
     Region,
     Split,
     TensorLayout,
-    sharded,
     whole,
 )
 from penstock.runtime.tensor.quantise import ConversionError, Converter, absmax, cast, dequantise, quantise, scales
 from penstock.runtime.tensor.reshard import reshard
 from penstock.runtime.tensor.wire_format import FORMATS, Format, converted, cut_through, scale_holding
-from tests.nodes.tiny_model import parameter_shapes
 
 from .layouts import layouts_of, meshes, placements
 
@@ -37,7 +32,6 @@ from .layouts import layouts_of, meshes, placements
 
 
 FORMATS_SMALL = [FORMATS["int8"], FORMATS["fp8"], Format("float8_e4m3fn", 448.0, 3)]
-MODEL = ModelConfig(512, 256, 640, 2, 4, 2, 64)
 
 
 def touched(region: Region, format: Format) -> set[tuple[int, ...]]:
@@ -88,19 +82,6 @@ def test_quantised_layouts_are_resharded_like_any_others(data: Any, wire: str) -
         for t in dst.tensors:
             received = [c.region for c in plan.receives(rank) if c.tensor == t.name]
             assert sum(region.size for region in received) == sum(region.size for region in set(t.held_by(rank)))
-
-
-@pytest.mark.parametrize("wire", sorted(FORMATS))
-def test_a_model_s_matrices_have_scales_by_row_or_block(wire: str) -> None:
-    tensors = [(name, shape, "bfloat16") for name, shape in parameter_shapes(MODEL).items()]
-    layout = sharded(tensors, Mesh((("fsdp", 1), ("tp", 2))), tensor_parallel(MODEL))
-    travels = converted(layout, wire)
-    scales = [t for t in travels.tensors if t.name.endswith(".scale")]
-    assert len(scales) == 7 * MODEL.num_hidden_layers
-    sizes = {"q_proj": 256, "gate_proj": 640, "down_proj": 256}
-    for t in scales:
-        rows = next((size for part, size in sizes.items() if part in t.name), None)
-        assert rows is None or t.shape[0] == (rows if wire != "fp8_block" else rows // 128)
 
 
 def test_matrices_are_quantised_but_embeddings_norms_and_heads() -> None:
@@ -243,18 +224,9 @@ def test_boxes_with_agreed_scales_equal_the_whole_bit_for_bit(
 def test_the_whole_is_what_the_definition_says(wire: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     matrix[0] *= 1000
+    matrix[-1] *= len(matrix) == 1  # a row of zeros, some of them negative
     for found, expected in zip(quantised(matrix, FORMATS[wire]), by_hand(matrix, FORMATS[wire]), strict=True):
         assert same_bits(found, expected)
-
-
-@pytest.mark.parametrize("wire", sorted(FORMATS))
-def test_the_largest_number_of_a_row_is_the_limit_and_comes_back(wire: str) -> None:
-    format, matrix = FORMATS[wire], torch.tensor([[1.0, -127.0, 0.0], [0.0, -0.0, 0.0]])
-    elements, scale = quantised(matrix, format)
-    assert elements.float()[0, 1] == -format.limit
-    assert not elements.float()[1].any()
-    back = dequantise(elements, Region.whole(matrix.shape), scale, format, torch.empty(matrix.shape))
-    assert torch.allclose(back[:, 1:], matrix[:, 1:], atol=1e-5)
 
 
 @settings(max_examples=50, deadline=None)
@@ -327,18 +299,3 @@ def test_a_cast_beyond_the_dtype_is_an_error_and_infinities_may_travel() -> None
     tensor[2, 0] = 1e5
     with pytest.raises(ConversionError, match="w: row 12 has a number beyond 65504"):
         cast("w", tensor, out, region)
-
-
-def test_the_proof_of_quantised_boxes_adds_up_to_that_of_the_whole() -> None:
-    matrix = torch.randn(200, 300, generator=torch.Generator().manual_seed(2))
-    mesh = Mesh((("fsdp", 3), ("tp", 2)))
-    held_by = Placement(mesh, (Split("tp", 1), Split("fsdp", 0)))
-    layout = Layout((TensorLayout("w", (200, 300), "float32", held_by),))
-    wire = converted(layout, "int8")
-    found = convert_on_all(layout, wire, {"w": matrix}, maximum)
-    elements, scale = quantised(matrix, FORMATS["int8"])
-    total = sum(partial(parts["w"].tensor, "w", (200, 300), parts["w"].region) for parts in found)
-    assert finish(total, "w", elements.dtype, (200, 300)) == digest({"w": elements})["w"]
-    own = {parts["w.scale"].region: parts["w.scale"].tensor for parts in found}
-    total = sum(partial(tensor, "w.scale", (200,), region) for region, tensor in own.items())
-    assert finish(total, "w.scale", scale.dtype, (200,)) == digest({"w.scale": scale})["w.scale"]
