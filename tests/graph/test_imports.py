@@ -169,12 +169,16 @@ def test_a_module_that_cannot_be_imported_says_so_itself(tmp_path: Path) -> None
 # Options --------------------------------------------------------------------------------------------------
 
 
+class Kind(IntEnum):
+    ONE = 1
+
+
 @pytest.mark.parametrize(
     ("option", "encoded"),
     [
         *((same, same) for same in (None, True, 3, -2.5, float("inf"), "text", [1, [2]], {"a": {"b": None}})),
         ((1, (2,)), [1, [2]]),
-        ([np.float64(0.5), np.int64(3), np.float32(0.25), IntEnum("kind", "one")(1)], [0.5, 3, 0.25, 1]),
+        ([np.float64(0.5), np.int64(3), np.float32(0.25), Kind.ONE], [0.5, 3, 0.25, 1]),
     ],
 )
 def test_an_option_is_encoded_as_json(option: Any, encoded: Any) -> None:
@@ -201,32 +205,27 @@ def test_short_names() -> None:
     assert short("m:test.<locals>.Inner") == "Inner"
 
 
-def test_an_option_that_is_a_path_is_absolute_in_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Path | None] = []
+def test_options_that_are_paths_are_absolute_in_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
 
     @program
-    def shelved(policy: Policy, *, shelf: Path | None = None, home=Path("h")) -> Any:  # type: ignore[no-untyped-def]
-        seen.append(shelf)
+    def shelved(policy: Policy, *, shelf: Path | None = None, home=Path("h"), shelves: list[Path] = []) -> Any:  # type: ignore[no-untyped-def]  # noqa: B006
+        seen.append((shelf, shelves))
         return policy
 
-    monkeypatch.chdir(tmp_path)
-    assert dict(trace(shelved, {"shelf": "s"}).options) == {"shelf": f"{tmp_path}/s", "home": f"{tmp_path}/h"}
-    assert dict(trace(shelved).options) == {"shelf": None, "home": f"{tmp_path}/h"}
-    assert seen == [tmp_path / "s", None]
-
-
-def test_so_are_several_paths_and_those_of_nodes_and_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[Path]] = []
-
-    @program
-    def shelved(policy: Policy, *, shelves: list[Path]) -> Any:
-        seen.append(shelves)
-        return policy
+    def options(**given: Any) -> dict[str, Any]:
+        return dict(trace(shelved, given).options)
 
     monkeypatch.chdir(tmp_path)
-    assert dict(trace(shelved, {"shelves": ["s", "/t"]}).options) == {"shelves": [f"{tmp_path}/s", "/t"]}
-    assert seen == [[tmp_path / "s", Path("/t")]]
-    assert encode(partial(read_all, files=(Path("f"),)), "x")["options"] == {"files": [f"{tmp_path}/f"]}
+    here = f"{tmp_path}/"
+    assert options(shelf="s", shelves=["s", "/t"]) == {
+        "shelf": f"{here}s",
+        "home": f"{here}h",
+        "shelves": [f"{here}s", "/t"],
+    }
+    assert options() == {"shelf": None, "home": f"{here}h", "shelves": []}
+    assert seen == [(tmp_path / "s", [tmp_path / "s", Path("/t")]), (None, [])]
+    assert encode(partial(read_all, files=(Path("f"),)), "x")["options"] == {"files": [f"{here}f"]}
 
 
 def test_what_stands_beside_a_program_is_reached_by_those_who_do_not_load_it(tmp_path: Path) -> None:
