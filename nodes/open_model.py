@@ -69,16 +69,14 @@ class ModelSpec:
             check_decoding(self.config, mesh)
             return
         # Any number of shards and copies, but heads that "tp" divides, and a layer for each stage.
-        sizes = dict(Ranks(mesh).mesh)
-        if (parts := sizes.get(TENSOR, 1)) > 1:
-            check_tensor_parallel(self.config, parts, shared_heads=False)
-        if (stages := sizes.get(STAGE, 1)) > 1:
-            check_stages(self.config, stages)
+        ranks = Ranks(mesh)
+        check_tensor_parallel(self.config, ranks.size(TENSOR), shared_heads=False)
+        check_stages(self.config, ranks.size(STAGE))
 
 
 def check_stages(config: ModelConfig, stages: int) -> None:
     """Whether a pipeline can be cut into stages. Raises ModelError."""
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings and stages > 1:
         raise ModelError(f"given tied embeddings over {stages} stages, needed a head of its own or one stage")
     stages_of(config, (), stages)
 
@@ -89,8 +87,7 @@ def check_decoding(config: ModelConfig, mesh: Axes) -> None:
     if ranks.count > ranks.size(TENSOR):
         needed = f"the axis {TENSOR} alone: replicas are more of its pool"
         raise ModelError(f"generate: given a mesh of {ranks}, needed {needed}")
-    if ranks.count > 1:
-        part_config(config, ranks.count, 0)
+    part_config(config, ranks.count, 0)
 
 
 def run_spec(context: Context) -> ModelSpec:

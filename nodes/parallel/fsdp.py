@@ -143,8 +143,7 @@ def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, R
     if dist.get_world_size() != ranks.count:
         raise ValueError(f"given a mesh of {ranks.count} ranks in a group of {dist.get_world_size()}, needed as many")
     mesh, layers = _device_mesh(ranks.mesh, model.device.type), list(model.model.layers.children())
-    if ranks.size(TENSOR) > 1:
-        check_tensor_parallel(model.config, ranks.size(TENSOR), shared_heads=False)
+    check_tensor_parallel(model.config, ranks.size(TENSOR), shared_heads=False)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     outer = mesh[DATA, FSDP] if ranks.size(DATA) > 1 else mesh[FSDP]
     for each in (*layers, model):
