@@ -629,21 +629,20 @@ def test_outside_of_a_program_a_node_is_called_with_what_it_is_given() -> None:
         speak.of(object())
 
 
-def verdict(answer: Any) -> Any:
-    return Filter().run(None, {"0": "rollouts", "1": "rewards"}, {"when": lambda rollouts, rewards: answer})
+@pytest.mark.parametrize(
+    ("answer", "kept"),
+    [
+        *((answer, True) for answer in (True, np.True_, torch.tensor(True), torch.tensor([True]))),
+        *((answer, False) for answer in (False, np.False_, torch.tensor(False))),
+        *((answer, None) for answer in (None, "no", 0.3, [True], torch.tensor([True, False]), torch.tensor(1))),
+    ],
+)
+def test_a_filter_keeps_what_is_true_drops_what_is_false_and_refuses_the_rest(answer: Any, kept: bool | None) -> None:
+    def verdict() -> Any:
+        return Filter().run(None, {"0": "rollouts", "1": "rewards"}, {"when": lambda rollouts, rewards: answer})
 
-
-@pytest.mark.parametrize("answer", [True, np.True_, torch.tensor(True), torch.tensor([True])])
-def test_what_is_true_keeps_the_values(answer: Any) -> None:
-    assert verdict(answer) == ("rollouts", "rewards")
-
-
-@pytest.mark.parametrize("answer", [False, np.False_, torch.tensor(False)])
-def test_what_is_false_drops_the_group(answer: Any) -> None:
-    assert isinstance(verdict(answer), Dropped)
-
-
-@pytest.mark.parametrize("answer", [None, "no", 0.3, [True], torch.tensor([True, False]), torch.tensor(1)])
-def test_anything_else_is_refused(answer: Any) -> None:
-    with pytest.raises(TypeError, match="needed True or False for the whole group"):
-        verdict(answer)
+    if kept is None:
+        with pytest.raises(TypeError, match="needed True or False for the whole group"):
+            verdict()
+    else:
+        assert verdict() == ("rollouts", "rewards") if kept else isinstance(verdict(), Dropped)
