@@ -20,10 +20,10 @@ from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.endpoints import tcp_endpoint
 from penstock.runtime.cluster.placement import spelled, why_not
 from penstock.runtime.control.launcher import DONE, FAILED, INTERRUPTED, Launcher
+from penstock.runtime.control.listener import Listener, WireError
 from penstock.runtime.control.messages import read_record
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.signals import carry_on, on_stop, wait_handing_on
-from penstock.runtime.control.sockets import Listener, WireError
 from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.event_log import read_segments
 from penstock.runtime.record.folder import RunFolder, latest_checkpoint

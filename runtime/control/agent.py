@@ -7,7 +7,7 @@ is in a session of its own, has stdout and stderr in `logs/<pool>-<replica>-<ran
 environment
     PENSTOCK_JOIN      the file to connect with: `Join.read(Path(os.environ["PENSTOCK_JOIN"]))`
     PENSTOCK_FOLDER    the run folder on this host
-    PENSTOCK_REPLICA, PENSTOCK_RANK, PENSTOCK_DEVICE, PENSTOCK_THREADS, PENSTOCK_RUN, PENSTOCK_PARENT
+    PENSTOCK_REPLICA, PENSTOCK_RANK, PENSTOCK_RUN, PENSTOCK_PARENT
     OMP_NUM_THREADS, MKL_NUM_THREADS: the rank's threads
 """
 
@@ -63,6 +63,7 @@ class Agent:
         command = (*worker, *join.modules)
         with theirs, os.fdopen(open_append(self._log), "ab") as stderr:
             self._child = start(command, join.run, environment=ALONE, stdin=theirs.fileno(), stderr=stderr)
+        # It is read until nothing is left, between two heartbeats.
         self._door.setblocking(False)
         self._client.watch(self._door.fileno())
 
@@ -86,7 +87,7 @@ class Agent:
                 now = monotonic()
                 if now >= beat:
                     beat = now + INTERVAL
-                    self._client.send(Heartbeat(self._join.host, 0, now))
+                    self._client.send(Heartbeat())
                 if gone := self._client.gone(self._silence):
                     return gone
         except _Ended as ended:
@@ -107,6 +108,7 @@ class Agent:
     def _launch(self, launch: Launch) -> None:
         """Start a rank, whose output goes to files of its name."""
         name = f"{launch.replica}.{launch.rank}"
+        # A slash of the name would make a folder of it, and its dot a suffix.
         stem = "-".join(name.replace("/", "-").rsplit(".", 1))
         stdout, stderr = self._logs / f"{stem}.out", self._logs / f"{stem}.err"
         environment = {
@@ -114,8 +116,6 @@ class Agent:
             "PENSTOCK_FOLDER": self._join.folder,
             "PENSTOCK_REPLICA": launch.replica,
             "PENSTOCK_RANK": str(launch.rank),
-            "PENSTOCK_DEVICE": launch.device,
-            "PENSTOCK_THREADS": str(launch.threads),
             "OMP_NUM_THREADS": str(launch.threads),
             "MKL_NUM_THREADS": str(launch.threads),
         }
@@ -163,6 +163,7 @@ def serve(join_file: Path, folder: Path | None = None) -> int:
     """
     join = Join.read(join_file)
     if folder is not None:
+        # A host that shares no file system with the launcher has no run folder before.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         join = replace(join, folder=str(folder.absolute()))
     elif not Path(join.folder).is_dir():
@@ -185,6 +186,7 @@ class _Ended(SystemExit):
         self.number = number
 
 
+# An exception and no flag: it ends a wait for messages, too.
 def _end(number: int, frame: object) -> NoReturn:
     raise _Ended(number)
 

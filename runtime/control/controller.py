@@ -21,6 +21,7 @@ from msgspec import structs
 from penstock.graph.ir import Firing
 from penstock.runtime.control.failure import Failure, FailureCode
 from penstock.runtime.control.launcher import DONE, FAILED, INTERRUPTED
+from penstock.runtime.control.listener import WireError, raise_descriptors
 from penstock.runtime.control.messages import (
     TOLD,
     AgentReady,
@@ -42,8 +43,8 @@ from penstock.runtime.control.recorder import RunRecorder
 from penstock.runtime.control.rendezvous import Board
 from penstock.runtime.control.run import Session
 from penstock.runtime.control.run_config import RunConfig
-from penstock.runtime.control.security import Door, raise_descriptors
-from penstock.runtime.control.sockets import Server, WireError
+from penstock.runtime.control.security import Door
+from penstock.runtime.control.sockets import Server
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder, SavedCheckpoint, latest_checkpoint
 from penstock.runtime.record.timeline import pool_of
@@ -96,6 +97,7 @@ class Controller:
         while len(self.pids) < len(self.ranks) and self.session.running:
             self._turn()
             now = monotonic()
+            # A time in which this process itself was stopped is nobody's delay.
             if now > until + self.server.tracker.held_up(now):
                 names = ", ".join(self.config.plan.spelled(r, i) for r, i in self.ranks if (r, i) not in self.pids)
                 text = f"{names} did not get ready within {seconds:.0f} s; see {self.folder.logs}"
@@ -109,9 +111,10 @@ class Controller:
 
     def _turn(self) -> None:
         """Hear what there is, or wait a moment for it; then look for those who do not answer, and whether the run goes
-        on. The launcher comes first: a stop does not wait behind what ranks say.
+        on.
         """
         heard = self.server.receive(TICK)
+        # The launcher comes first: a stop does not wait behind what ranks say.
         while not self.launcher.empty():
             self._hear_launcher(self.launcher.get())
         for peer, message in heard:
@@ -159,7 +162,8 @@ class Controller:
             case AgentReady(host=host):
                 for (name, index), place in self.ranks.items():
                     if place.host == host:
-                        self.server.send(peer, Launch(name, index, place.device, place.threads))
+                        self.server.send(peer, Launch(name, index, place.threads))
+            # A rank is set up once: a second answer could put others in the place of restored values.
             case Ready(replica, rank) if (replica, rank) in self.pids:
                 self.server.drop("unexpected", peer, "a second Ready")
             case Ready(replica, rank, pid, restored):
@@ -216,7 +220,8 @@ class Controller:
                     self._fail(FailureCode.UNREACHABLE, f"{self.config.plan.spelled(name, index)} cannot be reached")
 
     def _fail(self, code: FailureCode, text: str) -> None:
-        """Report a failure. The agents may know of the death behind it, but for one that an agent has just told of."""
+        """Report a failure."""
+        # An agent may know of the death that is behind a failure, but for one that it has just told of.
         agents = tuple(peer for peer in self.server.peers if peer.startswith("agent:"))
         self.session.fail(Failure(code, text, () if code == FailureCode.RANK_ENDED else agents), monotonic())
 
@@ -232,6 +237,7 @@ class Controller:
             for _, message in self.server.receive(TICK):
                 if isinstance(message, Exited):
                     left.discard(rank_peer(message.replica, message.rank))
+        # Agents come last: they end what has not left by itself.
         for peer in self.server.peers:
             if peer.startswith("agent:"):
                 self.server.send(peer, Goodbye(self.session.status))
@@ -256,6 +262,7 @@ def _control(folder: RunFolder, config: RunConfig, server: Server) -> int:
     session = Session(config, recorder, cut.cut if cut else None)
     recorder.dropped_frames, session.doing = server.counts, server.doing
     controller = Controller(folder, config, server, session, cut)
+    # Lines are read by a thread, since stdin cannot be polled together with what it has buffered.
     threading.Thread(target=_listen, args=[controller.launcher], daemon=True).start()
     try:
         status = controller.run()
@@ -289,6 +296,7 @@ def main() -> None:
     finally:
         server.close()
     sys.stdout.flush()
+    # The thread that reads stdin would hold up an ordinary exit.
     os._exit(status)
 
 

@@ -171,6 +171,7 @@ class Executor:
     def __init__(self, setup: RankSetup, channels: LocalChannels, values: HeldValues) -> None:
         self.setup, self.channels, self.values = setup, channels, values
         self.held = Holdings(setup)
+        # What no checkpoint can hold is found now, and not after hours, when the first one is due.
         stateful = [held.node for held in self.held.nodes.values() if held.stateful]
         states = {f"node {n.name}, written at {n.where}": self.held.nodes[n.name].state for n in stateful}
         require_savable(states, self.held.carried)
@@ -181,6 +182,7 @@ class Executor:
         self.restored: list[tuple[Firing, str, ObjectRef]] = []
         if setup.restore is not None:
             self.restored = restore(setup.restore, self.held, self.values)
+        # After a restore, which fills values where they are: on the device.
         self.resting = Resting(self.held)
 
     def carry_out(self, order: Order) -> Iterator[list[Result]]:
@@ -243,6 +245,7 @@ class Executor:
         try:
             finished = held.state.step()
         except RAISED as error:
+            # A stream that raised may have torn any of its firings: it answers for none of them.
             held.state.reset()
             lost, held.submitted = held.submitted, {}
             return [self._failure(firing, began, error) for firing, began in lost.items()]
@@ -257,6 +260,7 @@ class Executor:
                 handles = self.values.keep(firing, {"out": value})
                 return [Result(Done(firing, self.setup.replica, self.setup.rank), handles, {}, began, monotonic())]
             held = self.held.nodes[firing.node]
+            # What has left the device comes back while the inputs are fetched.
             self.resting.call(firing)
             inputs = self._inputs(held, command)
             if held.stream:
@@ -280,6 +284,7 @@ class Executor:
             manifest = self.channels.publish(channel, version, self.held.carried)
             self.resting.settle()
         except RAISED as error:
+            # No `Failed`: a publication is no firing that could be tried again.
             return Result(Abort(f"{self.doing} on {replica} rank {rank}:\n{told(error)}"))
         return Result(Published(channel, version, replica, rank), {}, {}, began, monotonic(), manifest)
 
@@ -310,6 +315,7 @@ class Executor:
     ) -> Result:
         """What a node returned becomes its state and outputs, if it fits what the node declares: a carried value's next
         value replaces it, others wait for their readers."""
+        # So a stream answers for one firing, while the others go on.
         if isinstance(result, BaseException):
             return self._failure(firing, began, result)
         replica, rank = self.setup.replica, self.setup.rank
@@ -318,6 +324,7 @@ class Executor:
         try:
             state, outputs, metrics = held.definition.split(result, stateful=held.stateful)
             _require_rows(held.node.name, inputs, outputs)
+            # Before the state changes: an output that does not fit leaves the node as it was.
             again = held.node.answers and not _done_talking(held.node, outputs)
             if held.stateful:
                 held.state = state

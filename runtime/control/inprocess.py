@@ -40,6 +40,7 @@ class InProcess:
     def __init__(self, config: RunConfig, session: Session, folder: Path, restore: Path | None = None) -> None:
         self.session = session
         self.interrupted = 0.0
+        # One store for all: with its own, each executor would need handles of the others' values.
         self.values: dict[Key, Any] = {}
         peers: dict[str, LocalChannels] = {}
         self.executors: dict[str, Executor] = {}
@@ -87,6 +88,7 @@ class InProcess:
         for executor in self.executors.values():
             _take_threads(executor)
             results += executor.step()
+        # With one thread, what is awaited now would be awaited for ever.
         if not results and not any(executor.busy() for executor in self.executors.values()):
             awaited = self.session.stage.scheduler.answers if self.session.stage else {}
             raise RuntimeError(f"nothing is left to do, and still awaited: {awaited}")

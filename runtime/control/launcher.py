@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from math import inf
 from pathlib import Path
 from queue import Empty, Queue
 from time import monotonic, sleep
@@ -91,7 +92,7 @@ class Launcher:
         self.keys = Keys.make(run, cluster.endpoint(self.folder), [host.name for host in cluster.hosts])
         self.agents: dict[str, Child] = {}
         self.interrupts = 0
-        self._deadline: float | None = None
+        self._deadline = inf
         self._explained = False
         self._last: Line = {}
 
@@ -100,6 +101,7 @@ class Launcher:
         held = RunFolder(self.folder)
         held.hold()
         with on_stop(self._interrupt), ExitStack() as stack:
+            # Backwards at the end: the processes go first, then what they have left, then the hold of the folder.
             stack.callback(held.release)
             stack.callback(self._sweep, held)
             sweep(None, (SHM, self.folder))  # of runs whose launcher could not do it
@@ -137,6 +139,7 @@ class Launcher:
     def _watch(self, controller: Child) -> None:
         """Until the controller has ended, or has been ended here, and all its lines are heard."""
         asked, ended, closed = 0, False, False
+        # Bounded, so that a controller that talks faster than a terminal shows is held up.
         lines: Queue[bytes | None] = Queue(maxsize=1000)
         assert controller.stdout is not None
         threading.Thread(target=_read_lines, args=(controller.stdout, lines), daemon=True).start()
@@ -153,7 +156,7 @@ class Launcher:
             elif ended:
                 return
             self._check_agents(controller)
-            if self._deadline is not None and monotonic() > self._deadline:
+            if monotonic() > self._deadline:
                 kill(controller)
                 controller.wait()
             ended = controller.poll() is not None
@@ -201,8 +204,7 @@ class Launcher:
                 continue  # it has heard the controller's goodbye
             said = tail(self.folder / "logs" / f"agent-{host}.err").replace("\n", " | ")
             _say(controller, f"agent {host} {describe_exit(agent)}" + (f": {said}" if said else ""))
-            until = monotonic() + LOST_S
-            self._deadline = until if self._deadline is None else min(self._deadline, until)
+            self._deadline = min(self._deadline, monotonic() + LOST_S)
 
     # The end ----------------------------------------------------------------------------------------------
 
@@ -230,9 +232,9 @@ class Launcher:
         controller.wait()
         assert controller.stdin is not None
         controller.stdin.close()
-        until = monotonic() + LEAVE_S
-        until = until if self._deadline is None else min(self._deadline, until)
+        until = min(self._deadline, monotonic() + LEAVE_S)
         agents = self.agents.values()
+        # Somebody who presses Ctrl-C again waits for no goodbyes.
         while any(agent.poll() is None for agent in agents) and monotonic() < until and self.interrupts < 2:
             sleep(0.01)
         for agent in agents:

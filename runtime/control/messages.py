@@ -7,7 +7,7 @@ A frame is MessagePack of [PROTOCOL, sequence, [class name, fields…]]. A *peer
 - An agent: Hello, AgentReady, then a Launch for each of its ranks and an Exited for each that ends, until Goodbye.
 - Ranks that form a process group Post to the controller's key-value store, Count and Look there; Found is the answer.
 - A rank asks a rank of another host for part of a block in one frame, MessagePack of [EXCHANGE, number, Ask]. The
-  answer repeats the number: [EXCHANGE, number, Part] with the bytes in a second frame, or [EXCHANGE, number, Refused]
+  answer repeats the number: [EXCHANGE, number, ""] with the bytes in a second frame, or [EXCHANGE, number, why not]
   alone. Asking changes nothing, so a question may be asked twice.
 
 Events and commands are written to the event log in the same encoding, without a frame.
@@ -24,7 +24,7 @@ from penstock.runtime.packable import Packable
 from penstock.runtime.schedule.events import Abort, Answer, Command, Event
 from penstock.runtime.tensor.shm import ObjectRef
 
-PROTOCOL: Literal[6] = 6
+PROTOCOL: Literal[7] = 7
 # Characters of a text for the user: the middle of a longer one is left out.
 MAX_TEXT = 16 << 10
 # Bytes of one packed value, in either direction: metadata only, so ten times what a large batch needs.
@@ -99,11 +99,8 @@ class Results(Packable, frozen=True):
 
 
 class Heartbeat(Packable, frozen=True):
-    """The process lives. `at` is seconds of its own `time.monotonic`, `doing` what its main thread is at."""
+    """The process lives; `doing` is what its main thread is at."""
 
-    name: str
-    rank: int
-    at: float
     doing: str = ""
 
 
@@ -208,11 +205,10 @@ class Goodbye(Packable, frozen=True):
 
 
 class Launch(Packable, frozen=True):
-    """Start a rank on this device with this many CPU threads."""
+    """Start a rank with this many CPU threads."""
 
     replica: str
     rank: int
-    device: str = "cpu"
     threads: int = 1
 
 
@@ -265,16 +261,6 @@ class Ask(Packable, frozen=True):
     handle: ObjectRef
     start: int
     length: int
-
-
-class Part(Packable, frozen=True):
-    """The bytes asked for are in the next frame."""
-
-
-class Refused(Packable, frozen=True):
-    """There is no such block, or no such part of it; `reason` is for the user."""
-
-    reason: str
 
 
 # Encoding -------------------------------------------------------------------------------------------------
@@ -344,10 +330,10 @@ def _escaped(plain: Any) -> Any:
     return plain
 
 
-_FRAME: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[6], int, Message], "frame")
+_FRAME: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[7], int, Message], "frame")
 _RECORD: Codec[Event | Command] = Codec(Event | Command, "record")
 QUESTION: Codec[tuple[int, int, Ask]] = Codec(tuple[Literal[1], int, Ask], "question")
-ANSWER: Codec[tuple[int, int, Part | Refused]] = Codec(tuple[Literal[1], int, Part | Refused], "answer")
+ANSWER: Codec[tuple[int, int, str]] = Codec(tuple[Literal[1], int, str], "answer")
 
 # An event or command as bytes.
 record_bytes = _RECORD.pack

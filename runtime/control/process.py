@@ -84,6 +84,7 @@ def kill(child: "subprocess.Popen[bytes]") -> None:
 def kill_session(pid: int) -> None:
     """SIGKILL to a child that nobody has waited for yet, and to what it has started itself."""
     with suppress(ProcessLookupError):
+        # Each child leads a session of its own: what it has started itself ends with it.
         os.killpg(pid, signal.SIGKILL)
 
 

@@ -132,6 +132,7 @@ class RankRuntime:
         # An owner that is silent is to be named by its reader, before the controller gives up on the reader.
         self.client = ExchangeClient(join, min(SILENCE, flags.deadline / 2))
         self.reader = ObjectReader(join.run, host=place.host, far=self.client.block, folders=folders)
+        # A rank whose values are read on its own host alone listens nowhere.
         self.server: ExchangeServer | None = None
         if setup.asked_from_afar:
             name = config.plan.spelled(replica, index)
@@ -154,6 +155,7 @@ class RankRuntime:
         return drained(self.notes)
 
     def close(self) -> None:
+        # Readers before the store whose memory they read.
         self.channels.close()
         self.client.close()
         figures = {**self.store.usage()._asdict(), "asked": dict(self.client.counts), "sent": self.channels.counts()}

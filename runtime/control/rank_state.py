@@ -41,6 +41,7 @@ class History:
     def note(self, name: str, version: int, value: Carried) -> None:
         """`version` of a value has been made. A group of the update that made it may still be to come."""
         if name in self.lags:
+            # One more than the lag: a group of the update that made this version may still be to come.
             kept = {v: old for v, old in self._kept[name].items() if v >= version - self.lags[name] - 1}
             self._kept[name] = {**kept, version: deepcopy(value)}
 
@@ -138,6 +139,7 @@ class Holdings:
     def _hold_node(self, graph: Graph, node: Node) -> Held:
         definition = Filter() if node.construct == "keep" else load(node.op)
         options = arguments(definition.run if isinstance(definition, Filter) else definition.fn, dict(node.options))
+        # A step of an update may read what an earlier step of it has made of a carried value.
         next_values = {(ref.node, ref.output): name for name, ref in graph.results}
         reads = {read.name: read for read in input_reads(graph, node)}
         inputs: list[HeldInput] = []

@@ -93,6 +93,7 @@ class RunRecorder:
         self.log = LogWriter(folder.events)
         start = cut.update if cut else 0
         self.log.segment(start if cut else None, {"run": config.run})
+        # Rows of updates after the checkpoint are made again.
         kept = keep_rows(folder.metrics, start)
         self.metrics = MetricsFile(folder.metrics)
         self.tensorboard: TensorBoard | None = open_tensorboard(
@@ -122,6 +123,7 @@ class RunRecorder:
         if cut:
             self.ledger.restore(cut.cut)
         self.consumed = self.ledger.outcomes["consumed"]
+        # Rows have what was lost since the row before: the sum of those that are kept is where to go on.
         self.counted = {fate: sum(_whole(row.get(fate)) for row in kept) for fate in LOST}
         self.not_finite: dict[str, dict[str, Any]] = {}
         for row in kept:
@@ -233,6 +235,7 @@ class RunRecorder:
     def begin_checkpoint(self, update: int) -> str:
         """Ranks are about to write their parts of a cut: the name of the folder into which all do."""
         self.folder.require()
+        # It would make a folder that was moved away anew, with nothing in it but this checkpoint.
         self._cut = begin_checkpoint(self.folder, self.config.run, update)
         return self._cut
 

@@ -54,6 +54,7 @@ class Board:
         key, counts = question.key, isinstance(question, Count)
         number = question.number if isinstance(question, Count) else 0
         poster = self._posters.get(key, peer)
+        # Or one rank could lead the connections of others to itself.
         if poster != peer and not (counts and key in self._counts):
             return [(peer, Found(number, {}, f"{key:.200}: posted by {poster}, which alone may change it"))]
         if isinstance(question, Count):
@@ -124,7 +125,7 @@ class Pulse:
     """
 
     def __init__(self, join: Join, replica: str, rank: int, interval: float = INTERVAL) -> None:
-        self._replica, self._rank, self._interval = replica, rank, interval
+        self._interval = interval
         self.doing: Callable[[], str] = str
         self.held_up = 0.0
         self._client = Client(join, "heartbeat", replica, rank)
@@ -145,6 +146,7 @@ class Pulse:
         with self._heard:
             self._over.set()
             self._client.wake()
+        # A thread that hangs must not hold up the end of its rank.
         self._thread.join(timeout=5.0)
         if not self._thread.is_alive():
             self._client.close()  # not before all have woken it
@@ -187,7 +189,7 @@ class Pulse:
                     self._refuse(str(error))
             if monotonic() >= due:
                 due = monotonic() + self._interval
-                client.send(Heartbeat(self._replica, self._rank, monotonic(), self.doing()))
+                client.send(Heartbeat(self.doing()))
 
     def _hear(self, message: Found) -> None:
         """An answer that no thread awaits any more is dropped."""

@@ -270,6 +270,7 @@ class Session:
         """A rank's answer. Raises UnawaitedError for one that was not asked for."""
         if self.stage is None:
             raise UnawaitedError(f"{type(result.event).__name__} before the first stage")
+        # Nothing that is answered now could change why the run ends.
         if not self.verdict.certain:
             self._feed(result.event, now, result)
 
@@ -308,6 +309,7 @@ class Session:
         if failure is None or not self.running:
             return
         self.failure = failure
+        # The log has to say what ended the stage, or a replay would still wait.
         if self.stage is not None and self.stage.finish is None:
             self.stage.feed(Abort(failure.text), now)
         self._finish(now, "failed", failure.text)
@@ -336,6 +338,7 @@ class Session:
 
     def _checkpoint_if_due(self, stage: Stage, now: float) -> None:
         every, update = self.config.flags.checkpoint_every, stage.scheduler.update
+        # Counted from the first answer: the start may take minutes.
         if self._saved_time is None:
             self._saved_time = now
         late = now - self._saved_time >= CHECKPOINT_S and update > self._saved_at
@@ -357,6 +360,7 @@ class Session:
         handles = self._handles if name == "train" else {}
         self.stage = Stage(origin, self.recorder, self.config.flags, self._outbox, handles)
         if name == "train":
+            # The groups of a run are those of training: an evaluation counts its own.
             self.recorder.ledger = self.stage.scheduler.ledger
         self._feed(Checkpoint(final=True) if name == "save" else Begin(), now)
 
@@ -366,6 +370,7 @@ class Session:
             return self.config.graph, self.config.rules(self.start), self.cut
         if name == "save":
             assert self.stage is not None
+            # Through JSON, as what a file gives: tuples become lists.
             cut = {"update": updates, **self.stage.scheduler.ledger.to_json()}
             return self.config.graph, self.config.rules(updates), json.loads(json.dumps(cut))
         assert self.config.evaluation is not None

@@ -222,6 +222,7 @@ class RunConfig:
     @staticmethod
     def make(graph: Graph, evaluation: Graph | None, cluster: Cluster, options: RunOptions) -> "RunConfig":
         """A new run of graphs on a cluster. Raises ClusterError for pools or devices that the cluster lacks."""
+        # Once and here: each rank would find it out anew, perhaps differently.
         if options.device == "auto":
             options = replace(options, device=choose_device("auto"))
         graphs = [graph] if evaluation is None else [graph, evaluation]

@@ -18,7 +18,7 @@ import os
 import select
 import struct
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from hmac import compare_digest
@@ -30,7 +30,8 @@ from typing import Any, Literal, get_args
 import zmq
 from msgspec import structs
 
-from penstock.runtime.cluster.endpoints import bind_fault, socket_file
+from penstock.runtime.cluster.endpoints import socket_file
+from penstock.runtime.control.listener import Listener, Options, dial, drain
 from penstock.runtime.control.messages import (
     MAX_BYTES,
     AgentReady,
@@ -50,108 +51,9 @@ from penstock.runtime.control.messages import (
     shortened,
     unpack,
 )
-from penstock.runtime.control.security import Door, Gate, Join
+from penstock.runtime.control.security import Door, Join
 from penstock.runtime.schedule.events import Abort, Failed
 from penstock.runtime.tensor.shm import ObjectRef, owner_of
-
-
-class WireError(OSError):
-    """An address that cannot be listened on: the user's fault, or another process's. `strerror` says all of it."""
-
-
-Options = Mapping[zmq.SocketOption, int]
-
-
-class Listener:
-    """A ROUTER socket that listens at `endpoint`, where a port may have been the system's choice. A Unix socket is its
-    owner's alone; `keys`, a server's secret key and the public ones that it lets in, lock one on tcp.
-
-    `refused` is told, in a thread of its own, of the address of a key that is not let in. Raises WireError.
-    """
-
-    def __init__(
-        self,
-        endpoint: str,
-        options: Options,
-        keys: tuple[str, Iterable[str]] | None = None,
-        refused: Callable[[str], None] = print,
-    ) -> None:
-        self._context = zmq.Context()
-        self.socket = self._context.socket(zmq.ROUTER)
-        # A peer that is gone is told to the sender.
-        _set(self.socket, {zmq.LINGER: 0, zmq.ROUTER_MANDATORY: 1, **options})
-        self._gate = Gate(self.socket, *keys, refused) if keys else None
-        file = socket_file(endpoint)
-        try:
-            self.socket.bind(endpoint)
-            if file is not None:
-                file.chmod(0o600)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise WireError(error.errno or 0, f"cannot listen on {endpoint}: {bind_fault(error.errno)}") from error
-        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        if self._gate is not None:
-            self._gate.open()
-
-    def drain(self) -> Iterator[tuple[list[bytes], str, int]]:
-        """What waits, up to a bound; with each message its sender's public key, and the descriptor of its
-        connection: "" and -1 on a Unix socket."""
-        return drain(self.socket, locked=self._gate is not None)
-
-    def know(self, descriptor: int) -> None:
-        """The connection of this descriptor has said something of use: it is shut for no newer stranger."""
-        if self._gate is not None:
-            self._gate.know(descriptor)
-
-    def close(self, linger_s: float = 0.0) -> None:
-        """What is still being sent gets so many seconds."""
-        if self._gate is not None:
-            self._gate.close()
-        self._context.destroy(linger=int(1000 * linger_s))
-
-
-def dial(
-    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, server: str, join: Join, options: Options
-) -> "zmq.Socket[bytes]":
-    """A DEALER socket that connects to `endpoint`, on tcp with the host's keys to the one of public key `server`.
-
-    Raises ZMQError for what is no endpoint."""
-    socket = context.socket(zmq.DEALER)
-    _set(socket, {zmq.LINGER: 0, **options})
-    if not endpoint.startswith("ipc://"):
-        socket.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, join.public.encode())
-        socket.setsockopt(zmq.CURVE_SECRETKEY, join.secret.encode())
-    try:
-        socket.connect(endpoint)
-    except zmq.ZMQError:
-        socket.close()
-        raise
-    return socket
-
-
-def drain(socket: zmq.Socket[bytes], *, locked: bool = False) -> Iterator[tuple[list[bytes], str, int]]:
-    """What waits at a socket that is readable. `locked`: as of a listener with a gate, which gave each sender's public
-    key as its user's name."""
-    size = 0
-    for _ in range(MAX_DRAIN):
-        if locked:
-            whole = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            frames = [frame.bytes for frame in whole]
-            yield frames, str(whole[-1].get("User-Id")), int(whole[-1].get(zmq.SRCFD))
-        else:
-            frames = socket.recv_multipart(zmq.NOBLOCK)
-            yield frames, "", -1
-        size += sum(map(len, frames))
-        # It is asked for more, since an exception to say that there is none costs thrice.
-        if size > MAX_DRAIN_BYTES or not int(socket.getsockopt(zmq.EVENTS)) & select.POLLIN:
-            return
-
-
-def _set(socket: zmq.Socket[bytes], options: Options) -> None:
-    for option, value in options.items():
-        socket.setsockopt(option, value)
-
 
 # Seconds between two looks that count at most: whoever looks at nobody for longer was held up, not they.
 PAUSE_S = 1.0
@@ -207,9 +109,6 @@ JOIN_S = 60.0
 MAX_WAITING = 100_000
 # Frames of one connection that the controller keeps before it has read them; the others wait with their sender.
 MAX_UNREAD = 64
-# Frames that one `receive` takes, and their bytes, so that a flood does not keep the caller from what else it hears and
-# from its deadlines.
-MAX_DRAIN, MAX_DRAIN_BYTES = 4096, 16 << 20
 # Characters of what a peer says that it is at.
 MAX_DOING = 200
 # Notes of one peer that are handed on. Those that say why it ends are not counted.
@@ -286,10 +185,9 @@ class Server:
             if not (door.secret and door.allowed):
                 raise ValueError(f"{door.endpoint}: given no keys, needed CURVE keys on tcp")
             keys = door.secret, door.allowed.values()
-        self._listener = Listener(door.endpoint, {**_OPTIONS, zmq.RCVHWM: MAX_UNREAD}, keys, self._refuse)
+        options = {**_OPTIONS, zmq.RCVHWM: MAX_UNREAD}
+        self._listener = Listener(door.endpoint, options, keys, self._refused)
         self._socket, self.endpoint = self._listener.socket, self._listener.endpoint
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -301,15 +199,18 @@ class Server:
         A peer's Hello comes as its first message. Heartbeats are noted and not handed on.
         """
         found: list[tuple[str, Message]] = []
-        ready = dict(self._poller.poll(int(1000 * timeout)))
+        heard = self._socket.poll(int(1000 * timeout))
         now = monotonic()
-        for frames, key, descriptor in self._listener.drain() if self._socket in ready else ():
+        for frames, key, descriptor in self._listener.drain() if heard else ():
             try:
                 found += self._take(frames, key, now)
                 self._listener.know(descriptor)
             except _Dropped as drop:
                 self.drop(*drop.args)
         return found
+
+    def _refused(self, address: str) -> None:
+        self.drop("refused", address, "a key that is not on the list")
 
     def drop(self, kind: str, name: str, text: str) -> None:
         """Count and describe what goes no further."""
@@ -322,6 +223,7 @@ class Server:
         connection = (self._sides if isinstance(message, Found) else self._routes).get(peer)
         if connection is None:
             return False
+        # Numbers have to grow, and may have gaps: that of a frame that is not sent is not used again.
         connection.said += 1
         try:
             self._socket.send(connection.identity, _MORE)
@@ -371,6 +273,7 @@ class Server:
             raise _Dropped("unexpected", name, type(message).__name__)
         if claim := _overreach(message, connection, self._ranks):
             raise _Dropped("unauthorised", name, claim)
+        # Not before: a frame that is refused must not make those behind it replays.
         connection.heard = sequence
         self.tracker.heard(connection.peer, now)
         if isinstance(message, Heartbeat):
@@ -388,6 +291,7 @@ class Server:
         """A connection's first frame: let it in. Raises _Dropped."""
         if not isinstance(message, Hello):
             raise _Dropped("unknown", name, f"{type(message).__name__} before Hello")
+        # In constant time: a stranger who measures learns nothing of the token.
         if not compare_digest(message.token.encode(), self._token):
             raise _Dropped("unknown", name, f"Hello of {message.peer} with another run's token")
         host = self._hosts[key] if key else message.host
@@ -405,9 +309,6 @@ class Server:
             return []
         self._routes[message.peer] = connection
         return [(message.peer, message)]
-
-    def _refuse(self, address: str) -> None:
-        self.drop("refused", address, "a key that is not on the list")
 
 
 def _overreach(message: Message, connection: _Connection, ranks: Mapping[str, str]) -> str:
@@ -471,7 +372,7 @@ class Client:
         self._poller = zmq.Poller()
         for one in (self._socket, self._monitor, self._waker):
             self._poller.register(one, select.POLLIN)
-        self.send(join.hello(role, name, rank))
+        self.send(Hello(role, name, rank, os.getpid(), join.host, join.token))
 
     def receive(self, timeout: float) -> list[Message]:
         """All that is waiting, after at most `timeout` seconds for the first of it; perhaps nothing.

@@ -24,6 +24,7 @@ from time import monotonic
 import zmq
 
 from penstock.runtime.cluster.endpoints import tcp_endpoint
+from penstock.runtime.control.listener import Listener, WireError, dial
 from penstock.runtime.control.messages import (
     ANSWER,
     CHUNK,
@@ -33,11 +34,9 @@ from penstock.runtime.control.messages import (
     WINDOW,
     Ask,
     MessageError,
-    Part,
-    Refused,
 )
 from penstock.runtime.control.security import Join
-from penstock.runtime.control.sockets import SILENCE, Listener, WireError, dial
+from penstock.runtime.control.sockets import SILENCE
 from penstock.runtime.record.errors import visible
 from penstock.runtime.tensor.object_store import ObjectReader
 from penstock.runtime.tensor.shm import ObjectRef, ObjectRefError
@@ -137,8 +136,8 @@ def reply(frames: Sequence[bytes], owner: str, reader: ObjectReader) -> tuple[st
         # A copy, not a view of the segment: the block may be freed while libzmq still sends it.
         part = reader.part(ask.handle, ask.start, ask.length)
     except ObjectRefError as error:
-        return "refused", [ANSWER.pack((EXCHANGE, number, Refused(str(error))))]
-    return "served", [ANSWER.pack((EXCHANGE, number, Part())), part]
+        return "refused", [ANSWER.pack((EXCHANGE, number, str(error)))]
+    return "served", [ANSWER.pack((EXCHANGE, number, "")), part]
 
 
 class ExchangeClient:
@@ -193,14 +192,14 @@ class ExchangeClient:
                 continue
             head, *parts = socket.recv_multipart(copy=False)
             try:
-                _, number, answer = ANSWER.unpack(head.bytes)
+                _, number, refusal = ANSWER.unpack(head.bytes)
             except MessageError:
                 self.counts["malformed"] += 1
                 continue
             if number not in asked:
                 self.counts["late"] += 1
-            elif isinstance(answer, Refused):
-                raise ObjectRefError(answer.reason)
+            elif refusal:
+                raise ObjectRefError(refusal)
             elif len(parts) != 1 or len(parts[0]) != asked[number][1]:
                 self.counts["malformed"] += 1
             else:

@@ -66,6 +66,7 @@ class LocalChannels:
 
     def publish(self, channel: str, version: int, carried: Mapping[str, Carried]) -> Manifest | None:
         """Copy the weights aside. The first rank's manifest stands for all; the first version's has the layout."""
+        # All versions of a channel have one layout: it travels with the first.
         value, layout = carried[self.channels[channel].carried], ""
         if channel not in self.publishers:
             self.publishers[channel] = self._publisher(channel, value)
@@ -212,6 +213,7 @@ class WeightChannels(LocalChannels):
                 delta=ground.options.delta,
                 transport="messages" if apart or routes.chained(target) else ground.options.transport,
             )
+            # Senders write and receivers are written to: only these have memory to offer.
             memory = self.memories.get(channel) if side == "destination" else None
             self._opened[span] = link.open(side, self.rank, memory, self.device)
         return self._opened[span]

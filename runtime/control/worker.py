@@ -13,11 +13,12 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
+from penstock.runtime.control.listener import raise_descriptors
 from penstock.runtime.control.messages import TOLD, Goodbye, Note, Order, Ready, Result, Results, Setup
 from penstock.runtime.control.process import RAISED, keep_freed_memory, serve_forks, told
 from penstock.runtime.control.rendezvous import Pulse
 from penstock.runtime.control.run_config import RunConfig
-from penstock.runtime.control.security import Join, raise_descriptors
+from penstock.runtime.control.security import Join
 from penstock.runtime.control.sockets import Client
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def work(client: Client, rank: "RankRuntime") -> int:
     executor, sent, waiting = rank.executor, monotonic(), deque[Order]()
     while True:
         results: list[Result] = []
+        # While there is work, messages are heard between two steps, and waited for otherwise.
         for message in client.receive(0.0 if executor.busy() or waiting or rank.pace.busy else IDLE):
             if isinstance(message, Goodbye):
                 return 0

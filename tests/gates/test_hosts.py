@@ -178,11 +178,11 @@ def test_garbage_on_the_controllers_socket_is_counted_and_the_run_goes_on(tmp_pa
             one.send(pack(beat, 1)[:-7])
             one.send(bytes(MAX_BYTES + 1))
             one.send(pack(Hello("rank", "generator/0", 0, 1, "local", "0" * 32), 1))
-            one.send(pack(Heartbeat("scorer/0", 0, 0.0), 1))
+            one.send(pack(Heartbeat(), 1))
         with raw(join) as one:
             one.send(pack(structs.replace(beat, role="rank"), 1))
         with raw(join) as one:
-            for message in (beat, Heartbeat("scorer/0", 0, 0.0), Heartbeat("scorer/0", 0, 0.0)):
+            for message in (beat, Heartbeat(), Heartbeat()):
                 one.send(pack(message, 1))
         with raw(join) as one:
             one.send(bytes(MAX_BYTES * 8))

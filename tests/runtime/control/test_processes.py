@@ -83,17 +83,16 @@ def b(tmp_path: Path) -> Iterator[Bench]:
         yield made
 
 
-def test_an_agent_joins_and_starts_ranks_with_their_name_device_and_threads(b: Bench) -> None:
+def test_an_agent_joins_and_starts_ranks_with_their_name_and_threads(b: Bench) -> None:
     with agent(b) as process:
         assert heard(b, Hello).role == "agent"
         assert heard(b, AgentReady) == AgentReady("b", process.pid)
-        assert b.server.send("agent:b", Launch("generator/1", 2, "cuda:3", 5))
+        assert b.server.send("agent:b", Launch("generator/1", 2, 5))
         ready = heard(b, Ready)
         assert (ready.replica, ready.rank) == ("generator/1", 2)
         told = json.loads(heard(b, Note).text)
         environment = told["environment"]
         assert environment["OMP_NUM_THREADS"] == environment["MKL_NUM_THREADS"] == "5"
-        assert (environment["PENSTOCK_DEVICE"], environment["PENSTOCK_THREADS"]) == ("cuda:3", "5")
         assert environment.get("OMP_WAIT_POLICY") == os.environ.get("OMP_WAIT_POLICY")
         assert (b.folder / "logs" / "generator-1-2.err").read_text() == "said by a rank\n"
         said = json.dumps(told) + (Path("/proc") / str(process.pid) / "cmdline").read_text()

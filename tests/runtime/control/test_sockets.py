@@ -22,6 +22,7 @@ from msgspec import structs
 from penstock.graph.ir import Firing
 from penstock.runtime.cluster.endpoints import ipc_endpoint
 from penstock.runtime.control import sockets
+from penstock.runtime.control.listener import MAX_DRAIN_BYTES, WireError
 from penstock.runtime.control.messages import (
     MAX_BYTES,
     MAX_TEXT,
@@ -45,13 +46,11 @@ from penstock.runtime.control.messages import (
 from penstock.runtime.control.rendezvous import Pulse
 from penstock.runtime.control.security import Keys
 from penstock.runtime.control.sockets import (
-    MAX_DRAIN_BYTES,
     MAX_NOTES,
     PAUSE_S,
     Client,
     Server,
     Tracker,
-    WireError,
 )
 from penstock.runtime.schedule.events import Begin, Checkpoint, Done, Failed, Fire, Published, Saved, Swapped
 from penstock.runtime.tensor.shm import ObjectRef
@@ -288,7 +287,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from penstock.runtime.control import sockets
 from penstock.runtime.control.messages import Goodbye, Note
-from penstock.runtime.control.security import Door, raise_descriptors
+from penstock.runtime.control.listener import raise_descriptors
+from penstock.runtime.control.security import Door
 sockets.SILENCE, descriptors = float(sys.argv[2]), int(sys.argv[3])
 resource.setrlimit(resource.RLIMIT_NOFILE, (min(descriptors, 100), descriptors))
 assert raise_descriptors() == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == descriptors
@@ -421,7 +421,7 @@ def test_heartbeats_are_noted_and_not_handed_on(tmp_path: Path, monkeypatch: pyt
     with bench(tmp_path, silence=5.0) as b:
         client = b.client()
         monkeypatch.setattr(sockets, "monotonic", lambda: now + 100)
-        client.send(Heartbeat("generator/0", 0, 1.0))
+        client.send(Heartbeat())
         until(lambda: b.hear() == [] and b.server.tracker.last("generator/0:0") == now + 100)
         assert len(b.heard) == 1
 

@@ -22,6 +22,7 @@ import zmq
 from msgspec import structs
 
 from penstock.graph.types import Prompts, Rewards
+from penstock.runtime.control.listener import WireError
 from penstock.runtime.control.messages import (
     ANSWER,
     CHUNK,
@@ -31,11 +32,8 @@ from penstock.runtime.control.messages import (
     WINDOW,
     Ask,
     MessageError,
-    Part,
-    Refused,
 )
 from penstock.runtime.control.security import Join, Keys
-from penstock.runtime.control.sockets import WireError
 from penstock.runtime.control.value_server import ExchangeClient, ExchangeServer, reply
 from penstock.runtime.tensor.object_store import ObjectReader, ObjectStore
 from penstock.runtime.tensor.shm import ObjectRef, ObjectRefError
@@ -186,10 +184,9 @@ def test_a_block_freed_between_two_parts_is_refused(hosts: Hosts) -> None:
         answers.append(ANSWER.unpack(raw.recv_multipart()[0])[1:])
         if start == 0:
             hosts.store.free(handle)
-    assert answers[0] == (0, Part())
+    assert answers[0] == (0, "")
     assert answers[1][0] == 1
-    assert isinstance(answers[1][1], Refused)
-    assert "freed" in answers[1][1].reason
+    assert "freed" in answers[1][1]
 
 
 def test_a_value_that_is_freed_while_it_is_read_is_whole_or_an_error(hosts: Hosts) -> None:
@@ -277,7 +274,7 @@ def test_no_question_ends_the_thread_that_answers(hosts: Hosts) -> None:
         assert raw.poll(20_000)
         _, given, answer = ANSWER.unpack(raw.recv_multipart()[0])
         assert given == number
-        assert isinstance(answer, Refused)
+        assert answer != ""
     assert hosts.gives(handle, rewards(3))
     assert hosts.died == []
 
@@ -414,10 +411,10 @@ def test_answers_that_are_late_or_wrong_are_counted_and_dropped(hosts: Hosts) ->
     def talk() -> None:
         who, frame = fake.recv_multipart()
         _, number, _ = QUESTION.unpack(frame)
-        right = ANSWER.pack((EXCHANGE, number, Part()))
+        right = ANSWER.pack((EXCHANGE, number, ""))
         for frames in ([b"?"], [right], [right, block[:-1]], [right, block, b""]):
             fake.send_multipart([who, *frames])
-        fake.send_multipart([who, ANSWER.pack((EXCHANGE, number + 7, Part())), block])
+        fake.send_multipart([who, ANSWER.pack((EXCHANGE, number + 7, "")), block])
         fake.send_multipart([who, right, block])
 
     thread = threading.Thread(target=talk)

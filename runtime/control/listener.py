@@ -1,0 +1,206 @@
+"""Sockets that listen and sockets that connect, on tcp locked by CURVE keys.
+
+A listener lets in listed keys, and few strangers at once (ZAP, rfc.zeromq.org/spec/27). libzmq accepts every
+connection, and a process has only so many descriptors: connections that have not said anything of use yet are counted,
+and beyond a number the oldest of them is shut.
+"""
+
+import resource
+import select
+import socket as sockets
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+
+import zmq
+from zmq.utils import z85
+
+from penstock.runtime.cluster.endpoints import bind_fault, socket_file
+from penstock.runtime.control.security import Join
+
+# Connections at most that have not said anything of use yet; fewer where a process may open few files.
+MAX_STRANGERS = 256
+# Seconds for a connection to prove its key.
+HANDSHAKE_S = 10.0
+_ZAP = "inproc://zeromq.zap.01"
+# Frames that one `drain` takes, and their bytes, so that a flood does not keep the caller from what else it hears and
+# from its deadlines.
+MAX_DRAIN, MAX_DRAIN_BYTES = 4096, 16 << 20
+
+Options = Mapping[zmq.SocketOption, int]
+
+
+class WireError(OSError):
+    """An address that cannot be listened on: the user's fault, or another process's. `strerror` says all of it."""
+
+
+def raise_descriptors() -> int:
+    """Let this process open as many files as the system permits; how many these are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return soft
+
+
+class Listener:
+    """A ROUTER socket that listens at `endpoint`, where a port may have been the system's choice. A Unix socket is its
+    owner's alone; `keys`, a server's secret key and the public ones that it lets in, lock one on tcp. Raises WireError.
+
+    libzmq asks a thread of the listener about each key. Should it not answer, no connection is let in. `refused` is
+    told the address of a client whose key is not on the list, in that thread.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        options: Options,
+        keys: tuple[str, Iterable[str]] | None = None,
+        refused: Callable[[str], None] = print,
+    ) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.ROUTER)
+        # A peer that is gone is told to the sender.
+        _set(self.socket, {zmq.LINGER: 0, zmq.ROUTER_MANDATORY: 1, **options})
+        self._lock, self._refused = threading.Lock(), refused
+        self._waiting: dict[int, None] = {}  # descriptors of connections, the oldest first
+        self._known: dict[int, None] = {}
+        self._thread: threading.Thread | None = None
+        if keys:
+            self._allowed = {z85.decode(public.encode()) for public in keys[1]}
+            self._questions = self._context.socket(zmq.REP)
+            self._questions.setsockopt(zmq.LINGER, 0)
+            self._questions.bind(_ZAP)
+            self.socket.setsockopt(zmq.ZAP_DOMAIN, b"penstock")
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys[0].encode())
+            handshake_ms = int(1000 * HANDSHAKE_S)
+            _set(self.socket, {zmq.ZAP_ENFORCE_DOMAIN: 1, zmq.CURVE_SERVER: 1, zmq.HANDSHAKE_IVL: handshake_ms})
+            # libzmq waits where these are not read in time: it accepts no faster than they are counted.
+            events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+            self._events = self.socket.get_monitor_socket(events)
+            self._thread = threading.Thread(target=self._watch, name="gate", daemon=True)
+        file = socket_file(endpoint)
+        try:
+            self.socket.bind(endpoint)
+            if file is not None:
+                file.chmod(0o600)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise WireError(error.errno or 0, f"cannot listen on {endpoint}: {bind_fault(error.errno)}") from error
+        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        if self._thread is not None:
+            files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            files = files if files > 0 else 1 << 20
+            self._most = max(4, min(MAX_STRANGERS, files // 8)), files // 2
+            self._port = int(self.endpoint.rpartition(":")[2])
+            self._thread.start()
+
+    def drain(self) -> Iterator[tuple[list[bytes], str, int]]:
+        """What waits, up to a bound; with each message its sender's public key, and the descriptor of its
+        connection: "" and -1 on a Unix socket."""
+        return drain(self.socket, locked=self._thread is not None)
+
+    def know(self, descriptor: int) -> None:
+        """The connection of this descriptor has said something of use: it is shut for no newer stranger."""
+        with self._lock:
+            if descriptor in self._waiting:
+                del self._waiting[descriptor]
+                self._known[descriptor] = None
+                self._shut_oldest()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """What is still being sent gets so many seconds."""
+        if self._thread is not None:
+            self.socket.disable_monitor()
+            self._thread.join()
+        self._context.destroy(linger=int(1000 * linger_s))
+
+    def _watch(self) -> None:
+        poller = zmq.Poller()
+        for one in (self._questions, self._events):
+            poller.register(one, zmq.POLLIN)
+        event = 0
+        while event != zmq.EVENT_MONITOR_STOPPED:
+            ready = dict(poller.poll())
+            if self._questions in ready:
+                self._answer()
+            if self._events in ready:
+                event, descriptor = struct.unpack("=hi", self._events.recv_multipart()[0])
+                with self._lock:
+                    self._waiting.pop(descriptor, None)
+                    self._known.pop(descriptor, None)
+                    if event == zmq.EVENT_ACCEPTED:
+                        self._waiting[descriptor] = None
+                        self._shut_oldest()
+        self._events.close(linger=0)
+        self._questions.close(linger=0)
+
+    def _answer(self) -> None:
+        """Answer one question of libzmq."""
+        version, number, _, address, _, mechanism, *keys = self._questions.recv_multipart()
+        known = mechanism == b"CURVE" and len(keys) == 1 and keys[0] in self._allowed
+        if not known:
+            self._refused(address.decode(errors="replace"))
+        # The key becomes the user's name of the connection, by which each frame tells its host.
+        verdict = [b"200", b"OK", z85.encode(keys[0])] if known else [b"400", b"not on the list", b""]
+        self._questions.send_multipart([version, number, *verdict, b""])
+
+    def _shut_oldest(self) -> None:
+        """End the oldest connections, which libzmq then closes."""
+        for of, most in zip((self._waiting, self._known), self._most, strict=True):
+            while len(of) > most:
+                descriptor = next(iter(of))
+                del of[descriptor]
+                with suppress(OSError):
+                    connection = sockets.socket(fileno=descriptor)
+                    try:
+                        # libzmq may have closed it already, and the descriptor be another file's.
+                        if connection.getsockname()[1] == self._port and connection.getpeername():
+                            connection.shutdown(sockets.SHUT_RDWR)
+                    finally:
+                        connection.detach()
+
+
+def dial(
+    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, server: str, join: Join, options: Options
+) -> "zmq.Socket[bytes]":
+    """A DEALER socket that connects to `endpoint`, on tcp with the host's keys to the one of public key `server`.
+
+    Raises ZMQError for what is no endpoint."""
+    socket = context.socket(zmq.DEALER)
+    _set(socket, {zmq.LINGER: 0, **options})
+    if not endpoint.startswith("ipc://"):
+        socket.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, join.public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, join.secret.encode())
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError:
+        socket.close()
+        raise
+    return socket
+
+
+def drain(socket: zmq.Socket[bytes], *, locked: bool = False) -> Iterator[tuple[list[bytes], str, int]]:
+    """What waits at a socket that is readable. `locked`: as of a listener with a gate, which gave each sender's public
+    key as its user's name."""
+    size = 0
+    for _ in range(MAX_DRAIN):
+        if locked:
+            # Only frames that are not copied have properties.
+            whole = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            frames = [frame.bytes for frame in whole]
+            yield frames, str(whole[-1].get("User-Id")), int(whole[-1].get(zmq.SRCFD))
+        else:
+            frames = socket.recv_multipart(zmq.NOBLOCK)
+            yield frames, "", -1
+        size += sum(map(len, frames))
+        # It is asked for more, since an exception to say that there is none costs thrice.
+        if size > MAX_DRAIN_BYTES or not int(socket.getsockopt(zmq.EVENTS)) & select.POLLIN:
+            return
+
+
+def _set(socket: zmq.Socket[bytes], options: Options) -> None:
+    for option, value in options.items():
+        socket.setsockopt(option, value)
