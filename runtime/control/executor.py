@@ -325,7 +325,7 @@ class Executor:
             state, outputs, metrics = held.definition.split(result, stateful=held.stateful)
             _require_rows(held.node.name, inputs, outputs)
             # Before the state changes: an output that does not fit leaves the node as it was.
-            again = held.node.answers and not _done_talking(held.node, outputs)
+            again = held.answers and not _done_talking(held.node, outputs)
             if held.stateful:
                 held.state = state
             made = self.setup.makes.get(held.node.name, {})

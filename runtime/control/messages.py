@@ -239,10 +239,7 @@ def shortened(text: str, most: int = MAX_TEXT) -> str:
 
 def signal_name(number: int) -> str:
     """9 is SIGKILL; the number for one that Python has no name for."""
-    try:
-        return signals.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return signals.Signals(number).name if number in signals.Signals.__members__.values() else f"signal {number}"
 
 
 # The version of these messages.

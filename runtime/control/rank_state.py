@@ -82,6 +82,7 @@ class Held:
     inputs: tuple[HeldInput, ...]
     state: Any
     stream: bool
+    answers: bool
     several: bool
     submitted: dict[Firing, float] = field(default_factory=dict)
 
@@ -160,7 +161,7 @@ class Holdings:
         if isinstance(definition, NodeDef) and definition.interface.context:
             options[definition.interface.context] = self.setup.contexts[node.name]
         several = isinstance(definition, NodeDef) and any(port.several for port in definition.interface.inputs)
-        return Held(node, definition, options, tuple(inputs), state, isinstance(state, Stream), several)
+        return Held(node, definition, options, tuple(inputs), state, isinstance(state, Stream), node.answers, several)
 
 
 T = TypeVar("T")

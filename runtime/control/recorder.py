@@ -26,7 +26,7 @@ from penstock.runtime.record.metrics import (
     open_tensorboard,
     prefixes,
 )
-from penstock.runtime.record.timeline import Bar, Kind, Utilisation, microseconds, pool_of
+from penstock.runtime.record.timeline import Bar, Kind, Utilisation, microseconds
 from penstock.runtime.record.trace_formats import chrome_trace
 from penstock.runtime.schedule.compile import Tables
 from penstock.runtime.schedule.events import (
@@ -352,7 +352,7 @@ class RunRecorder:
             status["lost"] = {**lost, "raised": self.raised}
         pools: dict[str, Any] = {}
         for replica, doing in self.doing.items():
-            pool = pools.setdefault(pool_of(replica), {"doing": [], "version": None})
+            pool = pools.setdefault(replica.rpartition("/")[0], {"doing": [], "version": None})
             pool["doing"].append(str(doing))
             pool["version"] = self.live.get(replica, pool["version"])
         self.say({**status, "pools": pools})

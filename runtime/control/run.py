@@ -41,7 +41,6 @@ from penstock.runtime.schedule.events import (
     Save,
     Send,
     answer,
-    first_answer,
 )
 from penstock.runtime.schedule.idle_causes import step
 from penstock.runtime.schedule.replay import SegmentOrigin
@@ -101,8 +100,8 @@ class Outbox:
 
 
 class Stage:
-    """`outbox` gets what follows. `asked` is what is awaited, the oldest first: the command that each answer is to, and
-    when it was given, on a clock that stands while this process itself is stopped.
+    """`outbox` gets what follows. `asked` has what is awaited, the oldest first, and some of what was answered: the
+    command that each answer is to, and when it was given, on a clock that stands while this process itself is stopped.
     """
 
     def __init__(
@@ -129,8 +128,6 @@ class Stage:
         """An event of the driver's own (begin, checkpoint, abort), or a rank's: that of `result`. Raises
         UnawaitedError, and changes nothing, for an answer that was not asked for."""
         commands, states = step(self.scheduler, event)
-        if isinstance(event, Answer) and (key := first_answer(event)) not in self.scheduler.answers:
-            self.asked.pop(key, None)
         if result is not None and isinstance(event, Done) and result.outputs:
             self.handles[event.firing].update(result.outputs)
         if result is not None and result.manifest is not None:
@@ -152,11 +149,17 @@ class Stage:
         seconds that this process itself was stopped so far; they count for nobody.
         """
         self._held_up = held_up
-        key, (command, since) = next(iter(self.asked.items()), (None, (None, now)))
-        waited = now - held_up - since
-        if key is None or command is None or waited <= deadline:
+        awaited = self.scheduler.answers
+        if len(self.asked) > 2 * len(awaited):  # so seldom that it costs nothing
+            self.asked = {key: asked for key, asked in self.asked.items() if key in awaited}
+        key = next((key for key in self.asked if key in awaited), None)
+        if key is None:
             return None
-        what, replica, ranks = _words(command), command.replica, sorted(self.scheduler.answers[key])
+        command, since = self.asked[key]
+        waited = now - held_up - since
+        if waited <= deadline:
+            return None
+        what, replica, ranks = _words(command), command.replica, sorted(awaited[key])
         if isinstance(command, Send):
             what += f" from {self._sender(command)}"
         names = ", ".join(self.plan.spelled(replica, rank) for rank in ranks)
@@ -164,10 +167,14 @@ class Stage:
         at = "".join(f"; {replica} rank {rank} is at {word}" for rank, word in said.items() if word)
         return f"no answer from {names} for {waited:.0f} s (deadline {deadline:.0f} s): {what}{at}"
 
+    def awaited(self) -> list[Question]:
+        """What was asked and is not answered yet."""
+        return [self.asked[key][0] for key in self.scheduler.answers]
+
     def moving(self, replica: str) -> str:
         """The weights that are on their way from a replica or to it; "" for none."""
         found = []
-        for send, _ in self.asked.values():
+        for send in self.awaited():
             if not isinstance(send, Send):
                 continue
             sender, live = self._sender(send), self.scheduler.channels[send.channel].receivers[send.replica].live
@@ -204,8 +211,9 @@ class Stage:
                     self.handles[firing._replace(turn=0)] = self.handles.pop(firing)
         self.outbox.add(command.replica, command, self._inputs(command) if isinstance(command, Fire) else ())
         if isinstance(command, Question):
-            self.asked.pop(answer(command), None)  # of a try that failed: the new one is the newest
-            self.asked[answer(command)] = command, now - self._held_up
+            key = answer(command)
+            self.asked.pop(key, None)  # of a try that failed: the new one is the newest
+            self.asked[key] = command, now - self._held_up
 
     def _inputs(self, fire: Fire) -> list[Handle]:
         """The handles of a firing's inputs; those that its replica made itself are used without one."""
@@ -290,7 +298,7 @@ class Session:
             return
         self.recorder.tick(now)
         if self.stopping is not None and now - self.stopping > STOP_BUDGET:
-            awaited = [f"{_words(c).partition(' ')[2]} on {c.replica}" for c, _ in self.stage.asked.values()]
+            awaited = [f"{_words(c).partition(' ')[2]} on {c.replica}" for c in self.stage.awaited()]
             awaiting = f": still in work were {', '.join(awaited)}" if awaited else ""
             self._finish(now, "stopped", f"no checkpoint within {STOP_BUDGET} s{awaiting}")
         elif overdue := self.stage.overdue(now, self.config.flags.deadline, self.doing, held_up):

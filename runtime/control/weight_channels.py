@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Lock
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from penstock.graph.protocols import Carried
 from penstock.graph.types import Weights
@@ -105,11 +105,11 @@ class LocalChannels:
             self.receivers[channel] = self._new_receiver(channel)
         return self.receivers[channel]
 
-    def _publisher(self, channel: str, value: Carried) -> WeightPublisher:
-        return WeightPublisher(channel, value, device=self.device, wire=self.wire)
+    def _publisher(self, channel: str, value: Carried, **more: Any) -> WeightPublisher:
+        return WeightPublisher(channel, value, rank=self.rank, device=self.device, wire=self.wire, **more)
 
-    def _new_receiver(self, channel: str) -> WeightReceiver:
-        return WeightReceiver(channel, device=self.device)
+    def _new_receiver(self, channel: str, **more: Any) -> WeightReceiver:
+        return WeightReceiver(channel, rank=self.rank, device=self.device, **more)
 
     def _ended(self, moved: Moved | Exception, received: Send | None = None) -> None:
         """A transfer is over: what was `received` has arrived; of what was sent only a failure is told."""
@@ -233,37 +233,20 @@ class WeightChannels(LocalChannels):
         assert isinstance(transport, MessageTransport)
         return transport
 
-    def _publisher(self, channel: str, value: Carried) -> WeightPublisher:
+    def _publisher(self, channel: str, value: Carried, **more: Any) -> WeightPublisher:
         add = self._adder(channel, ranks := len(self.channels[channel].source.ranks))
-        return WeightPublisher(
-            channel,
-            value,
-            rank=self.rank,
-            ranks=ranks,
-            wire=self.wire,
-            device=self.device,
-            add=add,
-            proof=self.ground.options.proof,
-        )
+        return super()._publisher(channel, value, ranks=ranks, add=add, proof=self.ground.options.proof)
 
-    def _new_receiver(self, channel: str) -> WeightReceiver:
+    def _new_receiver(self, channel: str, **more: Any) -> WeightReceiver:
         own, ground = self.channels[channel].replica(self.replica), self.ground
         owner = f"{self.replica}.{self.rank}.{channel}".replace("/", ".").replace(">", ".")
         if ground.options.transport != "messages":
-            self.memories[channel] = (
-                SharedMemory(ground.run, owner, warn=ground.warn)
-                if self.device == "cpu"
-                else DeviceMemory(self.device, owner, ground.timeout, ground.warn)
-            )
-        return WeightReceiver(
-            channel,
-            rank=self.rank,
-            ranks=len(own.ranks),
-            mesh=own.mesh or None,
-            device=self.device,
-            add=self._adder(channel, len(own.ranks)),
-            allocate=self.memories.get(channel),
-        )
+            shared = partial(SharedMemory, ground.run, owner, warn=ground.warn)
+            on_device = partial(DeviceMemory, self.device, owner, ground.timeout, ground.warn)
+            self.memories[channel] = shared() if self.device == "cpu" else on_device()
+        ranks, mesh, allocate = len(own.ranks), own.mesh or None, self.memories.get(channel)
+        add = self._adder(channel, ranks)
+        return super()._new_receiver(channel, ranks=ranks, mesh=mesh, add=add, allocate=allocate)
 
     def _adder(self, channel: str, ranks: int) -> AllReduce | None:
         """For the proofs of this replica's ranks; one alone needs none."""
