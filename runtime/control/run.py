@@ -40,7 +40,6 @@ from penstock.runtime.schedule.events import (
     Question,
     Save,
     Send,
-    answer,
 )
 from penstock.runtime.schedule.idle_causes import step
 from penstock.runtime.schedule.replay import SegmentOrigin
@@ -135,7 +134,12 @@ class Stage:
         # What replicas were at when a run was aborted is what is said of its end.
         self.recorder.step(now, event, commands, {} if isinstance(event, Abort) else states, result)
         for command in commands:
-            self._order(command, now)
+            self._order(command)
+        # The scheduler awaits what it has just asked for last of all, in the order of its commands.
+        questions = [command for command in commands if isinstance(command, Question)]
+        for key, question in [*zip(reversed(self.scheduler.answers), reversed(questions), strict=False)][::-1]:
+            self.asked.pop(key, None)  # of a try that failed: the new one is the newest
+            self.asked[key] = question, now - self._held_up
 
     def live(self) -> dict[tuple[str, str], int]:
         """The versions that replicas hold: what the next stage starts from."""
@@ -191,7 +195,7 @@ class Stage:
         routes.settle(json.loads(self.outbox.layouts[send.channel]))
         return routes.source(send.replica, send.together) or send.source
 
-    def _order(self, command: Command, now: float) -> None:
+    def _order(self, command: Command) -> None:
         match command:
             case Finish():
                 self.finish = command
@@ -210,10 +214,6 @@ class Stage:
                 if firing in self.handles:
                     self.handles[firing._replace(turn=0)] = self.handles.pop(firing)
         self.outbox.add(command.replica, command, self._inputs(command) if isinstance(command, Fire) else ())
-        if isinstance(command, Question):
-            key = answer(command)
-            self.asked.pop(key, None)  # of a try that failed: the new one is the newest
-            self.asked[key] = command, now - self._held_up
 
     def _inputs(self, fire: Fire) -> list[Handle]:
         """The handles of a firing's inputs; those that its replica made itself are used without one."""
