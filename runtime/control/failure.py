@@ -66,6 +66,7 @@ class Verdict:
 
     def report(self, failure: Failure, now: float) -> None:
         """Keep the failure if it explains the one that is known. Of two with one code, the first is kept."""
+        # What was reported first may be a consequence of what is reported now.
         if self.failure is None or PRIORITY[failure.code] < PRIORITY[self.failure.code]:
             self.failure, self._since = failure, now
             self.certain = failure.code not in HELD

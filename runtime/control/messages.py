@@ -285,6 +285,7 @@ class Codec(Generic[T]):
         """Raises MessageError when the value is larger than any reader takes, TypeError when it is no message."""
         try:
             data: bytes = self._encode(value)
+        # A file's name may be such text, which must not keep an error from being told.
         except UnicodeEncodeError:
             data = self._encode(_escaped(msgspec.to_builtins(value)))
         return self._bounded(data)

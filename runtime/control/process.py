@@ -131,6 +131,7 @@ def sweep_processes(run: str) -> list[int]:
         quiet = 0 if left else quiet + 1
         if quiet == 2:  # twice: a process that is just starting a program shows no environment
             break
+        # Some of them may fork meanwhile: the next look finds what they have started.
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

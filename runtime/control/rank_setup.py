@@ -104,6 +104,7 @@ class RankSetup:
     @cached_property
     def exported(self) -> frozenset[str]:
         """Nodes and sources here whose outputs are read in another process."""
+        # With several replicas, what one of them has made may be read by another.
         several = len(next(p.replicas for p in self.plan.pools if p.name == self.pool)) > 1
         names = set()
         for graph in self.graphs:

@@ -32,6 +32,7 @@ class Routes:
         self._replicas = [r for r in chained if transport == "messages" or len(hosts(r, channel.source)) > 1]
         self._depths: dict[str, int] = {}
         self._sources: dict[str, str] = {}
+        # One replica alone has nobody to get weights from but the trainers, whatever the layouts are.
         self._settled = len(self._replicas) < 2
 
     def settle(self, description: Mapping[str, Any]) -> None:

@@ -54,6 +54,7 @@ def wait_handing_on(child: subprocess.Popen[bytes]) -> int:
     if threading.current_thread() is not threading.main_thread():
         return child.wait()
     heard = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
+    # Held back while they are waited for, or one that comes between two looks would end this process.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [*heard, signal.SIGCHLD])
     try:
         while (status := child.poll()) is None:

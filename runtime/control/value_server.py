@@ -187,6 +187,7 @@ class ExchangeClient:
     ) -> tuple[int, memoryview]:
         """The next part that was asked for, and the number of its question."""
         until = monotonic() + self._patience
+        # Asking changes nothing: what is late or malformed is counted, and the wait goes on.
         while (left := until - monotonic()) > 0:
             if not socket.poll(int(1000 * left) + 1):
                 continue
