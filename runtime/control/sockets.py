@@ -339,7 +339,7 @@ def _overreach(message: Message, connection: _Connection, ranks: Mapping[str, st
 
 def _readable(message: Any) -> Any:
     """The message with texts of a length that a terminal and a log can take."""
-    if isinstance(message, Results):
+    if isinstance(message, Results) and any(isinstance(one.event, Failed | Abort) for one in message.results):
         return Results(tuple(structs.replace(one, event=_readable(one.event)) for one in message.results))
     if not isinstance(message, Note | Exited | Failed | Abort):
         return message
