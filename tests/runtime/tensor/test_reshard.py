@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -157,23 +156,6 @@ def test_fsdp2_over_tensor_parallelism_leaves_these_elements(fsdp: int, tp: int,
                     assert found.numel() == 0
                 else:
                     assert torch.equal(found, whole[name][regions[0].slices(Region.whole(whole[name].shape))])
-
-
-@pytest.mark.parametrize("shape", [(12, 8), (7, 5), (3, 2), (1, 9)])
-@pytest.mark.parametrize("dims", [(0, 1), (1, 0), (0, None), (None, 1), (0, 0), (1, 1)])
-def test_boxes_are_those_that_dtensor_computes(shape: tuple[int, ...], dims: tuple[int | None, ...]) -> None:
-    axes = ("a", 3), ("b", 2)
-    splits = tuple(Split(axis, dim) for (axis, _), dim in zip(axes, dims, strict=True) if dim is not None)
-    placement = Placement(Mesh(axes), splits)
-    theirs = [Replicate() if dim is None else Shard(dim) for dim in dims]
-    for rank in range(6):
-        with torch_mesh(rank, *axes) as mesh:
-            extent, offset = compute_local_shape_and_global_offset(torch.Size(shape), mesh, theirs)
-        own = placement.of(rank, shape)
-        if own:
-            assert (own[0].start, own[0].shape) == (tuple(offset), tuple(extent))
-        else:
-            assert 0 in extent
 
 
 @settings(deadline=None)
