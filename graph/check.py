@@ -133,6 +133,7 @@ def _clocks(view: View) -> Iterator[Fault]:
 def _updates(view: View) -> Iterator[Fault]:
     """Groups wait for an update, which ends when its nodes have fired: without one a run has no end."""
     clocks = {node.clock for node in view.graph.nodes if node.fires}
+    # A next value that is made per group is told by its own rule; this one would add nothing.
     made = any(ref.node in view.nodes for _, ref in view.graph.results)  # per group, which `_carried` refuses
     if "group" in clocks and "update" not in clocks and not made:
         given = "nodes that fire per group, and none that fires at each update"
@@ -142,6 +143,7 @@ def _updates(view: View) -> Iterator[Fault]:
 
 def _places(view: View) -> Iterator[Fault]:
     """A carried value stays in its pool, and so does its next one."""
+    # The next value of a carried one is made where that lies: in place, without a copy.
     nexts = {ref: name for name, ref in view.graph.results}
     for node, item in view.inputs():
         argument = view.arguments.get(nexts.get(item.ref, item.ref.node))
@@ -285,6 +287,7 @@ def _every(view: View) -> Iterator[Fault]:
             needed = f"a node that fires per update: {short(node.op)}.per_update.every({node.every})"
             given = f"{node.every}, of a node per {node.clock}"
             yield Fault("every-per-group", f"{node.name}: every", given, needed, node.where)
+        # What it reads of the updates between its own would be lost.
         for item in node.inputs if node.fires else ():
             if view.per_group(item.ref):
                 given = f"{str(item.ref)!r}, of which each update has a batch of its own"
@@ -318,6 +321,7 @@ MODEL = path_of(Model)
 
 def _delays(view: View) -> Iterator[Fault]:
     """A delayed value is read per group where it is held; one that never changes needs no delay."""
+    # A group takes the place of a dropped one, so which update it is for is known too late.
     filters = [node.name for node in view.graph.nodes if node.construct == "keep"]
     for node in view.graph.nodes:
         argument = view.arguments.get(node.inputs[0].ref.node) if node.construct == "delay" else None
@@ -365,6 +369,7 @@ def _turns(view: View) -> Iterator[Fault]:
             yield Fault("unbounded-turns", f"{node.name}: turns", given, needed, node.where)
         if node.clock != "group":
             yield Fault("turns-per-update", what, "a node per update", "a node per group", node.where)
+        # Its state would pass from group to group in an order that differs from run to run.
         if node.stateful:
             needed = "a Stream, or a node without state: groups take their turns in any order"
             yield Fault("turns-with-state", what, "a node that passes a state on", needed, node.where)

@@ -119,6 +119,7 @@ def alternate(
         given = f"{options[name]!r}, and both {speak.__name__} and {answer.__name__} have it"
         needed = f"the answering one's own beside it: {answer.written}.given({name}=…)"
         recorder.faults.append(Fault("ambiguous-option", f"alternate: option {name!r}", given, needed, caller()))
+    # Recorded at the end, with the edges between the turns, which need both nodes.
     said = recorder.node_of(speak, inputs, {k: v for k, v in options.items() if k in spoken})
     # The answering node's first input that is not bound is what the other one has made.
     own = [p.name for p in answer.interface.inputs if not p.optional and p.name not in answer.bound]

@@ -48,6 +48,7 @@ _LIBRARY = (f"{__package__}.", "penstock.nodes.")
 def caller() -> str:
     """ "file:line" of the program that is being traced: the innermost frame outside this package and the nodes."""
     frame = sys._getframe(1)
+    # Nodes of this package call others in their own helpers, which is not where the user has to look.
     while frame.f_globals.get("__name__", "").startswith(_LIBRARY) and frame.f_back is not None:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -120,6 +120,7 @@ def _from_file(path: str, file: str) -> ModuleType:
         siblings = [p.name for p in Path(real).parent.glob("*.py")]
         needed = f"an existing file{nearest(Path(real).name, siblings)}"
         raise _not_found(f"{path!r}: there is no file {real}", needed)
+    # A second module of the same file would have other classes of the same names.
     name = _module_name(real)
     known = _main(real) or sys.modules.get(name)
     if known is not None:
@@ -167,6 +168,7 @@ def encode(value: Any, what: str) -> Json:
     # Absolute, so that a run can be resumed from any folder.
     if isinstance(value, Path):
         return str(value.absolute())
+    # JSON has no tuples; a node that needs one is given a list.
     if isinstance(value, list | tuple):
         return [encode(item, what) for item in value]
     if isinstance(value, dict) and all(type(key) is str for key in value) and not names_function(value):

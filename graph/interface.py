@@ -84,6 +84,7 @@ def interface(function: Callable[..., Any], *, stateful: bool) -> Interface:
     """Read a node's signature. Raises GraphError at the function's line."""
     sig, where = signature(function), defined(function)
     inputs, options, context = [], {}, ""
+    # The state comes first, and is no edge: it stays in the worker.
     parameters = list(sig.parameters.values())
     for parameter in parameters[1:] if stateful else parameters:
         what = f"{function.__name__}: parameter {parameter.name!r}"
@@ -143,6 +144,7 @@ def _outputs(
             needed = "tuple[State, Output] or tuple[State, Output, Metrics], since the node has an `init`"
             raise fault("state-not-returned", what, repr(annotation), needed, where)
         parts = parts[1:]
+    # Figures go to the run's records, never along an edge.
     metrics = parts[-1] == Metrics
     parts = parts[:-1] if metrics else parts
     # `tuple[tuple[A, B], Metrics]`: two outputs with metrics.

@@ -180,7 +180,9 @@ class Graph:
         an earlier node, or from the turn before; each carried value has one result."""
         names = [argument.name for argument in self.arguments] + [node.name for node in self.nodes]
         yield from (f"the name {name!r} twice" for name, count in Counter(names).items() if count > 1)
+        # Grows in program order, so that the order of the nodes is one in which they can fire.
         made = {Ref(argument.name) for argument in self.arguments}
+        # Two nodes that take turns read each other: one of the two edges comes from a later node.
         late = {Ref(node.name, output.name) for node in self.nodes if node.turns is not None for output in node.outputs}
         for node in self.nodes:
             before = late if node.turns is not None else set[Ref]()
@@ -303,11 +305,13 @@ class _GraphJson(TypedDict):
     types: dict[str, tuple[str, ...]]
     arguments: tuple[Argument, ...]
     nodes: list[dict[str, Json]]
+    # By carried value: the node and the output that is its next value.
     results: dict[str, tuple[str, str]]
 
 
 def _node_from_json(data: Mapping[str, Json]) -> Node:
     """Raises ValueError for a node of another form, or with slots that this version does not know."""
+    # msgspec would drop them, and the graph would mean something else than what was written.
     if unknown := sorted(data.keys() - set(Node.__slots__)):
         raise ValueError(f"graph: given a node with {', '.join(unknown)}, which this version does not know")
     inputs = []

@@ -153,6 +153,7 @@ class NodeDef(Generic[P, T]):
         state = parts.pop(0) if stateful else None
         metrics: Any = parts.pop() if shape.metrics and parts else {}
         values = shape.values(parts[0] if len(parts) == 1 else tuple(parts))
+        # Told here, where the node is known, and not by whoever reads the value.
         fit = len(values) == len(shape.outputs) and isinstance(metrics, dict)
         if not fit or not all(_fits(v, port.type) for v, port in zip(values, shape.outputs, strict=True)):
             names = ", ".join(type(part).__name__ for part in result) if isinstance(result, tuple) else ""

@@ -206,7 +206,9 @@ def trace(
             faults += (dataclasses.replace(found, where=program.where) for found in error.faults)
     if faults:
         raise GraphError(*faults)
+    # Faults of options were raised above: without their values the program cannot be called.
     recorder = TraceRecorder(program, prefix)
+    # Not an argument: calls of nodes in a program read as calls of functions.
     token = current.set(recorder)
     try:
         returned = program.fn(*(Handle(recorder, Ref(name)) for name in program.arguments), **values)

@@ -35,6 +35,7 @@ def joined(values: Sequence[Any]) -> Any:
         return None
     if isinstance(values[0], tuple):
         return tuple(item for value in values for item in value)
+    # Each axis but the rows as wide as the widest part.
     widths = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
     out = values[0].new_zeros((sum(value.shape[0] for value in values), *widths))
     row = 0

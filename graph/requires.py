@@ -99,6 +99,7 @@ class Call:
         """
         counts: set[int | None] = set()
         behind, seen = [(self._inputs[name].node, False)] if name in self._inputs else [], set()
+        # Back along the edges, as far as something says how many rows a group has.
         while behind:
             step = behind.pop()
             if step in seen:
@@ -167,6 +168,7 @@ class Call:
         """The source that an input is, filtered or not; None for any other input, and where the call is not looked at
         for a run."""
         ref, seen = self._inputs.get(name), set()
+        # Through filters, which hand on what they were given.
         while ref is not None and ref not in seen:
             seen.add(ref)
             node = self.view.nodes.get(ref.node)
@@ -240,6 +242,7 @@ def opens(spec: Callable[[Context], Any], *, words: bool = True, base: bool = Fa
 
 def opened(maker: str) -> Opens | None:
     """What `opens` says of the maker of this import path; None for a maker that says nothing of a model."""
+    # An attribute, so that a maker stays the plain function that it is.
     found: Opens | None = getattr(load(maker), "opens", None)
     return found
 
@@ -256,6 +259,7 @@ def calls(view: View) -> Iterator[Fault]:
     Only modules that this process has imported are asked. A process that has traced the program has imported them.
     """
     for node in view.graph.nodes:
+        # Not `load`: where a graph is only looked at, nothing of the user's is to run.
         definition = imported(node.op) if node.construct == "call" else None
         if not isinstance(definition, NodeDef):
             continue

@@ -123,6 +123,7 @@ def text(graph: Graph) -> str:
     # Of two nodes that take turns the statement of the one that speaks is that of both.
     shown = [node for node in graph.nodes if not node.answers]
     calls = [(_statement(graph, n, names, returned=n is inline), _comment(graph, n)) for n in shown]
+    # The comments stand below each other.
     column = max((len(statement[0]) for statement, _ in calls), default=0) + 2
     for (first, *rest), comment in calls:
         lines += [f"{first:<{column}}# {comment}", *rest]
@@ -164,6 +165,7 @@ def _local(name: str) -> str:
 def _names(graph: Graph) -> dict[Ref, str]:
     """A variable's name for each value: "next_policy" for the next policy, else what its first reader calls it; where
     that is taken, its type's name. None is that of a function which the program calls."""
+    # A value of a function's name would hide it from the calls that follow.
     functions = {_function(node) for node in graph.nodes}
     names = {Ref(a.name): _local(a.name) for a in graph.arguments}
     results = {ref: f"next_{name}" for name, ref in graph.results if ref not in names}

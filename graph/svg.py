@@ -347,6 +347,7 @@ def svg(graph: Graph, measured: Measured | None = None) -> str:
     """
     drawn = GraphLayout(graph, measured.notes if measured else None)
     width, summary = max(drawn.width, 420.0), graph.doc.partition("\n")[0]
+    # The summary ends where the image does: text of an SVG does not wrap.
     room = max(int((width - 2 * MARGIN - len(graph.name) * 10 - 20) / 6.2), 1)
     turns = any(wire.label == "next turn" for wire in drawn.wires)
     legend = [("within an update", "", MARGIN)]

@@ -159,6 +159,7 @@ class TraceRecorder:
         outputs = []
         for port in interface.outputs:
             # An output with a type variable has the type of the value that the call passes for that variable.
+            # So an update of a `Solver(Policy)` gives a `Solver`.
             same = {p.name for p in interface.inputs if port.variable and p.variable == port.variable}
             given = (self.type_of(item.ref) for item in inputs if item.name in same)
             fit = (path for path in given if path in self.types and issubclass(self.types[path], port.type))
@@ -260,6 +261,7 @@ class TraceRecorder:
                 consumers[name] = made[name].pool
             elif pools := [consumers[node.name] for node, _ in readers[name] if node.name in consumers]:
                 consumers[name] = pools[0]
+        # By the names in the program; nodes come after all that they read.
         places: dict[str, str] = {}
         arguments, nodes = [], []
         for name in program.arguments:

@@ -126,6 +126,7 @@ class Model:
 class Policy(Model):
     """A language model with its optimizer: a carried value (`nodes.policy`)."""
 
+    # A path, since this package must not import the nodes, which import torch.
     maker: ClassVar[str] = "penstock.nodes.policy:make_policy"
     pool: ClassVar[str] = "trainer"
 
@@ -235,6 +236,7 @@ class Batchable:
         """
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         count = next(len(column) for column in columns.values() if column is not None)
+        # Elements of tensors and arrays, of whatever library, are plain numbers from here on.
         index = [row.item() if hasattr(row, "item") else row for row in rows]
         if index and all(isinstance(row, bool) for row in index):
             if len(index) != count:
@@ -414,6 +416,7 @@ class Rewards(Batchable):
         if shape is None or len(shape) != 1:
             given = f"a {type(self.values_N).__name__}" if shape is None else f"an array of shape {list(shape)}"
             return f"Rewards of {given}, needed an array [N], one number per response"
+        # Of plain numbers, since `isfinite` is called otherwise in each library.
         values = self.values_N.tolist()
         for row, value in enumerate(values):
             if isinstance(value, float) and not math.isfinite(value):
