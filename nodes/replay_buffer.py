@@ -74,15 +74,11 @@ def replay(
     ages = [float((buffer.update - each.born_N).float().mean()) for each in old]
     # What was drawn now may be drawn again, so the buffer keeps it as if it had not been.
     everything = Past.concat([buffer.past(), fresh]) if past else fresh
-    kept = everything.take(_young(everything, buffer.update + 1 - max_age, capacity))
+    # By groups and not by rows: a group is kept with all of its rows, or forgotten with them.
+    born = dict(zip(everything.ordinals, everything.born_N.tolist(), strict=True))
+    young = {ordinal for ordinal in list(born)[-capacity:] if born[ordinal] > buffer.update - max_age}
+    kept = everything.take([row for row, ordinal in enumerate(everything.ordinals) if ordinal in young])
     figures = {"replayed": float(len(drawn)), "replayed_age": sum(ages), "buffered": float(len(set(kept.ordinals)))}
     learnt = replace(Rollouts(**columns(mixed)), replayed_N=mixed.born_N < buffer.update)
     worth = replace(advantage, values_N=mixed.values_N)
     return ReplayBuffer(**vars(kept), key=buffer.key, update=buffer.update + 1), (learnt, worth), figures
-
-
-def _young(past: Past, oldest: int, capacity: int) -> list[int]:
-    """The rows of the newest `capacity` groups among those that were fresh in update `oldest` or later."""
-    born = dict(zip(past.ordinals, past.born_N.tolist(), strict=True))
-    young = {ordinal for ordinal in list(born)[-capacity:] if born[ordinal] >= oldest}
-    return [row for row, ordinal in enumerate(past.ordinals) if ordinal in young]
