@@ -140,6 +140,10 @@ class NodeDef(Generic[P, T]):
         """Read at the first use, since annotations may name classes that stand further down the file."""
         return interface(self.fn, stateful=self.init is not None)
 
+    @functools.cached_property
+    def _returned(self) -> str:
+        return f"{defined(self.fn)}: {self.__name__} returned"
+
     def split(self, result: Any, *, stateful: bool) -> tuple[Any, dict[str, Any], Metrics]:
         """A result as (state, outputs by name, metrics). `stateful`: the state leads the result.
 
@@ -147,7 +151,6 @@ class NodeDef(Generic[P, T]):
         return annotation, ValueError for rewards that are none.
         """
         shape = self.interface
-        returned = f"{defined(self.fn)}: {self.__name__} returned"
         # What is returned is (state, outputs, metrics), where the signature has them.
         parts = list(result) if isinstance(result, tuple) and (stateful or shape.metrics) else [result]
         state = parts.pop(0) if stateful else None
@@ -158,17 +161,17 @@ class NodeDef(Generic[P, T]):
         if not fit or not all(_fits(v, port.type) for v, port in zip(values, shape.outputs, strict=True)):
             names = ", ".join(type(part).__name__ for part in result) if isinstance(result, tuple) else ""
             given = f"tuple[{names}]" if names else type(result).__name__
-            raise TypeError(f"{returned} {given}, needed {shape.returns}")
+            raise TypeError(f"{self._returned} {given}, needed {shape.returns}")
         for lack in (value.lack() for value in values if isinstance(value, Rewards)):
             if lack:
-                raise ValueError(f"{returned} {lack}")
+                raise ValueError(f"{self._returned} {lack}")
         # A dict that grows with each update would fill `metrics.jsonl` and the terminal.
         if len(metrics) > MOST_FIGURES:
-            raise ValueError(f"{returned} {len(metrics)} figures, needed at most {MOST_FIGURES} of a firing")
+            raise ValueError(f"{self._returned} {len(metrics)} figures, needed at most {MOST_FIGURES} of a firing")
         outputs = {port.name: v for port, v in zip(shape.outputs, values, strict=True)}
-        return state, outputs, {name: self._metric(name, value, returned) for name, value in metrics.items()}
+        return state, outputs, {name: self._metric(name, value) for name, value in metrics.items()}
 
-    def _metric(self, name: Any, value: Any, returned: str) -> float:
+    def _metric(self, name: Any, value: Any) -> float:
         """One metric. Raises TypeError for a name that is no text or a value that is no number, ValueError for a name
         that rows have a column of their own for, or that cannot be shown."""
         try:
@@ -177,14 +180,14 @@ class NodeDef(Generic[P, T]):
             figure = None
         if figure is None or not isinstance(name, str):
             given = f"{reprlib.repr(name)}: {reprlib.repr(value)} among its metrics"
-            raise TypeError(f"{returned} {given}, needed a name with one number")
+            raise TypeError(f"{self._returned} {given}, needed a name with one number")
         taken = sorted({*COLUMNS, f"{self.__name__}_update"})
         if name in taken:
             given = f"{name!r} among its metrics, which a row of metrics.jsonl has of its own"
-            raise ValueError(f"{returned} {given}; needed another name than {', '.join(taken)}")
+            raise ValueError(f"{self._returned} {given}; needed another name than {', '.join(taken)}")
         if not (0 < len(name) <= NAME_LENGTH and name.isprintable()):
             given = f"a figure named {reprlib.repr(name)} ({len(name)} characters)"
-            raise ValueError(f"{returned} {given}, needed a name of 1 to {NAME_LENGTH} printable characters")
+            raise ValueError(f"{self._returned} {given}, needed a name of 1 to {NAME_LENGTH} printable characters")
         return figure
 
 

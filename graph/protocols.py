@@ -28,24 +28,6 @@ class Vector(Protocol):
     def __getattr__(self, name: str, /) -> Any: ...
 
 
-def joined(values: Sequence[Any]) -> Any:
-    """Arrays (first axis N) below each other, padded to a common width with zeros; or tuples after each other; or None
-    where all are."""
-    if all(value is None for value in values):
-        return None
-    if isinstance(values[0], tuple):
-        return tuple(item for value in values for item in value)
-    # Each axis but the rows as wide as the widest part.
-    widths = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
-    out = values[0].new_zeros((sum(value.shape[0] for value in values), *widths))
-    row = 0
-    for value in values:
-        region = (slice(row, row + value.shape[0]), *(slice(0, size) for size in value.shape[1:]))
-        out[region] = value
-        row += value.shape[0]
-    return out
-
-
 @runtime_checkable
 class Carried(Protocol):
     """A value that each update replaces, such as the policy with its optimizer. It stays in its workers."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Self, TypeVar
 
-from penstock.graph.protocols import Array, Axes, Vector, joined
+from penstock.graph.protocols import Array, Axes, Vector
 
 # Figures that a node reports beside its output; they end in `metrics.jsonl`, averaged over an update's groups.
 Metrics = dict[str, float]
@@ -499,3 +499,21 @@ class Returns(Batchable):
 
 def _values(other: Any) -> Any:
     return other.values_N if isinstance(other, Rewards) else other
+
+
+def joined(values: Sequence[Any]) -> Any:
+    """Arrays (first axis N) below each other, padded to a common width with zeros; or tuples after each other; or None
+    where all are."""
+    if all(value is None for value in values):
+        return None
+    if isinstance(values[0], tuple):
+        return tuple(item for value in values for item in value)
+    # Each axis but the rows as wide as the widest part.
+    widths = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
+    out = values[0].new_zeros((sum(value.shape[0] for value in values), *widths))
+    row = 0
+    for value in values:
+        region = (slice(row, row + value.shape[0]), *(slice(0, size) for size in value.shape[1:]))
+        out[region] = value
+        row += value.shape[0]
+    return out

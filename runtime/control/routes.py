@@ -14,8 +14,9 @@ from typing import Any
 
 from penstock.runtime.cluster.placement import Replica
 from penstock.runtime.schedule.compile import Channel
+from penstock.runtime.tensor.layout import Mesh
 from penstock.runtime.tensor.reshard import chain
-from penstock.runtime.tensor.wire_format import mesh_of, plan_of
+from penstock.runtime.tensor.wire_format import plan_of
 
 # By what share of the deadline the last link of a chain waits longer than the first: whoever is next to the one that
 # stands still finds it out before the others, and names it.
@@ -40,7 +41,7 @@ class Routes:
         if self._settled:
             return
         first, names = self._replicas[0], [replica.name for replica in self._replicas]
-        plan = plan_of(description, mesh_of(first.mesh or None, len(first.ranks)))
+        plan = plan_of(description, Mesh.of(first.mesh or None, len(first.ranks)))
         for destination, source in enumerate(chain(plan, len(names))):
             if source is not None:
                 self._sources[names[destination]] = names[source]

@@ -175,6 +175,11 @@ class Mesh:
         if len(set(names)) < len(names) or any(size < 1 for _, size in self.axes):
             raise ValueError(f"given a mesh of {self}, needed distinct names and sizes of at least 1")
 
+    @classmethod
+    def of(cls, axes: Axes | None, ranks: int = 1) -> "Mesh":
+        """The mesh of a replica; without axes, `ranks` ranks that each hold everything."""
+        return cls((("replica", ranks),) if axes is None else tuple((name, size) for name, size in axes))
+
     @property
     def size(self) -> int:
         """The number of ranks."""

@@ -1,8 +1,7 @@
 """torch's process groups, made directly, and the connections that weights use: no global world, no collective, no TCP
 store. A `Connection` sends and receives between the ranks of a link or of a replica, and names the peer at fault;
 `AllReduce` adds over the ranks of one replica; `open_world` makes torch's default group where a replica's ranks compute
-together, and `Pace` keeps their steps in time. `Transport` is what moves the copies of a plan; `LocalTransport` does it
-within one process.
+together, and `Pace` keeps their steps in time. `Transport` is what moves the copies of a plan.
 
 Gloo listens at the one address that it is given. It asks a peer for no key and encrypts nothing: on one host that is
 loopback, and beyond it a network must be trusted.
@@ -55,34 +54,6 @@ class Transport(Receiving, Protocol):
 
     def close(self) -> None:
         """Give up the connection. May be repeated."""
-
-
-class LocalTransport:
-    """Both sides in one process, taking turns: `send` names its parts, `receive` copies out of them."""
-
-    def __init__(self, channel: str) -> None:
-        self.channel = channel
-        self._sent: dict[tuple[int, Copy], Tensor] = {}
-
-    def send(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
-        pieces = {(version, copy): parts[copy.tensor].cut(copy.region) for copy in copies}
-        self._sent |= pieces
-        return sum(piece.nbytes for piece in pieces.values())
-
-    def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
-        # What was sent for another version is dropped: its snapshot may be written over by now.
-        sent, self._sent = self._sent, {}
-        total = 0
-        for copy in copies:
-            if (version, copy) not in sent:
-                raise TransportError(f"{self.channel}: version {version}: {copy.tensor} {copy.region} was not sent")
-            piece = sent[version, copy]
-            parts[copy.tensor].cut(copy.region).copy_(piece)
-            total += piece.nbytes
-        return total
-
-    def close(self) -> None:
-        self._sent.clear()
 
 
 class Message:

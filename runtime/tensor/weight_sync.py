@@ -20,21 +20,59 @@ arrives once, and later than the live one.
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from penstock.graph.protocols import TENSOR, Axes, Carried, Rule, Sharded
 from penstock.graph.types import Weights
-from penstock.runtime.tensor.buffers import Allocate, Convert, Device, Done, DoubleBuffer, WeightSnapshot, in_background
+from penstock.runtime.tensor.buffers import (
+    Allocate,
+    Convert,
+    Device,
+    Done,
+    DoubleBuffer,
+    Shards,
+    WeightSnapshot,
+    in_background,
+)
 from penstock.runtime.tensor.digest import MODES, Add, ChecksumError, Checksums, Mode, alone, hashed_tensors
 from penstock.runtime.tensor.layout import ITEMSIZE, Copy, Layout, LayoutError, Mesh, sharded
-from penstock.runtime.tensor.process_group import AllReduce, LocalTransport, Receiving, Transport
+from penstock.runtime.tensor.process_group import AllReduce, Receiving, Transport, TransportError
 from penstock.runtime.tensor.quantise import Converter, Restorer
 from penstock.runtime.tensor.reshard import reshard
-from penstock.runtime.tensor.wire_format import converted, mesh_of, rules_from_json, rules_to_json, target_layout
+from penstock.runtime.tensor.wire_format import converted, rules_from_json, rules_to_json, target_layout
+
+
+class LocalTransport:
+    """Both sides in one process, taking turns: `send` names its parts, `receive` copies out of them."""
+
+    def __init__(self, channel: str) -> None:
+        self.channel = channel
+        self._sent: dict[tuple[int, Copy], Tensor] = {}
+
+    def send(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
+        pieces = {(version, copy): parts[copy.tensor].cut(copy.region) for copy in copies}
+        self._sent |= pieces
+        return sum(piece.nbytes for piece in pieces.values())
+
+    def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
+        # What was sent for another version is dropped: its snapshot may be written over by now.
+        sent, self._sent = self._sent, {}
+        total = 0
+        for copy in copies:
+            if (version, copy) not in sent:
+                raise TransportError(f"{self.channel}: version {version}: {copy.tensor} {copy.region} was not sent")
+            piece = sent[version, copy]
+            parts[copy.tensor].cut(copy.region).copy_(piece)
+            total += piece.nbytes
+        return total
+
+    def close(self) -> None:
+        self._sent.clear()
 
 
 def source_layout(carried: Carried, ranks: int, add: Add) -> tuple[Layout, Mapping[str, Rule]]:
@@ -154,13 +192,13 @@ class WeightPublisher:
         """Send a published version to a replica on `mesh`, or of `ranks` ranks that each get everything; blocks until
         it is sent. Raises `LayoutError` before any byte moves.
         """
-        return self._send(self._hold(version), transport, mesh_of(mesh, ranks))
+        return self._send(self._hold(version), transport, Mesh.of(mesh, ranks))
 
     def start(
         self, version: int, transport: Transport, ranks: int, done: Done[Moved], mesh: Axes | None = None
     ) -> None:
         """`send` in the background. The version is held from now on, whatever is published meanwhile."""
-        snapshot, target = self._hold(version), mesh_of(mesh, ranks)
+        snapshot, target = self._hold(version), Mesh.of(mesh, ranks)
         in_background(f"send {self.channel} {version}", lambda: self._send(snapshot, transport, target), done)
 
     def _send(self, snapshot: WeightSnapshot, transport: Transport, mesh: Mesh) -> Moved:
@@ -230,7 +268,7 @@ class WeightReceiver:
         allocate: Allocate | None = None,
     ) -> None:
         self.channel = channel
-        self.mesh = mesh_of(mesh, ranks)
+        self.mesh = Mesh.of(mesh, ranks)
         if add is None and self.mesh.extent(TENSOR) > 1:
             raise ValueError(f"{channel}: given weights in parts on {self.mesh}, needed `add`, to sum over them")
         self.weights = Weights(-1, {})

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.graph.protocols import TENSOR, Axes, Rule
+from penstock.graph.protocols import TENSOR, Rule
 from penstock.runtime.tensor.layout import (
     Holding,
     Layout,
@@ -116,11 +116,6 @@ def scale_holding(held: Holding, shape: tuple[int, ...], format: Format) -> List
     edges = held.edges(shape)
     rows = zip(edges.ranks.tolist(), edges.start.tolist(), edges.stop.tolist(), strict=True)
     return ListedRegions(tuple(dict.fromkeys((rank, format.scales(Region(tuple(a), tuple(b)))) for rank, a, b in rows)))
-
-
-def mesh_of(axes: Axes | None, ranks: int = 1) -> Mesh:
-    """The mesh of a replica; without axes, `ranks` ranks that each hold everything."""
-    return Mesh((("replica", ranks),) if axes is None else tuple((name, size) for name, size in axes))
 
 
 def target_layout(source: Layout, wanted: Mapping[str, Rule], mesh: Mesh) -> Layout:

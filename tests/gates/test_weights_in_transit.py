@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.tensor.buffers import Shards
 from penstock.runtime.tensor.layout import Copy
-from penstock.runtime.tensor.process_group import LocalTransport
+from penstock.runtime.tensor.weight_sync import LocalTransport
 
 from .plain import toy_loop
 from .running import (

@@ -16,10 +16,17 @@ from penstock.runtime.tensor.buffers import Shards, allocate
 from penstock.runtime.tensor.digest import ChecksumError, Checksums, alone, digest, hashed_tensors
 from penstock.runtime.tensor.layout import Copy, Layout, LayoutError, Mesh, Region, sharded
 from penstock.runtime.tensor.one_sided import OneSidedTransport, SharedMemory
-from penstock.runtime.tensor.process_group import LocalTransport, TransportError
+from penstock.runtime.tensor.process_group import TransportError
 from penstock.runtime.tensor.quantise import ConversionError, Converter, dequantise
 from penstock.runtime.tensor.shm import sweep
-from penstock.runtime.tensor.weight_sync import Moved, SyncError, WeightPublisher, WeightReceiver, sync_in_process
+from penstock.runtime.tensor.weight_sync import (
+    LocalTransport,
+    Moved,
+    SyncError,
+    WeightPublisher,
+    WeightReceiver,
+    sync_in_process,
+)
 from penstock.runtime.tensor.wire_format import FORMATS, SCALE, converted
 from tests.runtime.control.sockets import until
 
