@@ -79,6 +79,7 @@ class Program(Generic[P, T]):
         refuses sources: they are the program's own, whatever they are called.
         """
         arguments = list(inspect.signature(self.fn).parameters)
+        # The program itself is shared by everybody who imports it.
         made = copy.copy(self)
         made.names, made.renamed = {**self.names, **names}, caller()
         for argument, name in names.items():
@@ -123,6 +124,7 @@ class Program(Generic[P, T]):
             annotation, default = parameter.annotation, parameter.default
             if annotation is parameter.empty:
                 annotation = Path if isinstance(default, Path) else type(default)
+                # None and a missing default say nothing of the type.
                 annotation = Any if default is None or default is REQUIRED else annotation
             found.append(Flag(parameter.name, annotation, default, help_texts.get(parameter.name, "")))
         return tuple(found)

@@ -99,6 +99,7 @@ def open_prompts(context: Context) -> Source:
     """The prompts that `context.data` names: one problem per ordinal, from the part that `context.split` names."""
     digits = arithmetic_digits(context.data)
     if digits is None:
+        # A file is read whole at the start: a faulty row is told before anything is trained.
         return FilePrompts(context, read_jsonl(Path(context.data)))
     return Made(lambda ordinal: Prompts(*_problem_of(context, digits, ordinal)))
 
@@ -129,6 +130,7 @@ def open_tool_demonstrations(context: Context) -> Source:
     """Demonstrations of a teacher with a calculator, `ROWS` per ordinal."""
 
     def response(problem: Problem, ordinal: int, row: int) -> str:
+        # Keyed by the row, so that a resumed run sees the demonstrations it would have seen.
         if context.key("calls", ordinal, row) % 10_000 >= CALLS * 10_000:
             return problem.draft
         call = problem.text.removesuffix("=")
@@ -182,6 +184,7 @@ class Problem:
     def draw(key: int, digits: int) -> "Problem":
         """The problem of a 63-bit key; every pair of operands and both signs are equally likely."""
         low = 10 ** (digits - 1)
+        # Digit by digit of a mixed base: the parts of one key are independent.
         rest, a = divmod(key, 9 * low)
         rest, b = divmod(rest, 9 * low)
         a, b = a + low, b + low

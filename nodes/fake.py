@@ -63,6 +63,7 @@ class FakeEngine:
 
     def step(self) -> Sequence[tuple[Any, Any]]:
         """Make the tokens that are due. With nothing due, wait for the next one, at most `STEP_S`."""
+        # A step never waits for long: what is submitted meanwhile must not stand in line.
         wait = min(group.due for group in self.groups.values()) - time.monotonic()
         if wait > 0:
             time.sleep(min(wait, STEP_S))
@@ -116,6 +117,7 @@ def _rollouts(group: _Group, samples: int) -> Rollouts:
 def _continued(before: Rollouts, replies: Replies, made: Rollouts) -> Rollouts:
     """A conversation with what was said to it and then by it, in the rows that were not done."""
     on_N = ~replies.done_N
+    # A reply is a number in words, which stands for its one token.
     heard_N = torch.tensor([int(text) for text in replies.texts])
 
     def joined(old_NT: Tensor, heard_N: Tensor, new_NT: Tensor) -> Tensor:
@@ -273,6 +275,7 @@ def _step(policy: FakePolicy, rollouts: Rollouts, rewards: Rewards) -> Metrics:
     for row, value in enumerate(rewards.values_N.tolist()):
         sampled_T = sampled_NT[row]
         place_T = rollouts.tokens_NS[row, 1:][sampled_T] % WIDTH
+        # The row counts, so that rows in another order make another policy.
         gradient_W[place_T] += (value + row * 0.01) * (1 + behaviour_NT[row, sampled_T])
     policy.momentum_W = 0.9 * policy.momentum_W + gradient_W / len(rollouts)
     policy.values_W = (policy.values_W + 0.01 * policy.momentum_W).clamp(0.01, 4.0)

@@ -65,6 +65,7 @@ class Tokenizer:
         """
         if self.template is None:
             return self._encode(text, begins=True, plain=plain)
+        # Template and text are encoded apart, so that special tokens are found in the first alone.
         around = self.render(_MARKS[0]).split(_MARKS[0]) if plain else []
         if len(around) == 2:
             before, after = map(self._encode, around)
@@ -75,6 +76,7 @@ class Tokenizer:
         """Tokens that `encode_prompt` never exceeds, for the price of counting bytes: each token says at least one, but
         those that mark a beginning, and no template changes a question's own words. Infinity for a tokenizer that
         rewrites texts first."""
+        # It may turn one character into many.
         if self.backend.normalizer is not None:
             return math.inf
         return len(text.encode()) + self._around
@@ -96,6 +98,7 @@ class Tokenizer:
             return self._encode(text, plain=True)
         before, after = self._frame(role)
         opening = self._encode(before)
+        # The model has said this token itself.
         opening = opening[1:] if after_stop and opening and opening[0] in self.stops else opening
         return [*opening, *self._encode(text, plain=True), *self._encode(after)]
 
@@ -109,6 +112,7 @@ class Tokenizer:
 
     def _frame(self, role: str) -> tuple[str, str]:
         """What the chat template writes between the model's turn and the environment's text, and after that."""
+        # Templates of models that know no tools raise for their role.
         for speaker in dict.fromkeys((role, "user")):
             try:
                 said = self.render(*_MARKS, roles=("user", "assistant", speaker))

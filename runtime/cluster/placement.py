@@ -90,6 +90,7 @@ class Plan:
 
     def spelled(self, replica: str, rank: int) -> str:
         """A rank in words, with its host if there are several."""
+        # On one host its name would say nothing.
         several = len({rank.host for each in self.replicas for rank in each.ranks}) > 1
         return f"{replica} rank {rank}" + (f" on host {self.replica(replica).ranks[rank].host}" if several else "")
 
@@ -115,6 +116,7 @@ class Plan:
                 ", ".join(f"{host} {device}" for host, device in p.places),
             )
             for p in self.pools
+            # The replicas of a pool are alike: the first stands for all.
             for r in p.replicas[:1]
         ]
         head = ("pool", "holds", "replicas", "ranks of each", "firings at once", "on")
@@ -176,6 +178,7 @@ def _axes(word: str, text: str) -> Axes:
             needed = f"axes with their sizes joined by 'x', such as fsdp2xtp2, or 1; axes: {known}"
             raise ClusterError(f"--mesh {word}: given {part!r}, needed {needed}")
         axes.append((match[1], int(match[2])))
+    # A dict keeps one of two axes of a name.
     if len(dict(axes)) < len(axes):
         raise ClusterError(f"--mesh {word}: given an axis twice, needed each once")
     return tuple(axes)
@@ -390,6 +393,7 @@ def _threads(role: _Role, host: Host, roles: Sequence[_Role], generators: int, o
 
 def _device(role: _Role, host: Host, index: int, device: str) -> str:
     """The device of this index, in turn, of a host; small work stays on the CPU."""
+    # A GPU that holds no model would wait for small work, and keep its memory from others.
     if device == "cpu" or not role.models:
         return "cpu"
     has = host.accelerators
@@ -414,6 +418,7 @@ def why_not(asked: str, source: Replica, replicas: Sequence[Replica]) -> str:
                 return f"{name} is on host {rank.host}, needed host {source.ranks[0].host} with {source.name}"
             if asked == "cuda_ipc" and rank.device == "cpu":
                 return f"{name} is on the CPU, needed a GPU"
+            # Shared memory is the host's: a receiver on a GPU has its weights elsewhere.
             if asked == "shm" and replica is not source and rank.device != "cpu":
                 return f"{name} is on {rank.device}, needed the CPU to receive in the host's memory"
     return ""

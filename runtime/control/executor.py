@@ -103,6 +103,7 @@ class Resting:
         made = {name: holdings.carried[name] for names in self._makes.values() for name in names}
         where = f"{setup.replica} rank {setup.rank}"
         leaving = [name for name, value in made.items() if self._releases and isinstance(value, Offloadable)]
+        # With "auto" such a rank keeps all that it has, and nobody is told.
         if made and not leaving and setup.offload == "on":
             kinds = ", ".join(f"{name}, a {type(value).__name__}" for name, value in made.items())
             raise ValueError(f"--offload on: {where}: given {kinds}, needed a value that can leave its device")
@@ -133,6 +134,7 @@ class Resting:
         """A node has fired: what its update has made, or made before and it has read, may leave."""
         self._made.update((name, firing.index) for name in self._makes[firing.node])
         for name in self._read.get(firing.node, ()):
+            # Of an update that has not made its next value yet, a later step will read it again.
             if self._made.get(name, -1) >= firing.index:
                 self._leave(name)
 
@@ -292,6 +294,7 @@ class Executor:
         """Weights as they are live; carried values as they are or were; anything else as some firing made it."""
         inputs: dict[str, Any] = {}
         firing, per_update = command.firing, held.node.clock == "update"
+        # Exactly one of them says where the input comes from.
         for name, channel, carried, made, lag, read in held.inputs:
             value: Any
             if channel:

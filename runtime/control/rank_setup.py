@@ -40,6 +40,7 @@ class InputRead:
 
 def input_reads(graph: Graph, node: Node) -> tuple[InputRead, ...]:
     """The inputs of a node that firings make, in their order: neither carried values nor what is published of them."""
+    # Sources make a value for each group, as per-group nodes do.
     clocks = {n.name: n.clock for n in graph.nodes if n.fires} | {source.name: "group" for source in graph.sources}
     return tuple(
         InputRead(
@@ -116,6 +117,7 @@ class RankSetup:
     @cached_property
     def asked_from_afar(self) -> bool:
         """Do ranks of other hosts read what is made here?"""
+        # A server for other hosts costs a thread and a port: it is started only where somebody would ask.
         home = self.plan.replica(self.replica).ranks[self.rank].host
         readers = {
             self.plan.pool_of(node.name)

@@ -115,6 +115,7 @@ class Holdings:
         delays = [n for graph in setup.graphs for n in graph.nodes if n.construct == "delay"]
         lags = [(node.inputs[0].ref.node, node.lag or 0) for node in delays]
         self.history = History({name: lag for name, lag in sorted(lags) if name in setup.holds})
+        # A program's file may define the nodes of another graph: all files are found before any node is loaded.
         for graph in setup.graphs:
             reach(graph.op)
         for graph in setup.graphs:
@@ -159,6 +160,7 @@ class Holdings:
         init = definition.init
         state = None if init is None else init(self.setup.contexts[node.name], **options)
         if isinstance(definition, NodeDef) and definition.interface.context:
+            # Only the node itself sees its context: `init` has had it already.
             options[definition.interface.context] = self.setup.contexts[node.name]
         several = isinstance(definition, NodeDef) and any(port.several for port in definition.interface.inputs)
         return Held(node, definition, options, tuple(inputs), state, isinstance(state, Stream), node.answers, several)
@@ -192,6 +194,7 @@ class HeldValues:
         """Keep values for readers; the handles of those that other processes read."""
         exported = {}
         for name, value in outputs.items():
+            # Its maker may go on to change what it has returned.
             value = self.kept[firing, name] = _own(value)
             if self.export is not None and firing.node in self.setup.exported:
                 exported[name] = self.handles[firing, name] = self.export(value)
@@ -277,6 +280,7 @@ def _copied(item: Any) -> Any:
     if isinstance(item, np.generic):
         return item.item()
     if kind is tuple or kind is list:
+        # A batch has lists of thousands of numbers: they need no look at each one's fields.
         plain = _SCALARS.issuperset(map(type, item))
         return item if plain and kind is tuple else kind(item if plain else map(_copied, item))
     if kind is dict:

@@ -54,6 +54,7 @@ class LocalChannels:
         wire: str = "",
     ) -> None:
         self.replica, self.rank, self.device, self.peers, self.wire = replica, rank, device, peers, wire
+        # A rank without a part in a channel opens no link of it.
         self.channels = {n: c for n, c in channels.items() if replica in {r.name for r in (c.source, *c.replicas)}}
         self.publishers: dict[str, WeightPublisher] = {}
         self.receivers: dict[str, WeightReceiver] = {}
@@ -79,6 +80,7 @@ class LocalChannels:
         version's for a receiver, and None for a sender."""
         if command.replica == self.replica:
             receiver, digests = self._told(manifest)
+            # Both sides are in this process: the receiver does the work of the two.
             publisher = self.peers[command.source].publishers[command.channel]
             try:
                 self._ended(sync_in_process(publisher, receiver, command.version, digests), command)
@@ -174,6 +176,7 @@ class WeightChannels(LocalChannels):
         if command.source == self.replica:
             publisher = self.publishers[channel]
             routes.settle(publisher.description)
+            # Where there is one, another receiver of this version passes it on.
             if not routes.source(command.replica, together):
                 target = self.channels[channel].replica(command.replica)
                 link = self.lazy(Span(channel, command.source, command.replica, "source"))

@@ -93,6 +93,7 @@ class Shape:
     @cached_property
     def active_parameters(self) -> int:
         """Weights that one token is multiplied with: the head, but not the embedding, which is looked up."""
+        # A tied head is the embedding itself, and multiplies.
         embedding = 0 if self.tied else self.vocab * self.hidden
         used = self.expert_parameters * self.active // self.experts if self.experts else 0
         return self.dense_parameters - embedding + used
@@ -154,6 +155,7 @@ def shape_of(data: object, name: str, where: str = "config.json") -> Shape:
 
     heads, hidden = need("num_attention_heads"), need("hidden_size")
     kv_heads = may("num_key_value_heads", otherwise=heads)
+    # Each key-value head serves as many query heads as any other.
     if heads % kv_heads:
         raise ShapeError(f"{where}: given num_key_value_heads {kv_heads}, needed a divisor of the {heads} heads")
     experts = may("num_experts", "n_routed_experts", "num_local_experts")

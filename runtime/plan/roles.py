@@ -192,6 +192,7 @@ def roles_of(graph: Graph) -> Roles:
 def trained_rollouts(graph: Graph) -> set[str]:
     """Nodes whose rollouts come to a per-update node as such, through filters and buffers."""
     reached: set[str] = set()
+    # Backwards from what updates read, as far as it is rollouts.
     pending = [item for n in graph.nodes if n.fires and n.clock == "update" for item in n.inputs]
     while pending:
         item = pending.pop()
@@ -209,6 +210,7 @@ def trained_rollouts(graph: Graph) -> set[str]:
 
 def _is_model(graph: Graph, argument: Argument) -> bool:
     """Else it is something small, such as what a curriculum knows of its prompts."""
+    # A type of which the graph says nothing may be a model: then no plan leaves it out.
     bases = dict(graph.types).get(argument.type)
     return bases is None or any(base.endswith(":Model") for base in bases)
 
@@ -244,6 +246,7 @@ def _decoders(graph: Graph) -> list[Node]:
     found = [node for node in graph.nodes if decodes(graph, node)]
     if not found:
         raise _uncovered(graph, "no node that decodes: there is nothing to share GPUs with", "one that generates")
+    # A single generator is the one, even where its responses come to the update in another form.
     trained = [node for node in found if len(found) == 1 or node.name in trained_rollouts(graph)]
     names = ", ".join(node.name for node in found)
     if len(trained) != 1:
@@ -262,6 +265,7 @@ def _buffer(graph: Graph, update: Node) -> Buffer | None:
     """Raises PlanError for state of updates that is no buffer, and for several of them."""
     found = [node for node in graph.nodes if node.fires and node.clock == "update" and node.stateful]
     for node in found:
+        # The planner knows a buffer by these options, whatever the node is called.
         given_sizes = (dict(node.options).get(name) for name in ("take", "capacity", "max_age"))
         sizes = [size for size in given_sizes if isinstance(size, int)]
         if len(sizes) < 3 or len(found) > 1 or node.pool != update.pool:

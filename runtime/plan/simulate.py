@@ -81,6 +81,7 @@ class Responses:
         """[drawn, rows]: of groups that follow each other: those of an update, where nothing is dropped."""
         if number not in self._batches:
             work, lengths = self.work, self.work.response_tokens
+            # Without a seed every update has the same responses: those whose cost the planner has summed.
             if self.seed is not None:
                 lengths = work.lengths.at(draws(number * work.responses, work.responses, self.seed))
             self._batches[number] = lengths.reshape(work.drawn, work.rows)
@@ -89,6 +90,7 @@ class Responses:
     def consumed(self, update: int) -> list[int]:
         """[prompts]: ordinals of the groups that an update consumes."""
         first = update * self.work.prompts
+        # Which groups are kept follows from their ordinals alone, so that they are found once and in order.
         while len(self._kept) < first + self.work.prompts:
             following = count(self._kept[-1] + 1 if self._kept else 0)
             drops = self.verdicts.dropped
@@ -151,6 +153,7 @@ class DecodingReplica:
         first, last = self.nodes.rows.get(firing.node, (0, len(spoken)))
         self._left[firing] = last - first
         for row, (length, before) in enumerate(spoken[first:last], first):
+            # The rows of a group have one prompt, and its later turns find it in the cache.
             prefill_s = 0.0 if row or firing.turn else self.prefill_s
             self._waiting.append((firing, length, self.prompt + before, prefill_s))
         if self.slots.due > self.slots.now:  # else rows end with this step, and `finish` comes first
@@ -234,6 +237,7 @@ class Costed:
 
 def costed(roles: Roles, work: Workload, lag: int, found: Solution) -> Costed:
     """Of what the planner found."""
+    # What has no GPUs of its own lies on the trainer's.
     free = [pool for pool in roles.beside if not any(pool in each.pools for each in found.split.dedicated)]
     readers = [Reader(tuple(free), roles.models_of(free), found.training.trainer, False)] if free else []
     for each, reading in zip(found.split.dedicated, found.readings, strict=True):

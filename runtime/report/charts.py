@@ -37,6 +37,7 @@ class Scale:
     stop: float
 
     def at(self, value: float) -> float:
+        # One value has no extent: it lies in the middle.
         share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
         return self.start + share * (self.stop - self.start)
 
@@ -116,6 +117,7 @@ def histogram(
 ) -> Figure:
     """A bar for each whole number that occurs. `limit` marks the upper edge of a number, with a label."""
     low, high = min(counts), max([*counts, *([limit[0]] if limit else [])])
+    # Numbers that do not occur have room, too: gaps are part of what a histogram says.
     room, total = (WIDTH - LEFT - RIGHT) / (high - low + 1), sum(counts.values())
     said = ", ".join(f"{x} {value}: {percent(count / total)}" for value, count in sorted(counts.items())[:12])
     rows = [(str(value), number(count)) for value, count in sorted(counts.items())]
@@ -165,6 +167,7 @@ def _said(name: str, values: Sequence[float]) -> str:
 def _nice(values: Sequence[float]) -> Scale:
     """A scale with some air, from 0 where that is near."""
     low, high = min(values, default=0.0), max(values, default=1.0)
+    # A scale that begins above 0 makes small changes look large.
     if low > 0 and low < 0.6 * high:
         low = 0.0
     air = (high - low) * 0.06 or abs(high) * 0.1 or 1.0

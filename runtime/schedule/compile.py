@@ -200,6 +200,7 @@ def _check_plan(graph: Graph, plan: Plan, makers: Mapping[str, str]) -> None:
         raise ValueError(f"plan: no pool holds {', '.join(missing)}; the pools hold {', '.join(sorted(held))}")
     for carried in (c.name for c in graph.carried):
         home = plan.pool_of(carried)
+        # Two replicas would make two next values, and no one could say which is the policy.
         if carried in makers and len(home.replicas) != 1:
             raise ValueError(
                 f"plan: pool {home.name!r} holds the carried value {carried!r} and has {len(home.replicas)} "
@@ -242,6 +243,7 @@ def _steps(
     nodes = [*sources, *(n for n in graph.nodes if n.fires)]
     per_update = {n.name: n.clock == "update" for n in nodes}
     pools = {n.name: plan.pool_of(n.name).name for n in nodes}
+    # Pools that update or publish, too: the end of any step there may let one of these begin.
     shared = {pools[name] for name, slow in per_update.items() if slow}
     shared |= {plan.pool_of(c.carried).name for c in channels.values()}
     delays = {n.name for n in graph.nodes if n.construct == "delay"}
@@ -259,6 +261,7 @@ def _steps(
         made = tuple(c for c, maker in makers.items() if maker == node.name)
         lagged = dict.fromkeys(edges.get(node.name, []))
         readers = tuple(n.name for n in _readers_of(nodes, node.name) if n.name != partner)
+        # Such a step only measures: no next value follows from it, and no other node reads it.
         plain = not (made or readers or changing or any(r in per_update for r in reads))
         steps[node.name] = NodeStep(
             name=node.name,

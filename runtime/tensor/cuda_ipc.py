@@ -117,6 +117,7 @@ def finish(stream: torch.cuda.Stream, timeout: float) -> None:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(stream)
     deadline = time.monotonic() + timeout
+    # Not `synchronize`: it knows no deadline, and the other process may hold the GPU.
     while not event.query():  # type: ignore[no-untyped-call]
         if time.monotonic() > deadline:
             raise RuntimeError(f"{stream.device} is not through with the work of this process after {timeout:g} s")
@@ -151,6 +152,7 @@ class _Driver:
         torch.zeros(1, device=self._device)  # torch makes its context first
         self._library = ctypes.CDLL("libcuda.so.1")
         number, self._context = ctypes.c_int(), ctypes.c_void_p()
+        # The primary context is the one that torch works in: memory of another would be foreign to it.
         self._call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(index))
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), number)
 

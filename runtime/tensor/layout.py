@@ -74,6 +74,7 @@ class Region:
             return (self,) if self.size else ()
         pieces = []
         start, stop = list(self.start), list(self.stop)
+        # Slab by slab: what is left shrinks to the common part in one dimension after the other.
         for d in range(len(start)):
             pieces.append(Region(tuple(start), (*stop[:d], common.start[d], *stop[d + 1 :])))
             pieces.append(Region((*start[:d], common.stop[d], *start[d + 1 :]), tuple(stop)))
@@ -84,6 +85,7 @@ class Region:
         """The region as `parts` slabs of nearly equal size, along the first dimension that is long enough; the region
         itself if none is.
         """
+        # The first one: slabs of an outer dimension are whole runs of memory.
         dim = next((d for d, extent in enumerate(self.shape) if extent >= parts), None)
         if dim is None:
             return (self,)
@@ -160,6 +162,7 @@ class ListedRegions:
             f"region {region} of rank {rank} outside shape {shape}"
             for rank, region in self.regions
             if not len(region.start) == len(region.stop) == len(shape)
+            # A hull that is larger than the tensor shows an edge outside of it.
             or Region(tuple(map(min, region.start, whole.start)), tuple(map(max, region.stop, whole.stop))) != whole
         ]
 
@@ -278,6 +281,7 @@ class Placement:
                 found.append(f"split of dimension {split.dim} of shape {shape}")
             elif split.units:
                 length, parts = shape[split.dim], self.mesh.extent(split.axis)
+                # Units are never cut: a head on two ranks would be no attention.
                 if length % split.units:
                     found.append(f"{split.units} units in dimension {split.dim} of shape {shape}")
                 elif split.units < parts and parts % split.units:
@@ -400,6 +404,7 @@ class Layout:
 
     def to_json(self) -> dict[str, Any]:
         """Each signature once, and the tensors as [name, index of the signature]; of placements alone."""
+        # Thousands of tensors have a dozen signatures: the text is as long as the list of names.
         signatures, indices = self.signatures
         return {
             "hosts": list(self.hosts),
