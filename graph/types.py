@@ -139,7 +139,7 @@ class Reference(Policy):
 
 
 class Average(Reference):
-    """A copy that follows the policy: its moving average, or what it was some updates ago (`nodes.average`)."""
+    """A copy that follows the policy: its moving average, or what it was some updates ago (`nodes.ema`)."""
 
     maker: ClassVar[str] = "penstock.nodes.ema:make_average"
     pool: ClassVar[str] = "trainer"

@@ -53,9 +53,9 @@ def rollouts_of(
     """Texts and what follows each as rollouts that no policy sampled: version 0, and no μ (`logprobs_NT` is None).
 
     `tokenizer` is that of the policy that is to learn from them: `language_model(policy).tokenizer` in a node that
-    reads the policy, `run_spec(context).tokenizer` (`nodes.base`) in the `init` of a node with state. Each response
-    ends with an end token. Rows of one prompt group have one of the `ordinals`; without, each row is a group of its
-    own. Raises ValueError for a row of more than `limit` tokens, and for lists of different lengths.
+    reads the policy, `run_spec(context).tokenizer` (`nodes.open_model`) in the `init` of a node with state. Each
+    response ends with an end token. Rows of one prompt group have one of the `ordinals`; without, each row is a group
+    of its own. Raises ValueError for a row of more than `limit` tokens, and for lists of different lengths.
     """
     for name, each in (("responses", responses), ("ordinals", ordinals), ("answers", answers)):
         if each is not None and len(each) != len(texts):

@@ -148,7 +148,7 @@ class Host(BaseModel):
 
 class Cluster(BaseModel):
     """Hosts, where the controller listens, on which host each pool that is named runs, or on which hosts its replicas
-    do in turn, kinds of GPUs beside those of `plan.gpus`, and kinds of CPUs."""
+    do in turn, kinds of GPUs beside those of `cluster.gpus`, and kinds of CPUs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

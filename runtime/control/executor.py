@@ -2,11 +2,10 @@
 
 One executor per rank, with no socket of its own: the worker drives it with messages, the in-process driver calls
 it. A node is a function, a function with state, or a `Stream` that works on several firings at once. An exception
-of a node becomes a `Failed` event that says what was raised (see `raised.py`); nothing else is caught.
+of a node becomes a `Failed` event that says what was raised (see `told`); nothing else is caught.
 
-What a rank holds is in `holdings.py`, how values move in `values.py`, its part of a checkpoint in `part.py`.
-
-A rank's part of a checkpoint: what it holds, and those of its values that unfinished groups need.
+What a rank holds and how values move is in `rank_state.py`, how weights do in `weight_channels.py`. `save` writes its
+part of a checkpoint: what it holds, and those of its values that unfinished groups need.
 
 What leaves a rank's device between updates, and when: the memory that trainer and generator have by turns.
 

@@ -418,7 +418,7 @@ def with_crowding(stage: StageHistory, durations: Durations, pool: str, crowd: C
 
 @dataclass(frozen=True)
 class SharedPace:
-    """The duration of nodes whose firings slow each other down on a replica (`schedule.durations.Batching`).
+    """The duration of nodes whose firings slow each other down on a replica (`schedule.simulator.Batching`).
 
     work: by node, the seconds that its firings take at the run's mean pace.
     """
@@ -432,7 +432,7 @@ class SharedPace:
 
 @dataclass
 class PacedReplica:
-    """One replica of `SharedPace` (`schedule.durations.Engine`): all firings in work go on at the same pace.
+    """One replica of `SharedPace` (`schedule.simulator.SimulatedEngine`): all firings in work go on at the same pace.
 
     `left` are the seconds at the mean pace that each of them has left at `now`.
     """

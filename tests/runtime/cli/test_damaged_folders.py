@@ -117,7 +117,7 @@ def packable(value: Any) -> Any:
 
 
 def chained(records: list[Any]) -> bytes:
-    """A log of records, as `runtime.record.log` describes it."""
+    """A log of records, as `runtime.record.event_log` describes it."""
     data, chain = bytearray(MAGIC), blake2b(MAGIC, digest_size=16).digest()
     for record in records:
         payload = msgspec.msgpack.encode(record)
