@@ -1,12 +1,11 @@
 """A run from its first stage to its last, whoever drives it: evaluate, train, save, evaluate.
 
-The controller and the in-process driver feed answers and carry out orders; what comes when is decided here. No
-clock, no socket: time is passed in.
+The controller and the in-process driver feed answers and carry out orders; what comes when is decided by the
+`Session`. No clock, no socket: time is passed in.
 
-One graph being run: the scheduler with what its drivers share, whether ranks are processes or not.
-
-A driver feeds results and gets orders for replicas; the stage keeps the handles that travel with them, the times at
-which answers were asked for, and tells the recorder what happened. Time is passed in.
+`Stage` is one graph being run: the scheduler with what its drivers share, whether ranks are processes or not. A driver
+feeds results and gets orders for replicas; the stage keeps the handles that travel with them and the times at which
+answers were asked for, and tells the recorder what happened.
 """
 
 import json
