@@ -1,8 +1,8 @@
 """The single controller: `python -m penstock.runtime.control.controller RUN_FOLDER`, started by the launcher.
 
 It owns the only clock and the only server socket. It starts ranks through agents, drives the run's stages through the
-scheduler, and knows of every wait who is waited for and until when. It never imports torch. See `launch` for what it
-says on standard output and hears on standard input.
+scheduler, and knows of every wait who is waited for and until when. It never imports torch. See `launcher` for what
+it says on standard output and hears on standard input.
 """
 
 import json

@@ -2,9 +2,8 @@
 
 When it closes, it prints one line of JSON with what its store, its exchange and its weight channels have done.
 
-The key-value store by which torch's process groups find their ranks, kept on the controller's board.
-
-It goes over the connection that a rank has anyway, authenticated on a Unix socket and on TCP alike. Nothing listens for
+`Meeting` is the key-value store by which torch's process groups find their ranks, kept on the controller's board. It
+goes over the connection that a rank has anyway, authenticated on a Unix socket and on TCP alike. Nothing listens for
 it, and hosts need no file system in common.
 """
 

@@ -3,7 +3,6 @@
 `keys/controller.json` (a `Door`) is what the controller listens with, `keys/<host>.json` (a `Join`) what the agent of
 that host and its ranks connect with, to the controller and to the ranks of other hosts. No secret is ever an argument
 of a process.
-
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The socket of the controller, a `Server` (ROUTER), for the `Client`s (see `client`) of ranks and agents.
+"""The socket of the controller, a `Server` (ROUTER), for the `Client`s of ranks and agents.
 
 No peer is heard before a Hello with the run's token. A frame that is malformed, oversized, replayed, of an unknown
 connection or of a kind that a controller does not hear is counted by kind in `counts`, described in `dropped`,

@@ -113,7 +113,7 @@ class RankRegions(NamedTuple):
 
 
 class Holding(Protocol):
-    """Who holds what of a tensor: a value, hashable. `ListedRegions` lists it, `mesh.Placement` describes it."""
+    """Who holds what of a tensor: a value, hashable. `ListedRegions` lists it, `Placement` describes it."""
 
     @property
     def ranks(self) -> int:

@@ -298,7 +298,7 @@ def test_an_agent_with_another_key_is_refused_and_says_so(tmp_path: Path) -> Non
         assert b.server.counts["refused"] >= 1
 
 
-# What forks a host's ranks may do so: see `test_agent.py` for the ranks.
+# What forks a host's ranks may do so: the tests above are of the ranks.
 
 
 MODULES = ("penstock.nodes.policy", "penstock.nodes.generate", "penstock.nodes.learn.update", "penstock.nodes.score")
