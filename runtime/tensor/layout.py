@@ -438,7 +438,7 @@ def sharded(
     stages: Mapping[str, Sequence[int]] | None = None,
     hosts: Sequence[str] = (),
 ) -> Layout:
-    """Every (name, shape, dtype) on a mesh whose axes are named as in `graph.sharding`, in any order.
+    """Every (name, shape, dtype) on a mesh whose axes are named as in `graph.protocols`, in any order.
 
     `rules` are for `rule_of`; `stages` gives the stages that hold a tensor.
     Raises `LayoutError` with every tensor that the mesh needs a rule or a stage for and that has none.
