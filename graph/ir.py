@@ -50,7 +50,7 @@ class Argument:
     """What the program is called with: a carried value (the policy) or a source (the prompts).
 
     `maker` is the import path of the function that makes the value in the worker that holds it:
-    `maker(context) -> Carried` or `maker(context) -> Source` (see `graph.types`). A carried value's
+    `maker(context) -> Carried` or `maker(context) -> Source` (see `graph.protocols`). A carried value's
     `pool` is a label like a node's: the pool of the node that makes its next value, if there is one.
     """
 

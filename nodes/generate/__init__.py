@@ -56,7 +56,7 @@ def generate(
 
     With a `conversation` (what this node made in the turn before) and the environment's `replies` to it, each row that
     is not done goes on for another turn of at most `max_tokens`, after its tokens as they were sampled and those of
-    the reply; the others pass through. A row without room for the reply and a turn (see `max_prompt` in `engine.py`)
+    the reply; the others pass through. A row without room for the reply and a turn (see `max_prefix` in `engine.py`)
     ends as it was, with `finished_N` False, so an environment should take an unfinished row for done. What comes out
     is the whole conversation each time; `converse` plays all turns.
 

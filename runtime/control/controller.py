@@ -1,8 +1,8 @@
 """The single controller: `python -m penstock.runtime.control.controller RUN_FOLDER`, started by the launcher.
 
 It owns the only clock and the only server socket. It starts ranks through agents, drives the run's stages through the
-scheduler, and knows of every wait who is waited for and until when. It never imports torch. See `launcher` for what
-it says on standard output and hears on standard input.
+scheduler, and knows of every wait who is waited for and until when. It never imports torch. See `launcher` for what it
+says on standard output and hears on standard input.
 """
 
 import json
@@ -23,7 +23,7 @@ from penstock.runtime.control.failure import Failure, FailureCode
 from penstock.runtime.control.launcher import DONE, FAILED, INTERRUPTED
 from penstock.runtime.control.listener import WireError, raise_descriptors
 from penstock.runtime.control.messages import (
-    TOLD,
+    EXIT_EXPLAINED,
     AgentReady,
     Exited,
     Goodbye,
@@ -183,7 +183,7 @@ class Controller:
                 self.alive.discard(rank_peer(replica, rank))
                 moving, name = self.session.moving(replica), self.config.plan.spelled(replica, rank)
                 fault = f"{name} died: {reason}" + (f"\nit was {moving}" if moving else "")
-                if signal or (tail and status != TOLD):
+                if signal or (tail and status != EXIT_EXPLAINED):
                     self.server.forget(rank_peer(replica, rank))
                     self._fail(FailureCode.RANK_DIED, fault)
                 else:  # it has said why itself, on a connection of its own: that may be heard later

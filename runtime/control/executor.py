@@ -2,17 +2,11 @@
 
 One executor per rank, with no socket of its own: the worker drives it with messages, the in-process driver calls
 it. A node is a function, a function with state, or a `Stream` that works on several firings at once. An exception
-of a node becomes a `Failed` event that says what was raised (see `told`); nothing else is caught.
+of a node becomes a `Failed` event that says what was raised (see `process.told`); nothing else is caught.
 
-What a rank holds and how values move is in `rank_state.py`, how weights do in `weight_channels.py`. `save` writes its
-part of a checkpoint: what it holds, and those of its values that unfinished groups need.
-
-What leaves a rank's device between updates, and when: the memory that trainer and generator have by turns.
-
-A value that updates change (`Offloadable`) leaves in the background after the update that made it, while the next
-weights are published. Their publication is answered when it is away: whoever samples with them has its memory. It
-comes back when the next update is asked for, while that one's inputs are fetched. A stream (`Releasing`) gives up its
-memory before it answers its last firing.
+What a rank holds, and how values move, is in `rank_state.py`. `save` and `restore` write and read the rank's part of a
+checkpoint: what it holds, and those of its values that unfinished groups need. `Resting` decides what leaves the device
+between updates.
 """
 
 from collections import Counter
@@ -88,7 +82,13 @@ def restore(folder: Path, holdings: Holdings, values: HeldValues) -> list[tuple[
 
 
 class Resting:
-    """All of it is on the device, for ever, where the run does not offload.
+    """Moves what updates make off the device between updates, and back before the next one. Where the run does not
+    offload, it does nothing.
+
+    A value that updates change (`Offloadable`) leaves in the background after the update that made it, while the next
+    weights are published. Their publication is answered when it is away, so that the generator has its memory. It comes
+    back when the next update is asked for, while the inputs of that update are fetched. A stream (`Releasing`) gives up
+    its memory before it answers its last firing.
 
     Raises ValueError for a rank that must offload and makes values of which no part can leave.
     """

@@ -217,7 +217,7 @@ ToController = Hello | Ready | Result | Results | Heartbeat | Note | AgentReady 
 Message = ToController | Setup | Order | Found | Goodbye | Launch
 
 # The exit status of a rank that has said in a `Note` why it ends.
-TOLD = 3
+EXIT_EXPLAINED = 3
 
 
 def rank_peer(replica: str, rank: int) -> str:

@@ -39,7 +39,7 @@ class History:
         self._kept: dict[str, dict[int, Carried]] = {name: {} for name in lags}
 
     def note(self, name: str, version: int, value: Carried) -> None:
-        """`version` of a value has been made. A group of the update that made it may still be to come."""
+        """Keep a copy of `version`, and forget those that no reader may still ask for."""
         if name in self.lags:
             # One more than the lag: a group of the update that made this version may still be to come.
             kept = {v: old for v, old in self._kept[name].items() if v >= version - self.lags[name] - 1}

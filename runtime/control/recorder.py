@@ -72,7 +72,7 @@ def tell_node_warnings(tell: Callable[[str], None]) -> None:
 # Seconds between two looks whether the run folder is still there.
 LOOK_S = 0.5
 # Characters of the last traceback that are kept for the display and the summary: those at its end.
-TOLD = 8000
+MAX_TRACEBACK = 8000
 
 
 class RunRecorder:
@@ -176,7 +176,8 @@ class RunRecorder:
         """What a rank has answered. The ranks of a replica do the same at the same time: the first speaks for them."""
         match result.event:
             case Failed(firing, replica, _, error):
-                self.raised = error if len(error) <= TOLD else f"{error[: TOLD // 8]}\n…\n{error[-TOLD:]}"
+                head, tail = error[: MAX_TRACEBACK // 8], error[-MAX_TRACEBACK:]
+                self.raised = f"{head}\n…\n{tail}" if len(error) > MAX_TRACEBACK else error
                 self._fired(replica, firing, result, "group", error)
             case Done(rank=0):
                 self._done(now, result, result.event)

@@ -1,12 +1,13 @@
-"""The controller's board, where ranks that form a process group find each other: the addresses gloo listens on.
+"""How ranks find each other, and how they show that they live.
 
+`Board` is the controller's key-value store, where ranks that form a process group find the addresses gloo listens on.
 It serves as torch's key-value store, in place of its TCPStore, which listens on all interfaces and asks no peer for a
 key, and of files, which hosts may not share. What is on it stays for the run: some hundred bytes for each rank of a
 group. A peer may keep and ask for so much and no more, and may not change what another one has posted. Pure.
 
-`Pulse` is a rank's thread that says it lives, and asks what must not wait for the main thread. It has a socket of its
-own and starts before anything heavy is imported, so that an import of seconds is not taken for death. It does not see a
-main thread that hangs: firings have deadlines for that.
+`Pulse` is a rank's thread that says that the rank lives, and asks what must not wait for the main thread. The thread
+has a socket of its own and starts before anything heavy is imported, so that an import of seconds is not taken for
+death. It does not see a main thread that hangs: firings have deadlines for that.
 """
 
 import threading

@@ -3,9 +3,8 @@
 The controller and the in-process driver feed answers and carry out orders; what comes when is decided by the
 `Session`. No clock, no socket: time is passed in.
 
-`Stage` is one graph being run: the scheduler with what its drivers share, whether ranks are processes or not. A driver
-feeds results and gets orders for replicas; the stage keeps the handles that travel with them and the times at which
-answers were asked for, and tells the recorder what happened.
+A `Session` is the run, a `Stage` one graph being run. The stage has the scheduler, keeps the handles that travel with
+orders and the times at which answers were asked for, and tells the recorder what happened.
 """
 
 import json

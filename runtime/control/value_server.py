@@ -5,10 +5,9 @@ the rank computes. CURVE with the host's keys: only keys of the run's hosts get 
 here can change anything; a frame that is malformed, oversized or of a reader that is gone is counted by kind in
 `counts`, the first of each kind is described on stderr, and it goes no further.
 
-A rank's questions to ranks of other hosts: the blocks of the values that they keep, part by part.
-
-One DEALER socket for each owner, kept until the owner stops answering. CURVE: the owner is known by the key of its
-host, wherever it says that it listens.
+`ExchangeClient` asks ranks of other hosts for the blocks of the values that they keep, part by part. One DEALER socket
+for each owner, kept until the owner stops answering. CURVE: the owner is known by the key of its host, wherever it says
+that it listens.
 """
 
 import os

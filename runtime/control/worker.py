@@ -14,7 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from penstock.runtime.control.listener import raise_descriptors
-from penstock.runtime.control.messages import TOLD, Goodbye, Note, Order, Ready, Result, Results, Setup
+from penstock.runtime.control.messages import EXIT_EXPLAINED, Goodbye, Note, Order, Ready, Result, Results, Setup
 from penstock.runtime.control.process import RAISED, keep_freed_memory, serve_forks, told
 from penstock.runtime.control.rendezvous import Pulse
 from penstock.runtime.control.run_config import RunConfig
@@ -70,7 +70,7 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) ->
     except RAISED as error:
         traceback.print_exc()
         client.send(Note("error", f"{name} could not start:\n{told(error)}"))
-        return TOLD
+        return EXIT_EXPLAINED
     pulse.doing = lambda: str(rank.executor.doing)
     try:
         client.send(Ready(replica, index, os.getpid(), tuple(rank.executor.restored)))
@@ -79,7 +79,7 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) ->
         traceback.print_exc()
         at = f" at {rank.executor.doing}" if rank.executor.doing else ""
         client.send(Note("error", f"{name} failed{at}:\n{told(error)}"))
-        return TOLD
+        return EXIT_EXPLAINED
     finally:
         rank.close()
 

@@ -10,11 +10,11 @@ Equal periods are decided by precision (bf16 first), then by GPUs (fewer first),
 found, so that the same question always has the same answer. Of micro-batches with which the steps take as long, a plan
 has those that need least memory (`Search._least_memory`).
 
-The period is the largest of a few sums, by the argument of `graph.analysis.period_bound`. A batch of groups counts as
-one firing of each node. With dedicated GPUs pools work beside each other, so that the period is at least each pool's
-work; and from one version of the policy to the version that is trained on its samples the sync, the batch's rollout
-(with its tail), the passes of models beside it and the steps follow each other, 1 + lag updates at a time. Pools that
-share GPUs take turns, whatever the lag is. What queueing between groups adds is left to the simulator.
+The period is the largest of a few sums, by the argument of `graph.analysis`. A batch of groups counts as one firing of
+each node. With dedicated GPUs pools work beside each other, so that the period is at least each pool's work; and from
+one version of the policy to the version that is trained on its samples the sync, the batch's rollout (with its tail),
+the passes of models beside it and the steps follow each other, 1 + lag updates at a time. Pools that share GPUs take
+turns, whatever the lag is. What queueing between groups adds is left to the simulator.
 
 At a lag of k, k other batches are decoded beside a batch (docs/staleness.md). Reading the weights costs a step the same
 whoever is in it; what rows and contexts cost, `others` seconds of each batch, comes on top for each. A batch follows

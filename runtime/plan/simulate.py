@@ -135,8 +135,8 @@ class Decoding:
 
 
 class DecodingReplica:
-    """`schedule.simulator.SimulatedEngine`. Spans are of rows: from the slot taken to the slot left, with the group's
-    ordinal; of rows in work the end is infinity."""
+    """A `SimulatedEngine`. Spans are of rows: from the slot taken to the slot left, with the group's ordinal; of
+    rows in work the end is infinity."""
 
     def __init__(self, nodes: Decoding) -> None:
         self.nodes, self.prompt = nodes, nodes.responses.work.prompt_tokens

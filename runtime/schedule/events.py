@@ -28,7 +28,7 @@ class Done(Packable, frozen=True):
 
 
 class Failed(Packable, frozen=True):
-    """A firing raised on a rank, or missed its deadline."""
+    """A firing raised on a rank."""
 
     firing: Firing
     replica: str
@@ -73,7 +73,7 @@ class Saved(Packable, frozen=True):
 
 
 class Abort(Packable, frozen=True):
-    """A peer died or a deadline passed: nothing more will be answered."""
+    """Something failed that no retry can mend (a peer, a deadline, a transfer, a publication): the run ends."""
 
     error: str
 

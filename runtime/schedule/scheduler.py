@@ -79,7 +79,11 @@ class Scheduler(State):
             transitions.restore(self, saved)
 
     def handle(self, event: Event) -> list[Command]:
-        """The commands that follow from an event. Raises UnawaitedError for an answer that was not asked for."""
+        """The commands that follow from an event. Raises UnawaitedError for an answer that was not asked for.
+
+        The way of a group's answer: `_hear`, `_fired`, `transitions.group_done` (which may complete a batch), then
+        `admission.start_groups` for the steps that it lets start, each with a `State.fire`.
+        """
         if self.finished:
             return []
         self.out = []

@@ -117,7 +117,7 @@ class ChainForwarder:
 
 @dataclass(frozen=True)
 class ChainHop:
-    """How a version comes to a rank and whither it goes on, for the rank's `Receiver`. `linked`: it comes from a
+    """How a version comes to a rank and whither it goes on, for the rank's `WeightReceiver`. `linked`: it comes from a
     replica, where it lies as it does here, and not from the trainers.
     """
 

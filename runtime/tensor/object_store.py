@@ -3,7 +3,7 @@ the maker frees them.
 
 A block is [prefix][JSON of `codec.encode`][tensors], every tensor on a multiple of 64 bytes. The prefix repeats
 the serial number that its reference carries, so that a reference that outlived its block does not read another value.
- A store belongs to one thread, a reader too. A reader on another host gets the same bytes over the network.
+A store belongs to one thread, a reader too. A reader on another host gets the same bytes over the network.
 """
 
 import ctypes
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class Usage(NamedTuple):
-    """FreeList and bytes now in use, segments and their bytes in all, and puts so far."""
+    """Blocks and bytes now in use, segments and their bytes in all, and puts so far."""
 
     blocks: int
     block_bytes: int
