@@ -38,8 +38,9 @@ from penstock.runtime.schedule.events import (
     Question,
     Save,
     Send,
+    answer,
 )
-from penstock.runtime.schedule.idle_causes import step
+from penstock.runtime.schedule.idle_causes import states_of
 from penstock.runtime.schedule.replay import SegmentOrigin
 from penstock.runtime.schedule.state import UnawaitedError
 from penstock.runtime.tensor.shm import ObjectRef
@@ -124,7 +125,8 @@ class Stage:
     def feed(self, event: Event, now: float, result: Result | None = None) -> None:
         """An event of the driver's own (begin, checkpoint, abort), or a rank's: that of `result`. Raises
         UnawaitedError, and changes nothing, for an answer that was not asked for."""
-        commands, states = step(self.scheduler, event)
+        commands = self.scheduler.handle(event)
+        states = states_of(self.scheduler)
         if result is not None and isinstance(event, Done) and result.outputs:
             self.handles[event.firing].update(result.outputs)
         if result is not None and result.manifest is not None:
@@ -133,11 +135,11 @@ class Stage:
         self.recorder.step(now, event, commands, {} if isinstance(event, Abort) else states, result)
         for command in commands:
             self._order(command)
-        # The scheduler awaits what it has just asked for last of all, in the order of its commands.
-        questions = [command for command in commands if isinstance(command, Question)]
-        for key, question in [*zip(reversed(self.scheduler.answers), reversed(questions), strict=False)][::-1]:
-            self.asked.pop(key, None)  # of a try that failed: the new one is the newest
-            self.asked[key] = question, now - self._held_up
+        for command in commands:
+            if isinstance(command, Question):
+                key = answer(command)
+                self.asked.pop(key, None)  # of a try that failed: the new one is the newest
+                self.asked[key] = command, now - self._held_up
 
     def live(self) -> dict[tuple[str, str], int]:
         """The versions that replicas hold: what the next stage starts from."""

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from penstock.runtime.schedule.admission import needed_version
 from penstock.runtime.schedule.compile import NodeStep
-from penstock.runtime.schedule.events import Command, Event
 from penstock.runtime.schedule.scheduler import Scheduler
 
 
@@ -49,13 +48,9 @@ CAUSES = {
 }
 
 
-def step(scheduler: Scheduler, event: Event) -> tuple[list[Command], dict[str, str]]:
-    """The commands that follow from an event, and what each replica is at then: "busy", or its cause of being idle.
-
-    Raises UnawaitedError for an answer that was not asked for.
-    """
-    commands = scheduler.handle(event)
-    return commands, {name: "busy" if load else cause(scheduler, name) for name, load in scheduler.load.items()}
+def states_of(scheduler: Scheduler) -> dict[str, str]:
+    """What each replica is at: "busy", or its cause of being idle."""
+    return {name: "busy" if load else cause(scheduler, name) for name, load in scheduler.load.items()}
 
 
 def cause(scheduler: Scheduler, replica: str, *, detailed: bool = False) -> str:
