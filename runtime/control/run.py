@@ -38,7 +38,6 @@ from penstock.runtime.schedule.events import (
     Question,
     Save,
     Send,
-    answer,
 )
 from penstock.runtime.schedule.idle_causes import states_of
 from penstock.runtime.schedule.replay import SegmentOrigin
@@ -135,11 +134,9 @@ class Stage:
         self.recorder.step(now, event, commands, {} if isinstance(event, Abort) else states, result)
         for command in commands:
             self._order(command)
-        for command in commands:
-            if isinstance(command, Question):
-                key = answer(command)
-                self.asked.pop(key, None)  # of a try that failed: the new one is the newest
-                self.asked[key] = command, now - self._held_up
+        for key, question in self.scheduler.asked:
+            self.asked.pop(key, None)  # of a try that failed: the new one is the newest
+            self.asked[key] = question, now - self._held_up
 
     def live(self) -> dict[tuple[str, str], int]:
         """The versions that replicas hold: what the next stage starts from."""

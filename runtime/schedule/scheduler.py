@@ -84,9 +84,9 @@ class Scheduler(State):
         The way of a group's answer: `_hear`, `_fired`, `transitions.group_done` (which may complete a batch), then
         `admission.start_groups` for the steps that it lets start, each with a `State.fire`.
         """
+        self.out, self.asked = [], []
         if self.finished:
-            return []
-        self.out = []
+            return self.out
         stirred = self._hear(event)
         if stirred is None and not self.finished:
             transitions.end_updates(self)

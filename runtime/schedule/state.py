@@ -215,6 +215,8 @@ class State:
         self.finished = False
         self.answers: dict[Answer, set[int]] = {}
         self.out: list[Command] = []
+        # Of these commands those that are answered, each with its answer.
+        self.asked: list[tuple[Answer, Question]] = []
         # For each step, an ordinal below which all groups have been through it; for `first_unfired`.
         self.passed = dict.fromkeys(tables.steps, 0)
         self._freed: dict[str, list[Firing]] = defaultdict(list)
@@ -223,7 +225,9 @@ class State:
 
     def ask(self, command: Question) -> None:
         """Say a command that every rank of its replica will answer."""
-        self.answers[answer(command)] = set(range(len(self.tables.replicas[command.replica].ranks)))
+        key = answer(command)
+        self.answers[key] = set(range(len(self.tables.replicas[command.replica].ranks)))
+        self.asked.append((key, command))
         self.out.append(command)
 
     def answered(self, event: Answer) -> bool:
