@@ -50,13 +50,15 @@ def carried(cls: type[T]) -> type[T]:
                 raise fault("field-without-default", f"{what}: field {field.name!r}", "no default", needed, where)
         made.make = classmethod(lambda own, context: own())
     begin, assign = made.__init__, made.__setattr__
+    # Not `__dataclass_fields__`, which has class variables, too.
+    names = {field.name for field in dataclasses.fields(made)}
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
         self.state()  # a frozen dataclass sets its fields past __setattr__
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
-        if name in self.__dataclass_fields__:
+        if name in names:
             _plain(self, name, value)
         assign(self, name, value)
 
@@ -91,13 +93,14 @@ class _Carried:
         return found
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        return {}, {name: _plain(self, name, getattr(self, name)) for name in self.__dataclass_fields__}
+        names = [field.name for field in dataclasses.fields(self)]
+        return {}, {name: _plain(self, name, getattr(self, name)) for name in names}
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        names = self.__dataclass_fields__
-        if facts.keys() != names.keys():
+        names = {field.name for field in dataclasses.fields(self)}
+        if facts.keys() != names:
             given = f"given a checkpoint with the fields {', '.join(facts) or 'of nothing'}"
-            needed = f"needed {', '.join(names)}, as when it was written"
+            needed = f"needed {', '.join(sorted(names))}, as when it was written"
             raise ValueError(f"{self.written}: {type(self).__name__}: {given}, {needed}")
         # Past the checks, and past a frozen dataclass.
         for name in names:

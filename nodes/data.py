@@ -16,6 +16,7 @@ So calling pays.
 """
 
 import hashlib
+import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,9 +24,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
-
-import msgspec
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from penstock.graph.protocols import Source
 from penstock.graph.types import Batchable, Context, Prompts
@@ -41,8 +40,6 @@ CALCULATOR_DIGITS = 2
 ROWS = 32
 
 R = TypeVar("R")
-# More than blanks.
-Text = Annotated[str, msgspec.Meta(pattern=r"\S")]
 
 
 class DataError(ValueError):
@@ -320,23 +317,35 @@ def read_rows(path: Path, needed: Sequence[str], make: Callable[[Mapping[str, st
     A faulty row raises `DataError` with file and line, which are the `place`.
     """
     fields = " and ".join([", ".join(needed[:-1]), needed[-1]])
-    read = msgspec.json.Decoder(msgspec.defstruct("Row", [(name, Text) for name in needed]))
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = read.decode(line) if line.strip() else None
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            given = f"given a faulty row ({error})"
-            raise DataError(f"{path}:{number}: {given}, needed a JSON object with texts as {fields}") from error
-        if row is not None:
-            rows.append(make(msgspec.structs.asdict(row), f"{path}:{number}"))
-    if not rows:
+    places = [(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not places:
         raise DataError(f"{path}: given an empty file, needed a JSON object per line with {fields}")
-    return rows
+    return [make(_parse(line, place, needed, fields), place) for place, line in places]
+
+
+def _parse(line: bytes, where: str, needed: Sequence[str], fields: str) -> Mapping[str, str]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: given a line that is not JSON: {error}; needed one object per line") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: given a JSON {type(row).__name__}, needed an object with {fields}")
+    for field in needed:
+        if field not in row:
+            raise DataError(f"{where}: given the fields {sorted(row)}, needed {field!r}")
+        if not isinstance(row[field], str) or not row[field].strip():
+            raise DataError(f"{where}: given {row[field]!r} as {field!r}, needed a text")
+        try:
+            row[field].encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{where}: given {error.object[error.start]!r} in {field!r}, which is no character"
+            ) from error
+    return row
 
 
 def _problem(row: Mapping[str, str], where: str) -> FileProblem:

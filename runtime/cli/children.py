@@ -104,7 +104,8 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
 
 def inputs(graphs: Sequence[Any], flags: Any) -> None:
     """Try what a run reads and needs, given as JSON. Raises CommandError with what is wrong."""
-    _, faults = _tried([Graph.from_json(graph) for graph in graphs], RunOptions.from_json(flags))
+    with kept_here():
+        _, faults = _tried([Graph.from_json(graph) for graph in graphs], RunOptions.from_json(flags))
     if faults:
         raise CommandError(faults_text(faults))
 

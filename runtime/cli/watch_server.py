@@ -12,7 +12,6 @@ import secrets
 import sys
 from base64 import b64encode
 from hashlib import sha256
-from http.cookies import SimpleCookie
 from http.server import BaseHTTPRequestHandler
 from socketserver import ThreadingTCPServer
 from time import monotonic, sleep
@@ -52,6 +51,8 @@ HEADERS = {
 
 class PageServer(ThreadingTCPServer):
     """Listens from when it is made. Raises CommandError for a port that cannot be had."""
+
+    request_queue_size = 64
 
     daemon_threads = allow_reuse_address = True
 
@@ -94,11 +95,17 @@ class Page(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answers whoever has the token and asks this machine by its own name."""
-        url, cookie = urlsplit(self.path), f"penstock_{self.server.port}"
+        try:
+            url = urlsplit(self.path)
+        except ValueError:
+            self._answer(400, "400: given an address that is none\n")
+            return
+        cookie = f"penstock_{self.server.port}"
         host = self.headers.get("host", "").rpartition("@")[2].split(":")[0].lower()
-        known = SimpleCookie(self.headers.get("cookie", "")).get(cookie)
+        # By hand: other servers of this machine set cookies here, too, and a parser would stop at a faulty one.
+        cookies = dict(pair.strip().partition("=")[::2] for pair in self.headers.get("cookie", "").split(";"))
         given = parse_qs(url.query).get("token", [""])[-1]
-        words, token = (given, known.value if known else ""), self.server.token
+        words, token = (given, cookies.get(cookie, "")), self.server.token
         kept = {"Set-Cookie": f"{cookie}={token}; HttpOnly; SameSite=Strict; Path=/"} if given else {}
         if host not in HOSTS:
             needed = f"{' or '.join(HOSTS)}, as `penstock watch` printed it"
@@ -116,6 +123,10 @@ class Page(BaseHTTPRequestHandler):
             self._stream(self.headers.get("last-event-id", ""))
         else:
             self._answer(404, "404: there is no such page\n")
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """To a request that is none, or of another method than GET."""
+        self._answer(int(code), f"{int(code)}: {message or 'given a request that is not answered here'}\n")
 
     def _answer(self, status: int, text: str, kind: str = "text/plain", more: dict[str, str] | None = None) -> None:
         self.send_response(status)

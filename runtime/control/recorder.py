@@ -5,6 +5,7 @@ The session tells, this file writes. Status dicts for a display go to `say`: {"k
 """
 
 import json
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from math import isfinite
@@ -271,7 +272,7 @@ class RunRecorder:
     def finish(self, now: float, status: str, error: str, cause: str = "") -> None:
         """The end, whatever it was. `cause` is the code of a failure. Raises RecordError where the folder does not take
         it."""
-        self._status(now, 0.0)
+        self._status(now, -math.inf)
         self.folder.require()
         self.log.end({"status": status, "error": error})
         self.metrics.close()

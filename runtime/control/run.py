@@ -108,6 +108,7 @@ class Stage:
         flags: RunOptions,
         outbox: Outbox,
         handles: Mapping[tuple[Firing, str], ObjectRef] | None = None,
+        held_up: float = 0.0,
     ) -> None:
         self.name, self.plan = origin.stage, origin.plan
         self.recorder, self.flags, self.outbox = recorder, flags, outbox
@@ -116,7 +117,7 @@ class Stage:
         self.scheduler = origin.scheduler(self.tables)
         self.finish: Finish | None = None
         self.asked: dict[Answer, tuple[Question, float]] = {}
-        self._held_up = 0.0
+        self._held_up = held_up
         self.handles: dict[Firing, dict[str, ObjectRef]] = defaultdict(dict)
         for (firing, output), handle in (handles or {}).items():
             self.handles[firing][output] = handle
@@ -241,6 +242,7 @@ class Session:
     def __init__(self, config: RunConfig, recorder: RunRecorder, cut: Mapping[str, Any] | None = None) -> None:
         self.config, self.recorder, self.cut = config, recorder, cut
         self.start = cut["update"] if cut else 0
+        self._held_up = 0.0
         self.status, self.error = "running", ""
         self.failure: Failure | None = None  # that ended the run
         self.verdict = Verdict()
@@ -291,6 +293,7 @@ class Session:
 
     def watch(self, now: float, held_up: float = 0.0) -> None:
         """Look at deadlines: the stop's and the answers'. `held_up`: as the stage's."""
+        self._held_up = held_up
         if self.stage is None or not self.running or self.verdict.certain:
             return
         self.recorder.tick(now)
@@ -363,7 +366,7 @@ class Session:
         origin = SegmentOrigin(name, graph, self.config.plan, rules, cut, self._live, complete)
         self.recorder.open_stage(origin, now)
         handles = self._handles if name == "train" else {}
-        self.stage = Stage(origin, self.recorder, self.config.flags, self._outbox, handles)
+        self.stage = Stage(origin, self.recorder, self.config.flags, self._outbox, handles, self._held_up)
         if name == "train":
             # The groups of a run are those of training: an evaluation counts its own.
             self.recorder.ledger = self.stage.scheduler.ledger

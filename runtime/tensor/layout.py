@@ -316,6 +316,12 @@ def _regions(placement: Placement, shape: tuple[int, ...]) -> dict[int, Region]:
     return {rank: Region(tuple(start), tuple(stop)) for rank, start, stop in rows}
 
 
+def _placement(held: Holding) -> Placement:
+    if not isinstance(held, Placement):
+        raise TypeError(f"layout: given a {type(held).__name__} to write as JSON, needed a Placement")
+    return held
+
+
 def whole(ranks: int) -> Placement:
     """All of a tensor on each of `ranks` ranks."""
     return Placement(Mesh((("replica", ranks),)))
@@ -408,9 +414,7 @@ class Layout:
         signatures, indices = self.signatures
         return {
             "hosts": list(self.hosts),
-            "signatures": [
-                [list(shape), dtype, held.to_json()] for shape, dtype, held in signatures if isinstance(held, Placement)
-            ],
+            "signatures": [[list(shape), dtype, _placement(held).to_json()] for shape, dtype, held in signatures],
             "tensors": [[t.name, index] for t, index in zip(self.tensors, indices, strict=True)],
         }
 

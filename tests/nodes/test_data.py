@@ -120,25 +120,35 @@ ROW = {"prompt": "a?", "chosen": "yes", "rejected": "no"}
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ("{", "given a faulty row"),
-        ("[" * 100_000, "given a faulty row"),
-        ([1], "given a faulty row .*needed a JSON object with texts as question and answer"),
-        ('{"question": "\\ud800", "answer": "#### 1"}', "given a faulty row"),
-        ({"question": "q"}, "given a faulty row .*answer"),
-        ({**GOOD, "question": " "}, "given a faulty row .*question"),
-        ({**GOOD, "answer": 3}, "given a faulty row .*answer"),
+        ("{", "given a line that is not JSON"),
+        ("[" * 100_000, "given a line that is not JSON"),
+        ([1], "given a JSON list, needed an object with question and answer"),
+        ('{"question": "\\ud800", "answer": "#### 1"}', "given .* in 'question', which is no character"),
+        ({"question": "q"}, r"given the fields \['question'\], needed 'answer'"),
+        ({**GOOD, "question": " "}, "given ' ' as 'question', needed a text"),
+        ({**GOOD, "answer": 3}, "given 3 as 'answer', needed a text"),
         ({**GOOD, "answer": "no mark"}, "given an answer without a final number"),
         ({**GOOD, "answer": "#### none"}, "given the reference answer ' none' with no number"),
         ({**GOOD, "answer": "#### 3 or 4"}, "given the reference answer .* with 2 numbers"),
-        (ROW, "given a faulty row"),
+        (ROW, "given the fields .*, needed 'question'"),
         ({**ROW, "rejected": "yes"}, "given the same text as 'chosen' and 'rejected', needed two that differ"),
-        ({"prompt": "a", "chosen": "b"}, "given a faulty row .*rejected.*prompt, chosen and rejected"),
+        ({"prompt": "a", "chosen": "b"}, "given the fields .*, needed 'rejected'"),
     ],
 )
 def test_a_faulty_row_names_file_and_line(tmp_path: Path, bad: Any, message: str) -> None:
     opens, good = (open_pairs, ROW) if "chosen" in bad and bad != ROW else (open_prompts, GOOD)
     with pytest.raises(DataError, match=rf"d\.jsonl:3: {message}"):
         opens(replace(TRAIN, data=written(tmp_path / "d.jsonl", [good, "", bad])))
+
+
+def test_other_fields_of_a_row_and_a_byte_order_mark_do_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    rows = [
+        '{"question": "q", "answer": "#### 1", "score": NaN}',
+        '{"question": 3, "question": "q", "answer": "#### 1"}',
+    ]
+    path.write_bytes(b"\xef\xbb\xbf" + "\n".join(rows).encode())
+    assert texts(replace(TRAIN, data=str(path)), range(2)) == ["q", "q"]
 
 
 @pytest.mark.parametrize("opens", [open_prompts, open_demonstrations, open_pairs])

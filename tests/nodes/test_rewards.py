@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import FrozenInstanceError, dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -590,6 +590,7 @@ class Plain:
 @carried
 @dataclass(frozen=True)
 class Frozen:
+    table: ClassVar[object] = print  # what a class has is no field
     mean: float = 0.5
 
 
@@ -637,6 +638,7 @@ def test_a_frozen_dataclass_stays_frozen_and_is_restored_all_the_same() -> None:
     value: Any = Frozen(0.25)
     with pytest.raises(FrozenInstanceError):
         value.mean = 1.0
+    assert value.state() == ({}, {"mean": 0.25})
     value.restore({}, {"mean": 2.0})
     assert value == Frozen(2.0)
     with pytest.raises(ValueError, match="given a checkpoint with the fields avg, needed mean"):

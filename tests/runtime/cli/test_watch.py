@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -114,7 +115,20 @@ def test_the_cookie_stands_for_the_token_and_every_answer_has_its_headers(watchi
         assert "default-src 'none'" in answer.headers["content-security-policy"]
         assert not [name for name in answer.headers if name.startswith("access-control")]
     assert again.status_code == 200
-    assert httpx.post(watching.url, timeout=PATIENCE_S).status_code == 501
+    posted = httpx.post(watching.url, timeout=PATIENCE_S)
+    assert (posted.status_code, posted.headers["cache-control"]) == (501, "no-store")
+
+
+@pytest.mark.parametrize("other", ['x={"a":1}', "foo", "a b=1", "path=1", "k@=1", "k[0]=1"])
+def test_cookies_of_other_servers_of_this_machine_do_no_harm(watching: Watching, other: str) -> None:
+    own = f"penstock_{watching.url.port}={watching.url.params['token']}"
+    assert get(watching.bare, headers={"Cookie": f"{other}; {own}"}).status_code == 200
+
+
+def test_a_request_whose_address_is_none_is_answered(watching: Watching) -> None:
+    with socket.create_connection(("127.0.0.1", watching.url.port or 0), timeout=PATIENCE_S) as connection:
+        connection.sendall(b"GET http://[ HTTP/1.1\r\n\r\n")
+        assert b" 400 " in connection.makefile("rb").readline()
 
 
 def test_the_stream_of_a_finished_run_has_a_page_and_an_end(watching: Watching) -> None:

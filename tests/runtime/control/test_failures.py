@@ -177,6 +177,15 @@ def test_a_transfer_that_breaks_without_a_death_is_said_after_a_moment(b: Bench,
     assert ended_by(controller) == (FailureCode.TRANSFER, "trainer/0 rank 0: connection lost")
 
 
+def test_a_stage_that_begins_after_the_controller_was_stopped_has_its_own_deadlines(controller: Controller) -> None:
+    controller.session.watch(5000.0, 3600.0)
+    controller.session.begin(5000.0, {})
+    stage = controller.session.stage
+    assert stage is not None
+    assert stage.overdue(5059.0, 60.0, {}, 3600.0) is None
+    assert "for 61 s" in str(stage.overdue(5061.0, 60.0, {}, 3600.0))
+
+
 def test_an_agent_that_died_explains_the_death_of_its_rank(controller: Controller) -> None:
     controller._hear("agent:local", Exited("generator/0", 0, 77, 0, 9, ""))
     controller.launcher.put("agent local killed by SIGKILL")
