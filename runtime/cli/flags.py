@@ -115,7 +115,7 @@ class Output:
     """Flags of every verb that tells something"""
 
     json: bool = False
-    """The result as one JSON object, in the last line of output."""
+    """The result as one JSON object, after all the other output."""
 
 
 @dataclass(frozen=True, kw_only=True)
