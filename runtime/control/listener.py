@@ -163,9 +163,15 @@ class Listener:
 
 
 def dial(
-    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, server: str, join: Join, options: Options
+    context: "zmq.Context[zmq.Socket[bytes]]",
+    endpoint: str,
+    server: str,
+    join: Join,
+    options: Options,
+    watched: int = 0,
 ) -> "zmq.Socket[bytes]":
-    """A DEALER socket that connects to `endpoint`, on tcp with the host's keys to the one of public key `server`.
+    """A DEALER socket that connects to `endpoint`, on tcp with the host's keys to the one of public key `server`. What
+    its monitor tells of are the `watched` events.
 
     Raises ZMQError for what is no endpoint."""
     socket = context.socket(zmq.DEALER)
@@ -174,6 +180,9 @@ def dial(
         socket.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, join.public.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, join.secret.encode())
+    if watched:
+        # Before it connects: a handshake may be over at once, and is told of but once.
+        socket.get_monitor_socket(watched)
     try:
         socket.connect(endpoint)
     except zmq.ZMQError:

@@ -363,11 +363,11 @@ class Client:
         self._numbers = count(1)
         self._heard = 0
         self._context = zmq.Context()
-        self._socket = dial(self._context, join.endpoint, join.server, join, _OPTIONS)
         failures = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | failures
-        )
+        failures |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | failures
+        self._socket = dial(self._context, join.endpoint, join.server, join, _OPTIONS, events)
+        self._monitor = self._socket.get_monitor_socket(events)
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         for one in (self._socket, self._monitor, self._waker):

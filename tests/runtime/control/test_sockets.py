@@ -21,7 +21,7 @@ from msgspec import structs
 
 from penstock.graph.ir import Firing
 from penstock.runtime.cluster.endpoints import ipc_endpoint
-from penstock.runtime.control import sockets
+from penstock.runtime.control import listener, sockets
 from penstock.runtime.control.listener import MAX_DRAIN_BYTES, WireError
 from penstock.runtime.control.messages import (
     MAX_BYTES,
@@ -285,7 +285,7 @@ SERVER = """
 import resource, sys, threading
 from contextlib import ExitStack
 from pathlib import Path
-from penstock.runtime.control import sockets
+from penstock.runtime.control import listener, sockets
 from penstock.runtime.control.messages import Goodbye, Note
 from penstock.runtime.control.listener import raise_descriptors
 from penstock.runtime.control.security import Door
@@ -440,6 +440,23 @@ def test_a_client_is_woken_by_another_thread_and_by_a_descriptor(b: Bench) -> No
     assert monotonic() - began < 30.0
     os.close(reader)
     os.close(writer)
+
+
+@pytest.mark.parametrize("endpoint", ["", TCP])
+def test_a_client_that_stands_still_while_it_connects_learns_that_it_has(
+    b: Bench, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    made = listener.dial
+
+    def slow(*args: Any) -> Any:
+        socket = made(*args)
+        until(lambda: b.hear() == [] and monotonic() > began + 0.3)
+        return socket
+
+    began = monotonic()
+    monkeypatch.setattr(sockets, "dial", slow)
+    client = b.client()
+    until(lambda: client.receive(0.05) == [] and client.lost(monotonic()) == 0)
 
 
 def test_a_client_knows_when_the_server_is_gone_and_drops_replayed_frames(b: Bench) -> None:
