@@ -316,12 +316,6 @@ def _regions(placement: Placement, shape: tuple[int, ...]) -> dict[int, Region]:
     return {rank: Region(tuple(start), tuple(stop)) for rank, start, stop in rows}
 
 
-def _placement(held: Holding) -> Placement:
-    if not isinstance(held, Placement):
-        raise TypeError(f"layout: given a {type(held).__name__} to write as JSON, needed a Placement")
-    return held
-
-
 def whole(ranks: int) -> Placement:
     """All of a tensor on each of `ranks` ranks."""
     return Placement(Mesh((("replica", ranks),)))
@@ -412,9 +406,12 @@ class Layout:
         """Each signature once, and the tensors as [name, index of the signature]; of placements alone."""
         # Thousands of tensors have a dozen signatures: the text is as long as the list of names.
         signatures, indices = self.signatures
+        placed = [(shape, dtype, held) for shape, dtype, held in signatures if isinstance(held, Placement)]
+        if len(placed) < len(signatures):
+            raise TypeError("layout: given listed regions to write as JSON, needed placements on a mesh")
         return {
             "hosts": list(self.hosts),
-            "signatures": [[list(shape), dtype, _placement(held).to_json()] for shape, dtype, held in signatures],
+            "signatures": [[list(shape), dtype, held.to_json()] for shape, dtype, held in placed],
             "tensors": [[t.name, index] for t, index in zip(self.tensors, indices, strict=True)],
         }
 
