@@ -242,7 +242,7 @@ def signal_name(number: int) -> str:
     return signals.Signals(number).name if number in signals.Signals.__members__.values() else f"signal {number}"
 
 
-# The version of these messages.
+# The version of the messages between ranks of different hosts.
 EXCHANGE: Literal[1] = 1
 # Bytes of a block that one answer holds at most.
 CHUNK = 1 << 20

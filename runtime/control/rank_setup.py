@@ -13,6 +13,7 @@ from penstock.graph.imports import load
 from penstock.graph.ir import Firing, Graph, Node
 from penstock.graph.types import Context
 from penstock.runtime.cluster.placement import Plan
+from penstock.runtime.record.timeline import pool_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class RankSetup:
 
     @property
     def pool(self) -> str:
-        return self.replica.rpartition("/")[0]
+        return pool_of(self.replica)
 
     @property
     def holds(self) -> tuple[str, ...]:

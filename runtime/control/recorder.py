@@ -5,10 +5,9 @@ The session tells, this file writes. Status dicts for a display go to `say`: {"k
 """
 
 import json
-import math
 import warnings
 from collections.abc import Callable, Mapping
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 from penstock.graph.ir import Firing
@@ -27,7 +26,7 @@ from penstock.runtime.record.metrics import (
     open_tensorboard,
     prefixes,
 )
-from penstock.runtime.record.timeline import Bar, Kind, Utilisation, microseconds
+from penstock.runtime.record.timeline import Bar, Kind, Utilisation, microseconds, pool_of
 from penstock.runtime.record.trace_formats import chrome_trace
 from penstock.runtime.schedule.compile import Tables
 from penstock.runtime.schedule.events import (
@@ -272,7 +271,7 @@ class RunRecorder:
     def finish(self, now: float, status: str, error: str, cause: str = "") -> None:
         """The end, whatever it was. `cause` is the code of a failure. Raises RecordError where the folder does not take
         it."""
-        self._status(now, -math.inf)
+        self._status(now, -inf)
         self.folder.require()
         self.log.end({"status": status, "error": error})
         self.metrics.close()
@@ -354,7 +353,7 @@ class RunRecorder:
             status["lost"] = {**lost, "raised": self.raised}
         pools: dict[str, Any] = {}
         for replica, doing in self.doing.items():
-            pool = pools.setdefault(replica.rpartition("/")[0], {"doing": [], "version": None})
+            pool = pools.setdefault(pool_of(replica), {"doing": [], "version": None})
             pool["doing"].append(str(doing))
             pool["version"] = self.live.get(replica, pool["version"])
         self.say({**status, "pools": pools})

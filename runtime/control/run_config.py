@@ -296,7 +296,7 @@ class RunConfig:
             raise RecordError(f"{given}; {needed}") from error
 
     def channels(self) -> dict[str, Channel]:
-        """The ways of weights of all graphs: those of the same carried value to the same pool are one."""
+        """The weight channels of all graphs: those of one carried value to one pool are one."""
         return {name: c for graph in self.graphs for name, c in Tables(graph, self.plan).channels.items()}
 
     def rules(self, start: int) -> Rules:

@@ -45,8 +45,7 @@ _CUT_OFF = 4 * MAX_QUESTION
 # Answers that may wait for one peer. libzmq counts those taken in batches of half of it: a reader with WINDOW questions
 # under way never meets this bound, and one that does not read costs so many chunks, no more.
 _MAX_WAITING = 4 * WINDOW
-
-
+# A connection that is silent for longer is gone.
 _HEARTBEAT = {zmq.HEARTBEAT_IVL: 1000, zmq.HEARTBEAT_TIMEOUT: int(1000 * SILENCE)}
 
 

@@ -193,7 +193,7 @@ class WeightChannels(LocalChannels):
                 link_here = ChainHop(relay, partial(self._messages, upstream), onward, linked=bool(source))
             receiver.start(version, digests, link_here, partial(self._ended, received=command))
 
-    def lazy(self, span: Span) -> Transport:
+    def lazy(self, span: Span) -> "_Lazy":
         """A link that is opened when it is used. Versions are sent over it one after the other: the next one may be
         asked for as soon as the receiver has the one before, whose sender may not be through with it yet.
         """
@@ -276,9 +276,6 @@ class _Lazy:
 
     def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
         return self.channels.open(self.span).receive(version, copies, parts)
-
-    def close(self) -> None:
-        self.channels.open(self.span).close()
 
 
 def drained(queue: "SimpleQueue[T]") -> list[T]:

@@ -46,11 +46,15 @@ class Receiving(Protocol):
         """Write `copies` into `parts`; the bytes received. After an error what is written is undefined."""
 
 
-class Transport(Receiving, Protocol):
-    """One side of a channel to one replica, either of them."""
+class Sending(Protocol):
+    """The side of a channel that sends. Used by one thread at a time; every wait has a deadline."""
 
     def send(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
         """Send `copies` out of `parts`, which must not change meanwhile; the bytes sent."""
+
+
+class Transport(Sending, Receiving, Protocol):
+    """One side of a channel to one replica, either of them."""
 
     def close(self) -> None:
         """Give up the connection. May be repeated."""

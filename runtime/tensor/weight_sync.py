@@ -41,7 +41,7 @@ from penstock.runtime.tensor.buffers import (
 )
 from penstock.runtime.tensor.digest import MODES, Add, ChecksumError, Checksums, Mode, alone, hashed_tensors
 from penstock.runtime.tensor.layout import ITEMSIZE, Copy, Layout, LayoutError, Mesh, sharded
-from penstock.runtime.tensor.process_group import AllReduce, Receiving, Transport, TransportError
+from penstock.runtime.tensor.process_group import AllReduce, Receiving, Sending, TransportError
 from penstock.runtime.tensor.quantise import Converter, Restorer
 from penstock.runtime.tensor.reshard import reshard
 from penstock.runtime.tensor.wire_format import converted, rules_from_json, rules_to_json, target_layout
@@ -188,20 +188,18 @@ class WeightPublisher:
         hashed = partial(self._prover.digests, snapshot.parts, names)
         return snapshot.take(version, self._carried.weights(), hashed, self._convert)
 
-    def send(self, version: int, transport: Transport, ranks: int = 1, mesh: Axes | None = None) -> Moved:
+    def send(self, version: int, transport: Sending, ranks: int = 1, mesh: Axes | None = None) -> Moved:
         """Send a published version to a replica on `mesh`, or of `ranks` ranks that each get everything; blocks until
         it is sent. Raises `LayoutError` before any byte moves.
         """
         return self._send(self._hold(version), transport, Mesh.of(mesh, ranks))
 
-    def start(
-        self, version: int, transport: Transport, ranks: int, done: Done[Moved], mesh: Axes | None = None
-    ) -> None:
+    def start(self, version: int, transport: Sending, ranks: int, done: Done[Moved], mesh: Axes | None = None) -> None:
         """`send` in the background. The version is held from now on, whatever is published meanwhile."""
         snapshot, target = self._hold(version), Mesh.of(mesh, ranks)
         in_background(f"send {self.channel} {version}", lambda: self._send(snapshot, transport, target), done)
 
-    def _send(self, snapshot: WeightSnapshot, transport: Transport, mesh: Mesh) -> Moved:
+    def _send(self, snapshot: WeightSnapshot, transport: Sending, mesh: Mesh) -> Moved:
         try:
             copies = self._planned(mesh)
             started = time.perf_counter()

@@ -111,7 +111,7 @@ class Chain:
         facts = published(self.publisher, version)
         for replica in self.replicas:
             replica.tell(**facts)
-        return self.publisher.send(version, self)  # type: ignore[arg-type]
+        return self.publisher.send(version, self)
 
     def end(self) -> None:
         for replica in self.replicas:
