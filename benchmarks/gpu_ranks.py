@@ -1,13 +1,16 @@
-"""The two processes of `gpu.py` on one card: `python gpu_ranks.py SIDE FOLDER DEVICE LAYERS`.
+"""The two processes of a sync on one card: `python gpu_ranks.py SIDE FOLDER DEVICE`.
 
-An order a line, an answer a line. A phase is a word for the way ("cuda_ipc", "shm", "messages", "nccl"), the proof, and
-a wire format if it is not the weights' own.
+An order a line, an answer a line. A way is the transport ("cuda_ipc", "shm", "messages", "nccl"), the proof, and a wire
+format if it is not the weights' own. Beside a sync the sender trains and the receiver decodes, as in a run.
 """
 
 import json
 import os
+import statistics
 import sys
+import tempfile
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -15,95 +18,180 @@ from typing import Any
 
 import torch
 from llama import parameter_shapes
+from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 from weights import Weights
 
+from penstock.graph import types
+from penstock.graph.types import Context, Prompts
+from penstock.nodes.generate import make_engine
+from penstock.nodes.model import Llama
 from penstock.nodes.model.config import ModelConfig
+from penstock.nodes.model.hf import point_at
 from penstock.runtime.tensor.cuda_ipc import DeviceMemory
 from penstock.runtime.tensor.link import ReplicaLink
 from penstock.runtime.tensor.one_sided import SharedMemory, WritableMemory
 from penstock.runtime.tensor.process_group import Transport
 from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver
 
-MODEL = ModelConfig(128256, 2048, 8192, 16, 32, 8, 64, tie_word_embeddings=True)
+ONE_B = ModelConfig(128256, 2048, 8192, 16, 32, 8, 64, max_position_embeddings=8192, tie_word_embeddings=True)
 """Llama 3.2 1B."""
 TIMEOUT = 60.0
 CHANNEL = "policy>generator"
 
 
-def shapes(layers: int) -> Mapping[str, tuple[int, ...]]:
-    """Of so many layers of the model, with its vocabulary if they are all there."""
-    vocabulary = MODEL.vocab_size if layers == MODEL.num_hidden_layers else 8192
-    return parameter_shapes(replace(MODEL, num_hidden_layers=layers, vocab_size=vocabulary))
+def small(config: ModelConfig) -> ModelConfig:
+    """For a CPU."""
+    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    return replace(config, **sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 
 
 class Policy(Weights):
-    """Weights in bf16 on one device."""
+    """Random weights in bf16 on one device."""
 
-    def __init__(self, device: str, layers: int) -> None:
+    def __init__(self, device: str, config: ModelConfig) -> None:
         generator = torch.Generator(device).manual_seed(1)
         super().__init__(
             {
-                name: torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
-                for name, shape in shapes(layers).items()
+                name: torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=generator)
+                for name, shape in parameter_shapes(config).items()
             }
         )
 
 
-class Source:
+class Generator:
+    """The engine of a run, all of whose slots get a prompt of about `context` tokens and go on from there. Raises
+    ValueError where its cache does not fit on the device."""
+
+    def __init__(self, folder: Path, config: ModelConfig, device: str, slots: int, context: int) -> None:
+        facts = {"architectures": ["LlamaForCausalLM"], **config.to_json("bfloat16")}
+        (folder / "config.json").write_text(json.dumps(facts))  # without a tokenizer's file: single bytes
+        self.device, self.slots, self.context = device, slots, context
+        made = Context(node="generate", model=str(folder), dtype="bfloat16", device=device, slots=slots)
+        # Longer than any measurement: no row ends in it, but for one in 128,256 that samples the end.
+        self.engine = make_engine(replace(made, max_tokens=512, options={"max_prompt": context}), samples=16)
+        self.behaviour = types.Weights(0, {})
+        self.groups = 0
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """All slots begin."""
+        self.behaviour.version, self.behaviour.tensors = self.behaviour.version + 1, tensors
+        self.engine.reset()
+        for _ in range(max(1, self.slots // 16)):
+            self.groups += 1
+            prompt = Prompts((self.groups,), ("a" * (self.context - 4),), ("",))
+            self.engine.submit(self.groups, {"prompts": prompt, "behaviour": self.behaviour})
+        self.engine.step()
+
+    def step(self) -> float:
+        """Its seconds. The engine waits for the tokens, and so for the device."""
+        began = perf_counter()
+        self.engine.step()
+        return perf_counter() - began
+
+
+class Rank:
+    """What both sides have: a sync in a thread of its own, as in a run, while the main thread works."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        self.folder, self.device = folder, device
+        self.config = small(ONE_B) if device == "cpu" else ONE_B
+        self.thread = ThreadPoolExecutor(1)
+
+    def step(self) -> float:
+        """A step of its work; its seconds."""
+        raise NotImplementedError
+
+    def transfer(self, version: int, **order: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def work(self, steps: int) -> dict[str, Any]:
+        self.step()
+        return {"ms": round(1e3 * statistics.median(self.step() for _ in range(steps)), 3)}
+
+    def move(self, beside: bool, **order: Any) -> dict[str, Any]:
+        if not beside:
+            return self.transfer(**order)
+        self.step()  # the other side is at work, too, when the transfer begins
+        under_way: Future[dict[str, Any]] = self.thread.submit(self.transfer, **order)
+        seconds = [self.step()]
+        while not under_way.done():
+            seconds.append(self.step())
+        return {**under_way.result(), "step_ms": 1e3 * statistics.median(seconds), "steps": len(seconds)}
+
+
+class Source(Rank):
     """The trainer: publishes and sends."""
 
-    def __init__(self, folder: Path, device: str, layers: int) -> None:
-        self.folder, self.device, self.policy = folder, device, Policy(device, layers)
-        self.phase, self.publisher, self.way = "", WeightPublisher(CHANNEL, self.policy), None
+    def __init__(self, folder: Path, device: str) -> None:
+        super().__init__(folder, device)
+        self.policy = Policy(device, self.config)
+        self.way, self.publisher, self.transport = "", WeightPublisher(CHANNEL, self.policy), None
+        self.model: Llama | None = None
 
-    def publish(self, phase: str, version: int) -> dict[str, Any]:
-        if phase != self.phase:
-            _, proof, *wire = phase.split()
-            self.phase, self.way = phase, None
+    def publish(self, way: str, version: int) -> dict[str, Any]:
+        if way != self.way:
+            _, proof, *wire = way.split()
+            self.way, self.transport = way, None
             self.publisher = WeightPublisher(
                 CHANNEL, self.policy, device=self.device, keep=1, proof=proof, wire="".join(wire)
             )
         for tensor in self.policy.tensors.values():
-            tensor.view(-1)[version] += 1  # every tensor of every version is another
+            tensor.data.view(-1)[version] += 1  # every tensor of every version is another
         started = perf_counter()
         digests = self.publisher.publish(version)
         seconds = perf_counter() - started
         return {"facts": {"digests": digests, "description": self.publisher.description}, "seconds": seconds}
 
-    def move(self, phase: str, version: int) -> dict[str, Any]:
-        if self.way is None:
-            self.way = bridge(self.folder, phase).open("source", device=self.device)
+    def transfer(self, version: int, way: str, **_: Any) -> dict[str, Any]:
+        if self.transport is None:
+            self.transport = link_of(self.folder, way).open("source", device=self.device)
         started = perf_counter()
-        moved = self.publisher.send(version, self.way)
-        return {"start": started, "end": perf_counter(), "bytes": moved.nbytes, "way": type(self.way).__name__}
+        moved = self.publisher.send(version, self.transport)
+        return {"start": started, "end": perf_counter(), "bytes": moved.nbytes, "by": type(self.transport).__name__}
+
+    def step(self) -> float:
+        """Forward and backward of 4,096 tokens; on a CPU of 64."""
+        if self.model is None:
+            self.model = Llama(self.config, torch.bfloat16, self.device)
+            copies = {name: tensor.clone() for name, tensor in self.policy.tensors.items()}
+            point_at(self.model, copies, "benchmark")
+        tokens_BS = torch.zeros(1, 64, dtype=torch.long) if self.device == "cpu" else torch.zeros(4, 1024).long()
+        began = perf_counter()
+        hidden_BSD = self.model(tokens_BS.to(self.device))
+        hidden_BSD.float().square().mean().backward()
+        self.model.zero_grad()
+        if self.device != "cpu":
+            torch.cuda.current_stream().synchronize()
+        return perf_counter() - began
 
 
 class _Opening:
-    """A bridge that is opened at its first use: the arena must be there."""
+    """A link that is opened at its first use: the arena must be there."""
 
-    def __init__(self, folder: Path, phase: str, memory: WritableMemory | None) -> None:
-        self.folder, self.phase, self.memory = folder, phase, memory
-        self.way: Transport | None = None
+    def __init__(self, folder: Path, way: str, memory: WritableMemory | None, device: str) -> None:
+        self.folder, self.way, self.memory, self.device = folder, way, memory, device
+        self.transport: Transport | None = None
 
     def receive(self, *facts: Any) -> int:
-        if self.way is None:
-            self.way = bridge(self.folder, self.phase).open("destination", 0, self.memory)
-        return self.way.receive(*facts)
+        if self.transport is None:
+            self.transport = link_of(self.folder, self.way).open("destination", 0, self.memory, self.device)
+        return self.transport.receive(*facts)
 
 
-class Destination:
+class Destination(Rank):
     """The generator: receives, proves, swaps."""
 
-    def __init__(self, folder: Path, device: str, layers: int) -> None:
-        self.folder, self.device, self.phase = folder, device, ""
-        self.receiver = WeightReceiver(CHANNEL)
-        self.opening = _Opening(folder, "", None)
+    def __init__(self, folder: Path, device: str) -> None:
+        super().__init__(folder, device)
+        self.way, self.receiver = "", WeightReceiver(CHANNEL)
+        self.opening: _Opening | None = None
         self.memories: list[WritableMemory] = []
+        self.generator: Generator | None = None
 
-    def move(self, phase: str, version: int, facts: Mapping[str, Any]) -> dict[str, Any]:
-        if phase != self.phase:
-            self._begin(phase)
+    def transfer(self, version: int, way: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+        if way != self.way:
+            self._begin(way)
         self.receiver.describe(facts["description"])
         started = perf_counter()
         moved = self.receiver.receive(version, facts["digests"], self.opening)
@@ -111,48 +199,57 @@ class Destination:
         self.receiver.swap(version)
         return {"start": started, "end": end, "wire": moved.wire_s, "prove": moved.prove_s}
 
-    def _begin(self, phase: str) -> None:
-        memory, way = None, phase.split()[0]
-        if way == "shm":
-            memory = SharedMemory(f"gpu{self.folder.stat().st_ino}", phase)
-        elif way == "cuda_ipc":
-            memory = DeviceMemory(self.device, phase, TIMEOUT)
+    def step(self) -> float:
+        """A token of 64 rows; on a CPU of 16."""
+        if self.generator is None:
+            slots, context = (16, 32) if self.device == "cpu" else (64, 1024)
+            with tempfile.TemporaryDirectory() as name:
+                self.generator = Generator(Path(name), self.config, self.device, slots, context)
+            self.generator.fill(Policy(self.device, self.config).tensors)
+        return self.generator.step()
+
+    def _begin(self, way: str) -> None:
+        memory, transport = None, way.split()[0]
+        if transport == "shm":
+            memory = SharedMemory(f"gpu{self.folder.stat().st_ino}", way)
+        elif transport == "cuda_ipc":
+            memory = DeviceMemory(self.device, way, TIMEOUT)
         self.memories += [memory] if memory else []
         self.receiver = WeightReceiver(CHANNEL, device=self.device, allocate=memory)
-        self.phase, self.opening = phase, _Opening(self.folder, phase, memory)
+        self.way, self.opening = way, _Opening(self.folder, way, memory, self.device)
 
     def close(self) -> None:
         for memory in self.memories:
             memory.close()
 
 
-def bridge(folder: Path, phase: str) -> ReplicaLink:
-    """Where the two meet in a phase, over the way that its name says or not at all."""
-    way, store = phase.split()[0], FileStore(str(folder / phase.replace(" ", "-")))
-    if way == "nccl":
+def link_of(folder: Path, way: str) -> ReplicaLink:
+    """Where the two meet, by the transport that the way's name says or not at all."""
+    transport, store = way.split()[0], FileStore(str(folder / way.replace(" ", "-")))
+    if transport == "nccl":
         return ReplicaLink(CHANNEL, store, timeout=TIMEOUT, backend="nccl")
-    return ReplicaLink(CHANNEL, store, timeout=TIMEOUT, transport=way)
+    return ReplicaLink(CHANNEL, store, timeout=TIMEOUT, transport=transport)
 
 
-def rank_main(side: str, folder: Path, device: str, layers: int) -> None:
+def rank_main(side: str, folder: Path, device: str) -> None:
     """One process, until its input ends. Errors are answers, too."""
     # NCCL refuses two ranks on one card of one host. To it these are two hosts, that meet on the loopback interface.
     os.environ.update(NCCL_HOSTID=f"penstock-{side}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
     torch.set_num_threads(1)
-    role: Any = (Source if side == "source" else Destination)(folder, device, layers)
+    rank = (Source if side == "source" else Destination)(folder, device)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         order = json.loads(line)
         try:
-            answer = getattr(role, order.pop("do"))(**order)
+            answer = getattr(rank, order.pop("do"))(**order)
         except (RuntimeError, ValueError) as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
-    if side == "destination":
-        role.close()
+    if isinstance(rank, Destination):
+        rank.close()
     sys.stdout.flush()
     os._exit(0)  # NCCL's threads must not hold up the end
 
 
 if __name__ == "__main__":
-    rank_main(sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    rank_main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

@@ -1,5 +1,7 @@
-"""The benchmark of what only a GPU shows: it ends well where there is none, and what of it needs none is right."""
+"""The benchmark of what only a GPU shows: it ends well where there is none, and its phases run, tiny, on a CPU."""
 
+import json
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -8,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.runtime.tensor.digest import MODES
 from penstock.runtime.tensor.wire_format import FORMATS
+
+from .conftest import FOLDER
+
+PHASES = "smoke", "decode", "overlap", "state", "bits", "plan", "nccl"
 
 
 def gpu() -> Any:
@@ -18,28 +23,50 @@ def gpu() -> Any:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_it_says_so_and_ends_well(monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--keep"])
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
     gpu().main()
     assert "sees no GPU here" in capsys.readouterr().out
 
 
+def test_no_phase_is_left_out_here() -> None:
+    assert set(gpu().PHASES) == set(PHASES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", PHASES)
+def test_each_phase_runs_on_a_cpu(phase: str, tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, f"{FOLDER}/gpu.py", "--device=cpu", f"--only={phase}", f"--out={out}", "--deadline=300"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=330)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "error" not in json.dumps(json.loads(out.read_text())["phases"][phase])
+
+
 def test_two_ranks_parts_are_the_converted_whole_in_every_format() -> None:
     right = {"parts_are_the_whole": True, "as_on_the_cpu": True}
-    assert gpu().conversion("cpu") == dict.fromkeys(FORMATS, right)
+    assert import_module("gpu_phases").conversion("cpu") == dict.fromkeys(FORMATS, right)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
-def test_every_phase_names_a_way_a_proof_and_maybe_a_format(tmp_path: Path, device: str) -> None:
-    for phase in gpu().phases(device):
-        way, proof, *wire = phase.split()
-        assert proof in MODES
-        assert set(wire) <= set(FORMATS)
-        bridge = import_module("gpu_ranks").bridge(tmp_path, phase)
-        assert way == (bridge.backend if bridge.backend == "nccl" else bridge.transport)
+@pytest.mark.slow
+def test_a_phase_that_is_not_over_in_time_says_so_beside_what_it_has_found(monkeypatch: Any, tmp_path: Path) -> None:
+    kept: list[dict[str, Any]] = []
+    script = tmp_path / "gpu_phases.py"
+    script.write_text("import time\nprint('{\"found\": 1}', flush=True)\ntime.sleep(120)\n")
+    monkeypatch.setattr(gpu(), "__file__", str(tmp_path / "gpu.py"))
+    gpu().run_phase("smoke", "cpu", 15.0, kept.append)
+    assert kept[-1]["found"] == 1
+    assert "not over after 15 s" in kept[-1]["error"]
+
+
+def test_a_phase_that_fails_keeps_what_was_written_of_others(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    gpu().Record(path, "cpu").put("decode", {"ms": 1.0})
+    gpu().Record(path, "cpu").put("smoke", {"error": "no"})
+    assert json.loads(path.read_text())["phases"] == {"decode": {"ms": 1.0}, "smoke": {"error": "no"}}
 
 
 def test_a_process_that_ends_early_is_named_with_its_status(tmp_path: Path) -> None:
-    rank = gpu().Rank("source", tmp_path, "no such device", 1)
+    rank = import_module("gpu_phases").Rank("source", tmp_path, "no such device")
     try:
         with pytest.raises(RuntimeError, match="source: ended with 'status 1'"):
             rank.answer()

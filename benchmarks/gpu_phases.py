@@ -1,0 +1,446 @@
+"""The phases of `gpu.py`: `python gpu_phases.py PHASE DEVICE` prints each figure that it finds, a JSON object a line.
+
+On the CPU all is tiny: figures of it mean nothing. A figure that cannot be had says why in `error`, and the phase goes
+on: a card has too little memory for a model, say. Times are medians; GB are 10^9 bytes.
+
+Shapes: N responses, S tokens of a sequence, T tokens of a response.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import count, pairwise
+from pathlib import Path
+from queue import Empty, Queue
+from time import perf_counter
+from typing import Any
+
+import torch
+from gpu_ranks import ONE_B, Generator, Policy, small
+from llama import MODELS
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from penstock.nodes import calibrate
+from penstock.nodes.model import Llama, ModelConfig, save_model
+from penstock.runtime.tensor.buffers import allocate
+from penstock.runtime.tensor.checkpoint import save_state
+from penstock.runtime.tensor.layout import Layout, Mesh, Region, sharded
+from penstock.runtime.tensor.offload import Offload
+from penstock.runtime.tensor.quantise import Converter
+from penstock.runtime.tensor.weight_sync import WeightPublisher
+from penstock.runtime.tensor.wire_format import FORMATS, converted
+
+Figures = dict[str, Any]
+ROOT = Path(__file__).resolve().parent.parent
+WARM, REPEATS = 2, 9
+ANSWER_S, RUN_S = 60.0, 80.0
+
+
+def smoke(device: str) -> Iterator[Figures]:
+    """Does it run at all? Ranks are forked from a process that has imported torch, so that a run shows whether their
+    CUDA contexts come up."""
+    if device != "cpu":
+        card = torch.cuda.get_device_properties(device)
+        yield {"card": card.name, "memory_gib": round(card.total_memory / 2**30, 1), "cuda": torch.version.cuda}
+        yield {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "capability": [card.major, card.minor]}
+    yield {"run aipo": penstock_run(device, ["--updates=3", "--model=new"])[0]}
+    files = ["tests/runtime/tensor/test_links.py", "tests/runtime/tensor/test_checkpoint.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-k", "cuda or offload", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
+    yield {"tests": (done.stdout or done.stderr).strip().splitlines()[-1], "tests_failed": done.returncode != 0}
+
+
+def decode(device: str) -> Iterator[Figures]:
+    """Steps of the engine with all slots in work, in bfloat16 with random weights: milliseconds of the median step, the
+    kernels that one launches (a CPU's operations), and tokens/s over those of a step that only reads the weights and
+    the cache (all slots up to the context) at the measured bandwidth and multiplies at the measured rate."""
+    bandwidth, flops = rates(device)
+    yield {"read_gb_s": bandwidth / 1e9, "bf16_tflops": flops / 1e12}
+    models = {"1B": ONE_B, "8B": replace(MODELS["8B"], max_position_embeddings=8192)}
+    if device == "cpu":
+        models, cases = {"tiny": small(ONE_B)}, [(16, 32)]
+    else:
+        cases = [(64, 1024), (16, 128), (256, 1024), (256, 128), (64, 3072), (16, 1024), (64, 128), (16, 3072)]
+        cases.append((256, 3072))
+    for name, config in models.items():
+        tensors = Policy(device, config).tensors
+        read = sum(t.nbytes for n, t in tensors.items() if "embed_tokens" not in n or config.tie_word_embeddings)
+        for slots, context in cases:
+            key = f"{name}, {slots} slots, {context} tokens"
+            try:
+                found = decode_steps(device, config, tensors, slots, context)
+            except (RuntimeError, ValueError) as error:
+                yield {key: {"error": first_line(error)}}
+                continue
+            cache = slots * context * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+            least = max((read + cache) / bandwidth, slots * read / flops)  # two FLOPs a weight of two bytes
+            per_s = slots / found["ms"] * 1e3
+            yield {key: {**found, "tokens_per_s": round(per_s), "of_the_roofline": round(per_s * least / slots, 3)}}
+        del tensors
+
+
+def decode_steps(
+    device: str, config: ModelConfig, tensors: Mapping[str, Tensor], slots: int, context: int
+) -> dict[str, float]:
+    """A step after a prompt of `context` tokens in each slot. Raises ValueError where the cache does not fit."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Generator(Path(folder), config, device, slots, context)
+    engine.fill(tensors)
+    for _ in range(WARM):
+        engine.step()
+    seconds = [engine.step() for _ in range(20 if device != "cpu" else 3)]
+    kind = ProfilerActivity.CPU if device == "cpu" else ProfilerActivity.CUDA
+    with profile(activities=[kind], acc_events=True) as seen:
+        engine.step()
+    kernels = sum(event.count for event in seen.key_averages())
+    found = {"ms": 1e3 * statistics.median(seconds), "kernels": kernels}
+    if device != "cpu":
+        found["peak_gb"] = round(torch.cuda.max_memory_allocated(device) / 1e9, 2)
+        torch.cuda.reset_peak_memory_stats(device)
+    return found
+
+
+def rates(device: str) -> tuple[float, float]:
+    """Bytes per second that a sum reads, and FLOP/s of one large product in bfloat16."""
+    width = 256 if device == "cpu" else 8192
+    a = torch.randn(width, width, device=device).bfloat16()
+    return calibrate.bandwidths(device)["read"] * 1e9, 2.0 * width**3 / calibrate.seconds(lambda: a @ a)
+
+
+def overlap(device: str) -> Iterator[Figures]:
+    """Weights of the 1B model from one process to another on the card, by each way: alone, and while the sender trains
+    and the receiver decodes; and what a step of these takes alone and beside a sync."""
+    for way in ("shm off", "messages off") if device == "cpu" else ("cuda_ipc off", "cuda_ipc full", "messages off"):
+        yield {way: synced(device, way, beside=True)}
+
+
+def nccl(device: str) -> Iterator[Figures]:
+    """NCCL takes no two ranks of one host on one card: here they say that they are on two (`NCCL_HOSTID`; unsupported
+    and slow, but the same code as between two cards)."""
+    if device == "cpu":
+        yield {"messages full": synced(device, "messages full")}
+        return
+    for way in ("nccl off", "nccl full", "nccl full fp8", "cuda_ipc full"):
+        yield {way: synced(device, way)}
+
+
+class Rank:
+    """One of the two processes of `gpu_ranks.py`, and its answers."""
+
+    def __init__(self, side: str, folder: Path, device: str) -> None:
+        script = str(Path(__file__).with_name("gpu_ranks.py"))
+        command = [sys.executable, script, side, str(folder), device]
+        self.side = side
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.lines: Queue[str] = Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def tell(self, do: str, **order: Any) -> None:
+        self.process.stdin.write(json.dumps({"do": do, **order}) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Figures:
+        """Raises RuntimeError for an error, and for a process that is gone or says nothing in time."""
+        try:
+            line = self.lines.get(timeout=ANSWER_S)
+        except Empty:
+            raise RuntimeError(f"{self.side}: no answer for {ANSWER_S:g} s") from None
+        if not line.startswith("{"):
+            raise RuntimeError(f"{self.side}: ended with {line!r}")
+        found: Figures = json.loads(line)
+        if "error" in found:
+            raise RuntimeError(f"{self.side}: {found['error']}")
+        return found
+
+    def ask(self, do: str, **order: Any) -> Figures:
+        self.tell(do, **order)
+        return self.answer()
+
+    def end(self) -> None:
+        """By the end of its input, so that it takes its memory away; by force if that does not do."""
+        self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(20)
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put(f"status {self.process.wait()}")
+
+
+def synced(device: str, way: str, beside: bool = False) -> Figures:
+    """Syncs in two processes of their own, since what one way leaves on the card is not the next one's."""
+    with tempfile.TemporaryDirectory() as name:
+        ranks = [Rank(side, Path(name), device) for side in ("source", "destination")]
+        try:
+            for rank in ranks:
+                rank.answer()
+            found: Figures = {"alone": syncs(way, *ranks, range(WARM + REPEATS))}
+            if beside:
+                source, destination = ranks
+                found["train_step_ms"] = source.ask("work", steps=3)["ms"]
+                found["decode_step_ms"] = destination.ask("work", steps=10)["ms"]
+                more = range(WARM + REPEATS, 2 * WARM + REPEATS + 4)
+                found["beside"] = syncs(way, source, destination, more, beside=True)
+            return found
+        except RuntimeError as error:
+            return {"error": str(error)}
+        finally:
+            for rank in ranks:
+                rank.end()
+
+
+def syncs(way: str, source: Rank, destination: Rank, versions: range, beside: bool = False) -> Figures:
+    """`ms` is from the last start to the last end; the sender's copy aside (`publish_ms`) comes before."""
+    times: dict[str, list[float]] = {}
+    for version in versions:
+        published = source.ask("publish", way=way, version=version)
+        destination.tell("move", way=way, version=version, facts=published["facts"], beside=beside)
+        source.tell("move", way=way, version=version, beside=beside)
+        sent, arrived = source.answer(), destination.answer()
+        if version < versions.start + WARM:
+            continue
+        span = max(sent["end"], arrived["end"]) - max(sent["start"], arrived["start"])
+        each = {"ms": 1e3 * span, "publish_ms": 1e3 * published["seconds"], "wire_ms": 1e3 * arrived["wire"]}
+        each |= {"prove_ms": 1e3 * arrived["prove"]}
+        if beside:
+            each |= {"train_step_ms": sent["step_ms"], "decode_step_ms": arrived["step_ms"]}
+        for key, value in each.items():
+            times.setdefault(key, []).append(value)
+    middle = {name: round(statistics.median(own), 3) for name, own in times.items()}
+    rate = sent["bytes"] / middle["ms"] / 1e6
+    return {"bytes": sent["bytes"], **middle, "gb_per_s": round(rate, 2), "by": sent["by"]}
+
+
+def state(device: str) -> Iterator[Figures]:
+    """GB/s of the 1B model's weights: copied on the card, copied aside for a sync with each proof and wire format, to
+    the host and back, and into a file. And whether two ranks' parts, converted, are the converted whole, on the card
+    and on the CPU."""
+    policy = Policy(device, small(ONE_B) if device == "cpu" else ONE_B)
+    nbytes = sum(t.nbytes for t in policy.tensors.values())
+
+    def rate(work: Callable[[], object]) -> float:
+        seconds = []
+        for _ in range(WARM + REPEATS):
+            finish(device)
+            began = perf_counter()
+            work()
+            finish(device)
+            seconds.append(perf_counter() - began)
+        return round(nbytes / statistics.median(seconds[WARM:]) / 1e9, 2)
+
+    aside = {name: torch.empty_like(t) for name, t in policy.tensors.items()}
+
+    def copy() -> None:
+        for name, tensor in policy.tensors.items():
+            aside[name].copy_(tensor)
+
+    yield {"bytes": nbytes, "copy": rate(copy)}
+    for proof, wire in [("off", ""), ("sampled", ""), ("full", ""), *(("full", wire) for wire in FORMATS)]:
+        publisher = WeightPublisher("policy>generator", policy, device=device, keep=1, proof=proof, wire=wire)
+        publish = partial(lambda publisher, versions: publisher.publish(next(versions)), publisher, count())
+        yield {f"publish, proof {proof} {wire}".strip(): rate(publish)}
+    offload = Offload("weights")
+
+    def there() -> None:
+        offload.leave(aside)
+        offload.fence()
+
+    def and_back() -> None:
+        there()
+        offload.come_back()
+        offload.fence()
+
+    yield {"to the host and back": rate(and_back)}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "weights.safetensors"
+        yield {"into a file": rate(lambda: save_state(path, policy.tensors, {}))}
+    yield {"conversion": conversion(device)}
+
+
+def finish(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def conversion(device: str) -> dict[str, dict[str, bool]]:
+    """For each wire format, whether what two ranks make of their halves of each row is the converted whole."""
+    generator = torch.Generator(device).manual_seed(2)
+    tensors = {
+        name: torch.randn(shape, generator=generator, device=device).bfloat16()
+        for name, shape in {"gate": (2048, 1024), "down": (1000, 1536)}.items()
+    }
+    return {
+        wire: {
+            "parts_are_the_whole": _parts_are_the_whole(wire, tensors, device),
+            "as_on_the_cpu": _equal(
+                _whole(wire, tensors, device), _whole(wire, {n: t.cpu() for n, t in tensors.items()}, "cpu")
+            ),
+        }
+        for wire in FORMATS
+    }
+
+
+def _entries(tensors: Mapping[str, Tensor]) -> list[tuple[str, tuple[int, ...], str]]:
+    return [(name, tuple(t.shape), "bfloat16") for name, t in tensors.items()]
+
+
+def _whole(wire: str, tensors: Mapping[str, Tensor], device: str) -> dict[str, Tensor]:
+    layout = Layout.whole(_entries(tensors))
+    out = allocate(converted(layout, wire), 0, device)
+    Converter(layout, converted(layout, wire), 0).convert(tensors, out)
+    return {name: part.tensor for name, part in out.items()}
+
+
+def _parts_are_the_whole(wire: str, tensors: Mapping[str, Tensor], device: str) -> bool:
+    layout = sharded(_entries(tensors), Mesh((("tp", 2),)), {"": (1, 0)})
+    travels, whole = converted(layout, wire), _whole(wire, tensors, device)
+    said: list[Tensor] = [torch.empty(0)] * 2
+    meeting, same = threading.Barrier(2, timeout=ANSWER_S), [False] * 2
+
+    def convert(rank: int) -> None:
+        def agree(maxima: Tensor) -> Tensor:
+            said[rank] = maxima
+            meeting.wait()
+            return torch.maximum(*said)
+
+        own = {t.name: _cut(tensors[t.name], box) for t in layout.tensors for box in t.held_by(rank)}
+        parts = allocate(travels, rank, device)
+        Converter(layout, travels, rank).convert(own, parts, agree)
+        expected = {name: _cut(whole[name], part.region) for name, part in parts.items()}
+        same[rank] = _equal({name: part.tensor for name, part in parts.items()}, expected)
+
+    threads = [threading.Thread(target=convert, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return all(same)
+
+
+def _cut(tensor: Tensor, box: Region) -> Tensor:
+    return tensor[box.slices(Region.whole(tensor.shape))]
+
+
+def _equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """To the bit."""
+    flat = [{name: t.cpu().contiguous().view(-1).view(torch.uint8) for name, t in each.items()} for each in (a, b)]
+    return a.keys() == b.keys() and all(torch.equal(flat[0][name], flat[1][name]) for name in a)
+
+
+SHOWN = "reward_mean", "loss", "entropy"
+RUN = ["--updates=6", "--batch=8", "--slots=64", "--eval-groups=0", "--plain", "--json"]
+
+
+def penstock_run(device: str, flags: list[str]) -> tuple[Figures, list[float]]:
+    """A run of the demo's small model: its figures, and its rewards, losses and entropies by update."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "run"
+        try:
+            summary = penstock("run", "aipo", f"--device={device}", *RUN, *flags, "--out", str(folder))
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            return {"error": str(error)}, []
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        kept = {key: summary[key] for key in ("status", "wall_s", "updates", "groups", "warnings") if key in summary}
+        for key in ("sync_s", "generate_tokens_per_s", "train_tokens_per_s", "mismatch"):
+            own = [row[key] for row in rows[2:] if row.get(key) is not None]
+            kept |= {key: round(statistics.median(own), 6)} if own else {}
+        ends = [row["time_s"] for row in rows]
+        kept["update_s"] = round(statistics.median(b - a for a, b in pairwise(ends[1:] if len(ends) > 2 else ends)), 4)
+        return kept, [row[key] for row in rows for key in SHOWN]
+
+
+def bits(device: str) -> Iterator[Figures]:
+    """Runs at lag 0: `unlike` is how far a run's rewards, losses and entropies are from those of the first one. 0 is
+    equal to the bit; bfloat16, and what a card adds up in no order of its own, is near."""
+    straight = "shm" if device == "cpu" else "cuda_ipc"
+    asked = {
+        "deterministic": ["--deterministic"],
+        "deterministic, again": ["--deterministic"],
+        "as it is": [],
+        "as it is, again": [],
+        straight: [f"--transport={straight}"],
+        "messages": ["--transport=messages"],
+        "offload": ["--offload=on"],
+        "bfloat16": ["--dtype=bfloat16"],
+    }
+    if device == "cpu":
+        asked = {name: flags for name, flags in asked.items() if "as it is" in name}
+    first: list[float] = []
+    for name, flags in asked.items():
+        found, shown = penstock_run(device, ["--lag=0", *flags])
+        first = first or shown
+        if len(shown) == len(first) > 0:
+            found["unlike"] = max(abs(a - b) for a, b in zip(first, shown, strict=True))
+        yield {name: found}
+
+
+def plan(device: str) -> Iterator[Figures]:
+    """What `doctor --measure` finds of the card, and the seconds of an update of the 1B model as `plan` predicts them
+    there over those of a run, median of all but the first two. Responses are as long as they may be: random weights end
+    none."""
+    config, tokens = (small(ONE_B), 16) if device == "cpu" else (ONE_B, 256)
+    batch, samples, slots = (2, 8, 16) if device == "cpu" else (16, 8, 128)
+    with tempfile.TemporaryDirectory() as name:
+        folder, cluster = Path(name), "1x1xH100"
+        if device != "cpu":
+            cluster = str(folder / "this.toml")
+            measured = penstock("doctor", "--measure", "--json", "--out", cluster)
+            yield {"measured": measured}
+        model = Llama(config, torch.bfloat16)
+        save_model(model, {n: t.cpu() for n, t in Policy(device, config).tensors.items()}, folder / "model")
+        work = [f"--batch={batch}", f"--samples={samples}", f"--max-tokens={tokens}", f"--slots={slots}", "--lag=1"]
+        lengths = ["--prompt-tokens=8", f"--lengths={tokens},0", f"--model={folder / 'model'}"]
+        planned = penstock("plan", "aipo", "--json", f"--cluster={cluster}", *work, *lengths)
+        yield {"planned_s": planned["period_s"], "bound": planned["bound"]}
+        flags = [*work, f"--model={folder / 'model'}", "--dtype=bfloat16", "--data=arithmetic"]
+        found, _ = penstock_run(device, flags)
+        yield {"run": found, "planned_over_measured": planned["period_s"] / found["update_s"]}
+
+
+def penstock(*words: str) -> Figures:
+    """The last line that a command prints, which is JSON. Raises RuntimeError with what it said where it fails."""
+    command = [sys.executable, "-m", "penstock.runtime.cli.main", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {(done.stderr or done.stdout)[-1500:]}")
+    found: Figures = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:300]
+
+
+PHASES: dict[str, Callable[[str], Iterator[Figures]]] = {
+    "smoke": smoke,
+    "decode": decode,
+    "overlap": overlap,
+    "state": state,
+    "bits": bits,
+    "plan": plan,
+    "nccl": nccl,
+}
+
+
+def main() -> None:
+    name, device = sys.argv[1:]
+    for figures in PHASES[name](device):
+        print(json.dumps(figures), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # threads of CUDA and NCCL must not hold up the end
+
+
+if __name__ == "__main__":
+    main()
