@@ -13,7 +13,7 @@ import re
 import subprocess
 import tomllib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -247,6 +247,19 @@ class Cluster(BaseModel):
             # An agent on another machine cannot open a Unix socket.
             return tcp_endpoint(self.bind or "127.0.0.1:0")
         return ipc_endpoint(folder)
+
+
+def check_common_network(hosts: Sequence[Host], where: str) -> None:
+    """Raises ClusterError where ranks of `hosts` could not form a process group: each has to reach the others."""
+    inside = {host.name: is_loopback(f"{host.address or LOOPBACK}:0") for host in hosts}
+    # All on loopback are several hosts of one machine.
+    if len(set(inside.values())) > 1:
+        given = ", ".join(f"{host.name} ({host.address or 'no address'})" for host in hosts)
+        lacking = ", ".join(name for name, alone in inside.items() if alone)
+        needed = f"an `address` of {lacking} in [[hosts]] at which the others reach it"
+        raise ClusterError(
+            f"{where}: given a replica over the hosts {given}, needed {needed}: they have no network in common"
+        )
 
 
 # Keys of a cluster file with keys of their own.

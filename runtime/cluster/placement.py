@@ -2,9 +2,13 @@
 
 `place` makes the default plan: one pool for each pool label of the graphs, a rank per replica, cores and devices shared
 out. What a pool is follows from what it holds. One that makes a carried value's next value *updates*: one replica, all
-cores of its host. One that decodes with broadcast weights *generates*: as many replicas as asked for, half of the
+cores of its hosts. One that decodes with broadcast weights *generates*: as many replicas as asked for, half of the
 cores, or all where updates and generators take turns. Any other one does small work: one replica, one thread. Every
 host is shared out by itself.
+
+A pool of H hosts has its replicas on them in turn. Where it has fewer replicas than hosts, each has equally many hosts
+of its own, and its ranks in blocks on them: the outermost axes go over hosts, and `tp` stays within one unless asked
+otherwise.
 
 `read_meshes` reads meshes as users write them: `trainer=fsdp2xtp2`, axes with their sizes, outermost first. `why_not`
 says whether weights can take the transport that is asked for between the ranks of a plan, and `why_no_turns` whether
@@ -26,7 +30,7 @@ from msgspec import Meta
 from penstock.graph.ir import Graph, Node
 from penstock.graph.protocols import DATA, FSDP, STAGE, TENSOR, Axes, num_ranks
 from penstock.graph.types import Context
-from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, nearest
+from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, check_common_network, nearest
 
 
 def html_table(caption: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -143,7 +147,7 @@ class Plan:
         return Plan(pools)
 
 
-# Ranks of one replica for each core of its host: more would not even start in time.
+# Ranks of one replica for each core of a host: more would not even start in time.
 RANKS_PER_CORE = 16
 
 AXES = {
@@ -189,15 +193,6 @@ def spelled(axes: Axes) -> str:
     return "x".join(f"{name}{size}" for name, size in axes) or "1"
 
 
-def check_ranks(meshes: Mapping[str, Axes], cores: Mapping[str, int]) -> None:
-    """Raises ClusterError for a mesh of more ranks than the `cores` of its pool's host could run: a slip of the pen."""
-    for pool, axes in meshes.items():
-        count, most = num_ranks(axes), RANKS_PER_CORE * cores.get(pool, 1)
-        if count > most:
-            given = f"--mesh {pool}={spelled(axes)}: given {count} ranks on a host of {cores.get(pool, 1)} cores"
-            raise ClusterError(f"{given}, needed at most {most}: a rank is a process")
-
-
 def check_pools(meshes: Mapping[str, Axes], several: Sequence[str], pools: Sequence[str]) -> None:
     """Raises ClusterError for a mesh of a pool that is not there, or whose work is not that of several ranks."""
     for pool, axes in meshes.items():
@@ -236,15 +231,20 @@ class _Role:
         return self.rows > 0 and not self.updates
 
     def replicas(self, generators: int) -> int:
-        """How many it has, of which the first is on the first host, the second on the second, and so on in turn."""
         return generators if self.generates else 1
 
-    def replicas_on(self, host: Host, generators: int) -> int:
-        count, turns = self.replicas(generators), len(self.hosts)
-        return sum(max(0, -(-(count - place) // turns)) for place, own in enumerate(self.hosts) if own == host)
+    def hosts_each(self, generators: int) -> int:
+        return max(1, len(self.hosts) // self.replicas(generators))
 
-    def host_of(self, index: int) -> Host:
-        return self.hosts[index % len(self.hosts)]
+    def hosts_of(self, index: int, generators: int) -> tuple[Host, ...]:
+        """The hosts of a replica, each with a block of its ranks. The first replica has the first hosts, the second the
+        next ones, and so on in turn."""
+        each, turns = self.hosts_each(generators), len(self.hosts)
+        return tuple(self.hosts[place % turns] for place in range(index * each, (index + 1) * each))
+
+    def replicas_on(self, host: Host, generators: int) -> int:
+        blocks, turns = self.replicas(generators) * self.hosts_each(generators), len(self.hosts)
+        return sum(max(0, -(-(blocks - place) // turns)) for place, own in enumerate(self.hosts) if own == host)
 
     @property
     def models(self) -> bool:
@@ -267,25 +267,36 @@ def place(
     slots: int = Context.slots,
     device: str = "cpu",
     meshes: Mapping[str, Axes] = MappingProxyType({}),
+    tp_over_hosts: bool = False,
 ) -> Plan:
     """The plan for graphs that run one after the other on the same pools (the first one wins where they differ).
 
     `slots` are the rows that a generator decodes at once; `device` is "cpu", "cuda" (the hosts' devices in turn,
-    shared by replicas where there are too few), or one device. `meshes` gives pools several ranks. Raises ClusterError
-    for pools or devices that are not there, and for ranks of one replica that would share a GPU.
+    shared by replicas where there are too few), or one device. `meshes` gives pools several ranks. `tp_over_hosts`: may
+    a replica's axis `tp` go over hosts? Raises ClusterError for pools or devices that are not there, for ranks of one
+    replica that would share a GPU, and for hosts that do not share out its ranks, or have no network in common.
     """
     if generators < 1:
         raise ClusterError(f"generators: given {generators}, needed at least 1 replica")
     roles = _roles(graphs, cluster)
     overlapping = any(node.lag for graph in graphs for node in graph.nodes)
-    # A trainer has the first devices of its host, so that others begin after its ranks.
-    updating = {r.hosts[0].name: num_ranks(meshes.get(r.name, ())) for r in roles if r.updates}
     check_pools(meshes, [role.name for role in roles if role.models], [role.name for role in roles])
-    _check_hosts(cluster, roles, generators)
+    _check_names(cluster, roles)
+    for role in roles:
+        _check_spread(role, meshes.get(role.name, ()), generators, tp_over_hosts)
+    # A trainer has the first devices of its hosts, so that others begin after its ranks.
+    updating = {
+        host.name: num_ranks(meshes.get(role.name, ())) // len(role.hosts)
+        for role in roles
+        if role.updates
+        for host in role.hosts
+    }
 
     def replica(role: _Role, index: int) -> Replica:
-        mesh, threads = meshes.get(role.name, ()), _threads(role, role.host_of(index), roles, generators, overlapping)
-        ranks = _ranks(role, index, mesh, device, threads, updating)
+        mesh, hosts = meshes.get(role.name, ()), role.hosts_of(index, generators)
+        # Ranks that compute the same, such as copies of a norm, agree to the bit only with equally many threads.
+        threads = min(_threads(role, host, roles, generators, overlapping) for host in hosts)
+        ranks = _ranks(role, index, hosts, mesh, device, threads, updating)
         return Replica(f"{role.name}/{index}", ranks, role.capacity(slots), mesh)
 
     def pool(role: _Role) -> Pool:
@@ -294,32 +305,68 @@ def place(
     return Plan(tuple(map(pool, roles)))
 
 
-def _check_hosts(cluster: Cluster, roles: Sequence[_Role], generators: int) -> None:
-    """Raises ClusterError for a pool that is not there, and for one on more hosts than it has replicas."""
+def _check_names(cluster: Cluster, roles: Sequence[_Role]) -> None:
+    """Raises ClusterError for a pool that is not there."""
     names = [role.name for role in roles]
     for pool in cluster.pools:
         if pool not in names:
             raise ClusterError(f"pools.{pool}: no pool of this program has that name; {nearest(pool, names)}")
-    for role in roles:
-        if len(role.hosts) > (count := role.replicas(generators)):
-            given = f"pools.{role.name}: given {len(role.hosts)} hosts for {count} replica{'s' * (count > 1)}"
-            needed = f"needed one for each at most{' (--generators)' * role.generates}"
-            raise ClusterError(f"{given}, {needed}: the ranks of a replica are on one host")
+
+
+def _check_spread(role: _Role, mesh: Axes, generators: int, tp_over_hosts: bool) -> None:
+    """Raises ClusterError where a pool's hosts do not share out its replicas, or the ranks of one."""
+    replicas, ranks, names = role.replicas(generators), num_ranks(mesh), ", ".join(host.name for host in role.hosts)
+    if len(role.hosts) > replicas and len(role.hosts) % replicas:
+        given = f"pools.{role.name}: given {len(role.hosts)} hosts for {replicas} replicas"
+        needed = f"needed at most {replicas}, or a multiple of it: replicas have equally many hosts (--generators)"
+        raise ClusterError(f"{given}, {needed}")
+    hosts = role.hosts_of(0, generators)
+    each, left = divmod(ranks, len(hosts))
+    if left:
+        plural = "s" * (ranks > 1)
+        given = f"pools.{role.name}: given {len(hosts)} hosts ({names}) for each replica of {ranks} rank{plural}"
+        needed = f"a mesh of a multiple of {len(hosts)} ranks (--mesh {role.name}={FSDP}{len(hosts)})"
+        # A pool without a model has one rank, whatever is asked for.
+        raise ClusterError(f"{given}, needed {needed if role.models else 'one host'}")
+    given = f"--mesh {role.name}={spelled(mesh)}: given"
+    cores = min(host.cores for host in role.hosts)
+    # A slip of the pen.
+    if each > RANKS_PER_CORE * cores:
+        needed = f"needed at most {RANKS_PER_CORE * cores}: a rank is a process"
+        raise ClusterError(f"{given} {each} ranks on a host of {cores} cores, {needed}")
+    if len(hosts) == 1:
+        return
+    names_of_axes = [name for name, _ in mesh]
+    if dict(mesh).get(TENSOR, 1) > 1 and each % num_ranks(mesh[names_of_axes.index(TENSOR) :]) and not tp_over_hosts:
+        given = f"{given} {TENSOR}{dict(mesh)[TENSOR]} over hosts with {each} of {ranks} ranks each ({names})"
+        needed = f"{TENSOR} written last and a divisor of {each}, or --tp-over-hosts"
+        raise ClusterError(f"{given}, needed {needed}: ranks of {TENSOR} wait for each other several times a layer")
+    check_common_network(hosts, f"pools.{role.name}")
 
 
 def _ranks(
-    role: _Role, index: int, mesh: Axes, device: str, threads: int, updating: Mapping[str, int]
+    role: _Role,
+    index: int,
+    hosts: Sequence[Host],
+    mesh: Axes,
+    device: str,
+    threads: int,
+    updating: Mapping[str, int],
 ) -> tuple[Rank, ...]:
-    """The ranks of replica `index` of a pool, on the devices that follow each other; they share its threads. Of other
-    pools, those that update have the first `updating` devices of their host.
+    """The ranks of replica `index` of a pool, in blocks on its hosts; those of a host are on the devices that follow
+    each other, and share its threads. Of other pools, those that update have the first `updating` devices of their
+    hosts.
     """
-    host, here = role.host_of(index), index // len(role.hosts)
-    count, first = num_ranks(mesh), 0 if role.updates else updating.get(host.name, 1)
-    devices = [_device(role, host, first + here * count + number, device) for number in range(count)]
-    if devices[0] != "cpu" and len(set(devices)) < count:
-        given = f"--mesh {role.name}={spelled(mesh)}: given {count} ranks for {', '.join(dict.fromkeys(devices))}"
-        raise ClusterError(f"{given} of host {host.name}, needed a GPU for each: NCCL joins no two ranks on one")
-    return tuple(Rank(host.name, device, max(1, threads // count)) for device in devices)
+    count, before = num_ranks(mesh) // len(hosts), index // len(role.hosts)
+    ranks: list[Rank] = []
+    for host in hosts:
+        first = before * count + (0 if role.updates else updating.get(host.name, 0))
+        devices = [_device(role, host, first + number, device) for number in range(count)]
+        if devices[0] != "cpu" and len(set(devices)) < count:
+            given = f"--mesh {role.name}={spelled(mesh)}: given {count} ranks for {', '.join(dict.fromkeys(devices))}"
+            raise ClusterError(f"{given} of host {host.name}, needed a GPU for each: NCCL joins no two ranks on one")
+        ranks += [Rank(host.name, name, max(1, threads // count)) for name in devices]
+    return tuple(ranks)
 
 
 def _roles(graphs: Sequence[Graph], cluster: Cluster) -> list[_Role]:

@@ -26,7 +26,7 @@ from penstock import __version__
 from penstock.graph.ir import Graph
 from penstock.graph.types import Context, Origin
 from penstock.runtime.cluster.cluster import Cluster
-from penstock.runtime.cluster.placement import Plan, Replica, check_ranks, place, read_meshes, why_no_turns
+from penstock.runtime.cluster.placement import Plan, Replica, place, read_meshes, why_no_turns
 from penstock.runtime.control.rank_setup import RankSetup
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder
@@ -97,6 +97,9 @@ class RunOptions:
     mesh: Annotated[tuple[str, ...], Shown("POOL=MESH …"), MESH_ON_RESUME] = ()
     """Ranks of a pool's replicas, such as trainer=fsdp2xtp2 generator=tp2; one each by default. Axes: dp copies of the
     model, fsdp shards of each tensor, tp shares of each layer, pp pipeline stages."""
+    tp_over_hosts: bool = False
+    """Let the axis tp of a replica on several hosts cross them. Its ranks wait for each other in every layer, which
+    networks are slow for."""
     slots: Positive = Context.slots
     """Responses that a generator decodes at once."""
     checkpoint_every: Count = 0
@@ -202,10 +205,14 @@ def choose_device(name: str) -> str:
 
 def plan_for(graphs: Sequence[Graph], cluster: Cluster, options: RunOptions) -> Plan:
     """The plan for graphs as the options want it. Raises ClusterError for pools or devices that the cluster lacks."""
-    meshes = read_meshes(options.mesh)
-    check_ranks(meshes, {pool: min(host.cores for host in cluster.hosts_of(pool)) for pool in meshes})
     return place(
-        graphs, cluster, generators=options.generators, slots=options.slots, device=options.device, meshes=meshes
+        graphs,
+        cluster,
+        generators=options.generators,
+        slots=options.slots,
+        device=options.device,
+        meshes=read_meshes(options.mesh),
+        tp_over_hosts=options.tp_over_hosts,
     )
 
 

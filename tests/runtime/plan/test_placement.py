@@ -132,11 +132,76 @@ def test_replicas_take_turns_over_the_hosts_of_their_pool() -> None:
     }
 
 
+MESHES: dict[str, Axes] = {"trainer": (("pp", 2), ("fsdp", 2), ("tp", 2)), "generator": (("tp", 2),)}
+
+
+def test_a_replica_of_fewer_than_its_pools_hosts_has_its_ranks_on_several_in_blocks() -> None:
+    """Four hosts for the trainer, of which two have the generators, too: each has two."""
+    devices = tuple(f"cuda:{index}" for index in range(6))
+    cluster = Cluster(
+        hosts=tuple(Host(name=name, cores=8 - number, devices=devices) for number, name in enumerate("abcd")),
+        pools={"trainer": tuple("abcd"), "generator": ("b", "d")},
+    )
+    plan = place([TRAIN], cluster, generators=4, device="cuda", meshes=MESHES)
+    assert [(rank.host, rank.device) for rank in plan.replica("trainer/0").ranks] == [
+        (host, device) for host in "abcd" for device in ("cuda:0", "cuda:1")
+    ]
+    # As many threads on each as on the host with the fewest cores.
+    assert {rank.threads for rank in plan.replica("trainer/0").ranks} == {5 // 2}
+    placed = [[(rank.host, rank.device) for rank in plan.replica(f"generator/{n}").ranks] for n in range(4)]
+    assert placed == [
+        [("b", "cuda:2"), ("b", "cuda:3")],
+        [("d", "cuda:2"), ("d", "cuda:3")],
+        [("b", "cuda:4"), ("b", "cuda:5")],
+        [("d", "cuda:4"), ("d", "cuda:5")],
+    ]
+
+
+def test_tensor_parallel_ranks_stay_within_a_host_unless_it_is_asked_for() -> None:
+    hosts = tuple(Host(name=name, cores=8) for name in "abcd")
+    cluster = Cluster(hosts=hosts, pools={"generator": tuple("abcd")})
+    meshes: dict[str, Axes] = {"generator": (("tp", 4),)}
+    with pytest.raises(ClusterError, match="--tp-over-hosts"):
+        place([TRAIN], cluster, generators=2, meshes=meshes)
+    plan = place([TRAIN], cluster, generators=2, meshes=meshes, tp_over_hosts=True)
+    assert ["".join(rank.host for rank in plan.replica(f"generator/{n}").ranks) for n in (0, 1)] == ["aabb", "ccdd"]
+
+
 @pytest.mark.parametrize(
     ("pools", "devices", "options", "fault"),
     [
-        ({"trainer": ("a", "b")}, (), {}, r"pools\.trainer: given 2 hosts for 1 replica, needed one for each at most"),
-        ({"generator": ("a", "b")}, (), {}, r"pools\.generator: given 2 hosts for 1 replica, .* \(--generators\)"),
+        (
+            {"trainer": ("a", "b")},
+            (),
+            {},
+            r"pools\.trainer: given 2 hosts \(a, b\) for each replica of 1 rank, .*fsdp2",
+        ),
+        ({"scorer": ("a", "b")}, (), {}, r"pools\.scorer: given 2 hosts .* of 1 rank, needed one host"),
+        (
+            {"generator": ("a", "b", "c")},
+            (),
+            {"generators": 2},
+            r"pools\.generator: given 3 hosts for 2 replicas, .* \(--generators\)",
+        ),
+        ({}, (), {"meshes": {"trainer": (("fsdp", 99999),)}}, "given 99999 ranks on a host of 8 cores, needed at most"),
+        (
+            {"trainer": ("a", "b")},
+            (),
+            {"meshes": {"trainer": (("fsdp", 1), ("tp", 4))}},
+            r"trainer=fsdp1xtp4: given tp4 over hosts with 2 of 4 ranks each \(a, b\), needed .* --tp-over-hosts",
+        ),
+        (
+            {"trainer": ("a", "b")},
+            (),
+            {"meshes": {"trainer": (("tp", 2), ("fsdp", 2))}},
+            "given tp2 over hosts with 2 of 4 ranks each",
+        ),
+        (
+            {"trainer": ("a", "d")},
+            (),
+            {"meshes": TWO},
+            r"pools\.trainer: given a replica over the hosts a \(no address\), d \(10\.0\.0\.4\), needed an `address` of",
+        ),
         ({"generators": "a"}, (), {}, r"pools\.generators.*did you mean 'generator'"),
         ({}, (), {"generators": 0}, "given 0"),
         ({}, (), {"device": "cuda"}, "given 'cuda' for pool trainer; host a has no device"),
@@ -153,7 +218,8 @@ def test_replicas_take_turns_over_the_hosts_of_their_pool() -> None:
 def test_what_cannot_be_placed_is_refused(
     pools: dict[str, Any], devices: tuple[str, ...], options: dict[str, Any], fault: str
 ) -> None:
-    hosts = (Host(name="a", cores=8, devices=devices), Host(name="b", cores=8))
+    hosts = (Host(name="a", cores=8, devices=devices), *(Host(name=name, cores=8) for name in "bc"))
+    hosts = (*hosts, Host(name="d", cores=8, address="10.0.0.4"))
     with pytest.raises(ClusterError, match=fault):
         place([TRAIN], Cluster(hosts=hosts, pools=pools), **options)
 
