@@ -1,0 +1,88 @@
+"""The instrument of the tests of order finds what NCCL would not get through, and nothing else."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.unbuffered import Deadlock, Mismatch, Operation, Unbuffered
+
+
+def exchange(order: Callable[[int], tuple[str, str]]) -> Callable[[int], list[float]]:
+    """Two ranks send each other a number, outside of groups and in the order that each is told."""
+
+    def work(rank: int) -> list[float]:
+        own, other = torch.tensor([float(rank)]), torch.zeros(1)
+        started: list[Any] = [
+            dist.isend(own, 1 - rank) if step == "send" else dist.irecv(other, 1 - rank) for step in order(rank)
+        ]
+        for handle in started:
+            handle.wait()
+        return other.tolist()
+
+    return work
+
+
+def test_two_ranks_that_both_send_first_stand_still(monkeypatch: Any) -> None:
+    world = Unbuffered(2)
+    world.as_torch(monkeypatch)
+    both = exchange(lambda rank: ("send", "receive"))
+    with pytest.raises(Deadlock, match="rank 0: send 4 bytes to rank 1; rank 1: send 4 bytes to rank 0"):
+        world.run(lambda: both(0), lambda: both(1))
+
+
+def test_the_same_messages_in_turn_or_in_a_group_arrive(monkeypatch: Any) -> None:
+    world = Unbuffered(2)
+    world.as_torch(monkeypatch)
+    turns = exchange(lambda rank: ("send", "receive") if rank else ("receive", "send"))
+    assert world.run(lambda: turns(0), lambda: turns(1)) == [[1.0], [0.0]]
+    assert world.trace == [(1, 0, 4), (0, 1, 4)]
+
+    def grouped(rank: int) -> list[float]:
+        own, other = torch.tensor([float(rank)]), torch.zeros(1)
+        both = [dist.P2POp(dist.isend, own, 1 - rank), dist.P2POp(dist.irecv, other, 1 - rank)]
+        for handle in dist.batch_isend_irecv(both):
+            handle.wait()
+        return other.tolist()
+
+    assert world.run(lambda: grouped(0), lambda: grouped(1)) == [[1.0], [0.0]]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_pairs_have_streams_of_their_own_unless_the_group_is_bound_to_a_device(eager: bool) -> None:
+    """Rank 0 sends to 1 and then to 2; rank 2 must have it before it tells rank 1 to receive."""
+    world = Unbuffered(3, eager=eager)
+
+    def first() -> None:
+        for call in [world.rank(0).send(torch.ones(2), peer) for peer in (1, 2)]:
+            call.wait()
+
+    def second() -> None:
+        world.rank(1).receive(torch.zeros(1), 2).wait()
+        world.rank(1).receive(torch.zeros(2), 0).wait()
+
+    def third() -> None:
+        world.rank(2).receive(torch.zeros(2), 0).wait()
+        world.rank(2).send(torch.ones(1), 1).wait()
+
+    if eager:
+        with pytest.raises(Deadlock):
+            world.run(first, second, third)
+    else:
+        world.run(first, second, third)
+
+
+def test_a_send_that_meets_another_size_or_nobody_is_told() -> None:
+    world = Unbuffered(2)
+    with pytest.raises(Mismatch, match="send 8 bytes to rank 1 met, on rank 1, receive 4 bytes"):
+        world.run(
+            lambda: world.rank(0).send(torch.ones(2), 1).wait(), lambda: world.rank(1).receive(torch.ones(1), 0).wait()
+        )
+    alone = Unbuffered(2)
+    with pytest.raises(Deadlock):  # one rank is through, and the other one waits for it
+        alone.run(lambda: alone.rank(0).send(torch.ones(2), 1).wait(), lambda: None)
+    forgotten = Unbuffered(2)
+    with pytest.raises(AssertionError, match="calls that nobody met"):
+        forgotten.run(lambda: forgotten.rank(0).group([Operation("send", torch.ones(2), 1)]), lambda: None)
