@@ -100,6 +100,13 @@ Axes = tuple[tuple[str, int], ...]
 # All but "dp" cut; over any other axis tensors are replicated.
 STAGE, DATA, FSDP, TENSOR = "pp", "dp", "fsdp", "tp"
 
+
+def stage_of_layer(layer: int, layers: int, stages: int) -> int:
+    """The pipeline stage that holds a layer: layers are cut into runs of nearly equal length. `stages` is at most
+    `layers`, so that no stage is empty. The trainer cuts by it, and the planner counts by it."""
+    return layer * stages // layers
+
+
 # The dimension that tensor parallelism cuts, and into how many units at most (0: no limit); None: replicated.
 Rule = tuple[int, int] | None
 

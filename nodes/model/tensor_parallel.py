@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.graph.protocols import Rule
+from penstock.graph.protocols import Rule, stage_of_layer
 from penstock.nodes.model.config import ModelConfig, ModelError
 from penstock.nodes.model.kernels import linear
 from penstock.nodes.model.llama import Llama
@@ -94,7 +94,7 @@ def stages_of(config: ModelConfig, names: Iterable[str], stages: int) -> dict[st
     found = dict[str, tuple[int, ...]]()
     for name in names:
         if name.startswith("model.layers."):
-            found[name] = (int(name.split(".")[2]) * stages // config.num_hidden_layers,)
+            found[name] = (stage_of_layer(int(name.split(".")[2]), config.num_hidden_layers, stages),)
         elif name == "model.embed_tokens.weight":
             found[name] = tuple(sorted({0, last})) if config.tie_word_embeddings else (0,)
         else:

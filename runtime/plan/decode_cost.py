@@ -23,7 +23,7 @@ import numpy as np
 
 from penstock.runtime.cluster.gpus import BYTES, Gpu, Precision
 from penstock.runtime.plan.collectives import Cost, reduce_s, send_s
-from penstock.runtime.plan.model_shape import Parallel, Shape
+from penstock.runtime.plan.model_shape import Parallel, Shape, stages_of
 from penstock.runtime.plan.train_cost import RESERVED, Memory, attention_flops, cache_bytes, elementwise_bytes
 from penstock.runtime.plan.workload import FloatArray, IntArray, Workload
 
@@ -216,6 +216,12 @@ class Generator:
         return self.shape.parameters * BYTES[self.precision] / self.mesh.ranks
 
     @cached_property
+    def unevenness(self) -> float:
+        """How much longer the slowest pipeline stage takes than the mean of all."""
+        active = [stage.active for stage in stages_of(self.shape, self.mesh.pp)]
+        return max(active) * len(active) / sum(active)
+
+    @cached_property
     def lines(self) -> Lines:
         """Of a step with each number of rows."""
         rows = np.arange(self.slots + 1, dtype=np.float64)
@@ -258,7 +264,8 @@ class Generator:
         """Seconds by part, of a number of rows or of an array of them. A roofline: the larger of the bytes over the
         bandwidth and the FLOPs over the rate, then what nothing hides.
 
-        A pipeline's stages each have rows / pp at a time; the step is over when all stages have had all rows.
+        A pipeline's stages each have rows / pp at a time; the step is over when all stages have had all rows, and takes
+        as long as if all were like the slowest one.
         """
         shape, gpu, mesh = self.shape, self.gpu, self.mesh
         # Experts are read by what one stage decodes at a time.
@@ -276,11 +283,11 @@ class Generator:
         attention = 2.0 * shape.layers * context * width / mesh.tp / gpu.attention_flops
         launches = (shape.layers * KERNELS + shape.moe_layers * EXPERT_KERNELS) * gpu.launch_s
         return {
-            "weights": np.maximum(weights / gpu.bandwidth, products / mesh.pp),
-            "cache": max(cached, attention) / mesh.pp,
+            "weights": np.maximum(weights / gpu.bandwidth, products / mesh.pp) * self.unevenness,
+            "cache": max(cached, attention) / mesh.pp * self.unevenness,
             "logits": rows * shape.vocab * 4 * LOGIT_PASSES / mesh.tp / gpu.bandwidth,
             "tp": self._reduced_s(at_once),
-            "launches": launches,
+            "launches": launches * self.unevenness,
             "pp": mesh.pp * send_s(gpu, at_once * shape.hidden * 2, mesh.tp) if mesh.pp > 1 else 0.0,
         }
 
@@ -297,12 +304,13 @@ def rollout_s(work: Workload, generator: Generator, replicas: int) -> float:
 
 
 def generator_memory(generator: Generator, context: float, copies: int = 2) -> Memory:
-    """Of a rank with all slots in use, `context` tokens in each on average. Of two `copies` of the weights one is in
+    """Of a rank of the fullest stage with all slots in use, `context` tokens in each on average. Of two `copies` of the weights one is in
     use while the next version arrives."""
     shape, mesh = generator.shape, generator.mesh
+    fullest = max(stage.parameters for stage in stages_of(shape, mesh.pp))
     return Memory(
         {
-            "weights": shape.parameters / mesh.ranks * BYTES[generator.precision] * copies,
+            "weights": fullest / mesh.tp * BYTES[generator.precision] * copies,
             "cache": cache_bytes(shape, mesh.tp, mesh.pp) * generator.slots * context,
             "activations": generator.slots * shape.hidden * 2 * 8.0,
             "logits": generator.slots * shape.vocab * 6.0 / mesh.tp,

@@ -10,13 +10,13 @@ tensor parallelism stays within a machine where it can.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
-from penstock.graph.protocols import Axes
+from penstock.graph.protocols import Axes, stage_of_layer
 from penstock.runtime.cluster.cluster import nearest
 from penstock.runtime.record.typed_json import parse_json
 
@@ -111,6 +111,43 @@ class Shape:
     def cache_width(self) -> int:
         """Numbers that the cache holds for one token in one layer."""
         return self.latent.kv_rank + self.latent.rope_dim if self.latent else 2 * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one pipeline stage holds. `dense` are weights that every token uses, with the embedding on the first stage,
+    and norm and head on the last one; a tied embedding is on both. `active` are those that a token is multiplied
+    with."""
+
+    layers: int
+    moe_layers: int
+    dense: int
+    experts: int
+    active: int
+    head: bool
+
+    @property
+    def parameters(self) -> int:
+        return self.dense + self.experts
+
+
+@lru_cache(maxsize=1024)
+def stages_of(shape: Shape, count: int) -> tuple[Stage, ...]:
+    """The `count` stages of a model, cut as the trainer cuts it: whole layers, in runs of nearly equal length."""
+    each_expert = 3 * shape.hidden * shape.expert_inner
+    attention = shape.attention_parameters + 2 * shape.hidden
+    words, found = shape.vocab * shape.hidden, []
+    for stage in range(count):
+        own = [layer for layer in range(shape.layers) if stage_of_layer(layer, shape.layers, count) == stage]
+        routed = sum(layer >= shape.dense_layers for layer in own) if shape.experts else 0
+        dense = len(own) * attention + (len(own) - routed) * 3 * shape.hidden * shape.inner
+        dense += routed * (shape.hidden * shape.experts + shape.shared * each_expert)
+        first, last = stage == 0, stage == count - 1
+        norm = shape.hidden * last
+        held = words * (1 if shape.tied and (first or last) else first + last)
+        active = dense + norm + words * last + routed * shape.active * each_expert
+        found.append(Stage(len(own), routed, dense + norm + held, routed * shape.experts * each_expert, active, last))
+    return tuple(found)
 
 
 def read_shape(given: str) -> Shape:

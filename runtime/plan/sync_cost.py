@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 
-from penstock.graph.protocols import Rule
+from penstock.graph.protocols import Rule, stage_of_layer
 from penstock.runtime.cluster.gpus import Gpu, Precision
 from penstock.runtime.plan.collectives import Cost
 from penstock.runtime.plan.model_shape import Parallel, Shape
@@ -83,7 +83,7 @@ def stages(shape: Shape, count: int) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for name in tensors(shape):
         if name.startswith("model.layers."):
-            found[name] = (int(name.split(".")[2]) * count // shape.layers,)
+            found[name] = (stage_of_layer(int(name.split(".")[2]), shape.layers, count),)
         else:
             found[name] = (0,) if "embed" in name and not shape.tied else (count - 1,)
     # A tied embedding is the head, too: both ends of the pipeline hold it.

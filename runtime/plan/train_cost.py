@@ -3,8 +3,9 @@ memory of each GPU by what it holds. Pure.
 
 A step: micro-batches of packed sequences through the pipeline, forward and backward, then the optimizer. Overlap as in
 FSDP2 and Megatron-LM: gathers of weights and reductions of gradients run beside computation and count as far as they
-are longer; tensor parallelism's collectives do not. The bubble of a pipeline of p stages is p - 1 times a
-micro-batch's time (Narayanan et al., 2021, section 2.2).
+are longer; tensor parallelism's collectives do not. Pipeline stages hold whole layers, the first one the embedding, the
+last one the head, as the trainer cuts them: every micro-batch takes as long as on the slowest stage, and the bubble is
+a micro-batch's time on the others, p - 1 times as long if p stages are alike (Narayanan et al., 2021, section 2.2).
 
 Matrix products: 2 FLOPs for each weight that a token is multiplied with (Kaplan et al., 2020, section 2.1). Causal
 attention: 2 · L · s² · d per sequence of s tokens and width d of all heads, half of the square (Narayanan et al., 2021,
@@ -26,7 +27,7 @@ import numpy as np
 
 from penstock.runtime.cluster.gpus import BYTES, Gpu, Precision
 from penstock.runtime.plan.collectives import Cost, added, gather_s, reduce_s, send_s
-from penstock.runtime.plan.model_shape import Parallel, Shape
+from penstock.runtime.plan.model_shape import Parallel, Shape, Stage, stages_of
 from penstock.runtime.plan.roles import Models
 from penstock.runtime.plan.workload import IntArray
 
@@ -100,9 +101,24 @@ class Trainer:
     zero3: bool = True
 
     @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        return stages_of(self.shape, self.mesh.pp)
+
+    @cached_property
+    def slowest(self) -> Stage:
+        """The stage that a token is multiplied with most weights on."""
+        return max(self.stages, key=lambda stage: stage.active)
+
+    @cached_property
+    def filling(self) -> float:
+        """How often a pipeline waits as long as a micro-batch takes on the slowest stage: on all stages but that one.
+        """
+        return sum(stage.active for stage in self.stages) / self.slowest.active - 1
+
+    @cached_property
     def local(self) -> float:
-        """Parameters of a rank whose weights are gathered. Embedding and head count as spread over the stages."""
-        return self.shape.parameters / (self.mesh.tp * self.mesh.pp)
+        """Parameters of a rank of the fullest stage, whose weights are gathered."""
+        return max(stage.parameters for stage in self.stages) / self.mesh.tp
 
     @cached_property
     def shard(self) -> float:
@@ -111,8 +127,8 @@ class Trainer:
 
     @property
     def layers(self) -> int:
-        """Of the largest stage."""
-        return ceil(self.shape.layers / self.mesh.pp)
+        """Of the slowest stage."""
+        return self.slowest.layers
 
     def update(self, sequences: IntArray, epochs: int = 1, minibatches: int = 1) -> Cost:
         """Seconds of all optimizer steps on sequences of these lengths (prompt and response): `epochs` times one on
@@ -142,7 +158,7 @@ class Trainer:
         """Seconds that a step on this part, or a pass over it, does not go below however weights are sharded."""
         micro, tokens, squares = self._shared_out(part)
         one = sum(self._computing(tokens, squares, backward).values()) + self._tensor_s(tokens, backward)
-        return one * (micro + self.mesh.pp - 1)
+        return one * (micro + self.filling)
 
     def followed(self) -> Cost:
         """Seconds in which a copy that is cut like the weights takes in what they have become."""
@@ -165,18 +181,19 @@ class Trainer:
         return Cost(self._computing(tokens, squares, backward) | travels)
 
     def _computing(self, tokens: float, squares: float, backward: bool) -> dict[str, float]:
-        """Kernels of one micro-batch on one stage. Products are bound by their FLOPs or by reading the weights."""
-        shape, gpu, mesh = self.shape, self.gpu, self.mesh
-        parts = mesh.tp * mesh.pp
+        """Kernels of one micro-batch on the slowest stage. Products are bound by their FLOPs or by reading the weights.
+        """
+        shape, gpu, mesh, stage = self.shape, self.gpu, self.mesh, self.slowest
+        share = stage.layers / shape.layers
         again = self.recompute if backward else 0.0
         passes = 1.0 + again + ((1.0 if self.frozen else 2.0) if backward else 0.0)
         both = 1.0 + again + 2.0 * backward
         reads = self.local * BYTES[self.precision] * passes / gpu.bandwidth
-        products = 2.0 * shape.active_parameters * tokens / parts * passes / gpu.flops(self.precision)
+        products = 2.0 * stage.active * tokens / mesh.tp * passes / gpu.flops(self.precision)
         # Gradients of attention need both factors even if no weight does, and its kernels repeat half of the forward.
-        attention = attention_flops(shape, squares) / parts * (both + 0.5 * backward) / gpu.attention_flops
-        elements = elementwise_bytes(shape, mesh.tp) * tokens / mesh.pp * both / gpu.bandwidth
-        logits = tokens / parts * shape.vocab * LOGIT_BYTES * (1 + backward) / gpu.bandwidth
+        attention = attention_flops(shape, squares) * share / mesh.tp * (both + 0.5 * backward) / gpu.attention_flops
+        elements = elementwise_bytes(shape, mesh.tp) * share * tokens * both / gpu.bandwidth
+        logits = stage.head * tokens / mesh.tp * shape.vocab * LOGIT_BYTES * (1 + backward) / gpu.bandwidth
         busy = max(products, reads) + attention + elements + logits
         # The host launches kernels ahead of the GPU: only what takes longer than all of their work counts.
         launches = KERNELS * self.layers * both * gpu.launch_s
@@ -204,7 +221,7 @@ class Trainer:
             each = gather_s(self.gpu, self.local * 2 / self.layers, self.mesh.fsdp, self.mesh.tp)
             parts["fsdp"] = max(0.0, times * self.layers * each - alone.seconds)
         # Stages wait for the first micro-batch to come and for the last one to return.
-        bubble = sum(parts.values()) * (self.mesh.pp - 1)
+        bubble = sum(parts.values()) * self.filling
         return Cost({**{name: seconds * micro for name, seconds in parts.items()}, "bubble": bubble})
 
     def _once(self) -> Cost:
@@ -250,11 +267,22 @@ class Memory:
 
 
 def trainer_memory(trainer: Trainer, copies: int = 0) -> Memory:
-    """Of a rank of the first stage, which keeps activations of as many micro-batches as there are stages (1F1B).
-    `copies` follow the policy: each is there in bfloat16, whole as the weights are, and as a shard in float32."""
+    """Of a rank of the stage that needs most: each keeps activations of as many micro-batches as there are stages from
+    it to the last one (1F1B). `copies` follow the policy: each is there in bfloat16, whole as the weights are, and as a
+    shard in float32."""
+    # Of stages that are alike the first one keeps most.
+    first = {stage: place for place, stage in reversed(list(enumerate(trainer.stages)))}
+    every = (_stage_memory(trainer, copies, stage, trainer.mesh.pp - place) for stage, place in first.items())
+    return max(every, key=lambda memory: memory.bytes)
+
+
+def _stage_memory(trainer: Trainer, copies: int, stage: Stage, in_flight: int) -> Memory:
+    """Of a rank of one stage, with activations of so many micro-batches."""
     shape, mesh = trainer.shape, trainer.mesh
+    local = stage.parameters / mesh.tp
+    shard = local / mesh.fsdp
     # ZeRO-1 shards the optimizer's state alone: weights and gradients stay whole.
-    kept = trainer.shard if trainer.zero3 else trainer.local
+    kept = shard if trainer.zero3 else local
     own = 0.0 if trainer.frozen else 1.0
     tokens = trainer.micro_tokens / mesh.tp
     # A pass that no backward one follows keeps no inputs of layers.
@@ -262,14 +290,14 @@ def trainer_memory(trainer: Trainer, copies: int = 0) -> Memory:
     parts = {
         "weights": 2 * kept,
         "gradients": 4 * kept * own,
-        "moments": 12 * trainer.shard * own,
-        "copies": (2 * kept + 4 * trainer.shard) * copies,
+        "moments": 12 * shard * own,
+        "copies": (2 * kept + 4 * shard) * copies,
         # A layer that is being repeated has all of its own.
-        "activations": tokens * (per_token * trainer.layers * mesh.pp + 34.0 * shape.hidden),
+        "activations": tokens * (per_token * stage.layers * in_flight + 34.0 * shape.hidden),
         # In bfloat16 and float32: 6 bytes. Embedding and head are whole on every rank of a trainer.
-        "logits": min(trainer.micro_tokens, LOGIT_CHUNK) * shape.vocab * 6.0,
+        "logits": min(trainer.micro_tokens, LOGIT_CHUNK) * shape.vocab * 6.0 * stage.head,
         # Two layers of bfloat16 weights: one that computes, and the next one, which is being gathered.
-        "unsharded blocks": 2 * 2 * trainer.local / trainer.layers if trainer.zero3 and mesh.fsdp > 1 else 0.0,
+        "unsharded blocks": 2 * 2 * local / stage.layers if trainer.zero3 and mesh.fsdp > 1 else 0.0,
         "reserved": RESERVED,
     }
     return Memory(parts)

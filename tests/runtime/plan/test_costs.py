@@ -11,11 +11,12 @@ import pytest
 
 from penstock.graph.protocols import rule_of
 from penstock.nodes.model.config import ModelConfig
-from penstock.nodes.model.tensor_parallel import stages_of, tensor_parallel
+from penstock.nodes.model.tensor_parallel import stages_of as trainer_stages
+from penstock.nodes.model.tensor_parallel import tensor_parallel
 from penstock.runtime.cluster.gpus import GPUS
 from penstock.runtime.plan.collectives import Cost, bandwidth, gather_s, reduce_s
 from penstock.runtime.plan.decode_cost import Generator, generator_memory
-from penstock.runtime.plan.model_shape import SHAPES, Parallel, ShapeError, read_shape, shape_of
+from penstock.runtime.plan.model_shape import SHAPES, Parallel, ShapeError, read_shape, shape_of, stages_of
 from penstock.runtime.plan.roles import Models
 from penstock.runtime.plan.sync_cost import layout, stages, switch_cost, sync_cost, tensors, traffic
 from penstock.runtime.plan.train_cost import RESERVED, Trainer, beside_memory, trainer_memory
@@ -51,12 +52,31 @@ def test_a_packed_batch_costs_attention_by_the_square_of_each_sequence() -> None
     assert long["attention"] == pytest.approx(8 * short["attention"])
 
 
-def test_a_pipelines_bubble_is_its_stages_less_one_over_micro_batches() -> None:
+def test_a_pipelines_bubble_is_a_micro_batch_on_the_other_stages() -> None:
+    """That of the slowest one, which has the head, is no bubble; its layers and head count whole."""
     piped = replace(ALONE, mesh=Parallel(pp=4), zero3=False)
     parts = piped.update(BATCH)
     micro = 64 * 4096 // 8192
     work = parts.seconds - parts.parts["bubble"] - parts.parts["optimizer"]
-    assert parts.parts["bubble"] == pytest.approx(work / micro * 3)
+    layer = (LLAMA.active_parameters - 128256 * 4096 - 4096) / 32
+    slowest = 8 * layer + 128256 * 4096 + 4096
+    assert parts.parts["bubble"] == pytest.approx(work / micro * 24 * layer / slowest)
+    assert parts.parts["products"] == pytest.approx(6 * slowest * 64 * 4096 / H100.flops("bf16"))
+
+
+def test_stages_hold_whole_layers_cut_as_the_trainer_cuts_them() -> None:
+    """61 layers on 40 stages put two on most of them, which then keep twice the mean."""
+    for name, count in (("deepseek-v3", 40), ("llama-8b", 3), ("qwen3-4b", 36), ("llama-1b", 2)):
+        shape = SHAPES[name]
+        found, own = stages_of(shape, count), stages(shape, count)
+        for place, stage in enumerate(found):
+            held = [size for name, (size, _) in tensors(shape).items() if place in own[name]]
+            assert stage.parameters == pytest.approx(sum(prod(size) for size in held), rel=1e-4)
+        assert sum(stage.layers for stage in found) == shape.layers
+        assert sum(stage.active for stage in found) == pytest.approx(shape.active_parameters, rel=1e-4)
+    deep = replace(ALONE, shape=SHAPES["deepseek-v3"], mesh=Parallel(pp=40), zero3=False)
+    assert max(stage.layers for stage in deep.stages) == 2
+    assert trainer_memory(deep).parts["moments"] > 1.25 * 12 * deep.shape.parameters / 40
 
 
 def test_gathers_of_weights_hide_behind_computation_until_it_is_too_short() -> None:
@@ -166,7 +186,7 @@ def test_a_models_own_config_gives_the_same_parameters_tensors_and_rules() -> No
     shape = shape_of(CONFIG.to_json(), "here")
     assert shape.parameters == LLAMA.parameters
     assert {name: size for name, (size, _) in tensors(shape).items()} == parameter_shapes(CONFIG)
-    assert stages(shape, 4) == stages_of(CONFIG, parameter_shapes(CONFIG), 4)
+    assert stages(shape, 4) == trainer_stages(CONFIG, parameter_shapes(CONFIG), 4)
     own = tensor_parallel(CONFIG)
     assert {name: rule for name, (_, rule) in tensors(shape).items()} == {
         name: rule_of(name, own) for name in tensors(shape)
