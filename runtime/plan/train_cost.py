@@ -111,8 +111,7 @@ class Trainer:
 
     @cached_property
     def filling(self) -> float:
-        """How often a pipeline waits as long as a micro-batch takes on the slowest stage: on all stages but that one.
-        """
+        """How often a pipeline waits as long as a micro-batch takes on the slowest stage: on all stages but that one."""
         return sum(stage.active for stage in self.stages) / self.slowest.active - 1
 
     @cached_property
@@ -181,8 +180,7 @@ class Trainer:
         return Cost(self._computing(tokens, squares, backward) | travels)
 
     def _computing(self, tokens: float, squares: float, backward: bool) -> dict[str, float]:
-        """Kernels of one micro-batch on the slowest stage. Products are bound by their FLOPs or by reading the weights.
-        """
+        """Kernels of one micro-batch on the slowest stage. Products are bound by their FLOPs or by reading the weights."""
         shape, gpu, mesh, stage = self.shape, self.gpu, self.mesh, self.slowest
         share = stage.layers / shape.layers
         again = self.recompute if backward else 0.0
