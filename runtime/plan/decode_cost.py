@@ -304,8 +304,8 @@ def rollout_s(work: Workload, generator: Generator, replicas: int) -> float:
 
 
 def generator_memory(generator: Generator, context: float, copies: int = 2) -> Memory:
-    """Of a rank of the fullest stage with all slots in use, `context` tokens in each on average. Of two `copies` of the weights one is in
-    use while the next version arrives."""
+    """Of a rank of the fullest stage with all slots in use, `context` tokens in each on average. Of two `copies` of the
+    weights one is in use while the next version arrives."""
     shape, mesh = generator.shape, generator.mesh
     fullest = max(stage.parameters for stage in stages_of(shape, mesh.pp))
     return Memory(

@@ -111,7 +111,7 @@ class Trainer:
 
     @cached_property
     def filling(self) -> float:
-        """How often a pipeline waits as long as a micro-batch takes on the slowest stage: on all stages but that one."""
+        """How long a micro-batch takes on all other stages, as a multiple of its time on the slowest one."""
         return sum(stage.active for stage in self.stages) / self.slowest.active - 1
 
     @cached_property
