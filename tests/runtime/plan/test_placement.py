@@ -200,7 +200,7 @@ def test_tensor_parallel_ranks_stay_within_a_host_unless_it_is_asked_for() -> No
             {"trainer": ("a", "d")},
             (),
             {"meshes": TWO},
-            r"pools\.trainer: given a replica over the hosts a \(no address\), d \(10\.0\.0\.4\), needed an `address` of",
+            r"pools\.trainer: given a replica over the hosts a \(no address\), d \(10\.0\.0\.4\), needed an `address`",
         ),
         ({"generators": "a"}, (), {}, r"pools\.generators.*did you mean 'generator'"),
         ({}, (), {"generators": 0}, "given 0"),
