@@ -1,15 +1,27 @@
-"""A model's layers in stages, each on ranks of its own, and what passes between them: GPipe's schedule.
+"""A model's layers in stages, each on ranks of its own, and what passes between them: the 1F1B schedule.
 
-Each stage computes all micro-batches forward, in order, then all of them backward; the last one, which has the loss,
-does both for each in turn (Huang et al., 2019, arXiv 1811.06965, section 2). Activations and their gradients go from
-rank to rank, point to point, in the order of the micro-batches. Left out: 1F1B and interleaved stages; a stage keeps
-what the backward pass needs of all micro-batches.
+A stage computes forward until the micro-batches that it is ahead by are on their way (as many as stages follow it),
+then one backward for each forward, then the backward passes that are left (PipeDream-Flush, Narayanan et al., 2021,
+arXiv 2104.04473, section 2.2.1; the last stage, which has the loss, does both for each micro-batch in turn). So a stage
+keeps what the backward pass needs of at most `stages - stage` micro-batches. Each stage works backward through them in
+their order, so gradients are summed in the order of the micro-batches, to the bit those of GPipe. Without gradients it
+is forward passes alone.
+
+Between two neighbours both sides post the same exchanges in the same order, and what one posts together (a send
+beside a receive) is one batch: nothing waits for a buffer on the other side, nor for a message that the peer would post
+after the one that it waits for. NCCL needs that: it works through the operations of a rank in order, and a send is over
+when it has been received.
+
+torch's `Schedule1F1B` does not fit: its stage receives every micro-batch into buffers of the first one's shape, where
+micro-batches here are rows of different lengths; it refuses fewer micro-batches than stages; and its loss gives one
+tensor, where `work` returns what a node has found. Left out: interleaved stages.
 
 Shapes: B rows, S tokens of a row, D hidden width.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,8 +48,13 @@ class PipelineStage:
     def __init__(self, model: Decoder, ranks: Ranks, dtype: torch.dtype) -> None:
         count, stage = ranks.size(STAGE), ranks.place(STAGE)
         check_stages(model.config, count)
-        self.model, self.dtype, self.ranks = model, dtype, ranks
+        self.model, self.dtype = model, dtype
         self.first, self.last = stage == 0, stage == count - 1
+        # How many micro-batches this stage is ahead of the last one.
+        self.ahead = count - 1 - stage
+        before = None if self.first else ranks.neighbour(STAGE, -1)
+        after = None if self.last else ranks.neighbour(STAGE, 1)
+        self._before, self._after = _Neighbour(before), _Neighbour(after)
         stages = stages_of(model.config, (name for name, _ in model.named_parameters()), count)
         for name in [name for name, _ in model.model.layers.named_children()]:
             if stage not in stages[f"model.layers.{name}.input_layernorm.weight"]:
@@ -50,48 +67,90 @@ class PipelineStage:
             # Of whatever kind the head is: only the last stage computes with it.
             for name in {name for name, _ in model.named_children()} - {"model"}:
                 model.add_module(name, None)
-        self._sent: list[tuple[Any, Tensor]] = []
 
     def run(self, work: Work[Result], todo: Sequence[tuple[Packed, bool]]) -> list[Result]:
         """All stages call it with the same micro-batches; the last one gets what `work` finds, the others nothing.
 
         There is a backward pass where gradients are enabled.
         """
-        found, kept = [], []
-        for item, counts in todo:
-            given_BSD = None
-            if not self.first:
-                shape = (*item.tokens_RW.shape, self.model.config.hidden_size)
-                given_BSD = self._receive(shape, -1).requires_grad_(torch.is_grad_enabled())
+        learns, found = torch.is_grad_enabled(), list[Result]()
+        ahead = self.ahead if learns else len(todo)
+        # Given and computed, of the micro-batches whose backward pass is still to come.
+        kept: deque[tuple[Tensor | None, Tensor]] = deque()
+        # Of the last backward pass: it leaves with the next receive from the same neighbour.
+        grad_BSD: Tensor | None = None
+        for number, (item, counts) in enumerate(todo):
+            shape = (*item.tokens_RW.shape, self.model.config.hidden_size)
+            given_BSD = self._before.exchange(grad_BSD, None if self.first else self._empty(shape))
+            grad_BSD = None
+            if given_BSD is not None:
+                given_BSD.requires_grad_(learns)
             self.given.hidden_BSD = given_BSD
             if self.last:
                 found.append(work(item, counts))
-                self._send_gradient(given_BSD)
-            else:
-                out_BSD = self.model(item.tokens_RW)
-                self._send(out_BSD.detach(), 1)
+                grad_BSD = given_BSD.grad if given_BSD is not None else None
+                continue
+            out_BSD = self.model(item.tokens_RW)
+            if learns:
                 kept.append((given_BSD, out_BSD))
-        for given_BSD, out_BSD in kept if torch.is_grad_enabled() else ():
-            torch.autograd.backward(out_BSD, self._receive(out_BSD.shape, 1))
-            self._send_gradient(given_BSD)
-        # What is sent must stay in memory until it has left: `_sent` holds it.
-        for handle, _ in self._sent:
-            handle.wait()
-        self._sent.clear()
+            if number < ahead:
+                self._after.exchange(out_BSD.detach(), None)
+            else:
+                returned_BSD = self._after.exchange(out_BSD.detach(), self._empty(kept[0][1].shape))
+                grad_BSD = _backward(*kept.popleft(), returned_BSD)
+            del out_BSD  # else it would keep its graph until the next one is there
+        while kept:
+            self._before.exchange(grad_BSD, None)
+            returned_BSD = self._after.exchange(None, self._empty(kept[0][1].shape))
+            grad_BSD = _backward(*kept.popleft(), returned_BSD)
+        self._before.exchange(grad_BSD, None)
+        for neighbour in (self._before, self._after):
+            neighbour.finish()
+        self.given.hidden_BSD = None
         return found
 
-    def _send_gradient(self, given_BSD: Tensor | None) -> None:
-        if given_BSD is not None and given_BSD.grad is not None:
-            self._send(given_BSD.grad, -1)
+    def _empty(self, shape: Sequence[int]) -> Tensor:
+        return torch.empty(*shape, dtype=self.dtype, device=self.model.device)
 
-    def _receive(self, shape: Sequence[int], step: int) -> Tensor:
-        tensor = torch.empty(*shape, dtype=self.dtype, device=self.model.device)
-        dist.recv(tensor, self.ranks.neighbour(STAGE, step))
-        return tensor
 
-    def _send(self, tensor: Tensor, step: int) -> None:
-        tensor = tensor.contiguous()
-        self._sent.append((dist.isend(tensor, self.ranks.neighbour(STAGE, step)), tensor))
+class _Neighbour:
+    """The stage before or after this one, None at an end of the pipeline."""
+
+    def __init__(self, rank: int | None) -> None:
+        self.rank = rank
+        # A send under way: it must stay in memory until it has left.
+        self._sent: tuple[dist.Work, Tensor] | None = None
+
+    def exchange(self, sent: Tensor | None, received: Tensor | None) -> Tensor | None:
+        """Send and receive at once; `received`, when it is there. At most one send is on its way."""
+        if self.rank is None or (sent is None and received is None):
+            return received
+        ops = []
+        if sent is not None:
+            self.finish()
+            sent = sent.contiguous()
+            ops.append(dist.P2POp(dist.isend, sent, self.rank))
+        if received is not None:
+            ops.append(dist.P2POp(dist.irecv, received, self.rank))
+        # gloo gives one thing to wait for of each, NCCL one for all: then the first is the last.
+        works = dist.batch_isend_irecv(ops)
+        if sent is not None:
+            self._sent = works[0], sent
+        if received is not None:
+            works[-1].wait()
+        return received
+
+    def finish(self) -> None:
+        """Wait until what was sent has left."""
+        if self._sent is not None:
+            self._sent[0].wait()
+        self._sent = None
+
+
+def _backward(given_BSD: Tensor | None, out_BSD: Tensor, grad_BSD: Tensor | None) -> Tensor | None:
+    """The gradient of what was given, from that of what was computed."""
+    torch.autograd.backward(out_BSD, grad_BSD)
+    return None if given_BSD is None else given_BSD.grad
 
 
 class _Given(nn.Module):
