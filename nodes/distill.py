@@ -1,7 +1,8 @@
 """What another model says of the sampled tokens: their log-probabilities under a reference, and on-policy distillation
 from a teacher, by the sampled tokens alone or over the whole vocabulary.
 
-Shapes: N responses, T tokens of a response, P tokens of a micro-batch, V vocabulary. Log-probabilities are in nats.
+Shapes: N responses, T tokens of a response, P tokens of a micro-batch, W words of a rank. Log-probabilities are in
+nats.
 """
 
 from typing import Unpack
@@ -23,7 +24,7 @@ from penstock.graph.types import (
     TokenAdvantages,
 )
 from penstock.nodes.learn.batching import Packed, behaviour_logprobs, sampled_lengths, sampled_mask
-from penstock.nodes.learn.logprobs import packed_logprobs
+from penstock.nodes.learn.logprobs import packed_distributions, packed_logprobs
 from penstock.nodes.learn.losses import reads, reverse_kl
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
 from penstock.nodes.model import Llama, ModelError, load_model
@@ -124,8 +125,9 @@ def distill_update(
 
     def loss(model: Llama, packed: Packed) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            teacher_PV = _all_logprobs(guide.model, packed)
-        total = reverse_kl(_all_logprobs(model, packed), teacher_PV).sum()
+            teacher_PW = packed_distributions(guide.model, packed)
+        # Student and teacher are cut over the same ranks: each has the same words of both.
+        total = model.words.sum(reverse_kl(packed_distributions(model, packed), teacher_PW).sum())
         return total, total.detach()
 
     tokens = int(sampled_lengths(rollouts).sum())
@@ -133,15 +135,6 @@ def distill_update(
     sums, metrics = learner.step(items, loss, options, lr=lr, normaliser=tokens)
     mean = float(torch.stack(sums).sum()) / tokens
     return policy, {"loss": mean, "teacher_kl": mean, "tokens": float(tokens), **metrics}
-
-
-def _all_logprobs(model: Llama, packed: Packed) -> Tensor:
-    """log π of every word of the vocabulary before each target, at the target's temperature, float32 [P, V]."""
-    hidden_PD = model(packed.tokens_RW).flatten(0, 1)[packed.at_P]
-    logits_PV = model.logits(hidden_PD).float()
-    if packed.temperature_P is not None:
-        logits_PV = logits_PV / packed.temperature_P[:, None]
-    return torch.log_softmax(logits_PV, dim=-1)
 
 
 @reads_tokens

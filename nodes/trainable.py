@@ -21,7 +21,7 @@ from penstock.nodes.learn.data_parallel_threads import DataParallelThreads
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions
 from penstock.nodes.model import Decoder, save_model, torch_dtype
 from penstock.nodes.model.hf import check_names, check_shape
-from penstock.nodes.model.tensor_parallel import stages_of, tensor_parallel, trainer_rules
+from penstock.nodes.model.tensor_parallel import stages_of, tensor_parallel
 from penstock.nodes.parallel.mesh import Ranks
 from penstock.nodes.tokenizer import Tokenizer
 
@@ -78,7 +78,8 @@ class SequenceModel(Generic[Model]):
         """How the ranks hold the weights in parts."""
         config, stages = self.model.config, self.ranks.size(STAGE)
         cut = stages_of(config, self.shapes, stages) if stages > 1 else {}
-        return Sharding(self.ranks.mesh, self.shapes, trainer_rules(config), tensor_parallel(config), cut)
+        rules = tensor_parallel(config)
+        return Sharding(self.ranks.mesh, self.shapes, rules, rules, cut)
 
     def export(self, folder: str) -> None:
         """Write an HF directory: configuration, weights in the run's dtype, tokenizer.

@@ -1,6 +1,9 @@
 """Log-probabilities of given tokens from hidden states, without ever keeping the tokens × vocabulary matrix.
 
-Shapes: P predicted tokens, D hidden width, V vocabulary, C tokens of one chunk.
+Where ranks have the vocabulary in parts (`Words`), each computes the logits of its own words alone, and what it says of
+them to the others are four numbers a token: the largest logit, and sums.
+
+Shapes: P predicted tokens, D hidden width, V vocabulary, W words of a rank, C tokens of one chunk.
 """
 
 from collections.abc import Iterator
@@ -12,6 +15,7 @@ from torch import Tensor
 from penstock.nodes.learn.batching import Packed
 from penstock.nodes.model import Llama
 from penstock.nodes.model.kernels import linear
+from penstock.nodes.model.words import Words
 
 # Logits kept at once, in elements: 16 MiB of float32.
 CHUNK_ELEMENTS = 1 << 22
@@ -23,7 +27,25 @@ def packed_logprobs(model: Llama, packed: Packed) -> tuple[Tensor, Tensor]:
     π is softmax(logits / T), T the temperature that the target was sampled at.
     """
     hidden_PD = model(packed.tokens_RW).flatten(0, 1)[packed.at_P]
-    return token_logprobs(hidden_PD, model.head_weight(), packed.targets_P, packed.temperature_P)
+    given = model.head_weight(), packed.targets_P, packed.temperature_P
+    if model.words.parts == 1:
+        return token_logprobs(hidden_PD, *given)
+    return logprobs_over_ranks(model.words.shared(hidden_PD), *given, model.words)
+
+
+def packed_distributions(model: Llama, packed: Packed) -> Tensor:
+    """log π of every word of the vocabulary before each target, with a gradient, at the target's temperature: float32
+    [P, W], of the words that this rank has. Memory grows with tokens × words.
+    """
+    hidden_PD = model(packed.tokens_RW).flatten(0, 1)[packed.at_P]
+    logits_PW, words = model.own_logits(hidden_PD).float(), model.words
+    if packed.temperature_P is not None:
+        logits_PW = logits_PW / packed.temperature_P[:, None]
+    if words.parts == 1:
+        return torch.log_softmax(logits_PW, dim=-1)
+    largest_P = words.max(logits_PW.amax(-1))
+    sum_P = words.shared(words.sum((logits_PW - largest_P[:, None]).exp().sum(-1)))
+    return logits_PW - (largest_P + sum_P.log())[:, None]
 
 
 def token_logprobs(
@@ -87,6 +109,86 @@ class _Chunked(torch.autograd.Function):
             grad_hidden_PD[rows] = grad_CV @ weight_VD
             grad_weight_VD += grad_CV.T @ hidden_CD
         return grad_hidden_PD, grad_weight_VD.to(weight_VD.dtype), None, None, None
+
+
+def logprobs_over_ranks(
+    hidden_PD: Tensor,
+    weight_WD: Tensor,
+    targets_P: Tensor,
+    temperature_P: Tensor | None,
+    words: Words,
+    *,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """The same of a vocabulary in parts, equal on all ranks; `weight_WD` are this rank's rows of the head. The gradient
+    of `hidden_PD` is this rank's summand.
+
+    Always by chunks of tokens, whose logits the backward pass computes again. However many there are, the ranks
+    exchange twice: the largest logit of each token, then its sums.
+    """
+    size = max(1, chunk_elements // weight_WD.shape[0])
+    given = hidden_PD, weight_WD, targets_P, temperature_P, size, words
+    logprobs_P, entropy_P = _OverRanks.apply(*given)  # type: ignore[no-untyped-call]
+    return logprobs_P, entropy_P
+
+
+class _OverRanks(torch.autograd.Function):
+    """With l a logit, m the largest of a token and Z = Σ exp(l − m) over all ranks' words: log π = l − m − log Z, and
+    the entropy is log Z − Σ exp(l − m) · (l − m) / Z."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_PD: Tensor,
+        weight_WD: Tensor,
+        targets_P: Tensor,
+        temperature_P: Tensor | None,
+        size: int,
+        words: Words,
+    ) -> tuple[Tensor, Tensor]:
+        rows_P, here_P = words.index(targets_P)
+        # Of this rank's words: the largest logit, Σ exp(l − m), Σ exp(l − m) · (l − m), and the target's logit or 0.
+        own_4P = torch.empty(4, len(targets_P), device=hidden_PD.device)
+        for rows in _chunks(len(targets_P), size):
+            temperature_C = None if temperature_P is None else temperature_P[rows]
+            logits_CW = _logits(hidden_PD[rows], weight_WD, temperature_C)
+            own_4P[3, rows] = _gather(logits_CW, rows_P[rows])
+            own_4P[0, rows] = logits_CW.amax(-1)
+            below_CW = logits_CW.sub_(own_4P[0, rows, None])
+            weight_CW = below_CW.exp()
+            own_4P[1, rows] = weight_CW.sum(-1)
+            own_4P[2, rows] = weight_CW.mul_(below_CW).sum(-1)
+        largest_P, sums_3P = words.max(own_4P[0]), own_4P[1:]
+        # From below this rank's largest logit to below that of all.
+        lower_P = own_4P[0] - largest_P
+        sums_3P[1] = lower_P.exp() * (sums_3P[1] + lower_P * sums_3P[0])
+        sums_3P[0] *= lower_P.exp()
+        sums_3P[2] = (sums_3P[2] - largest_P) * here_P
+        sum_P, weighted_P, target_P = words.sum(sums_3P)
+        log_P = sum_P.log()
+        ctx.save_for_backward(hidden_PD, weight_WD, rows_P, here_P, temperature_P, largest_P + log_P)
+        ctx.size = size
+        entropy_P = log_P - weighted_P / sum_P
+        ctx.mark_non_differentiable(entropy_P)
+        return target_P - log_P, entropy_P
+
+    @staticmethod
+    def backward(ctx: Any, grad_P: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """As `_Chunked`'s, of this rank's words."""
+        hidden_PD, weight_WD, rows_P, here_P, temperature_P, log_P = ctx.saved_tensors
+        grad_hidden_PD = torch.empty_like(hidden_PD)
+        grad_weight_WD = torch.zeros_like(weight_WD, dtype=torch.float32)
+        for rows in _chunks(len(rows_P), ctx.size):
+            hidden_CD, grad_C = hidden_PD[rows], grad_P[rows]
+            temperature_C = None if temperature_P is None else temperature_P[rows]
+            probs_CW = _logits(hidden_CD, weight_WD, temperature_C).sub_(log_P[rows, None]).exp_()
+            grad_C = grad_C if temperature_C is None else grad_C / temperature_C
+            grad_CW = probs_CW.mul_(-grad_C[:, None])
+            grad_CW.scatter_add_(1, rows_P[rows, None], (grad_C * here_P[rows])[:, None])
+            grad_CW = grad_CW.to(weight_WD.dtype)
+            grad_hidden_PD[rows] = grad_CW @ weight_WD
+            grad_weight_WD += grad_CW.T @ hidden_CD
+        return grad_hidden_PD, grad_weight_WD.to(weight_WD.dtype), None, None, None, None
 
 
 def _chunks(length: int, size: int) -> Iterator[slice]:

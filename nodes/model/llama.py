@@ -5,7 +5,7 @@ a cache. What stands on top is a language model's head (`Llama`) or one that giv
 named as in Hugging Face's checkpoints. Left out: dropout, biases, attention weights as output.
 
 Shapes: B rows, S tokens of a row, D hidden width, H query heads, G key-value heads, K width of a head, V vocabulary,
-P positions.
+W words of a rank, P positions.
 """
 
 import math
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.kernels import Linear, linear, rms_norm
+from penstock.nodes.model.words import WordEmbedding, Words, own_rows
 
 # (layer, q_BSHK, k_BSGK, v_BSGK) → [B, S, H, K]; keys and queries are already rotated.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -40,6 +41,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.words = Words(config.vocab_size)
         # Draws nothing from the global generator, and touches no memory.
         with torch.device("meta"):
             self.model = _Layers(config)
@@ -72,6 +74,10 @@ class Decoder(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.cos_PK.dtype
+
+    def share_words(self, words: Words) -> None:
+        """Compute with embedding and head that have these words alone; the ranks of `words` do so together."""
+        self.words = self.model.embed_tokens.words = words
 
     def load(self, part: nn.Module) -> None:
         """Give memory to the weights of a part of this model that have none, and read them."""
@@ -119,12 +125,17 @@ class Llama(Decoder):
         return self.config
 
     def head_weight(self) -> Tensor:
-        """The matrix that turns hidden states into logits, [V, D]: the embedding's own if they are tied."""
-        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        """The matrix that turns hidden states into logits of this rank's words, [W, D]: the embedding's own if they are
+        tied."""
+        return own_rows(self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight)
+
+    def own_logits(self, hidden_BSD: Tensor) -> Tensor:
+        """Unnormalised log-probabilities of the next token, of this rank's words, [B, S, W]."""
+        return linear(self.words.shared(hidden_BSD), self.head_weight())
 
     def logits(self, hidden_BSD: Tensor) -> Tensor:
         """Unnormalised log-probabilities of the next token, [B, S, V]."""
-        return linear(hidden_BSD, self.head_weight())
+        return self.words.gather(self.own_logits(hidden_BSD))
 
 
 class Scorer(Decoder):
@@ -143,16 +154,10 @@ class Scorer(Decoder):
         return F.linear(hidden_PD, self.score.weight).float().squeeze(-1)
 
 
-class _Embedding(nn.Embedding):
-    def reset_parameters(self) -> None:
-        """Do nothing: weights come from `init_weights` or a file."""
-        # To draw numbers without memory, torch would import its compiler, which takes as long as torch.
-
-
 class _Layers(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens: nn.Embedding = _Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = WordEmbedding(Words(config.vocab_size), config.hidden_size)
         self.layers = nn.ModuleDict({str(i): _Layer(config, i) for i in range(config.num_hidden_layers)})
         self.norm: nn.Module = _Norm(config)
 

@@ -4,8 +4,6 @@ part of a language model for generation (`LlamaPart`).
 Tensor parallelism is that of Megatron-LM (Shoeybi et al., 2019, section 3). The matrices that widen (queries, keys,
 values, gate, up) are cut by output rows, those that narrow (attention output, down) by input columns, embedding and
 head over the vocabulary; norms, and the head of a scorer, are whole on every rank.
-
-Shapes: B rows, S tokens of a row, D hidden width, V vocabulary, W words of a rank.
 """
 
 from collections.abc import Iterable
@@ -13,13 +11,12 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.graph.protocols import Rule, stage_of_layer
 from penstock.nodes.model.config import ModelConfig, ModelError
-from penstock.nodes.model.kernels import linear
 from penstock.nodes.model.llama import Llama
+from penstock.nodes.model.words import Words
 
 
 def tensor_parallel(config: ModelConfig) -> dict[str, Rule]:
@@ -43,15 +40,9 @@ def tensor_parallel(config: ModelConfig) -> dict[str, Rule]:
     }
 
 
-def trainer_rules(config: ModelConfig) -> dict[str, Rule]:
-    """The same for a model that learns, which keeps embedding and head whole on every rank."""
-    # A loss reads the logits of the whole vocabulary: with a cut head it would have to be one over ranks.
-    return {**tensor_parallel(config), "embed_tokens.weight": None, "lm_head.weight": None}
-
-
 def check_tensor_parallel(config: ModelConfig, parts: int, *, shared_heads: bool) -> None:
-    """Raises ModelError for a model that cannot be cut into so many parts. With `shared_heads` several ranks may hold
-    the same key-value head."""
+    """Raises ModelError for a model that cannot be cut into so many parts, or with a vocabulary so small that a rank
+    would get no word. With `shared_heads` several ranks may hold the same key-value head."""
     heads, groups, inner = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
     # DTensor cuts keys and values into equal parts. Only a generator's ranks can hold a head twice.
     divided = groups % parts == 0 or (shared_heads and parts % groups == 0)
@@ -61,23 +52,22 @@ def check_tensor_parallel(config: ModelConfig, parts: int, *, shared_heads: bool
     if faults:
         needed = f"numbers that tp {parts} divides" + (", or fewer key-value heads that divide it" * shared_heads)
         raise ModelError(f"tensor parallelism: given {', '.join(faults)}, needed {needed}")
+    if not Words(config.vocab_size, parts, parts - 1).count:
+        raise ModelError(f"tensor parallelism: given {config.vocab_size} words over tp {parts}, needed some for each")
 
 
 def part_config(config: ModelConfig, parts: int, part: int) -> ModelConfig:
     """The shapes of one rank's part by `tensor_parallel`, as a configuration: heads, inner width and vocabulary.
 
-    Raises ModelError as `check_tensor_parallel` does, and for a vocabulary so small that a rank would get no word.
+    Raises ModelError as `check_tensor_parallel` does.
     """
     check_tensor_parallel(config, parts, shared_heads=True)
-    words = -(-config.vocab_size // parts)
-    if words * (parts - 1) >= config.vocab_size:
-        raise ModelError(f"tensor parallelism: given {config.vocab_size} words over tp {parts}, needed some for each")
     return replace(
         config,
         num_attention_heads=config.num_attention_heads // parts,
         num_key_value_heads=max(1, config.num_key_value_heads // parts),
         intermediate_size=config.intermediate_size // parts,
-        vocab_size=min(words, config.vocab_size - part * words),
+        vocab_size=Words(config.vocab_size, parts, part).count,
     )
 
 
@@ -114,9 +104,8 @@ class LlamaPart(Llama):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str, parts: int, part: int) -> None:
         super().__init__(part_config(config, parts, part), dtype, device)
-        self._heads, self.config, self.parts = self.config, config, parts
-        self._most_words = -(-config.vocab_size // parts)
-        self.model.embed_tokens = _Words(self.model.embed_tokens, part * self._most_words)
+        self._heads, self.config = self.config, config
+        self.share_words(Words(config.vocab_size, parts, part))
         for name, module in self.model.named_modules():
             if name.endswith(("o_proj", "down_proj")):
                 module.register_forward_hook(_sum)
@@ -124,35 +113,6 @@ class LlamaPart(Llama):
     @property
     def attention_config(self) -> ModelConfig:
         return replace(self._heads, vocab_size=self.config.vocab_size)
-
-    def head_weight(self) -> Tensor:
-        """The matrix of the whole vocabulary, [V, D], put together each time."""
-        return self._gather(super().head_weight().T).T
-
-    def logits(self, hidden_BSD: Tensor) -> Tensor:
-        return self._gather(linear(hidden_BSD, super().head_weight()))
-
-    def _gather(self, own: Tensor) -> Tensor:
-        """[…, W] of each rank as […, V]."""
-        # `all_gather` takes equal sizes only, and the last rank may have fewer words.
-        padded = F.pad(own, (0, self._most_words - own.shape[-1])).contiguous()
-        every = [torch.empty_like(padded) for _ in range(self.parts)]
-        dist.all_gather(every, padded)
-        return torch.cat(every, dim=-1)[..., : self.config.vocab_size]
-
-
-class _Words(nn.Embedding):
-    """An embedding of the words from `first` on; the others are on other ranks."""
-
-    def __init__(self, own: nn.Embedding, first: int) -> None:
-        super().__init__(own.num_embeddings, own.embedding_dim, _weight=own.weight)
-        self.first = first
-
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        own_BS = tokens_BS - self.first
-        elsewhere_BS = (own_BS < 0) | (own_BS >= self.num_embeddings)
-        found_BSD = F.embedding(own_BS.masked_fill(elsewhere_BS, 0), self.weight)
-        return _sum(self, (), found_BSD.masked_fill(elsewhere_BS[..., None], 0.0))
 
 
 def _sum(module: nn.Module, given: tuple[Tensor, ...], own: Tensor) -> Tensor:

@@ -2,8 +2,7 @@
 
 The same interface as `DataParallelThreads`, for ranks in place of threads: all ranks are given the same micro-batches,
 each works on its share, and every rank gets all results. torch's own tools cut the weights: tensor parallelism by
-DTensor, then FSDP2 (HSDP over an axis "dp"). Embedding and head are whole over "tp". Over "pp" each rank has some of
-the layers (`PipelineStage`).
+DTensor, then FSDP2 (HSDP over an axis "dp"). Over "pp" each rank has some of the layers (`PipelineStage`).
 
 Invariant: the float32 shards are the master weights; what is computed with is gathered layer by layer, in the run's
 dtype.
@@ -19,7 +18,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -31,7 +30,8 @@ from torch.distributed.tensor.parallel import (
 from penstock.graph.protocols import DATA, FSDP, STAGE, TENSOR, Axes, Rule, num_ranks, rule_of
 from penstock.nodes.learn.batching import Packed
 from penstock.nodes.model import Decoder
-from penstock.nodes.model.tensor_parallel import check_tensor_parallel, stages_of, trainer_rules
+from penstock.nodes.model.tensor_parallel import check_tensor_parallel, stages_of, tensor_parallel
+from penstock.nodes.model.words import Words
 from penstock.nodes.parallel.mesh import AXES, Ranks, assign, gather
 from penstock.nodes.parallel.pipeline import PipelineStage
 
@@ -46,7 +46,7 @@ class Shards(Generic[Model]):
     """
 
     def __init__(self, model: Model, ranks: Ranks, dtype: torch.dtype) -> None:
-        self.model, self.ranks, self.rules = model, ranks, trainer_rules(model.config)
+        self.model, self.ranks, self.rules = model, ranks, tensor_parallel(model.config)
         self.count = ranks.shares
         self._wholes = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
         self._stage = PipelineStage(model, ranks, dtype) if ranks.size(STAGE) > 1 else None
@@ -149,8 +149,11 @@ def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, R
     for each in (*layers, model):
         # One by one: of what has not been read yet, a rank never has more than its parts and one whole layer.
         model.load(each)
-        if ranks.size(TENSOR) > 1 and each is not model:
-            parallelize_module(each, mesh[TENSOR], _tensor_plan(each, rules), src_data_rank=None)
+        if ranks.size(TENSOR) > 1:
+            if each is model:
+                _cut_words(model, mesh[TENSOR], rules)
+            else:
+                parallelize_module(each, mesh[TENSOR], _tensor_plan(each, rules), src_data_rank=None)
         # The head is used after the forward pass: what is outside of layers stays until `update`.
         module = fully_shard(each, mesh=outer, mp_policy=precision, reshard_after_forward=each is not model)
         # A loss has its weight already: gradients are summed over ranks, not averaged. gloo has no other reduction.
@@ -158,6 +161,16 @@ def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, R
         module.set_force_sum_reduction_for_comms(True)
     for name, buffer in list(model.named_buffers()):
         setattr(model, name, buffer.to(dtype))
+
+
+def _cut_words(model: Decoder, mesh: DeviceMesh, rules: Mapping[str, Rule]) -> None:
+    """Cut embedding and head over the vocabulary, each where this rank has it. Their sums are `Words`'."""
+    model.share_words(Words(model.config.vocab_size, mesh.size(), mesh.get_local_rank(), mesh.get_group()))
+    for name, parameter in list(model.named_parameters()):
+        if rule_of(name, rules) is not None and not isinstance(parameter, DTensor):
+            place, _, last = name.rpartition(".")
+            rows = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+            setattr(model.get_submodule(place), last, nn.Parameter(rows, parameter.requires_grad))
 
 
 def _gathered(part: DTensor) -> Tensor:

@@ -2,16 +2,18 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.graph.types import Logprobs, Metrics, Rewards
 from penstock.nodes.data import Demonstrations, Pairs
-from penstock.nodes.distill import distill_update, open_teacher, reference_logprobs
+from penstock.nodes.distill import distill_update, open_teacher, policy_logprobs, reference_logprobs
 from penstock.nodes.learn.dpo import dpo_update
 from penstock.nodes.learn.sft import sft_update
 from penstock.nodes.learn.update import policy_update
@@ -20,7 +22,16 @@ from penstock.nodes.policy import LanguagePolicy, make_reference
 from penstock.nodes.reward_model import make_preference_model, open_reward_model, preference_update, reward_scores
 from penstock.runtime.tensor.layout import Mesh, sharded
 
-from .rank_cases import OPTIONS, assert_near, assert_same_everywhere, assert_whole, context, policy
+from .rank_cases import (
+    OPTIONS,
+    assert_boxes,
+    assert_gradients_near,
+    assert_near,
+    assert_same_everywhere,
+    assert_whole,
+    context,
+    policy,
+)
 from .rollouts import random_rollouts
 from .updating import batch
 
@@ -134,3 +145,57 @@ def _held(learner: LanguagePolicy, mesh: str) -> dict[str, list[tuple[object, in
         boxes = [tensor.held_by(rank) for rank in ranks]
         found[tensor.name] = [(box, sum(b.size for b in box)) for box in boxes]
     return found
+
+
+class Dimensions(TorchDispatchMode):
+    """The dimensions of all plain tensors that are computed meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        for each in given if isinstance(given, (tuple, list)) else (given,):
+            if isinstance(each, Tensor) and not isinstance(each, DTensor):
+                self.found |= set(each.shape)
+        return given
+
+
+VOCABULARY = 61
+
+
+def words(rank: int, folder: Path, mesh: str, tied: str) -> None:
+    """A vocabulary that "tp" does not divide, with a head of its own or the embedding's: losses that read one word of
+    each distribution, and all of them; and what a rank has of both."""
+    if rank == 0:
+        one = policy()
+        config = replace(one.model.config, vocab_size=VOCABULARY, num_attention_heads=4, num_key_value_heads=4)
+        for name, seed in (("model", 3), ("teacher", 4)):
+            model = Llama(replace(config, tie_word_embeddings=tied == "tied"))
+            model.init_weights(seed)
+            save_model(model, model.state_dict(), folder / name)
+            one.tokenizer.save(folder / name)
+    dist.barrier()
+    places = ((mesh, rank), ())
+    parted, one = (policy(*place, model=str(folder / "model")) for place in places)
+    assert_boxes(parted, one, rank)
+    rollouts = random_rollouts()
+    logprobs = [policy_logprobs.fn(each, rollouts, micro_tokens=12).logprobs_NT for each in (parted, one)]
+    torch.testing.assert_close(*logprobs, rtol=1e-5, atol=1e-5)
+    for _ in range(2):
+        with Dimensions() as dimensions:
+            ours = policy_update.fn(parted, *batch(), **OPTIONS)[1]
+        theirs = policy_update.fn(one, *batch(), **OPTIONS)[1]
+        assert parted.model.words.count in dimensions.found
+        assert VOCABULARY not in dimensions.found, "whole logits, or a whole embedding, on a rank"
+        assert_near(ours, theirs)
+        assert_same_everywhere(ours)
+    assert_gradients_near(parted, one)
+    # The temperature divides logits before they are summed.
+    warm = replace(rollouts, temperature_N=torch.full((len(rollouts),), 0.7))
+    for learner, place in zip((parted, one), places, strict=True):
+        teacher = make_reference(context(*place, model=str(folder / "teacher")))
+        distill_update.fn(learner, teacher, warm, micro_tokens=12)
+    assert_gradients_near(parted, one)
+    assert_whole(parted, one)

@@ -158,6 +158,17 @@ def assert_whole(parted: Any, one: Any) -> None:
             torch.testing.assert_close(tensor, one.masters[name].detach(), rtol=1e-4, atol=2e-5, msg=name)
 
 
+def assert_gradients_near(parted: LanguagePolicy, one: LanguagePolicy) -> None:
+    """The moments, which are means of gradients: each rank's box of one rank's."""
+    given, whole, facts = parted.state()[0], one.state()[0], parted.sharding()
+    named = [(name, shape, "float32") for name, shape in facts.shapes.items()]
+    for tensor in sharded(named, Mesh(tuple(facts.mesh)), facts.rules, facts.stages).tensors:
+        for box in tensor.held_by(dist.get_rank()):
+            name = f"exp_avg.{tensor.name}"
+            piece = whole[name][tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
+            torch.testing.assert_close(given[name], piece, rtol=1e-4, atol=1e-6, msg=name)
+
+
 def assert_near(ours: Metrics, theirs: Metrics) -> None:
     assert ours.keys() == theirs.keys()
     for name, figure in theirs.items():

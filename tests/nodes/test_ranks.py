@@ -220,6 +220,15 @@ def test_a_stage_in_the_middle_passes_on(tmp_path: Path) -> None:
     spawn(3, f"{LESSONS}:three_stages", "pp=3", folder=tmp_path)
 
 
+@pytest.mark.parametrize("tied", ["untied", "tied"])
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [(2, "tp=2"), pytest.param(4, "tp=4", marks=slow), pytest.param(4, "fsdp=2,tp=2", marks=slow)],
+)
+def test_embedding_and_head_are_cut_over_the_vocabulary(ranks: int, mesh: str, tied: str, tmp_path: Path) -> None:
+    spawn(ranks, f"{LESSONS}:words", mesh, tied, folder=tmp_path)
+
+
 def test_a_gradient_that_is_no_number_is_refused_by_all_ranks(tmp_path: Path) -> None:
     spawn(2, f"{LESSONS}:no_number", "fsdp=2", folder=tmp_path)
 

@@ -1,0 +1,142 @@
+"""The vocabulary cut over ranks (Megatron-LM, Shoeybi et al., 2019, section 3): each has some rows of the embedding and
+of the head. A look-up is a sum over the ranks, for each rank finds its own words only; logits are a rank's own, and
+what a loss reads of all of them are sums and a maximum.
+
+Where all ranks compute with the same numbers after a sum, the gradient of each is that of all: so `sum` hands a
+gradient on as it is, and what each rank multiplies with its own rows goes through `shared`, which sums it.
+
+Shapes: … any dimensions, D hidden width, V vocabulary, W words of a rank.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Words:
+    """Part `part` of `parts` of a vocabulary, on the ranks of `group` (None: the default one) in order. In one part
+    nothing is communicated.
+
+    The words of a part follow one another, ⌈total / parts⌉ of them, and fewer in the last part.
+    """
+
+    total: int
+    parts: int = 1
+    part: int = 0
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def most(self) -> int:
+        """The words of the first part."""
+        return -(-self.total // self.parts)
+
+    @property
+    def first(self) -> int:
+        return self.part * self.most
+
+    @property
+    def count(self) -> int:
+        return max(0, min(self.most, self.total - self.first))
+
+    def index(self, words: Tensor) -> tuple[Tensor, Tensor]:
+        """The row of each word among this rank's, and whether it is there; row 0 if not."""
+        rows = words - self.first
+        here = (rows >= 0) & (rows < self.count)
+        return rows.masked_fill(~here, 0), here
+
+    def look_up(self, words: Tensor, weight_WD: Tensor) -> Tensor:
+        """The row of each word, […, D]."""
+        if self.parts == 1:
+            return F.embedding(words, weight_WD)
+        rows, here = self.index(words)
+        return self.sum(F.embedding(rows, weight_WD).masked_fill(~here[..., None], 0.0))
+
+    def sum(self, own: Tensor) -> Tensor:
+        """Over the ranks, each of which goes on with the same numbers."""
+        return own if self.parts == 1 else _Sum.apply(own, self.group)  # type: ignore[no-any-return,no-untyped-call]
+
+    def shared(self, same: Tensor) -> Tensor:
+        """What all ranks have, for each to compute with on its own words: its gradient is summed over the ranks."""
+        if self.parts == 1:
+            return same
+        return _Shared.apply(same, self.group)  # type: ignore[no-any-return,no-untyped-call]
+
+    @torch.no_grad()
+    def max(self, own: Tensor) -> Tensor:
+        """Over the ranks, without a gradient."""
+        if self.parts == 1:
+            return own
+        own = own.clone()
+        dist.all_reduce(own, dist.ReduceOp.MAX, self.group)
+        return own
+
+    def gather(self, own: Tensor) -> Tensor:
+        """[…, W] of each rank as […, V] on all, who go on with the same numbers."""
+        return own if self.parts == 1 else _Gather.apply(own, self)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class WordEmbedding(nn.Embedding):
+    """An embedding of `words`. Its weights are the rank's own, and uninitialised."""
+
+    def __init__(self, words: Words, width: int) -> None:
+        super().__init__(words.count, width)
+        self.words = words
+
+    def reset_parameters(self) -> None:
+        """Do nothing: weights come from `init_weights` or a file."""
+        # To draw numbers without memory, torch would import its compiler, which takes as long as torch.
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        return self.words.look_up(tokens_BS, own_rows(self.weight))
+
+
+def own_rows(weight: Tensor) -> Tensor:
+    """This rank's rows as a plain tensor, of one that torch holds in parts (DTensor)."""
+    # By its name: torch.distributed.tensor takes half a second to import, and not every run needs it.
+    return weight.to_local() if hasattr(weight, "to_local") else weight  # type: ignore[no-any-return]
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        total = own.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, same: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.group = group
+        return same.view_as(same)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, words: Words) -> Tensor:
+        ctx.words = words
+        # `all_gather` takes equal sizes only, and the last rank may have fewer words.
+        padded = F.pad(own, (0, words.most - own.shape[-1])).contiguous()
+        every = [torch.empty_like(padded) for _ in range(words.parts)]
+        dist.all_gather(every, padded, words.group)
+        return torch.cat(every, dim=-1)[..., : words.total]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        words = ctx.words
+        return grad[..., words.first : words.first + words.count].contiguous(), None
