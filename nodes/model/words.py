@@ -58,7 +58,7 @@ class Words:
 
     def sum(self, own: Tensor) -> Tensor:
         """Over the ranks, each of which goes on with the same numbers."""
-        return own if self.parts == 1 else _Sum.apply(own, self.group)  # type: ignore[no-any-return,no-untyped-call]
+        return own if self.parts == 1 else _Sum.apply(own, self.group)  # type: ignore[no-untyped-call]
 
     def shared(self, same: Tensor) -> Tensor:
         """What all ranks have, for each to compute with on its own words: its gradient is summed over the ranks."""
@@ -77,7 +77,7 @@ class Words:
 
     def gather(self, own: Tensor) -> Tensor:
         """[…, W] of each rank as […, V] on all, who go on with the same numbers."""
-        return own if self.parts == 1 else _Gather.apply(own, self)  # type: ignore[no-any-return,no-untyped-call]
+        return own if self.parts == 1 else _Gather.apply(own, self)  # type: ignore[no-untyped-call]
 
 
 class WordEmbedding(nn.Embedding):
@@ -98,7 +98,7 @@ class WordEmbedding(nn.Embedding):
 def own_rows(weight: Tensor) -> Tensor:
     """This rank's rows as a plain tensor, of one that torch holds in parts (DTensor)."""
     # By its name: torch.distributed.tensor takes half a second to import, and not every run needs it.
-    return weight.to_local() if hasattr(weight, "to_local") else weight  # type: ignore[no-any-return]
+    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 class _Sum(torch.autograd.Function):

@@ -147,11 +147,11 @@ def _held(learner: LanguagePolicy, mesh: str) -> dict[str, list[tuple[object, in
     return found
 
 
-class Dimensions(TorchDispatchMode):
+class Dimensions(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The dimensions of all plain tensors that are computed meanwhile."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -177,7 +177,7 @@ def words(rank: int, folder: Path, mesh: str, tied: str) -> None:
             save_model(model, model.state_dict(), folder / name)
             one.tokenizer.save(folder / name)
     dist.barrier()
-    places = ((mesh, rank), ())
+    places: tuple[Any, ...] = ((mesh, rank), ())
     parted, one = (policy(*place, model=str(folder / "model")) for place in places)
     assert_boxes(parted, one, rank)
     rollouts = random_rollouts()
