@@ -99,7 +99,13 @@ class Source:
 
     def publish(self, phase: str, version: int) -> dict[str, Any]:
         if phase not in self.publishers:
-            adder = AllReduce("trainer", FileStore(f"{self.folder}/add-{phase}"), self.rank, RANKS, TIMEOUT)
+            adder = AllReduce(
+                "trainer",
+                FileStore(f"{self.folder}/add-{phase}"),
+                self.rank,
+                [f"rank {number}" for number in range(RANKS)],
+                TIMEOUT,
+            )
             self.publishers[phase] = WeightPublisher(
                 phase, self.policy, rank=self.rank, ranks=RANKS, add=adder, proof=phase.split()[1], keep=1
             )
@@ -190,7 +196,13 @@ class Destination:
                 else None
             )
             self.memories += [memory] if memory else []
-            adder = AllReduce("generator", FileStore(f"{self.folder}/sum-{phase}"), self.rank, RANKS, TIMEOUT)
+            adder = AllReduce(
+                "generator",
+                FileStore(f"{self.folder}/sum-{phase}"),
+                self.rank,
+                [f"rank {number}" for number in range(RANKS)],
+                TIMEOUT,
+            )
             receiver = WeightReceiver(phase, rank=self.rank, mesh=REPLICA, add=adder, allocate=memory)
             self.receivers[phase] = receiver, _Opened(_bridge(self.folder, phase), self.rank, memory)
         return self.receivers[phase]

@@ -62,6 +62,20 @@ class Replica:
     capacity: Annotated[int, Meta(ge=1)] = 1
     mesh: Axes = ()
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Each once, in the order of the ranks. Hosts of different names have nothing in common, whatever they are."""
+        return tuple(dict.fromkeys(rank.host for rank in self.ranks))
+
+    @property
+    def located(self) -> str:
+        """Its name, with which of its ranks are on which host."""
+        if len(self.hosts) == 1:
+            return f"{self.name} on host {self.hosts[0]}"
+        ranks = {host: [str(n) for n, rank in enumerate(self.ranks) if rank.host == host] for host in self.hosts}
+        blocks = (f"ranks {', '.join(own)} on host {host}" for host, own in ranks.items())
+        return f"{self.name} ({'; '.join(blocks)})"
+
 
 @dataclass(frozen=True, slots=True)
 class Pool:

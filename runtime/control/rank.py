@@ -18,6 +18,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 from torch._C._distributed_c10d import Store as C10dStore
 
+from penstock.runtime.cluster.endpoints import LOOPBACK
 from penstock.runtime.control.executor import Executor
 from penstock.runtime.control.messages import Count, Look, Note, Post
 from penstock.runtime.control.rank_state import HeldValues
@@ -29,7 +30,7 @@ from penstock.runtime.control.sockets import SILENCE
 from penstock.runtime.control.value_server import ExchangeClient, ExchangeServer
 from penstock.runtime.control.weight_channels import Ground, WeightChannels, drained
 from penstock.runtime.tensor.object_store import ObjectReader, ObjectStore
-from penstock.runtime.tensor.process_group import Pace, open_world
+from penstock.runtime.tensor.process_group import Pace, open_world, use_nccl_interface
 from penstock.runtime.tensor.shm import SHM, owner_of
 
 # Seconds for the controller to answer what it knows. It may be stopped, which is no rank's fault; one that is gone is
@@ -91,6 +92,8 @@ class Meeting(C10dStore):
 
 # The share of the deadline that a wait within a sync of weights may take.
 PATIENCE = 0.75
+# The share of the deadline for the start that ranks have to connect once all of a replica have come.
+CONNECTING = 0.25
 
 
 class RankRuntime:
@@ -122,8 +125,22 @@ class RankRuntime:
         meet = Meeting(pulse).of
         ground = Ground(join.run, meet, join.address, patience, flags, wake, self.notes.put)
         self.channels = WeightChannels(config.channels(), replica, index, place.device, ground)
+        several = len({host for one in config.plan.replicas for host in one.hosts}) > 1
+        if place.device != "cpu":
+            # The first group of a process decides for all: weights may go to other hosts.
+            use_nccl_interface(join.address if several else LOOPBACK)
         if num_ranks > 1:
-            open_world(meet(f"ranks of {replica}"), index, num_ranks, timeout=flags.deadline, device=place.device)
+            names = [config.plan.spelled(replica, number) for number in range(num_ranks)]
+            open_world(
+                meet(f"ranks of {replica}"),
+                names,
+                index,
+                timeout=flags.deadline,
+                # So that those who do not reach each other say so before the controller only sees them late.
+                connecting=CONNECTING * flags.startup_deadline,
+                device=place.device,
+                address=join.address if len(own.hosts) > 1 else LOOPBACK,
+            )
         cuts = [folder / "checkpoints" / name for name in restore]
         cut = next((path for path in cuts if path.is_dir()), cuts[-1] if cuts else None)
         setup = config.setup(own, index, folder, cut, patience)

@@ -67,5 +67,5 @@ class Routes:
 
 
 def hosts(*replicas: Replica) -> set[str]:
-    """By the names of the cluster file: what has different names has nothing in common, whatever it runs on."""
-    return {rank.host for replica in replicas for rank in replica.ranks}
+    """By the names of the cluster file."""
+    return {host for replica in replicas for host in replica.hosts}

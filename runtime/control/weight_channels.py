@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from penstock.graph.protocols import Carried
 from penstock.graph.types import Weights
 from penstock.runtime.cluster.endpoints import LOOPBACK
+from penstock.runtime.cluster.placement import Replica
 from penstock.runtime.control.messages import Manifest
 from penstock.runtime.control.routes import Routes, hosts
 from penstock.runtime.control.run_config import RunOptions
@@ -205,7 +206,7 @@ class WeightChannels(LocalChannels):
             routes, ground = self.routes[channel], self.ground
             start, end = (self.channels[channel].replica(name) for name in (source, target))
             apart = len(hosts(start, end)) > 1
-            names = [f"{one.name} on host {one.ranks[0].host}" if apart else one.name for one in (start, end)]
+            names = [one.located if apart else one.name for one in (start, end)]
             link = ReplicaLink(
                 f"{channel} from {' to '.join(names)}",
                 ground.meet(f"{channel} from {source} to {target}"),
@@ -237,8 +238,9 @@ class WeightChannels(LocalChannels):
         return transport
 
     def _publisher(self, channel: str, value: Carried, **more: Any) -> WeightPublisher:
-        add = self._adder(channel, ranks := len(self.channels[channel].source.ranks))
-        return super()._publisher(channel, value, ranks=ranks, add=add, proof=self.ground.options.proof)
+        own = self.channels[channel].source
+        add = self._adder(channel, own)
+        return super()._publisher(channel, value, ranks=len(own.ranks), add=add, proof=self.ground.options.proof)
 
     def _new_receiver(self, channel: str, **more: Any) -> WeightReceiver:
         own, ground = self.channels[channel].replica(self.replica), self.ground
@@ -248,15 +250,16 @@ class WeightChannels(LocalChannels):
             on_device = partial(DeviceMemory, self.device, owner, ground.timeout, ground.warn)
             self.memories[channel] = shared() if self.device == "cpu" else on_device()
         ranks, mesh, allocate = len(own.ranks), own.mesh or None, self.memories.get(channel)
-        add = self._adder(channel, ranks)
+        add = self._adder(channel, own)
         return super()._new_receiver(channel, ranks=ranks, mesh=mesh, add=add, allocate=allocate)
 
-    def _adder(self, channel: str, ranks: int) -> AllReduce | None:
+    def _adder(self, channel: str, own: Replica) -> AllReduce | None:
         """For the proofs of this replica's ranks; one alone needs none."""
-        if ranks > 1:
-            label = f"{channel} on {self.replica}"
-            store = self.ground.meet(f"proof of {label}")
-            self.adders[channel] = AllReduce(label, store, self.rank, ranks, self.ground.timeout)
+        if len(own.ranks) > 1:
+            label, apart = f"{channel} on {self.replica}", len(own.hosts) > 1
+            names = [f"rank {number}{f' on host {rank.host}' * apart}" for number, rank in enumerate(own.ranks)]
+            store, address = self.ground.meet(f"proof of {label}"), self.ground.address if apart else LOOPBACK
+            self.adders[channel] = AllReduce(label, store, self.rank, names, self.ground.timeout, address)
         return self.adders.get(channel)
 
     def _ended(self, moved: Moved | Exception, received: Send | None = None) -> None:

@@ -8,6 +8,7 @@ loopback, and beyond it a network must be trusted.
 """
 
 import os
+import socket
 import threading
 import time
 from collections import defaultdict, deque
@@ -15,10 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any, Literal, Protocol, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
@@ -252,22 +256,62 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
 
 
-def open_world(store: Store, rank: int, size: int, *, timeout: float, device: str = "cpu") -> None:
-    """Make the default group of `size` ranks, which meet at `store`; blocks until all have. It must be kept.
+def interface_of(address: str) -> str:
+    """The name of this machine's network interface that has an address. Raises TransportError where none has."""
+    wanted = ip_address(address.strip("[]"))
+    if wanted.is_loopback:
+        return "lo"
+    found: dict[IPv4Address | IPv6Address, str] = {
+        # An IPv6 address of a link is written with its interface's name behind it.
+        ip_address(one.address.partition("%")[0]): name
+        for name, addresses in psutil.net_if_addrs().items()
+        for one in addresses
+        if one.family in (socket.AF_INET, socket.AF_INET6)
+    }
+    if wanted not in found:
+        has = ", ".join(f"{address} ({name})" for address, name in found.items())
+        needed = "needed an address of this machine (`address` of its host in the cluster file)"
+        raise TransportError(f"given the address {address}, {needed}; it has {has or 'none'}")
+    return found[wanted]
 
-    NCCL carries what lies on GPUs, gloo the rest. Raises TransportError past `timeout` seconds, which bound each
-    collective, too.
+
+def use_nccl_interface(address: str) -> None:
+    """Have NCCL meet at the interface of an address. It asks once for each process: before its first group."""
+    # Without "=" each interface whose name begins so would do.
+    os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(address)}"
+
+
+def open_world(
+    store: Store,
+    names: Sequence[str],
+    rank: int,
+    *,
+    timeout: float,
+    connecting: float = 30.0,
+    device: str = "cpu",
+    address: str = LOOPBACK,
+) -> None:
+    """Make the default group of the ranks with these `names`, which meet at `store`; blocks until all have. It must be
+    kept. The others reach this one at `address`.
+
+    NCCL carries what lies on GPUs (see `use_nccl_interface`), gloo the rest. Raises TransportError for ranks that have
+    not come within `timeout` seconds, which bound each collective, too, and for ranks that have, and do not reach each
+    other within `connecting` seconds.
     """
-    # torch's default group takes no address: only the environment keeps it on loopback.
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
     store.set_timeout(timedelta(seconds=timeout))
+    reach = ""
     try:
-        call_roll(store, [f"rank {number}" for number in range(size)], rank, timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+        # torch's default group, and those that are made of its ranks, take no address: gloo asks the environment.
+        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)
+        call_roll(store, names, rank, timeout)
+        reach = f"all have come, but do not reach each other; this one listens on {address}"
+        limit = timedelta(seconds=min(timeout, connecting))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=len(names), timeout=limit)
+        c10d._set_pg_timeout(timedelta(seconds=timeout))
     except RuntimeError as error:
-        text = f"rank {rank}: the {size} ranks of the replica did not meet within {timeout:g} s"
-        raise TransportError(f"{text}: {first_line(error)}") from error
+        text = f"{names[rank]}: the {len(names)} ranks of the replica did not meet"
+        raise TransportError(": ".join(filter(None, (text, reach, first_line(error))))) from error
 
 
 class Pace:
@@ -300,15 +344,17 @@ class Pace:
 
 
 class AllReduce:
-    """Sums and maxima over ranks of one host that meet at `store`, which no other group has used; each makes the same
-    calls. Called, it is the `Add` of checksums; `maximum` is what quantising ranks agree by.
+    """Sums and maxima over the ranks of a replica, which meet at `store`, which no other group has used; each makes the
+    same calls. Called, it is the `Add` of checksums; `maximum` is what quantising ranks agree by. The ranks are called
+    by their `names`, and reach this one at `address`.
 
     Opened by the first call, in any thread. After an error it stays broken.
     """
 
-    def __init__(self, name: str, store: Store, rank: int, ranks: int, timeout: float = 60.0) -> None:
-        names = [f"rank {number}" for number in range(ranks)]
-        self._open = partial(Connection, name, names, store, rank, timeout=timeout)
+    def __init__(
+        self, name: str, store: Store, rank: int, names: Sequence[str], timeout: float = 60.0, address: str = LOOPBACK
+    ) -> None:
+        self._open = partial(Connection, name, names, store, rank, timeout=timeout, address=address)
         self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._calls = 0

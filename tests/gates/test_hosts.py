@@ -25,12 +25,12 @@ from penstock.runtime.control.messages import MAX_BYTES, Heartbeat, Hello, pack
 from penstock.runtime.control.security import Join, Keys
 from penstock.runtime.record.folder import RunFolder, latest_checkpoint
 
-from .network import Network, why_not
+from .agents import HOSTS, Agents, asked_for, spread
+from .network import Network
 from .plain import toy_loop
 from .running import (
     ENDLESS,
     FAULTS,
-    Line,
     Running,
     assert_equal_bits,
     assert_nothing_is_left,
@@ -52,13 +52,6 @@ TWO_HOSTS = Cluster(
     hosts=(Host(name="a", cores=1), Host(name="b", cores=1, agent="external")), pools={"generator": "b"}
 )
 QUICK = {"lag": 0, **delays(generate=10.0, score=1.0, update=10.0)}
-HOSTS = "a", "b", "c"
-# Seconds for an agent to give up on a controller that it cannot reach.
-GONE_S = 60.0
-
-
-def asked_for(running: Running, host: str) -> Line:
-    return running.until_line(lambda line: line.get("host") == host, f"the agent of host {host} was asked for")
 
 
 def agent(join: Path) -> "subprocess.Popen[str]":
@@ -200,14 +193,6 @@ def test_garbage_on_the_controllers_socket_is_counted_and_the_run_goes_on(tmp_pa
 # Hosts in network namespaces of their own.
 
 
-@pytest.fixture
-def network() -> Iterator[Network]:
-    if reason := why_not():
-        pytest.skip(reason)
-    with Network(*HOSTS) as found:
-        yield found
-
-
 def cluster_of(network: Network, *hosts: str) -> Cluster:
     """The trainer and all else on the first host, generators in turn on the others, whose agents others start."""
     first, *others = (
@@ -216,43 +201,6 @@ def cluster_of(network: Network, *hosts: str) -> Cluster:
     )
     names = tuple(host.name for host in others)
     return Cluster(hosts=(first, *others), bind=f"{first.address}:0", pools={"generator": names})
-
-
-class Agents:
-    """The agents of other hosts, each of which takes its join file from the shared run folder or from a copy."""
-
-    def __init__(self, network: Network) -> None:
-        self.network = network
-        self.processes: dict[str, subprocess.Popen[str]] = {}
-
-    def __enter__(self) -> "Agents":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Whatever a failed test has left is ended."""
-        for process in self.processes.values():
-            process.kill()
-            process.communicate()
-
-    def start(self, line: Line, *flags: str, hidden: tuple[Path, ...] = ()) -> None:
-        where = self.network.on(line["host"], hidden=hidden)
-        command = [*where, sys.executable, "-m", "penstock.runtime.cli.main", "agent", line["join"], *flags]
-        pipe = subprocess.PIPE
-        self.processes[line["host"]] = subprocess.Popen(command, stderr=pipe, text=True, start_new_session=True)
-
-    def ended(self, host: str) -> tuple[int, str]:
-        """The exit status of a host's agent, and what it said: what was left there among it."""
-        _, said = self.processes[host].communicate(timeout=GONE_S)
-        return self.processes[host].returncode, said
-
-
-@contextmanager
-def spread(network: Network, folder: Path) -> Iterator[tuple[Running, Agents]]:
-    """A run whose launcher is on the first host, with agents on all."""
-    with Running(folder, network.on("a")) as running, Agents(network) as agents:
-        for host in HOSTS[1:]:
-            agents.start(asked_for(running, host))
-        yield running, agents
 
 
 UPDATES, BATCH, GENERATORS = 3, 6, 3

@@ -86,7 +86,8 @@ def size(mesh: Axes) -> int:
 
 
 def adder(folder: Path, name: str, mesh: Axes, rank: int, timeout: float = 60.0) -> AllReduce | None:
-    return AllReduce(name, FileStore(str(folder / name)), rank, size(mesh), timeout) if size(mesh) > 1 else None
+    names = [f"rank {number}" for number in range(size(mesh))]
+    return AllReduce(name, FileStore(str(folder / name)), rank, names, timeout) if size(mesh) > 1 else None
 
 
 class SourceRank:

@@ -1,0 +1,55 @@
+"""Runs over hosts in network namespaces (`network`): a launcher on the first one, agents on the others."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from .network import Network
+from .running import Line, Running
+
+HOSTS = "a", "b", "c"
+# Seconds for an agent to give up on a controller that it cannot reach.
+GONE_S = 60.0
+
+
+def asked_for(running: Running, host: str) -> Line:
+    return running.until_line(lambda line: line.get("host") == host, f"the agent of host {host} was asked for")
+
+
+class Agents:
+    """The agents of other hosts, each of which takes its join file from the shared run folder or from a copy."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+
+    def __enter__(self) -> "Agents":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Whatever a failed test has left is ended."""
+        for process in self.processes.values():
+            process.kill()
+            process.communicate()
+
+    def start(self, line: Line, *flags: str, hidden: tuple[Path, ...] = ()) -> None:
+        where = self.network.on(line["host"], hidden=hidden)
+        command = [*where, sys.executable, "-m", "penstock.runtime.cli.main", "agent", line["join"], *flags]
+        pipe = subprocess.PIPE
+        self.processes[line["host"]] = subprocess.Popen(command, stderr=pipe, text=True, start_new_session=True)
+
+    def ended(self, host: str) -> tuple[int, str]:
+        """The exit status of a host's agent, and what it said: what was left there among it."""
+        _, said = self.processes[host].communicate(timeout=GONE_S)
+        return self.processes[host].returncode, said
+
+
+@contextmanager
+def spread(network: Network, folder: Path, hosts: Sequence[str] = HOSTS) -> Iterator[tuple[Running, Agents]]:
+    """A run whose launcher is on the first host, with agents on all `hosts`."""
+    with Running(folder, network.on("a")) as running, Agents(network) as agents:
+        for host in hosts[1:]:
+            agents.start(asked_for(running, host))
+        yield running, agents

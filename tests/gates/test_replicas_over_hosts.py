@@ -1,0 +1,57 @@
+"""A trainer whose ranks are on two hosts, in network namespaces: the same bits as on one, and the same end."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from penstock.runtime.cluster.cluster import Cluster, Host
+
+from .agents import spread
+from .network import Network
+from .running import make_run, rows, run_to_end, summary, toy_flags
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+UPDATES, BATCH = 3, 4
+FLAGS = toy_flags(updates=UPDATES, batch=BATCH, max_tokens=8, seed=3)
+
+
+def over(network: Network, *hosts: str, **pools: str | tuple[str, ...]) -> Cluster:
+    """The trainer on all of the hosts; where `pools` does not say, all else is on the first one."""
+    made = tuple(
+        Host(name=name, cores=1, address=network.address[name], agent="external" if number else "local")
+        for number, name in enumerate(hosts)
+    )
+    return Cluster(hosts=made, bind=f"{made[0].address}:0", pools={"trainer": hosts, **pools})
+
+
+def learning(path: Path, *meshes: str, **options: Any) -> Path:
+    return make_run(path, "aipo", {"lag": 0}, FLAGS, meshes=meshes, **options)
+
+
+def assert_equal_parts(first: Path, second: Path, ranks: int) -> None:
+    """Weights and optimizer of each of the trainer's ranks."""
+    for rank in range(ranks):
+        name = f"checkpoints/{UPDATES:08d}/trainer-0-{rank}.safetensors"
+        own, other = load_file(first / name), load_file(second / name)
+        assert own.keys() == other.keys()
+        assert [key for key in own if not torch.equal(own[key], other[key])] == []
+
+
+@pytest.mark.parametrize(
+    ("mesh", "generator"), [("fsdp4", "tp1"), ("fsdp2xtp2", "tp2"), ("pp2xfsdp2", "tp1"), ("dp2xfsdp2", "tp1")]
+)
+def test_a_trainer_on_two_hosts_has_the_bits_of_one_on_a_single_host(
+    network: Network, tmp_path: Path, mesh: str, generator: str
+) -> None:
+    meshes = f"trainer={mesh}", f"generator={generator}"
+    alone = run_to_end(learning(tmp_path / "alone", *meshes))
+    folder = learning(tmp_path / "apart", *meshes, cluster=over(network, "a", "b"))
+    with spread(network, folder, ("a", "b")) as (running, agents):
+        assert running.wait() == 0, running.errors
+        assert agents.ended("b") == (0, "")
+    assert_equal_parts(folder, alone, ranks=4)
+    assert summary(folder)["warnings"] == []
+    assert len(rows(folder)) == UPDATES
