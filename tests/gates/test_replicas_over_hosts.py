@@ -1,6 +1,9 @@
 """A trainer whose ranks are on two hosts, in network namespaces: the same bits as on one, and the same end."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -8,13 +11,16 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.control.sockets import SILENCE
 
 from .agents import spread
 from .network import Network
-from .running import make_run, rows, run_to_end, summary, toy_flags
+from .running import ENDLESS, make_run, rows, run_to_end, summary, toy_flags
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 UPDATES, BATCH = 3, 4
+# Seconds that a busy machine may add to those without a heartbeat, after which a host is gone.
+BUSY_S = 10.0
 FLAGS = toy_flags(updates=UPDATES, batch=BATCH, max_tokens=8, seed=3)
 
 
@@ -55,3 +61,28 @@ def test_a_trainer_on_two_hosts_has_the_bits_of_one_on_a_single_host(
     assert_equal_parts(folder, alone, ranks=4)
     assert summary(folder)["warnings"] == []
     assert len(rows(folder)) == UPDATES
+
+
+@pytest.mark.parametrize("lost", ["b", "c"])
+def test_a_host_of_a_replica_that_goes_away_ends_the_run_and_is_named_and_nothing_is_left(
+    network: Network, tmp_path: Path, lost: str
+) -> None:
+    """Its trainer is on a and b, its generator on b and c."""
+    flags = replace(FLAGS, updates=ENDLESS, deadline=600.0, tp_over_hosts=True)
+    cluster = over(network, "a", "b", "c", trainer=("a", "b"), generator=("b", "c"))
+    meshes = "trainer=fsdp2", "generator=tp2"
+    folder = make_run(tmp_path / "r", "aipo", {"lag": 0}, flags, meshes=meshes, cluster=cluster)
+    with spread(network, folder, ("a", "b", "c")) as (running, agents):
+        running.until_update(2)
+        assert {host: network.listening(host) for host in network.address} == {
+            host: {address} for host, address in network.address.items()
+        }
+        cut = monotonic()
+        network.cut(lost)
+        running.until(lambda: bool(running.errors), "the run said why it ends")
+        assert monotonic() - cut < SILENCE + BUSY_S
+        ended = {host: agents.ended(host) for host in ("b", "c")}
+        assert running.wait() == 1
+    assert re.search(rf"on host {lost}\b", running.errors), running.errors
+    assert "left" not in "".join(said for _, said in ended.values())
+    assert ended[lost][0] == 1
