@@ -83,6 +83,6 @@ def test_a_host_of_a_replica_that_goes_away_ends_the_run_and_is_named_and_nothin
         assert monotonic() - cut < SILENCE + BUSY_S
         ended = {host: agents.ended(host) for host in ("b", "c")}
         assert running.wait() == 1
-    assert re.search(rf"on host {lost}\b", running.errors), running.errors
+    assert re.search(rf"host {lost}\b", running.errors), running.errors
     assert "left" not in "".join(said for _, said in ended.values())
     assert ended[lost][0] == 1
