@@ -226,8 +226,6 @@ class Destination(Rank):
 def link_of(folder: Path, way: str) -> ReplicaLink:
     """Where the two meet, by the transport that the way's name says or not at all."""
     transport, store = way.split()[0], FileStore(str(folder / way.replace(" ", "-")))
-    if transport == "nccl":
-        return ReplicaLink(CHANNEL, store, timeout=TIMEOUT, backend="nccl")
     return ReplicaLink(CHANNEL, store, timeout=TIMEOUT, transport=transport)
 
 

@@ -54,7 +54,7 @@ def configure(traced: Traced, cluster: Cluster, model: str) -> RunConfig:
     with usage_errors():
         check_rules(Tables(config.graph, config.plan), config.rules(0))
     for channel in config.channels().values():
-        if why := why_not(flags.transport, channel.source, channel.replicas):
+        if why := why_not(flags.transport, channel.source, channel.replicas, flags.delta):
             raise CommandError(f"--transport: given {flags.transport}: {why}; auto takes what all ranks can", 2)
     return config
 

@@ -466,15 +466,27 @@ def _device(role: _Role, host: Host, index: int, device: str) -> str:
     return has[index % len(has)]
 
 
-def why_not(asked: str, source: Replica, replicas: Sequence[Replica]) -> str:
-    """What keeps weights from going from `source` to `replicas` in this way ("auto", "messages", "shm", "cuda_ipc"),
-    for people; "" if nothing does, as far as a plan can tell.
+def why_not(asked: str, source: Replica, replicas: Sequence[Replica], delta: int = 0) -> str:
+    """What keeps weights from going from `source` to `replicas` in this way ("auto", "messages", "nccl", "shm",
+    "cuda_ipc"), for people; "" if nothing does, as far as a plan can tell.
     """
     if asked in ("auto", "messages"):
         return ""
+    if asked == "nccl" and delta:
+        return f"--delta {delta} is made and applied on the hosts, needed messages"
     for replica in (source, *replicas):
         for number, rank in enumerate(replica.ranks):
             name = f"{replica.name} rank {number}"
+            if asked == "nccl":
+                if rank.device == "cpu":
+                    return f"{name} is on the CPU, needed a GPU"
+                # A link joins the ranks of the source and of one replica: other replicas may share a GPU.
+                for other, own in enumerate(source.ranks):
+                    before = replica is not source or other < number
+                    if before and (own.host, own.device) == (rank.host, rank.device):
+                        same = f"{rank.device} with {source.name} rank {other}"
+                        return f"{name} is on {same}, needed a GPU of its own: NCCL joins no two ranks on one"
+                continue
             if rank.host != source.ranks[0].host:
                 return f"{name} is on host {rank.host}, needed host {source.ranks[0].host} with {source.name}"
             if asked == "cuda_ipc" and rank.device == "cpu":

@@ -1,7 +1,8 @@
 """From whom a replica gets a version of some weights, and to whom it passes it on. Pure, and the same on every rank.
 
 A chain (`tensor/broadcast_chain`) relieves the trainers' network cards, so it is for weights that cross a network: for
-replicas on other hosts than the trainers, or for all of them where messages are asked for. A sender of the same host
+replicas on other hosts than the trainers, or for all of them where messages are asked for, through the hosts or by
+NCCL. A sender of the same host
 writes the receivers' memory itself. Deltas have no chain, either: they are few bytes, a hop cannot pass on any of them
 before it has them all, and a receiver that is not on the predecessor needs another delta than the one that follows it.
 
@@ -18,6 +19,8 @@ from penstock.runtime.tensor.layout import Mesh
 from penstock.runtime.tensor.reshard import chain
 from penstock.runtime.tensor.wire_format import plan_of
 
+# Transports that are sent as messages even between ranks of one host.
+BY_MESSAGES = ("messages", "nccl")
 # By what share of the deadline the last link of a chain waits longer than the first: whoever is next to the one that
 # stands still finds it out before the others, and names it.
 GRACE = 0.25
@@ -29,8 +32,8 @@ class Routes:
     """
 
     def __init__(self, channel: Channel, transport: str, delta: int) -> None:
-        chained = () if delta or transport not in ("auto", "messages") else channel.replicas
-        self._replicas = [r for r in chained if transport == "messages" or len(hosts(r, channel.source)) > 1]
+        chained = () if delta or transport not in ("auto", *BY_MESSAGES) else channel.replicas
+        self._replicas = [r for r in chained if transport in BY_MESSAGES or len(hosts(r, channel.source)) > 1]
         self._depths: dict[str, int] = {}
         self._sources: dict[str, str] = {}
         # One replica alone has nobody to get weights from but the trainers, whatever the layouts are.

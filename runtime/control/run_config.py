@@ -113,9 +113,9 @@ class RunOptions:
     delta: Count = 0
     """Between hosts, send what changed since the last sync, and everything at least each DELTA-th time; 0 always sends
     everything. Losing nothing, it pays on links slower than a few GB/s."""
-    transport: Literal["auto", "messages", "shm", "cuda_ipc"] = "auto"
-    """How weights travel: auto takes what all ranks can; shm writes into shared memory and cuda_ipc into a GPU's, both
-    on one host; messages go everywhere, over TCP."""
+    transport: Literal["auto", "messages", "shm", "cuda_ipc", "nccl"] = "auto"
+    """How weights travel: auto takes the first that all ranks can; shm writes into shared memory and cuda_ipc into a
+    GPU's, both on one host; nccl goes between GPUs anywhere; messages go everywhere, through the host and over TCP."""
     offload: Literal["auto", "on", "off"] = "off"
     """Between updates, optimizer moments and master weights lie on the host and generators take their cache anew for
     each batch: auto where trainer and generator take turns with a GPU, on wherever they are."""

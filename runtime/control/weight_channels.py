@@ -19,7 +19,7 @@ from penstock.graph.types import Weights
 from penstock.runtime.cluster.endpoints import LOOPBACK
 from penstock.runtime.cluster.placement import Replica
 from penstock.runtime.control.messages import Manifest
-from penstock.runtime.control.routes import Routes, hosts
+from penstock.runtime.control.routes import BY_MESSAGES, Routes, hosts
 from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.schedule.compile import Channel
 from penstock.runtime.schedule.events import Abort, Arrived, Send
@@ -215,7 +215,10 @@ class WeightChannels(LocalChannels):
                 timeout=ground.timeout * routes.patience(target),
                 address=ground.address if apart else LOOPBACK,
                 delta=ground.options.delta,
-                transport="messages" if apart or routes.chained(target) else ground.options.transport,
+                transport=ground.options.transport,
+                # A hop of a chain is told of each message; another host's memory cannot be written.
+                direct=not (apart or routes.chained(target)),
+                warn=ground.warn,
             )
             # Senders write and receivers are written to: only these have memory to offer.
             memory = self.memories.get(channel) if side == "destination" else None
@@ -245,7 +248,7 @@ class WeightChannels(LocalChannels):
     def _new_receiver(self, channel: str, **more: Any) -> WeightReceiver:
         own, ground = self.channels[channel].replica(self.replica), self.ground
         owner = f"{self.replica}.{self.rank}.{channel}".replace("/", ".").replace(">", ".")
-        if ground.options.transport != "messages":
+        if ground.options.transport not in BY_MESSAGES:
             shared = partial(SharedMemory, ground.run, owner, warn=ground.warn)
             on_device = partial(DeviceMemory, self.device, owner, ground.timeout, ground.warn)
             self.memories[channel] = shared() if self.device == "cpu" else on_device()

@@ -30,7 +30,7 @@ from torch import Tensor
 from penstock.runtime.tensor.buffers import Shards
 from penstock.runtime.tensor.layout import Copy
 from penstock.runtime.tensor.process_group import Connection, Message
-from penstock.runtime.tensor.send_recv import Bucket, BucketCache, pack, unpack
+from penstock.runtime.tensor.send_recv import GLOO_SIZES, Bucket, BucketCache, pack, unpack
 
 # The predecessor of what is sent in full, and the number of changed elements of a dense bucket.
 NONE = -1
@@ -144,7 +144,7 @@ class DeltaTransport:
     def __init__(self, connection: Connection, every: int) -> None:
         self._connection = connection
         self._every = every
-        self._cache = BucketCache(connection)
+        self._cache = BucketCache(connection, torch.device("cpu"), GLOO_SIZES, reused=False)
         self._kept: dict[int, _Kept] = {}
         self.counts: Counter[str] = Counter()
 

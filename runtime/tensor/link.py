@@ -2,37 +2,45 @@
 and chooses the transport on which weights go over it. No other rank waits for it.
 
 The death of a replica breaks its own links only. A link that failed once stays broken: a new one is made in
-milliseconds. All ranks use the same transport: weights are written straight into the receivers' memory ("shm",
-"cuda_ipc") where every rank is on one host and can do that, and sent as messages otherwise: all bytes, or, with
+milliseconds. All ranks use the same transport, which `choose_transport` says from what they have in common: weights are
+written straight into the receivers' memory ("shm", "cuda_ipc") where every rank is on one host and can do that; between
+GPUs they go by NCCL ("nccl"), and otherwise as messages through the hosts' memory ("messages"): all bytes, or, with
 `delta`, what changed.
 
-To agree, each rank says which host it is on, which GPUs it sees, and which memory it can write or be written in. The
-first rank answers with the transport, or with the rank that cannot use the one that was asked for.
+Each rank says what it has (`RankFacts`). The first rank answers with the transport, or with the rank that cannot use
+the one that was asked for.
 """
 
 import hashlib
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import Store
+from torch.distributed import is_nccl_available
 
 from penstock.runtime.cluster.endpoints import LOOPBACK
 from penstock.runtime.tensor.cuda_ipc import OpenedMemory, visible_devices
 from penstock.runtime.tensor.delta import DeltaTransport
+from penstock.runtime.tensor.nccl import NcclCarrier, NcclGroup
 from penstock.runtime.tensor.one_sided import MappedMemory, MemoryKind, OneSidedTransport, WritableMemory
 from penstock.runtime.tensor.process_group import Connection, Side, Transport, TransportError
 from penstock.runtime.tensor.send_recv import MessageTransport
 from penstock.runtime.tensor.shm import SHM
 
-TransportChoice = Literal["auto", "messages", MemoryKind]
-TRANSPORTS: tuple[TransportChoice, ...] = ("auto", "messages", *get_args(MemoryKind))
+Transported = Literal[MemoryKind, "nccl", "messages"]
+TransportChoice = Literal["auto", Transported]
+# In the order in which they are tried.
+TRANSPORTED: tuple[Transported, ...] = ("shm", "cuda_ipc", "nccl", "messages")
+TRANSPORTS: tuple[TransportChoice, ...] = ("auto", *TRANSPORTED)
 MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
-Backend = Literal["gloo", "nccl"]
-BACKENDS: tuple[Backend, ...] = get_args(Backend)
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,10 @@ class ReplicaLink:
     group has used it. `address` is where the other ranks reach this one's host: it listens there.
 
     `timeout` bounds, in seconds, opening the link and each wait for a peer. With `delta` n, messages say what changed,
-    and at least each n-th sync is full (gloo only); memory that is written directly ignores it. `transport` asks for
-    one of `TRANSPORTS` (gloo only); a link whose ranks cannot all use it does not open.
+    and at least each n-th sync is full: such ones go through the hosts' memory; memory that is written directly
+    ignores it. `transport` asks for one of `TRANSPORTS`; a link whose ranks cannot all use it does not open. With
+    `direct` false, weights come as messages, be it by NCCL, whatever the ranks have in common. `warn` is told of ranks
+    on GPUs whose weights cannot go by NCCL.
     """
 
     channel: str
@@ -50,27 +60,29 @@ class ReplicaLink:
     sources: int = 1
     destinations: int = 1
     timeout: float = 60.0
-    backend: Backend = "gloo"
     address: str = LOOPBACK
     delta: int = 0
     transport: TransportChoice = "auto"
+    direct: bool = True
+    warn: Callable[[str], object] = _log.warning
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise ValueError(f"{self.channel}: given backend {self.backend!r}, needed one of {', '.join(BACKENDS)}")
-        if self.delta < 0 or (self.delta and self.backend != "gloo"):
-            needed = "0 or more" if self.delta < 0 else "0, or gloo"
-            raise ValueError(f"{self.channel}: given delta={self.delta} over {self.backend}, needed {needed}")
-        choices = TRANSPORTS if self.backend == "gloo" else ("auto", "messages")
-        if self.transport not in choices:
-            given = f"transport {self.transport!r} over {self.backend}"
-            raise ValueError(f"{self.channel}: given {given}, needed one of {', '.join(choices)}")
+        if self.transport not in TRANSPORTS:
+            given = f"transport {self.transport!r}"
+            raise ValueError(f"{self.channel}: given {given}, needed one of {', '.join(TRANSPORTS)}")
+        if self.delta < 0 or (self.delta and self.transport == "nccl"):
+            needed = (
+                "0 or more" if self.delta < 0 else "0, or auto or messages: deltas are made and applied on the host"
+            )
+            raise ValueError(f"{self.channel}: given delta={self.delta} over {self.transport}, needed {needed}")
+        if not self.direct and self.transport in MEMORY_KINDS:
+            raise ValueError(f"{self.channel}: given transport {self.transport!r}, needed auto, nccl or messages here")
 
     def open(
         self, side: Side, rank: int = 0, memory: WritableMemory | None = None, device: torch.device | str = "cpu"
     ) -> Transport:
         """Join as one rank of one side; blocks until all ranks of both have. `memory` is where a destination's arena
-        lies, which must be there already; a source gives none, but the `device` of its weights.
+        lies, which must be there already; a source gives none. `device` is where the rank has its weights.
         """
         names = [f"source rank {number}" for number in range(self.sources)]
         names += [f"destination rank {number}" for number in range(self.destinations)]
@@ -81,85 +93,169 @@ class ReplicaLink:
             rank if side == "source" else self.sources + rank,
             sources=self.sources,
             timeout=self.timeout,
-            backend=self.backend,
             address=self.address,
         )
-        if self.backend == "gloo":
-            kind = agree_on_transport(connection, writable_kinds(side, memory, device), self.transport)
-            if kind is not None:
-                # Also on a receiver, which opens nothing: both ends then close in the same way.
-                mapped = OpenedMemory(self.timeout) if kind == "cuda_ipc" else MappedMemory()
-                return OneSidedTransport(connection, memory, mapped)
+        device = torch.device(device)
+        facts = RankFacts.here(side, memory if self.direct else None, device, self.direct)
+        kind = agree_on_transport(connection, facts, self.transport, self.delta, self.warn)
+        if kind == "nccl":
+            group = NcclGroup(connection, self.store, device)
+            return MessageTransport(connection, NcclCarrier(connection, group, self.store))
+        if kind != "messages":
+            # Also on a receiver, which opens nothing: both ends then close in the same way.
+            mapped = OpenedMemory(self.timeout) if kind == "cuda_ipc" else MappedMemory()
+            return OneSidedTransport(connection, memory, mapped)
         return DeltaTransport(connection, self.delta) if self.delta else MessageTransport(connection)
 
 
-def writable_kinds(side: str, memory: WritableMemory | None, device: torch.device | str) -> tuple[MemoryKind, ...]:
-    """The memory that a destination with this `memory` can be written in, or a source with its weights on `device` can
-    write."""
-    if side == "destination":
-        return (memory.kind,) if memory is not None and memory.shared else ()
-    return MEMORY_KINDS if torch.device(device).type == "cuda" else ("shm",)
+class RankFacts(NamedTuple):
+    """What a rank of a link has, as numbers that are equal on two ranks or not.
+
+    `host`: of ranks that see one shared memory. `devices`: of ranks that see the same GPUs under the same numbers.
+    `can`: the `MEMORY_KINDS`, as bits, that a destination's memory is of, or a source can write from where its weights
+    are. `gpu`: the one that its weights are on, as NCCL tells GPUs apart; 0 on a CPU. `nccl`: the version of NCCL here;
+    0 without.
+    """
+
+    host: int
+    devices: int
+    can: int
+    gpu: int
+    nccl: int
+
+    @staticmethod
+    def here(side: Side, memory: WritableMemory | None, device: torch.device, direct: bool = True) -> "RankFacts":
+        """Of this rank; `memory` is a destination's."""
+        if side == "destination":
+            can: Sequence[MemoryKind] = (memory.kind,) if memory is not None and memory.shared else ()
+        else:
+            can = MEMORY_KINDS if device.type == "cuda" else ("shm",)
+        devices = visible_devices() if "cuda_ipc" in can else 0
+        bits = sum(1 << MEMORY_KINDS.index(kind) for kind in can) if direct else 0
+        if device.type != "cuda":
+            return RankFacts(_host(), devices, bits, 0, 0)
+        # NCCL tells hosts apart by this name, if it is given: it refuses two ranks on one GPU of one host.
+        card = f"{os.environ.get('NCCL_HOSTID', '')} {torch.cuda.get_device_properties(device).uuid}"
+        return RankFacts(_host(), devices, bits, _number(card), nccl_version())
 
 
-_HOST, _DEVICES, _CAN = range(3)  # what a rank says
-_OTHER_HOST, _OTHER_GPUS, _LACKS_MEMORY = range(3)  # why a rank cannot use a transport
-_REASONS = ("is on another host than {first}", "sees other GPUs than {first}", "{lacks}")
+def nccl_version() -> int:
+    """As one number; 0 if torch is built without NCCL."""
+    if not is_nccl_available():
+        return 0
+    major, minor, patch = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return int(major * 1_000_000 + minor * 1000 + patch)
+
+
+class Choice(NamedTuple):
+    """A transport; and, if a better or the only one cannot be, the first rank (`culprit`) that keeps the ranks from the
+    last one tried, why, and the other rank that it does not go with."""
+
+    transport: Transported | None
+    culprit: int = 0
+    reason: int = 0
+    other: int = 0
+
+
+_LACKS_MEMORY, _OTHER_HOST, _OTHER_GPUS, _NO_GPU, _NO_NCCL, _SAME_GPU, _OTHER_NCCL = range(1, 8)
+_REASONS = {
+    _OTHER_HOST: "is on another host than {other}",
+    _OTHER_GPUS: "sees other GPUs than {other}",
+    _NO_GPU: "has its weights on no GPU",
+    _NO_NCCL: "has a torch that is built without NCCL",
+    _SAME_GPU: "is on the GPU of {other}, and NCCL joins no two ranks on one",
+    _OTHER_NCCL: "has another version of NCCL than {other}",
+}
 _LACKS = {
     "shm": ("has no arena in shared memory", ""),
     "cuda_ipc": ("has no arena in a GPU's memory that others can write", "has its weights on no GPU"),
 }
 
 
-def agree_on_transport(connection: Connection, can: Sequence[MemoryKind], choice: TransportChoice) -> MemoryKind | None:
-    """The memory that is written over a link, equal on all its ranks; None for messages.
+def choose_transport(ranks: Sequence[RankFacts], asked: TransportChoice, delta: int = 0) -> Choice:
+    """How weights go between these ranks; None if they cannot go as asked. Pure.
+
+    Written directly if all ranks can; else by NCCL between GPUs that are all different, unless deltas are wanted; else
+    as messages through the hosts' memory.
+    """
+    refused = Choice(None)
+    for kind in TRANSPORTED if asked == "auto" else (asked,):
+        if kind == "messages":
+            return refused._replace(transport="messages")
+        if kind == "nccl" and delta:
+            continue
+        found = _why_no_nccl(ranks) if kind == "nccl" else _why_no_memory(ranks, kind)
+        if found is None:
+            return Choice(kind)
+        refused = found
+    return refused
+
+
+def _why_no_memory(ranks: Sequence[RankFacts], kind: MemoryKind) -> Choice | None:
+    first, bit = ranks[0], MEMORY_KINDS.index(kind)
+    for place, rank in enumerate(ranks):
+        if rank.host != first.host:
+            return Choice(None, place, _OTHER_HOST)
+        if not rank.can >> bit & 1:
+            return Choice(None, place, _LACKS_MEMORY)
+        # A block of a GPU is named by the GPU's number: both sides must count alike.
+        if kind == "cuda_ipc" and rank.devices != first.devices:
+            return Choice(None, place, _OTHER_GPUS)
+    return None
+
+
+def _why_no_nccl(ranks: Sequence[RankFacts]) -> Choice | None:
+    seen: dict[int, int] = {}
+    for place, rank in enumerate(ranks):
+        if not rank.gpu:
+            return Choice(None, place, _NO_GPU)
+        if not rank.nccl:
+            return Choice(None, place, _NO_NCCL)
+        if rank.gpu in seen:
+            return Choice(None, place, _SAME_GPU, seen[rank.gpu])
+        if rank.nccl != ranks[0].nccl:
+            return Choice(None, place, _OTHER_NCCL)
+        seen[rank.gpu] = place
+    return None
+
+
+def agree_on_transport(
+    connection: Connection, own: RankFacts, asked: TransportChoice, delta: int, warn: Callable[[str], object]
+) -> Transported:
+    """The transport of a link, equal on all its ranks, which call this with the same `asked` and `delta`.
 
     Raises TransportError on all of them if one cannot use the transport that is asked for.
     """
-    devices = visible_devices() if "cuda_ipc" in can else 0
-    own = torch.tensor([_host(), devices, sum(1 << MEMORY_KINDS.index(kind) for kind in can)])
-    verdict = connection.fold(
-        own, "the choice of a transport", lambda said: torch.tensor(_verdict([row.tolist() for row in said], choice))
-    )
-    kind, culprit, reason = map(int, verdict)
-    if kind >= 0:
-        return MEMORY_KINDS[kind]
-    if choice in ("auto", "messages"):
-        return None
+
+    def answer(said: Sequence[Tensor]) -> Tensor:
+        found = choose_transport([RankFacts(*row.tolist()) for row in said], asked, delta)
+        number = -1 if found.transport is None else TRANSPORTED.index(found.transport)
+        return torch.tensor([number, found.culprit, found.reason, found.other, 0])
+
+    number, culprit, reason, other, _ = connection.fold(torch.tensor(own), "the choice of a transport", answer).tolist()
     names = connection.names
-    lacks = _LACKS[choice][culprit < connection.sources]
-    why = f"{names[culprit]} {_REASONS[reason].format(first=names[0], lacks=lacks)}"
-    raise TransportError(f"{connection.channel}: given the transport {choice}, needed auto or messages: {why}")
-
-
-def _verdict(said: Sequence[Sequence[int]], choice: TransportChoice) -> tuple[int, int, int]:
-    """The memory by number, -1 for messages; then the first rank that cannot use the last one tried, and why."""
-    culprit, reason = 0, 0
-    for number, kind in enumerate(MEMORY_KINDS):
-        if choice not in ("auto", kind):
-            continue
-        for place, row in enumerate(said):
-            if row[_HOST] != said[0][_HOST]:
-                reason = _OTHER_HOST
-            elif not row[_CAN] >> number & 1:
-                reason = _LACKS_MEMORY
-            # A block of a GPU is named by the GPU's number: both sides must count alike.
-            elif kind == "cuda_ipc" and row[_DEVICES] != said[0][_DEVICES]:
-                reason = _OTHER_GPUS
-            else:
-                continue
-            culprit = place
-            break
-        else:
-            return number, 0, 0
-    return -1, culprit, reason
+    why = ""
+    if reason:
+        lacks = _LACKS.get(asked, ("", ""))[culprit < connection.sources]
+        why = f"{names[culprit]} {_REASONS.get(reason, lacks).format(other=names[other])}"
+    if number < 0:
+        raise TransportError(f"{connection.channel}: given the transport {asked}, needed auto or messages: {why}")
+    kind: Transported = TRANSPORTED[int(number)]
+    if kind == "messages" and reason in (_NO_NCCL, _SAME_GPU, _OTHER_NCCL) and connection.rank == 0:
+        warn(f"{connection.channel}: {why}; weights go as messages through the host's memory, which is slower")
+    return kind
 
 
 def _host() -> int:
     """Equal for processes that see the same shared memory: of one boot, and with one `/dev/shm` mounted."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        facts = f"{boot}\n{os.stat(SHM).st_dev}"
+        return _number(f"{boot}\n{os.stat(SHM).st_dev}")
     except OSError:
         # Without these facts no other process is known to share memory with this one.
-        facts = f"alone\n{os.getpid()}\n{os.urandom(8).hex()}"
-    return int.from_bytes(hashlib.blake2b(facts.encode(), digest_size=7).digest(), "little")
+        return _number(f"alone\n{os.getpid()}\n{os.urandom(8).hex()}")
+
+
+def _number(facts: str) -> int:
+    """Equal for equal texts, and not 0."""
+    return int.from_bytes(hashlib.blake2b(facts.encode(), digest_size=7).digest(), "little") | 1

@@ -1,5 +1,6 @@
 """torch's process groups, made directly, and the connections that weights use: no global world, no collective, no TCP
-store. A `Connection` sends and receives between the ranks of a link or of a replica, and names the peer at fault;
+store. A `Connection` sends and receives over gloo between the ranks of a link or of a replica, and names the peer at
+fault (`nccl` has what goes beside it between GPUs);
 `AllReduce` adds over the ranks of one replica; `open_world` makes torch's default group where a replica's ranks compute
 together, and `Pace` keeps their steps in time. `Transport` is what moves the copies of a plan.
 
@@ -79,28 +80,17 @@ class Message:
 
         Gloo tells of a lost peer at once for messages that have not begun; one that is half way waits for the deadline.
         """
-        timeout = self._connection.timeout
         with self._connection.naming(self.peer, self._what):
-            if self._connection.device.type == "cpu":
-                self._work.wait(timedelta(seconds=timeout))
-                return self.buffer
-            # NCCL's own wait only orders streams, and its watchdog ends the whole process: so look, with a deadline.
-            deadline = time.monotonic() + timeout
-            while not self._work.is_completed():
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"timed out after {timeout} s")
-                time.sleep(1e-4)
-            self._work.wait()
+            self._work.wait(timedelta(seconds=self._connection.timeout))
             return self.buffer
 
 
 class Connection:
-    """Point-to-point messages between the ranks of a link or of a replica, as one of them sees it. Errors name the
-    peer. After a fault it stays broken: open a new one.
+    """Point-to-point messages over gloo between the ranks of a link or of a replica, as one of them sees it; buffers
+    lie in the host's memory. Errors name the peer. After a fault it stays broken: open a new one.
 
-    `names` are what the ranks are called; the first `sources` of them send weights to the others. `device` is where
-    buffers must lie; `timeout` bounds each wait, in seconds. `sync` says what the messages are for
-    just now, for errors.
+    `names` are what the ranks are called; the first `sources` of them send weights to the others. `timeout` bounds each
+    wait, in seconds. `sync` says what the messages are for just now, for errors.
     """
 
     def __init__(
@@ -112,7 +102,6 @@ class Connection:
         *,
         sources: int = 0,
         timeout: float = 60.0,
-        backend: str = "gloo",
         address: str = LOOPBACK,
     ) -> None:
         """Join as `rank`; blocks until all have. `store` is where they meet: no other group has used it.
@@ -125,25 +114,17 @@ class Connection:
         self.rank = rank
         self.sources = sources
         self.timeout = timeout
-        self.device = torch.device("cpu")
         self.sync = "opening"
         self._fault = ""
         self._group: Any = None
         began = time.monotonic()
         try:
-            if backend == "nccl" and not dist.is_nccl_available():
-                raise RuntimeError(f"given nccl, which torch {torch.__version__} here is built without; needed gloo")
             # Gloo itself would say only that its store timed out: so the roll is called first.
             call_roll(store, names, rank, timeout)
+            # For connecting: all have come, and what is left of the time has to do.
+            left = max(timeout / 4, timeout - (time.monotonic() - began))
             # A prefix of its own: the keys of the roll call must not be taken for gloo's.
-            rendezvous = PrefixStore(backend, store)
-            if backend == "nccl":
-                self._group = _open_nccl(rendezvous, rank, len(names), timeout)
-                self.device = torch.device("cuda", torch.cuda.current_device())
-            else:
-                # For connecting: all have come, and what is left of the time has to do.
-                left = max(timeout / 4, timeout - (time.monotonic() - began))
-                self._group = _connect_gloo(rendezvous, rank, len(names), left, address)
+            self._group = _connect_gloo(PrefixStore("gloo", store), rank, len(names), left, address)
         except RuntimeError as error:
             after = f"after {time.monotonic() - began:.1f} s of {timeout} s"
             text = f"{channel}: {names[rank]}: the connection of {len(names)} ranks is not complete {after}"
@@ -154,13 +135,13 @@ class Connection:
         self._group = None
 
     def send(self, buffer: Tensor, peer: int, tag: int, what: str = HEADER) -> Message:
-        """Begin to send. Messages to one peer are told apart by `tag` (gloo) or by their order (NCCL, without tags)."""
-        with self.naming(peer, what):
-            return Message(self, self._group.send([buffer], peer, tag), buffer, peer, what)
+        """Begin to send. Messages to one peer are told apart by `tag`, and of one tag by their order."""
+        with self.naming(peer, what) as group:
+            return Message(self, group.send([buffer], peer, tag), buffer, peer, what)
 
     def receive(self, buffer: Tensor, peer: int, tag: int, what: str = HEADER) -> Message:
-        with self.naming(peer, what):
-            return Message(self, self._group.recv([buffer], peer, tag), buffer, peer, what)
+        with self.naming(peer, what) as group:
+            return Message(self, group.recv([buffer], peer, tag), buffer, peer, what)
 
     def fold(self, own: Tensor, what: str, combine: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
         """What `combine` makes, on rank 0, of the tensors that all ranks give: the same on each, and of `own`'s shape.
@@ -193,20 +174,26 @@ class Connection:
             raise ChecksumError(f"{self.channel}: {self._fault}")
 
     @contextmanager
-    def naming(self, peer: int, what: str) -> Iterator[None]:
-        """Errors of the process group say neither what was moved nor whose fault it is."""
-        if self._group is None or self._fault:
+    def naming(self, peers: int | Sequence[int], what: str) -> Iterator[Any]:
+        """The process group, whose errors say neither what was moved nor whose fault it is: in here they do.
+
+        `peers` are those to or from whom `what` goes. Raises TransportError for a link that is broken or closed.
+        """
+        # Read once: another thread may close the connection meanwhile.
+        group = self._group
+        if group is None or self._fault:
             raise TransportError(f"{self.channel}: {self.sync}: the link is broken: {self._fault or 'closed'}")
         started = time.monotonic()
         try:
-            yield
+            yield group
         # A wait inside another one has named the peer already.
         except TransportError:
             raise
         except RuntimeError as error:
             verb = "to" if self.rank < self.sources else "from"
             after = f"after {time.monotonic() - started:.1f} s"
-            self._fault = f"{self.sync}: {what} {verb} {self.names[peer]} failed {after}: {first_line(error)}"
+            named = ", ".join(self.names[peer] for peer in ([peers] if isinstance(peers, int) else peers))
+            self._fault = f"{self.sync}: {what} {verb} {named} failed {after}: {first_line(error)}"
             raise TransportError(f"{self.channel}: {self._fault}") from error
 
 
@@ -239,17 +226,6 @@ def _connect_gloo(rendezvous: PrefixStore, rank: int, size: int, seconds: float,
     except RuntimeError as error:
         text = f"all have come, but do not reach each other; this one listens on {address}"
         raise RuntimeError(f"{text}: {error}") from error
-
-
-def _open_nccl(rendezvous: PrefixStore, rank: int, size: int, timeout: float) -> Any:
-    """Ranks on different GPUs, each with its GPU as the current device. NCCL_SOCKET_IFNAME names the interface.
-    The tests do not run this: it needs two GPUs.
-    """
-    from torch.distributed import ProcessGroupNCCL  # absent from CPU builds
-
-    options = ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout)
-    return ProcessGroupNCCL(rendezvous, rank, size, options)
 
 
 def first_line(error: BaseException) -> str:

@@ -43,6 +43,7 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         ("run toy --lag -1", 1, "given -1.*1 fault"),
         ("run toy --generators 0", 2, "--generators: given 0, needed at least 1"),
         ("run toy --cluster /nowhere.toml", 1, "cannot be read"),
+        ("run toy --device cpu --transport nccl", 2, "--transport: given nccl: trainer/0 rank 0 is on the CPU"),
         ("run toy --device cpu --transport cuda_ipc", 2, "--transport: given cuda_ipc: trainer/0 rank 0 is on the CPU"),
         ("run aipo --data d.jsonl", 2, "needed --model DIR"),
         ("run dapo --versions pinned --model new", 2, 'versions="pinned": given the filter keep'),

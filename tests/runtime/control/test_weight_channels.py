@@ -100,9 +100,10 @@ def test_without_a_use_for_a_chain_all_are_fed_by_the_trainers(hosts: str, trans
     assert {routes.patience(replica.name) for replica in way.replicas} == {1}
 
 
-def test_where_messages_are_asked_for_one_host_has_chains_too() -> None:
+@pytest.mark.parametrize("transport", ["messages", "nccl"])
+def test_where_messages_are_asked_for_one_host_has_chains_too(transport: str) -> None:
     way = channel_of(1, "a", "a")
-    assert sources(settled(way, "messages"), way) == ["", "generator/0"]
+    assert sources(settled(way, transport), way) == ["", "generator/0"]
 
 
 def test_as_many_trainers_as_replicas_feed_them_all() -> None:

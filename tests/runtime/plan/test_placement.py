@@ -287,6 +287,7 @@ TRAINER = replica("trainer/0", ("a", "cuda:0"))
 BESIDE = replica("generator/0", ("a", "cuda:0"), ("a", "cuda:1"))
 ON_CPU = replica("generator/0", ("a", "cpu"))
 FAR = replica("generator/1", ("b", "cuda:0"))
+ONE_EACH = "needed a GPU of its own: NCCL joins no two ranks on one"
 
 
 @pytest.mark.parametrize(
@@ -300,12 +301,27 @@ FAR = replica("generator/1", ("b", "cuda:0"))
         ("cuda_ipc", ON_CPU, BESIDE, "generator/0 rank 0 is on the CPU, needed a GPU"),
         ("cuda_ipc", TRAINER, FAR, "generator/1 rank 0 is on host b, needed host a with trainer/0"),
         ("shm", TRAINER, BESIDE, "generator/0 rank 0 is on cuda:0, needed the CPU to receive in the host's memory"),
+        ("nccl", TRAINER, FAR, ""),
+        ("nccl", TRAINER, ON_CPU, "generator/0 rank 0 is on the CPU, needed a GPU"),
+        ("nccl", ON_CPU, FAR, "generator/0 rank 0 is on the CPU, needed a GPU"),
+        ("nccl", TRAINER, BESIDE, f"generator/0 rank 0 is on cuda:0 with trainer/0 rank 0, {ONE_EACH}"),
+        ("nccl", BESIDE, FAR, ""),
+        (
+            "nccl",
+            replica("trainer/0", *[("a", "cuda:1")] * 2),
+            FAR,
+            f"trainer/0 rank 1 is on cuda:1 with trainer/0 rank 0, {ONE_EACH}",
+        ),
     ],
 )
 def test_a_way_that_a_plan_rules_out_is_named_with_the_rank(
     asked: str, source: Replica, target: Replica, why: str
 ) -> None:
     assert why_not(asked, source, [target]) == why
+    if asked == "nccl" and not why:
+        assert (
+            why_not(asked, source, [target], delta=4) == "--delta 4 is made and applied on the hosts, needed messages"
+        )
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from penstock.graph.protocols import Axes, Rule, Sharding
+from penstock.runtime.tensor.broadcast_chain import ChainForwarder, ChainHop
 from penstock.runtime.tensor.buffers import Shards
 from penstock.runtime.tensor.layout import Copy, Mesh, Region, sharded
-from penstock.runtime.tensor.link import ReplicaLink
+from penstock.runtime.tensor.link import ReplicaLink, TransportChoice
 from penstock.runtime.tensor.one_sided import SharedMemory
 from penstock.runtime.tensor.process_group import AllReduce, Transport
+from penstock.runtime.tensor.send_recv import MessageTransport
 from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver
 
 from .peer import published, receive
@@ -95,9 +97,11 @@ class SourceRank:
 
     def __init__(self, folder: Path, mesh: Axes, target: Axes, rank: int, **options: Any) -> None:
         stages, delta = options.pop("stages", None), options.pop("delta", 0)
+        transport = options.pop("transport", "auto")
         self.policy = ShardedPolicy(mesh, rank, stages)
+        store = FileStore(str(folder / "bridge"))
         self.bridge = ReplicaLink(
-            CHANNEL, FileStore(str(folder / "bridge")), size(mesh), size(target), timeout=30, delta=delta
+            CHANNEL, store, size(mesh), size(target), timeout=30, delta=delta, transport=transport
         )
         self.target, self.rank = target, rank
         self.transport: Transport | None = None
@@ -117,9 +121,12 @@ class SourceRank:
 class DestinationRank:
     """What a generator's rank does at a sync. `damage` is done to what arrived."""
 
-    def __init__(self, folder: Path, source: Axes, mesh: Axes, rank: int, shared: bool, delta: int = 0) -> None:
+    def __init__(
+        self, folder: Path, source: Axes, mesh: Axes, rank: int, shared: bool, delta: int = 0, transport: Any = "auto"
+    ) -> None:
+        store = FileStore(str(folder / "bridge"))
         self.bridge = ReplicaLink(
-            CHANNEL, FileStore(str(folder / "bridge")), size(source), size(mesh), timeout=30, delta=delta
+            CHANNEL, store, size(source), size(mesh), timeout=30, delta=delta, transport=transport
         )
         self.rank, self.nbytes = rank, 0
         self.opened: Transport | None = None
@@ -172,11 +179,11 @@ class Both:
     def __init__(self, folder: Path, source: Axes, target: Axes, shared: bool, **options: Any) -> None:
         if "pp" in dict(source):
             options["stages"] = STAGES
-        delta = options.get("delta", 0)
+        same = {key: options[key] for key in ("delta", "transport") if key in options}
         makers = [partial(SourceRank, folder, source, target, rank, **options) for rank in range(size(source))]
         self.sources: list[SourceRank] = sound(together(*makers))
         ranks = range(size(target))
-        self.destinations = [DestinationRank(folder, source, target, rank, shared, delta) for rank in ranks]
+        self.destinations = [DestinationRank(folder, source, target, rank, shared, **same) for rank in ranks]
         self.target = target
 
     def publish(self, version: int) -> dict[str, Any]:
@@ -204,3 +211,76 @@ class Both:
             weights = destination.receiver.weights
             assert weights.version == version
             assert {n: torch.equal(weights.tensors[n], t) for n, t in expected.items()} == dict.fromkeys(SHAPES, True)
+
+
+def link_of(folder: Path, index: int, sources: int, mesh: Any, transport: TransportChoice) -> ReplicaLink:
+    """From replica `index` of a chain to the one after it; from the trainer to the first for -1."""
+    return ReplicaLink(CHANNEL, FileStore(f"{folder}/link-{index}"), sources, size(mesh), 30, transport=transport)
+
+
+class Linked(DestinationRank):
+    """A rank of a replica in a chain: the first receives from the trainer, as without one."""
+
+    def __init__(
+        self, folder: Path, source: Any, mesh: Any, rank: int, index: int, replicas: int, transport: TransportChoice
+    ) -> None:
+        own = folder / f"replica-{index}"
+        own.mkdir(exist_ok=True)
+        super().__init__(own, source, mesh, rank, shared=False)
+        ranks = size(source) if index == 0 else size(mesh)
+        before = link_of(folder, index - 1, ranks, mesh, transport)
+        after = link_of(folder, index, size(mesh), mesh, transport)
+        self.before, self.after = (partial(self.end, before, "destination"), partial(self.end, after, "source"))
+        self.ends: dict[str, Any] = {}
+        self.failures: list[Exception] = []
+        self.relay = ChainForwarder(CHANNEL, rank, self.failures.append)
+        self.index, self.last = index, index == replicas - 1
+
+    def end(self, bridge: ReplicaLink, side: Any) -> MessageTransport:
+        if side not in self.ends:
+            self.ends[side] = bridge.open(side, self.rank)
+        end: MessageTransport = self.ends[side]
+        return end
+
+    def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
+        leg = ChainHop(self.relay, self.before, None if self.last else self.after, linked=self.index > 0)
+        self.nbytes = leg.receive(version, copies, parts)
+        self.damage(parts)
+        return self.nbytes
+
+
+class Several:
+    """A trainer of several ranks, and a chain of replicas of several ranks."""
+
+    def __init__(
+        self, folder: Path, source: Any, mesh: Any, replicas: int, transport: TransportChoice = "messages"
+    ) -> None:
+        makers = [partial(SourceRank, folder, source, mesh, rank) for rank in range(size(source))]
+        self.sources: list[SourceRank] = sound(together(*makers))
+        for rank in self.sources:
+            rank.bridge = link_of(folder, -1, size(source), mesh, transport)
+        self.mesh = mesh
+        self.chain = [
+            [Linked(folder, source, mesh, rank, index, replicas, transport) for rank in range(size(mesh))]
+            for index in range(replicas)
+        ]
+
+    def move(self, version: int) -> list[Any]:
+        facts = sound(together(*(partial(s.publish, version) for s in self.sources)))[0]
+        ranks = [rank for replica in self.chain for rank in replica]
+        sends = [partial(s.send, version) for s in self.sources]
+        return together(*sends, *(partial(rank.sync, version, facts) for rank in ranks))
+
+    def check(self, version: int) -> None:
+        """Each rank of each replica has its part of the version."""
+        expected = wholes(version)
+        for replica in self.chain:
+            for rank in replica:
+                weights = rank.receiver.weights
+                regions = {c.tensor: c.region for c in rank.relay._own}
+                assert weights.version == version
+                assert weights.tensors.keys() == expected.keys() == regions.keys()
+                for name, tensor in weights.tensors.items():
+                    whole = expected[name]
+                    assert tensor.equal(whole[regions[name].slices(Region.whole(whole.shape))])
+        assert not any(rank.failures for replica in self.chain for rank in replica)

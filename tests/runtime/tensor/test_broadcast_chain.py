@@ -4,7 +4,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._C._distributed_c10d import FileStore, HashStore
+from torch._C._distributed_c10d import HashStore
 
 from penstock.runtime.tensor.broadcast_chain import Arrivals, ChainForwarder, ChainHop, Open
 from penstock.runtime.tensor.buffers import Shards
@@ -21,11 +20,11 @@ from penstock.runtime.tensor.layout import Copy, Mesh, Region, sharded
 from penstock.runtime.tensor.link import ReplicaLink
 from penstock.runtime.tensor.process_group import Side, TransportError
 from penstock.runtime.tensor.reshard import SLACK, ReshardPlan, chain, forwards, reshard
-from penstock.runtime.tensor.send_recv import MessageTransport, Tell
+from penstock.runtime.tensor.send_recv import BucketSizes, MessageTransport, Tell
 from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver
 
 from .peer import CHANNEL, Peer, Policy, chain_link, hurry, published, receive
-from .replicas import DestinationRank, SourceRank, size, sound, together, wholes
+from .replicas import Several, sound
 
 pytestmark = pytest.mark.timeout(300)
 LARGE = 10_000_000  # elements of 2 bytes: five messages
@@ -198,59 +197,6 @@ def test_a_trainer_that_stands_still_is_named_by_the_first_replica_and_the_secon
 # Several ranks: each a thread here --------------------------------------------------------------------------
 
 
-def link_of(folder: Path, index: int, sources: int, mesh: Any) -> ReplicaLink:
-    return ReplicaLink(CHANNEL, FileStore(f"{folder}/link-{index}"), sources, size(mesh), 30, transport="messages")
-
-
-class Linked(DestinationRank):
-    """A rank of a replica in a chain: the first receives from the trainer, as without one."""
-
-    def __init__(self, folder: Path, source: Any, mesh: Any, rank: int, index: int, replicas: int) -> None:
-        own = folder / f"replica-{index}"
-        own.mkdir(exist_ok=True)
-        super().__init__(own, source, mesh, rank, shared=False)
-        ranks = size(source) if index == 0 else size(mesh)
-        before, after = link_of(folder, index - 1, ranks, mesh), link_of(folder, index, size(mesh), mesh)
-        self.before, self.after = (partial(self.end, before, "destination"), partial(self.end, after, "source"))
-        self.ends: dict[str, Any] = {}
-        self.failures: list[Exception] = []
-        self.relay = ChainForwarder(CHANNEL, rank, self.failures.append)
-        self.index, self.last = index, index == replicas - 1
-
-    def end(self, bridge: ReplicaLink, side: Any) -> MessageTransport:
-        if side not in self.ends:
-            self.ends[side] = bridge.open(side, self.rank)
-        end: MessageTransport = self.ends[side]
-        return end
-
-    def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
-        leg = ChainHop(self.relay, self.before, None if self.last else self.after, linked=self.index > 0)
-        self.nbytes = leg.receive(version, copies, parts)
-        self.damage(parts)
-        return self.nbytes
-
-
-class Several:
-    """A trainer of several ranks, and a chain of replicas of several ranks."""
-
-    def __init__(self, folder: Path, source: Any, mesh: Any, replicas: int) -> None:
-        makers = [partial(SourceRank, folder, source, mesh, rank) for rank in range(size(source))]
-        self.sources: list[SourceRank] = sound(together(*makers))
-        for rank in self.sources:
-            rank.bridge = link_of(folder, -1, size(source), mesh)
-        self.mesh = mesh
-        self.chain = [
-            [Linked(folder, source, mesh, rank, index, replicas) for rank in range(size(mesh))]
-            for index in range(replicas)
-        ]
-
-    def move(self, version: int) -> list[Any]:
-        facts = sound(together(*(partial(s.publish, version) for s in self.sources)))[0]
-        ranks = [rank for replica in self.chain for rank in replica]
-        sends = [partial(s.send, version) for s in self.sources]
-        return together(*sends, *(partial(rank.sync, version, facts) for rank in ranks))
-
-
 FSDP, TP = (("fsdp", 2),), (("tp", 2),)
 
 
@@ -258,29 +204,19 @@ FSDP, TP = (("fsdp", 2),), (("tp", 2),)
 def test_replicas_of_several_ranks_have_the_parts_that_direct_ones_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: int
 ) -> None:
-    monkeypatch.setattr("penstock.runtime.tensor.send_recv.BUCKET", bucket)
-    monkeypatch.setattr("penstock.runtime.tensor.send_recv.LARGE", min(bucket, 1 << 13))
+    sizes = BucketSizes(min(bucket, 1 << 13), bucket, slots=3)
+    monkeypatch.setattr("penstock.runtime.tensor.send_recv.GLOO_SIZES", sizes)
     several = Several(tmp_path, FSDP, TP, 3)
     for version in (0, 1, 3):
         sound(several.move(version))
-        expected = wholes(version)
-        for replica in several.chain:
-            for rank in replica:
-                weights = rank.receiver.weights
-                regions = {c.tensor: c.region for c in rank.relay._own}
-                assert weights.version == version
-                assert weights.tensors.keys() == expected.keys() == regions.keys()
-                for name, tensor in weights.tensors.items():
-                    whole = expected[name]
-                    assert tensor.equal(whole[regions[name].slices(Region.whole(whole.shape))])
-        assert not any(rank.failures for replica in several.chain for rank in replica)
+        several.check(version)
 
 
 def test_a_replica_passes_messages_on_before_the_last_one_has_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer holds its last message back until half of the others are at the end of the chain."""
-    monkeypatch.setattr("penstock.runtime.tensor.send_recv.LARGE", 1 << 13)
+    monkeypatch.setattr("penstock.runtime.tensor.send_recv.GLOO_SIZES", BucketSizes(1 << 13, 4 << 20, slots=3))
     several = Several(tmp_path, (("fsdp", 1),), (("tp", 1),), 3)
     sound(several.move(0))
     two_at_the_end = threading.Event()

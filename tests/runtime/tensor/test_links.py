@@ -20,16 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, HashStore
 
-from penstock.runtime.tensor import cuda_ipc, link, one_sided
+from penstock.runtime.tensor import cuda_ipc, one_sided
 from penstock.runtime.tensor.buffers import Shard, copy_elements
 from penstock.runtime.tensor.cuda_ipc import DeviceMemory, Export, OpenedMemory, finish, visible_devices
 from penstock.runtime.tensor.digest import ChecksumError, digest
 from penstock.runtime.tensor.layout import Copy, Region
-from penstock.runtime.tensor.link import TRANSPORTS, ReplicaLink, writable_kinds
+from penstock.runtime.tensor.link import TRANSPORTS, ReplicaLink
 from penstock.runtime.tensor.one_sided import MappedMemory, OneSidedTransport, Place, SharedMemory
 from penstock.runtime.tensor.process_group import AllReduce, Message, Pace, Transport, TransportError, open_world
 from penstock.runtime.tensor.reshard import BUCKET, LARGE
-from penstock.runtime.tensor.send_recv import MessageTransport, Staging, buckets_of, bundle, pack, unpack
+from penstock.runtime.tensor.send_recv import GLOO_SIZES, MessageTransport, Staging, buckets_of, bundle, pack, unpack
 from penstock.runtime.tensor.shm import SHM, SegmentError, create_segment, open_segment, sweep
 from penstock.runtime.tensor.weight_sync import Moved, SyncError, WeightPublisher, WeightReceiver
 
@@ -289,8 +289,6 @@ def test_a_peer_that_never_comes_is_named_and_what_a_machine_lacks_is_told_at_on
     ):
         absent.open("source")
     lacks = {"192.0.2.1": ReplicaLink(CHANNEL, HashStore(), destinations=0, address="192.0.2.1")}
-    if not torch.distributed.is_nccl_available():
-        lacks["given nccl, which torch .* needed gloo"] = ReplicaLink(CHANNEL, HashStore(), backend="nccl")
     for text, bridge in lacks.items():
         with pytest.raises(TransportError, match=rf"not complete after [0-5]?\d\.\d s of 60\.0 s: .*{text}"):
             bridge.open("source")
@@ -299,17 +297,16 @@ def test_a_peer_that_never_comes_is_named_and_what_a_machine_lacks_is_told_at_on
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        ({"backend": "cuda_ipc"}, "given backend 'cuda_ipc', needed one of gloo, nccl"),
-        ({"transport": "gloo"}, "given transport .*needed one of auto, messages"),
-        ({"transport": "shm", "backend": "nccl"}, "given transport .*needed one of auto, messages"),
-        ({"delta": 4, "backend": "nccl"}, "given delta=4 over nccl"),
+        ({"transport": "gloo"}, "given transport 'gloo', needed one of auto, shm, cuda_ipc, nccl, messages"),
+        ({"transport": "shm", "direct": False}, "given transport 'shm', needed auto, nccl or messages here"),
+        ({"delta": 4, "transport": "nccl"}, "given delta=4 over nccl, needed 0, or auto or messages"),
         ({"delta": -1}, "given delta=-1 .*needed 0 or more"),
     ],
 )
 def test_a_link_that_cannot_be_is_refused(options: dict[str, Any], fault: str) -> None:
     with pytest.raises(ValueError, match=f"policy: {fault}"):
         ReplicaLink("policy", HashStore(), **options)
-    assert TRANSPORTS == ("auto", "messages", "shm", "cuda_ipc")
+    assert TRANSPORTS == ("auto", "shm", "cuda_ipc", "nccl", "messages")
 
 
 @pytest.fixture
@@ -339,6 +336,7 @@ def test_both_sides_use_the_transport_that_is_asked_for(memory: Any, choice: str
     ("choice", "shared", "why"),
     [
         ("cuda_ipc", True, "source rank 0 has its weights on no GPU"),
+        ("nccl", True, "source rank 0 has its weights on no GPU"),
         ("shm", False, "destination rank 0 has no arena in shared memory"),
     ],
 )
@@ -348,38 +346,6 @@ def test_a_transport_that_a_rank_cannot_use_is_refused_on_both_sides_with_its_na
     for side in opened(choice, memory if shared else None):
         with pytest.raises(TransportError, match=f"given the transport {choice}, needed auto or messages: {why}"):
             side.result()
-
-
-def test_what_a_rank_can_do_follows_from_where_its_weights_lie(memory: SharedMemory) -> None:
-    assert writable_kinds("destination", memory, "cpu") == ("shm",)
-    assert writable_kinds("destination", None, "cuda:0") == ()
-    assert writable_kinds("destination", SharedMemory("none", "none"), "cpu") == ()
-    assert writable_kinds("source", None, torch.device("cpu")) == ("shm",)
-    assert set(writable_kinds("source", None, "cuda:1")) == {"shm", "cuda_ipc"}
-
-
-HERE, BOTH, SHM_KIND, IPC_KIND = [5, 9], 0b11, 0, 1
-
-
-@pytest.mark.parametrize(
-    ("said", "choice", "verdict"),
-    [
-        ([[*HERE, BOTH], [*HERE, 0b10]], "auto", (IPC_KIND, 0, 0)),
-        ([[*HERE, BOTH], [*HERE, 0b01]], "auto", (SHM_KIND, 0, 0)),
-        ([[*HERE, BOTH], [*HERE, 0b10]], "messages", (-1, 0, 0)),
-        ([[*HERE, BOTH], [*HERE, 0b10], [*HERE, 0b01]], "auto", (-1, 2, 2)),
-        ([[*HERE, BOTH], [*HERE, 0b10]], "shm", (-1, 1, 2)),
-        ([[*HERE, 0b01], [*HERE, 0b10]], "cuda_ipc", (-1, 0, 2)),
-        ([[*HERE, BOTH], [6, 9, 0b10]], "cuda_ipc", (-1, 1, 0)),
-        ([[*HERE, BOTH], [5, 8, 0b10]], "cuda_ipc", (-1, 1, 1)),
-        ([[*HERE, BOTH], [5, 8, 0b10]], "auto", (-1, 1, 1)),
-        ([[*HERE, BOTH], [5, 0, 0b01]], "auto", (SHM_KIND, 0, 0)),
-    ],
-)
-def test_written_memory_needs_all_ranks_on_one_host_and_for_a_gpu_the_same_gpus(
-    said: Any, choice: Any, verdict: Any
-) -> None:
-    assert link._verdict(said, choice) == verdict
 
 
 # Ranks of one replica ----------------------------------------------------------------------------------------
@@ -478,7 +444,7 @@ def test_a_large_piece_is_cut_alike_on_both_sides_whichever_has_it_strided() -> 
     source = {"t": Shard(Region.whole(SHAPE), torch.arange(6e6).view(SHAPE))}
     target = {"t": Shard(LEFT, torch.zeros(LEFT.shape))}
     copies = [Copy("t", 0, 0, LEFT)]
-    sent, received = (buckets_of(copies, parts, CPU, Staging(2)) for parts in (source, target))
+    sent, received = (buckets_of(copies, parts, CPU, Staging(2), GLOO_SIZES) for parts in (source, target))
     assert [p.copies for p in sent] == [p.copies for p in received]
     assert [p.slot for p in sent] == [k % 2 for k in range(len(sent))]
     assert all(p.slot is None for p in received)
@@ -493,7 +459,7 @@ def test_a_large_piece_is_cut_alike_on_both_sides_whichever_has_it_strided() -> 
 def test_staging_buffers_take_turns_up_to_a_limit(limit: Any, needed: int) -> None:
     parts, staging = {"t": Shard(Region.whole(SHAPE), torch.zeros(SHAPE))}, Staging(limit)
     for _ in range(2):
-        made = buckets_of([Copy("t", 0, 0, LEFT)], parts, CPU, staging)
+        made = buckets_of([Copy("t", 0, 0, LEFT)], parts, CPU, staging, GLOO_SIZES)
     for bucket in made:
         bucket.buffer.view(torch.float32).fill_(7.0)
         unpack(bucket)
@@ -504,11 +470,11 @@ def test_staging_buffers_take_turns_up_to_a_limit(limit: Any, needed: int) -> No
 
 def test_messages_hold_every_piece_once_in_order_and_large_ones_alone() -> None:
     sizes = [10, LARGE, 20, 30, LARGE - 1, LARGE - 1, LARGE - 1, LARGE - 1, LARGE - 1, 5, LARGE * 9, LARGE]
-    spans = bundle(sizes)
+    spans = bundle(sizes, GLOO_SIZES)
     assert [i for span in spans for i in range(span.start, span.stop)] == list(range(len(sizes)))
     for group in (sizes[span] for span in spans):
         assert len(group) == 1 or (max(group) < LARGE and sum(group[:-1]) < BUCKET)
-    assert bundle([]) == []
+    assert bundle([], GLOO_SIZES) == []
 
 
 # Memory that others write ------------------------------------------------------------------------------------

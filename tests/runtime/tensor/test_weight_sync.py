@@ -18,6 +18,7 @@ from penstock.runtime.tensor.layout import Copy, Layout, LayoutError, Mesh, Regi
 from penstock.runtime.tensor.one_sided import OneSidedTransport, SharedMemory
 from penstock.runtime.tensor.process_group import TransportError
 from penstock.runtime.tensor.quantise import ConversionError, Converter, dequantise
+from penstock.runtime.tensor.send_recv import BucketSizes
 from penstock.runtime.tensor.shm import sweep
 from penstock.runtime.tensor.weight_sync import (
     LocalTransport,
@@ -321,7 +322,8 @@ def test_every_rank_gets_its_part_of_each_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Axes, target: Axes, shared: bool
 ) -> None:
     # More messages than staging buffers.
-    monkeypatch.setattr("penstock.runtime.tensor.send_recv.BUCKET", 1 << 16)
+    sizes = BucketSizes(1 << 20, 1 << 16, slots=3)
+    monkeypatch.setattr("penstock.runtime.tensor.send_recv.GLOO_SIZES", sizes)
     both = Both(tmp_path, source, target, shared)
     for version in (0, 1, 4):
         sound(both.move(version, both.publish(version)))

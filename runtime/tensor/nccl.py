@@ -1,0 +1,242 @@
+"""Buckets between GPUs over NCCL: a communicator for each link, beside the link's connection over gloo, which has what
+is short and lies on the host.
+
+NCCL carries calls out in the order in which a rank makes them, buffers nothing, and knows neither tags nor deadlines.
+So a round of a sync (`send_recv`) is one group call, whose messages end together, and each link has one communicator of
+all its ranks: single sends would make one more for each pair, and a kernel for each message. Both sides agree by gloo
+that they mean one sync before any of its buckets is begun. Buckets are large and lie on the GPU, where packing costs
+little; a call costs a launch on each rank.
+
+Every wait has a deadline, also those for NCCL itself, which stops the calling thread while pairs of ranks first
+connect: it is called in a thread of its own. A rank that gives a link up says so in the link's store, where those that
+wait for it look twice a second; after that, or past a deadline, the communicator is aborted.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import ErrorType, PrefixStore, Store
+
+from penstock.runtime.tensor.process_group import Connection, TransportError, first_line
+from penstock.runtime.tensor.send_recv import Bucket, BucketSizes
+from penstock.runtime.tensor.streams import current_stream, on_device, on_stream
+
+T = TypeVar("T")
+Verb = Literal["send", "receive"]
+
+_ROUND = 256 << 20  # bytes: about what a rank stages of one round, whatever the number of its peers
+_FULL = 64 << 20  # bytes: beyond it a bucket is no faster
+_LEAST = 4 << 20
+_POLL_S, _LOOK_S = 1e-4, 0.5
+_GONE = "given up by"
+
+
+class DeviceWork(Protocol):
+    """A group call that has been made. torch's `Work` is one."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self) -> Any:
+        """Let the current stream wait for it."""
+
+
+class DeviceGroup(Protocol):
+    """A communicator: what the ranks of a link call in one order, and nothing of which is buffered. `device` is where
+    all buffers lie."""
+
+    device: torch.device
+
+    def call(self, verb: Verb, messages: Sequence[tuple[int, Tensor]]) -> DeviceWork:
+        """Begin to send, or receive, a buffer to or from each of these peers, as one. RuntimeError if it fails."""
+
+    def fault(self) -> str:
+        """What has gone wrong since it was opened; "" for nothing."""
+
+    def abort(self) -> None:
+        """End all calls, here; from any thread. May be repeated."""
+
+
+def nccl_sizes(ranks: int) -> BucketSizes:
+    """How pieces become messages where the larger side of a link has so many `ranks`, each of which may be a peer."""
+    full = max(_LEAST, min(_FULL, _ROUND // max(1, ranks)))
+    # One bucket is packed while another is sent. Copies on the card cost little, so that few pieces travel alone.
+    return BucketSizes(full // 4, full, 2)
+
+
+class NcclCarrier:
+    """The buckets of a link by group calls; a `Carrier`. `store` is one that the link's ranks share."""
+
+    def __init__(self, connection: Connection, group: DeviceGroup, store: Store) -> None:
+        sources = connection.sources
+        self.device = group.device
+        self.sizes = nccl_sizes(max(sources, len(connection.names) - sources))
+        self._connection = connection
+        self._group = group
+        self._store = store
+        self._closed = False
+
+    def send(self, messages: Iterable[tuple[int, Bucket]], number: int) -> "_GroupCall":
+        return self._call("send", [*messages])
+
+    def receive(self, messages: Iterable[tuple[int, Bucket]], number: int) -> "_GroupCall":
+        return self._call("receive", [*messages])
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            with suppress(RuntimeError):  # the store may be gone with the run
+                self._store.set(f"{_GONE} {self._connection.rank}", "1")
+            self._group.abort()
+
+    def gone(self, peers: Iterable[int]) -> str:
+        """The first of these peers that has given the link up; "" if none has."""
+        return next((self._connection.names[p] for p in peers if self._store.check([f"{_GONE} {p}"])), "")
+
+    def _call(self, verb: Verb, messages: Sequence[tuple[int, Bucket]]) -> "_GroupCall":
+        buffers = [(peer, bucket.buffer) for peer, bucket in messages]
+        what = " and ".join(dict.fromkeys(bucket.name for _, bucket in messages))
+        call = _GroupCall(self, [peer for peer, _ in messages], what)
+        stream = current_stream(self.device)
+
+        def begin() -> DeviceWork:
+            # NCCL begins behind this stream: in the one that packs, not in the new thread's.
+            with on_stream(stream, self.device):
+                return self._group.call(verb, buffers)
+
+        with call.naming() as seconds:
+            call.work = in_time(seconds, begin)
+        return call
+
+
+class _GroupCall:
+    """A round that has begun; `Begun`."""
+
+    work: DeviceWork
+
+    def __init__(self, carrier: NcclCarrier, peers: Sequence[int], what: str) -> None:
+        self._carrier, self._peers, self._what = carrier, peers, what
+
+    def wait(self) -> None:
+        carrier = self._carrier
+        with self.naming() as seconds:
+            # NCCL's own wait orders streams only, and its watchdog would end the whole process.
+            start = time.monotonic()
+            look = start + _LOOK_S
+            while not self.work.is_completed():
+                if (now := time.monotonic()) > start + seconds:
+                    raise RuntimeError(f"timed out after {seconds:g} s")
+                if now > look:
+                    look = now + _LOOK_S
+                    if name := carrier.gone(self._peers):
+                        raise RuntimeError(f"{name} has given up the link")
+                time.sleep(_POLL_S)
+            if fault := carrier._group.fault():
+                raise RuntimeError(fault)
+            self.work.wait()
+
+    @contextmanager
+    def naming(self) -> Iterator[float]:
+        """For the seconds that a wait may take. An error names the peers, and ends what is on its way."""
+        try:
+            with self._carrier._connection.naming(self._peers, self._what):
+                yield self._carrier._connection.timeout
+        except TransportError:
+            self._carrier._group.abort()
+            raise
+
+
+class NcclGroup:
+    """torch's NCCL, for the ranks of one link, each with another GPU.
+
+    Blocks until all ranks have come, `timeout` seconds at most. Raises TransportError.
+    """
+
+    def __init__(self, connection: Connection, store: Store, device: torch.device) -> None:
+        self.device = torch.device(device.type, device.index or 0)
+        rank, size, seconds = connection.rank, len(connection.names), connection.timeout
+        try:
+            if not dist.is_nccl_available():
+                raise RuntimeError(f"torch {torch.__version__} here is built without NCCL")
+            self._group, self._backend = in_time(
+                seconds, lambda: _opened(PrefixStore("nccl", store), rank, size, self.device)
+            )
+        except RuntimeError as error:
+            text = f"NCCL between {size} ranks, here on {self.device}, did not open: {first_line(error)}"
+            raise TransportError(f"{connection.channel}: {connection.names[rank]}: {text}") from error
+
+    def call(self, verb: Verb, messages: Sequence[tuple[int, Tensor]]) -> DeviceWork:
+        self._group._start_coalescing(self.device)
+        for peer, buffer in messages:
+            (self._group.send if verb == "send" else self._group.recv)([buffer], peer, 0)
+        work: DeviceWork = self._group._end_coalescing(self.device)
+        return work
+
+    def fault(self) -> str:
+        error = self._backend.get_error()
+        return "" if error == ErrorType.SUCCESS else f"NCCL: {error}"
+
+    def abort(self) -> None:
+        self._backend.abort()
+
+
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+# Held while torch reads it: the environment is the process's.
+_MAKING = threading.Lock()
+
+
+def _opened(rendezvous: Store, rank: int, size: int, device: torch.device) -> tuple[Any, Any]:
+    """A process group of torch's without the global world, bound to `device`, and its backend."""
+    from torch.distributed import ProcessGroupNCCL  # absent from CPU builds
+
+    options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    # Deadlines are kept here: torch's watchdog would end the process at them.
+    options._timeout = timedelta(days=1)
+    with on_device(device):
+        with _MAKING:
+            before = os.environ.get(_HANDLING)
+            os.environ[_HANDLING] = "0"  # a peer that is gone breaks its link, not this process
+            try:
+                backend: Any = ProcessGroupNCCL(rendezvous, rank, size, options)
+            finally:
+                if before is None:
+                    del os.environ[_HANDLING]
+                else:
+                    os.environ[_HANDLING] = before
+        group: Any = dist.ProcessGroup(rendezvous, rank, size)
+        group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+        group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
+        group.bound_device_id = device
+        # The communicator of all ranks, now: what is sent alone would otherwise get one for each pair.
+        backend.eager_connect_single_device(device)
+    return group, backend
+
+
+def in_time(seconds: float, work: Callable[[], T]) -> T:
+    """The result of `work`, which runs in a thread of its own: it may stop there for ever. RuntimeError past `seconds`,
+    or what `work` raises.
+    """
+    found: SimpleQueue[T | BaseException] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            found.put(work())
+        except BaseException as error:
+            found.put(error)
+
+    threading.Thread(target=run, name="NCCL", daemon=True).start()
+    try:
+        result = found.get(timeout=seconds)
+    except Empty:
+        raise RuntimeError(f"timed out after {seconds:g} s") from None
+    if isinstance(result, BaseException):
+        raise result
+    return result

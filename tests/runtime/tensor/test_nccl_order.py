@@ -1,0 +1,255 @@
+"""What goes over NCCL, in its order: carried out in order and unbuffered, it ends, and arrives whole."""
+
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+from penstock.graph.protocols import Axes
+from penstock.runtime.tensor.buffers import Shard, Shards
+from penstock.runtime.tensor.codec import DTYPES
+from penstock.runtime.tensor.digest import ChecksumError
+from penstock.runtime.tensor.layout import Layout, Region
+from penstock.runtime.tensor.link import ReplicaLink
+from penstock.runtime.tensor.nccl import NcclCarrier, nccl_sizes
+from penstock.runtime.tensor.process_group import TransportError
+from penstock.runtime.tensor.reshard import reshard
+from penstock.runtime.tensor.send_recv import BucketSizes, MessageTransport
+
+from .layouts import layouts_of
+from .peer import hurry
+from .replicas import Both, Several, sound, together
+from .unbuffered_links import UnbufferedGroup, with_gpus
+
+pytestmark = pytest.mark.timeout(300)
+FSDP2, TP2 = (("fsdp", 2),), (("tp", 2),)
+# Many rounds of several messages, some of which lie as they travel and some of which are packed.
+SMALL = BucketSizes(1 << 13, 1 << 14, slots=2)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ((("fsdp", 4),), (("dp", 2), ("tp", 2))),
+        ((("pp", 2), ("fsdp", 2)), TP2),
+        ((("fsdp", 3),), (("tp", 1),)),
+        ((("fsdp", 1),), TP2),
+    ],
+)
+def test_a_sync_ends_and_every_rank_has_its_part(tmp_path: Path, monkeypatch: Any, source: Axes, target: Axes) -> None:
+    worlds = with_gpus(monkeypatch, SMALL)
+    both = Both(tmp_path, source, target, shared=False, transport="nccl")
+    for version in (0, 1, 4):
+        sound(both.move(version, both.publish(version)))
+        both.check(version)
+    assert all(isinstance(d.opened._carrier, NcclCarrier) for d in both.destinations)  # type: ignore[union-attr]
+    (world,) = worlds.values()
+    assert len(world.trace) > 3 * len(both.sources)
+
+
+def test_a_chain_over_several_links_ends_and_every_rank_has_its_part(tmp_path: Path, monkeypatch: Any) -> None:
+    worlds = with_gpus(monkeypatch, SMALL)
+    several = Several(tmp_path, FSDP2, TP2, 3, transport="nccl")
+    for version in (0, 1, 3):
+        sound(several.move(version))
+        several.check(version)
+    assert len(worlds) == 3  # from the trainer, and from each replica to the next one
+    assert all(world.trace for world in worlds.values())
+
+
+LISTED = [("a", (7, 6), "float32"), ("b", (5,), "int8"), ("c", (3, 4, 5), "bfloat16"), ("d", (), "int64")]
+
+
+def held(layout: Layout, rank: int, wholes: Mapping[str, Tensor], *, filled: bool) -> Shards:
+    """What a rank holds: parts of the whole tensors, or as much of nothing."""
+    found = {}
+    for t in layout.tensors:
+        for region in t.held_by(rank):
+            part = wholes[t.name][region.slices(Region.whole(t.shape))]
+            found[t.name] = Shard(region, part.clone() if filled else torch.zeros_like(part))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_every_drawn_plan_ends_in_order_and_unbuffered(data: Any) -> None:
+    source = data.draw(layouts_of(LISTED, covering=True, listed=False))
+    target = data.draw(layouts_of(LISTED, covering=False, listed=False))
+    assume(source.ranks <= 6 and target.ranks <= 6)
+    try:
+        plan = reshard(source, target)
+    except ValueError:  # a stage that is drawn may lack tensors
+        assume(False)
+    with pytest.MonkeyPatch.context() as patch:
+        with_gpus(patch, BucketSizes(16, 48, slots=2))
+        wholes = {
+            name: (torch.arange(torch.Size(shape).numel()) % 127).to(DTYPES[dtype]).view(shape)
+            for name, shape, dtype in LISTED
+        }
+        joint = ReplicaLink("policy", HashStore(), source.ranks, target.ranks, 30, transport="nccl")
+
+        def send(rank: int) -> None:
+            transport = joint.open("source", rank)
+            for version in range(2):
+                transport.send(version, plan.sends(rank), held(source, rank, wholes, filled=True))
+
+        def receive(rank: int) -> Shards:
+            transport, parts = joint.open("destination", rank), held(target, rank, wholes, filled=False)
+            for version in range(2):
+                transport.receive(version, plan.receives(rank), parts)
+            return parts
+
+        with ThreadPoolExecutor(source.ranks + target.ranks) as threads:
+            sides = [threads.submit(send, rank) for rank in range(source.ranks)]
+            received = [threads.submit(receive, rank) for rank in range(target.ranks)]
+            for side in sides:
+                side.result()
+            for rank, found in enumerate(received):
+                expected = held(target, rank, wholes, filled=True)
+                assert {
+                    n: torch.equal(s.tensor, expected[n].tensor) for n, s in found.result().items()
+                } == dict.fromkeys(expected, True)
+
+
+# When it does not go well -------------------------------------------------------------------------------------
+
+
+def pair(monkeypatch: Any) -> tuple[MessageTransport, MessageTransport]:
+    with_gpus(monkeypatch, SMALL)
+    joint = ReplicaLink("policy", HashStore(), timeout=30, transport="nccl")
+    ends = sound(together(lambda: joint.open("source"), lambda: joint.open("destination")))
+    assert all(isinstance(end, MessageTransport) for end in ends)
+    return ends[0], ends[1]
+
+
+def weights(value: float) -> tuple[Any, Shards]:
+    layout = Layout.whole([("t", (100, 300), "float32")])
+    plan = reshard(layout, layout)
+    return plan, {"t": Shard(Region.whole((100, 300)), torch.full((100, 300), value))}
+
+
+def comes(receiver: MessageTransport) -> None:
+    """It comes to the version, and goes no further."""
+    receiver._connection.receive(torch.empty(3, dtype=torch.int64), 0, 0).wait()
+
+
+def test_a_receiver_that_gives_the_link_up_is_named_at_once_by_the_one_that_waits_for_it(monkeypatch: Any) -> None:
+    sender, receiver = pair(monkeypatch)
+    plan, parts = weights(1.0)
+    slow = []
+
+    def never(call: Any) -> bool:
+        slow.append(call)
+        return False
+
+    monkeypatch.setattr("tests.runtime.tensor.unbuffered_links._Met.is_completed", never)
+
+    def receive() -> None:
+        comes(receiver)
+        receiver.close()
+
+    sent, _ = together(lambda: sender.send(0, plan.sends(0), parts), receive)
+    assert isinstance(sent, TransportError)
+    assert "version 0: t " in str(sent)
+    assert "to destination rank 0 failed after" in str(sent)
+    assert "destination rank 0 has given up the link" in str(sent)
+    assert slow
+    group: Any = sender._carrier
+    assert isinstance(group._group, UnbufferedGroup)
+    assert group._group.aborted
+    with pytest.raises(TransportError, match="the link is broken"):
+        sender.send(1, plan.sends(0), parts)
+
+
+def test_no_bucket_leaves_before_its_receiver_is_at_the_version(monkeypatch: Any) -> None:
+    sender, _ = pair(monkeypatch)
+    plan, parts = weights(1.0)
+    hurry(sender, 0.5)
+    called: list[Any] = []
+    monkeypatch.setattr(UnbufferedGroup, "call", lambda self, verb, messages: called.append(messages))
+    with pytest.raises(TransportError, match="version 0: the header to destination rank 0 failed after"):
+        sender.send(0, plan.sends(0), parts)
+    assert called == []
+
+
+def test_a_staging_buffer_is_packed_again_when_its_message_has_left(monkeypatch: Any) -> None:
+    """The receiver takes nothing until the sender has begun as many rounds as it has buffers, and some time is over."""
+    sender, receiver = pair(monkeypatch)
+    shape = (64, 512)
+    layout = Layout.whole([(f"t{k}", shape, "float32") for k in range(6)])
+    copies = reshard(layout, layout).sends(0)
+    # Every other row of a larger tensor: none of it lies as it travels.
+    wide = {t.name: torch.randn(128, 512) for t in layout.tensors}
+    parts = {name: Shard(Region.whole(shape), t[::2]) for name, t in wide.items()}
+    into = {name: Shard(Region.whole(shape), torch.zeros(shape)) for name in wide}
+    begun, enough, late = [], threading.Event(), UnbufferedGroup.call
+
+    def call(group: Any, verb: Any, messages: Any) -> Any:
+        if verb == "send":
+            begun.append(messages)
+            if len(begun) == SMALL.slots:
+                enough.set()
+        elif not into["t0"].tensor.any():
+            assert enough.wait(30)
+            time.sleep(0.2)
+        return late(group, verb, messages)
+
+    monkeypatch.setattr(UnbufferedGroup, "call", call)
+    sound(together(lambda: sender.send(0, copies, parts), lambda: receiver.receive(0, copies, into)))
+    assert len(begun) > SMALL.slots
+    assert all(torch.equal(into[name].tensor, wide[name][::2]) for name in wide)
+
+
+def test_a_peer_that_stands_still_is_named_past_the_deadline(monkeypatch: Any) -> None:
+    sender, receiver = pair(monkeypatch)
+    plan, parts = weights(1.0)
+    hurry(sender, 0.5)
+    monkeypatch.setattr("tests.runtime.tensor.unbuffered_links._Met.is_completed", lambda call: False)
+    sent, _ = together(lambda: sender.send(0, plan.sends(0), parts), lambda: comes(receiver))
+    assert "to destination rank 0 failed after" in str(sent)
+    assert "timed out after 0.5 s" in str(sent)
+
+
+def test_a_call_into_nccl_that_does_not_return_has_a_deadline_too(monkeypatch: Any) -> None:
+    sender, receiver = pair(monkeypatch)
+    plan, parts = weights(1.0)
+    hurry(sender, 0.5)
+    over = threading.Event()
+    monkeypatch.setattr(UnbufferedGroup, "call", lambda self, verb, messages: over.wait(60))
+    sent, _ = together(lambda: sender.send(0, plan.sends(0), parts), lambda: comes(receiver))
+    over.set()
+    assert isinstance(sent, TransportError)
+    assert "timed out after 0.5 s" in str(sent)
+
+
+def test_another_version_than_is_awaited_is_refused_before_any_bucket_is_begun(monkeypatch: Any) -> None:
+    sender, receiver = pair(monkeypatch)
+    plan, parts = weights(1.0)
+    into = weights(0.0)[1]
+    hurry(sender, 0.5)
+    monkeypatch.setattr("tests.runtime.tensor.unbuffered_links._Met.is_completed", lambda call: False)
+    _, refused = together(
+        lambda: sender.send(0, plan.sends(0), parts), lambda: receiver.receive(1, plan.receives(0), into)
+    )
+    assert isinstance(refused, ChecksumError)
+    assert "source rank 0 sent {'version': 0" in str(refused)
+    assert into["t"].tensor.eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "least", "most"), [(1, 16 << 20, 64 << 20), (8, 16 << 20, 32 << 20), (500, 1, 8 << 20)]
+)
+def test_buckets_are_few_and_large_and_stage_no_more_with_more_peers(ranks: int, least: int, most: int) -> None:
+    sizes = nccl_sizes(ranks)
+    assert least <= sizes.full <= most
+    assert sizes.large <= sizes.full
+    assert sizes.full * min(ranks, 64) <= 256 << 20

@@ -1,0 +1,67 @@
+"""A test instrument: links whose ranks, threads here, are told that they have GPUs, and whose buckets go through
+`tests.unbuffered` in NCCL's place. All else of a link is the real thing."""
+
+import threading
+from itertools import count
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from penstock.runtime.tensor import link, nccl
+from penstock.runtime.tensor.link import RankFacts
+from penstock.runtime.tensor.nccl import Verb
+from penstock.runtime.tensor.process_group import Connection
+from penstock.runtime.tensor.send_recv import BucketSizes
+from tests.unbuffered import Call, Operation, Unbuffered
+
+_worlds: dict[str, Unbuffered] = {}
+_numbers = count(1)
+_lock = threading.Lock()
+
+
+class UnbufferedGroup:
+    """In place of `NcclGroup`: one world for the ranks of a link, which find it by their store."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, connection: Connection, store: Store, device: torch.device) -> None:
+        if connection.rank == 0:
+            with _lock:
+                name = f"world {next(_numbers)}"
+                _worlds[name] = Unbuffered(len(connection.names), patience=10.0)
+            store.set("world", name)
+        self.world = _worlds[store.get("world").decode()]
+        self.rank = self.world.rank(connection.rank)
+        self.aborted = False
+
+    def call(self, verb: Verb, messages: Any) -> "_Met":
+        return _Met(self.rank.group([Operation(verb, buffer, peer) for peer, buffer in messages]))
+
+    def fault(self) -> str:
+        return ""
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class _Met:
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def is_completed(self) -> bool:
+        """By the instrument's wait, which finds out at once that nothing can go on."""
+        return self._call.wait()
+
+    def wait(self) -> None:
+        """Nothing: it is over."""
+
+
+def with_gpus(monkeypatch: Any, sizes: BucketSizes) -> dict[str, Unbuffered]:
+    """From now on all links are between GPUs of their own; the worlds that they make, by name."""
+    facts = RankFacts(0, 0, 0, 0, 2_027_003)
+    monkeypatch.setattr(RankFacts, "here", staticmethod(lambda *given: facts._replace(gpu=next(_numbers))))
+    monkeypatch.setattr(link, "NcclGroup", UnbufferedGroup)
+    monkeypatch.setattr(nccl, "nccl_sizes", lambda ranks: sizes)
+    _worlds.clear()
+    return _worlds
