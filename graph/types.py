@@ -66,6 +66,11 @@ class Context:
         slots: rows that a generator decodes at once.
         split: "train" or "evaluate".
         threads: threads of this rank.
+        recompute: "layer": of an update, what is within a layer is computed again for the backward pass and not kept.
+        micro_tokens: most tokens of a micro-batch, padding included; 0 is what suits the device.
+        logit_elements: most logits that are kept at once; 0 is what suits the device.
+        zero: what "fsdp" shards all the time: 3 weights and gradients, too; 1 the optimizer's state and masters only.
+        optimizer_state: where moments, and masters that are copies, lie: on the "device", or on the "host".
         mesh: axes of the ranks that run this pool together, as (axis, size), outermost first, row-major; () for one
             rank. With more than one rank, torch.distributed's default group has them all.
         rank: this rank's place in the mesh.
@@ -85,6 +90,11 @@ class Context:
     slots: int = 256
     split: str = "train"
     threads: int = 1
+    recompute: str = "none"
+    micro_tokens: int = 0
+    logit_elements: int = 0
+    zero: int = 3
+    optimizer_state: str = "device"
     mesh: Axes = ()
     rank: int = 0
     options: dict[str, Any] = field(default_factory=dict)

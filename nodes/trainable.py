@@ -46,6 +46,10 @@ class SequenceModel(Generic[Model]):
         self.model, self.tokenizer = model, tokenizer
         self.ranks, self.dtype = Ranks.of(context), torch_dtype(context.dtype)
         self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self.micro_tokens = context.micro_tokens or (CPU_MICRO_TOKENS if model.device.type == "cpu" else MICRO_TOKENS)
+        model.logit_elements = context.logit_elements or model.logit_elements
+        if context.recompute == "layer":
+            model.recompute_layers()
         self.workers = _workers(model, self.ranks, context)
 
     @property
@@ -53,9 +57,8 @@ class SequenceModel(Generic[Model]):
         return self.model.device
 
     def pack(self, rollouts: Rollouts, max_tokens: int | None = None, *, whole_groups: bool = False) -> list[Packed]:
-        """Micro-batches of at most `max_tokens` tokens with padding, as `batching.pack`; by default what suits the
-        device."""
-        bound = max_tokens or (CPU_MICRO_TOKENS if self.device.type == "cpu" else MICRO_TOKENS)
+        """Micro-batches of at most `max_tokens` tokens with padding, as `batching.pack`; by default the run's."""
+        bound = max_tokens or self.micro_tokens
         return pack(rollouts, bound, multiple=self.workers.count, device=self.device, whole_groups=whole_groups)
 
     @torch.no_grad()
@@ -121,7 +124,7 @@ def _workers(model: Model, ranks: Ranks, context: Context) -> "DataParallelThrea
         return DataParallelThreads(model, context.threads if context.device == "cpu" else 1)
     from penstock.nodes.parallel.fsdp import Shards  # half a second of imports, for those who need it
 
-    return Shards(model, ranks, torch_dtype(context.dtype))
+    return Shards(model, ranks, torch_dtype(context.dtype), context.zero)
 
 
 # What the names of master weights begin with in a state.
@@ -239,8 +242,10 @@ class Learner(MasterWeights[Model]):
         norm = self.workers.norm(gradients) / normaliser
         # Before any weight is touched: the firing may be tried again, from the same weights.
         if not math.isfinite(norm):
+            where = self._not_finite(gradients)
             self._forget_gradients()
-            raise FloatingPointError(f"update of version {self.version}: given a gradient of norm {norm}")
+            given = f"{self.context.node}: update of version {self.version}: given a gradient of norm {norm}: {where}"
+            raise FloatingPointError(f"{given}; needed finite numbers. The weights are as they were")
         # One factor for clipping and the division that the losses left out.
         scale = min(1.0, options["clip_norm"] / (norm + 1e-6)) / normaliser
         for gradient in gradients.values():
@@ -283,6 +288,18 @@ class Learner(MasterWeights[Model]):
 
     def _kinds(self, facts: Mapping[str, Any]) -> tuple[str, ...]:
         return (MASTER, *MOMENTS) if facts["steps"] else (MASTER,)
+
+    def _not_finite(self, gradients: Mapping[str, Tensor]) -> str:
+        """Which gradients are not finite: the first tensor in the model's order, and on which ranks."""
+        every = self.workers.not_finite(gradients)
+        wrong = [name for name in self.shapes if any(name in counts for counts in every)]
+        if not wrong:
+            return "every element is finite, and the sum of their squares is not"
+        first = wrong[0]
+        held = [f"{counts[first]} on rank {rank}" for rank, counts in enumerate(every) if first in counts]
+        count = ", ".join(held) if len(every) > 1 else str(every[0][first])
+        more = f", and of {len(wrong) - 1} more of {len(self.shapes)} tensors" if len(wrong) > 1 else ""
+        return f"elements of {first} that are NaN or infinite: {count}{more}"
 
     def _forget_gradients(self) -> None:
         self.workers.collect()

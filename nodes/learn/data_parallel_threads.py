@@ -95,9 +95,19 @@ class DataParallelThreads(Generic[Model]):
         """The 2-norm of tensors that lie as the weights do, all together."""
         return float(torch.nn.utils.get_total_norm(list(parts.values())))
 
+    def not_finite(self, parts: Mapping[str, Tensor]) -> list[dict[str, int]]:
+        """How many elements of each tensor are no finite numbers, by rank; tensors without any are left out."""
+        return [count_not_finite(parts)]
+
     def whole(self) -> Iterator[tuple[str, Tensor]]:
         """Each weight, on the CPU."""
         return ((name, parameter.detach().cpu()) for name, parameter in self.parameters.items())
+
+
+def count_not_finite(parts: Mapping[str, Tensor]) -> dict[str, int]:
+    """How many elements of each tensor are NaN or infinite; tensors without any are left out."""
+    counts = {name: part.numel() - int(part.isfinite().sum()) for name, part in parts.items()}
+    return {name: count for name, count in counts.items() if count}
 
 
 def _add_gradient(gradients: dict[str, Tensor], name: str, parameter: Tensor) -> None:

@@ -15,10 +15,8 @@ from torch import Tensor
 from penstock.nodes.learn.batching import Packed
 from penstock.nodes.model import Llama
 from penstock.nodes.model.kernels import linear
+from penstock.nodes.model.llama import LOGIT_ELEMENTS
 from penstock.nodes.model.words import Words
-
-# Logits kept at once, in elements: 16 MiB of float32.
-CHUNK_ELEMENTS = 1 << 22
 
 
 def packed_logprobs(model: Llama, packed: Packed) -> tuple[Tensor, Tensor]:
@@ -27,10 +25,10 @@ def packed_logprobs(model: Llama, packed: Packed) -> tuple[Tensor, Tensor]:
     π is softmax(logits / T), T the temperature that the target was sampled at.
     """
     hidden_PD = model(packed.tokens_RW).flatten(0, 1)[packed.at_P]
-    given = model.head_weight(), packed.targets_P, packed.temperature_P
+    given, most = (model.head_weight(), packed.targets_P, packed.temperature_P), model.logit_elements
     if model.words.parts == 1:
-        return token_logprobs(hidden_PD, *given)
-    return logprobs_over_ranks(model.words.shared(hidden_PD), *given, model.words)
+        return token_logprobs(hidden_PD, *given, chunk_elements=most)
+    return logprobs_over_ranks(model.words.shared(hidden_PD), *given, model.words, chunk_elements=most)
 
 
 def packed_distributions(model: Llama, packed: Packed) -> Tensor:
@@ -54,7 +52,7 @@ def token_logprobs(
     targets_P: Tensor,
     temperature_P: Tensor | None = None,
     *,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int = LOGIT_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
     """log π of each target (with a gradient) and the entropy of each distribution (without); both float32, nats.
 
@@ -80,8 +78,8 @@ class _Chunked(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropies = [], []
         for rows in _chunks(len(targets_P), size):
-            logits_CV = _logits(hidden_PD[rows], weight_VD, None if temperature_P is None else temperature_P[rows])
-            logprobs_CV = torch.log_softmax(logits_CV, dim=-1)
+            temperature_C = None if temperature_P is None else temperature_P[rows]
+            logprobs_CV = torch.log_softmax(_logits(hidden_PD[rows], weight_VD, temperature_C), dim=-1)
             logprobs.append(_gather(logprobs_CV, targets_P[rows]))
             entropies.append(_entropy(logprobs_CV))
         ctx.save_for_backward(hidden_PD, weight_VD, targets_P, temperature_P)
@@ -118,7 +116,7 @@ def logprobs_over_ranks(
     temperature_P: Tensor | None,
     words: Words,
     *,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int = LOGIT_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
     """The same of a vocabulary in parts, equal on all ranks; `weight_WD` are this rank's rows of the head. The gradient
     of `hidden_PD` is this rank's summand.
@@ -205,4 +203,5 @@ def _gather(logprobs_CV: Tensor, targets_C: Tensor) -> Tensor:
 
 
 def _entropy(logprobs_CV: Tensor) -> Tensor:
-    return -(logprobs_CV.exp() * logprobs_CV).sum(-1)
+    # In place: of a chunk there are no more than two matrices at once.
+    return -logprobs_CV.exp().mul_(logprobs_CV).sum(-1)

@@ -15,10 +15,14 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.kernels import Linear, linear, rms_norm
 from penstock.nodes.model.words import WordEmbedding, Words, own_rows
+
+# A sixteenth of what a GPU's memory has room for, and as fast as any other number on a CPU (`benchmarks/logprobs.py`).
+LOGIT_ELEMENTS = 1 << 26
 
 # (layer, q_BSHK, k_BSGK, v_BSGK) → [B, S, H, K]; keys and queries are already rotated.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -35,6 +39,8 @@ class Decoder(nn.Module):
     """What `transformers` calls a Llama with this head."""
     cos_PK: Tensor
     sin_PK: Tensor
+    logit_elements: int = LOGIT_ELEMENTS
+    """Logits that a pass over many tokens keeps at once."""
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype = torch.float32, device: str = "cpu", *, unread: bool = False
@@ -78,6 +84,12 @@ class Decoder(nn.Module):
     def share_words(self, words: Words) -> None:
         """Compute with embedding and head that have these words alone; the ranks of `words` do so together."""
         self.words = self.model.embed_tokens.words = words
+
+    def recompute_layers(self) -> None:
+        """From now on a layer keeps its input alone, and computes the rest again in the backward pass; to the bit."""
+        for layer in self.model.layers.values():
+            assert isinstance(layer, _Layer)
+            layer.recompute = True
 
     def load(self, part: nn.Module) -> None:
         """Give memory to the weights of a part of this model that have none, and read them."""
@@ -175,8 +187,17 @@ class _Layer(nn.Module):
         self.self_attn = _Attention(config, index)
         self.post_attention_layernorm = _Norm(config)
         self.mlp = _Mlp(config)
+        self.recompute = False
 
     def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        # Within what FSDP wraps: its own hooks gather the layer's weights once for the backward pass. Nothing random
+        # is computed, so that no state of a generator has to be kept.
+        if self.recompute and torch.is_grad_enabled():
+            given = self._compute, x_BSD, rope, attend
+            return checkpoint(*given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
+        return self._compute(x_BSD, rope, attend)
+
+    def _compute(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rope, attend)
         return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))  # type: ignore[no-any-return]
 

@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 
 from penstock.graph.protocols import DATA, FSDP, STAGE, TENSOR, Axes, Rule, num_ranks, rule_of
 from penstock.nodes.learn.batching import Packed
+from penstock.nodes.learn.data_parallel_threads import count_not_finite
 from penstock.nodes.model import Decoder
 from penstock.nodes.model.tensor_parallel import check_tensor_parallel, stages_of, tensor_parallel
 from penstock.nodes.model.words import Words
@@ -42,15 +43,22 @@ Result = TypeVar("Result")
 class Shards(Generic[Model]):
     """Cuts `model`, which every rank has whole, in place. It computes in `dtype`.
 
+    With `zero` 3, weights are gathered for each micro-batch and gradients reduced after each (ZeRO, Rajbhandari et al.,
+    2020, arXiv 1910.02054, section 5). With 1, a step gathers weights once and reduces gradients after its last
+    micro-batch: both are whole until then, and micro-batches are summed before ranks are. Copies of the model ("dp")
+    add their gradients after the last micro-batch in any case.
+
     `parameters` are this rank's parts as plain tensors, by name: changed in place, they change the model.
     """
 
-    def __init__(self, model: Model, ranks: Ranks, dtype: torch.dtype) -> None:
-        self.model, self.ranks, self.rules = model, ranks, tensor_parallel(model.config)
+    def __init__(self, model: Model, ranks: Ranks, dtype: torch.dtype, zero: int = 3) -> None:
+        self.model, self.ranks, self.rules, self.zero = model, ranks, tensor_parallel(model.config), zero
+        # Backward passes that are still to come.
+        self._left = 0
         self.count = ranks.shares
         self._wholes = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
         self._stage = PipelineStage(model, ranks, dtype) if ranks.size(STAGE) > 1 else None
-        _cut(model, ranks, dtype, self.rules)
+        _cut(model, ranks, dtype, self.rules, zero)
         self._parts: dict[str, DTensor] = dict(model.named_parameters())  # type: ignore[arg-type]
         self.parameters: dict[str, Tensor] = {
             name: nn.Parameter(part.to_local().detach(), part.requires_grad) for name, part in self._parts.items()
@@ -66,6 +74,7 @@ class Shards(Generic[Model]):
 
         def work(item: Packed, counts: bool) -> Result:
             total, found = loss(self.model, item)
+            self._before_backward()
             # A backward pass in any case: all ranks sum gradients together.
             (total if counts else total * 0).backward()  # type: ignore[no-untyped-call]
             return found
@@ -79,13 +88,21 @@ class Shards(Generic[Model]):
             if isinstance(part.grad, DTensor):
                 total[name] = part.grad.to_local().float()
             part.grad = None
+        if self._left:  # a step that failed: what it has added up is nobody's
+            self._left = 0
+            for module in self._wrapped():
+                for group in _groups(module):
+                    group._partial_reduce_output = None
+                    for each in group.fsdp_params:
+                        each.unsharded_accumulated_grad = None
+                        if hasattr(each, "_unsharded_param"):
+                            each._unsharded_param.grad = None
         return total
 
     def update(self, masters: Mapping[str, Tensor]) -> None:
         """Forget what was gathered of `masters`, which are the parameters, and have changed."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in self._wrapped():
+            module.reshard()
 
     def norm(self, parts: Mapping[str, Tensor]) -> float:
         """The 2-norm of all tensors together; `parts` are this rank's parts of them, cut as the weights are."""
@@ -96,6 +113,12 @@ class Shards(Generic[Model]):
         total = torch.tensor(square, dtype=torch.float64, device=self.model.device)
         dist.all_reduce(total)
         return float(total.sqrt())
+
+    def not_finite(self, parts: Mapping[str, Tensor]) -> list[dict[str, int]]:
+        """How many elements of each tensor are no finite numbers, by rank; tensors without any are left out."""
+        own = {name: torch.tensor(count) for name, count in count_not_finite(parts).items()}
+        every = [found for (found,) in gather([own or None], self.model.device)]
+        return [{name: int(count) for name, count in (found or {}).items()} for found in every]
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
         """Each tensor, put together, on the CPU. All ranks call it; only the first keeps what it gets."""
@@ -114,6 +137,19 @@ class Shards(Generic[Model]):
                 dist.recv(tensor, owner)
             yield name, tensor.cpu() if self.ranks.rank == 0 else tensor.new_empty(0)
 
+    def _before_backward(self) -> None:
+        """Reduce what is to be reduced after the backward pass that begins."""
+        self._left -= 1
+        root: FSDPModule = self.model  # type: ignore[assignment]
+        if self.zero == 1:
+            root.set_requires_gradient_sync(self._left == 0)
+            root.set_reshard_after_backward(self._left == 0)
+        elif self.ranks.size(DATA) > 1:
+            root.set_requires_all_reduce(self._left == 0)
+
+    def _wrapped(self) -> list[FSDPModule]:
+        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+
     def _share(self, work: Callable[[Packed, bool], Result], items: Sequence[Packed]) -> list[Result]:
         """Results of all items, in order, on every rank."""
         if not items:
@@ -125,8 +161,11 @@ class Shards(Generic[Model]):
         own, rounds = shares[self.ranks.share()], max(map(len, shares))
         filler = items[costs.index(min(costs))]
         todo = [(items[index], True) for index in own] + [(filler, False)] * (rounds - len(own))
+        self._left = len(todo) if torch.is_grad_enabled() else 0
         try:
-            found = self._stage.run(work, todo) if self._stage else [work(*each) for each in todo]
+            found = (
+                self._stage.run(work, todo, self._before_backward) if self._stage else [work(*each) for each in todo]
+            )
         finally:
             self.update(self.parameters)
         every = gather(found, self.model.device)
@@ -136,7 +175,7 @@ class Shards(Generic[Model]):
         return [results[index] for index in range(len(items))]
 
 
-def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, Rule]) -> None:
+def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, Rule], zero: int) -> None:
     """Cut a model: tensor parallelism within each layer, then FSDP2, layer by layer, with what is outside of layers as
     one more. Raises ValueError for a group of another size, ModelError for heads that "tp" does not divide.
     """
@@ -155,7 +194,8 @@ def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, R
             else:
                 parallelize_module(each, mesh[TENSOR], _tensor_plan(each, rules), src_data_rank=None)
         # The head is used after the forward pass: what is outside of layers stays until `update`.
-        module = fully_shard(each, mesh=outer, mp_policy=precision, reshard_after_forward=each is not model)
+        keeps = each is model or zero == 1
+        module = fully_shard(each, mesh=outer, mp_policy=precision, reshard_after_forward=not keeps)
         # A loss has its weight already: gradients are summed over ranks, not averaged. gloo has no other reduction.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -171,6 +211,13 @@ def _cut_words(model: Decoder, mesh: DeviceMesh, rules: Mapping[str, Rule]) -> N
             place, _, last = name.rpartition(".")
             rows = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             setattr(model.get_submodule(place), last, nn.Parameter(rows, parameter.requires_grad))
+
+
+def _groups(module: FSDPModule) -> Sequence[Any]:
+    """torch's own record of what a module gathers and reduces at once."""
+    state: Any = module._get_fsdp_state()
+    found = getattr(state, "_fsdp_param_groups", None)  # several from torch 2.12 on
+    return found if found is not None else [group for group in (state._fsdp_param_group,) if group is not None]
 
 
 def _gathered(part: DTensor) -> Tensor:

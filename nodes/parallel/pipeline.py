@@ -68,10 +68,15 @@ class PipelineStage:
             for name in {name for name, _ in model.named_children()} - {"model"}:
                 model.add_module(name, None)
 
-    def run(self, work: Work[Result], todo: Sequence[tuple[Packed, bool]]) -> list[Result]:
+    def run(
+        self,
+        work: Work[Result],
+        todo: Sequence[tuple[Packed, bool]],
+        before_backward: Callable[[], None] = lambda: None,
+    ) -> list[Result]:
         """All stages call it with the same micro-batches; the last one gets what `work` finds, the others nothing.
 
-        There is a backward pass where gradients are enabled.
+        There is a backward pass where gradients are enabled; what is not of `work` begins with `before_backward`.
         """
         learns, found = torch.is_grad_enabled(), list[Result]()
         ahead = self.ahead if learns else len(todo)
@@ -97,11 +102,13 @@ class PipelineStage:
                 self._after.exchange(out_BSD.detach(), None)
             else:
                 returned_BSD = self._after.exchange(out_BSD.detach(), self._empty(kept[0][1].shape))
+                before_backward()
                 grad_BSD = _backward(*kept.popleft(), returned_BSD)
             del out_BSD  # else it would keep its graph until the next one is there
         while kept:
             self._before.exchange(grad_BSD, None)
             returned_BSD = self._after.exchange(None, self._empty(kept[0][1].shape))
+            before_backward()
             grad_BSD = _backward(*kept.popleft(), returned_BSD)
         self._before.exchange(grad_BSD, None)
         for neighbour in (self._before, self._after):

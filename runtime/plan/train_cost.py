@@ -180,7 +180,7 @@ class Trainer:
         return Cost(self._computing(tokens, squares, backward) | travels)
 
     def _computing(self, tokens: float, squares: float, backward: bool) -> dict[str, float]:
-        """Kernels of one micro-batch on the slowest stage. Products are bound by their FLOPs or by reading the weights."""
+        """Kernels of one micro-batch on the slowest stage. Products are bound by their FLOPs or by reading weights."""
         shape, gpu, mesh, stage = self.shape, self.gpu, self.mesh, self.slowest
         share = stage.layers / shape.layers
         again = self.recompute if backward else 0.0

@@ -251,3 +251,28 @@ def test_an_engine_over_ranks_samples_one_ranks_tokens(
     ranks: int, groups: int, tied: str, dtype: str, tmp_path: Path
 ) -> None:
     spawn(ranks, f"{PARTS}:engine", str(groups), tied, dtype, folder=tmp_path)
+
+
+# How a step is computed changes neither what it computes nor what every rank says of it.
+
+TRAINING = "tests.nodes.training_cases"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [(2, "fsdp=2"), (2, "tp=2"), (2, "pp=2"), pytest.param(4, "fsdp=2,tp=2", marks=slow)],
+)
+def test_layers_that_are_computed_again_give_the_same_bits_over_ranks(ranks: int, mesh: str, tmp_path: Path) -> None:
+    spawn(ranks, f"{TRAINING}:recomputed", mesh, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [(2, "fsdp=2"), pytest.param(2, "dp=2", marks=slow), (2, "pp=2"), pytest.param(4, "dp=2,fsdp=2", marks=slow)],
+)
+def test_gradients_that_are_reduced_once_a_step_are_one_ranks(ranks: int, mesh: str, tmp_path: Path) -> None:
+    spawn(ranks, f"{TRAINING}:reduced_once", mesh, folder=tmp_path)
+
+
+def test_a_step_gathers_and_reduces_once_where_weights_stay_whole(tmp_path: Path) -> None:
+    spawn(2, f"{TRAINING}:counted", "fsdp=2", folder=tmp_path)

@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -277,9 +278,59 @@ def test_a_gradient_that_is_not_finite_stops_the_update_before_the_weights_chang
     learner, (rollouts, advantage) = policy(), batch()
     before = {name: w.clone() for name, w in learner.weights().items()}
     advantage.values_N[2] = float("inf")
-    with pytest.raises(FloatingPointError, match="update of version 0: given a gradient of norm"):
+    with pytest.raises(
+        FloatingPointError, match="policy: update of version 0: given a gradient of norm nan: elements of"
+    ):
         aipo_update.fn(learner, rollouts, advantage)
     assert all(torch.equal(w, before[name]) for name, w in learner.weights().items())
+
+
+def test_a_gradient_that_is_not_finite_is_named_by_its_tensor() -> None:
+    learner = policy()
+    *_, name, last = learner.masters
+
+    def poison(gradient: Tensor) -> Tensor:
+        return torch.where(torch.arange(gradient.numel()).view_as(gradient) < 3, torch.nan, gradient)
+
+    for each in (name, last):
+        learner.workers.parameters[each].register_hook(poison)  # type: ignore[no-untyped-call]
+    said = f"elements of {name} that are NaN or infinite: 3, and of 1 more of {len(learner.masters)} tensors"
+    with pytest.raises(FloatingPointError, match=re.escape(said)):
+        aipo_update.fn(learner, *batch())
+
+
+def test_a_norm_that_overflows_is_told_from_an_element_that_does() -> None:
+    with pytest.raises(FloatingPointError, match="norm inf: every element is finite"):
+        policy_update.fn(policy(), *batch(), loss=lambda logprobs_P, sampled: logprobs_P * 1e30)
+
+
+def test_layers_that_are_computed_again_give_the_same_bits_and_keep_their_inputs_alone() -> None:
+    for options in ({}, {"dtype": "bfloat16"}, {"threads": 2}):
+        kept, again = policy(**options), policy(**options, recompute="layer")
+        found = [policy_update.fn(each, *batch(), loss=aipo, epochs=2, micro_tokens=12)[1] for each in (kept, again)]
+        assert found[0] == found[1]
+        assert equal(kept, again)
+    # Two layers: of each the input is kept, and of one that is computed again all that a layer keeps.
+    tokens = again.pack(batch()[0])[0].tokens_RW
+    held = []
+    for each in (kept, again):
+        sizes: list[int] = []
+
+        def note(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            each.model(tokens)
+        held.append(sum(sizes))
+    assert held[1] < held[0] / 4
+
+
+def test_the_runs_micro_batches_are_those_of_every_pass_that_asks_for_none() -> None:
+    widths = [
+        max(each.tokens_RW.numel() for each in policy(micro_tokens=most).pack(batch()[0])) for most in (0, 12, 24)
+    ]
+    assert widths[1] <= 12 < widths[2] <= 24 < widths[0]
 
 
 def test_the_figures_are_those_of_the_sampled_tokens() -> None:

@@ -1,0 +1,76 @@
+"""What each rank does of how a step is computed: recomputed layers, gradients reduced once, moments on the host."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.nodes.learn.update import policy_update
+
+from .rank_cases import OPTIONS, assert_near, assert_same_everywhere, assert_whole, goes_on, policy
+from .updating import batch, equal
+
+
+def recomputed(rank: int, folder: Path, mesh: str) -> None:
+    """Layers that are computed again: the bits of those that are kept."""
+    kept, again = policy(mesh, rank), policy(mesh, rank, recompute="layer")
+    for _ in range(2):
+        figures = [policy_update.fn(each, *batch(), **OPTIONS)[1] for each in (kept, again)]
+    assert figures[0] == figures[1]
+    assert equal(kept, again)
+
+
+def reduced_once(rank: int, folder: Path, mesh: str) -> None:
+    """Gradients that are summed over micro-batches first, then over ranks: one rank's, within rounding; and twice the
+    same, to the bit. What a step that failed has added up is forgotten."""
+    first, second, one = policy(mesh, rank, zero=1), policy(mesh, rank, zero=1), policy()
+    calls = []
+
+    def failing(logprobs_P: Any, sampled: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise ArithmeticError
+        return -logprobs_P
+
+    if "pp" not in mesh:  # where one stage alone has the loss
+        with pytest.raises(ArithmeticError):
+            policy_update.fn(first, *batch(), loss=failing, micro_tokens=1)
+    for _ in range(2):
+        every = [policy_update.fn(each, *batch(), **OPTIONS, minibatches=2)[1] for each in (first, second, one)]
+        assert every[0] == every[1]
+        assert_near(every[0], every[2])
+        assert_same_everywhere(every[0])
+    assert equal(first, second)
+    assert_whole(first, one)
+    goes_on(first, policy(mesh, rank, zero=1, seed=2))
+
+
+class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what is gathered and reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func.name().removeprefix("c10d::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(rank: int, folder: Path, mesh: str) -> None:
+    """How often a step gathers weights and reduces gradients: for each micro-batch, or once."""
+    found = []
+    for zero in (3, 1):
+        learner = policy(mesh, rank, zero=zero)
+        with Collectives() as mode:
+            policy_update.fn(learner, *batch(), **OPTIONS)
+        found.append(mode.counts)
+    rounds, wrapped = len(learner.pack(batch()[0], 12)) // 2, len(learner.model.model.layers) + 1
+    assert rounds > 1
+    reduced, gathered = ([counts[name] for counts in found] for name in ("_reduce_scatter_base_", "_allgather_base_"))
+    assert reduced == [rounds * wrapped, wrapped]
+    # A layer is gathered for the forward and the backward pass of each; what is outside of layers stays.
+    assert gathered == [rounds * (2 * (wrapped - 1) + 1), wrapped]
