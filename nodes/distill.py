@@ -70,7 +70,7 @@ def _directory(context: Context) -> str:
 
 def _open(context: Context, device: str) -> tuple[Llama, Tokenizer]:
     folder = _directory(context)
-    unread = num_ranks(context.mesh) > 1  # each rank reads what it cuts, layer by layer
+    unread = num_ranks(context.mesh) > 1  # each rank reads the regions that it keeps
     model, tokenizer = load_model(Llama, folder, context.dtype, device, unread=unread), load_tokenizer(folder)
     own = run_spec(context).tokenizer
     # Token by token they are compared, so that each number has to mean the same word.

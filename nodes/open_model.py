@@ -35,7 +35,7 @@ def open_model(kind: type[M], context: Context, dtype: str | None = None) -> tup
     """
     dtype = dtype or context.dtype
     if context.model:
-        unread = num_ranks(context.mesh) > 1  # each rank reads what it cuts, layer by layer
+        unread = num_ranks(context.mesh) > 1  # each rank reads the regions that it keeps
         new_head = issubclass(kind, Scorer)
         model = load_model(kind, context.model, dtype, context.device, new_head=new_head, unread=unread)
         return model, load_tokenizer(context.model)

@@ -174,7 +174,7 @@ def open_reward_model(context: Context) -> Carried:
     Raises ModelError without a directory, or for one without a head.
     """
     folder = _directory(context)
-    unread = num_ranks(context.mesh) > 1  # each rank reads what it cuts, layer by layer
+    unread = num_ranks(context.mesh) > 1  # each rank reads the regions that it keeps
     model = load_model(Scorer, folder, context.dtype, context.device, unread=unread).requires_grad_(False)
     return FrozenRewardModel(model, load_tokenizer(folder), context)
 

@@ -176,11 +176,12 @@ class _OverRanks(torch.autograd.Function):
         hidden_PD, weight_WD, rows_P, here_P, temperature_P, log_P = ctx.saved_tensors
         grad_hidden_PD = torch.empty_like(hidden_PD)
         grad_weight_WD = torch.zeros_like(weight_WD, dtype=torch.float32)
+        # Of a logit, and not of a logit over its temperature.
+        grad_P = grad_P if temperature_P is None else grad_P / temperature_P
         for rows in _chunks(len(rows_P), ctx.size):
             hidden_CD, grad_C = hidden_PD[rows], grad_P[rows]
             temperature_C = None if temperature_P is None else temperature_P[rows]
             probs_CW = _logits(hidden_CD, weight_WD, temperature_C).sub_(log_P[rows, None]).exp_()
-            grad_C = grad_C if temperature_C is None else grad_C / temperature_C
             grad_CW = probs_CW.mul_(-grad_C[:, None])
             grad_CW.scatter_add_(1, rows_P[rows, None], (grad_C * here_P[rows])[:, None])
             grad_CW = grad_CW.to(weight_WD.dtype)

@@ -54,7 +54,7 @@ def load_model(
     `LlamaForSequenceClassification` with one label; with `new_head` it stands on the decoder of any directory, and its
     head is zero.
 
-    With `unread` weights are read when the model is asked to `load` them; their names and shapes are looked at now.
+    With `unread` no weight is read: the model's `source` reads regions of them. Names and shapes are looked at now.
     Raises ModelError unless every tensor is there and fits.
     """
     folder = Path(folder)
@@ -70,15 +70,16 @@ def load_model(
     for name, parameter in read.items():
         check_shape(name, pieces[name].get_shape(), parameter, str(folder))
 
-    @torch.no_grad()
-    def copy(wanted: Mapping[str, Tensor]) -> None:
-        for name, tensor in wanted.items():
-            tensor.copy_(torch.zeros(()) if name in own else pieces[name][...])
+    def region(name: str, slices: tuple[slice, ...]) -> Tensor:
+        # Files are mapped memory: what is not sliced is not read.
+        return torch.zeros(parameters[name][slices].shape) if name in own else pieces[name][slices]
 
     if unread:
-        model.unread = copy
+        model.source = region
     elif model.device.type != "meta":
-        copy(parameters)
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(region(name, (...,)))
     return model
 
 
@@ -142,7 +143,7 @@ def _pieces(folder: Path) -> dict[str, Any]:
         found = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".safetensors", ".gguf"))
         given = f"given {', '.join(found)}" if found else "given no weights"
         raise ModelError(f"{folder}: {given}, needed {WEIGHTS} or {INDEX}")
-    # Files stay open, as memory that is mapped: ranks read one layer after the other.
+    # Files stay open, as memory that is mapped.
     pieces: dict[str, Any] = {}
     for path in paths:
         try:

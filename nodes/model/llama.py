@@ -9,7 +9,7 @@ W words of a rank, P positions.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -32,7 +32,7 @@ class Decoder(nn.Module):
     """The decoder that all models share; a subclass adds its head.
 
     Weights are uninitialised until `init_weights` or a loader fills them. With `unread` they have no memory either,
-    and `load` gives it to those that a rank is about to cut.
+    and `source` reads a region of one of them, of the whole model's: so a rank reads what it keeps.
     """
 
     architecture: ClassVar[str]
@@ -53,7 +53,7 @@ class Decoder(nn.Module):
             self.model = _Layers(config)
             self._add_head()
         self.to(dtype)
-        self.unread: Callable[[Mapping[str, nn.Parameter]], None] | None = None
+        self.source: Callable[[str, tuple[slice, ...]], Tensor] | None = None
         if not unread:
             self.to_empty(device=device)
         angles_PF = torch.outer(torch.arange(config.max_position_embeddings).float(), rope_frequencies(config))
@@ -90,18 +90,6 @@ class Decoder(nn.Module):
         for layer in self.model.layers.values():
             assert isinstance(layer, _Layer)
             layer.recompute = True
-
-    def load(self, part: nn.Module) -> None:
-        """Give memory to the weights of a part of this model that have none, and read them."""
-        if self.unread is None:
-            return
-        held, found = {id(p) for p in part.parameters()}, dict[str, nn.Parameter]()
-        for name, parameter in list(self.named_parameters()):
-            if parameter.is_meta and id(parameter) in held:
-                place, _, last = name.rpartition(".")
-                found[name] = nn.Parameter(torch.empty_like(parameter, device=self.device), parameter.requires_grad)
-                setattr(self.get_submodule(place), last, found[name])
-        self.unread(found)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:

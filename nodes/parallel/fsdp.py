@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -177,7 +178,9 @@ class Shards(Generic[Model]):
 
 def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, Rule], zero: int) -> None:
     """Cut a model: tensor parallelism within each layer, then FSDP2, layer by layer, with what is outside of layers as
-    one more. Raises ValueError for a group of another size, ModelError for heads that "tp" does not divide.
+    one more. Then each rank gets the parts that are its own.
+
+    Raises ValueError for a group of another size, ModelError for heads that "tp" does not divide.
     """
     if dist.get_world_size() != ranks.count:
         raise ValueError(f"given a mesh of {ranks.count} ranks in a group of {dist.get_world_size()}, needed as many")
@@ -185,9 +188,8 @@ def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, R
     check_tensor_parallel(model.config, ranks.size(TENSOR), shared_heads=False)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     outer = mesh[DATA, FSDP] if ranks.size(DATA) > 1 else mesh[FSDP]
+    source, buffers = _unread(model), dict(model.named_buffers())
     for each in (*layers, model):
-        # One by one: of what has not been read yet, a rank never has more than its parts and one whole layer.
-        model.load(each)
         if ranks.size(TENSOR) > 1:
             if each is model:
                 _cut_words(model, mesh[TENSOR], rules)
@@ -199,8 +201,28 @@ def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, R
         # A loss has its weight already: gradients are summed over ranks, not averaged. gloo has no other reduction.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    for name, buffer in list(model.named_buffers()):
+    # What was cut has shapes alone so far: a rank has memory for its own parts, and reads nothing else.
+    device = model.device
+    model.to_empty(device=device)
+    for name, buffer in buffers.items():
         setattr(model, name, buffer.to(dtype))
+    for name, part in model.named_parameters():
+        assert isinstance(part, DTensor)
+        shape, first = compute_local_shape_and_global_offset(part.shape, part.device_mesh, part.placements)
+        if all(shape):
+            region = tuple(slice(start, start + length) for start, length in zip(first, shape, strict=True))
+            part.to_local().detach().copy_(source(name, region))
+
+
+def _unread(model: Decoder) -> Callable[[str, tuple[slice, ...]], Tensor]:
+    """Leave a model its weights' shapes alone. Returns what gives a region of a weight."""
+    if model.source is not None:
+        return model.source
+    wholes = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for name, parameter in list(model.named_parameters()):
+        place, _, last = name.rpartition(".")
+        setattr(model.get_submodule(place), last, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
+    return lambda name, region: wholes[name][region]
 
 
 def _cut_words(model: Decoder, mesh: DeviceMesh, rules: Mapping[str, Rule]) -> None:
