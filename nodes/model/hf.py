@@ -79,7 +79,7 @@ def load_model(
     elif model.device.type != "meta":
         with torch.no_grad():
             for name, parameter in parameters.items():
-                parameter.copy_(region(name, (...,)))
+                parameter.copy_(region(name, tuple(map(slice, parameter.shape))))
     return model
 
 

@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.graph.types import Logprobs, Metrics, Rewards
 from penstock.nodes.data import Demonstrations, Pairs
-from penstock.nodes.distill import distill_update, open_teacher, policy_logprobs, reference_logprobs
+from penstock.nodes.distill import FrozenTeacher, distill_update, open_teacher, policy_logprobs, reference_logprobs
 from penstock.nodes.learn.dpo import dpo_update
 from penstock.nodes.learn.sft import sft_update
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.model import Llama, hf, save_model
-from penstock.nodes.policy import LanguagePolicy, language_model, make_reference
+from penstock.nodes.policy import LanguagePolicy, make_reference
 from penstock.nodes.reward_model import make_preference_model, open_reward_model, preference_update, reward_scores
 from penstock.runtime.tensor.layout import Mesh, sharded
 
@@ -103,10 +103,11 @@ def frozen(rank: int, folder: Path, mesh: str) -> None:
     dist.barrier()
     options = {"teacher_model": str(folder / "teacher"), "reward_model": str(folder / "reward_model")}
     said, totals, rollouts = [], [], random_rollouts()
-    hf.safe_open = CountedFile  # type: ignore[attr-defined]
+    setattr(hf, "safe_open", CountedFile)  # noqa: B010 (mypy)
     for place in ((mesh, rank), ("", 0)):
         Slices.read.clear()
-        teacher = language_model(open_teacher(context(*place, options=options)))
+        teacher = open_teacher(context(*place, options=options))
+        assert isinstance(teacher, FrozenTeacher)
         kept = {name: part.nbytes for name, part in teacher.weights().items() if part.numel()}
         assert Slices.read == kept, "a rank reads what it keeps"
         totals.append(sum(kept.values()))
