@@ -41,6 +41,10 @@ COLUMNS = frozenset(
 # The most characters of a figure's name, and the most figures of one firing.
 NAME_LENGTH, MOST_FIGURES = 100, 1000
 
+# Tokens of the longest prompt, or conversation before its last turn, that a slot's cache has room for, unless the
+# program has an option `max_prompt`.
+MAX_PROMPT = 2048
+
 
 class NodeWarning(UserWarning):
     """What a node has to tell the user of a run: `warnings.warn("…", NodeWarning)`.

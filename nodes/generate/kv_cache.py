@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.graph.errors import Fault, GraphError
 from penstock.graph.requires import Call
-from penstock.graph.types import Context, Prompts
+from penstock.graph.types import MAX_PROMPT, Context, Prompts
 from penstock.nodes.data import FilePrompts
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.llama import attend_causal
@@ -167,9 +167,6 @@ class DecodeMemory:
             )
 
 
-# Tokens of the longest prompt, or conversation before its last turn, that a slot's cache has room for, unless the
-# program has an option `max_prompt`.
-MAX_PROMPT = 2048
 # Prompts of a file that are encoded before a run starts, the longest texts first: a few seconds of work. Of those that
 # are too long, the first `MOST_TOLD` are named.
 MOST_ENCODED, MOST_TOLD = 20_000, 5

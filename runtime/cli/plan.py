@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from textwrap import wrap
 
 from penstock.graph.ir import Graph
+from penstock.graph.types import MAX_PROMPT
 from penstock.runtime.cli.base_model import PROFILE, cache_folder
 from penstock.runtime.cli.display import percent, seconds
 from penstock.runtime.cli.flags import Planning
@@ -72,6 +73,7 @@ def workload(graph: Graph, flags: Planning, batch: int) -> Workload:
         kept if roles.filters else 1.0,
         sum(samples for _, samples in roles.baselines),
         roles.buffer.adds(batch) if roles.buffer else 0,
+        int(dict(graph.options).get("max_prompt", MAX_PROMPT)) + flags.max_tokens,
     )
 
 

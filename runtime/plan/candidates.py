@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.graph.protocols import Axes
+from penstock.graph.protocols import STAGE, Axes
+from penstock.runtime.cluster.capabilities import CAPABILITIES, DENSE_CACHE, cut_lack, precision_lack
 from penstock.runtime.cluster.cluster import Cluster, Host
-from penstock.runtime.cluster.gpus import Gpu, Precision
+from penstock.runtime.cluster.gpus import Gpu
 from penstock.runtime.plan.collectives import SAFE, Cost
 from penstock.runtime.plan.decode_cost import Generator, generator_memory, rollout_s
 from penstock.runtime.plan.model_shape import Parallel, Shape
@@ -106,13 +107,15 @@ def node_groups(cluster: Cluster) -> tuple[NodeGroup, ...]:
 
 
 def trainer_meshes(shape: Shape, nodes: NodeGroup, gpus: int) -> Iterator[Parallel]:
-    """Every cut of `gpus` ranks over dp, fsdp, tp and pp; tensor parallelism stays within a host."""
+    """Every cut of `gpus` ranks over dp, fsdp, tp and pp that a run can have; tensor parallelism stays within a host."""
+    if gpus > nodes.each and not CAPABILITIES["trainer"].over_hosts:
+        return
     for tp in _divisors(min(nodes.each, gpus)):
         for pp in _divisors(gpus // tp) if gpus % tp == 0 else ():
             data = gpus // tp // pp
             for fsdp in _divisors(data):
                 mesh = Parallel(dp=data // fsdp, fsdp=fsdp, tp=tp, pp=pp)
-                if mesh.divides(shape):
+                if cut_lack("trainer", shape, mesh.axes) is None:
                     yield mesh
 
 
@@ -198,7 +201,8 @@ class TrainerFamily:
 
     def layouts(self) -> Iterator[Trainer]:
         for mesh in self.meshes:
-            for zero3 in (False, True) if mesh.fsdp > 1 else (False,):
+            whole = mesh.fsdp == 1 or CAPABILITIES["trainer"].zero1
+            for zero3 in (False,) * whole + (True,) * (mesh.fsdp > 1):
                 yield replace(self.first, mesh=mesh, zero3=zero3)
 
 
@@ -309,8 +313,9 @@ class LayoutCandidates:
         self._whole = packed(self.work.sequence_tokens)[0]
         # Packed once: every layout's steps follow from these few numbers, not from all lengths.
         self._minibatches = packed(self.work.sequence_tokens, self.work.minibatches)
-        # Tokens that a slot in use holds.
-        self.context = self.work.prompt_tokens + float(np.mean(self.work.response_tokens))
+        # Tokens that each slot's cache has room for.
+        mean = self.work.prompt_tokens + float(np.mean(self.work.response_tokens))
+        self.context = float(self.work.slot_tokens or self.work.context) if DENSE_CACHE else mean
 
     def cuts(self, nodes: NodeGroup, gpus: int, pin: Axes | None = None) -> list[TrainerFamily]:
         """All trainers on `gpus` GPUs, whether they fit or not; with the mesh `pin`, if it is given."""
@@ -444,14 +449,15 @@ class LayoutCandidates:
 
     def bases(self, nodes: NodeGroup) -> list[Generator]:
         """A generator of one slot for each precision and mesh."""
-        shape, gpu, pin = self.work.shape, nodes.gpu, self.pins.generator
-        precisions: tuple[Precision, ...] = ("bf16", "fp8") if gpu.tflops.fp8 else ("bf16",)
+        shape, gpu, pin, row = self.work.shape, nodes.gpu, self.pins.generator, CAPABILITIES["generator"]
+        precisions = [p for p in row.precisions if p != "fp32" and not precision_lack("generator", p, gpu)]
+        staged = STAGE in row.axes and STAGE in row.over_hosts
         # Tensor parallelism within a host; stages only over whole hosts, where a host is not enough.
         meshes = [
             mesh
             for tp in _divisors(nodes.each)
-            for pp in (_divisors(len(nodes.hosts)) if tp == nodes.each else (1,))
-            if (mesh := Parallel(tp=tp, pp=pp)).divides(shape) and pin in (None, mesh.axes)
+            for pp in (_divisors(len(nodes.hosts)) if staged and tp == nodes.each else (1,))
+            if cut_lack("generator", shape, (mesh := Parallel(tp=tp, pp=pp)).axes) is None and pin in (None, mesh.axes)
         ]
         return [Generator(shape, gpu, mesh, 1, precision) for precision in precisions for mesh in meshes]
 

@@ -177,7 +177,7 @@ class Workload:
     `epochs` is how often each response is trained on, `minibatches` the optimizer's steps in each epoch, and
     `micro_tokens` the most tokens in a micro-batch of a data-parallel rank (a longer sequence is one by itself).
     `environment_s` are the seconds in which an environment answers a turn of a conversation; its lengths are of all its
-    turns.
+    turns. `slot_tokens` is what a generator's slot has room for; 0 for the longest sequence.
     """
 
     shape: Shape
@@ -192,6 +192,7 @@ class Workload:
     kept: Annotated[float, Field(gt=0, le=1)] = 1.0
     baselines: Annotated[int, Field(ge=0)] = 0
     replayed: Annotated[int, Field(ge=0)] = 0
+    slot_tokens: Annotated[int, Field(ge=0)] = 0
 
     def __post_init__(self) -> None:
         # The program says the one, its user the other. All other limits are those of flags, and of what is read.

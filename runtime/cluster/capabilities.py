@@ -1,0 +1,164 @@
+"""What a run can do, as one table. Pure.
+
+Who reads it, and what for:
+
+- the planner (`plan/candidates.py`): it proposes no layout that a row does not have;
+- the placement (`placement.place`, `placement.place_as`): it refuses meshes and hosts that a row does not have;
+- `check --plan` and `run --plan` (`control/run_plan.py`): whether a run here would take a plan;
+- the options of a run (`control/run_config.py`): the formats and transports that there are.
+
+What builds a feature changes its row here in the same commit, and nothing else says what is possible. Nodes refuse by
+themselves what they cannot do; `tests/runtime/plan/test_capabilities.py` compares that with these rows.
+
+A lack is a `Fault`, whose code docs/check-errors.md has: `mesh-axis`, `mesh-cut`, `mesh-hosts`, `precision`,
+`model-kind`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from penstock.graph.errors import Fault
+from penstock.graph.protocols import DATA, FSDP, STAGE, TENSOR, Axes, described, num_ranks
+from penstock.runtime.cluster.gpus import Gpu, Precision
+
+# What a pool does: it updates a policy, decodes, holds a model beside the policy (a reference, a critic, a reward
+# model), or none.
+Kind = Literal["trainer", "generator", "beside", "small"]
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What replicas of one kind of pool may be.
+
+    axes: those of its mesh, outermost first; none: one rank.
+    over_hosts: the axes that may cross hosts, or () where a replica has one host. `tp` is not among them: its ranks
+        wait for each other several times a layer.
+    replicas: may there be several? Else more GPUs are a larger mesh.
+    shared_heads: may several ranks of `tp` hold the same key-value head?
+    zero1: can weights stay whole over `fsdp`, with the optimizer's state alone sharded?
+    precisions: of the weights that it computes with.
+    """
+
+    axes: tuple[str, ...] = ()
+    over_hosts: tuple[str, ...] = ()
+    replicas: bool = False
+    shared_heads: bool = False
+    zero1: bool = False
+    precisions: tuple[Precision, ...] = ("bf16", "fp32")
+
+
+_LEARNS = Capability(axes=(STAGE, DATA, FSDP, TENSOR), over_hosts=(STAGE, DATA, FSDP))
+
+CAPABILITIES: Mapping[Kind, Capability] = {
+    "trainer": _LEARNS,
+    "beside": _LEARNS,
+    # Weights that travel in fp8 or int8 are computed with in the run's dtype (`RunOptions.wire`).
+    "generator": Capability(axes=(TENSOR,), replicas=True, shared_heads=True),
+    "small": Capability(),
+}
+
+# Formats of the model that computes, of weights on their way ("" is the first), and how they go.
+Dtype = Literal["float32", "bfloat16", "float16"]
+Wire = Literal["", "bfloat16", "int8", "fp8", "fp8_block"]
+Transport = Literal["auto", "messages", "shm", "cuda_ipc"]
+# Whether what is not needed between updates lies on the host.
+Offload = Literal["auto", "on", "off"]
+
+# A slot's cache has room for the longest prompt and response from the start (`nodes/generate/kv_cache.py`).
+DENSE_CACHE: bool = True
+# GPUs that trainer and generator share are used in turn only where no batch is decoded meanwhile: at this lag.
+SHARED_LAG = 0
+
+
+class Sizes(Protocol):
+    """What of a model decides how it can be cut, such as a planner's `Shape`."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def inner(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def tied(self) -> bool: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def latent(self) -> object: ...
+
+
+def axis_lack(kind: Kind, mesh: Axes) -> Fault | None:
+    """What a mesh has that replicas of this kind of pool cannot."""
+    row = CAPABILITIES[kind]
+    others = [name for name, size in mesh if size > 1 and name not in row.axes]
+    if not others:
+        return None
+    needed = f"the axes {', '.join(row.axes)}" if row.axes else "one rank: it has no model"
+    more = "; more GPUs are more replicas" if row.replicas else ""
+    return Fault("mesh-axis", f"a {kind}'s mesh", f"{', '.join(others)} in {described(mesh)}", needed + more)
+
+
+def cut_lack(kind: Kind, sizes: Sizes, mesh: Axes) -> Fault | None:
+    """What of a model a mesh does not divide: heads and width over `tp`, whole layers over `pp`."""
+    row, axes, lacks = CAPABILITIES[kind], dict(mesh), []
+    tp, pp = axes.get(TENSOR, 1), axes.get(STAGE, 1)
+    shared = row.shared_heads and tp % sizes.kv_heads == 0
+    for count, name in ((sizes.heads, "heads"), (sizes.inner, "of an MLP's width")):
+        lacks += [f"{count} {name} over tp {tp}"] if count % tp else []
+    lacks += [] if sizes.kv_heads % tp == 0 or shared else [f"{sizes.kv_heads} key-value heads over tp {tp}"]
+    # A generator's ranks cut the vocabulary in equal pieces, of which the last one may be smaller.
+    if kind == "generator" and -(-sizes.vocab // tp) * (tp - 1) >= sizes.vocab:
+        lacks.append(f"{sizes.vocab} words over tp {tp}")
+    lacks += [f"{sizes.layers} layers over pp {pp}"] if pp > sizes.layers else []
+    lacks += [f"tied embeddings over pp {pp}"] if sizes.tied and pp > 1 else []
+    if not lacks:
+        return None
+    needed = "numbers that tp divides, a layer for each stage, and a head of its own where there are stages"
+    return Fault("mesh-cut", f"a {kind}'s mesh {described(mesh)}", ", ".join(lacks), needed)
+
+
+def spread_lack(kind: Kind, mesh: Axes, hosts: Sequence[str], tp_over_hosts: bool = False) -> Fault | None:
+    """What keeps a replica's ranks from being on these hosts, one for each rank in the order of the mesh."""
+    if len(set(hosts)) <= 1:
+        return None
+    row, what = CAPABILITIES[kind], f"a {kind}'s mesh {described(mesh)}"
+    given = f"ranks on {', '.join(dict.fromkeys(hosts))}"
+    if not row.over_hosts:
+        return Fault("mesh-hosts", what, given, "one host for a replica")
+    inner = num_ranks(mesh)
+    for name, size in mesh:
+        blocks = [hosts[at : at + inner] for at in range(0, len(hosts), inner)]
+        inner //= size
+        # An axis crosses hosts where ranks that differ on it alone are apart.
+        if name in row.over_hosts or (name == TENSOR and tp_over_hosts):
+            continue
+        if any(block[at] != block[at % inner] for block in blocks for at in range(len(block))):
+            return Fault("mesh-hosts", what, f"{name} over hosts: {given}", f"{name} within a host")
+    return None
+
+
+def precision_lack(kind: Kind, precision: Precision, gpu: Gpu | None = None, name: str = "") -> Fault | None:
+    """What keeps replicas of this kind of pool from computing with weights of a precision: on any GPU, or on this kind
+    of GPU, which is called `name`."""
+    row = CAPABILITIES[kind]
+    if precision not in row.precisions:
+        needed = f"one of {', '.join(row.precisions)}: narrower weights travel (--wire), and are widened on arrival"
+        return Fault("precision", f"a {kind}'s weights", precision, needed)
+    if gpu is not None and not getattr(gpu.tflops, precision):
+        able = [each for each in row.precisions if getattr(gpu.tflops, each)]
+        return Fault("precision", f"a {kind}'s weights", f"{precision} on {name or 'GPUs'}", f"{' or '.join(able)}")
+    return None
+
+
+def model_lack(sizes: Sizes) -> Fault | None:
+    """What keeps a run from having such a model at all, whatever the machines."""
+    lacks = [f"a mixture of {sizes.experts} experts"] if sizes.experts else []
+    lacks += ["latent attention"] if sizes.latent is not None else []
+    if not lacks:
+        return None
+    return Fault("model-kind", "the model", " and ".join(lacks), "a dense model of the Llama family")
