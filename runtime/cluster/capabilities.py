@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from penstock.graph.errors import Fault
-from penstock.graph.protocols import DATA, FSDP, STAGE, TENSOR, Axes, described, num_ranks
+from penstock.graph.protocols import DATA, FSDP, STAGE, TENSOR, Axes, described
 from penstock.runtime.cluster.gpus import Gpu, Precision
 
 # What a pool does: it updates a policy, decodes, holds a model beside the policy (a reference, a critic, a reward
@@ -37,7 +37,7 @@ class Capability:
     replicas: may there be several? Else more GPUs are a larger mesh.
     shared_heads: may several ranks of `tp` hold the same key-value head?
     zero1: can weights stay whole over `fsdp`, with the optimizer's state alone sharded?
-    precisions: of the weights that it computes with.
+    precisions: of the weights that it computes with, as a plan may have them.
     """
 
     axes: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Capability:
     replicas: bool = False
     shared_heads: bool = False
     zero1: bool = False
-    precisions: tuple[Precision, ...] = ("bf16", "fp32")
+    precisions: tuple[Precision, ...] = ("bf16",)
 
 
 _LEARNS = Capability(axes=(STAGE, DATA, FSDP, TENSOR), over_hosts=(STAGE, DATA, FSDP))
@@ -124,25 +124,22 @@ def cut_lack(kind: Kind, sizes: Sizes, mesh: Axes) -> Fault | None:
 
 def spread_lack(kind: Kind, mesh: Axes, hosts: Sequence[str], tp_over_hosts: bool = False) -> Fault | None:
     """What keeps a replica's ranks from being on these hosts, one for each rank in the order of the mesh."""
-    if len(set(hosts)) <= 1:
-        return None
-    row, what = CAPABILITIES[kind], f"a {kind}'s mesh {described(mesh)}"
-    given = f"ranks on {', '.join(dict.fromkeys(hosts))}"
-    if not row.over_hosts:
-        return Fault("mesh-hosts", what, given, "one host for a replica")
-    inner = num_ranks(mesh)
+    where = ", ".join(dict.fromkeys(hosts))
+    inner = len(hosts)
     for name, size in mesh:
-        blocks = [hosts[at : at + inner] for at in range(0, len(hosts), inner)]
-        inner //= size
-        # An axis crosses hosts where ranks that differ on it alone are apart.
-        if name in row.over_hosts or (name == TENSOR and tp_over_hosts):
+        outer, inner = inner, inner // size
+        # Ranks that differ on this axis alone are `inner` apart.
+        apart = any(hosts[at] != hosts[at - at % outer + at % inner] for at in range(len(hosts)))
+        if not apart or name in CAPABILITIES[kind].over_hosts or (name == TENSOR and tp_over_hosts):
             continue
-        if any(block[at] != block[at % inner] for block in blocks for at in range(len(block))):
-            return Fault("mesh-hosts", what, f"{name} over hosts: {given}", f"{name} within a host")
+        needed = f"{name} within a host"
+        if name == TENSOR:
+            needed += ", written last, or --tp-over-hosts: its ranks wait for each other several times a layer"
+        return Fault("mesh-hosts", f"a {kind}'s mesh {described(mesh)}", f"{name}{size} over hosts ({where})", needed)
     return None
 
 
-def precision_lack(kind: Kind, precision: Precision, gpu: Gpu | None = None, name: str = "") -> Fault | None:
+def precision_lack(kind: Kind, precision: Precision, gpu: Gpu | None = None, name: str = "GPUs") -> Fault | None:
     """What keeps replicas of this kind of pool from computing with weights of a precision: on any GPU, or on this kind
     of GPU, which is called `name`."""
     row = CAPABILITIES[kind]
@@ -150,8 +147,7 @@ def precision_lack(kind: Kind, precision: Precision, gpu: Gpu | None = None, nam
         needed = f"one of {', '.join(row.precisions)}: narrower weights travel (--wire), and are widened on arrival"
         return Fault("precision", f"a {kind}'s weights", precision, needed)
     if gpu is not None and not getattr(gpu.tflops, precision):
-        able = [each for each in row.precisions if getattr(gpu.tflops, each)]
-        return Fault("precision", f"a {kind}'s weights", f"{precision} on {name or 'GPUs'}", f"{' or '.join(able)}")
+        return Fault("precision", f"a {kind}'s weights", f"{precision} on {name}", "a format that it computes in")
     return None
 
 

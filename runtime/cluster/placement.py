@@ -17,6 +17,7 @@ works. `served` is a plan with the number of firings that really are in work at 
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
@@ -30,6 +31,7 @@ from msgspec import Meta
 from penstock.graph.ir import Graph, Node
 from penstock.graph.protocols import DATA, FSDP, STAGE, TENSOR, Axes, num_ranks
 from penstock.graph.types import Context
+from penstock.runtime.cluster.capabilities import CAPABILITIES, Kind, axis_lack, spread_lack
 from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, check_common_network, nearest
 
 
@@ -265,6 +267,12 @@ class _Role:
         """Whether it may have a language model, and so a mesh and a GPU."""
         return self.carries or self.generates
 
+    @property
+    def kind(self) -> Kind:
+        if self.updates:
+            return "trainer"
+        return "generator" if self.generates else "beside" if self.carries else "small"
+
     def capacity(self, slots: int) -> int:
         if self.rows:
             return ceil(slots / self.rows) + GROUPS_AHEAD
@@ -297,6 +305,8 @@ def place(
     check_pools(meshes, [role.name for role in roles if role.models], [role.name for role in roles])
     _check_names(cluster, roles)
     for role in roles:
+        if lack := axis_lack(role.kind, mesh := meshes.get(role.name, ())):
+            raise ClusterError(f"--mesh {role.name}={spelled(mesh)}: given {lack.given}, needed {lack.needed}")
         _check_spread(role, meshes.get(role.name, ()), generators, tp_over_hosts)
     # A trainer has the first devices of its hosts, so that others begin after its ranks.
     updating = {
@@ -350,11 +360,9 @@ def _check_spread(role: _Role, mesh: Axes, generators: int, tp_over_hosts: bool)
         raise ClusterError(f"{given} {each} ranks on a host of {cores} cores, {needed}")
     if len(hosts) == 1:
         return
-    names_of_axes = [name for name, _ in mesh]
-    if dict(mesh).get(TENSOR, 1) > 1 and each % num_ranks(mesh[names_of_axes.index(TENSOR) :]) and not tp_over_hosts:
-        given = f"{given} {TENSOR}{dict(mesh)[TENSOR]} over hosts with {each} of {ranks} ranks each ({names})"
-        needed = f"{TENSOR} written last and a divisor of {each}, or --tp-over-hosts"
-        raise ClusterError(f"{given}, needed {needed}: ranks of {TENSOR} wait for each other several times a layer")
+    spread = [host.name for host in hosts for _ in range(each)]
+    if lack := spread_lack(role.kind, mesh, spread, tp_over_hosts):
+        raise ClusterError(f"{given} {lack.given}, needed {lack.needed}")
     check_common_network(hosts, f"pools.{role.name}")
 
 
@@ -381,6 +389,65 @@ def _ranks(
             raise ClusterError(f"{given} of host {host.name}, needed a GPU for each: NCCL joins no two ranks on one")
         ranks += [Rank(host.name, name, max(1, threads // count)) for name in devices]
     return tuple(ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLayout:
+    """Where a planner has put the replicas of a pool: the mesh of each, and the (host, device) of each of its ranks."""
+
+    mesh: Axes
+    replicas: tuple[tuple[tuple[str, str], ...], ...]
+
+
+def place_as(
+    graphs: Sequence[Graph], cluster: Cluster, layouts: Mapping[str, PoolLayout], *, slots: int, tp_over_hosts: bool
+) -> Plan:
+    """The plan for graphs as `place` makes it, with the model pools where `layouts` says.
+
+    Pools without a layout do small work on the CPU of their host. The ranks with a layout share out their host's cores.
+    Raises ClusterError for pools, hosts or devices that are not there, and for what a replica cannot be
+    (`capabilities`).
+    """
+    roles = _roles(graphs, cluster)
+    _check_names(cluster, roles)
+    if strange := layouts.keys() - {role.name for role in roles if role.models}:
+        needed = f"one of: {', '.join(role.name for role in roles if role.models)}"
+        raise ClusterError(f"plan: given a layout of pool {min(strange)}, needed {needed}")
+    sharing = Counter(host for each in layouts.values() for places in each.replicas for host, _ in places)
+
+    def replica(role: _Role, index: int, mesh: Axes, places: Sequence[tuple[str, str]]) -> Replica:
+        what = f"plan: {role.name}/{index}"
+        if len(places) != num_ranks(mesh):
+            raise ClusterError(f"{what}: given {len(places)} ranks of {spelled(mesh)}, needed {num_ranks(mesh)}")
+        for host, device in places:
+            own = next((each for each in cluster.hosts if each.name == host), None)
+            if own is None:
+                raise ClusterError(f"{what}: given host {host!r}; {nearest(host, [h.name for h in cluster.hosts])}")
+            if device not in own.accelerators:
+                known = ", ".join(own.accelerators) or "no device but its cores"
+                raise ClusterError(f"{what}: given {device!r} of host {host}, which has {known}")
+        if len(set(places)) < len(places):
+            raise ClusterError(f"{what}: given two ranks on one GPU, needed a GPU for each: NCCL joins no two on one")
+        if lack := axis_lack(role.kind, mesh) or spread_lack(role.kind, mesh, [h for h, _ in places], tp_over_hosts):
+            raise ClusterError(f"{what}: given {lack.given}, needed {lack.needed}")
+        hosts = [cluster.host(host) for host in dict.fromkeys(host for host, _ in places)]
+        check_common_network(hosts, what)
+        # As many for each: ranks that compute the same agree to the bit only with equally many.
+        threads = max(1, min(host.cores // sharing[host.name] for host in hosts))
+        ranks = tuple(Rank(host, device, threads) for host, device in places)
+        return Replica(f"{role.name}/{index}", ranks, role.capacity(slots), mesh)
+
+    def pool(role: _Role) -> Pool:
+        if (layout := layouts.get(role.name)) is None:
+            ranks = (Rank(cluster.hosts_of(role.name)[0].name),)
+            return Pool(role.name, role.holds, (Replica(f"{role.name}/0", ranks, role.capacity(slots)),))
+        if len(layout.replicas) > 1 and not CAPABILITIES[role.kind].replicas:
+            raise ClusterError(f"plan: given {len(layout.replicas)} replicas of {role.name}, needed one")
+        return Pool(
+            role.name, role.holds, tuple(replica(role, i, layout.mesh, each) for i, each in enumerate(layout.replicas))
+        )
+
+    return Plan(tuple(map(pool, roles)))
 
 
 def _roles(graphs: Sequence[Graph], cluster: Cluster) -> list[_Role]:

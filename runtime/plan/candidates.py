@@ -107,7 +107,7 @@ def node_groups(cluster: Cluster) -> tuple[NodeGroup, ...]:
 
 
 def trainer_meshes(shape: Shape, nodes: NodeGroup, gpus: int) -> Iterator[Parallel]:
-    """Every cut of `gpus` ranks over dp, fsdp, tp and pp that a run can have; tensor parallelism stays within a host."""
+    """Every cut of `gpus` ranks over dp, fsdp, tp and pp that a run can have; tp stays within a host."""
     if gpus > nodes.each and not CAPABILITIES["trainer"].over_hosts:
         return
     for tp in _divisors(min(nodes.each, gpus)):
@@ -450,7 +450,7 @@ class LayoutCandidates:
     def bases(self, nodes: NodeGroup) -> list[Generator]:
         """A generator of one slot for each precision and mesh."""
         shape, gpu, pin, row = self.work.shape, nodes.gpu, self.pins.generator, CAPABILITIES["generator"]
-        precisions = [p for p in row.precisions if p != "fp32" and not precision_lack("generator", p, gpu)]
+        precisions = [each for each in row.precisions if precision_lack("generator", each, gpu) is None]
         staged = STAGE in row.axes and STAGE in row.over_hosts
         # Tensor parallelism within a host; stages only over whole hosts, where a host is not enough.
         meshes = [

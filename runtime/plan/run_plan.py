@@ -1,0 +1,279 @@
+"""A plan as a run reads it: what `penstock plan … --out FILE` writes, and `run --plan` and `check --plan` take. Pure
+but for `RunPlan.read`.
+
+`run_plan` turns what the planner found into places on the cluster's hosts and the options that the plan decides.
+`RunPlan.lacks` says what keeps a run from being that plan: another program or model, or machines that are not those
+that were planned for. Lacks are `Fault`s, with codes of docs/check-errors.md. `RunPlan.on` is the plan on the machines
+that there are, whose hosts may have other names.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from pydantic import TypeAdapter
+
+from penstock.graph.errors import Fault
+from penstock.graph.ir import Graph
+from penstock.graph.protocols import num_ranks
+from penstock.runtime.cluster.capabilities import SHARED_LAG, model_lack
+from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, check_common_network
+from penstock.runtime.cluster.placement import Plan, PoolLayout, place_as, spelled
+from penstock.runtime.plan.model_shape import Shape
+from penstock.runtime.plan.planner import Planned
+from penstock.runtime.plan.roles import PlanError, Roles, roles_of
+from penstock.runtime.plan.search import Allocation, Solution
+from penstock.runtime.record.typed_json import parse_json
+
+# Of the JSON of a plan.
+KEY = "run"
+# Shares by which two kinds of GPUs with names of their own may differ in memory and still be one.
+ALIKE = 0.1
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """program, model: the program's import path, and the model's shape.
+    roles: what the plan takes from the graph, as JSON.
+    options: those of a run that the plan decides, by name. words: the program's own that it was made with, as typed.
+    lag: what the generator's weights may be behind; None: as the program says. Pools that share GPUs take turns.
+    source: what `--cluster` said. named: whether that was a file, whose hosts are machines of these names.
+    """
+
+    program: str
+    model: Shape
+    roles: Mapping[str, Any]
+    options: Mapping[str, Any]
+    words: Mapping[str, Sequence[str]]
+    lag: int | None
+    source: str
+    named: bool
+    cluster: Cluster
+    plan: Plan
+
+    def to_json(self) -> dict[str, Any]:
+        plain = {
+            name: getattr(self, name) for name in ("program", "roles", "options", "words", "lag", "source", "named")
+        }
+        cluster = self.cluster.model_dump(mode="json")
+        return {"format": 1, **plain, "model": asdict(self.model), "cluster": cluster, "plan": self.plan.to_json()}
+
+    @staticmethod
+    def read(path: Path) -> "RunPlan":
+        """Raises PlanError for a file that `penstock plan … --out` did not write."""
+        try:
+            data = parse_json(path.read_bytes(), str(path))[KEY]
+            if data.get("format") != 1:
+                raise ValueError(f"format {data.get('format')!r}")
+            return RunPlan(
+                program=msgspec.convert(data["program"], str),
+                model=TypeAdapter(Shape).validate_python(data["model"]),
+                roles=msgspec.convert(data["roles"], dict[str, Any]),
+                options=msgspec.convert(data["options"], dict[str, Any]),
+                words=msgspec.convert(data["words"], dict[str, list[str]]),
+                lag=msgspec.convert(data["lag"], int | None),
+                source=msgspec.convert(data["source"], str),
+                named=msgspec.convert(data["named"], bool),
+                cluster=Cluster.model_validate(data["cluster"]),
+                plan=Plan.from_json(data["plan"]),
+            )
+        except OSError as error:
+            given = f"a file that cannot be read ({error.strerror})"
+        except (KeyError, TypeError, AttributeError):
+            given = "JSON without what a run needs of a plan"
+        except ValueError as error:
+            given = f"something else ({' '.join(str(error).split()):.200})"
+        needed = "what `penstock plan PROGRAM … --out FILE` writes"
+        raise PlanError(str(Fault("plan-file", f"--plan {path}", given, needed)))
+
+    def lacks(self, graphs: Sequence[Graph], model: Shape | None, here: Cluster) -> list[Fault]:
+        """What keeps a run of `graphs`, the first one to train, with a model of this shape (None: one that is not
+        known) on the machines `here` from being this plan."""
+        return [*self._other_program(graphs), *self._other_model(model), *self._other_machines(here)]
+
+    def _other_program(self, graphs: Sequence[Graph]) -> Iterator[Fault]:
+        graph = graphs[0]
+        try:
+            roles = roles_facts(roles_of(graph))
+        except PlanError as error:
+            yield Fault("plan-program", f"--plan for {self.program}", str(error), "the program that was planned")
+            return
+        for name, planned in self.roles.items():
+            if roles.get(name) != planned:
+                given = f"{name} {_said(roles.get(name))} of {graph.name}"
+                yield Fault("plan-program", f"--plan for {self.program}", given, f"{_said(planned)}, as planned")
+        held = {name for pool in self.plan.pools for name in pool.holds}
+        if missing := [name for name in _names(graphs) if name not in held]:
+            given = f"{', '.join(missing)}, which the plan has nowhere"
+            yield Fault("plan-program", f"--plan for {self.program}", given, "a plan of this program as it is now")
+
+    def _other_model(self, model: Shape | None) -> Iterator[Fault]:
+        if model is None:
+            needed = f"--model DIR, of the shape of {self.model.name}"
+            yield Fault("plan-model", "the model", "a small one, which is built where none is given", needed)
+            return
+        names = [each.name for each in fields(Shape) if each.name != "name"]
+        if others := [name for name in names if getattr(model, name) != getattr(self.model, name)]:
+            given = ", ".join(f"{name} {getattr(model, name)}" for name in others)
+            needed = ", ".join(f"{name} {getattr(self.model, name)}" for name in others)
+            yield Fault("plan-model", f"the model {model.name}", given, f"{needed}, as {self.model.name} has")
+
+    def _hosts(self, here: Cluster) -> dict[str, Host] | None:
+        """The machine of each host of the plan: that of its name, or where none has its name, that of its number; None
+        where there are too few."""
+        used = self._used()
+        names = {host.name: host for host in here.hosts}
+        if used <= names.keys():
+            return {name: names[name] for name in used}
+        numbers = {host.name: number for number, host in enumerate(self.cluster.hosts)}
+        if used & names.keys() or any(numbers[name] >= len(here.hosts) for name in used):
+            return None
+        return {name: here.hosts[numbers[name]] for name in used}
+
+    def _used(self) -> set[str]:
+        return {rank.host for replica in self.plan.replicas for rank in replica.ranks}
+
+    def _other_machines(self, here: Cluster) -> Iterator[Fault]:
+        """How machines differ from those that were planned for, as far as the plan uses them."""
+        hosts = self._hosts(here)
+        if hosts is None:
+            given = ", ".join(host.name for host in here.hosts)
+            needed = f"the {len(self._used())} of the plan for {self.source}: {', '.join(sorted(self._used()))}"
+            yield Fault("plan-hosts", "the hosts", f"{len(here.hosts)}: {given}", needed)
+            return
+        for planned in self.cluster.hosts:
+            if (host := hosts.get(planned.name)) is None:
+                continue
+            what = f"host {host.name}" + (f", {planned.name} of the plan" if host.name != planned.name else "")
+            ranks = [rank for replica in self.plan.replicas for rank in replica.ranks if rank.host == planned.name]
+            devices = list(dict.fromkeys(rank.device for rank in ranks if rank.device != "cpu"))
+            if lacking := [device for device in devices if device not in host.accelerators]:
+                given = f"{len(host.accelerators)} CUDA devices, without {', '.join(lacking)}"
+                yield Fault("plan-devices", what, given, f"the {len(devices)} of the plan")
+            elif devices and not _alike(planned, self.cluster, host, here):
+                yield Fault("plan-gpus", what, f"GPUs of kind {host.gpu}", f"{planned.gpu}, as planned")
+            # A word says nothing of cores: its hosts have one for each GPU.
+            if host.cores < planned.cores:
+                yield Fault("plan-cores", what, f"{host.cores} cores", f"at least the {planned.cores} planned for")
+            if planned.address and host.address and planned.address != host.address:
+                yield Fault("plan-address", what, f"address {host.address}", f"{planned.address}, as planned")
+        for replica in self.plan.replicas:
+            try:
+                own = dict.fromkeys(hosts[rank.host].name for rank in replica.ranks)
+                check_common_network([here.host(name) for name in own], replica.name)
+            except ClusterError as error:
+                yield Fault("plan-address", replica.name, str(error), "hosts that reach each other")
+
+    def on(self, graphs: Sequence[Graph], here: Cluster) -> Plan:
+        """The plan with the hosts as they are called here, and without what these graphs have not, such as an
+        evaluation. `lacks` has found nothing."""
+        hosts, names = self._hosts(here), set(_names(graphs))
+        assert hosts is not None
+        pools = [
+            replace(
+                pool,
+                holds=tuple(name for name in pool.holds if name in names),
+                replicas=tuple(
+                    replace(r, ranks=tuple(replace(rank, host=hosts[rank.host].name) for rank in r.ranks))
+                    for r in pool.replicas
+                ),
+            )
+            for pool in self.plan.pools
+        ]
+        return Plan(tuple(pool for pool in pools if pool.holds))
+
+
+def run_plan(
+    found: Planned,
+    graphs: Sequence[Graph],
+    cluster: Cluster,
+    *,
+    program: str,
+    source: str,
+    named: bool,
+    max_tokens: int,
+    words: Mapping[str, Sequence[str]],
+    model: str = "",
+) -> RunPlan:
+    """What was found, for a run of `graphs`, the first of which was planned. `model` is a directory, if the plan was
+    made for one. Raises PlanError for what no run can have, and ClusterError for what the placement refuses."""
+    if lack := model_lack(found.work.shape):
+        raise PlanError(str(lack))
+    best, generator = found.best, found.best.generating.generator
+    layouts = pool_layouts(found.roles, best, cluster)
+    plan = place_as(graphs, cluster, layouts, slots=generator.slots, tp_over_hosts=False)
+    options: dict[str, Any] = {
+        "batch": found.work.prompts,
+        "max_tokens": max_tokens,
+        "device": "cuda",
+        "dtype": {"bf16": "bfloat16", "fp32": "float32"}[generator.precision],
+        "generators": best.generating.replicas,
+        "mesh": [f"{pool}={spelled(each.mesh)}" for pool, each in layouts.items() if num_ranks(each.mesh) > 1],
+        "slots": generator.slots,
+        "offload": "on" if best.offloads else "off",
+        **({"model": model} if model else {}),
+    }
+    lag = SHARED_LAG if best.split.shared and found.lag > SHARED_LAG else None
+    return RunPlan(
+        program, found.work.shape, roles_facts(found.roles), options, words, lag, source, named, cluster, plan
+    )
+
+
+def pool_layouts(roles: Roles, best: Solution, cluster: Cluster) -> dict[str, PoolLayout]:
+    """Where the ranks of each pool with a model are: GPUs of a host in their order, the trainer's first."""
+    taken = Counter[str]()
+    split, trainer, generating = best.split, best.training.trainer, best.generating
+    hosts = split.hosts()
+    assert hosts is not None
+
+    def places(allocation: Allocation, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+        each = min(allocation.gpus, allocation.nodes.each)
+        own = [(name, device) for name in names for device in cluster.host(name).accelerators[taken[name] :][:each]]
+        taken.update(dict.fromkeys(names, each))
+        return tuple(own)
+
+    trains = places(split.trainer, hosts[0])
+    decodes = places(split.generator, hosts[1]) if split.generator else trains
+    found_layouts = {roles.trainer: PoolLayout(trainer.mesh.axes, (trains,))}
+    # What has no GPUs of its own is cut as the trainer is, beside it.
+    found_layouts |= dict.fromkeys(roles.beside, found_layouts[roles.trainer])
+    size = generating.generator.mesh.ranks
+    replicas = tuple(decodes[first : first + size] for first in range(0, len(decodes), size))
+    found_layouts[roles.generator] = PoolLayout(generating.generator.mesh.axes, replicas)
+    for each, reading, names in zip(split.dedicated, best.readings, hosts[2:], strict=True):
+        layout = PoolLayout(reading.trainer.mesh.axes, (places(each, names),))
+        found_layouts |= dict.fromkeys(each.pools, layout)
+    return found_layouts
+
+
+def roles_facts(roles: Roles) -> dict[str, Any]:
+    """What a plan follows from of a graph, as JSON."""
+    data: dict[str, Any] = TypeAdapter(Roles).dump_python(roles, mode="json")
+    return data
+
+
+def _names(graphs: Sequence[Graph]) -> list[str]:
+    """The arguments and the nodes that fire."""
+    named = (
+        [argument.name for argument in graph.arguments] + [node.name for node in graph.nodes if node.fires]
+        for graph in graphs
+    )
+    return list(dict.fromkeys(name for names in named for name in names))
+
+
+def _said(fact: object) -> str:
+    return str(fact) if isinstance(fact, int | float | str) else msgspec.json.encode(fact).decode()
+
+
+def _alike(planned: Host, of: Cluster, host: Host, here: Cluster) -> bool:
+    """Whether GPUs are of the kind that was planned for; kinds with figures of their own are, if their memory is."""
+    # A cluster file need not say the kind for a run.
+    if planned.gpu == host.gpu or not host.gpu:
+        return True
+    if not {planned.gpu, host.gpu} & (of.gpus.keys() | here.gpus.keys()):
+        return False
+    one, other = of.gpu_of(planned), here.gpu_of(host)
+    return one is not None and other is not None and abs(one.memory_gib / other.memory_gib - 1) < ALIKE
