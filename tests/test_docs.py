@@ -68,7 +68,8 @@ def test_generated_parts_are_as_generated() -> None:
 
 
 def test_each_fault_has_a_code_of_the_table_and_each_code_a_fault() -> None:
-    paths = [path for folder in ("graph", "nodes", "runtime/cli") for path in (ROOT / folder).rglob("*.py")]
+    folders = ("graph", "nodes", "runtime/cli", "runtime/cluster", "runtime/plan")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     nodes = [
         node
         for path in paths

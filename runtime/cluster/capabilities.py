@@ -10,8 +10,8 @@ Who reads it, and what for:
 What builds a feature changes its row here in the same commit, and nothing else says what is possible. Nodes refuse by
 themselves what they cannot do; `tests/runtime/plan/test_capabilities.py` compares that with these rows.
 
-A lack is a `Fault`, whose code docs/check-errors.md has: `mesh-axis`, `mesh-cut`, `mesh-hosts`, `precision`,
-`model-kind`.
+A lack is a `Fault`, whose code docs/check-errors.md has: `mesh-axis`, `mesh-cut`, `mesh-hosts`,
+`no-precision`, `model-kind`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -145,9 +145,9 @@ def precision_lack(kind: Kind, precision: Precision, gpu: Gpu | None = None, nam
     row = CAPABILITIES[kind]
     if precision not in row.precisions:
         needed = f"one of {', '.join(row.precisions)}: narrower weights travel (--wire), and are widened on arrival"
-        return Fault("precision", f"a {kind}'s weights", precision, needed)
+        return Fault("no-precision", f"a {kind}'s weights", precision, needed)
     if gpu is not None and not getattr(gpu.tflops, precision):
-        return Fault("precision", f"a {kind}'s weights", f"{precision} on {name}", "a format that it computes in")
+        return Fault("no-precision", f"a {kind}'s weights", f"{precision} on {name}", "a format that it computes in")
     return None
 
 

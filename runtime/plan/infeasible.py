@@ -11,8 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from penstock.graph.protocols import num_ranks
+from penstock.runtime.cluster.capabilities import axis_lack
+from penstock.runtime.cluster.gpus import GPUS
 from penstock.runtime.cluster.placement import spelled
-from penstock.runtime.plan.candidates import FEWEST_SLOTS, LayoutCandidates, NodeGroup, Pins, trainer_meshes
+from penstock.runtime.plan.candidates import FEWEST_SLOTS, SHARED, LayoutCandidates, NodeGroup, Pins, trainer_meshes
 from penstock.runtime.plan.decode_cost import generator_memory
 from penstock.runtime.plan.model_shape import Parallel
 from penstock.runtime.plan.roles import AskedError, Models, PlanError, Roles
@@ -34,6 +36,8 @@ def check_pins(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence
             continue
         ranks = num_ranks(axes)
         given = f"--mesh {pool}={spelled(axes)}: given {ranks} ranks"
+        if lack := axis_lack("generator" if pool == roles.generator else "trainer", axes):
+            raise AskedError(f"--mesh {pool}={spelled(axes)}: given {lack.given}, needed {lack.needed}")
         if ranks > largest.gpus:
             raise AskedError(f"{given}, needed at most the {largest.gpus} GPUs of kind {largest.kind}")
         if pool == roles.generator:
@@ -62,6 +66,10 @@ def refuse(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
             given = f"given {nodes.gpu.memory_bytes / 1e9:.1f} GB of memory on each GPU, needed {memory}"
             groups = (nodes, *_more_hosts(nodes))
             enough = next((each for each in groups if _any_fits(layouts(free, each), each)), None)
+            # No number of hosts helps a replica that has one: only larger GPUs do.
+            larger = sorted(GPUS.items(), key=lambda kind: kind[1].memory_gib)
+            others = (replace(nodes, kind=kind, gpu=gpu.in_hosts_of(nodes.each)) for kind, gpu in larger)
+            enough = enough or next((each for each in others if _any_fits(layouts(candidates, each), each)), None)
             change = f"{lacking / 1e9:.1f} GB are lacking on each GPU"
             if enough:
                 change = f"It would fit {'without --mesh' if enough is nodes else f'on {enough}'}"
@@ -69,7 +77,8 @@ def refuse(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
     if len(lines) > 1:
         return PlanError("\n".join(lines))
     alone = [n for i in node_groups for n in i.sizes if candidates.trainers(i, n, Models(0)).at(0)]
-    decoding = [n for i in node_groups for n in i.sizes if n in candidates.dedicated(i).gpus]
+    tables = [(i, candidates.generators(i, i.sizes, SHARED, None)) for i in node_groups]
+    decoding = [n for i, table in tables for n in i.sizes if n in table.gpus]
     if not (alone and decoding):
         most = candidates.work.responses
         return PlanError(f"{head}: given layouts that fit, needed pools of {most} replicas at most")
@@ -132,10 +141,10 @@ def _trainers(candidates: LayoutCandidates, nodes: NodeGroup) -> Iterator[tuple[
 
 
 def _generators(candidates: LayoutCandidates, nodes: NodeGroup) -> Iterator[tuple[Memory, Parallel]]:
-    """The same of a generator, with few slots."""
+    """The same of a generator, with few slots, and with one copy of the weights, as on the trainer's GPUs."""
     for base in candidates.bases(nodes):
         few = replace(base, slots=min(FEWEST_SLOTS, candidates.slots))
-        yield generator_memory(few, candidates.context), base.mesh
+        yield generator_memory(few, candidates.context, SHARED), base.mesh
 
 
 def _any_fits(layouts: Iterable[tuple[Memory, Parallel]], nodes: NodeGroup) -> bool:

@@ -595,7 +595,8 @@ class Search:
         steady, rollout, others, share = (column[place] for column in fastest)
         sync = share * SAFE / _rate(nodes, shared)
         times = Times(train, steady, rollout, sync, 0.0, dedicated, others, self.wait_s)
-        return np.where(place >= 0, self._period(shared, times), inf)
+        # Shared GPUs have no sum of the steady seconds, which are infinite where there is no generator.
+        return np.where((place >= 0) & np.isfinite(steady), self._period(shared, times), inf)
 
     def _period(self, shared: bool, times: Times) -> Seconds:
         """What the period does not go below whichever of the times are longer than given."""

@@ -100,7 +100,7 @@ def test_a_precision_that_runs_or_a_device_lack_is_named() -> None:
     assert precision_lack("generator", first, GPUS["A100"]) is None
     for lack in (precision_lack("generator", "fp4"), precision_lack("generator", "fp8", GPUS["A100"], "A100")):
         assert lack is not None
-        assert lack.code == "precision"
+        assert lack.code == "no-precision"
 
 
 def test_models_that_runs_do_not_have_are_named() -> None:

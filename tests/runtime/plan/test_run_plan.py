@@ -13,7 +13,7 @@ import pytest
 from penstock.graph import load, trace
 from penstock.graph.ir import Graph
 from penstock.graph.protocols import num_ranks
-from penstock.runtime.cluster.capabilities import axis_lack, cut_lack, model_lack
+from penstock.runtime.cluster.capabilities import Kind, axis_lack, cut_lack, model_lack
 from penstock.runtime.cluster.cluster import Cluster, read_cluster
 from penstock.runtime.cluster.gpus import GPUS
 from penstock.runtime.cluster.placement import place_as
@@ -75,7 +75,7 @@ def test_whatever_is_planned_the_placement_takes(first: int, last: int, monkeypa
             placed = place_as([graph], cluster, layouts, slots=slots, tp_over_hosts=False)
             planned += 1
             for pool in placed.pools:
-                kind = "generator" if pool.name == found.roles.generator else "trainer"
+                kind: Kind = "generator" if pool.name == found.roles.generator else "trainer"
                 for replica in pool.replicas:
                     assert len(set(replica.ranks)) == len(replica.ranks) == num_ranks(replica.mesh)
                     assert axis_lack(kind, replica.mesh) is None
