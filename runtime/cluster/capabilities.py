@@ -111,8 +111,8 @@ def cut_lack(kind: Kind, sizes: Sizes, mesh: Axes) -> Fault | None:
     for count, name in ((sizes.heads, "heads"), (sizes.inner, "of an MLP's width")):
         lacks += [f"{count} {name} over tp {tp}"] if count % tp else []
     lacks += [] if sizes.kv_heads % tp == 0 or shared else [f"{sizes.kv_heads} key-value heads over tp {tp}"]
-    # A generator's ranks cut the vocabulary in equal pieces, of which the last one may be smaller.
-    if kind == "generator" and -(-sizes.vocab // tp) * (tp - 1) >= sizes.vocab:
+    # The vocabulary is cut into equal pieces, of which the last one may be smaller.
+    if -(-sizes.vocab // tp) * (tp - 1) >= sizes.vocab:
         lacks.append(f"{sizes.vocab} words over tp {tp}")
     lacks += [f"{sizes.layers} layers over pp {pp}"] if pp > sizes.layers else []
     lacks += [f"tied embeddings over pp {pp}"] if sizes.tied and pp > 1 else []
