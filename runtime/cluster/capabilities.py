@@ -61,7 +61,7 @@ CAPABILITIES: Mapping[Kind, Capability] = {
 # Formats of the model that computes, of weights on their way ("" is the first), and how they go.
 Dtype = Literal["float32", "bfloat16", "float16"]
 Wire = Literal["", "bfloat16", "int8", "fp8", "fp8_block"]
-Transport = Literal["auto", "messages", "shm", "cuda_ipc"]
+Transport = Literal["auto", "messages", "shm", "cuda_ipc", "nccl"]
 # Whether what is not needed between updates lies on the host.
 Offload = Literal["auto", "on", "off"]
 

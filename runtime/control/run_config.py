@@ -25,6 +25,7 @@ from msgspec import Meta
 from penstock import __version__
 from penstock.graph.ir import Graph
 from penstock.graph.types import Context, Origin
+from penstock.runtime.cluster.capabilities import Dtype, Offload, Transport, Wire
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import Plan, Replica, place, read_meshes, why_no_turns
 from penstock.runtime.control.rank_setup import RankSetup
@@ -88,7 +89,7 @@ class RunOptions:
     """Problems to measure accuracy on."""
     eval_groups: Count = 500
     """Held-out problems that accuracy is measured on, before and after; 0 leaves that out."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Dtype = "float32"
     """Number format of the model that computes; master weights are float32."""
     device: str = "auto"
     """cpu, cuda or cuda:N; auto takes a GPU if there is one."""
@@ -108,15 +109,15 @@ class RunOptions:
     """pinned: the groups of update u use exactly version u - lag, so that any lag is repeatable to the bit."""
     proof: Literal["full", "sampled", "off"] = "full"
     """How much of each weight sync is proved to have arrived as it was sent: all tensors, one in eight, none."""
-    wire: Annotated[Literal["", "bfloat16", "int8", "fp8", "fp8_block"], Shown("FORMAT", "the run's dtype")] = ""
+    wire: Annotated[Wire, Shown("FORMAT", "the run's dtype")] = ""
     """Format in which weights travel: bfloat16; int8 or fp8 with a scale per row; fp8_block, a scale per 128 × 128."""
     delta: Count = 0
     """Between hosts, send what changed since the last sync, and everything at least each DELTA-th time; 0 always sends
     everything. Losing nothing, it pays on links slower than a few GB/s."""
-    transport: Literal["auto", "messages", "shm", "cuda_ipc", "nccl"] = "auto"
+    transport: Transport = "auto"
     """How weights travel: auto takes the first that all ranks can; shm writes into shared memory and cuda_ipc into a
     GPU's, both on one host; nccl goes between GPUs anywhere; messages go everywhere, through the host and over TCP."""
-    offload: Literal["auto", "on", "off"] = "off"
+    offload: Offload = "off"
     """Between updates, optimizer moments and master weights lie on the host and generators take their cache anew for
     each batch: auto where trainer and generator take turns with a GPU, on wherever they are."""
     retries: Count = Rules.retries
@@ -249,7 +250,7 @@ class RunConfig:
         return tuple(sorted({path.partition(":")[0] for path in paths if path.startswith("penstock.")}))
 
     @property
-    def offload(self) -> Literal["auto", "on", "off"]:
+    def offload(self) -> Offload:
         """Does what is not needed between updates leave the device? "auto" only where others can use its memory."""
         asked = self.flags.offload
         return "off" if asked == "auto" and why_no_turns(self.graph, self.plan) else asked
