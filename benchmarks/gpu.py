@@ -1,4 +1,4 @@
-"""What only a GPU shows, in phases, the most telling first, each in a process of its own with a deadline.
+"""What only a GPU shows, in eight phases, the most telling first, each in a process of its own with a deadline.
 
     python benchmarks/gpu.py [--only smoke decode] [--out FILE]
     python benchmarks/gpu.py --device cpu      # tiny: whether the script still works
@@ -6,6 +6,7 @@
     smoke    a run on the card with forked ranks, and the tests that need a GPU
     decode   seconds of a decode step by model, slots and context; its kernels; tokens/s over the roofline
     overlap  a weight sync alone, and beside decoding and training
+    train    tokens/s, MFU and peak memory over the plan's, by micro-batch, log-prob chunk and recomputation
     state    GB/s of snapshots, digests and checkpoints; conversions of parts and of the whole
     bits     whether two equal runs are equal to the bit, and runs in other ways near to them
     plan     what `doctor --measure` finds; predicted over measured seconds of an update

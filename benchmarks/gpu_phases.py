@@ -28,8 +28,15 @@ from llama import MODELS
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from penstock.graph.types import Advantages, Context, Rollouts
 from penstock.nodes import calibrate
+from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.model import Llama, ModelConfig, save_model
+from penstock.nodes.policy import LanguagePolicy
+from penstock.nodes.tokenizer import byte_tokenizer
+from penstock.runtime.cluster.gpus import GPUS
+from penstock.runtime.plan.model_shape import Parallel, shape_of
+from penstock.runtime.plan.train_cost import Trainer, attention_flops, trainer_memory
 from penstock.runtime.tensor.buffers import allocate
 from penstock.runtime.tensor.checkpoint import save_state
 from penstock.runtime.tensor.layout import Layout, Mesh, Region, sharded
@@ -221,6 +228,75 @@ def syncs(way: str, source: Rank, destination: Rank, versions: range, beside: bo
     middle = {name: round(statistics.median(own), 3) for name, own in times.items()}
     rate = sent["bytes"] / middle["ms"] / 1e6
     return {"bytes": sent["bytes"], **middle, "gb_per_s": round(rate, 2), "by": sent["by"]}
+
+
+def train(device: str) -> Iterator[Figures]:
+    """Updates by AIPO in bfloat16 with float32 masters, on packed sequences of one length: tokens/s; MFU, of the FLOPs
+    that an update needs without recomputation and the measured rate of a large product; and the card's peak memory
+    over that of the plan, both without what CUDA keeps for itself."""
+    flops = rates(device)[1]
+    models = {"1B": ONE_B, "8B, 8 of 32 layers": replace(MODELS["8B"], num_hidden_layers=8)}
+    cases = [("layer", 16384, 28), ("none", 16384, 28), ("layer", 32768, 28), ("layer", 16384, 22), ("none", 8192, 28)]
+    rows, length = 32, 2048
+    if device == "cpu":
+        models, cases, rows, length = {"tiny": small(ONE_B)}, [("layer", 128, 16), ("none", 128, 16)], 4, 64
+    for name, config in models.items():
+        shape = shape_of(config.to_json("bfloat16"), name)
+        for recompute, micro_tokens, bits in cases:
+            key = f"{name}, recompute {recompute}, {micro_tokens} tokens, 2^{bits} logits"
+            options = {"recompute": recompute, "micro_tokens": micro_tokens, "logit_elements": 1 << bits}
+            try:
+                seconds, peak = updates_s(device, config, rows, length, options)
+            except (RuntimeError, ValueError) as error:
+                yield {key: {"error": first_line(error)}}
+                continue
+            tokens = rows * length
+            needed = 6.0 * shape.active_parameters * tokens + 3.0 * attention_flops(shape, rows * length**2)
+            mesh, again = Parallel(), float(recompute == "layer")
+            trainer = Trainer(shape, GPUS["H100"], mesh, micro_tokens=micro_tokens, recompute=again)
+            planned = trainer_memory(trainer).used
+            found = {"update_s": seconds, "tokens_per_s": tokens / seconds, "mfu": needed / seconds / flops}
+            found |= {"planned_gb": planned / 1e9, "peak_gb": peak / 1e9, "peak_over_plan": peak / planned}
+            yield {key: {name: round(value, 4) for name, value in found.items()}}
+
+
+def updates_s(
+    device: str, config: ModelConfig, rows: int, length: int, options: Mapping[str, Any]
+) -> tuple[float, float]:
+    """Seconds of an update, and the bytes that it has on the card at most; 0 of a CPU."""
+    torch.manual_seed(0)
+    model = Llama(config, torch.float32, device)
+    for name, tensor in Policy(device, config).tensors.items():
+        model.get_parameter(name).data.copy_(tensor)
+    policy = LanguagePolicy(model, byte_tokenizer(), Context(node="policy", dtype="bfloat16", device=device, **options))
+    prompt = length // 16
+    tokens_NS = torch.randint(256, (rows, length))
+    made = torch.ones(rows, length - prompt)
+    rollouts = Rollouts(
+        ordinals=tuple(range(rows)),
+        prompts=("",) * rows,
+        answers=("",) * rows,
+        texts=("",) * rows,
+        tokens_NS=tokens_NS,
+        prompt_lengths_N=torch.full((rows,), prompt),
+        response_lengths_N=torch.full((rows,), length - prompt),
+        logprobs_NT=-11.0 * made,
+        versions_NT=0 * made.long(),
+        finished_N=torch.ones(rows, dtype=torch.bool),
+    )
+    advantage = Advantages(torch.linspace(-1, 1, rows))
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = []
+    for _ in range(4 if device != "cpu" else 2):
+        finish(device)
+        began = perf_counter()
+        aipo_update.fn(policy, rollouts, advantage, lr=1e-6)
+        finish(device)
+        seconds.append(perf_counter() - began)
+    peak = torch.cuda.max_memory_allocated(device) if device != "cpu" else 0
+    # The first one takes its memory, and its kernels are chosen.
+    return statistics.median(seconds[1:]), float(peak)
 
 
 def state(device: str) -> Iterator[Figures]:
@@ -427,6 +503,7 @@ PHASES: dict[str, Callable[[str], Iterator[Figures]]] = {
     "smoke": smoke,
     "decode": decode,
     "overlap": overlap,
+    "train": train,
     "state": state,
     "bits": bits,
     "plan": plan,
