@@ -9,7 +9,7 @@ Neither batch, lengths nor splits are published; these are assumed for all:
   bfloat16; no time for switching or syncing.
 - LlamaRL: GPUs split between the two, a mesh for each, the generator in fp8 with two arenas, lag 1, each sync by the
   resharding plan.
-- Activations recomputed; micro-batches of 4,096 tokens; up to 256 rows at once for each replica.
+- Generators replay CUDA graphs. Activations recomputed; micro-batches of 4,096 tokens; up to 256 rows at once for each replica.
 - Each side is the best that a search over the meshes, and for LlamaRL the splits, finds.
 """
 
@@ -31,7 +31,7 @@ PUBLISHED = (("llama-8b", 256, 2.52), ("llama-70b", 256, 3.98), ("llama-405b", 1
 PROMPTS, SAMPLES, PROMPT, MICRO, SLOTS, LAG = 256, 8, 128, 4096, 256, 1
 LENGTHS = Lognormal(1000, 0.7, 4096)
 RESPONSES = LENGTHS.take(PROMPTS * SAMPLES)
-GPU = GPUS["H100"]
+GPU = GPUS["H100"].model_copy(update={"engine": GPUS["H100"].engine.model_copy(update={"eager": False})})
 
 
 def meshes(shape: Shape, gpus: int) -> Iterator[Parallel]:

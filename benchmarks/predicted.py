@@ -2,26 +2,50 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
 
 import numpy as np
 from published import Row, mesh_of, nemo_layouts
 
-from penstock.runtime.cluster.gpus import Gpu
+from penstock.runtime.cluster.gpus import Efficiency, Engine, Gpu, Precision
 from penstock.runtime.plan.collectives import Cost, gather_s
 from penstock.runtime.plan.decode_cost import Generator, generator_memory
-from penstock.runtime.plan.model_shape import Parallel
-from penstock.runtime.plan.sync_cost import switch_cost, sync_cost, traffic
+from penstock.runtime.plan.model_shape import Parallel, Stage
+from penstock.runtime.plan.sync_cost import switch_cost, tensors
 from penstock.runtime.plan.train_cost import Memory, PackedBatch, Trainer
 from penstock.runtime.plan.workload import IntArray, Lognormal
 
-PROMPT, SIGMA, SLOTS = 128, 0.7, 256
-"""NeMo-RL: tokens of a prompt, spread of lengths, and vLLM's default of rows at once."""
+PROMPT, SIGMA, SLOTS = 128, 0.7, 1024
+"""NeMo-RL: tokens of a prompt, spread of lengths, and vLLM's default of rows at once on GPUs of 70 GiB and more."""
+VLLM = {"eager": False, "switch_s": 8.0}
+"""vLLM replays CUDA graphs. Handing shared GPUs over takes 7.5 and 9.6 s beside the transfer (NeMo-RL, pull request
+3294: "total refit" less "transfer + update" of Qwen3-30B-A3B and Nemotron Nano 3)."""
+LOADED_S = 0.5e-3
+"""Seconds of a tensor (an expert's matrices count each) that a colocated vLLM loads: 9.67 s of 18,900 and 18.4 s of
+37,000 (the same pull request; Qwen3-30B-A3B, Qwen3-235B-A22B)."""
+BROADCAST = 90e9
+"""Bytes per second of the whole model to generators apart: 5.5 s of Qwen3-235B-A22B, 14 s of DeepSeek-V3 (NeMo-RL, pull
+request 1379)."""
+FIRST_FORCED = (0, 7)
+"""The release from which recipes set `force_on_policy_ratio`, which saves the pass for log-probabilities. It needs one
+update per step. The table's rows are of 0.5 and 0.6."""
+KEEPS_ACTIVATIONS = ("qwen3-32b", "qwen3-30b-a3b")
+"""Models whose recipes do not recompute activations."""
+ATTENTION = {"cuDNN": 0.6, "FA3": 0.6}
+"""Share of the tensor cores' rate; FlashAttention-2 is what `gpus.py` says."""
+ROWWISE_BYTES = 12.0
+"""Read and written for each number: by rows and by columns apart, each read for the largest and again, and written."""
+PASSES = {"compile": 1.0, "eager": 2.5}
+"""How often elementwise kernels read and write what fused ones would once: without a compiler each operation is one."""
 SHARES = {"On": 0.6, "1off": 0.8, "8off": 0.8}
 """Of the memory, that the recipes give to vLLM."""
-COMPUTING = ("products", "reading weights", "attention", "elementwise", "logits", "launches", "optimizer", "bubble")
-SCALARS = ("computing", "communicating", "generating", "engine", "once")
-"""What calibration multiplies. `engine` is seconds of the host per decoding step, `once` seconds per step; both are 0
-without calibration."""
+COMPUTING = (
+    "products", "reading weights", "attention", "elementwise", "logits", "launches", "optimizer", "bubble", "stage"
+)  # fmt: skip
+SCALARS = ("computing", "communicating", "generating", "rows", "once")
+"""What calibration multiplies. `rows` is seconds of the host per row of a decoding step, `once` seconds per step:
+beside what the model has of them by itself, so that both are 0 without calibration."""
 
 
 ASYNC_TP = 0.5
@@ -41,6 +65,21 @@ class Recipe(Trainer):
     async_tp: bool = False
     chunks: int = 1
     offload: bool = False
+    fused: float = 1.0
+    rowwise: bool = False
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:  # type: ignore[override]
+        """These systems give the stage with the head fewer layers: all are taken to be the mean, of whole layers."""
+        shape, pp = self.shape, self.mesh.pp
+        if pp == 1:
+            return super().stages
+        layers, share = ceil(shape.layers / pp), ceil(shape.layers / pp) / shape.layers
+        each = Stage(
+            layers, ceil(shape.moe_layers / pp), int(shape.dense_parameters * share),
+            int(shape.expert_parameters * share), int(shape.active_parameters * share), 1 / pp,  # type: ignore[arg-type]
+        )  # fmt: skip
+        return (each,) * pp
 
     @property
     def local(self) -> float:  # type: ignore[override]
@@ -63,8 +102,20 @@ class Recipe(Trainer):
         micro, tokens, squares = Trainer._shared_out(replace(self, mesh=data, cp=1), part)
         return micro, tokens / self.cp, squares / self.cp
 
+    def _computing(self, tokens: float, squares: float, backward: bool) -> dict[str, float]:
+        parts = super()._computing(tokens, squares, backward)
+        elements = parts["elementwise"] * self.fused
+        if self.rowwise:
+            # Scales by rows: what tensor parallelism gathers in bfloat16 is converted afterwards, whole on each rank,
+            # twice, since the backward pass needs other rows. Two inputs of each layer forward, two gradients backward.
+            gathered = tokens * self.slowest.layers * self.shape.hidden
+            elements += ROWWISE_BYTES * gathered * (2 + (2 + 2 * self.recompute) * backward) / self.gpu.bandwidth
+        return parts | {"elementwise": elements}
+
     def _tensor_s(self, tokens: float, backward: bool) -> float:
-        return super()._tensor_s(tokens, backward) * (ASYNC_TP if self.async_tp else 1.0)
+        # With one scale for a tensor, gathers carry fp8; reductions stay in bfloat16.
+        narrow = 0.75 if self.precision == "fp8" and not self.rowwise else 1.0
+        return super()._tensor_s(tokens, backward) * narrow * (ASYNC_TP if self.async_tp else 1.0)
 
     def _micro_batch(self, tokens: float, squares: float, *, backward: bool) -> Cost:
         cost, shape, mesh, gpu = (
@@ -76,7 +127,7 @@ class Recipe(Trainer):
         times = 2 + (2 + 2 * self.recompute if backward else 0)
         # Tokens go to their experts and back, in each layer that has experts.
         sent = tokens / mesh.tp * shape.active * shape.hidden * 2
-        experts = times * shape.moe_layers / mesh.pp * exchange_s(gpu, sent, self.ep)
+        experts = times * self.slowest.moe_layers * exchange_s(gpu, sent, self.ep)
         # Keys and values go around the ring (Liu et al., 2023: ring attention), beside attention.
         keys = tokens * self.cp * shape.cache_width * 2 / min(mesh.tp, shape.kv_heads)
         ring = times / 2 * self.layers * gather_s(gpu, keys, self.cp, mesh.tp)
@@ -100,7 +151,7 @@ def exchange_s(gpu: Gpu, nbytes: float, ranks: int) -> float:
     inside = min(ranks, gpu.nvlink_gpus)
     stays = nbytes * (inside - 1) / ranks / gpu.nvlink
     leaves = nbytes * (ranks - inside) / ranks / gpu.nic
-    return max(stays, leaves) + gpu.latency_s * (1 + (inside < ranks))
+    return max(stays, leaves) + gpu.latency_s + gpu.network_s * (inside < ranks)
 
 
 def slots_that_fit(generator: Generator, context: float, copies: int, beside: Memory | None = None) -> int:
@@ -113,31 +164,25 @@ def slots_that_fit(generator: Generator, context: float, copies: int, beside: Me
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of each scalar's component, of the side that generates and of the one that trains. `overlaps`: the two
-    run beside each other."""
+    """Seconds of each scalar's component, of each sum that a step takes at least as long as."""
 
-    generates: Mapping[str, float]
-    trains: Mapping[str, float]
-    overlaps: bool = False
+    bounds: tuple[Mapping[str, float], ...]
 
     def seconds(self, scalars: Mapping[str, float]) -> float:
-        sides = [sum(scalars[name] * size for name, size in side.items()) for side in (self.generates, self.trains)]
-        return (max(sides) if self.overlaps else sum(sides)) + scalars["once"]
+        return max(_sum(bound, scalars) for bound in self.bounds) + scalars["once"]
 
     def active(self, scalars: Mapping[str, float]) -> dict[str, float]:
-        """Each scalar's coefficient on the side, or sides, that the step takes as long as."""
-        sides = [self.generates, self.trains]
-        if self.overlaps:
-            sides = [max(sides, key=lambda side: sum(scalars[name] * size for name, size in side.items()))]
-        found = dict.fromkeys(SCALARS, 0.0) | {"once": 1.0}
-        for side in sides:
-            for name, size in side.items():
-                found[name] += size
-        return found
+        """Each scalar's coefficient in the largest sum."""
+        largest = max(self.bounds, key=lambda bound: _sum(bound, scalars))
+        return dict.fromkeys(SCALARS, 0.0) | {"once": 1.0} | dict(largest)
+
+
+def _sum(bound: Mapping[str, float], scalars: Mapping[str, float]) -> float:
+    return sum(scalars[name] * size for name, size in bound.items())
 
 
 def predict(row: Row) -> Prediction:
-    return _reinforced(row) if row.system == "NeMo-RL" else Prediction({}, _sides(_pretrained(row)))
+    return _reinforced(row) if row.system == "NeMo-RL" else Prediction((_sides(_pretrained(row)),))
 
 
 def _sides(cost: Cost) -> dict[str, float]:
@@ -151,10 +196,12 @@ def _pretrained(row: Row) -> Cost:
     mesh, cp = mesh_of(row.layout) if titan else (Parallel(fsdp=row.gpus), 1)
     batch = int(row.work.removeprefix("local bs ")) if titan else 1
     small = row.shape.name == "llama-8b"  # whose configuration recomputes selectively
+    kernel = next((name for name in ATTENTION if name in row.mode), "FA2")
     trainer = Recipe(
         row.shape,
-        row.gpu,
+        _with(row.gpu, kernel, row.gpu.engine.model_copy(update={"stage_s": 0.0})),
         mesh,
+        fused=PASSES["eager" if "eager" in row.mode or not titan else "compile"],
         precision="fp8" if "fp8" in row.mode else "bf16",
         micro_tokens=row.longest if mesh.pp > 1 else batch * row.longest,
         recompute=0.5 if titan and small and "full AC" not in row.mode else 1.0,
@@ -162,16 +209,24 @@ def _pretrained(row: Row) -> Cost:
         zero3=mesh.pp == 1,
         cp=cp,
         async_tp="asyncTP" in row.mode + row.layout,
+        rowwise="rowwise" in row.mode,
         chunks=2 if "I1F1B" in row.layout else 1,
         offload="Offload" in row.mode,
     )
     return trainer.update(np.full(batch * mesh.data // cp, row.longest))
 
 
+def _with(gpu: Gpu, kernel: str, engine: Engine) -> Gpu:
+    share = ATTENTION.get(kernel, gpu.efficiency.attention)
+    efficiency: Efficiency = gpu.efficiency.model_copy(update={"attention": share})
+    return gpu.model_copy(update={"efficiency": efficiency, "engine": engine})
+
+
 def _reinforced(row: Row) -> Prediction:
     (mesh, cp, ep), width, replicas = nemo_layouts(row)
     share = SHARES[row.mode.split()[1]]
-    room = row.gpu.model_copy(update={"memory_gib": row.gpu.memory_gib * share})
+    gpu = _with(row.gpu, "cuDNN", row.gpu.engine.model_copy(update=VLLM))
+    room = gpu.model_copy(update={"memory_gib": gpu.memory_gib * share})
     generator = Generator(row.shape, room, width, SLOTS, "fp8" if row.mode.endswith("FP8") else "bf16")
     slots = slots_that_fit(generator, PROMPT + row.mean, copies=1)
     generator = replace(generator, slots=max(1, min(SLOTS, slots)))
@@ -179,24 +234,29 @@ def _reinforced(row: Row) -> Prediction:
     lengths = Lognormal(row.mean, SIGMA, row.longest - PROMPT).take(sampled)
     samples = 32 if sampled == 2048 else 16
     ends = generator.rollout(lengths, PROMPT, samples, replicas)
-    rollout_s = seconds = float(ends.max())
+    rollout_s = float(ends.max())
+    precision: Precision = "fp8" if row.mode.endswith("FP8") else "bf16"
+    recompute = float(row.shape.name not in KEEPS_ACTIVATIONS)
+    trainer = Recipe(
+        row.shape, gpu, mesh, precision, row.longest, recompute, zero3=False, cp=cp, ep=ep
+    )  # fmt: skip
+    # One pass by the policy before its update, one by the reference; then an update's steps.
+    forced = sampled == batch and row.release >= FIRST_FORCED
+    trained = trainer.logprobs(lengths + PROMPT) * (1 if forced else 2)
+    trained = trained + trainer.update(lengths + PROMPT, minibatches=sampled // batch)
     if row.staleness:
-        stream = stream_s(generator, lengths, PROMPT, samples, replicas)
-        seconds = max(stream, seconds / (1 + row.staleness))
-    # What waits takes the slots that fall free in the order of the ends.
-    waited = np.sort(ends)[: max(0, sampled - replicas * generator.slots)]
-    rows = float(ends.sum() - waited.sum()) / rollout_s / replicas
-    steps = float(lengths.sum()) / replicas / max(1.0, rows)
-    trainer = Recipe(row.shape, row.gpu, mesh, micro_tokens=row.longest, zero3=False, cp=cp, ep=ep)
-    trained = trainer.logprobs(lengths + PROMPT) * 2
-    for part in np.array_split(lengths + PROMPT, sampled // batch):
-        trained = trained + trainer.update(part)
-    moved = traffic(row.shape, mesh, width, "bf16")
-    trained = trained + sync_cost(moved, replicas, row.gpu, row.gpu, together=not row.staleness)
+        refit = Cost({"wire": 2 * row.shape.parameters / BROADCAST})
+    else:
+        moments, routed = 12 * trainer.shard, row.shape.moe_layers * row.shape.experts * 3
+        refit = switch_cost(gpu, moments, moments) + Cost({"loading": (len(tensors(row.shape)) + routed) * LOADED_S})
+    tokens, trains = float(lengths.sum()) / replicas, _sides(trained + refit)
+    batch_s = {"generating": rollout_s, "rows": tokens}
+    around = {name: size / (1 + row.staleness) for name, size in {**batch_s, **trains}.items()}
     if not row.staleness:
-        moments = 12 * trainer.shard
-        trained = trained + switch_cost(row.gpu, moments, moments)
-    return Prediction({"generating": seconds, "engine": steps}, _sides(trained), overlaps=bool(row.staleness))
+        return Prediction((around,))
+    # Both sides run beside each other; from one version to the next that is trained on its samples they do not.
+    stream = {"generating": stream_s(generator, lengths, PROMPT, samples, replicas), "rows": tokens}
+    return Prediction((around, stream, trains))
 
 
 def stream_s(generator: Generator, responses: IntArray, prompt_tokens: int, samples: int, replicas: int) -> float:

@@ -66,6 +66,17 @@ class Row:
         return KINDS[self.kind]
 
     @property
+    def release(self) -> tuple[int, int]:
+        """Of the system, as its source says it; of two, the first: that of the tables."""
+        match = re.search(r"v(\d+)\.(\d+)", self.source)
+        return (int(match[1]), int(match[2])) if match else (0, 0)
+
+    @property
+    def setup(self) -> tuple[object, ...]:
+        """What siblings share that differ in layout, mode or release."""
+        return (self.system, self.model, self.kind, self.longest)
+
+    @property
     def name(self) -> str:
         return f"{self.model}, {self.gpus} × {self.kind}, {self.layout}, {self.longest}, {self.mode}"
 

@@ -202,6 +202,9 @@ class Planning:
     """Most tokens of a micro-batch; never fewer than the longest sequence."""
     slots: Positive = RunOptions.slots
     """Most responses that a generator decodes at once."""
+    generator_precision: Literal["bf16", "fp8"] = "bf16"
+    """Of a generator's weights. A run converts fp8 weights to bf16 before it computes; with fp8 a plan is of an engine
+    that does not."""
     mesh: Annotated[tuple[str, ...], Shown("POOL=MESH …")] = ()
     """Meshes that are given, such as trainer=fsdp16xtp2 generator=tp8; the others are searched."""
     time_limit: Seconds = 120.0

@@ -49,7 +49,10 @@ def search(graph: Graph, flags: Planning, batch: int) -> Planned:
         raise CommandError(f"--cluster {flags.cluster}: given hosts without GPUs, {needed}", 2)
     # A search keeps all that it makes: looking for garbage finds none, and takes a third of its time.
     with uncollected():
-        return plan(graph, cluster, work, slots=flags.slots, meshes=meshes, time_limit=flags.time_limit)
+        return plan(
+            graph, cluster, work, slots=flags.slots, meshes=meshes, generator_precision=flags.generator_precision,
+            time_limit=flags.time_limit,
+        )  # fmt: skip
 
 
 def workload(graph: Graph, flags: Planning, batch: int) -> Workload:
@@ -93,7 +96,14 @@ def assumed(said: Sequence[str], width: int, column: int = COLUMN) -> list[str]:
 
 
 # What parts of a step are called here, where it is not their name.
-SAID = {"cache": "the cache", "weights": "the weights", "tp": "tensor parallelism", "pp": "the hops between stages"}
+SAID = {
+    "cache": "the cache",
+    "weights": "the weights",
+    "host": "the host",
+    "stage": "what comes before it",
+    "tp": "tensor parallelism",
+    "pp": "the hops between stages",
+}
 
 
 def text(found: Planned, cluster: str) -> str:

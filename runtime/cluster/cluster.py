@@ -30,7 +30,7 @@ from pydantic import (
 )
 
 from penstock.runtime.cluster.endpoints import LOOPBACK, ipc_endpoint, is_loopback, tcp_endpoint
-from penstock.runtime.cluster.gpus import GPUS, Efficiency, Gpu, Tflops
+from penstock.runtime.cluster.gpus import GPUS, Efficiency, Engine, Gpu, Tflops
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
@@ -269,6 +269,7 @@ TABLES: dict[object, type[BaseModel]] = {
     "cpus": Cpu,
     "tflops": Tflops,
     "efficiency": Efficiency,
+    "engine": Engine,
 }
 
 
@@ -279,7 +280,9 @@ def _filled(name: str, own: Any) -> Any:
     if own["like"] not in GPUS:
         raise ValueError(f"{name}.like: given {own['like']!r}; {nearest(str(own['like']), GPUS)}")
     base = GPUS[own["like"]].model_dump()
-    nested = {key: {**base[key], **own[key]} for key in ("tflops", "efficiency") if isinstance(own.get(key), dict)}
+    nested = {
+        key: {**base[key], **own[key]} for key in ("tflops", "efficiency", "engine") if isinstance(own.get(key), dict)
+    }
     return {**base, **{key: value for key, value in own.items() if key != "like"}, **nested}
 
 

@@ -4,15 +4,26 @@ Rates are those of the data sheets, dense (without structured sparsity): NVIDIA'
 NVL72 and RTX A6000. NVLink and NIC are one way, per GPU; a NIC is what machines of that kind usually have. Memory is
 what `nvidia-smi` counts, in GiB, whatever the name of the kind says.
 
-Shares of them that programs reach:
+Shares of them that programs reach (`Efficiency`), and time of the host (`Engine`). None is fitted to a row that
+`benchmarks/planner.py` predicts; `benchmarks/outside.py` has the public figures, and how well they come out:
 
-- matmul: 0.7 of the tensor cores on H100 and later, whose large matrix products are held back by their power (cuBLAS
-  in bfloat16 about 700 of 989 TFLOP/s; DeepGEMM 1,550 of 1,979 in fp8), 0.8 on A100 (Dao, 2023, section 1).
-- attention: forward and backward together, at long sequences and heads of 128. FlashAttention-3 on H100 (Shah et
-  al., 2024, section 4): 740 TFLOP/s forward, 550 to 600 backward; FlashAttention-2 on A100 (Dao, 2023, section 4):
-  230 forward, 200 backward.
+- matmul: 0.6 of the tensor cores within a training step on H100 and later, 0.7 on A100. It is what makes the steps of
+  llm-foundry and Megatron-Bridge come out; alone, large products in bfloat16 reach about 0.7.
+- attention: forward and backward together, at long sequences and heads of 128. FlashAttention-2, which PyTorch has,
+  reaches 0.35 on H100 (Shah et al., 2024, section 1) and 0.65 on A100 (Dao, 2023, section 4). Its kernels do not use
+  the newer tensor cores of Blackwell, so that it reaches about as many FLOP/s there: 0.17.
 - memory: 0.8 of the peak, which STREAM-like kernels and decoding reach.
 - link: 0.8 of NVLink and NIC, nccl-tests' bus bandwidth at large messages.
+- experts: 0.6 of matmul; Megatron-Bridge's mixtures.
+- latency_us, network_us: what makes SGLang's steps of DeepSeek-R1 come out on 8 GPUs of one host, and on 16 of two.
+- step_ms: scheduling takes 29 % and the GPU 38 % of vLLM 0.5's time for an 8B model on an H100 (vLLM's blog,
+  2024-09-05), whose step takes 5.1 ms of the GPU (batch 1, CUDA graphs): 4 ms. row_us: its processing of outputs took
+  8.7 % of a step of 70B on four H100 (same place): about 2 ms of some 200 rows.
+- eager_us: 8.4 ms eager and 5.1 ms with CUDA graphs for that step; 5 µs an operation.
+- Grace: GH200 is bound by its host up to four times the batch of x86 with H100 (arXiv 2504.11750): twice the time.
+- stage_s: NeMo-RL's "buffer_sampling", "logprob_inference_prep" and "training_prep" took 1.4, 1.3 and 1.1 s (its pull
+  request 1052). swap_s: "weight_sync" took 0.13 s there. switch_s: vLLM wakes from sleep in 0.1 to 6 s (its blog,
+  2025-10-26).
 """
 
 from typing import Literal
@@ -31,10 +42,31 @@ class Efficiency(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    matmul: float = Field(default=0.7, gt=0, le=1)
-    attention: float = Field(default=0.6, gt=0, le=1)
+    matmul: float = Field(default=0.6, gt=0, le=1)
+    attention: float = Field(default=0.35, gt=0, le=1)
     memory: float = Field(default=0.8, gt=0, le=1)
     link: float = Field(default=0.8, gt=0, le=1)
+    experts: float = Field(default=0.6, gt=0, le=1)
+
+
+class Engine(BaseModel):
+    """What decoding and stages cost beside the work of GPUs: time of the host.
+
+    A step of decoding waits `step_ms` for the host (what came, who is next, the inputs), and `row_us` more for each
+    row. An `eager` engine launches each operation, `eager_us` apart; another one replays a CUDA graph. Seconds:
+    `stage_s` before each pass and each update (its inputs are collected, cut and handed out), `swap_s` for a generator
+    to change to new weights, `switch_s` to hand shared GPUs from training to decoding and back, beside what is copied.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    eager: bool = True
+    step_ms: float = Field(default=4.0, ge=0)
+    row_us: float = Field(default=10.0, ge=0)
+    eager_us: float = Field(default=5.0, ge=0)
+    stage_s: float = Field(default=1.2, ge=0)
+    swap_s: float = Field(default=0.1, ge=0)
+    switch_s: float = Field(default=2.0, ge=0)
 
 
 class Tflops(BaseModel):
@@ -62,13 +94,19 @@ class Gpu(BaseModel):
     pcie_gb_s: float = Field(default=50.0, gt=0)
     launch_us: float = Field(default=3.0, ge=0)
     latency_us: float = Field(default=10.0, ge=0)
+    network_us: float = Field(default=40.0, ge=0)
     efficiency: Efficiency = Efficiency()
+    engine: Engine = Engine()
 
     def in_hosts_of(self, each: int) -> "Gpu":
         """In hosts with `each` of them: NVLink of up to `HOST` GPUs ends with the host, that of more joins hosts."""
         if each >= self.nvlink_gpus or self.nvlink_gpus > HOST:
             return self
         return self.model_copy(update={"nvlink_gpus": each})
+
+    def computes(self, precision: Precision) -> bool:
+        """Whether its tensor cores do, as the data sheet says."""
+        return getattr(self.tflops, precision) > 0
 
     def flops(self, precision: Precision) -> float:
         """Per second, in matrix products. What a kind does not compute in, it converts to bfloat16 first."""
@@ -109,8 +147,14 @@ class Gpu(BaseModel):
     def latency_s(self) -> float:
         return self.latency_us * 1e-6
 
+    @property
+    def network_s(self) -> float:
+        return self.network_us * 1e-6
 
-_AMPERE = Efficiency(matmul=0.8, attention=0.65)
+
+_AMPERE = Efficiency(matmul=0.7, attention=0.65)
+_BLACKWELL = Efficiency(attention=0.17)
+_GRACE = Engine(step_ms=8.0, row_us=20.0, eager_us=10.0)
 
 # By kind. `[gpus.NAME]` of a cluster file adds to them.
 GPUS: dict[str, Gpu] = {
@@ -130,10 +174,11 @@ GPUS: dict[str, Gpu] = {
     ),
     "B200": Gpu(
         memory_gib=179.1, tflops=Tflops(bf16=2250, fp32=75, fp8=4500, fp4=9000), memory_gb_s=8000, nvlink_gb_s=900,
-        nic_gb_s=100,
+        nic_gb_s=100, efficiency=_BLACKWELL,
     ),
     "GB200": Gpu(
         memory_gib=185, tflops=Tflops(bf16=2500, fp32=80, fp8=5000, fp4=10000), memory_gb_s=8000, nvlink_gb_s=900,
-        nvlink_gpus=72, nic_gb_s=100, pcie_gb_s=225,
+        nvlink_gpus=72, nic_gb_s=100, pcie_gb_s=225, launch_us=6.0,
+        efficiency=_BLACKWELL, engine=_GRACE,
     ),
 }  # fmt: skip

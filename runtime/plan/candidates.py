@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from penstock.graph.protocols import STAGE, Axes
-from penstock.runtime.cluster.capabilities import CAPABILITIES, DENSE_CACHE, cut_lack, precision_lack
+from penstock.runtime.cluster.capabilities import CAPABILITIES, DENSE_CACHE, cut_lack
 from penstock.runtime.cluster.cluster import Cluster, Host
-from penstock.runtime.cluster.gpus import Gpu
+from penstock.runtime.cluster.gpus import Gpu, Precision
 from penstock.runtime.plan.collectives import SAFE, Cost
 from penstock.runtime.plan.decode_cost import Generator, generator_memory, rollout_s
 from penstock.runtime.plan.model_shape import Parallel, Shape
@@ -241,10 +241,10 @@ class FastestFirst:
 class GeneratorTable:
     """Layouts of a generator, a row for each, by GPUs.
 
-    base: which of the candidates' `bases`, a mesh and a precision. bytes: of weights on each rank. narrow: 1 for less
-    than 16 bits. Seconds of a batch: `steady`, with slots that never run dry; `rollout`, of a batch by itself, a lower
-    bound until it is `simulated`; `others`, what a batch adds to another one that is decoded beside it. Rows with the
-    same `alike` have the same rollout. `version` counts simulations, so that a reader sees when bounds have changed.
+    base: which of the candidates' `bases`, a mesh. bytes: of weights on each rank. Seconds of a batch: `steady`, with
+    slots that never run dry; `rollout`, of a batch by itself, a lower bound until it is `simulated`; `others`, what a
+    batch adds to another one that is decoded beside it. Rows with the same `alike` have the same rollout. `version`
+    counts simulations, so that a reader sees when bounds have changed.
     """
 
     base: IntArray
@@ -252,7 +252,6 @@ class GeneratorTable:
     slots: IntArray
     gpus: IntArray
     bytes: FloatArray
-    narrow: IntArray
     alike: IntArray
     steady: FloatArray
     rollout: FloatArray
@@ -294,13 +293,15 @@ CACHED = ("cuts", "trainers", "readers", "trainer_s", "reader_s", "bases", "dedi
 @dataclass(eq=False)
 class LayoutCandidates:
     """Candidate layouts of each role for one workload, kept once they are made. `slots` is the most rows of a
-    generator's replica, `models` are what there is beside the policy's own steps."""
+    generator's replica, `models` are what there is beside the policy's own steps, `precision` is that of a
+    generator's weights."""
 
     work: Workload
     lag: int
     slots: int = 256
     pins: Pins = field(default_factory=Pins)
     models: Models = field(default_factory=Models)
+    precision: Precision = "bf16"
 
     def __post_init__(self) -> None:
         # A cache for each workload, which goes with it; a cache of the class would keep all of them.
@@ -448,9 +449,10 @@ class LayoutCandidates:
             each.note(alike, seconds)
 
     def bases(self, nodes: NodeGroup) -> list[Generator]:
-        """A generator of one slot for each precision and mesh."""
+        """A generator of one slot for each mesh; none on GPUs that do not compute in its precision."""
         shape, gpu, pin, row = self.work.shape, nodes.gpu, self.pins.generator, CAPABILITIES["generator"]
-        precisions = [each for each in row.precisions if precision_lack("generator", each, gpu) is None]
+        if not gpu.computes(self.precision):
+            return []
         staged = STAGE in row.axes and STAGE in row.over_hosts
         # Tensor parallelism within a host; stages only over whole hosts, where a host is not enough.
         meshes = [
@@ -459,7 +461,7 @@ class LayoutCandidates:
             for pp in (_divisors(len(nodes.hosts)) if staged and tp == nodes.each else (1,))
             if cut_lack("generator", shape, (mesh := Parallel(tp=tp, pp=pp)).axes) is None and pin in (None, mesh.axes)
         ]
-        return [Generator(shape, gpu, mesh, 1, precision) for precision in precisions for mesh in meshes]
+        return [Generator(shape, gpu, mesh, 1, self.precision) for mesh in meshes]
 
     def _row_bytes(self, nodes: NodeGroup, copies: int) -> tuple[FloatArray, FloatArray]:
         """[bases] each: bytes of a rank without any rows, and of each row."""
@@ -510,7 +512,6 @@ class LayoutCandidates:
             "slots": slots,
             "gpus": gpus[size],
             "bytes": np.full(len(size), base.bytes_each),
-            "narrow": np.full(len(size), int(base.precision != "bf16")),
             "alike": (number * (nodes.gpus + 1) + replicas) * (self.slots + 1) + rows,
             "steady": (tokens * most / flying + always) / replicas,
             "rollout": np.maximum(least, work.longest * one + slope * float(work.seen_tokens.max())) * SAFE,

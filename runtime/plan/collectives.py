@@ -38,8 +38,9 @@ def gather_s(gpu: Gpu, nbytes: Seconds, ranks: int, stride: int = 1) -> Seconds:
     """Seconds of an all-gather or a reduce-scatter: (n - 1) / n · S / B, and a hop for each domain."""
     if ranks == 1:
         return nbytes * 0.0
-    hops = ceil(ranks / _within(gpu, ranks, stride))
-    return (ranks - 1) / ranks * nbytes / bandwidth(gpu, ranks, stride) + hops * gpu.latency_s
+    domains = ceil(ranks / _within(gpu, ranks, stride))
+    hops_s = gpu.latency_s + (domains - 1) * gpu.network_s
+    return (ranks - 1) / ranks * nbytes / bandwidth(gpu, ranks, stride) + hops_s
 
 
 def reduce_s(gpu: Gpu, nbytes: Seconds, ranks: int, stride: int = 1) -> Seconds:
@@ -48,14 +49,16 @@ def reduce_s(gpu: Gpu, nbytes: Seconds, ranks: int, stride: int = 1) -> Seconds:
         return nbytes * 0.0
     inside = _within(gpu, ranks, stride)
     domains = ceil(ranks / inside)
-    tree = 2 * nbytes / bandwidth(gpu, ranks, stride) + 2 * (1 + ceil(log2(domains))) * gpu.latency_s
+    hops_s = gpu.latency_s + ceil(log2(domains)) * gpu.network_s
+    tree = 2 * nbytes / bandwidth(gpu, ranks, stride) + 2 * hops_s
     ring = 2 * gather_s(gpu, nbytes, ranks, stride)
     return np.minimum(ring, tree) if isinstance(ring, np.ndarray) else min(ring, tree)
 
 
 def send_s(gpu: Gpu, nbytes: Seconds, stride: int) -> Seconds:
     """Seconds from one GPU to another that is `stride` further."""
-    return nbytes / (gpu.nvlink if stride < gpu.nvlink_gpus else gpu.nic) + gpu.latency_s
+    inside = stride < gpu.nvlink_gpus
+    return nbytes / (gpu.nvlink if inside else gpu.nic) + (gpu.latency_s if inside else gpu.network_s)
 
 
 # Of a lower bound, so that rounding never makes it an upper one.

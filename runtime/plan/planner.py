@@ -6,11 +6,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import inf
-from typing import Any
+from typing import Any, get_args
 
 from penstock.graph.ir import Graph
 from penstock.graph.protocols import Axes
 from penstock.runtime.cluster.cluster import Cluster
+from penstock.runtime.cluster.gpus import Precision
 from penstock.runtime.cluster.placement import html_table, spelled
 from penstock.runtime.plan.candidates import LayoutCandidates, NodeGroup, Pins, Training, node_groups
 from penstock.runtime.plan.infeasible import check_pins, enough, refuse
@@ -163,11 +164,18 @@ def plan(
     *,
     slots: int = 256,
     meshes: Mapping[str, Axes] | None = None,
+    generator_precision: Precision = "bf16",
     time_limit: float = 120.0,
 ) -> Planned:
     """Raises PlanError for a program that is not covered, and for a workload that fits nowhere, with the numbers."""
     began, roles, found = time.monotonic(), roles_of(graph), node_groups(cluster)
-    candidates = LayoutCandidates(work, roles.lag, slots, _pins(roles, meshes or {}), roles.models)
+    if not any(nodes.gpu.computes(generator_precision) for nodes in found):
+        kinds = ", ".join(dict.fromkeys(nodes.kind for nodes in found))
+        known = " or ".join(p for p in get_args(Precision) if any(nodes.gpu.computes(p) for nodes in found))
+        raise AskedError(
+            f"--generator-precision {generator_precision}: given {kinds}, which do not compute in it, needed {known}"
+        )
+    candidates = LayoutCandidates(work, roles.lag, slots, _pins(roles, meshes or {}), roles.models, generator_precision)
     check_pins(roles, candidates, found)
     others = []
     for number, (name, split) in enumerate(_by_hand(found), 1):

@@ -6,9 +6,9 @@ layouts; then a row of the generator's table, with its rollout simulated and the
 is open lies in a heap by a lower bound of the period of all that may follow from it. A plan that is no worse than the
 least of these bounds is optimal under the model. What cannot beat the best two plans of different splits is dropped.
 
-Equal periods are decided by precision (bf16 first), then by GPUs (fewer first), then by the order in which plans are
-found, so that the same question always has the same answer. Of micro-batches with which the steps take as long, a plan
-has those that need least memory (`Search._least_memory`).
+Equal periods are decided by GPUs (fewer first), then by the order in which plans are found, so that the same question
+always has the same answer. Of micro-batches with which the steps take as long, a plan has those that need least memory
+(`Search._least_memory`).
 
 The period is the largest of a few sums, by the argument of `graph.analysis`. A batch of groups counts as one firing of
 each node. With dedicated GPUs pools work beside each other, so that the period is at least each pool's work; and from
@@ -48,12 +48,14 @@ from penstock.runtime.plan.collectives import SAFE, Cost
 from penstock.runtime.plan.roles import Models, Roles
 from penstock.runtime.plan.sync_cost import switch_cost, sync_cost, traffic
 from penstock.runtime.plan.train_cost import Memory
-from penstock.runtime.plan.workload import FloatArray, IntArray
+from penstock.runtime.plan.workload import BoolArray, FloatArray, IntArray
 
 # Seconds beyond its time that a search without any plan has to find one.
 GRACE = 5.0
 # What a trainer keeps on GPUs that decode while its moments are on the host.
 STAY = ("weights", "frozen model", "critic weights", "copies")
+# Of GPUs that one role has.
+NO_SWITCH = Cost({"to the host": 0.0, "from the host": 0.0})
 # Pools that share dedicated GPUs.
 Groups = tuple[tuple[str, ...], ...]
 # A number, or an array of them: of as many plans at once.
@@ -141,8 +143,8 @@ class Solution:
 
     @cached_property
     def rank(self) -> tuple[float, tuple[int, ...]]:
-        """What decides between plans, the lowest first: the period, then the precision, then the GPUs."""
-        return self.period_s, (int(self.generating.generator.precision != "bf16"), self.split.gpus)
+        """What decides between plans, the lowest first: the period, then the GPUs."""
+        return self.period_s, (self.split.gpus,)
 
     @property
     def bound(self) -> str:
@@ -300,7 +302,7 @@ class PartialPlan(NamedTuple):
     @property
     def tie(self) -> tuple[int, ...]:
         """As `Solution.rank` has it, of the first row."""
-        return (int(self.table.narrow[self.rows[0]]), self.first_split.gpus) if self.table else ()
+        return (self.first_split.gpus,) if self.table else ()
 
     def used(self, nodes: NodeGroup) -> int:
         return sum(each.gpus for each in self.allocations if each.nodes is nodes)
@@ -476,7 +478,7 @@ class Search:
         matters = lower <= self._limit(part.split)[0]
         rows, lower = rows[matters], lower[matters]
         if len(rows):
-            order = np.lexsort((table.gpus[rows], table.narrow[rows], lower))
+            order = np.lexsort((table.gpus[rows], lower))
             found = part._replace(train=train, table=table, rows=rows[order], version=table.version)
             self._push(found, float(lower[order[0]]))
 
@@ -507,15 +509,16 @@ class Search:
         copies = SHARED if split.shared else DEDICATED
         decode = self.candidates.generating(split.decodes.nodes, table, row, copies)
         generator, hosts = decode.generator, split.hosts() or [(), ()]
+        num_hosts = len({*hosts[0], *hosts[1]})
         sync = sync_cost(
             traffic(generator.shape, train.trainer.mesh, generator.mesh, generator.precision),
             decode.replicas, split.trainer.nodes.gpu, split.decodes.nodes.gpu,
-            together=split.shared, chained=len({*hosts[0], *hosts[1]}) > 1,
+            together=num_hosts == 1, chained=num_hosts > 1,
         )  # fmt: skip
         times = replace(self._times(part, train, table, row), sync=sync.seconds)
         found = bounds(self.roles, times, lag, prompts, [each.pools for each in split.dedicated], shared=split.shared)
         alone = period_terms(self.roles, replace(times, others=0.0), lag, prompts, shared=split.shared)
-        switch = switch_cost(train.trainer.gpu, part.moved, part.moved)
+        switch = switch_cost(train.trainer.gpu, part.moved, part.moved) if split.shared else NO_SWITCH
         return Solution(
             split, train, decode, part.readings, float(times.rollout), sync, switch, found, float(max(alone)),
             part.moved > 0,
@@ -538,10 +541,13 @@ class Search:
         """Of some rows, exact but for rollouts that are not simulated and for the sync. Every rank of a generator gets
         its share of the weights, and the trainer's ranks send all of them to one replica at the least."""
         trainer, shared = part.allocations[0], part.decodes is None
-        into, out = (_rate(nodes, shared) for nodes in (part.decodes or trainer.nodes, trainer.nodes))
+        decodes = part.decodes or trainer.nodes
+        gpus = table.gpus[rows] * (not shared) + trainer.gpus
+        together = (gpus <= decodes.each) & (decodes is trainer.nodes)
+        into, out = (_rate(nodes, together) for nodes in (decodes, trainer.nodes))
         ranks = table.gpus[rows] // table.replicas[rows] / trainer.gpus
         sync = table.bytes[rows] * np.maximum(1 / into, ranks / out) * SAFE
-        switch_s = switch_cost(train.trainer.gpu, part.moved, part.moved).seconds
+        switch_s = switch_cost(train.trainer.gpu, part.moved, part.moved).seconds if shared else 0.0
         steady, rollout, others = table.steady[rows], table.rollout[rows], table.others[rows]
         return Times(train.seconds, steady, rollout, sync, switch_s, _dedicated_s(part), others, self.wait_s)
 
@@ -593,7 +599,7 @@ class Search:
         fastest = self.candidates.fastest(nodes, shared)
         place = np.searchsorted(nodes.sizes_N, gpus, "right") - 1
         steady, rollout, others, share = (column[place] for column in fastest)
-        sync = share * SAFE / _rate(nodes, shared)
+        sync = share * SAFE / _rate(nodes, gpus <= nodes.each)
         times = Times(train, steady, rollout, sync, 0.0, dedicated, others, self.wait_s)
         # Shared GPUs have no sum of the steady seconds, which are infinite where there is no generator.
         return np.where((place >= 0) & np.isfinite(steady), self._period(shared, times), inf)
@@ -609,6 +615,6 @@ def _dedicated_s(part: PartialPlan) -> tuple[tuple[float, float], ...]:
     return tuple((each.reads.seconds, each.learns.seconds) for each in part.readings)
 
 
-def _rate(nodes: NodeGroup, shared: bool) -> float:
-    """Bytes per second of a rank's weights."""
-    return nodes.gpu.nvlink if shared else nodes.gpu.nic
+def _rate(nodes: NodeGroup, together: BoolArray) -> FloatArray:
+    """Bytes per second of a rank's weights: over NVLink where both roles are on one host."""
+    return np.where(together, nodes.gpu.nvlink, nodes.gpu.nic)

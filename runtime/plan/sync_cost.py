@@ -128,18 +128,19 @@ def traffic(shape: Shape, trainer: Parallel, generator: Parallel, precision: Pre
 def sync_cost(
     moved: Traffic, replicas: int, trainer: Gpu, generator: Gpu, *, together: bool = False, chained: bool = False
 ) -> Cost:
-    """Seconds of a sync to so many replicas: over NICs, or over NVLink where both are on the same GPUs (`together`).
+    """Seconds of a sync to so many replicas: over NICs, or over NVLink where both are on one host (`together`).
     `chained`: along chains where that is faster, as in a run across hosts."""
     heads = num_heads(moved.sent, moved.received, replicas) if chained else replicas
     out = moved.sent * heads / (trainer.nvlink if together else trainer.nic)
     into = moved.received / (generator.nvlink if together else generator.nic)
     # All chains are fed at once, and each link passes on a bucket while the next one comes.
     latency_s, hops = max(trainer.latency_s, generator.latency_s), ceil(replicas / heads) - 1
-    parts = {"wire": max(out, into), "messages": moved.peers * latency_s}
+    parts = {"wire": max(out, into), "messages": moved.peers * latency_s, "swap": generator.engine.swap_s}
     return Cost({**parts, "chain": hops * (BUCKET / generator.nic + latency_s)} if hops else parts)
 
 
 def switch_cost(gpu: Gpu, leaving: float, coming: float) -> Cost:
     """Seconds until a GPU that two roles share has the other one's state: `leaving` bytes go to the host, `coming` ones
-    come back, one after the other, since there is no room for both."""
-    return Cost({"to the host": leaving / gpu.pcie, "from the host": coming / gpu.pcie})
+    come back, one after the other, since there is no room for both; and half of `switch_s` each way."""
+    fixed = gpu.engine.switch_s / 2
+    return Cost({"to the host": leaving / gpu.pcie + fixed, "from the host": coming / gpu.pcie + fixed})

@@ -37,14 +37,21 @@ def attention_flops(shape: Shape, squares: float) -> float:
     return shape.layers * squares * (shape.qk_width + shape.value_width)
 
 
+def weighted(shape: Shape, gpu: Gpu) -> float:
+    """Weights that one token is multiplied with, those of experts counted as often as their products are slower."""
+    routed = shape.expert_parameters * shape.active / shape.experts if shape.experts else 0.0
+    return shape.active_parameters + routed * (1 / gpu.efficiency.experts - 1)
+
+
 def elementwise_bytes(shape: Shape, tp: int = 1) -> float:
     """Forward, of one token in bfloat16: what fused kernels read and write between matrix products: two norms with
-    residual (each reads two and writes two of the width), rotary embedding, the gated activation, and for experts the
-    two permutations. With sequence parallelism all of it is cut by `tp` (Korthikanti et al., 2022)."""
+    residual (each reads two and writes two of the width), rotary embedding, the gated activation, and for experts five
+    passes over the rows of all experts: two permutations on each side of them and the weighted sum. With sequence
+    parallelism all of it is cut by `tp` (Korthikanti et al., 2022)."""
     norms = 8 * shape.hidden
     rotary = 2 * (shape.qk_width + shape.cache_width)
     used = shape.active * shape.expert_inner + shape.shared * shape.expert_inner
-    routed = 3 * used + 4 * shape.active * shape.hidden
+    routed = 3 * used + 10 * shape.active * shape.hidden
     dense = 3 * shape.inner
     mlps = (shape.layers - shape.moe_layers) * dense + shape.moe_layers * routed
     return 2.0 * (shape.layers * (norms + rotary) + mlps) / tp
@@ -56,6 +63,17 @@ def cache_bytes(shape: Shape, tp: int, pp: int = 1) -> float:
     return ceil(shape.layers / pp) * shape.cache_width * BYTES["bf16"] / parts
 
 
+def linear_widths(shape: Shape) -> float:
+    """Numbers of one token that go into the layers' matrix products, and that come out: the mean of both."""
+    attention = 2 * shape.hidden + 2 * shape.qk_width + shape.kv_heads * shape.head_dim
+    used = (shape.active + shape.shared) * shape.expert_inner
+    dense = 2 * shape.hidden + 3 * shape.inner
+    routed = (2 * shape.active + 1) * shape.hidden + 3 * used
+    return (shape.layers * attention + (shape.layers - shape.moe_layers) * dense + shape.moe_layers * routed) / 2
+
+
+# Read and written for each number that is converted to fp8: once for its largest, once for itself, written twice.
+QUANTISE_BYTES = 6.0
 # Launches of a layer, forward: products, norms, rotary embedding, attention, activation, copies. Backward: twice.
 KERNELS = 24
 # Read and written per parameter: gradient, master weight and two moments in float32 read; all but the gradient written,
@@ -142,7 +160,7 @@ class Trainer:
             micro, tokens, squares = self._shared_out(part)
             one = self._micro_batch(tokens, squares, backward=True)
             total = total + self._pipeline(one, micro, backward=True) + self._once()
-        return total * epochs
+        return total * epochs + self._stage()
 
     def logprobs(self, sequences: IntArray) -> Cost:
         """Seconds of a forward pass over sequences of these lengths."""
@@ -151,7 +169,11 @@ class Trainer:
     def passed(self, batch: PackedBatch) -> Cost:
         """Seconds of a forward pass."""
         micro, tokens, squares = self._shared_out(batch)
-        return self._pipeline(self._micro_batch(tokens, squares, backward=False), micro, backward=False)
+        one = self._micro_batch(tokens, squares, backward=False)
+        return self._pipeline(one, micro, backward=False) + self._stage()
+
+    def _stage(self) -> Cost:
+        return Cost({"stage": self.gpu.engine.stage_s})
 
     def least(self, part: PackedBatch, *, backward: bool) -> float:
         """Seconds that a step on this part, or a pass over it, does not go below however weights are sharded."""
@@ -187,10 +209,16 @@ class Trainer:
         passes = 1.0 + again + ((1.0 if self.frozen else 2.0) if backward else 0.0)
         both = 1.0 + again + 2.0 * backward
         reads = self.local * BYTES[self.precision] * passes / gpu.bandwidth
-        products = 2.0 * stage.active * tokens / mesh.tp * passes / gpu.flops(self.precision)
+        slower = weighted(shape, gpu) / shape.active_parameters
+        products = 2.0 * stage.active * slower * tokens / mesh.tp * passes / gpu.flops(self.precision)
         # Gradients of attention need both factors even if no weight does, and its kernels repeat half of the forward.
         attention = attention_flops(shape, squares) * share / mesh.tp * (both + 0.5 * backward) / gpu.attention_flops
         elements = elementwise_bytes(shape, mesh.tp) * share * tokens * both / gpu.bandwidth
+        if self.precision == "fp8":
+            # What comes in is converted forward, gradients backward, each to be read by rows and by columns; and all
+            # weights once in each pass.
+            widths = linear_widths(shape) * share * tokens / mesh.tp * (2.0 + again)
+            elements += QUANTISE_BYTES * (widths + self.local * (1 + backward)) / gpu.bandwidth
         logits = stage.head * tokens / mesh.tp * shape.vocab * LOGIT_BYTES * (1 + backward) / gpu.bandwidth
         busy = max(products, reads) + attention + elements + logits
         # The host launches kernels ahead of the GPU: only what takes longer than all of their work counts.

@@ -34,9 +34,9 @@ CONFIG = ModelConfig(128256, 4096, 14336, 32, 32, 8, 128)
 def test_the_flops_of_a_step_are_six_per_parameter_and_token_and_attention() -> None:
     parts = ALONE.update(BATCH).parts
     tokens = 64 * 4096
-    assert parts["products"] == pytest.approx(6 * LLAMA.active_parameters * tokens / (989e12 * 0.7))
+    assert parts["products"] == pytest.approx(6 * LLAMA.active_parameters * tokens / (989e12 * 0.6))
     forward = 2 * 32 * 64 * 4096**2 * 4096
-    assert parts["attention"] == pytest.approx(forward * 3.5 / (989e12 * 0.6))
+    assert parts["attention"] == pytest.approx(forward * 3.5 / (989e12 * 0.35))
 
 
 def test_recomputing_adds_a_forward_pass_and_frozen_weights_save_one() -> None:
@@ -57,7 +57,7 @@ def test_a_pipelines_bubble_is_a_micro_batch_on_the_other_stages() -> None:
     piped = replace(ALONE, mesh=Parallel(pp=4), zero3=False)
     parts = piped.update(BATCH)
     micro = 64 * 4096 // 8192
-    work = parts.seconds - parts.parts["bubble"] - parts.parts["optimizer"]
+    work = parts.seconds - sum(parts.parts[once] for once in ("bubble", "optimizer", "stage"))
     layer = (LLAMA.active_parameters - 128256 * 4096 - 4096) / 32
     slowest = 8 * layer + 128256 * 4096 + 4096
     assert parts.parts["bubble"] == pytest.approx(work / micro * 24 * layer / slowest)
@@ -91,8 +91,10 @@ def test_collectives_by_hand() -> None:
     assert reduce_s(H100, 8e9, 8) == pytest.approx(2 * gather_s(H100, 8e9, 8))
     assert bandwidth(H100, 16) == pytest.approx(8 * 40e9)  # eight NICs of a machine, side by side
     assert bandwidth(H100, 16, stride=8) == pytest.approx(40e9)  # one GPU of each machine has its own NIC
-    assert reduce_s(H100, 1e3, 256) < 20 * H100.latency_s  # few bytes go through a tree
-    assert switch_cost(H100, 40e9, 20e9).seconds == pytest.approx(1.5)
+    # Few bytes go through a tree: up and down in a host, and between 32 of them.
+    assert reduce_s(H100, 1.0, 256) == pytest.approx(2 * (H100.latency_s + 5 * H100.network_s), rel=1e-3)
+    assert gather_s(H100, 0.0, 16) == pytest.approx(H100.latency_s + H100.network_s)
+    assert switch_cost(H100, 40e9, 20e9).seconds == pytest.approx(1.5 + H100.engine.switch_s)
 
 
 def test_a_mesh_divides_heads_and_layers() -> None:
@@ -148,7 +150,7 @@ def test_a_sync_moves_what_its_plan_says() -> None:
     assert 8 * moved.sent == pytest.approx(2 * LLAMA.parameters, rel=0.01)
     assert traffic(LLAMA, Parallel(fsdp=8), Parallel(), "fp8").received < moved.received * 0.51
     apart, together = (sync_cost(moved, 8, H100, H100, together=way).seconds for way in (False, True))
-    assert together < apart == pytest.approx(moved.received / 40e9, rel=0.02)
+    assert together < apart == pytest.approx(moved.received / 40e9 + H100.engine.swap_s, rel=0.02)
     mixture = SHAPES["deepseek-v3"]
     assert traffic(mixture, Parallel(fsdp=4, pp=4), Parallel(tp=16), "bf16").received >= 2 * mixture.parameters / 16
 

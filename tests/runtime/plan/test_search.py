@@ -80,7 +80,7 @@ def _everything(
             for own in split.dedicated
         ]
         for dedicated, (decode, seconds, moved) in product(product(*groups), _decoders(candidates, split, train)):
-            switch = switch_cost(split.trainer.nodes.gpu, moved, moved).seconds
+            switch = switch_cost(split.trainer.nodes.gpu, moved, moved).seconds if split.shared else 0.0
             steady, rollout_s, others = seconds
             sync, beside = _sync(train, decode, split), 0.0 if split.shared else others
             times = Times(train.seconds, steady, rollout_s, sync, switch, dedicated, beside, wait)
@@ -143,8 +143,8 @@ def _sync(train: Training, decode: Generating, split: GpuSplit) -> float:
     t, g = split.trainer.nodes, split.decodes.nodes
     assert hosts is not None
     moved = traffic(generator.shape, train.trainer.mesh, generator.mesh, generator.precision)
-    crosses = len({*hosts[0], *hosts[1]}) > 1
-    return sync_cost(moved, decode.replicas, t.gpu, g.gpu, together=split.shared, chained=crosses).seconds
+    count = len({*hosts[0], *hosts[1]})
+    return sync_cost(moved, decode.replicas, t.gpu, g.gpu, together=count == 1, chained=count > 1).seconds
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from penstock.runtime.cluster.gpus import GPUS
+from penstock.runtime.cluster.gpus import GPUS, Engine
 from penstock.runtime.plan.decode_cost import Generator, Lines, rollout
 from penstock.runtime.plan.model_shape import SHAPES, Parallel
 from penstock.runtime.plan.workload import LengthError, Listed, Lognormal, Workload, fitted, given_lengths, read_lengths
@@ -189,6 +189,19 @@ def test_a_step_reads_weights_and_cache_once() -> None:
     weights = (8.03e9 - 128256 * 4096) * 2
     assert parts["weights"] == pytest.approx(weights / (3.35e12 * 0.8), rel=1e-3)
     assert parts["cache"] == pytest.approx(10_000 * 131072 / (3.35e12 * 0.8), rel=1e-3)
+
+
+def test_a_step_waits_for_the_host_and_an_eager_one_for_its_launches() -> None:
+    """4 ms and 10 µs a row; 96 operations of each of 32 layers 5 µs apart, as far as the GPU's work is shorter."""
+    parts = ONE.step(64, 0).parts
+    assert parts["host"] == pytest.approx(4e-3 + 64 * 10e-6)
+    work = sum(parts[name] for name in ("weights", "logits", "tp", "pp"))
+    assert parts["launches"] == pytest.approx(32 * 96 * 5e-6 - work)
+    graphs = GPUS["H100"].model_copy(update={"engine": Engine(eager=False, step_ms=0, row_us=0)})
+    replayed = replace(ONE, gpu=graphs).step(64, 0).parts
+    assert (replayed["host"], replayed["launches"]) == (0, pytest.approx(32 * 10 * 3e-6))
+    large = replace(ONE, shape=SHAPES["llama-405b"]).step(64, 0).parts
+    assert large["launches"] == 0
 
 
 def test_a_mixture_reads_the_experts_that_its_tokens_use() -> None:
