@@ -9,7 +9,8 @@ Neither batch, lengths nor splits are published; these are assumed for all:
   bfloat16; no time for switching or syncing.
 - LlamaRL: GPUs split between the two, a mesh for each, the generator in fp8 with two arenas, lag 1, each sync by the
   resharding plan.
-- Generators replay CUDA graphs. Activations recomputed; micro-batches of 4,096 tokens; up to 256 rows at once for each replica.
+- Generators replay CUDA graphs. Activations recomputed; micro-batches of 4,096 tokens; up to 256 rows at once for each
+  replica.
 - Each side is the best that a search over the meshes, and for LlamaRL the splits, finds.
 """
 

@@ -106,7 +106,7 @@ class Gpu(BaseModel):
 
     def computes(self, precision: Precision) -> bool:
         """Whether its tensor cores do, as the data sheet says."""
-        return getattr(self.tflops, precision) > 0
+        return bool(getattr(self.tflops, precision))
 
     def flops(self, precision: Precision) -> float:
         """Per second, in matrix products. What a kind does not compute in, it converts to bfloat16 first."""

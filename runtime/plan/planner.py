@@ -171,10 +171,9 @@ def plan(
     began, roles, found = time.monotonic(), roles_of(graph), node_groups(cluster)
     if not any(nodes.gpu.computes(generator_precision) for nodes in found):
         kinds = ", ".join(dict.fromkeys(nodes.kind for nodes in found))
-        known = " or ".join(p for p in get_args(Precision) if any(nodes.gpu.computes(p) for nodes in found))
-        raise AskedError(
-            f"--generator-precision {generator_precision}: given {kinds}, which do not compute in it, needed {known}"
-        )
+        able = " or ".join(p for p in get_args(Precision) if any(nodes.gpu.computes(p) for nodes in found))
+        given = f"given GPUs of kind {kinds}, which do not compute in it"
+        raise AskedError(f"--generator-precision {generator_precision}: {given}, needed {able}")
     candidates = LayoutCandidates(work, roles.lag, slots, _pins(roles, meshes or {}), roles.models, generator_precision)
     check_pins(roles, candidates, found)
     others = []

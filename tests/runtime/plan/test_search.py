@@ -37,7 +37,7 @@ from penstock.runtime.plan.candidates import (
 from penstock.runtime.plan.collectives import Cost
 from penstock.runtime.plan.model_shape import SHAPES, Parallel
 from penstock.runtime.plan.planner import Planned, plan
-from penstock.runtime.plan.roles import Models, PlanError, Roles, roles_of
+from penstock.runtime.plan.roles import AskedError, Models, PlanError, Roles, roles_of
 from penstock.runtime.plan.search import (
     Allocation,
     GpuSplit,
@@ -563,6 +563,19 @@ def test_layouts_are_made_only_when_their_bound_is_the_lowest_left() -> None:
     assert [each.seconds for each in ordered] == [4.0, 6.0, 7.0]
     assert ordered.at(3) is None
     assert FastestFirst([(0.0, list)]).at(0) is None
+
+
+def test_a_precision_that_no_gpu_computes_in_is_refused_by_name() -> None:
+    with pytest.raises(AskedError, match=r"--generator-precision fp8: given GPUs of kind A100, .* needed fp32 or bf16"):
+        plan(_graph("aipo"), read_cluster("1x8xA100"), _work("qwen3-1.7b", 4), generator_precision="fp8")
+
+
+def test_pools_on_one_host_sync_over_nvlink() -> None:
+    found = plan(_graph("aipo"), read_cluster("1x8xH100"), _work("qwen3-1.7b", 4)).best
+    assert not found.split.shared
+    gpu, moved = GPUS["H100"], 2 * SHAPES["qwen3-1.7b"].parameters
+    assert found.sync.parts["wire"] < moved * found.generating.replicas / gpu.nic
+    assert found.sync.parts["wire"] >= moved / gpu.nvlink
 
 
 if __name__ == "__main__":

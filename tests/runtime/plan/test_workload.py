@@ -199,7 +199,8 @@ def test_a_step_waits_for_the_host_and_an_eager_one_for_its_launches() -> None:
     assert parts["launches"] == pytest.approx(32 * 96 * 5e-6 - work)
     graphs = GPUS["H100"].model_copy(update={"engine": Engine(eager=False, step_ms=0, row_us=0)})
     replayed = replace(ONE, gpu=graphs).step(64, 0).parts
-    assert (replayed["host"], replayed["launches"]) == (0, pytest.approx(32 * 10 * 3e-6))
+    assert replayed["host"] == 0
+    assert replayed["launches"] == pytest.approx(32 * 10 * 3e-6)
     large = replace(ONE, shape=SHAPES["llama-405b"]).step(64, 0).parts
     assert large["launches"] == 0
 
