@@ -8,8 +8,10 @@ from itertools import product
 from math import inf
 from typing import Any, get_args
 
+from penstock.graph.errors import Fault
 from penstock.graph.ir import Graph
 from penstock.graph.protocols import Axes
+from penstock.runtime.cluster.capabilities import model_lack, precision_lack
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.gpus import Precision
 from penstock.runtime.cluster.placement import html_table, spelled
@@ -118,7 +120,13 @@ class Planned:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        return assumptions(self.roles, self.work)
+        return (*assumptions(self.roles, self.work), *map(_what_if, self.lacks))
+
+    @property
+    def lacks(self) -> tuple[Fault, ...]:
+        """What a run cannot have of this plan, which then is a what-if."""
+        found = (model_lack(self.work.shape), precision_lack("generator", self.best.generating.generator.precision))
+        return tuple(lack for lack in found if lack is not None)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -194,6 +202,10 @@ def plan(
     second = Alternative("runner-up", outcome.runner_up, outcome.proved, "no other split fits")
     total, taken = sum(nodes.gpus for nodes in found), time.monotonic() - began
     return Planned(roles, work, roles.lag, total, outcome.best, outcome, (second, *others), taken)
+
+
+def _what_if(lack: Fault) -> str:
+    return f"what if a run could have {lack.given}: it needs {lack.needed} [{lack.code}]"
 
 
 def _learning(roles: Roles, pool: str, group: Allocation, training: Training, hosts: tuple[str, ...]) -> PoolPlan:

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from penstock.graph.errors import Fault
 from penstock.graph.ir import Graph
 from penstock.graph.protocols import num_ranks
-from penstock.runtime.cluster.capabilities import SHARED_LAG, model_lack
+from penstock.runtime.cluster.capabilities import SHARED_LAG
 from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, check_common_network
 from penstock.runtime.cluster.placement import Plan, PoolLayout, place_as, spelled
 from penstock.runtime.plan.model_shape import Shape
@@ -200,8 +200,8 @@ def run_plan(
 ) -> RunPlan:
     """What was found, for a run of `graphs`, the first of which was planned. `model` is a directory, if the plan was
     made for one. Raises PlanError for what no run can have, and ClusterError for what the placement refuses."""
-    if lack := model_lack(found.work.shape):
-        raise PlanError(str(lack))
+    if found.lacks:
+        raise PlanError("\n".join(map(str, found.lacks)))
     best, generator = found.best, found.best.generating.generator
     layouts = pool_layouts(found.roles, best, cluster)
     plan = place_as(graphs, cluster, layouts, slots=generator.slots, tp_over_hosts=False)

@@ -570,6 +570,13 @@ def test_a_precision_that_no_gpu_computes_in_is_refused_by_name() -> None:
         plan(_graph("aipo"), read_cluster("1x8xA100"), _work("qwen3-1.7b", 4), generator_precision="fp8")
 
 
+def test_a_plan_that_no_run_can_be_says_so_with_the_codes() -> None:
+    found = plan(_graph("aipo"), read_cluster("1x8xH100"), _work("qwen3-30b-a3b", 4), generator_precision="fp8")
+    assert [lack.code for lack in found.lacks] == ["model-kind", "no-precision"]
+    assert all(f"[{lack.code}]" in "".join(found.assumptions) for lack in found.lacks)
+    assert plan(_graph("aipo"), read_cluster("1x4xH100"), _work("qwen3-1.7b", 4)).lacks == ()
+
+
 def test_pools_on_one_host_sync_over_nvlink() -> None:
     found = plan(_graph("aipo"), read_cluster("1x8xH100"), _work("qwen3-1.7b", 4)).best
     assert not found.split.shared
