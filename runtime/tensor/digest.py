@@ -10,7 +10,11 @@ for tiles, c odd and e even, and a key k made of the tensor's name, dtype and sh
 
 mod 2^64, which is linear in the elements: a rank that holds a region computes the sum over the elements of it, as if
 all others were zero, and the sums of disjoint regions add up. The two inner sums are exact in 32 bits, so that they
-are two products with int8 matrices, which CPUs compute at the speed of their caches.
+are two products with int8 matrices, which CPUs compute at the speed of their caches. Other devices, whose int8
+products want other shapes, sum (c * a_i + e * b_i) * x_qi in 64 bits at once: the same number mod 2^64.
+
+Sums stay where the weights are until all are there: one vector, and one copy to the host. A GPU waits for nothing
+before that.
 
 A changed byte always changes the sum (a_i, c and t are odd). The vectors (a_i, b_i) of a tile have different
 directions, so that two changed bytes always change an inner sum; two elements that change places, or a row that is
@@ -45,7 +49,7 @@ from penstock.runtime.tensor.reshard import DistinctRegions, disjoint_regions
 _TILE = 8192  # bytes: there are not many more directions of small vectors
 _ROW = 1024  # bytes that make a row worth a product
 _CHUNK = 2 << 20  # bytes read twice: on a CPU, the second time from its caches, and few calls in all
-_LARGE_CHUNK = 32 << 20  # the same for devices that want large calls
+_LARGE_CHUNK = 4 << 20  # the same for a GPU, whose caches hold the 32 MiB of products of these
 _MASK = (1 << 64) - 1
 
 # `fill(rows, first, last)` provides the rows from first to last, of a part of a tensor seen as so many rows.
@@ -78,41 +82,49 @@ class _Run(NamedTuple):
 
 
 def digest(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The digest of each tensor, whole."""
+    """The digest of each tensor, whole; all are on one device."""
+    sums = [partial(tensor, tensor.shape, Region.whole(tensor.shape)) for tensor in tensors.values()]
     return {
-        name: finish(partial(tensor, name, tensor.shape, Region.whole(tensor.shape)), name, tensor.dtype, tensor.shape)
-        for name, tensor in tensors.items()
+        name: finish(total, name, tensor.dtype, tensor.shape)
+        for (name, tensor), total in zip(tensors.items(), _to_host(sums), strict=True)
     }
 
 
-def partial(tensor: Tensor, name: str, shape: Sequence[int], region: Region, fill: DigestFill | None = None) -> int:
-    """The sum over the elements of `region`, which `tensor` holds, of the logical tensor `name` of `shape`.
+def partial(tensor: Tensor, shape: Sequence[int], region: Region, fill: DigestFill | None = None) -> Tensor:
+    """The sum over the elements of `region`, which `tensor` holds, of a logical tensor of `shape`: an int64 scalar,
+    mod 2^64, on the tensor's device.
 
     `fill` is called for all rows of the tensor, in order, right before they are read: bytes that it copies there are
     then still in a core's cache, and reading them again costs little.
     """
     if not region.size:
-        return 0
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
     depth = _row_dims(tuple(shape), tensor.dtype.itemsize)
     tiles = -(-math.prod(shape[depth:]) * tensor.dtype.itemsize // _TILE)
     runs = list(_runs(tensor, tuple(shape), region, depth))
     if fill is not None and (len(runs) > 1 or runs[0].is_long):
         fill(1, 0, 1)
         fill = None
-    total = 0
+    sums: list[Tensor] = []
     for run in runs:
         if run.is_long:
             numbers = _row_numbers(run.rows, torch.device("cpu")).tolist()
             for row, number in zip(run.matrix, numbers, strict=True):
-                total += _long_sum(row, number * tiles * _TILE + run.first)
+                sums += _long_sums(row, number * tiles * _TILE + run.first)
         else:
-            total += _run_sum(run, tiles, fill)
-    return total * (_key(name, tensor.dtype, shape) | 1) & _MASK
+            sums += _run_sums(run, tiles, fill)
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
 def finish(total: int, name: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
     """The digest from the sum of the partial sums of regions that cover the tensor once."""
-    return (total + _key(name, dtype, shape)) & _MASK
+    key = _key(name, dtype, shape)
+    return (key + (key | 1) * total) & _MASK
+
+
+def _to_host(sums: Sequence[Tensor]) -> list[int]:
+    """Scalars of one device, by one copy: the only wait for it."""
+    return torch.stack(tuple(sums)).tolist() if sums else []
 
 
 def _key(name: str, dtype: torch.dtype, shape: Sequence[int]) -> int:
@@ -163,12 +175,14 @@ def _row_numbers(rows: _Rows, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _row_factors(rows: _Rows, tiles: int, tile: int, device: torch.device) -> Tensor:
-    """t of one tile of each row, [P]. Kept, since tensors of one shape share them and each sync needs them."""
-    return _mix(_row_numbers(rows, device) * tiles + tile) | 1
+    """t of one tile of each row, times the factor of each of its inner sums: [N, P]. Kept, since tensors of one shape
+    share them and each sync needs them.
+    """
+    return (_mix(_row_numbers(rows, device) * tiles + tile) | 1) * _places(device).factors[:, None]
 
 
-def _run_sum(run: _Run, tiles: int, fill: DigestFill | None) -> int:
-    """The sum over a run; `tiles` is the number of tiles of a row."""
+def _run_sums(run: _Run, tiles: int, fill: DigestFill | None) -> list[Tensor]:
+    """The sum over a run in each tile of its rows; `tiles` is the number of tiles of a row."""
     matrix, rows, first = run
     (height, width), device = matrix.shape, matrix.device
     last = first + width
@@ -176,71 +190,87 @@ def _run_sum(run: _Run, tiles: int, fill: DigestFill | None) -> int:
         (tile, max(first, tile * _TILE), min(last, (tile + 1) * _TILE))
         for tile in range(first // _TILE, -(-last // _TILE))
     ]
-    vectors = _places(device)
+    vectors, factors = _places(device)
     tables = [
         tuple(vector[start - tile * _TILE : stop - tile * _TILE] for vector in vectors) for tile, start, stop in edges
     ]
-    products = len(vectors)
-    sums = torch.empty(len(edges), products, height, 2 // products, dtype=torch.int32, device=device)
-    # On a CPU the second product reads a chunk from the caches; other devices want few large calls.
-    step = max(1, (_CHUNK if matrix.is_cpu else _LARGE_CHUNK) // width)
-    places = [[torch.split(product, step) for product in own] for own in sums]
+    products, inner = len(vectors), len(factors)
+    product, kind = (_int_product, torch.int32) if vectors[0].dtype == torch.int8 else (_wide_product, torch.int64)
+    sums = torch.empty(len(edges), products, height, inner // products, dtype=kind, device=device)
+    # On a CPU the second product reads a chunk from the caches.
+    step = max(1, (_CHUNK if device.type == "cpu" else _LARGE_CHUNK) // width)
+    places = [[torch.split(each, step) for each in own] for own in sums]
     for number, chunk in enumerate(torch.split(matrix, step)):
         if fill is not None:
             fill(height, number * step, number * step + len(chunk))
         for own, table, (_, start, stop) in zip(places, tables, edges, strict=True):
             part = chunk if len(edges) == 1 else chunk[:, start - first : stop - first]
-            for factors, product in zip(table, own, strict=True):
-                (_int_product if part.is_cpu else _float_product)(part, factors, product[number])
+            for vector, each in zip(table, own, strict=True):
+                product(part, vector, each[number])
     of_rows = (_row_factors(rows, tiles, tile, device) for tile, _, _ in edges)
-    return sum(_total(own, each) for own, each in zip(sums, of_rows, strict=True))
+    return [(own.transpose(1, 2).reshape(inner, -1) * each).sum() for own, each in zip(sums, of_rows, strict=True)]
 
 
-def _long_sum(row: Tensor, first: int) -> int:
-    """The sum over one row from byte `first` on, tiles counted through."""
+def _long_sums(row: Tensor, first: int) -> list[Tensor]:
+    """The sums over one row from byte `first` on, tiles counted through."""
     head = min(-first % _TILE, len(row))
     whole = (len(row) - head) // _TILE
     end = head + whole * _TILE
     tile = (first + head) // _TILE
-    total = 0
+    sums: list[Tensor] = []
     if whole:
         rows = _Rows((tile + whole,), (tile,), (tile + whole,))
-        total = _run_sum(_Run(row[head:end].view(whole, _TILE), rows, 0), 1, None)
+        sums += _run_sums(_Run(row[head:end].view(whole, _TILE), rows, 0), 1, None)
     for a, b in ((0, head), (end, len(row))):
         if a < b:
             tile, place = divmod(first + a, _TILE)
-            total += _run_sum(_Run(row[None, a:b], _Rows((tile + 1,), (tile,), (tile + 1,)), place), 1, None)
-    return total
+            sums += _run_sums(_Run(row[None, a:b], _Rows((tile + 1,), (tile,), (tile + 1,)), place), 1, None)
+    return sums
 
 
-def _total(sums: Tensor, factors: Tensor) -> int:
-    """The sum over the tiles with these factors [P], from their inner sums: [2, P, 1] or [1, P, 2]."""
-    low, high = (sums.transpose(1, 2).reshape(2, -1) * factors).sum(1).tolist()
-    return int(low) * _C + int(high) * _E
-
-
-def _int_product(part: Tensor, factors: Tensor, out: Tensor) -> None:
+def _int_product(part: Tensor, vector: Tensor, out: Tensor) -> None:
     """[P, W] int8 times [W, N] int8, exactly, into [P, N] int32."""
-    torch._int_mm(part, factors, out=out)
+    torch._int_mm(part, vector, out=out)
 
 
-def _float_product(part: Tensor, factors: Tensor, out: Tensor) -> None:
-    """The same for GPUs, whose int8 product wants other shapes than these; float64 is exact below 2^53."""
-    out.copy_(part.double() @ factors.double())
+def _wide_product(part: Tensor, vector: Tensor, out: Tensor) -> None:
+    """[P, W] int8 times [W, 1] int64, mod 2^64, into [P, 1]."""
+    torch.sum(part * vector.view(-1), 1, keepdim=True, out=out)
+
+
+class _Places(NamedTuple):
+    """By what the bytes of a tile are multiplied: `vectors` [_TILE, ·], [_TILE, N] together, and by what the N sums."""
+
+    vectors: tuple[Tensor, ...]
+    factors: Tensor
 
 
 @lru_cache
-def _places(device: torch.device) -> tuple[Tensor, ...]:
-    """a and b, [_TILE, 1] int8 each, or [_TILE, 2] together: distinct fractions b / a in lowest terms, in an arbitrary
-    order.
-    """
-    pairs = torch.tensor([(a, b) for a in range(1, 128, 2) for b in range(-127, 128) if math.gcd(a, b) == 1])
-    chosen = pairs[_mix(torch.arange(len(pairs))).argsort()[:_TILE]].to(torch.int8).to(device)
+def _places(device: torch.device) -> _Places:
+    if device.type != "cpu":
+        return wide_places(device)
     # A CPU without tiles multiplies by one vector at 1.6 times the speed of two, and reads its caches twice; with tiles
     # (AMX) two cost what one does.
-    if device.type != "cpu" or torch.cpu._is_amx_tile_supported():
-        return (chosen.contiguous(),)
-    return chosen[:, :1].contiguous(), chosen[:, 1:].contiguous()
+    return narrow_places(together=torch.cpu._is_amx_tile_supported())
+
+
+def narrow_places(*, together: bool) -> _Places:
+    """a and b as int8, each a vector or both `together`; and c and e."""
+    both = _directions()
+    columns = (both,) if together else (both[:, :1].contiguous(), both[:, 1:].contiguous())
+    return _Places(columns, torch.tensor([_C, _E]))
+
+
+def wide_places(device: torch.device) -> _Places:
+    """c * a + e * b as int64; and 1."""
+    wide = (_directions() * torch.tensor([_C, _E])).sum(1, keepdim=True)
+    return _Places((wide.to(device),), torch.ones(1, dtype=torch.int64).to(device))
+
+
+def _directions() -> Tensor:
+    """a and b, [_TILE, 2] int8: distinct fractions b / a in lowest terms, in an arbitrary order."""
+    pairs = torch.tensor([(a, b) for a in range(1, 128, 2) for b in range(-127, 128) if math.gcd(a, b) == 1])
+    return pairs[_mix(torch.arange(len(pairs))).argsort()[:_TILE]].to(torch.int8).contiguous()
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -335,21 +365,29 @@ class Checksums:
     def _digests(
         self, parts: Shards, names: Sequence[str], covers: int, fill: Fill | None = None
     ) -> dict[str, list[int]]:
-        own = [self._sums(name, parts.get(name), covers, fill) for name in names]
-        sums = torch.tensor(own, dtype=torch.int64)
-        totals = self._add(sums.view(len(names), covers)).tolist() if names else []
+        own = [
+            (index, counted, total)
+            for index, name in enumerate(names)
+            for counted, total in self._sums(name, parts.get(name), covers, fill)
+        ]
+        sums = [[0] * covers for _ in names]
+        for (index, counted, _), total in zip(own, _to_host([total for _, _, total in own]), strict=True):
+            for cover in counted:
+                sums[index][cover] = _signed(sums[index][cover] + total)
+        totals = self._add(torch.tensor(sums, dtype=torch.int64).view(len(names), covers)).tolist() if names else []
         known = [self._layout.by_name[name] for name in names]
         return {
-            t.name: [finish(total, t.name, DTYPES[t.dtype], t.shape) for total in own]
-            for t, own in zip(known, totals, strict=True)
+            t.name: [finish(total, t.name, DTYPES[t.dtype], t.shape) for total in each]
+            for t, each in zip(known, totals, strict=True)
         }
 
-    def _sums(self, name: str, part: Shard | None, covers: int, fill: Fill | None) -> list[int]:
-        """This rank's sum for each cover, as int64."""
-        totals = [0] * covers
-        if part is None:
-            return totals
+    def _sums(
+        self, name: str, part: Shard | None, covers: int, fill: Fill | None
+    ) -> Iterator[tuple[list[int], Tensor]]:
+        """The sum of each region that counts for this rank, with the covers in which it does."""
         shape = self._layout.by_name[name].shape
+        if part is None:
+            return
         for region, ranks in self._own[name]:
             # Replicated regions count for one rank in each cover: twice would be another sum.
             counted = [cover for cover in range(covers) if _member(name, ranks, cover) == self._rank]
@@ -360,10 +398,7 @@ class Checksums:
                 fill(name, 1, 0, 1)
                 fill = None
             own_fill = None if fill is None else functools.partial(fill, name)
-            total = partial(part.cut(region), name, shape, region, own_fill)
-            for cover in counted:
-                totals[cover] += total
-        return [_signed(total) for total in totals]
+            yield counted, partial(part.cut(region), shape, region, own_fill)
 
     def _where(self, name: str, cover: int) -> str:
         ranks = sorted({_member(name, ranks, cover) for ranks in self._regions[name].ranks})

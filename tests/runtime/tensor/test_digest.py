@@ -9,11 +9,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from penstock.runtime.tensor import digest as module
+from penstock.runtime.tensor.buffers import allocate
 from penstock.runtime.tensor.codec import DTYPES
-from penstock.runtime.tensor.digest import _C, _E, _places, digest, finish, partial
-from penstock.runtime.tensor.layout import ITEMSIZE, Region
+from penstock.runtime.tensor.digest import (
+    _C,
+    _E,
+    Checksums,
+    _directions,
+    alone,
+    digest,
+    finish,
+    narrow_places,
+    partial,
+    wide_places,
+)
+from penstock.runtime.tensor.layout import ITEMSIZE, Mesh, Region, sharded
 
 
 def random_tensor(shape: tuple[int, ...], dtype: str, seed: int = 0) -> Tensor:
@@ -42,7 +56,7 @@ def test_partial_sums_of_disjoint_boxes_add_up(data: Any) -> None:
     tensor = random_tensor(shape, dtype)
     whole = Region.whole(shape)
     pieces = cut(whole, data)
-    total = sum(partial(tensor[region.slices(whole)].clone(), "t", shape, region) for region in pieces)
+    total = sum(int(partial(tensor[region.slices(whole)].clone(), shape, region)) for region in pieces)
     assert finish(total, "t", tensor.dtype, shape) == digest({"t": tensor})["t"]
 
 
@@ -52,7 +66,7 @@ def test_partial_sums_add_up_across_chunks(shape: tuple[int, ...], dtype: str) -
     tensor = random_tensor(shape, dtype)
     whole = Region.whole(shape)
     middle = Region(tuple(n // 3 for n in shape), tuple(n - n // 4 for n in shape))
-    total = sum(partial(tensor[b.slices(whole)], "t", shape, b) for b in (middle, *whole.minus(middle)))
+    total = sum(int(partial(tensor[b.slices(whole)], shape, b)) for b in (middle, *whole.minus(middle)))
     assert finish(total, "t", tensor.dtype, shape) == digest({"t": tensor})["t"]
 
 
@@ -79,7 +93,7 @@ def by_hand(tensor: Tensor, name: str, dtype: str) -> int:
     raw = tensor.reshape(-1).view(torch.int8).tolist() if tensor.numel() else []
     length = row_length(tuple(tensor.shape), tensor.dtype.itemsize)
     tiles = -(-length // 8192)
-    a, b = torch.cat(_places(torch.device("cpu")), 1).t().tolist()
+    a, b = _directions().t().tolist()
     total = 0
     for index, value in enumerate(raw):
         row, column = divmod(index, length)
@@ -98,24 +112,80 @@ def test_the_value_follows_the_formula(dtype: str, shape: tuple[int, ...]) -> No
 
 
 def test_no_two_places_of_a_tile_have_factors_of_one_direction() -> None:
-    pairs = torch.cat(_places(torch.device("cpu")), 1).tolist()
+    pairs = _directions().tolist()
     assert len(pairs) == 8192
     assert len({(a / math.gcd(a, b), b / math.gcd(a, b)) for a, b in pairs}) == len(pairs)
     assert all(a > 0 and a % 2 for a, _ in pairs)
     assert (_C % 2, _E % 2) == (1, 0)
 
 
-@pytest.mark.parametrize("product", ["_int_product", "_float_product"])
-@pytest.mark.parametrize("vectors", [1, 2])
-def test_products_of_other_devices_are_the_same(monkeypatch: pytest.MonkeyPatch, product: str, vectors: int) -> None:
-    tensors = {"t": random_tensor((200, 3000), "bfloat16"), "row": random_tensor((30_000,), "uint8")}
-    expected = digest(tensors)
-    tables = torch.cat(_places(torch.device("cpu")), 1)
-    monkeypatch.setattr(
-        module, "_places", lambda device: tuple(t.contiguous() for t in torch.split(tables, vectors, 1))
-    )
-    monkeypatch.setattr(module, "_int_product", getattr(module, product))
-    assert digest(tensors) == expected
+KEPT = {
+    "layers.0.w": 0xAA2F9CE57BDCF871,
+    "norm": 0x10AE43F5E93EAAF1,
+    "flat": 0xA37A137FB108E971,
+    "s": 0xB6E43603389E44CC,
+    "wide": 0x5EE9552C0B9F8054,
+}
+
+
+def kept() -> dict[str, Tensor]:
+    """The tensors of `KEPT`: rows, one long row, a scalar, rows of several tiles."""
+    return {
+        "layers.0.w": (torch.arange(300 * 517) % 251).to(torch.uint8).view(torch.int8).view(300, 517),
+        "norm": (torch.arange(20_000) % 97).float(),
+        "flat": torch.arange(70_001).bfloat16(),
+        "s": torch.tensor(7),
+        "wide": (torch.arange(27_000) % 113).to(torch.int16).view(3, 9000),
+    }
+
+
+PLACES = {
+    "apart": narrow_places(together=False),
+    "together": narrow_places(together=True),
+    "wide": wide_places(torch.device("cpu")),
+}
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("chunk", [1 << 10, 1 << 15, 4 << 20])
+def test_digests_have_the_same_bits_for_ever_and_on_every_device(
+    monkeypatch: pytest.MonkeyPatch, places: str, chunk: int
+) -> None:
+    monkeypatch.setattr(module, "_places", lambda device: PLACES[places])
+    monkeypatch.setattr(module, "_CHUNK", chunk)
+    module._row_factors.cache_clear()
+    assert digest(kept()) == KEPT
+    module._row_factors.cache_clear()
+
+
+class OtherDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """torch's meta device as a GPU, whose memory cannot be read: what is copied to the host is counted, and zeros.
+    An operation on tensors of two devices fails, as does one that has to know a value."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.copied: list[torch.Size] = []
+        self.kinds: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = (kwargs or {}).get("device")
+        if op is torch.ops.aten._to_copy.default and device is not None and args[0].is_meta and device.type == "cpu":
+            self.copied.append(args[0].shape)
+            return torch.zeros(args[0].shape, dtype=args[0].dtype)
+        found = op(*args, **(kwargs or {}))
+        self.kinds |= {t.dtype for t in tree_leaves(found) if isinstance(t, Tensor) and t.is_meta}
+        return found
+
+
+def test_on_a_gpu_a_publication_has_one_copy_to_the_host_and_computes_with_integers() -> None:
+    shapes = {"embed": (1031, 96), "q": (640, 1024), "wide": (3, 70_000), "norm": (96,), "long": (70_001,), "step": ()}
+    layout = sharded([(name, shape, "bfloat16") for name, shape in shapes.items()], Mesh((("fsdp", 2),)), {})
+    parts = allocate(layout, 0, "meta")
+    with OtherDevice() as seen:
+        found = Checksums(layout, 0, alone).digests(parts, [*shapes])
+    assert found.keys() == shapes.keys()
+    assert [len(shape) for shape in seen.copied] == [1]
+    assert {kind for kind in seen.kinds if kind.is_floating_point} <= {torch.bfloat16}
 
 
 @settings(deadline=None)
@@ -132,7 +202,7 @@ def test_what_is_hashed_is_asked_for_first_and_once(data: Any) -> None:
         filled.view(count, -1)[first:last] = tensor.view(count, -1)[first:last]
         rows.extend(range(first, last))
 
-    assert partial(filled, "t", shape, region, fill) == partial(tensor, "t", shape, region)
+    assert partial(filled, shape, region, fill) == partial(tensor, shape, region)
     assert torch.equal(filled.view(torch.int16), tensor.view(torch.int16))
     assert rows == list(range(len(rows)))
 
