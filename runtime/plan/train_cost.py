@@ -235,6 +235,7 @@ class Trainer:
     def _tensor_s(self, tokens: float, backward: bool) -> float:
         """All-reduces of each layer's activations: two forward, two backward, two recomputed (Shoeybi et al., 2019,
         section 3)."""
+        # Left out: one of the embedding forward, and one of the head backward.
         times = 2 + (2 + 2 * self.recompute if backward else 0)
         return times * self.layers * reduce_s(self.gpu, tokens * self.shape.hidden * 2, self.mesh.tp)
 
@@ -320,8 +321,8 @@ def _stage_memory(trainer: Trainer, copies: int, stage: Stage, in_flight: int) -
         "copies": (2 * kept + 4 * shard) * copies,
         # A layer that is being repeated has all of its own.
         "activations": tokens * (per_token * stage.layers * in_flight + 34.0 * shape.hidden),
-        # In bfloat16 and float32: 6 bytes. Embedding and head are whole on every rank of a trainer.
-        "logits": min(trainer.micro_tokens, LOGIT_CHUNK) * shape.vocab * 6.0 * stage.head,
+        # In bfloat16 and float32: 6 bytes. A rank has those of its own words.
+        "logits": min(trainer.micro_tokens, LOGIT_CHUNK) * shape.vocab / mesh.tp * 6.0 * stage.head,
         # Two layers of bfloat16 weights: one that computes, and the next one, which is being gathered.
         "unsharded blocks": 2 * 2 * local / stage.layers if trainer.zero3 and mesh.fsdp > 1 else 0.0,
         "reserved": RESERVED,

@@ -118,6 +118,11 @@ def test_a_trainer_holds_eighteen_bytes_per_parameter_over_its_shards() -> None:
     assert whole["moments"] == parts["moments"]
 
 
+def test_ranks_of_tp_share_the_logits_of_a_chunk() -> None:
+    cut = trainer_memory(replace(TRAINER, mesh=Parallel(fsdp=2, tp=4))).parts
+    assert cut["logits"] == trainer_memory(TRAINER).parts["logits"] / 4
+
+
 def test_a_pass_alone_keeps_weights_and_what_one_layer_needs() -> None:
     own, passing = trainer_memory(TRAINER).parts, trainer_memory(replace(TRAINER, frozen=True)).parts
     assert passing["gradients"] == passing["moments"] == 0
