@@ -107,7 +107,7 @@ def _choose(state: State, step: NodeStep, ordinal: int) -> str | None:
     rests = state.checkpoint is not None and (state.stopping or step.stateful)
     # State must not change while it is saved, and nothing new begins before the end. But a resumed run could not make
     # the versions that some pinned groups need: those groups go on first, and the checkpoint waits for them.
-    if rests and (state.saving or not needs_past_version(state, ordinal)):
+    if rests and (state.held or not needs_past_version(state, ordinal)):
         return None
     replicas = state.tables.by_pool[step.pool]
     if step.source:

@@ -64,6 +64,15 @@ class Checkpoint(Packable, frozen=True):
     final: bool = False
 
 
+class Copied(Packable, frozen=True):
+    """A rank has copied its part of the checkpoint before `update` aside, and writes it while the run goes on. A rank
+    that writes it at once says `Saved` only."""
+
+    update: int
+    replica: str
+    rank: int = 0
+
+
 class Saved(Packable, frozen=True):
     """A rank wrote its part of the checkpoint before `update`."""
 
@@ -79,7 +88,7 @@ class Abort(Packable, frozen=True):
 
 
 Answer = Done | Failed | Published | Arrived | Swapped | Saved
-Event = Begin | Answer | Checkpoint | Abort
+Event = Begin | Answer | Copied | Checkpoint | Abort
 
 
 # Commands -------------------------------------------------------------------------------------------------
@@ -134,7 +143,8 @@ class CommitTurn(Packable, frozen=True):
 
 
 class Save(Packable, frozen=True):
-    """Write this replica's part of the checkpoint before `update`: carried values, states, outputs of `firings`."""
+    """Copy this replica's part of the checkpoint before `update` aside, and write it: carried values, states, outputs
+    of `firings`."""
 
     update: int
     replica: str
@@ -174,9 +184,11 @@ def answer(command: Question, rank: int = 0) -> Answer:
             return Swapped(channel, version, replica, rank)
 
 
-def first_answer(event: Answer) -> Answer:
+def first_answer(event: Answer | Copied) -> Answer:
     """The `answer` of rank 0 to what an event answers: one for all ranks, without what the event tells."""
     match event:
         case Done(firing, replica) | Failed(firing, replica):
             return Done(firing, replica)
+        case Copied(update, replica):
+            return Saved(update, replica)
     return structs.replace(event, rank=0)

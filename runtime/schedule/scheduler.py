@@ -10,15 +10,17 @@ Invariants, checked after each event of the tests by `tests/runtime/schedule/che
     lagged edge; with pinned versions only while it is just that, or the start. A per-update step of update u
     reads a version in u - lag … u (in a run resumed after u: … start), and no swap happens under it.
 4.  Update u consumes the next `batch` kept groups in ordinal order, once, after update u - 1. It begins when all of
-    them are finished, and a checkpoint falls between two updates. A step with every=k takes part where u + 1 is a
+    them are finished. A checkpoint falls between two updates and is copied before the next one begins; it is complete
+    when all ranks have written it, and one is written at a time. A step with every=k takes part where u + 1 is a
     multiple of k.
 5.  The version of a carried value that changes is the number of updates that are over for it, whether they made a
     next value or left it as it was; no reader of version u is in work while the update that donates it is, and no
     version goes while a reader to come needs it.
 6.  No group past the last update starts: before(g) < end * batch.
 7.  A value is freed once, after its last reader, and never read afterwards; a lost group's when nobody works on it.
-8.  While anything is left to do, something is in work (no deadlock), unless a checkpoint, failure or stop ended it,
-    or filters dropped `drops` batches' worth of groups between two updates, or firings failed so often.
+8.  While anything is left to do, something is in work (no deadlock), unless a checkpoint, failure or stop ended it
+    (a failure of a node not before the checkpoint that is being written is whole), or filters dropped `drops` batches'
+    worth of groups between two updates, or firings failed so often.
 9.  With free versions, no per-group firing waits that may start, but for one that a replica leaves to others which
     wait for weights on their way (it takes as many as are left for each of them); nor does a step off the critical
     path, unless a checkpoint is due.
@@ -41,17 +43,19 @@ from penstock.runtime.schedule import admission, transitions
 from penstock.runtime.schedule.compile import NodeStep, Rules, Tables, check_rules
 from penstock.runtime.schedule.events import (
     Abort,
+    Answer,
     Arrived,
     Begin,
     Checkpoint,
     Command,
+    Copied,
     Done,
     Event,
     Failed,
     Published,
     Saved,
 )
-from penstock.runtime.schedule.state import State
+from penstock.runtime.schedule.state import State, UnawaitedError
 
 
 class Scheduler(State):
@@ -85,13 +89,14 @@ class Scheduler(State):
         `admission.start_groups` for the steps that it lets start, each with a `State.fire`.
         """
         self.out, self.asked = [], []
-        if self.finished:
+        if self.ended:
+            self._outlive(event)
             return self.out
         stirred = self._hear(event)
-        if stirred is None and not self.finished:
+        if stirred is None and not self.ended:
             transitions.end_updates(self)
         self.say_freed()
-        if not self.finished:
+        if not self.ended:
             if stirred is None:
                 self._dispatch()
             elif stirred:
@@ -111,16 +116,22 @@ class Scheduler(State):
             case Abort():
                 self.finish("failed", event.error)
                 return None
+            case Copied():
+                if (event.replica, event.rank) not in self.copying:
+                    raise UnawaitedError(f"scheduler: an answer that nobody awaits: {event}")
+                return None if transitions.copied(self, event.replica, event.rank) else ()
         last = self.answered(event)
         if isinstance(event, Done | Failed):
             return self._fired(event, last)
-        if not last:
-            return ()
         if isinstance(event, Saved):
+            # One that has written its part at once has copied it, too.
+            stirred = transitions.copied(self, event.replica, event.rank)
             if any(isinstance(awaited, Saved) for awaited in self.answers):
-                return ()
+                return None if stirred else ()
             transitions.commit(self)
             return None
+        if not last:
+            return ()
         steps: Sequence[NodeStep] = ()
         channel, pool = self.channels[event.channel], self.tables.pool_of[event.replica]
         if isinstance(event, Published):
@@ -140,6 +151,18 @@ class Scheduler(State):
         admission.move_weights(self)
         return steps
 
+    def _outlive(self, event: Event) -> None:
+        """The run has failed, and ends when the checkpoint that is being written is whole. Nothing else is heard."""
+        if self.finished:
+            return
+        if isinstance(event, Abort):
+            self.finish("failed", self.failing)
+        elif isinstance(event, Answer) and self.answered(event) and isinstance(event, Saved):
+            if not any(isinstance(awaited, Saved) for awaited in self.answers):
+                transitions.commit(self)
+        elif isinstance(event, Copied):
+            raise UnawaitedError(f"scheduler: an answer that nobody awaits: {event}")
+
     def _fired(self, event: Done | Failed, last: bool) -> Sequence[NodeStep] | None:
         """A rank, perhaps the `last` one, has answered for a firing. Any may have failed, or dropped its group."""
         firing, replica = event.firing, event.replica
@@ -148,7 +171,7 @@ class Scheduler(State):
             # An update cannot be taken back, and a state may have changed before it failed.
             hopeless = step.per_update or step.stateful
             if hopeless or (self.tries.get(firing, 0) >= self.rules.retries and self.rules.on_failure == "stop"):
-                self.finish("failed", event.error)
+                self.fail(event.error)
                 return None
             self.verdicts[firing].add("failed")
             self.raised = event.error

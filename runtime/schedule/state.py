@@ -179,8 +179,10 @@ class State:
     tries: how often a firing in work has failed. raised: what the last failure raised.
     drops, failures: groups that filters have dropped, and per-group firings that have failed, each try counted, since
     the last update.
-    checkpoint: the one that is due or being written. saving: the state that is being written, as JSON. complete: the
-    state of the newest complete checkpoint (see `Scheduler`).
+    checkpoint: the one that is due or being copied aside; a final one until it is written. copying: the ranks that are
+    still to copy their parts. saving: the state that is being copied or written, as JSON. writing: the checkpoint that
+    all ranks have copied and some still write. complete: the state of the newest complete checkpoint (see `Scheduler`).
+    failing: why the run will have failed when what is being written is whole; "" if it goes on.
     answers: the ranks that are still to answer what was asked, by the `answer` of the first one.
     """
 
@@ -210,7 +212,10 @@ class State:
         for replica in tables.replicas:
             self.sort(replica)
         self.checkpoint: Checkpoint | None = None
+        self.copying: set[tuple[str, int]] = set()
         self.saving = ""
+        self.writing: Checkpoint | None = None
+        self.failing = ""
         self.complete: Mapping[str, Any] | None = None
         self.finished = False
         self.answers: dict[Answer, set[int]] = {}
@@ -270,6 +275,14 @@ class State:
             self.out.append(Free(tuple(firings), replica))
         self._freed.clear()
 
+    def fail(self, error: str) -> None:
+        """End the run by a failure that leaves the ranks at work: a checkpoint that is being written becomes whole
+        first."""
+        if self.writing is None:
+            self.finish("failed", error)
+        else:
+            self.failing = error
+
     def finish(self, status: str, error: str = "") -> None:
         """End the run."""
         self.finished = True
@@ -277,6 +290,16 @@ class State:
         self.out.append(Finish(status, error))
 
     # Looking ----------------------------------------------------------------------------------------------
+
+    @property
+    def ended(self) -> bool:
+        """Does nothing new begin any more?"""
+        return self.finished or bool(self.failing)
+
+    @property
+    def held(self) -> bool:
+        """Is state being copied for a checkpoint, or the last one written?"""
+        return bool(self.copying) or (self.writing is not None and self.writing.final)
 
     @property
     def stopping(self) -> bool:

@@ -10,8 +10,9 @@ last one has made is the group's, as if there had been no other.
 
 *Updates* consume a batch each. A step on the critical path fires at the current update, one off it at its own pace.
 
-*Checkpoints* are written between two updates, when nothing that changes state is in work. Free-running admissions go on
-meanwhile: they are later than the checkpoint and not in it. A run that resumes starts what was in work again: groups in
+*Checkpoints* fall between two updates, when nothing that changes state is in work: then every rank copies its part
+aside. Free-running admissions go on meanwhile: they are later than the checkpoint and not in it. When all have copied,
+the run goes on, and the parts are written beside it. One is written at a time: the next one that is due waits. A run that resumes starts what was in work again: groups in
 the middle of their turns at the first one, a step off the critical path at the update it was at, with the oldest
 version that there is by then, the checkpoint's.
 """
@@ -117,7 +118,7 @@ def group_failed(state: State, firing: Firing, replica: str) -> None:
         waiting = state.update + (state.batch is not None)
         given = f"given {state.failures} failed firings of groups for update {waiting}"
         needed = f"needed an update before {state.rules.failures * updates} batches of them have failed (--failures)"
-        state.finish("failed", f"{given}; {needed}. The last failure was {state.raised}")
+        state.fail(f"{given}; {needed}. The last failure was {state.raised}")
     elif group.ordinal in state.ledger.leaving:
         _leave(state, group)
     elif tries > state.rules.retries:
@@ -132,7 +133,7 @@ def group_failed(state: State, firing: Firing, replica: str) -> None:
 def _drop(state: State, group: GroupState, firing: Firing) -> None:
     """A filter drops a group; if it drops too many of them, the run ends."""
     if state.pinned:
-        state.finish("failed", f'{firing} dropped its group: a filter needs versions="free", given "pinned"')
+        state.fail(f'{firing} dropped its group: a filter needs versions="free", given "pinned"')
         return
     _leave(state, state.ledger.lose(group.ordinal, "dropped"))
     state.drops += 1
@@ -144,7 +145,7 @@ def _drop(state: State, group: GroupState, firing: Firing) -> None:
         where = f" (written at {place})" if (place := state.tables.steps[firing.node].where) else ""
         given = f"{state.drops} groups dropped for update {waiting}, the last by {firing}{where}, and {kept} kept"
         needed = f"{state.rules.batch} kept ones before {state.rules.drops * updates} batches are dropped (--drops)"
-        state.finish("failed", f"given {given}; needed {needed}, or a filter that keeps more")
+        state.fail(f"given {given}; needed {needed}, or a filter that keeps more")
 
 
 def _leave(state: State, group: GroupState) -> None:
@@ -241,7 +242,7 @@ def _is_over(state: State) -> bool:
 
 
 def save(state: State) -> None:
-    """When nothing that changes state is in work, have every replica write its part of the checkpoint."""
+    """When nothing that changes state is in work, have every replica copy its part of the checkpoint and write it."""
     if state.saving or state.begun() or any(channel.publishing for channel in state.channels.values()):
         return
     if any(state.tables.steps[f.node].stateful for f in state.running) or not drained(state):
@@ -260,15 +261,31 @@ def save(state: State) -> None:
                 values[replica].append(Firing(name, group.ordinal))
     for replica, firings in values.items():
         state.ask(Save(state.update, replica, tuple(firings)))
+        state.copying |= {(replica, rank) for rank in range(len(state.tables.replicas[replica].ranks))}
+
+
+def copied(state: State, replica: str, rank: int) -> bool:
+    """A rank has copied its part of the checkpoint; true if all have, so that the run goes on."""
+    state.copying.discard((replica, rank))
+    if state.copying or state.writing is not None:
+        return False
+    state.writing = state.checkpoint
+    if not state.stopping:
+        state.checkpoint = None
+    return True
 
 
 def commit(state: State) -> None:
     """All parts of the checkpoint are written."""
-    state.out.append(Commit(state.update, state.saving))
+    saved, final = json.loads(state.saving), state.writing is not None and state.writing.final
+    state.out.append(Commit(saved["update"], state.saving))
     if state.complete is not None:
-        state.complete = json.loads(state.saving)
-    final, state.checkpoint, state.saving = state.stopping, None, ""
-    if final:
+        state.complete = saved
+    state.saving, state.writing = "", None
+    if state.failing:
+        state.finish("failed", state.failing)
+    elif final:
+        state.checkpoint = None
         state.finish("stopped")
 
 

@@ -19,6 +19,7 @@ from penstock.runtime.schedule.events import (
     Answer,
     Arrived,
     Checkpoint,
+    Copied,
     Command,
     Commit,
     CommitTurn,
@@ -32,6 +33,7 @@ from penstock.runtime.schedule.events import (
     Published,
     Question,
     Save,
+    Saved,
     Send,
     Swap,
     Swapped,
@@ -181,7 +183,9 @@ class Checker:
         self.talks: dict[tuple[str, int], Talk] = defaultdict(Talk)
         self.unsettled: dict[Firing, str] = {}
         self.drops = self.failures = 0
-        self.doomed = self.cutting = self.final = False
+        self.doomed = self.cutting = self.final = self.last = False
+        self.outliving = False
+        self.copying: set[tuple[str, int]] = set()
         self.running: dict[Firing, Work] = {}
         self.attempts: dict[Firing, int] = defaultdict(int)
         self.debris: set[tuple[Firing, str]] = set()
@@ -205,7 +209,10 @@ class Checker:
             if isinstance(command, Question):
                 self._true(answer(command) not in self.awaited, 1, f"{command} asked twice")
                 self.awaited[answer(command)] = set(range(len(self.replicas[command.replica].ranks)))
+            allowed = not self.outliving or isinstance(command, Commit | Finish)
+            self._true(allowed, 8, f"{command} after a failure")
             getattr(self, f"_{type(command).__name__.lower()}")(command)
+        self.outliving = self.doomed
         if self.finish is None:
             self._quiet()
 
@@ -219,6 +226,8 @@ class Checker:
         match event:
             case Checkpoint(final):
                 self.cutting, self.final = True, self.final or final
+            case Copied(_, replica, rank) | Saved(_, replica, rank):
+                self._copied(replica, rank)
             case Abort():
                 self.doomed = True
             case Done() | Failed():
@@ -245,6 +254,13 @@ class Checker:
                     held = self.buffers[channel][replica]
                     held.swapping, held.live = False, version
         self._end_updates()
+
+    def _copied(self, replica: str, rank: int) -> None:
+        """A rank's part is out of the run's way, and with the last one's the whole cut."""
+        if (replica, rank) in self.copying:
+            self.copying.remove((replica, rank))
+            if not self.copying:
+                self.last, self.cutting = self.final, self.final
 
     def _answered(self, event: Answer) -> bool:
         """Was it the last answer awaited?"""
@@ -443,7 +459,7 @@ class Checker:
             if facts.off_path:
                 fits = firing.index == self._next(facts) <= self.books.update and firing.index < self.rules.end
                 self._true(fits and command.groups == (), 11, f"{command}: due at {self._next(facts)}")
-                draining = self.pinned and self.cut is None
+                draining = self.pinned and not (self.copying or self.last)
                 self._true(not self.cutting or self._begun() or draining, 4, f"{firing} starts while a cut is due")
             else:
                 self._fire_update(facts, command)
@@ -506,7 +522,7 @@ class Checker:
         """A node with state takes the groups one by one, in order, and rests while a cut is due, unless it must not:
         pinned groups whose version the resumed run could not make again are finished before the cut."""
         needed = max(0, self.before(ordinal) // self.rules.batch - self._max_lag())
-        perishing = self.pinned and needed < self.books.update and self.cut is None
+        perishing = self.pinned and needed < self.books.update and not (self.copying or self.last)
         ahead = [g for g in range(ordinal) if self.books.fates.get(g, "pending") == "pending"]
         newest, self.books.stateful[facts.name] = self.books.stateful.get(facts.name, -1), ordinal
         alone = not self._working(facts.name) and (perishing or not self.cutting)
@@ -564,7 +580,7 @@ class Checker:
         self._true(not donated, 5, f"{command} while it is being donated")
         unsent = any(a.sending or a.staged < self.published[channel] for a in held)
         self._true(not unsent, 5, f"{command} over a snapshot that is still to be sent")
-        self._true(self.cut is None, 5, f"{command} while the cut is being written")
+        self._true(not self.copying, 5, f"{command} while the cut is being copied")
         self._work(Firing(channel, version), command.replica)
 
     def _may_read(self, facts: Facts, channel: str, version: int) -> bool:
@@ -622,6 +638,9 @@ class Checker:
             if value.node in made and any(self.facts[r].per_update or r not in made for r in readers):
                 needed.add(value)
         self._true(set(command.firings) == needed, 7, f"{command}: needed {needed}")
+        others = [k for k in self.awaited if isinstance(k, Saved) and k.update != command.update]
+        self._true(not others, 4, f"{command}: {others} are being written")
+        self.copying |= {(command.replica, rank) for rank in range(len(self.replicas[command.replica].ranks))}
         if self.cut is None:
             self.cut = deepcopy(self.books)
             self.cut.values = {}
@@ -638,7 +657,7 @@ class Checker:
         cut.made = defaultdict(dict, made)
         behind = {n: self._next(f, cut) for n, f in self.facts.items() if f.off_path}
         self._true(told["trailing"] == behind, 11, f"the cut says {told['trailing']}, known {behind}")
-        self.committed, self.cut, self.cutting = cut, None, False
+        self.committed, self.cut = cut, None
         self._end_updates()
 
     def _finish(self, command: Finish) -> None:
@@ -663,7 +682,10 @@ class Checker:
     def _quiet(self) -> None:
         """Something is in work, what nobody reads is freed, nothing waits that may start."""
         self._true(self.awaited, 8, "nothing is in work: deadlock")
-        self._true(not self.doomed, 8, f"the run goes on; {self.drops} groups are dropped")
+        if self.doomed:
+            left = self.cut is not None and not self.copying
+            self._true(left, 8, f"the run goes on; {self.drops} groups are dropped")
+            return
         self._true(not self.unsettled, 12, f"not settled: {self.unsettled}")
         idle = [v for v in self.books.values if self._over(v)]
         self._true(not idle and not self.debris, 7, f"not freed: {idle} {self.debris}")

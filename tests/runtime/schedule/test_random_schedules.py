@@ -71,6 +71,9 @@ def live_through(rng: Random) -> None:
         if world.finish is None and end != "kill":
             world.feed(Checkpoint(final=end == "stop"))
             world.run(rng, steps=10**6 if end == "stop" else rng.randrange(200))
+            if end == "checkpoint" and world.finish is None:  # a second one, perhaps while the first is being written
+                world.feed(Checkpoint(final=rng.random() < 0.3))
+                world.run(rng, steps=rng.randrange(200))
         stages.append(recorded(world))
         if world.finish is not None and world.finish.status != "stopped":
             break

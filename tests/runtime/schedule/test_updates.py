@@ -8,7 +8,7 @@ import pytest
 
 from penstock.graph.ir import Firing, Graph, Node
 from penstock.runtime.schedule.compile import Rules
-from penstock.runtime.schedule.events import Checkpoint, Commit, Finish, Free, Publish, Save
+from penstock.runtime.schedule.events import Abort, Checkpoint, Commit, Copied, Finish, Free, Publish, Save
 from penstock.runtime.schedule.idle_causes import cause
 from penstock.runtime.schedule.scheduler import Scheduler
 
@@ -173,9 +173,62 @@ def test_a_checkpoint_does_not_stop_generation_and_a_final_one_makes_it_the_last
     made.until_fired("generate", 0)
     saves = [c for c in made.feed(Checkpoint()) if isinstance(c, Save)]
     assert {s.replica for s in saves} == {"generator/0", "scorer/0", "trainer/0"}
-    made.until_fired("generate", 1, but=["Saved"])
+    made.until_fired("generate", 1, but=["Copied", "Saved"])
     made.feed(Checkpoint(final=True))
     made.end("stopped")
+    assert saved(made) == [0]
+
+
+def saved(made: World) -> list[int]:
+    """The updates before which a checkpoint was asked for."""
+    return sorted({c.update for told in made.told for c in told if isinstance(c, Save)})
+
+
+def test_updates_go_on_once_a_checkpoint_is_copied_and_the_next_one_waits_until_it_is_written() -> None:
+    made = world(aipo(lag=1), Rules(batch=2, end=9), ranks=2)
+    made.until_fired("update", 0)
+    made.feed(Checkpoint())
+    made.until(lambda c: isinstance(c, Save))
+    made.exhaust(but="trainer/0")
+    for rank in range(2):
+        assert made.fired("update")[1:] == []
+        made.step(Copied(1, "trainer/0", rank))
+    made.until_fired("update", 2, but=["Saved"])
+    made.feed(Checkpoint())
+    made.exhaust(but="Saved")
+    assert (len(made.fired("update")), saved(made), made.commit) == (3, [1], None)
+    made.end()
+    assert saved(made) == [1, 3]
+
+
+def test_a_run_is_done_when_its_last_checkpoint_is_written() -> None:
+    made = world(aipo(lag=1), Rules(batch=2, end=2))
+    made.until_fired("update", 0)
+    made.feed(Checkpoint())
+    made.exhaust(but="Saved")
+    assert (len(made.fired("update")), made.finish) == (2, None)
+    made.end()
+    assert made.commit is not None
+
+
+def test_an_update_that_fails_lets_the_checkpoint_before_it_become_whole_and_starts_nothing() -> None:
+    made = world(aipo(lag=1), Rules(batch=2, end=9))
+    made.until_fired("update", 0)
+    made.feed(Checkpoint())
+    update = made.until_fired("update", 1, but=["Saved"])
+    assert made.fail(update) == []
+    assert made.finish is None
+    made.end("failed")
+    assert made.commit is not None
+    assert made.told[-1] == [Commit(1, made.commit.state), Finish("failed", f"{update.firing} raised")]
+
+
+def test_a_rank_that_is_lost_ends_the_run_whatever_is_being_written() -> None:
+    made = world(aipo(lag=1), Rules(batch=2, end=9))
+    made.until_fired("update", 0)
+    made.feed(Checkpoint())
+    made.fail(made.until_fired("update", 1, but=["Saved"]))
+    assert made.feed(Abort("trainer/0 is gone")) == [Finish("failed", "update[1] raised")]
 
 
 def test_a_cut_saves_what_the_resumed_run_reads_and_it_goes_on_exactly() -> None:

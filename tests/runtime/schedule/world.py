@@ -17,6 +17,7 @@ from penstock.runtime.schedule.events import (
     Checkpoint,
     Command,
     Commit,
+    Copied,
     Done,
     Event,
     Failed,
@@ -25,6 +26,8 @@ from penstock.runtime.schedule.events import (
     Free,
     Publish,
     Question,
+    Save,
+    Saved,
     answer,
 )
 from penstock.runtime.schedule.scheduler import Scheduler
@@ -67,7 +70,7 @@ class World:
         rules = replace(setting.rules, start=cut["update"] if cut else setting.rules.start)
         self.scheduler = Scheduler(self.tables, rules, cut, live, cut or {})
         self.checker = Checker(setting.graph, setting.plan, setting.rules, lineage, live)
-        self.pending: list[Answer] = []
+        self.pending: list[Answer | Copied] = []
         self.heard: list[Event] = []
         self.told: list[list[Command]] = []
         self.finish: Finish | None = None
@@ -88,13 +91,16 @@ class World:
                 self.commit = command
             elif isinstance(command, Question):
                 ranks = range(len(self.tables.replicas[command.replica].ranks))
-                self.pending += [answer(command, rank) for rank in ranks]
+                for rank in ranks:
+                    if isinstance(command, Save):
+                        self.pending.append(Copied(command.update, command.replica, rank))
+                    self.pending.append(answer(command, rank))
         return commands
 
     def _settled(self, event: Event) -> None:
         """After some events the scheduler looks at a part of what there is: a look at everything finds nothing more."""
         state = self.scheduler
-        if not state.finished:
+        if not state.ended:
             before, state.out = (state.update, state.batch, state.ledger.next), []
             end_updates(state)
             state.say_freed()
@@ -104,10 +110,13 @@ class World:
 
     # What ranks do ----------------------------------------------------------------------------------------
 
-    def step(self, event: Answer | None = None) -> list[Command]:
+    def step(self, event: Answer | Copied | None = None) -> list[Command]:
         """Let a rank answer, the first one asked by default, with the verdict of its group."""
         event = event or self.pending[0]
         self.pending.remove(event)
+        # A rank that has written its part at once does not say that it has copied it.
+        if isinstance(event, Saved) and (copied := Copied(event.update, event.replica, event.rank)) in self.pending:
+            self.pending.remove(copied)
         if isinstance(event, Done):
             drops, again = (shares.get(event.firing.node, 0) for shares in (self.setting.drops, self.setting.again))
             verdicts = Random(f"{event.firing}")
