@@ -18,7 +18,8 @@ from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.control.inprocess import run_in_process
 from penstock.runtime.control.run_config import EVALUATION, RunConfig, RunOptions
-from penstock.runtime.record.folder import RunFolder, latest_checkpoint
+from penstock.runtime.record.checkpoints import latest_checkpoint
+from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.metrics import read_rows
 
 Job = dict[str, Any]

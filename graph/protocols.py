@@ -4,7 +4,7 @@ Arrays are of any library that the workers use, so that a graph needs none. A ca
 says so by `Sharding`: plain data, of which the runtime makes regions of tensors.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol, runtime_checkable
@@ -41,8 +41,12 @@ class Carried(Protocol):
     def restore(self, tensors: Mapping[str, Array], facts: Mapping[str, Any]) -> None:
         """The inverse of `state`."""
 
-    def export(self, folder: str) -> None:
-        """Write what other tools read (an HF directory) into an existing folder; nothing if there is nothing."""
+    def export(self, folder: str) -> Callable[[], None] | None:
+        """Write what other tools read (an HF directory) into an existing folder; nothing if there is nothing.
+
+        What takes long may be left to a function that is returned: it is called once, later, in another thread, while
+        the value goes on to change.
+        """
 
 
 @runtime_checkable

@@ -84,16 +84,22 @@ class SequenceModel(Generic[Model]):
         rules = tensor_parallel(config)
         return Sharding(self.ranks.mesh, self.shapes, rules, rules, cut)
 
-    def export(self, folder: str) -> None:
+    def export(self, folder: str) -> Callable[[], None] | None:
         """Write an HF directory: configuration, weights in the run's dtype, tokenizer.
 
-        All ranks call it, to bring the parts of each tensor together, and the first one writes.
+        All ranks call it, to bring the parts of each tensor together in the first one's host memory, which writes them
+        later.
         """
         # Every rank takes part in gathering, whichever one writes.
         tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in self.workers.whole()}
-        if self.ranks.rank == 0:
+        if self.ranks.rank:
+            return None
+
+        def write() -> None:
             save_model(self.model, tensors, folder)
             self.tokenizer.save(folder)
+
+        return write
 
 
 class Frozen(SequenceModel[Model]):
@@ -105,8 +111,9 @@ class Frozen(SequenceModel[Model]):
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         """Nothing was saved."""
 
-    def export(self, folder: str) -> None:
+    def export(self, folder: str) -> Callable[[], None] | None:
         """It is the model that the run was given."""
+        return None
 
 
 Kind = TypeVar("Kind")

@@ -100,8 +100,8 @@ class DataParallelThreads(Generic[Model]):
         return [count_not_finite(parts)]
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Each weight, on the CPU."""
-        return ((name, parameter.detach().cpu()) for name, parameter in self.parameters.items())
+        """A copy of each weight, on the CPU."""
+        return ((name, parameter.detach().to("cpu", copy=True)) for name, parameter in self.parameters.items())
 
 
 def count_not_finite(parts: Mapping[str, Tensor]) -> dict[str, int]:

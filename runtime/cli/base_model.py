@@ -18,8 +18,9 @@ from penstock.runtime.cli.launching import asked, configure, launch
 from penstock.runtime.cli.tracing import CommandError, trace_program
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.control.launcher import DONE
+from penstock.runtime.record.checkpoints import latest_checkpoint
 from penstock.runtime.record.errors import RecordError, disk_fault
-from penstock.runtime.record.folder import RunFolder, latest_checkpoint, open_regular
+from penstock.runtime.record.folder import RunFolder, open_regular
 
 # The cluster file in the cache that `penstock doctor --measure` writes and `--cluster this` reads.
 PROFILE = "machine.toml"

@@ -24,9 +24,10 @@ from penstock.runtime.control.listener import Listener, WireError
 from penstock.runtime.control.messages import read_record
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.signals import carry_on, on_stop, wait_handing_on
+from penstock.runtime.record.checkpoints import latest_checkpoint, read_best
 from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.event_log import read_segments
-from penstock.runtime.record.folder import RunFolder, latest_checkpoint
+from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.metrics import LOST, read_rows
 from penstock.runtime.schedule.compile import Tables, check_rules
 from penstock.runtime.schedule.events import Event
@@ -129,7 +130,13 @@ def draw(folder: RunFolder, summary: Mapping[str, Any]) -> str:
 
 def require_start(config: RunConfig, cluster: Cluster, flags: StartFlags) -> None:
     """Before anything is written: raises CommandError for a run in one process whose plan has ranks that work together,
-    and for processes whose controller could not listen where the cluster file says."""
+    for processes whose controller could not listen where the cluster file says, and for options that cannot be
+    understood."""
+    try:
+        if config.flags.keep_best:
+            read_best(config.flags.keep_best)
+    except ValueError as error:
+        raise CommandError(str(error), 2) from None
     # Listening is tried before there is a folder: a port in use leaves none behind.
     if not flags.in_process and cluster.bind:
         try:

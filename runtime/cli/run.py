@@ -24,15 +24,9 @@ from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import read_meshes, spelled, why_no_turns
 from penstock.runtime.control.launcher import FAILED
 from penstock.runtime.control.run_config import RunConfig, RunOptions, plan_for
-from penstock.runtime.record.errors import RecordError, visible
-from penstock.runtime.record.event_log import read_log
-from penstock.runtime.record.folder import (
+from penstock.runtime.record.checkpoints import (
     CUT,
-    MARKS,
-    RunFolder,
     SavedCheckpoint,
-    absolute,
-    default_path,
     latest_checkpoint,
     part_path,
     read_facts,
@@ -40,6 +34,9 @@ from penstock.runtime.record.folder import (
     require_no_link,
     update_of,
 )
+from penstock.runtime.record.errors import RecordError, visible
+from penstock.runtime.record.event_log import read_log
+from penstock.runtime.record.folder import MARKS, RunFolder, absolute, default_path
 from penstock.runtime.record.typed_json import ConfigFile, Cut, Summary, require_shape
 from penstock.runtime.schedule.compile import Tables
 from penstock.runtime.schedule.scheduler import Scheduler

@@ -45,8 +45,9 @@ from penstock.runtime.control.run import Session
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.security import Door
 from penstock.runtime.control.sockets import Server
+from penstock.runtime.record.checkpoints import SavedCheckpoint, latest_checkpoint
 from penstock.runtime.record.errors import RecordError
-from penstock.runtime.record.folder import RunFolder, SavedCheckpoint, latest_checkpoint
+from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.timeline import pool_of
 from penstock.runtime.schedule.events import Abort
 from penstock.runtime.schedule.state import UnawaitedError

@@ -4,14 +4,12 @@ One executor per rank, with no socket of its own: the worker drives it with mess
 it. A node is a function, a function with state, or a `Stream` that works on several firings at once. An exception
 of a node becomes a `Failed` event that says what was raised (see `process.told`); nothing else is caught.
 
-What a rank holds, and how values move, is in `rank_state.py`. `save` and `restore` write and read the rank's part of a
-checkpoint: what it holds, and those of its values that unfinished groups need. `Resting` decides what leaves the device
-between updates.
+What a rank holds, and how values move, is in `rank_state.py`; how its part of a checkpoint is written and read in
+`checkpointing.py`. `Resting` decides what leaves the device between updates.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from time import monotonic
 from types import MappingProxyType
 from typing import Any
@@ -20,12 +18,12 @@ from penstock.graph.ir import Firing, Node
 from penstock.graph.node import Dropped, Filter
 from penstock.graph.protocols import Offloadable, Releasing
 from penstock.graph.types import Model, Rewards, Rollouts
+from penstock.runtime.control.checkpointing import Checkpointing, restore
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.process import RAISED, told
 from penstock.runtime.control.rank_setup import RankSetup
 from penstock.runtime.control.rank_state import Held, HeldValues, Holdings, Key
 from penstock.runtime.control.weight_channels import LocalChannels
-from penstock.runtime.record.folder import update_of
 from penstock.runtime.schedule.admission import needed_version
 from penstock.runtime.schedule.events import (
     Abort,
@@ -38,47 +36,13 @@ from penstock.runtime.schedule.events import (
     Publish,
     Published,
     Save,
-    Saved,
     Send,
     Swap,
     Swapped,
 )
-from penstock.runtime.tensor.checkpoint import CheckpointShard, layout_of, require_savable, value_name, write_shard
+from penstock.runtime.tensor.checkpoint import require_savable
 from penstock.runtime.tensor.offload import Offload, OffloadError, give_back
 from penstock.runtime.tensor.shm import ObjectRef
-
-
-def save(name: str, update: int, firings: Iterable[Firing], holdings: Holdings, values: HeldValues) -> None:
-    """Write this rank's part of the cut before `update`: carried values, states, and the outputs of `firings`. `name`
-    is that of the folder of all parts of this cut."""
-    setup = holdings.setup
-    folder = setup.folder / "checkpoints" / name
-    states = {name: held.state for name, held in holdings.nodes.items() if held.node.stateful}
-    earlier = {f"{name}@{v}": holdings.history.of(name, v) for name, v in holdings.history.before(update)}
-    ranks = len(setup.plan.replica(setup.replica).ranks)
-    kept = values.of(firings)
-    write_shard(folder, setup.replica, setup.rank, ranks, holdings.carried, states, kept, earlier, setup.run)
-
-
-def restore(folder: Path, holdings: Holdings, values: HeldValues) -> list[tuple[Firing, str, ObjectRef]]:
-    """Take up this rank's part of a cut; the handles of its values that other processes read."""
-    setup, update = holdings.setup, update_of(folder.name)
-    part = CheckpointShard(folder, setup.replica, setup.rank, setup.run)
-    for name, value in holdings.carried.items():
-        value.restore(*part.carried(name, layout_of(value)))
-        holdings.history.note(name, update, value)
-    for name, version in holdings.history.before(update):
-        value = holdings.make(name)
-        value.restore(*part.carried(f"{name}@{version}", layout_of(value)))
-        holdings.history.note(name, version, value)
-    for name, held in holdings.nodes.items():
-        if held.node.stateful:
-            held.state = part.value(f"state/{name}", type(held.state))
-    restored = []
-    for firing, output in part.made:
-        value = part.value(value_name(firing, output), setup.declared(firing, output))
-        restored += [(firing, name, handle) for name, handle in values.keep(firing, {output: value}).items()]
-    return restored
 
 
 class Resting:
@@ -166,12 +130,21 @@ class Executor:
     """Runs commands of one rank; `channels` moves weights, and `values` keeps what nodes make.
 
     `restored` are the handles of the values that a checkpoint had. `threads` is how many the rank has for its work.
-    `doing` is the command or step in work, as text when somebody asks; "" for none.
+    `doing` is the command or step in work, as text when somebody asks; "" for none. `wake` and `warn` as those of
+    `Checkpointing`.
     """
 
-    def __init__(self, setup: RankSetup, channels: LocalChannels, values: HeldValues) -> None:
+    def __init__(
+        self,
+        setup: RankSetup,
+        channels: LocalChannels,
+        values: HeldValues,
+        wake: Callable[[], None] | None = None,
+        warn: Callable[[str], object] = print,
+    ) -> None:
         self.setup, self.channels, self.values = setup, channels, values
         self.held = Holdings(setup)
+        self.checkpoints = Checkpointing(self.held, values, wake, warn)
         # What no checkpoint can hold is found now, and not after hours, when the first one is due.
         stateful = [held.node for held in self.held.nodes.values() if held.stateful]
         states = {f"node {n.name}, written at {n.where}": self.held.nodes[n.name].state for n in stateful}
@@ -220,8 +193,7 @@ class Executor:
                     self.resting.settle()
                 except OffloadError as error:
                     return [Result(Abort(str(error)))]
-                save(self._order.checkpoint, update, firings, self.held, self.values)
-                return [Result(Saved(update, replica, rank))]
+                return [self.checkpoints.save(self._order, update, firings)]
         raise TypeError(f"executor: given {type(command).__name__}, needed a command for a rank")
 
     def busy(self) -> bool:
@@ -232,6 +204,9 @@ class Executor:
         """One step of each stream that has work; the firings it finished, and what came of things in the background."""
         results = [Result(event) for event in self.channels.arrived()]
         results += [Result(Abort(fault)) for fault in self.resting.faults()]
+        self.doing = "Save"  # what it raises is of that
+        results += self.checkpoints.answers()
+        self.doing = ""
         for held in self.held.streams:
             if held.submitted:
                 self.doing = held

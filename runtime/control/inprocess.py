@@ -27,8 +27,9 @@ from penstock.runtime.control.run import Session
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.signals import on_stop, unheard
 from penstock.runtime.control.weight_channels import LocalChannels
+from penstock.runtime.record.checkpoints import latest_checkpoint, sweep_checkpoints
 from penstock.runtime.record.errors import RecordError
-from penstock.runtime.record.folder import RunFolder, latest_checkpoint, sweep_checkpoints
+from penstock.runtime.record.folder import RunFolder
 
 # Signals that come closer together are one.
 ONE_SIGNAL_S = 0.5

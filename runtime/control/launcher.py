@@ -35,14 +35,15 @@ from penstock.runtime.control.failure import Failure, FailureCode
 from penstock.runtime.control.process import describe_exit, kill, read_line, start, sweep_processes, tail
 from penstock.runtime.control.security import Keys
 from penstock.runtime.control.signals import on_stop, unheard, while_heard
+from penstock.runtime.record.checkpoints import latest_checkpoint, sweep_checkpoints
 from penstock.runtime.record.errors import disk_fault
-from penstock.runtime.record.folder import RunFolder, latest_checkpoint, make_folder, open_append, sweep_checkpoints
+from penstock.runtime.record.folder import RunFolder, make_folder, open_append
 from penstock.runtime.tensor.shm import SHM, sweep
 
 CONTROLLER = ("-m", "penstock.runtime.control.controller")
 AGENT = ("-m", "penstock.runtime.control.agent")
 DONE, FAILED, INTERRUPTED = 0, 1, 130
-# Seconds from the first Ctrl-C to the end of everything, whether there is a checkpoint by then or not.
+# Seconds from the first Ctrl-C to the end of everything, unless a checkpoint is being written by then.
 STOP_S = 4.5
 # Seconds for agents to end after their controller has.
 LEAVE_S = 3.5
@@ -168,6 +169,8 @@ class Launcher:
         elif message.get("kind") == "listening":
             self._start_agents(str(message["endpoint"]))
         else:
+            if message.get("kind") == "writing" and self.interrupts == 1:
+                self._deadline = monotonic() + float(str(message["seconds"])) + STOP_S
             self._explained = self._explained or message.get("kind") == "error"
             if message.get("kind") in ("stage", "status"):
                 self._last |= message

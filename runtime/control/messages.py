@@ -21,7 +21,7 @@ from msgspec import Meta, field
 
 from penstock.graph.ir import Firing
 from penstock.runtime.packable import Packable
-from penstock.runtime.schedule.events import Abort, Answer, Command, Event
+from penstock.runtime.schedule.events import Abort, Answer, Command, Copied, Event
 from penstock.runtime.tensor.shm import ObjectRef
 
 PROTOCOL: Literal[7] = 7
@@ -84,7 +84,7 @@ class Result(Packable, frozen=True):
     ranks have made the same.
     """
 
-    event: Answer | Abort
+    event: Answer | Copied | Abort
     outputs: dict[str, ObjectRef] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     began: Seconds = 0.0
@@ -173,13 +173,15 @@ class Setup(Packable, frozen=True):
 
 class Order(Packable, frozen=True):
     """What to do, in order, and where the values are that it needs: (firing, output, handle). `checkpoint` names the
-    folder, in the run folder's `checkpoints`, into which a `Save` among the commands writes. `manifests` are those of
+    folder, in the run folder's `checkpoints`, into which a `Save` among the commands writes, and `kept` those of the
+    checkpoints that stay, by the names under which they were written. `manifests` are those of
     the versions that the replica receives.
     """
 
     commands: tuple[Command, ...]
     handles: tuple[tuple[Firing, str, ObjectRef], ...] = ()
     checkpoint: str = ""
+    kept: tuple[str, ...] = ()
     manifests: tuple[Manifest, ...] = ()
 
 

@@ -163,7 +163,7 @@ class RankRuntime:
             join.run, owner, host=place.host, endpoint=endpoint, folders=folders, warn=self.notes.put
         )
         values = HeldValues(setup, {}, self.reader.get, self.store.put, self.store.free)
-        self.executor = Executor(setup, self.channels, values)
+        self.executor = Executor(setup, self.channels, values, wake, self.notes.put)
         self.pace = Pace(together=num_ranks > 1 and bool(self.executor.held.streams))
 
     def warnings(self) -> list[str]:

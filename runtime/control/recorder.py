@@ -5,6 +5,8 @@ The session tells, this file writes. Status dicts for a display go to `say`: {"k
 """
 
 import json
+import shutil
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from math import inf, isfinite
@@ -14,8 +16,17 @@ from penstock.graph.ir import Firing
 from penstock.graph.types import NodeWarning
 from penstock.runtime.control.messages import Result, record_bytes
 from penstock.runtime.control.run_config import EVALUATION, RunConfig
+from penstock.runtime.record.checkpoints import (
+    SavedCheckpoint,
+    all_checkpoints,
+    begin_checkpoint,
+    complete_checkpoint,
+    discount,
+    read_best,
+    surplus,
+)
 from penstock.runtime.record.event_log import LogWriter
-from penstock.runtime.record.folder import RunFolder, SavedCheckpoint, begin_checkpoint, complete_checkpoint
+from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.metrics import (
     LOST,
     MetricsFile,
@@ -81,7 +92,8 @@ class RunRecorder:
     What it remembers does not grow with the run, but for the trace's bars up to their bound. `bars` are what replicas
     did, `doing` what each is at, `live` the version that it works with. `published` is when each channel's newest
     version was, `sent` when a replica's next version was asked for and when it had been published: only the newest is
-    ever sent, and the next one when a replica has swapped the last.
+    ever sent, and the next one when a replica has swapped the last. `kept` are the checkpoints that stay, by the names
+    under which they were written.
     """
 
     def __init__(
@@ -133,7 +145,9 @@ class RunRecorder:
         self.updates = start
         self.dropped_frames: Mapping[str, int] = {}
         self.warnings: list[str] = []
-        self._cut = ""
+        self._cut, self._cut_row = "", Row()
+        self.kept = tuple(one.written for one in all_checkpoints(folder))
+        self._removing: list[threading.Thread] = []
         self._evaluated: list[dict[str, float]] = []
 
     # What the session tells -------------------------------------------------------------------------------
@@ -237,7 +251,7 @@ class RunRecorder:
         """Ranks are about to write their parts of a cut: the name of the folder into which all do."""
         self.folder.require()
         # It would make a folder that was moved away anew, with nothing in it but this checkpoint.
-        self._cut = begin_checkpoint(self.folder, self.config.run, update)
+        self._cut, self._cut_row = begin_checkpoint(self.folder, self.config.run, update), self.row
         return self._cut
 
     def commit(self, commit: Commit) -> None:
@@ -245,7 +259,28 @@ class RunRecorder:
         self.folder.require()
         self.log.sync()
         cut = json.loads(commit.state)
-        complete_checkpoint(self.folder, self._cut, cut, self.accuracy, self.rows.to_json(cut))
+        complete_checkpoint(self.folder, self._cut, cut, self.accuracy, self.rows.to_json(cut), self._cut_row)
+        self._prune()
+
+    def _prune(self) -> None:
+        """Remove checkpoints that neither `--keep` nor `--keep-best` keeps."""
+        flags, saved = self.config.flags, all_checkpoints(self.folder)
+        if flags.keep_best and (metric := read_best(flags.keep_best)[0]) not in (row := saved[-1].row):
+            known = ", ".join(sorted(row)) or "none"
+            self.note(f"--keep-best: given {metric!r}, needed a metric of the rows: {known}", level="warning")
+        gone = surplus(saved, flags.keep, flags.keep_best)
+        self._removing = [thread for thread in self._removing if thread.is_alive()]
+        self.kept = tuple(one.written for one in saved if one not in gone)
+        for path in discount(self.folder, self.config.run, gone):
+            # In the background: files of many GB take seconds.
+            self._removing.append(threading.Thread(target=shutil.rmtree, args=(path,), kwargs={"ignore_errors": True}))
+            self._removing[-1].start()
+
+    def tell_writing(self, update: int, seconds: float) -> None:
+        """The run ends when the checkpoint before `update` is written, for which ranks have `seconds`."""
+        text = f"the checkpoint before update {update} is being written; the run ends when it is (Ctrl-C: at once)"
+        self.say({"kind": "writing", "seconds": seconds})
+        self.note(text, level="info")
 
     def close_stage(self, name: str) -> None:
         """A stage has ended by itself."""
@@ -273,6 +308,8 @@ class RunRecorder:
         it."""
         self._status(now, -inf)
         self.folder.require()
+        for thread in self._removing:
+            thread.join()
         self.log.end({"status": status, "error": error})
         self.metrics.close()
         if self.tensorboard is not None:

@@ -16,6 +16,7 @@ from typing import Any
 from msgspec import structs
 
 from penstock.graph.ir import Firing, Graph
+from penstock.runtime.control.checkpoint_interval import WRITE_CPU_S, CheckpointInterval
 from penstock.runtime.control.failure import Failure, FailureCode, Verdict
 from penstock.runtime.control.messages import Manifest, Order, Result, rank_peer
 from penstock.runtime.control.rank_setup import input_reads
@@ -37,6 +38,7 @@ from penstock.runtime.schedule.events import (
     Free,
     Question,
     Save,
+    Saved,
     Send,
 )
 from penstock.runtime.schedule.idle_causes import states_of
@@ -54,12 +56,13 @@ class Outbox:
     with the layout for replicas that have not been told it.
 
     One object for all stages of a run: the processes stay, and remember the layouts that they were told. All parts of a
-    cut are asked for at once, and go into one folder: `checkpoint`.
+    cut are asked for at once, and go into one folder, `checkpoint`, beside those that are `kept`.
     """
 
     def __init__(self) -> None:
         self.layouts: dict[str, str] = {}
         self.checkpoint = ""
+        self.kept: tuple[str, ...] = ()
         self._newest: dict[str, Manifest] = {}
         self._told: set[tuple[str, str]] = set()
         self._drafts: defaultdict[str, tuple[list[Command], list[Handle], list[Manifest]]]
@@ -76,11 +79,11 @@ class Outbox:
     def take(self) -> Orders:
         """All that has been added since it was taken last."""
         orders = {
-            replica: Order(tuple(commands), tuple(handles), self.checkpoint, tuple(manifests))
+            replica: Order(tuple(commands), tuple(handles), self.checkpoint, self.kept, tuple(manifests))
             for replica, (commands, handles, manifests) in self._drafts.items()
         }
         self._drafts.clear()
-        self.checkpoint = ""
+        self.checkpoint, self.kept = "", ()
         return orders
 
     def note(self, manifest: Manifest) -> None:
@@ -202,7 +205,9 @@ class Stage:
                 self.recorder.commit(command)
                 return
             case Save():
-                self.outbox.checkpoint = self.outbox.checkpoint or self.recorder.begin_checkpoint(command.update)
+                if not self.outbox.checkpoint:
+                    self.outbox.checkpoint = self.recorder.begin_checkpoint(command.update)
+                    self.outbox.kept = self.recorder.kept
             case Send() if command.source != command.replica:
                 self.outbox.add(command.source, command)
             case Free():
@@ -229,11 +234,9 @@ def _words(command: Question) -> str:
     return " ".join([type(command).__name__.lower(), *map(str, fields)])
 
 
-# Seconds from the user's wish to stop until a checkpoint is given up.
+# Seconds from the user's wish to stop until a checkpoint is given up that ranks have not copied aside by then. One that
+# is being written is waited for.
 STOP_BUDGET = 3.5
-
-# Seconds between two checkpoints where the user did not say how many updates: what a crash may cost.
-CHECKPOINT_S = 120.0
 
 
 class Session:
@@ -248,6 +251,7 @@ class Session:
         self.verdict = Verdict()
         self.stage: Stage | None = None
         self.stopping: float | None = None
+        self._stop_since = math.inf
         self.why = "stopped by the user"
         self.doing: Mapping[str, str] = {}  # what ranks say they are at, by their names as peers
         evaluate = config.evaluation is not None
@@ -255,8 +259,9 @@ class Session:
         self._live: dict[tuple[str, str], int] = {}
         self._handles: Mapping[tuple[Firing, str], ObjectRef] = {}
         self._outbox = Outbox()
-        self._saved_at = self.start
-        self._saved_time: float | None = None
+        self._interval = CheckpointInterval(config.flags.checkpoint_every, self.start)
+        self._copying = False
+        self._told_writing = False
 
     @property
     def running(self) -> bool:
@@ -286,6 +291,7 @@ class Session:
         if self.stopping is not None or not self.running or self.verdict.certain:
             return
         self.stopping, self.why = now, why or self.why
+        self._stop_since = now
         if self.stage is None or self.stage.name in ("before", "after"):
             self._finish(now, "stopped", self.why)
         elif self.stage.name == "train":  # else the cut that is being written is the one wanted
@@ -297,12 +303,16 @@ class Session:
         if self.stage is None or not self.running or self.verdict.certain:
             return
         self.recorder.tick(now)
-        if self.stopping is not None and now - self.stopping > STOP_BUDGET:
+        if self.stopping is not None and self.stage.scheduler.writing is not None:
+            self._tell_writing(self.stage)
+            self._stop_since = now
+        if self.stopping is not None and now - self._stop_since > STOP_BUDGET:
             awaited = [f"{_words(c).partition(' ')[2]} on {c.replica}" for c in self.stage.awaited()]
             awaiting = f": still in work were {', '.join(awaited)}" if awaited else ""
             self._finish(now, "stopped", f"no checkpoint within {STOP_BUDGET} s{awaiting}")
         elif overdue := self.stage.overdue(now, self.config.flags.deadline, self.doing, held_up):
-            self.fail(Failure(FailureCode.OVERDUE, overdue), now)
+            failing = self.stage.scheduler.failing
+            self.fail(Failure(FailureCode.NODE, failing) if failing else Failure(FailureCode.OVERDUE, overdue), now)
 
     def fail(self, failure: Failure, now: float) -> None:
         """A detector reports why the run cannot go on. `decide` ends it."""
@@ -333,6 +343,7 @@ class Session:
         stage = self.stage
         assert stage is not None
         stage.feed(event, now, result)
+        self._time_checkpoint(stage, now, result)
         if stage.finish is None:
             self._checkpoint_if_due(stage, now)
         elif stage.finish.status == "failed":
@@ -345,15 +356,33 @@ class Session:
             self._next_stage(now)
 
     def _checkpoint_if_due(self, stage: Stage, now: float) -> None:
-        every, update = self.config.flags.checkpoint_every, stage.scheduler.update
-        # Counted from the first answer: the start may take minutes.
-        if self._saved_time is None:
-            self._saved_time = now
-        late = now - self._saved_time >= CHECKPOINT_S and update > self._saved_at
-        due = stage.name == "train" and (update - self._saved_at >= every if every else late)
-        if due and update < self.config.flags.updates and stage.scheduler.checkpoint is None:
-            self._saved_time, self._saved_at = now, update
+        scheduler = stage.scheduler
+        if stage.name != "train" or scheduler.ended:
+            return
+        due = self._interval.due(scheduler.update, scheduler.writing is not None, now)
+        if due and scheduler.update < self.config.flags.updates and scheduler.checkpoint is None:
+            self._interval.asked(scheduler.update, now)
             stage.feed(Checkpoint(), now)
+            self._time_checkpoint(stage, now, None)
+
+    def _time_checkpoint(self, stage: Stage, now: float, result: Result | None) -> None:
+        """Tell the interval what a checkpoint costs; the user, that a run which has failed still writes one."""
+        scheduler, copying = stage.scheduler, bool(stage.scheduler.copying)
+        if copying and not self._copying:
+            self._interval.began(scheduler.update, now)
+        elif self._copying and not copying:
+            self._interval.copied(now)
+        self._copying = copying
+        if result is not None and isinstance(result.event, Saved):
+            self._interval.wrote(result.metrics.get(WRITE_CPU_S, 0.0))
+        if scheduler.failing and not scheduler.finished:
+            self._tell_writing(stage)
+
+    def _tell_writing(self, stage: Stage) -> None:
+        """Once: the run ends when its checkpoint is written."""
+        if not self._told_writing:
+            self._told_writing = True
+            self.recorder.tell_writing(json.loads(stage.scheduler.saving)["update"], self.config.flags.deadline)
 
     def _next_stage(self, now: float) -> None:
         if not self._stages:

@@ -1,4 +1,4 @@
-"""A run is a folder: where each file of a run is, who may use it, how its files are opened, which checkpoint counts.
+"""A run is a folder: where each file of a run is, who may use it, how its files are opened.
 
 For everything that writes or reads a run. No torch.
 
@@ -10,16 +10,6 @@ files that a command is about to write, pipes that block it. So all of Penstock 
 is replaced is made under an unguessable name, exclusively, and renamed: it appears whole or not at all. A file that is
 appended to must be a regular file with one name. Neither follows a link below the folder, and `make_folder` accepts
 none.
-
-**A checkpoint counts whole or not at all.** All ranks write their shards into one fresh folder, `UPDATE-RUN-TOKEN`.
-When these are on the disk, `cut.json` (the scheduler's state) follows, and then the folder gets the name by which it
-counts: `UPDATE`, or `UPDATE.2` where the run has a checkpoint of that update already. What counts is never written to
-again: a process that dies between any two files leaves the last checkpoint as it was. A fresh folder that never got
-its name is removed when the run ends or is resumed. A host with a run folder of its own keeps its shards in the fresh
-folder; `cut.json` has that name, too.
-
-A shard is a safetensors file: 8 bytes with the length of its header, the header as JSON, the tensors. Its path and
-facts are known here; `tensor.checkpoint` writes and reads the tensors.
 """
 
 import errno
@@ -31,8 +21,7 @@ import re
 import secrets
 import shutil
 import stat
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from itertools import chain, count
@@ -40,11 +29,8 @@ from pathlib import Path
 from time import sleep
 from typing import Any, BinaryIO
 
-import msgspec
-from msgspec import Struct, field, structs
-
 from penstock.runtime.record.errors import PLACE, RecordError, disk_fault
-from penstock.runtime.record.typed_json import Count, Number, parse_json, require_shape
+from penstock.runtime.record.typed_json import parse_json, require_shape
 
 LOCK = "lock"
 # Names of files that a run writes: a folder with one of them holds a run.
@@ -320,10 +306,10 @@ def absolute(path: str | Path) -> Path:
 
 def default_path(program: str, now: datetime) -> Path:
     """runs/<program>-<date-time>, with a number where that is taken."""
-    return _unused(Path("runs") / f"{program}-{now:%Y%m%d-%H%M%S}", "-")
+    return unused(Path("runs") / f"{program}-{now:%Y%m%d-%H%M%S}", "-")
 
 
-def _unused(path: Path, mark: str) -> Path:
+def unused(path: Path, mark: str) -> Path:
     """The path, with a mark and a number behind it where something has it already."""
     numbered = chain([path], (path.with_name(f"{path.name}{mark}{number}") for number in count(2)))
     return next(path for path in numbered if not os.path.lexists(path))
@@ -474,130 +460,3 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-CUT = "cut.json"
-_COUNTS = re.compile(r"(\d{8,})(?:\.(\d+))?")
-_FRESH = re.compile(r"\d{8,}-(\w+)-[0-9a-f]{16}")
-
-
-class SavedCheckpoint(Struct, frozen=True):
-    """A complete checkpoint, as `cut.json` has it.
-
-    update: the one that comes next. cut: the scheduler's state; a resume requires a `typed_json.Cut` in it. accuracy:
-    what is known by then. figures: the metrics of pending groups that stand in no row yet (`metrics.Rows.to_json`).
-    written: the name that the folder had while it was written, and still has on a host with a run folder of its own.
-    """
-
-    update: Count
-    cut: dict[str, Any]
-    accuracy: dict[str, Number]
-    figures: dict[str, Any] = field(default_factory=dict)
-    written: str = ""
-    folder: Path = Path()
-
-
-def update_of(name: str) -> int:
-    """The update of a checkpoint's folder."""
-    return int(re.split(r"[-.]", name)[0])
-
-
-def require_no_link(folder: RunFolder) -> None:
-    """Raises RecordError where `checkpoints` is a symbolic link, by which checkpoints would be written elsewhere."""
-    if folder.checkpoints.is_symlink():
-        given = "given a symbolic link, which is not followed here"
-        raise RecordError(f"{folder.checkpoints}: {given}; needed a folder")
-
-
-def begin_checkpoint(folder: RunFolder, run: str, update: int) -> str:
-    """Make the fresh folder of a checkpoint before `update` by the run with id `run`. Returns its name. Raises
-    RecordError."""
-    name = f"{update:08d}-{run}-{secrets.token_hex(8)}"
-    try:
-        require_no_link(folder)
-        make_folder(folder.checkpoints / name, fresh=True)
-    except OSError as error:
-        raise disk_fault(folder.checkpoints / name, error) from error
-    return name
-
-
-def complete_checkpoint(
-    folder: RunFolder,
-    name: str,
-    cut: Mapping[str, Any],
-    accuracy: Mapping[str, float | None],
-    figures: Mapping[str, Any] | None = None,
-) -> Path:
-    """Make the fresh folder `name`, whose shards are on the disk, a checkpoint that counts. Returns its new path.
-    Raises RecordError."""
-    update = update_of(name)
-    facts = {"update": update, "cut": cut, "accuracy": accuracy, "figures": figures or {}, "written": name}
-    folder.write_json(f"{folder.checkpoints.name}/{name}/{CUT}", facts)
-    path = _unused(folder.checkpoints / f"{update:08d}", ".")
-    try:
-        # Before it counts, all of it has to be on the disk: after a power cut it may be gone, but not half of it.
-        sync(folder.checkpoints / name)
-        os.rename(folder.checkpoints / name, path)
-        sync(folder.checkpoints)
-    except OSError as error:
-        raise disk_fault(path, error) from error
-    return path
-
-
-def latest_checkpoint(folder: RunFolder) -> SavedCheckpoint | None:
-    """The newest complete checkpoint; None before the first."""
-    complete = [
-        (int(found[1]), int(found[2] or 1), path.parent)
-        for path in folder.checkpoints.glob(f"*/{CUT}")
-        if (found := _COUNTS.fullmatch(path.parent.name))
-    ]
-    if not complete:
-        return None
-    newest = max(complete)[-1]
-    facts = folder.read_json(str(newest.relative_to(folder.path) / CUT), SavedCheckpoint)
-    saved = msgspec.convert(facts, SavedCheckpoint)
-    return structs.replace(saved, folder=newest, written=saved.written or newest.name)
-
-
-def sweep_checkpoints(folder: RunFolder) -> None:
-    """Remove the fresh folders of checkpoints that this run has given up. No process of the run may be alive."""
-    with suppress(RecordError, OSError, KeyError, TypeError):
-        if folder.checkpoints.is_symlink():
-            return
-        run = folder.read_json(folder.config.name)["run"]
-        for path in folder.checkpoints.iterdir():
-            found = _FRESH.fullmatch(path.name)
-            if found is not None and found[1] == run and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-
-
-# Format of a shard's facts. The first one knew nothing of ranks and layouts.
-FORMAT = 2
-_LENGTH = struct.Struct("<Q")
-_LONGEST = 100 << 20  # what safetensors itself takes
-
-
-def part_path(folder: Path, replica: str, rank: int) -> Path:
-    return folder / f"{replica.replace('/', '-')}-{rank}.safetensors"
-
-
-def read_facts(path: Path) -> dict[str, Any]:
-    """The facts of a shard, without its tensors. Raises ValueError for a file that is missing or no shard."""
-    try:
-        with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
-            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
-            header = parse_json(file.read(min(length, _LONGEST)), "header")
-        facts: dict[str, Any] = parse_json(header["__metadata__"]["facts"].encode(), "facts")
-        require_shape(facts, dict[str, Any], "facts")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise ValueError(f"{path}: not a readable state: {error}") from error
-    return facts
-
-
-def refusal(path: Path, facts: Mapping[str, Any]) -> str:
-    """Why no run can be resumed from a shard with these facts; "" if one can."""
-    given = facts.get("format", 1)
-    if given == FORMAT:
-        return ""
-    needed = f"{FORMAT}: go on with the Penstock that wrote it, or start from its exported model (--model)"
-    return f"{path}: given a checkpoint of format {given}, needed {needed}"

@@ -12,9 +12,9 @@ last one has made is the group's, as if there had been no other.
 
 *Checkpoints* fall between two updates, when nothing that changes state is in work: then every rank copies its part
 aside. Free-running admissions go on meanwhile: they are later than the checkpoint and not in it. When all have copied,
-the run goes on, and the parts are written beside it. One is written at a time: the next one that is due waits. A run that resumes starts what was in work again: groups in
-the middle of their turns at the first one, a step off the critical path at the update it was at, with the oldest
-version that there is by then, the checkpoint's.
+the run goes on, and the parts are written beside it. One is written at a time: the next one that is due waits. A run
+that resumes starts what was in work again: groups in the middle of their turns at the first one, a step off the
+critical path at the update it was at, with the oldest version that there is by then, the checkpoint's.
 """
 
 import heapq

@@ -1,5 +1,6 @@
-"""Checkpoints: `write_shard` writes what one rank holds (carried values, node states, groups' values), and
-`CheckpointShard` reads it for a rank of the same or of another mesh.
+"""Checkpoints: `copy_shard` copies aside what one rank holds (carried values, node states, groups' values) and
+`ShardCopy.write` writes it, perhaps later and in another thread; `CheckpointShard` reads it for a rank of the same or
+of another mesh.
 
 A shard is one safetensors file, which is there whole or not at all. Its facts are JSON in the file's metadata, so that
 they and the tensors cannot come from different moments. Tensors are named by what they belong to:
@@ -12,7 +13,7 @@ of the layout: all of them are divided as it is. States and groups' values are t
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,8 @@ from torch import Tensor
 
 from penstock.graph.ir import Firing
 from penstock.graph.protocols import Carried, Sharded
-from penstock.runtime.record.folder import FORMAT, open_regular, part_path, refusal, sync
+from penstock.runtime.record.checkpoints import FORMAT, part_path, refusal
+from penstock.runtime.record.folder import open_regular, sync
 from penstock.runtime.tensor.codec import CodecError, decode, encode
 from penstock.runtime.tensor.layout import Layout, Mesh, sharded
 from penstock.runtime.tensor.reshard import reshard
@@ -43,9 +45,12 @@ def save_state(path: Path | str, tensors: Mapping[str, Tensor], facts: Mapping[s
 
     On an error the file at `path`, if there was one, is as it was.
     """
-    path = Path(path)
+    _write_state(Path(path), tensors, json.dumps(facts))
+
+
+def _write_state(path: Path, tensors: Mapping[str, Tensor], facts: str) -> None:
     # In the file itself: facts and tensors are then of one moment.
-    metadata = {"format": _FORMAT, "facts": json.dumps(facts)}
+    metadata = {"format": _FORMAT, "facts": facts}
     part = path.with_name(f".{path.name}.part")
     try:
         save_file(_separate(tensors), part, metadata)
@@ -162,7 +167,58 @@ def value_name(firing: Firing, output: str) -> str:
     return f"value/{firing.node}/{firing.index}/{output}"
 
 
-def write_shard(
+class HostBuffers:
+    """Memory on the host for copies of tensors, kept from one checkpoint to the next; pinned for those of a GPU, so
+    that they are copied at the bus's full speed."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies by the same names. What was copied before is overwritten."""
+        kept = self._buffers
+        self._buffers = {}
+        for name, tensor in tensors.items():
+            buffer = kept.pop(name, None)
+            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            buffer.copy_(tensor.detach(), non_blocking=True)
+            self._buffers[name] = buffer
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+        return dict(self._buffers)
+
+
+@dataclass(frozen=True)
+class ShardCopy:
+    """What one rank contributes to a checkpoint. `exports` finish what carried values write for other tools. `apart`:
+    does it stay as it is while the run goes on?"""
+
+    path: Path
+    tensors: Mapping[str, Tensor]
+    facts: str
+    exported: tuple[Path, ...]
+    exports: tuple[Callable[[], None], ...]
+    apart: bool
+
+    def write(self) -> None:
+        """On return all of it is on the disk. Raises OSError or StateError where it cannot be written."""
+        for export in self.exports:
+            export()
+        for folder in self.exported:
+            for path in (folder, *folder.rglob("*")):
+                if not path.is_symlink():
+                    # A rank syncs what it has written; of another rank's, a temporary file may be gone by now.
+                    with suppress(FileNotFoundError):
+                        sync(path)
+        _write_state(self.path, self.tensors, self.facts)
+
+
+def copy_shard(
     folder: Path,
     replica: str,
     rank: int,
@@ -172,18 +228,22 @@ def write_shard(
     values: Mapping[tuple[Firing, str], Any],
     earlier: Mapping[str, Carried] | None = None,
     run: str = "",
-) -> None:
-    """Write all that this rank contributes to a cut; carried values are exported for other tools, too: by rank 0, or
-    by all ranks together where they hold parts.
+    buffers: HostBuffers | None = None,
+) -> ShardCopy:
+    """All that this rank contributes to a cut; carried values are exported for other tools, too: by rank 0, or by all
+    ranks together where they hold parts.
 
     `ranks` are those of the replica. `earlier` are carried values as they were before, by names of their own. `run` is
-    the id of the run. On return all of it is on the disk. Raises OSError or StateError where it cannot be written,
-    and does not make the run folder again if that is gone.
+    the id of the run. With `buffers`, what is returned stays as it is while the run goes on; without, it is to be
+    written before anything changes. Raises OSError where it cannot be written, and does not make the run folder again
+    if that is gone.
     """
     # No parents: a run folder that was removed must not come back with a checkpoint alone in it.
     folder.parent.mkdir(mode=0o700, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     tensors: dict[str, Tensor] = {}
+    exported: list[Path] = []
+    exports: list[Callable[[], None]] = []
     facts: dict[str, Any] = {
         "format": FORMAT,
         "run": run,
@@ -200,12 +260,9 @@ def write_shard(
             facts["layouts"][name] = layout.to_json()
         if name in carried and (rank == 0 or layout is not None):
             (folder / name).mkdir(exist_ok=True)
-            value.export(str(folder / name))
-            for path in (folder / name, *(folder / name).rglob("*")):
-                if not path.is_symlink():
-                    # A rank syncs what it has written; of another rank's, a temporary file may be gone by now.
-                    with suppress(FileNotFoundError):
-                        sync(path)
+            later = value.export(str(folder / name))
+            exported.append(folder / name)
+            exports += [later] if later is not None else []
     encoded = {f"state/{name}": state for name, state in states.items()}
     # States and values share one table: a name says by itself which it is.
     encoded |= {value_name(*key): value for key, value in values.items()}
@@ -216,7 +273,11 @@ def write_shard(
             kind, _, of = name.partition("/")
             raise CodecError(f"the {kind} of {of} cannot be kept in a checkpoint: {error}") from error
         tensors.update((f"{name}/{index}", tensor) for index, tensor in enumerate(parts))
-    save_state(part_path(folder, replica, rank), tensors, facts)
+    if buffers is not None:
+        # Groups' values never change: of these a reference is enough.
+        tensors |= buffers.copy({name: t for name, t in tensors.items() if not name.startswith("value/")})
+    path = part_path(folder, replica, rank)
+    return ShardCopy(path, tensors, json.dumps(facts), tuple(exported), tuple(exports), buffers is not None)
 
 
 def require_savable(states: Mapping[str, Any], carried: Mapping[str, Carried]) -> None:

@@ -18,7 +18,8 @@ from penstock.graph import Program, load
 from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.control.run_config import RunOptions
-from penstock.runtime.record.folder import RunFolder, latest_checkpoint
+from penstock.runtime.record.checkpoints import latest_checkpoint
+from penstock.runtime.record.folder import RunFolder
 
 from .running import assert_all_consumed, make_run, model_flags, rows, run_here, run_to_end, summary
 

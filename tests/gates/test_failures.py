@@ -185,7 +185,7 @@ UPDATES, BATCH = 4, 3
         ),
         ("faulty_reward", {"bad": 0}, ["faulty_score[0]", "in divide", "ZeroDivisionError"]),
         # It is no node that raises.
-        ("spoils", {"spoil": "state"}, ["in write_shard", "AttributeError: 'str' object"]),
+        ("spoils", {"spoil": "state"}, ["in save", "AttributeError: 'str' object"]),
     ],
 )
 def test_what_raises_fails_the_run_with_its_traceback(
@@ -218,7 +218,7 @@ def test_a_full_disk_at_a_checkpoint_is_said_with_its_traceback_by_the_rank(tmp_
     folder = make_run(tmp_path / "r", f"{FAULTS}spoils", {"spoil": "disk"}, toy_flags(updates=1, batch=2))
     errors, found = run_to_failure(folder)
     for error in (errors, found["error"], (folder / "logs" / "trainer-0-0.err").read_text()):
-        assert "in write_shard" in error
+        assert "in _write_state" in error
         assert "StateError: " in error
         assert "File too large" in error
     assert "trainer/0 rank 0 failed at Save:" in errors

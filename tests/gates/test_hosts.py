@@ -23,7 +23,8 @@ from msgspec import structs
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.control.messages import MAX_BYTES, Heartbeat, Hello, pack
 from penstock.runtime.control.security import Join, Keys
-from penstock.runtime.record.folder import RunFolder, latest_checkpoint
+from penstock.runtime.record.checkpoints import latest_checkpoint
+from penstock.runtime.record.folder import RunFolder
 
 from .agents import HOSTS, Agents, asked_for, spread
 from .network import Network

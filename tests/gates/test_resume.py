@@ -14,9 +14,10 @@ import pytest
 from penstock.graph.ir import Firing
 from penstock.runtime.control.messages import read_record
 from penstock.runtime.record import event_log
+from penstock.runtime.record.checkpoints import SavedCheckpoint, latest_checkpoint
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.event_log import LogError, read_log
-from penstock.runtime.record.folder import RunFolder, SavedCheckpoint, latest_checkpoint
+from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.schedule.events import Done
 from penstock.runtime.schedule.replay import ReplayError
 
@@ -178,6 +179,23 @@ def test_a_checkpoint_that_a_stop_cannot_wait_for_leaves_the_one_before(tmp_path
         assert running.wait() == 130
     assert last_checkpoint(folder).update == 1
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["00000001"]
+
+
+@pytest.mark.slow
+def test_a_run_keeps_its_newest_checkpoints_and_its_best_one_and_goes_on(tmp_path: Path) -> None:
+    flags = toy_flags(updates=8, checkpoint_every=1, keep=2, keep_best="reward_mean")
+    folder = run_to_end(make_run(tmp_path / "r", "toy", {"lag": 0, **SLOW}, flags))
+    rewards = [row["reward_mean"] for row in rows(folder)]
+
+    def kept() -> set[int]:
+        return {int(path.name) for path in (folder / "checkpoints").iterdir()}
+
+    best = max(range(8), key=lambda update: (rewards[update], update)) + 1
+    assert kept() == {7, 8, best}
+    run_to_end(with_updates(folder, 8 + MORE))
+    assert kept() >= {7 + MORE, 8 + MORE}
+    assert len(kept()) <= 3
+    assert_whole(folder, 0, 8 + MORE)
 
 
 @pytest.mark.slow

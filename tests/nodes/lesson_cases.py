@@ -35,6 +35,7 @@ from .rank_cases import (
     policy,
 )
 from .rollouts import random_rollouts
+from .tiny_model import export
 from .updating import batch
 
 DEMONSTRATIONS = Demonstrations(("12+34=", "50-9=", "7+8="), ("046", "041", "15"))
@@ -96,10 +97,10 @@ class CountedFile:
 def frozen(rank: int, folder: Path, mesh: str) -> None:
     """Models of a directory: no rank reads what it does not keep, and all say what one rank says."""
     if rank == 0:
-        policy(seed=5).export(str(folder / "teacher"))
+        export(policy(seed=5), folder / "teacher")
         learnt = make_preference_model(context())
         preference_update.fn(learnt, PAIRS, micro_tokens=20)
-        learnt.export(str(folder / "reward_model"))
+        export(learnt, folder / "reward_model")
     dist.barrier()
     options = {"teacher_model": str(folder / "teacher"), "reward_model": str(folder / "reward_model")}
     said, totals, rollouts = [], [], random_rollouts()

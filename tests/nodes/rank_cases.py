@@ -21,6 +21,7 @@ from penstock.nodes.trainable import SequenceModel
 from penstock.runtime.tensor.layout import Mesh, sharded
 
 from .rollouts import random_rollouts
+from .tiny_model import export
 from .updating import batch
 
 OPTIONS: dict[str, Any] = {"loss": partial(aipo, rho=1.1), "micro_tokens": 12}
@@ -52,7 +53,7 @@ def update(rank: int, folder: Path, mesh: str) -> None:
         assert_whole(parted, one)
     assert_boxes(parted, one, rank, exactly=False)
     goes_on(parted, policy(mesh, rank, seed=2))
-    parted.export(str(folder / "exported"))
+    export(parted, folder / "exported")
     dist.barrier()
     directory: dict[str, Any] = {"model": str(folder / "exported")}  # each rank keeps its parts of it
     assert_boxes(policy(mesh, rank, **directory), policy(**directory), rank)

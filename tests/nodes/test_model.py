@@ -26,7 +26,7 @@ from penstock.nodes.model.kernels import linear, rms_norm
 from penstock.nodes.open_model import ALPHABET, initial_model, open_model
 from penstock.nodes.policy import LanguagePolicy, make_reference
 from penstock.nodes.tokenizer import TokenizerError, byte_tokenizer, load_tokenizer
-from tests.nodes.tiny_model import model, save
+from tests.nodes.tiny_model import export, model, save
 from tests.nodes.updating import CONTEXT, equal, policy
 
 # The decoder equals the reference implementation, its rows do not see each other, and its kernels are exact.
@@ -373,7 +373,7 @@ def test_an_exported_policy_is_what_a_run_starts_from_and_transformers_reads(tmp
     transformers = pytest.importorskip("transformers")
     learner = policy(dtype=dtype)
     learn(learner, 2)
-    learner.export(str(tmp_path))
+    export(learner, tmp_path)
     loaded = policy(dtype=dtype, model=str(tmp_path), seed=9)
     assert all(torch.equal(w, loaded.weights()[name]) for name, w in learner.weights().items())
     assert loaded.version == 0
@@ -409,7 +409,7 @@ def test_the_initial_model_reads_arithmetic_by_characters_and_other_data_by_byte
 
 
 def test_a_directory_is_opened_in_the_dtype_asked_for(tmp_path: Path) -> None:
-    policy().export(str(tmp_path))
+    export(policy(), tmp_path)
     context = replace(CONTEXT, model=str(tmp_path), dtype="bfloat16", seed=99)
     opened, tokenizer = open_model(Llama, context)
     assert opened.dtype == torch.bfloat16

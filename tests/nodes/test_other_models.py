@@ -42,7 +42,7 @@ from penstock.nodes.reward_model import (
     reward_scores,
 )
 from tests.nodes.rollouts import assert_gradients, first_gradients, numbers_of_row, random_rollouts
-from tests.nodes.tiny_model import model, save
+from tests.nodes.tiny_model import export, model, save
 from tests.nodes.updating import CONTEXT, batch, conversation, policy, unpacked
 
 # The critic by hand: its values, what GAE makes of them, the gradient of its loss, and its state.
@@ -74,7 +74,7 @@ def lesson(learner: LanguageCritic, **options: Any) -> None:
 def test_a_new_critic_expects_nothing_and_has_the_policys_decoder(tmp_path: Path) -> None:
     """That of the run's model, or of a directory."""
     made = critic()
-    policy(seed=5).export(str(tmp_path))
+    export(policy(seed=5), tmp_path)
     assert isinstance(made, Carried)
     assert isinstance(made, Critic)
     assert critic_values.fn(made, random_rollouts()).values_NT.abs().max() == 0
@@ -286,7 +286,7 @@ def frozen(folder: Path, **changes: Any) -> FrozenRewardModel:
 
 @pytest.mark.parametrize("micro_tokens", [1, 20, 1000])
 def test_a_score_is_the_number_at_the_last_token_whatever_the_packing(tmp_path: Path, micro_tokens: int) -> None:
-    learning().export(str(tmp_path))
+    export(learning(), tmp_path)
     model, rollouts = frozen(tmp_path), random_rollouts(unsampled=[(2, 3)])
     assert isinstance(model, Carried)
     assert model.state() == ({}, {})
@@ -327,7 +327,7 @@ def test_a_new_reward_model_has_no_preference_and_soon_has_one() -> None:
 def test_a_reward_model_without_a_directory_or_head_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="reward_model: given no directory, needed a directory that a run of"):
         open_reward_model(SCORES_CONTEXT)
-    policy().export(str(tmp_path))
+    export(policy(), tmp_path)
     with pytest.raises(ModelError, match=r"given a reward model without a head, needed score\.weight"):
         frozen(tmp_path)
 
@@ -388,7 +388,7 @@ def test_a_scorer_grows_on_any_decoder_with_a_head_of_zero(tmp_path: Path, tied:
 
 def teacher(folder: Path) -> Teacher:
     """Another model than the policy's."""
-    policy(seed=2).export(str(folder))
+    export(policy(seed=2), folder)
     made = open_teacher(replace(CONTEXT, options={"teacher_model": str(folder)}))
     assert isinstance(made, Teacher)
     assert isinstance(made, Carried)
@@ -443,7 +443,7 @@ def test_a_teacher_reads_tokens_as_a_reference_does(tmp_path: Path) -> None:
 def test_a_teacher_without_a_directory_or_with_other_tokens_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="teacher_model: given no directory, needed a model directory"):
         open_teacher(CONTEXT)
-    policy(data="other").export(str(tmp_path))
+    export(policy(data="other"), tmp_path)
     with pytest.raises(
         ModelError, match=r"given a tokenizer of 258 tokens, needed the policy's own tokenizer, which has"
     ):
@@ -540,7 +540,7 @@ def test_what_is_restored_goes_on_to_the_bit_and_is_exported(tmp_path: Path, kin
     assert our_facts == their_facts
     assert our_facts["version"] == steps + 1
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    whole.export(str(tmp_path))
+    export(whole, tmp_path)
     loaded = load_model(Llama if kind == "average" else Scorer, tmp_path, dtype).state_dict()
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in whole.weights().items())
 

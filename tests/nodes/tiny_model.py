@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from penstock.graph import Weights
+from penstock.graph.protocols import Carried
 from penstock.nodes.model import Decoder, Llama, ModelConfig, save_model
 from penstock.nodes.tokenizer import byte_tokenizer
 
@@ -39,3 +40,10 @@ def save(model: Decoder, folder: Path) -> None:
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in Llama(config, device="meta").named_parameters()}
+
+
+def export(value: Carried, folder: Path | str) -> None:
+    """All that a carried value writes for other tools, at once."""
+    later = value.export(str(folder))
+    if later is not None:
+        later()

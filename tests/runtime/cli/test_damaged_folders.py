@@ -31,8 +31,9 @@ from penstock.runtime.control.security import Join, Keys
 from penstock.runtime.plan.model_shape import read_shape
 from penstock.runtime.plan.simulate import read_costed
 from penstock.runtime.plan.workload import of_run, read_lengths
+from penstock.runtime.record.checkpoints import begin_checkpoint, complete_checkpoint, read_facts
 from penstock.runtime.record.event_log import MAGIC, commands_digest, new_records, read_log
-from penstock.runtime.record.folder import RunFolder, begin_checkpoint, complete_checkpoint, read_facts
+from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.report.write import write_report
 from penstock.runtime.schedule.replay import SegmentOrigin
 from penstock.runtime.schedule.replay import replay as replayed

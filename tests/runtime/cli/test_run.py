@@ -23,9 +23,10 @@ from penstock.runtime.cli.tracing import CommandError, Traced, ask_child, requir
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.control.launcher import DONE, FAILED, INTERRUPTED
 from penstock.runtime.control.run_config import RunConfig
+from penstock.runtime.record.checkpoints import FORMAT, begin_checkpoint, complete_checkpoint
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.event_log import LogError, LogWriter
-from penstock.runtime.record.folder import FORMAT, RunFolder, begin_checkpoint, complete_checkpoint
+from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.tensor.checkpoint import save_state
 
 from .conftest import SUMMARY, WALL_S, Output, Patch, Processes

@@ -19,7 +19,8 @@ from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.control import launcher as launcher_module
 from penstock.runtime.control import signals
 from penstock.runtime.control.process import processes_of, start, sweep_processes
-from penstock.runtime.record.folder import RunFolder, begin_checkpoint, complete_checkpoint
+from penstock.runtime.record.checkpoints import begin_checkpoint, complete_checkpoint
+from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.tensor.shm import sweep
 
 from .fake_launch import HERE, launcher

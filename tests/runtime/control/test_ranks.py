@@ -2,7 +2,7 @@
 
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,14 +18,15 @@ from penstock.graph.types import Rewards
 from penstock.nodes.curriculum import Varied
 from penstock.nodes.fake import FakePolicy, FakePrompts
 from penstock.runtime.cluster.placement import Plan, Rank
+from penstock.runtime.control import checkpointing
 from penstock.runtime.control.executor import Executor
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.rank_setup import InputRead, RankSetup
 from penstock.runtime.control.rank_state import HeldValues, History, join, private
 from penstock.runtime.control.weight_channels import LocalChannels
-from penstock.runtime.schedule.events import Abort, Command, Done, Failed, Fire, Free, Save, Saved
+from penstock.runtime.schedule.events import Abort, Command, Copied, Done, Failed, Fire, Free, Save, Saved
 from penstock.runtime.tensor import offload
-from penstock.runtime.tensor.checkpoint import CheckpointShard
+from penstock.runtime.tensor.checkpoint import CheckpointShard, StateError
 from penstock.runtime.tensor.codec import CodecError, decode, encode
 from penstock.runtime.tensor.shm import ObjectRef
 
@@ -366,9 +367,9 @@ def test_values_of_a_class_without_concat_are_joined_as_a_tuple() -> None:
 STEPS = ("peek", "grow", "look_back")
 
 
-def offloading(folder: Path, restore: Path | None = None, *, on: bool = True) -> Executor:
+def offloading(folder: Path, restore: Path | None = None, *, on: bool = True, **options: Any) -> Executor:
     setup = make_leaving(folder, restore, offload="on" if on else "off", patience=30.0)
-    return Executor(setup, LocalChannels({}, "worker/0", 0, "cpu", {}), HeldValues(setup, {}))
+    return Executor(setup, LocalChannels({}, "worker/0", 0, "cpu", {}), HeldValues(setup, {}), **options)
 
 
 def order_one(executor: Executor, *commands: Command) -> list[Result]:
@@ -439,6 +440,86 @@ def test_a_checkpoint_that_is_written_while_it_is_away_is_that_of_one_that_staye
         update(executor, 1)
         ends.append(value(executor).momentum_W.tolist())
     assert ends[0] == ends[1] != written(folders[0]).tolist()
+
+
+class Writing:
+    """A rank that writes in the background, and the moment at which it does: `go` lets it."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, on: bool = False) -> None:
+        self.go, self.woken, self.notes = threading.Event(), threading.Event(), list[str]()
+        self.executor = offloading(folder, on=on, wake=self.woken.set, warn=self.notes.append)
+
+        def export(folder: str) -> Callable[[], None]:
+            return self.finish
+
+        patch.setattr(value(self.executor), "export", export)
+
+    def finish(self) -> None:
+        assert self.go.wait(30)
+
+    def answer(self) -> Result:
+        self.go.set()
+        assert self.woken.wait(30)
+        # The thread ends just after it has woken the rank.
+        while not (found := self.executor.step()):
+            pass
+        (result,) = found
+        return result
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_a_checkpoint_is_that_of_its_cut_whatever_updates_change_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on: bool
+) -> None:
+    rank = Writing(tmp_path, monkeypatch, on)
+    update(rank.executor, 0)
+    (copied,) = order_one(rank.executor, Save(1, "worker/0", ()))
+    cut = value(rank.executor).momentum_W.tolist()
+    assert copied.event == Copied(1, "worker/0")
+    update(rank.executor, 1)
+    assert rank.executor.step() == []
+    assert rank.answer().event == Saved(1, "worker/0")
+    assert rank.executor.step() == []
+    assert written(tmp_path / "checkpoints" / "00000001").tolist() == cut != value(rank.executor).momentum_W.tolist()
+    # The next one takes the memory of the copy again.
+    rank.go.clear()
+    rank.woken.clear()
+    (copied,) = order_one(rank.executor, Save(2, "worker/0", ()))
+    assert (copied.event, rank.answer().event) == (Copied(2, "worker/0"), Saved(2, "worker/0"))
+
+
+def test_what_cannot_be_written_in_the_background_is_raised_by_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Writing(tmp_path, monkeypatch)
+    order_one(rank.executor, Save(1, "worker/0", ()))
+    (tmp_path / "checkpoints").rename(tmp_path / "moved")
+    with pytest.raises((OSError, StateError), match="checkpoints/00000001"):
+        rank.answer()
+    assert rank.executor.doing == "Save"
+
+
+def test_a_host_without_room_for_a_copy_writes_while_training_waits_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Writing(tmp_path, monkeypatch)
+    rank.go.set()
+    monkeypatch.setattr(checkpointing, "free_memory", lambda: 0)
+    for _ in range(2):
+        (saved,) = order_one(rank.executor, Save(1, "worker/0", ()))
+        assert saved.event == Saved(1, "worker/0")
+    assert len(rank.notes) == 1
+
+
+def test_a_host_with_a_run_folder_of_its_own_removes_the_checkpoints_that_do_not_stay(tmp_path: Path) -> None:
+    executor = offloading(tmp_path)
+    executor.setup = executor.checkpoints._holdings.setup = replace(executor.setup, run="ours")
+    names = [f"0000000{number}-{run}-{number:016x}" for number, run in enumerate(["ours", "ours", "theirs"])]
+    for name in (*names, "00000001"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    new = f"00000009-ours-{9:016x}"
+    list(executor.carry_out(Order((Save(9, "worker/0", ()),), (), new, (names[1],))))
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {*names[1:], "00000001", new}
 
 
 def test_a_stream_gives_up_its_memory_when_it_has_nothing_left(tmp_path: Path) -> None:

@@ -30,8 +30,9 @@ from penstock.runtime.control.messages import Order, Result, pack
 from penstock.runtime.control.recorder import EVERY, QUIET, RunRecorder
 from penstock.runtime.control.run import Orders, Session
 from penstock.runtime.control.run_config import NODE_OPTIONS, OnResume, RunConfig, RunOptions, annotation, check_limits
+from penstock.runtime.record.checkpoints import latest_checkpoint
 from penstock.runtime.record.errors import RecordError
-from penstock.runtime.record.folder import RunFolder, latest_checkpoint
+from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.schedule.compile import Rules
 from penstock.runtime.schedule.events import Arrived, Begin, Done, Fire, Published, Send, Swapped
 from penstock.runtime.tensor.checkpoint import CheckpointShard
@@ -119,7 +120,7 @@ def test_rules_have_the_options_of_their_names() -> None:
 
 def test_a_resume_takes_the_options_that_say_so_and_no_others() -> None:
     marked = {name for name in defaults(RunOptions) if annotation(RunOptions, name, OnResume)}
-    assert marked == {"updates", "mesh"}
+    assert marked == {"updates", "mesh", "keep", "keep_best"}
     assert {field.name for field in fields(ResumeFlags)} & defaults(RunOptions).keys() == set()
     flags: Any = with_changes(ResumeFlags)
     assert changes(flags("runs/r")) == {}

@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.record.errors import RecordError
-from penstock.runtime.record.folder import (
-    RunFolder,
+from penstock.runtime.record.checkpoints import (
+    all_checkpoints,
     begin_checkpoint,
     complete_checkpoint,
+    discount,
     latest_checkpoint,
+    read_best,
+    surplus,
     sweep_checkpoints,
 )
+from penstock.runtime.record.errors import RecordError
+from penstock.runtime.record.folder import RunFolder
 
 
 @pytest.fixture
@@ -23,10 +27,10 @@ def folder(tmp_path: Path) -> RunFolder:
     return made
 
 
-def checkpoint(folder: RunFolder, update: int) -> str:
+def checkpoint(folder: RunFolder, update: int, row: dict[str, Any] | None = None) -> str:
     name = begin_checkpoint(folder, "ours", update)
     (folder.checkpoints / name / "part").write_text(name)
-    return complete_checkpoint(folder, name, {"update": update}, {"before": 0.5}).name
+    return complete_checkpoint(folder, name, {"update": update}, {"before": 0.5}, row=row).name
 
 
 def latest(folder: RunFolder) -> str | None:
@@ -96,6 +100,41 @@ def test_only_what_this_run_has_given_up_is_swept(folder: RunFolder) -> None:
     sweep_checkpoints(folder)
     assert {path.name for path in folder.checkpoints.iterdir()} == names - {given_up}
     assert (elsewhere / "kept").exists()
+
+
+def keep(folder: RunFolder, number: int, best: str = "") -> list[str]:
+    """The checkpoints that stay where so many do."""
+    for path in discount(folder, "ours", surplus(all_checkpoints(folder), number, best)):
+        assert (path / "part").exists()  # it is all there, and does not count
+    return [saved.folder.name for saved in all_checkpoints(folder)]
+
+
+def test_the_newest_checkpoints_stay_and_the_best_one(folder: RunFolder) -> None:
+    for update, reward in ((3, 0.1), (4, 0.9), (5, 0.9), (5, 0.2), (100, None), (11, 0.3)):
+        checkpoint(folder, update, {"reward_mean": reward, "kl": update, "pools": {}})
+    names = ["00000003", "00000004", "00000005", "00000005.2", "00000011", "00000100"]
+    assert keep(folder, 0, "reward_mean") == names
+    assert keep(folder, 5, "kl:min") == names  # the best one stays beside the five newest
+    assert keep(folder, 4, "no_metric") == names[2:]
+    assert keep(folder, 2, "reward_mean") == ["00000005", "00000011", "00000100"]
+    assert keep(folder, 1) == ["00000100"]
+    assert latest(folder) == "00000100"
+
+
+def test_a_checkpoint_that_goes_is_swept_if_nobody_has_removed_it(folder: RunFolder) -> None:
+    for update in (3, 4):
+        checkpoint(folder, update)
+    keep(folder, 1)
+    assert len(list(folder.checkpoints.iterdir())) == 2
+    sweep_checkpoints(folder)
+    assert [path.name for path in folder.checkpoints.iterdir()] == ["00000004"]
+
+
+@pytest.mark.parametrize("text", ["reward_mean:least", ":min", "kl:"])
+def test_a_metric_that_is_to_be_best_has_a_name_and_a_direction(text: str) -> None:
+    assert (read_best("kl:min"), read_best("kl"), read_best("kl:max")) == (("kl", -1), ("kl", 1), ("kl", 1))
+    with pytest.raises(ValueError, match=r"--keep-best: given '.*', needed the name of a metric"):
+        read_best(text)
 
 
 def test_a_cut_has_a_folder_of_its_own_and_none_is_made_or_swept_through_a_link(folder: RunFolder) -> None:

@@ -15,15 +15,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from penstock.graph.protocols import Axes, Sharding
-from penstock.runtime.record.folder import part_path, sync
+from penstock.runtime.record.checkpoints import part_path
+from penstock.runtime.record.folder import sync
 from penstock.runtime.tensor import offload as module
 from penstock.runtime.tensor.checkpoint import (
     CheckpointShard,
     StateError,
     StateFile,
+    copy_shard,
     layout_of,
     save_state,
-    write_shard,
 )
 from penstock.runtime.tensor.codec import CodecError
 from penstock.runtime.tensor.layout import Mesh
@@ -156,7 +157,7 @@ def _value(mesh: Axes, rank: int) -> Whole:
 def _write(folder: Path, mesh: Axes) -> None:
     ranks = Mesh(mesh).size
     for rank in range(ranks):
-        write_shard(folder, "trainer/0", rank, ranks, {"policy": _value(mesh, rank)}, {}, {})
+        copy_shard(folder, "trainer/0", rank, ranks, {"policy": _value(mesh, rank)}, {}, {}).write()
 
 
 @pytest.mark.parametrize("before", MESHES)
@@ -197,7 +198,7 @@ def test_a_rank_whose_part_is_missing_is_named(tmp_path: Path) -> None:
 def test_ranks_that_hold_parts_export_together_and_of_others_the_first(tmp_path: Path) -> None:
     for mesh in ((), (("fsdp", 2),)):
         for rank in range(2):
-            write_shard(tmp_path / str(mesh), "trainer/0", rank, 2, {"policy": _value(mesh, rank)}, {}, {})
+            copy_shard(tmp_path / str(mesh), "trainer/0", rank, 2, {"policy": _value(mesh, rank)}, {}, {}).write()
     exported = [sorted(p.name for p in (tmp_path / str(m) / "policy").iterdir()) for m in ((), (("fsdp", 2),))]
     assert exported == [["exported-0"], ["exported-0", "exported-1"]]
 
@@ -212,7 +213,7 @@ def test_all_that_a_rank_wrote_is_on_the_disk_when_it_says_so(tmp_path: Path, mo
 
     monkeypatch.setattr(os, "fsync", sync)
     cut = tmp_path / "cut"
-    write_shard(cut, "trainer/0", 0, 1, {"policy": Whole(0)}, {"counter": 1}, {})
+    copy_shard(cut, "trainer/0", 0, 1, {"policy": Whole(0)}, {"counter": 1}, {}).write()
     written = {cut, *cut.rglob("*")}
     assert {path.name for path in written} == {"cut", "policy", "exported-0", "trainer-0-0.safetensors"}
     assert [path for path in written if path.stat().st_ino not in synced] == []
@@ -220,23 +221,23 @@ def test_all_that_a_rank_wrote_is_on_the_disk_when_it_says_so(tmp_path: Path, mo
 
 def test_a_state_that_can_no_longer_be_kept_is_told_with_its_node(tmp_path: Path) -> None:
     with pytest.raises(CodecError, match=r"the state of counter cannot be kept in a checkpoint: .*given object"):
-        write_shard(tmp_path / "cut", "trainer/0", 0, 1, {}, {"other": 1, "counter": object()}, {})
+        copy_shard(tmp_path / "cut", "trainer/0", 0, 1, {}, {"other": 1, "counter": object()}, {}).write()
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_a_run_folder_that_is_gone_is_not_made_again(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="gone"):
-        write_shard(tmp_path / "gone" / "checkpoints" / "cut", "trainer/0", 0, 1, {}, {}, {})
+        copy_shard(tmp_path / "gone" / "checkpoints" / "cut", "trainer/0", 0, 1, {}, {}, {}).write()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_part_of_another_run_is_refused_with_both(tmp_path: Path) -> None:
     """As of a folder that a host has kept for itself, and gives to the next run."""
     for rank, run in enumerate(("ours", "theirs")):
-        write_shard(tmp_path, "trainer/0", rank, 2, {"policy": Whole(rank)}, {}, {}, run=run)
+        copy_shard(tmp_path, "trainer/0", rank, 2, {"policy": Whole(rank)}, {}, {}, run=run).write()
     with pytest.raises(StateError, match=r"trainer-0-1\.safetensors: given a part of run theirs, needed .* ours"):
         CheckpointShard(tmp_path, "trainer/0", 0, "ours")
-    write_shard(tmp_path, "trainer/0", 1, 2, {"policy": Whole(1)}, {}, {}, run="ours")
+    copy_shard(tmp_path, "trainer/0", 1, 2, {"policy": Whole(1)}, {}, {}, run="ours").write()
     assert CheckpointShard(tmp_path, "trainer/0", 0, "ours").carried("policy")[1] == {"version": 3}
 
 
@@ -268,7 +269,7 @@ def test_a_temporary_file_of_another_rank_may_be_gone_before_it_is_synced(
         synced.append(path.name)
 
     monkeypatch.setattr("penstock.runtime.tensor.checkpoint.sync", renamed_meanwhile)
-    write_shard(tmp_path / "1", "trainer/0", 1, 2, {"policy": Written(mesh, 1)}, {}, {})
+    copy_shard(tmp_path / "1", "trainer/0", 1, 2, {"policy": Written(mesh, 1)}, {}, {}).write()
     assert {"policy", "exported-1"} < set(synced)
     assert part_path(tmp_path / "1", "trainer/0", 1).is_file()
 

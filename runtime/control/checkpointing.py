@@ -1,0 +1,151 @@
+"""A rank's part of checkpoints: copied aside between two updates, written in the background, taken up by a resume.
+
+`Checkpointing.save` copies what the rank holds into host memory and answers `Copied`, upon which training goes on; a
+thread writes the copy, and `answers` has `Saved` when it is on the disk. What goes wrong in the thread is raised by
+`answers`, in the rank's own loop. A rank without a thread (all in one process), or without room for the copy on its
+host, writes at once and answers `Saved` only.
+
+The scheduler has one checkpoint written at a time, so the memory of the copy serves the next one.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from time import monotonic, thread_time
+
+from penstock.graph.ir import Firing
+from penstock.runtime.control.checkpoint_interval import WRITE_CPU_S
+from penstock.runtime.control.messages import Order, Result
+from penstock.runtime.control.rank_state import HeldValues, Holdings
+from penstock.runtime.record.checkpoints import remove_others, update_of
+from penstock.runtime.schedule.events import Copied, Saved
+from penstock.runtime.tensor.checkpoint import (
+    CheckpointShard,
+    HostBuffers,
+    copy_shard,
+    layout_of,
+    value_name,
+)
+from penstock.runtime.tensor.shm import ObjectRef
+
+# The share of a host's free memory that copies may take.
+FREE_SHARE = 0.8
+
+
+class Checkpointing:
+    """Saves what `holdings` and `values` have. `wake` is called by the thread that writes when it has ended; None for
+    a rank that has no such thread. `warn` is told once where the host has no room for a copy."""
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        values: HeldValues,
+        wake: Callable[[], None] | None = None,
+        warn: Callable[[str], object] = print,
+    ) -> None:
+        self._holdings, self._values, self._wake, self._warn = holdings, values, wake, warn
+        self._buffers = HostBuffers()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._written: Result | None = None
+        self._warned = False
+
+    def save(self, order: Order, update: int, firings: Iterable[Firing]) -> Result:
+        """Copy the part of the cut before `update`: carried values, states, and the outputs of `firings`. The order has
+        the name of the folder of all parts of this cut. Raises OSError or StateError where it cannot be written."""
+        assert self._thread is None, "one checkpoint is written at a time"
+        held, setup, began = self._holdings, self._holdings.setup, monotonic()
+        states = {name: node.state for name, node in held.nodes.items() if node.node.stateful}
+        earlier = {f"{name}@{v}": held.history.of(name, v) for name, v in held.history.before(update)}
+        copy = copy_shard(
+            setup.folder / "checkpoints" / order.checkpoint,
+            setup.replica,
+            setup.rank,
+            len(setup.plan.replica(setup.replica).ranks),
+            held.carried,
+            states,
+            self._values.of(firings),
+            earlier,
+            setup.run,
+            self._buffers if self._wake is not None and self._has_room() else None,
+        )
+        saved, stay = Saved(update, setup.replica, setup.rank), {order.checkpoint, *order.kept}
+
+        def write() -> None:
+            remove_others(setup.folder / "checkpoints", setup.run, stay)
+            copy.write()
+
+        if self._wake is None or not copy.apart:
+            write()
+            return Result(saved, began=began, ended=monotonic())
+        self._thread = threading.Thread(target=self._write, args=(write, saved, self._wake), daemon=True)
+        self._thread.start()
+        return Result(Copied(update, setup.replica, setup.rank), began=began, ended=monotonic())
+
+    def answers(self) -> list[Result]:
+        """`Saved`, once, when the part is written. Raises what the thread has raised."""
+        if self._thread is None or self._thread.is_alive():
+            return []
+        self._thread.join()
+        self._thread = None
+        if self._failure is not None:
+            raise self._failure
+        written, self._written = self._written, None
+        return [] if written is None else [written]
+
+    def _write(self, write: Callable[[], None], saved: Saved, wake: Callable[[], None]) -> None:
+        began, busy = monotonic(), thread_time()
+        try:
+            write()
+            self._written = Result(saved, {}, {WRITE_CPU_S: thread_time() - busy}, began, monotonic())
+        except BaseException as error:  # for the rank's loop, which says it
+            self._failure = error
+        finally:
+            wake()
+
+    def _has_room(self) -> bool:
+        """Has the host memory for a copy on each of its ranks of this replica?"""
+        held, setup = self._holdings, self._holdings.setup
+        ranks = setup.plan.replica(setup.replica).ranks
+        beside = sum(rank.host == ranks[setup.rank].host for rank in ranks)
+        needed = sum(t.nbytes for value in held.carried.values() for t in value.state()[0].values())
+        missing = beside * (needed - self._buffers.nbytes)
+        if missing <= FREE_SHARE * (free := free_memory()):
+            return True
+        if not self._warned:
+            self._warned = True
+            given = (
+                f"{beside} ranks of {setup.replica} need {missing >> 20} MiB for copies, and {free >> 20} MiB are free"
+            )
+            self._warn(f"training waits while checkpoints are written: {given}")
+        return False
+
+
+def free_memory() -> int:
+    """Bytes of this host's memory that are free or can be made so."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return 1024 * int(value.split()[0])
+    return 0
+
+
+def restore(folder: Path, holdings: Holdings, values: HeldValues) -> list[tuple[Firing, str, ObjectRef]]:
+    """Take up this rank's part of a cut; the handles of its values that other processes read."""
+    setup, update = holdings.setup, update_of(folder.name)
+    part = CheckpointShard(folder, setup.replica, setup.rank, setup.run)
+    for name, value in holdings.carried.items():
+        value.restore(*part.carried(name, layout_of(value)))
+        holdings.history.note(name, update, value)
+    for name, version in holdings.history.before(update):
+        value = holdings.make(name)
+        value.restore(*part.carried(f"{name}@{version}", layout_of(value)))
+        holdings.history.note(name, version, value)
+    for name, held in holdings.nodes.items():
+        if held.node.stateful:
+            held.state = part.value(f"state/{name}", type(held.state))
+    restored = []
+    for firing, output in part.made:
+        value = part.value(value_name(firing, output), setup.declared(firing, output))
+        restored += [(firing, name, handle) for name, handle in values.keep(firing, {output: value}).items()]
+    return restored

@@ -1,0 +1,228 @@
+"""A run's checkpoints: which one counts, what is known of each without its tensors, which ones stay. No torch.
+
+**A checkpoint counts whole or not at all.** All ranks write their shards into one fresh folder, `UPDATE-RUN-TOKEN`.
+When these are on the disk, `cut.json` (the scheduler's state) follows, and then the folder gets the name by which it
+counts: `UPDATE`, or `UPDATE.2` where the run has a checkpoint of that update already. What counts is never written to
+again: a process that dies between any two files leaves the last checkpoint as it was. A fresh folder that never got
+its name is removed when the run ends or is resumed. A host with a run folder of its own keeps its shards in the fresh
+folder; `cut.json` has that name, too.
+
+**The newest stay, and the best.** When a checkpoint is complete, `surplus` says which older ones go: all but the `keep`
+newest and the one with the best value of a metric. One that goes is first renamed to a fresh folder's name, by which it
+does not count any more, and then removed in the background: a process that dies meanwhile leaves no half of one that
+counts. Other hosts remove theirs when they are told which ones stay (`remove_others`).
+
+A shard is a safetensors file: 8 bytes with the length of its header, the header as JSON, the tensors. Its path and
+facts are known here; `tensor.checkpoint` writes and reads the tensors.
+"""
+
+import os
+import re
+import secrets
+import shutil
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field, structs
+
+from penstock.runtime.record.errors import RecordError, disk_fault
+from penstock.runtime.record.folder import RunFolder, make_folder, open_regular, sync, unused
+from penstock.runtime.record.typed_json import Count, Number, parse_json, require_shape
+
+CUT = "cut.json"
+_COUNTS = re.compile(r"(\d{8,})(?:\.(\d+))?")
+_FRESH = re.compile(r"\d{8,}-(\w+)-[0-9a-f]{16}")
+
+
+class SavedCheckpoint(Struct, frozen=True):
+    """A complete checkpoint, as `cut.json` has it.
+
+    update: the one that comes next. cut: the scheduler's state; a resume requires a `typed_json.Cut` in it. accuracy:
+    what is known by then. figures: the metrics of pending groups that stand in no row yet (`metrics.Rows.to_json`).
+    written: the name that the folder had while it was written, and still has on a host with a run folder of its own.
+    row: the metrics of the update before it, those of `metrics.jsonl` that are numbers.
+    """
+
+    update: Count
+    cut: dict[str, Any]
+    accuracy: dict[str, Number]
+    figures: dict[str, Any] = field(default_factory=dict)
+    written: str = ""
+    row: dict[str, Number] = field(default_factory=dict)
+    folder: Path = Path()
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Its place in the order of checkpoints: by update, then by when it was made."""
+        found = _COUNTS.fullmatch(self.folder.name)
+        assert found is not None
+        return int(found[1]), int(found[2] or 1)
+
+
+def update_of(name: str) -> int:
+    """The update of a checkpoint's folder."""
+    return int(re.split(r"[-.]", name)[0])
+
+
+def require_no_link(folder: RunFolder) -> None:
+    """Raises RecordError where `checkpoints` is a symbolic link, by which checkpoints would be written elsewhere."""
+    if folder.checkpoints.is_symlink():
+        given = "given a symbolic link, which is not followed here"
+        raise RecordError(f"{folder.checkpoints}: {given}; needed a folder")
+
+
+def begin_checkpoint(folder: RunFolder, run: str, update: int) -> str:
+    """Make the fresh folder of a checkpoint before `update` by the run with id `run`. Returns its name. Raises
+    RecordError."""
+    name = f"{update:08d}-{run}-{secrets.token_hex(8)}"
+    try:
+        require_no_link(folder)
+        make_folder(folder.checkpoints / name, fresh=True)
+    except OSError as error:
+        raise disk_fault(folder.checkpoints / name, error) from error
+    return name
+
+
+def complete_checkpoint(
+    folder: RunFolder,
+    name: str,
+    cut: Mapping[str, Any],
+    accuracy: Mapping[str, float | None],
+    figures: Mapping[str, Any] | None = None,
+    row: Mapping[str, Any] | None = None,
+) -> Path:
+    """Make the fresh folder `name`, whose shards are on the disk, a checkpoint that counts. Returns its new path.
+    Raises RecordError."""
+    update = update_of(name)
+    numbers = {key: value for key, value in (row or {}).items() if isinstance(value, int | float)}
+    facts = {"update": update, "cut": cut, "accuracy": accuracy, "figures": figures or {}, "written": name}
+    facts["row"] = numbers
+    folder.write_json(f"{folder.checkpoints.name}/{name}/{CUT}", facts)
+    path = unused(folder.checkpoints / f"{update:08d}", ".")
+    try:
+        # Before it counts, all of it has to be on the disk: after a power cut it may be gone, but not half of it.
+        sync(folder.checkpoints / name)
+        os.rename(folder.checkpoints / name, path)
+        sync(folder.checkpoints)
+    except OSError as error:
+        raise disk_fault(path, error) from error
+    return path
+
+
+def latest_checkpoint(folder: RunFolder) -> SavedCheckpoint | None:
+    """The newest complete checkpoint; None before the first."""
+    complete = [
+        (int(found[1]), int(found[2] or 1), path.parent)
+        for path in folder.checkpoints.glob(f"*/{CUT}")
+        if (found := _COUNTS.fullmatch(path.parent.name))
+    ]
+    return _read(folder, max(complete)[-1]) if complete else None
+
+
+def all_checkpoints(folder: RunFolder) -> list[SavedCheckpoint]:
+    """The complete checkpoints, the oldest first."""
+    places = (path.parent for path in folder.checkpoints.glob(f"*/{CUT}"))
+    found = [_read(folder, place) for place in places if _COUNTS.fullmatch(place.name)]
+    return sorted(found, key=lambda saved: saved.rank)
+
+
+def _read(folder: RunFolder, place: Path) -> SavedCheckpoint:
+    facts = folder.read_json(str(place.relative_to(folder.path) / CUT), SavedCheckpoint)
+    saved = msgspec.convert(facts, SavedCheckpoint)
+    return structs.replace(saved, folder=place, written=saved.written or place.name)
+
+
+# Which ones stay ------------------------------------------------------------------------------------------
+
+
+def read_best(text: str) -> tuple[str, int]:
+    """The metric that `--keep-best` names, and 1 where more of it is better, -1 where less is: "reward_mean",
+    "kl:min". Raises ValueError."""
+    metric, colon, way = text.partition(":")
+    if not metric or (colon and way not in ("min", "max")):
+        raise ValueError(f"--keep-best: given {text!r}, needed the name of a metric, or NAME:min where less is better")
+    return metric, -1 if way == "min" else 1
+
+
+def surplus(saved: Sequence[SavedCheckpoint], keep: int, best: str = "") -> list[SavedCheckpoint]:
+    """Those of the complete checkpoints `saved`, the oldest first, that go: all but the `keep` newest (0 keeps all) and
+    the one whose row has the best value of the metric `best`, the newest of equals. The newest always stays."""
+    if not keep:
+        return []
+    stay = {one.folder for one in saved[-keep:]}
+    if best:
+        metric, sign = read_best(best)
+        known = [(sign * v, one.rank, one.folder) for one in saved if (v := one.row.get(metric)) is not None]
+        stay |= {max(known)[-1]} if known else set()
+    return [one for one in saved if one.folder not in stay]
+
+
+def discount(folder: RunFolder, run: str, gone: Sequence[SavedCheckpoint]) -> list[Path]:
+    """Rename checkpoints that go, so that they do not count any more. Returns their new paths. Raises RecordError."""
+    paths = []
+    for saved in gone:
+        path = folder.checkpoints / f"{saved.update:08d}-{run}-{secrets.token_hex(8)}"
+        try:
+            os.rename(saved.folder, path)
+        except FileNotFoundError:  # its owner was faster
+            continue
+        except OSError as error:
+            raise disk_fault(saved.folder, error) from error
+        paths.append(path)
+    if paths:
+        sync(folder.checkpoints)
+    return paths
+
+
+def remove_others(folder: Path, run: str, stay: Collection[str]) -> None:
+    """Remove those folders of checkpoints of a run that have a fresh folder's name which is not among `stay`. On a host
+    with a run folder of its own these are all that it has."""
+    with suppress(FileNotFoundError):
+        for path in folder.iterdir():
+            found = _FRESH.fullmatch(path.name)
+            if found is not None and found[1] == run and path.name not in stay and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def sweep_checkpoints(folder: RunFolder) -> None:
+    """Remove the fresh folders of checkpoints that this run has given up. No process of the run may be alive."""
+    with suppress(RecordError, OSError, KeyError, TypeError):
+        if folder.checkpoints.is_symlink():
+            return
+        remove_others(folder.checkpoints, folder.read_json(folder.config.name)["run"], ())
+
+
+# Format of a shard's facts. The first one knew nothing of ranks and layouts.
+FORMAT = 2
+_LENGTH = struct.Struct("<Q")
+_LONGEST = 100 << 20  # what safetensors itself takes
+
+
+def part_path(folder: Path, replica: str, rank: int) -> Path:
+    return folder / f"{replica.replace('/', '-')}-{rank}.safetensors"
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """The facts of a shard, without its tensors. Raises ValueError for a file that is missing or no shard."""
+    try:
+        with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            header = parse_json(file.read(min(length, _LONGEST)), "header")
+        facts: dict[str, Any] = parse_json(header["__metadata__"]["facts"].encode(), "facts")
+        require_shape(facts, dict[str, Any], "facts")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise ValueError(f"{path}: not a readable state: {error}") from error
+    return facts
+
+
+def refusal(path: Path, facts: Mapping[str, Any]) -> str:
+    """Why no run can be resumed from a shard with these facts; "" if one can."""
+    given = facts.get("format", 1)
+    if given == FORMAT:
+        return ""
+    needed = f"{FORMAT}: go on with the Penstock that wrote it, or start from its exported model (--model)"
+    return f"{path}: given a checkpoint of format {given}, needed {needed}"
