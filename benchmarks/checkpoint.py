@@ -1,7 +1,7 @@
 """How long a process is silent while it writes a state of 2 GB: the longest gap between two beats of another thread.
 
-A rank's heartbeat is a thread that needs the interpreter's lock. safetensors before 0.8 held it for as long as it wrote a
-file. To measure another version, put it on the path: `PYTHONPATH=DIR python benchmarks/checkpoint.py`.
+A rank's heartbeat is a thread that needs the interpreter's lock. safetensors before 0.8 held it for as long as it wrote
+a file. To measure another version, put it on the path: `PYTHONPATH=DIR python benchmarks/checkpoint.py`.
 
     python benchmarks/checkpoint.py [--keep] [--gb 2]
 """

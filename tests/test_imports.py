@@ -40,7 +40,7 @@ PRIVATE_WORDS = {
     "fates": 9,
     "gate": 4,
     "ground": 3,
-    "holdings": 3,
+    "holdings": 1,
     "island": 0,
     "islands": 0,
     "learnt": 10,

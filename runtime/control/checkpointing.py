@@ -16,7 +16,7 @@ from time import monotonic, thread_time
 from penstock.graph.ir import Firing
 from penstock.runtime.control.checkpoint_interval import WRITE_CPU_S
 from penstock.runtime.control.messages import Order, Result
-from penstock.runtime.control.rank_state import HeldValues, Holdings
+from penstock.runtime.control.rank_state import HeldValues, Instances
 from penstock.runtime.record.checkpoints import remove_others, update_of
 from penstock.runtime.schedule.events import Copied, Saved
 from penstock.runtime.tensor.checkpoint import (
@@ -33,17 +33,17 @@ FREE_SHARE = 0.8
 
 
 class Checkpointing:
-    """Saves what `holdings` and `values` have. `wake` is called by the thread that writes when it has ended; None for
+    """Saves what `held` and `values` have. `wake` is called by the thread that writes when it has ended; None for
     a rank that has no such thread. `warn` is told once where the host has no room for a copy."""
 
     def __init__(
         self,
-        holdings: Holdings,
+        held: Instances,
         values: HeldValues,
         wake: Callable[[], None] | None = None,
         warn: Callable[[str], object] = print,
     ) -> None:
-        self._holdings, self._values, self._wake, self._warn = holdings, values, wake, warn
+        self._held, self._values, self._wake, self._warn = held, values, wake, warn
         self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -54,7 +54,7 @@ class Checkpointing:
         """Copy the part of the cut before `update`: carried values, states, and the outputs of `firings`. The order has
         the name of the folder of all parts of this cut. Raises OSError or StateError where it cannot be written."""
         assert self._thread is None, "one checkpoint is written at a time"
-        held, setup, began = self._holdings, self._holdings.setup, monotonic()
+        held, setup, began = self._held, self._held.setup, monotonic()
         states = {name: node.state for name, node in held.nodes.items() if node.node.stateful}
         earlier = {f"{name}@{v}": held.history.of(name, v) for name, v in held.history.before(update)}
         copy = copy_shard(
@@ -105,7 +105,7 @@ class Checkpointing:
 
     def _has_room(self) -> bool:
         """Has the host memory for a copy on each of its ranks of this replica?"""
-        held, setup = self._holdings, self._holdings.setup
+        held, setup = self._held, self._held.setup
         ranks = setup.plan.replica(setup.replica).ranks
         beside = sum(rank.host == ranks[setup.rank].host for rank in ranks)
         needed = sum(t.nbytes for value in held.carried.values() for t in value.state()[0].values())
@@ -130,20 +130,20 @@ def free_memory() -> int:
     return 0
 
 
-def restore(folder: Path, holdings: Holdings, values: HeldValues) -> list[tuple[Firing, str, ObjectRef]]:
+def restore(folder: Path, held: Instances, values: HeldValues) -> list[tuple[Firing, str, ObjectRef]]:
     """Take up this rank's part of a cut; the handles of its values that other processes read."""
-    setup, update = holdings.setup, update_of(folder.name)
+    setup, update = held.setup, update_of(folder.name)
     part = CheckpointShard(folder, setup.replica, setup.rank, setup.run)
-    for name, value in holdings.carried.items():
+    for name, value in held.carried.items():
         value.restore(*part.carried(name, layout_of(value)))
-        holdings.history.note(name, update, value)
-    for name, version in holdings.history.before(update):
-        value = holdings.make(name)
+        held.history.note(name, update, value)
+    for name, version in held.history.before(update):
+        value = held.make(name)
         value.restore(*part.carried(f"{name}@{version}", layout_of(value)))
-        holdings.history.note(name, version, value)
-    for name, held in holdings.nodes.items():
-        if held.node.stateful:
-            held.state = part.value(f"state/{name}", type(held.state))
+        held.history.note(name, version, value)
+    for name, node in held.nodes.items():
+        if node.node.stateful:
+            node.state = part.value(f"state/{name}", type(node.state))
     restored = []
     for firing, output in part.made:
         value = part.value(value_name(firing, output), setup.declared(firing, output))

@@ -22,7 +22,7 @@ from penstock.runtime.control.checkpointing import Checkpointing, restore
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.process import RAISED, told
 from penstock.runtime.control.rank_setup import RankSetup
-from penstock.runtime.control.rank_state import Held, HeldValues, Holdings, Key
+from penstock.runtime.control.rank_state import Held, HeldValues, Instances, Key
 from penstock.runtime.control.weight_channels import LocalChannels
 from penstock.runtime.schedule.admission import needed_version
 from penstock.runtime.schedule.events import (
@@ -57,13 +57,13 @@ class Resting:
     Raises ValueError for a rank that must offload and makes values of which no part can leave.
     """
 
-    def __init__(self, holdings: Holdings) -> None:
-        setup = holdings.setup
-        self._carried, self._patience, self._releases = holdings.carried, setup.patience, setup.offload != "off"
+    def __init__(self, instances: Instances) -> None:
+        setup = instances.setup
+        self._carried, self._patience, self._releases = instances.carried, setup.patience, setup.offload != "off"
         self._made: dict[str, int] = {}
         self._told: set[str] = set()
-        self._makes = {node: tuple(setup.makes.get(node, ())) for node in holdings.nodes}
-        made = {name: holdings.carried[name] for names in self._makes.values() for name in names}
+        self._makes = {node: tuple(setup.makes.get(node, ())) for node in instances.nodes}
+        made = {name: instances.carried[name] for names in self._makes.values() for name in names}
         where = f"{setup.replica} rank {setup.rank}"
         leaving = [name for name, value in made.items() if self._releases and isinstance(value, Offloadable)]
         # With "auto" such a rank keeps all that it has, and nobody is told.
@@ -73,7 +73,7 @@ class Resting:
         self._offloads = {name: Offload(f"{name} of {where}") for name in leaving}
         self._read = {
             node: sorted({*(item.carried for item in held.inputs), *self._makes[node]} & self._offloads.keys())
-            for node, held in holdings.nodes.items()
+            for node, held in instances.nodes.items()
             if held.node.clock == "update"
         }
         for name in leaving:
@@ -143,7 +143,7 @@ class Executor:
         warn: Callable[[str], object] = print,
     ) -> None:
         self.setup, self.channels, self.values = setup, channels, values
-        self.held = Holdings(setup)
+        self.held = Instances(setup)
         self.checkpoints = Checkpointing(self.held, values, wake, warn)
         # What no checkpoint can hold is found now, and not after hours, when the first one is due.
         stateful = [held.node for held in self.held.nodes.values() if held.stateful]

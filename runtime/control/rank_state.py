@@ -104,7 +104,7 @@ class Held:
         return self.definition.fn(*state, **inputs, **self.options)
 
 
-class Holdings:
+class Instances:
     """Made from a setup: makers and `init`s are called here, and nowhere else."""
 
     def __init__(self, setup: RankSetup) -> None:

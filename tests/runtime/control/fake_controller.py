@@ -1,7 +1,8 @@
 """A stand-in for a controller: it starts one rank on every host, and ends as FAKE_CONTROLLER says.
 
 "done": when all ranks are ready. "wait": when it is told to stop, or somebody died. "deaf": never. "raise": at once.
-"fail": when it is told to stop, with an error. "flood": as "wait", but it never stops talking.
+"fail": when it is told to stop, with an error. "writing": a while after it is told to stop, as it has said.
+"flood": as "wait", but it never stops talking.
 """
 
 import json
@@ -9,7 +10,7 @@ import os
 import sys
 import threading
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Launch, Ready
@@ -70,6 +71,10 @@ def main() -> int:
         if told and mode != "deaf":
             if mode != "flood":
                 say(kind="told", line=told[0])
+            if mode == "writing":
+                say(kind="writing", seconds=60.0)
+                sleep(1.0)
+                say(kind="written")
             status = 130 if told[0].startswith("stop") and mode != "fail" else 1
             if mode == "fail":
                 say(kind="error", text="the disk is full")

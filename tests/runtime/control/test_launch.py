@@ -98,6 +98,16 @@ def test_ctrl_c_asks_the_controller_to_stop_and_ends_with_130(tmp_path: Path) ->
     assert any("there is no checkpoint yet" in line.get("text", "") for line in run.lines)
 
 
+def test_a_controller_that_is_writing_a_checkpoint_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher_module, "STOP_S", 0.5)
+    run = Run(tmp_path, "writing")
+    run.when["ready"] = interrupt
+    assert run.run() == 130
+    assert run.said("written")
+
+
 def test_ctrl_c_is_heard_while_the_controller_never_stops_talking(tmp_path: Path) -> None:
     run = Run(tmp_path, "flood")
     notes = count()

@@ -513,7 +513,7 @@ def test_a_host_without_room_for_a_copy_writes_while_training_waits_and_says_so(
 
 def test_a_host_with_a_run_folder_of_its_own_removes_the_checkpoints_that_do_not_stay(tmp_path: Path) -> None:
     executor = offloading(tmp_path)
-    executor.setup = executor.checkpoints._holdings.setup = replace(executor.setup, run="ours")
+    executor.setup = executor.checkpoints._held.setup = replace(executor.setup, run="ours")
     names = [f"0000000{number}-{run}-{number:016x}" for number, run in enumerate(["ours", "ours", "theirs"])]
     for name in (*names, "00000001"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
