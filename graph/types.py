@@ -233,8 +233,12 @@ class Weights:
 class Batchable:
     """A dataclass of arrays (first axis N) and of tuples with one entry per row; `concat` joins groups.
 
-    An array that a type may lack is None; then all parts that are joined lack it.
+    An array that a type may lack is None; then all parts that are joined lack it. Properties named in `derived` have a
+    small number for each row, and travel beside the fields, for readers that leave large columns where they lie
+    (`graph.deferred`).
     """
+
+    derived: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
@@ -250,16 +254,7 @@ class Batchable:
         """
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         count = next(len(column) for column in columns.values() if column is not None)
-        # Elements of tensors and arrays, of whatever library, are plain numbers from here on.
-        index = [row.item() if hasattr(row, "item") else row for row in rows]
-        if index and all(isinstance(row, bool) for row in index):
-            if len(index) != count:
-                needed = f"{count}, one for each row"
-                raise ValueError(f"{type(self).__name__}.take: given {len(index)} marks, needed {needed}")
-            index = [row for row, taken in enumerate(index) if taken]
-        if wrong := [row for row in index if not (isinstance(row, int) and 0 <= row < count)]:
-            needed = f"0 to {count - 1}, or True or False for each row"
-            raise ValueError(f"{type(self).__name__}.take: given row {wrong[0]!r}, needed {needed}")
+        index = row_numbers(rows, count, type(self).__name__)
 
         def taken(column: Any) -> Any:
             if column is None:
@@ -330,6 +325,8 @@ class Rollouts(Batchable):
     cut_N: Array = None
     turn_rewards: "tuple[list[float | None], ...]" = ()
 
+    derived: ClassVar[tuple[str, ...]] = ("sampled_N",)
+
     def __post_init__(self) -> None:
         """Without transcripts each response is a conversation of one turn."""
         self.transcripts = self.transcripts or tuple([text] for text in self.texts)
@@ -351,6 +348,15 @@ class Rollouts(Batchable):
         if len({part.replayed_N is None for part in parts}) > 1:
             parts = [p if p.replayed_N is not None else replace(p, replayed_N=p.response_lengths_N < 0) for p in parts]
         return super().concat(parts)
+
+    @property
+    def sampled_N(self) -> Array:
+        """Tokens of each response that a policy sampled, int64 [N]: none of an environment's."""
+        if self.versions_NT is None:
+            return None
+        # Counted by a sum of ones, since a graph imports no array library.
+        place_NT = (self.versions_NT * 0 + 1).cumsum(1)
+        return ((place_NT <= self.response_lengths_N[:, None]) & (self.versions_NT >= 0)).sum(1)
 
     def turns(self) -> list[int]:
         """Turns of the model in each row."""
@@ -515,16 +521,31 @@ def _values(other: Any) -> Any:
     return other.values_N if isinstance(other, Rewards) else other
 
 
-def joined(values: Sequence[Any]) -> Any:
+def row_numbers(rows: "Sequence[int] | Array", count: int, name: str) -> list[int]:
+    """`rows` of a batch of `count`, as `Batchable.take` is given them, by their numbers."""
+    # Elements of tensors and arrays, of whatever library, are plain numbers from here on.
+    index = [row.item() if hasattr(row, "item") else row for row in rows]
+    if index and all(isinstance(row, bool) for row in index):
+        if len(index) != count:
+            raise ValueError(f"{name}.take: given {len(index)} marks, needed {count}, one for each row")
+        index = [row for row, taken in enumerate(index) if taken]
+    if wrong := [row for row in index if not (isinstance(row, int) and 0 <= row < count)]:
+        needed = f"0 to {count - 1}, or True or False for each row"
+        raise ValueError(f"{name}.take: given row {wrong[0]!r}, needed {needed}")
+    return index
+
+
+def joined(values: Sequence[Any], widths: Sequence[int] = ()) -> Any:
     """Arrays (first axis N) below each other, padded to a common width with zeros; or tuples after each other; or None
-    where all are."""
+    where all are. They are at least as wide as `widths`."""
     if all(value is None for value in values):
         return None
     if isinstance(values[0], tuple):
         return tuple(item for value in values for item in value)
     # Each axis but the rows as wide as the widest part.
-    widths = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
-    out = values[0].new_zeros((sum(value.shape[0] for value in values), *widths))
+    shapes = [tuple(value.shape[1:]) for value in values]
+    widest = [max(sizes) for sizes in zip(*shapes, *([tuple(widths)] if widths else []), strict=True)]
+    out = values[0].new_zeros((sum(value.shape[0] for value in values), *widest))
     row = 0
     for value in values:
         region = (slice(row, row + value.shape[0]), *(slice(0, size) for size in value.shape[1:]))

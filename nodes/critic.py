@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from penstock.graph import node, opens, requires
+from penstock.graph.deferred import shape_of, widened
 from penstock.graph.protocols import Array, Carried
 from penstock.graph.types import (
     AnyCritic,
@@ -30,7 +31,7 @@ from penstock.graph.types import (
     Values,
 )
 from penstock.nodes.advantage import whiten
-from penstock.nodes.learn.batching import behaviour_logprobs, check_shape, columns, sampled_mask
+from penstock.nodes.learn.batching import behaviour_logprobs, check_shape, sampled_mask
 from penstock.nodes.learn.losses import Sampled, segment_lengths
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
 from penstock.nodes.learn.update import Part, Scored, descend, penalty
@@ -143,8 +144,8 @@ def gae(
     deviation 1 over the batch. Raises ValueError for values or rewards of another shape than the rollouts', and for
     rollouts without μ beside a `reference`.
     """
-    check_shape("gae: given values", values.values_NT, rollouts, each="token")
-    check_shape("gae: given rewards", rewards.values_N, rollouts, each="response")
+    check_shape("gae: given values", values.values_NT.shape, rollouts, each="token")
+    check_shape("gae: given rewards", rewards.values_N.shape, rollouts, each="response")
     place = sampled_mask(rollouts).nonzero(as_tuple=True)
     sequence_P, _ = place
     rewards_P = terminal_rewards(rewards.values_N, sequence_P)
@@ -187,12 +188,12 @@ def critic_update(
     `values` are the critic's own before the update, and `clip` is how far it may go from them (None: any way). Raises
     ValueError for values or returns of another shape than the rollouts'.
     """
-    check_shape("critic_update: given values", values.values_NT, rollouts, each="token")
-    check_shape("critic_update: given returns", returns.returns_NT, rollouts, each="token")
+    for name, shape in (("values", shape_of(values, "values_NT")), ("returns", shape_of(returns, "returns_NT"))):
+        check_shape(f"critic_update: given {name}", shape or [], rollouts, each="token")
     # A loss of values reads no advantages, which all rows of an update have.
     unread_N = torch.zeros(len(rollouts))
-    own = {"values_N": unread_N, "expected_NT": values.values_NT, "returns_NT": returns.returns_NT}
-    parts = [Part(Expected(**columns(rollouts), **own), partial(_value_loss, clip=clip))]
+    given = {"expected_NT": (values, "values_NT"), "returns_NT": (returns, "returns_NT")}
+    parts = [Part(widened(Expected, rollouts, values_N=unread_N, **given), partial(_value_loss, clip=clip))]
     learner = expect(LanguageCritic, critic, "critic")
     (steps,), metrics = descend(learner, packed_values, parts, epochs, minibatches, lr, options)
     loss = sum(step["loss"] for step in steps) / len(steps)
@@ -206,8 +207,7 @@ class Expected(Scored):
     expected_NT: Array = None
     returns_NT: Array = None
 
-    def others(self) -> dict[str, Array]:
-        return {"expected": self.expected_NT, "returns": self.returns_NT}
+    numbers: ClassVar[dict[str, str]] = {"expected": "expected_NT", "returns": "returns_NT"}
 
 
 def _value_loss(values_P: Tensor, sampled: Sampled, *, clip: float | None) -> Tensor:

@@ -6,7 +6,7 @@ from typing import ClassVar
 from penstock.graph import opens, requires
 from penstock.graph.protocols import Carried
 from penstock.graph.types import Context, FrozenModel, Policy, Reference, Rollouts
-from penstock.nodes.learn.batching import Packed
+from penstock.nodes.learn.batching import MicroBatches
 from penstock.nodes.model import Llama
 from penstock.nodes.open_model import open_model, require_model, run_spec
 from penstock.nodes.trainable import Frozen, Learner, SequenceModel, expect
@@ -15,7 +15,7 @@ from penstock.nodes.trainable import Frozen, Learner, SequenceModel, expect
 class LanguageModel(SequenceModel[Llama]):
     """A model that gives log-probabilities to tokens."""
 
-    def pack(self, rollouts: Rollouts, max_tokens: int | None = None, *, whole_groups: bool = False) -> list[Packed]:
+    def pack(self, rollouts: Rollouts, max_tokens: int | None = None, *, whole_groups: bool = False) -> MicroBatches:
         """The same, of rollouts whose tokens this model can score.
 
         Raises ValueError for greedy rows, whose tokens all have probability 1, and for rows that were sampled from a

@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from penstock.graph import node, requires
+from penstock.graph.deferred import widened
 from penstock.graph.protocols import Array
 from penstock.graph.types import Advantages, Context, Metrics, Rollouts
-from penstock.nodes.learn.batching import columns
 from penstock.nodes.option_checks import count
 
 
@@ -64,7 +64,7 @@ def replay(
     and `buffered` (groups in the buffer after the update).
     """
     born_N = torch.full((len(rollouts),), buffer.update)
-    fresh = Past(**columns(rollouts), values_N=advantage.values_N, born_N=born_N)
+    fresh = widened(Past, rollouts, values_N=advantage.values_N, born_N=born_N)
     past = list(dict.fromkeys(buffer.ordinals))
     # Keyed by the update: a run that resumes draws the same groups.
     drawn = set(random.Random(Context(seed=buffer.key).key(buffer.update)).sample(past, min(take, len(past))))
@@ -79,6 +79,6 @@ def replay(
     young = {ordinal for ordinal in list(born)[-capacity:] if born[ordinal] > buffer.update - max_age}
     kept = everything.take([row for row, ordinal in enumerate(everything.ordinals) if ordinal in young])
     figures = {"replayed": float(len(drawn)), "replayed_age": sum(ages), "buffered": float(len(set(kept.ordinals)))}
-    learnt = replace(Rollouts(**columns(mixed)), replayed_N=mixed.born_N < buffer.update)
+    learnt = widened(Rollouts, mixed, replayed_N=mixed.born_N < buffer.update)
     worth = replace(advantage, values_N=mixed.values_N)
     return ReplayBuffer(**vars(kept), key=buffer.key, update=buffer.update + 1), (learnt, worth), figures

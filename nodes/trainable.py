@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.graph.protocols import STAGE, Sharding
 from penstock.graph.types import Context, Rollouts
-from penstock.nodes.learn.batching import Packed, pack
+from penstock.nodes.learn.batching import MicroBatches, Packed, pack
 from penstock.nodes.learn.data_parallel_threads import DataParallelThreads
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions
 from penstock.nodes.model import Decoder, save_model, torch_dtype
@@ -56,7 +56,7 @@ class SequenceModel(Generic[Model]):
     def device(self) -> torch.device:
         return self.model.device
 
-    def pack(self, rollouts: Rollouts, max_tokens: int | None = None, *, whole_groups: bool = False) -> list[Packed]:
+    def pack(self, rollouts: Rollouts, max_tokens: int | None = None, *, whole_groups: bool = False) -> MicroBatches:
         """Micro-batches of at most `max_tokens` tokens with padding, as `batching.pack`; by default the run's."""
         bound = max_tokens or self.micro_tokens
         return pack(rollouts, bound, multiple=self.workers.count, device=self.device, whole_groups=whole_groups)

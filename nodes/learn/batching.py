@@ -16,15 +16,15 @@ width of a row, P predicted tokens of a micro-batch.
 
 import random
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from typing import Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from penstock.graph.protocols import Array
+from penstock.graph.deferred import shape_of
 from penstock.graph.types import Context, Rollouts
 from penstock.nodes.learn.losses import NEEDED
 
@@ -61,7 +61,8 @@ class Packed:
 
     `at_P` is the flat index in R × W of the token that predicts `targets_P`; `sequence_P` and `step_P` say which
     sequence of the batch, and which token of its response, that target is. `temperature_P` (float32) is the
-    temperature that each target was sampled at; None where all are 1.
+    temperature that each target was sampled at; None where all are 1. `rollouts` are its sequences, on whatever device,
+    and `row_P` says which of them each target is of.
     """
 
     tokens_RW: Tensor
@@ -70,14 +71,42 @@ class Packed:
     sequence_P: Tensor
     step_P: Tensor
     temperature_P: Tensor | None = None
+    row_P: Tensor | None = None
+    rollouts: Rollouts | None = None
 
     def to(self, device: torch.device) -> "Packed":
-        return replace(self, **{name: x.to(device) for name, x in vars(self).items() if x is not None})
+        there: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **there)
 
 
-def columns(rollouts: Rollouts) -> dict[str, Array]:
-    """The fields of `Rollouts`, of these or of a type with more fields."""
-    return {field.name: getattr(rollouts, field.name) for field in fields(Rollouts)}
+class MicroBatches(Sequence[Packed]):
+    """Micro-batches that are made when they are asked for, and kept: a rank makes those that it computes, and reads
+    their rows alone. `sizes` are their tokens, with padding."""
+
+    def __init__(self, make: Callable[[int], Packed], sizes: Sequence[int]) -> None:
+        self.sizes = sizes
+        self._make = make
+        self._made: dict[int, Packed] = {}
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @overload
+    def __getitem__(self, index: int) -> Packed: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Packed]: ...
+    def __getitem__(self, index: int | slice) -> Packed | list[Packed]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        number = range(len(self))[index]
+        if number not in self._made:
+            self._made[number] = self._make(number)
+        return self._made[number]
+
+
+def token_counts(items: Sequence[Packed]) -> Sequence[int]:
+    """The tokens of each micro-batch, with padding."""
+    return items.sizes if isinstance(items, MicroBatches) else [item.tokens_RW.numel() for item in items]
 
 
 def sampled_mask(rollouts: Rollouts) -> Tensor:
@@ -107,7 +136,7 @@ def group_rows(names: Sequence[Hashable]) -> Tensor:
 
 def sampled_lengths(rollouts: Rollouts) -> Tensor:
     """Sampled tokens of each response, int64 [N]. Raises ValueError if there is none at all: nothing to learn from."""
-    lengths_N = sampled_mask(rollouts).sum(1)
+    lengths_N: Tensor = rollouts.sampled_N
     if not int(lengths_N.sum()):
         given = f"{len(rollouts)} responses without a sampled token (all versions are -1)"
         raise ValueError(f"rollouts: given {given}, needed at least one")
@@ -123,11 +152,12 @@ def behaviour_logprobs(rollouts: Rollouts, asker: str) -> Tensor:
     return logprobs_NT
 
 
-def check_shape(given: str, values: Tensor, rollouts: Rollouts, *, each: Literal["token", "response"]) -> None:
-    """Raises ValueError unless there is one value for `each` token or response; `given` begins the message."""
-    shape = list(rollouts.versions_NT.shape)[: 2 if each == "token" else 1]
-    if list(values.shape) != shape:
-        raise ValueError(f"{given} of shape {list(values.shape)}, needed {shape}, one for each {each} of the rollouts")
+def check_shape(given: str, shape: Sequence[int], rollouts: Rollouts, *, each: Literal["token", "response"]) -> None:
+    """Raises ValueError unless an array of this shape has one value for `each` token or response; `given` begins the
+    message."""
+    needed = (shape_of(rollouts, "versions_NT") or [])[: 2 if each == "token" else 1]
+    if list(shape) != needed:
+        raise ValueError(f"{given} of shape {list(shape)}, needed {needed}, one for each {each} of the rollouts")
 
 
 def pack(
@@ -137,7 +167,7 @@ def pack(
     multiple: int = 1,
     device: torch.device | None = None,
     whole_groups: bool = False,
-) -> list[Packed]:
+) -> MicroBatches:
     """Micro-batches of at most `max_tokens` tokens with padding (but at least one row), about equally large.
 
     Their number is a multiple of `multiple` where there are sequences enough. They are on `device`, by default that of
@@ -146,10 +176,11 @@ def pack(
     matrices without a row. With `whole_groups` a micro-batch holds whole prompt groups, at least one, whatever its
     tokens. Every prompt needs a token: the first one of a response has to be predicted by something. Raises ValueError
     for an empty prompt.
+
+    What is in which follows from lengths, so that tokens are read where they are computed on.
     """
-    device = device or rollouts.tokens_NS.device
     # Where each token goes is worked out on the CPU, one copy for each micro-batch.
-    tokens_NS, sampled_NT = rollouts.tokens_NS.cpu(), sampled_mask(rollouts).cpu()
+    sampled_N = rollouts.sampled_N.cpu()
     prompts_N, temperature_N = rollouts.prompt_lengths_N.cpu(), rollouts.temperature_N.float().cpu()
     if int(prompts_N.min()) < 1:
         raise ValueError(f"pack: given an empty prompt in row {int(prompts_N.argmin())}, needed one token")
@@ -179,25 +210,30 @@ def pack(
     bound = 1 + bisect_left(bounds, True, key=lambda bound: len(split(bound)) <= most)
     # Most batches are at temperature 1, and are spared a division of all logits.
     same = bool((temperature_N == 1).all())
-    packed = []
-    for rows in split(bound):
-        chosen_R = torch.tensor(rows)
+    shares = [rows for rows in split(bound) if int(sampled_N[rows].sum())]
+
+    def make(number: int) -> Packed:
+        chosen_R = torch.tensor(shares[number])
+        own = rollouts.take(shares[number])
         lengths_R = lengths_N[chosen_R]
         width = int(lengths_R.max())
         # Row by row, and in a row step by step: the order in which losses see the tokens of a response.
-        row_P, step_P = sampled_NT[chosen_R].nonzero(as_tuple=True)
+        row_P, step_P = sampled_mask(own).cpu().nonzero(as_tuple=True)
         sequence_P, place_P = chosen_R[row_P], prompts_N[chosen_R][row_P] + step_P
-        if len(row_P):
-            made = Packed(
-                tokens_RW=tokens_NS[chosen_R, :width].masked_fill(torch.arange(width) >= lengths_R[:, None], 0),
-                at_P=row_P * width + place_P - 1,
-                targets_P=tokens_NS[sequence_P, place_P].long(),
-                sequence_P=sequence_P,
-                step_P=step_P,
-                temperature_P=None if same else temperature_N[sequence_P],
-            )
-            packed.append(made.to(device))
-    return packed
+        tokens_RS = own.tokens_NS.cpu()
+        made = Packed(
+            tokens_RW=tokens_RS[:, :width].masked_fill(torch.arange(width) >= lengths_R[:, None], 0),
+            at_P=row_P * width + place_P - 1,
+            targets_P=tokens_RS[row_P, place_P].long(),
+            sequence_P=sequence_P,
+            step_P=step_P,
+            temperature_P=None if same else temperature_N[sequence_P],
+            row_P=row_P,
+            rollouts=own,
+        )
+        return made.to(device or own.tokens_NS.device)
+
+    return MicroBatches(make, [len(rows) * int(lengths_N[rows].max()) for rows in shares])
 
 
 def optimizer_steps(

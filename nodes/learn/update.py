@@ -13,12 +13,13 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal, Self, Unpack
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
 from penstock.graph import node, requires
+from penstock.graph.deferred import shape_of, widened
 from penstock.graph.imports import encode, names_function, path_of, resolve, short
 from penstock.graph.protocols import Array
 from penstock.graph.requires import Call
@@ -27,12 +28,10 @@ from penstock.nodes.learn.batching import (
     Aggregation,
     Packed,
     check_shape,
-    columns,
     group_rows,
     normaliser,
     optimizer_steps,
     sampled_lengths,
-    sampled_mask,
     token_weights,
 )
 from penstock.nodes.learn.logprobs import packed_logprobs
@@ -95,19 +94,20 @@ class Scored(Rollouts):
     reference_NT: Array = None
     proximal_NT: Array = None
 
-    def others(self) -> dict[str, Array]:
-        """Numbers of each token, by the names of `Sampled`. `behaviour` is among them unless it was not recorded."""
-        found = {"behaviour": self.logprobs_NT, "reference": self.reference_NT, "proximal": self.proximal_NT}
-        return {name: values_NT for name, values_NT in found.items() if values_NT is not None}
+    numbers: ClassVar[dict[str, str]] = {
+        "behaviour": "logprobs_NT",
+        "reference": "reference_NT",
+        "proximal": "proximal_NT",
+    }
+    """Numbers of each token, by the names of `Sampled`: the field of each, which is None where there are none."""
 
-    def to(self, device: torch.device) -> Self:
+    def check(self) -> None:
         """Raises ValueError for inputs that are not of the same tokens."""
-        each: Literal["token", "response"] = "token" if self.values_N.ndim == 2 else "response"
-        check_shape("advantage: given values", self.values_N, self, each=each)
-        for name, values_NT in self.others().items():
-            check_shape(f"{name}: given values", values_NT, self, each="token")
-        there: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
-        return replace(self, **there)
+        shape = shape_of(self, "values_N") or []
+        check_shape("advantage: given values", shape, self, each="token" if len(shape) == 2 else "response")
+        for name, field in self.numbers.items():
+            if (shape_NT := shape_of(self, field)) is not None:
+                check_shape(f"{name}: given values", shape_NT, self, each="token")
 
 
 @dataclass
@@ -240,8 +240,9 @@ def aipo_update(
 
 
 def _scored(rollouts: Rollouts, advantage: Advantages, reference: Logprobs | None, proximal: Logprobs | None) -> Scored:
-    reference_NT, proximal_NT = (None if each is None else each.logprobs_NT for each in (reference, proximal))
-    return Scored(**columns(rollouts), values_N=advantage.values_N, reference_NT=reference_NT, proximal_NT=proximal_NT)
+    given = {"reference_NT": reference, "proximal_NT": proximal}
+    others = {name: None if each is None else (each, "logprobs_NT") for name, each in given.items()}
+    return widened(Scored, rollouts, values_N=(advantage, "values_N"), **others)
 
 
 @dataclass(frozen=True)
@@ -271,14 +272,17 @@ class Part:
 
         def loss(model: Model, packed: Packed) -> tuple[Tensor, dict[str, Tensor]]:
             logprobs_P, entropy_P = forward(model, packed)
-            sequence_P, place = packed.sequence_P, (packed.sequence_P, packed.step_P)
+            sequence_P, rows, place = packed.sequence_P, packed.rollouts, (packed.row_P, packed.step_P)
+            assert isinstance(rows, Scored)
+            here = {name: getattr(rows, field) for name, field in rows.numbers.items()}
+            values_N = rows.values_N.to(sequence_P.device)
             sampled = Sampled(
-                advantages_P=self.rows.values_N[sequence_P if self.rows.values_N.ndim == 1 else place],
+                advantages_P=values_N[packed.row_P if values_N.ndim == 1 else place],
                 lengths_P=lengths_N[sequence_P],
-                versions_P=self.rows.versions_NT[place],
+                versions_P=rows.versions_NT.to(sequence_P.device)[place],
                 sequence_P=sequence_P,
-                given={name: values_NT[place] for name, values_NT in self.rows.others().items()},
-                replayed_P=None if self.rows.replayed_N is None else self.rows.replayed_N[sequence_P],
+                given={name: x.to(sequence_P.device)[place] for name, x in here.items() if x is not None},
+                replayed_P=None if rows.replayed_N is None else rows.replayed_N.to(sequence_P.device)[packed.row_P],
                 whole_groups_N=group_N,
             )
             result = self.loss(logprobs_P, sampled)
@@ -321,8 +325,8 @@ def descend(
         optimizer_steps(learner.context, learner.version, part.rows.ordinals, epochs, minibatches, number)
         for number, part in enumerate(parts)
     ]
-    # Once for all epochs: each minibatch takes its rows on the device.
-    parts = [replace(part, rows=part.rows.to(learner.device)) for part in parts]
+    for part in parts:
+        part.rows.check()
     taken: list[list[Sums]] = [[] for _ in parts]
     norms: list[float] = []
     for number, steps in enumerate(zip(*shares, strict=True), 1):
@@ -331,9 +335,9 @@ def descend(
         for part, found, (epoch, rows) in zip(parts, taken, steps, strict=True):
             share = replace(part, rows=part.rows.take(rows))
             # How many responses a term has may depend on rewards: none is no fault while another one has some.
-            if len(parts) > 1 and not sampled_mask(share.rows).any():
+            if len(parts) > 1 and not int(share.rows.sampled_N.sum()):
                 continue
-            lengths_N = sampled_lengths(share.rows)
+            lengths_N = sampled_lengths(share.rows).to(learner.device)
             divisor = normaliser(lengths_N, aggregation=part.average, max_tokens=learner.context.max_tokens)
             unit = unit or divisor
             scale = part.weight * (unit / divisor)

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from penstock.graph.protocols import DATA, FSDP, STAGE, TENSOR, Axes, Rule, num_ranks, rule_of
-from penstock.nodes.learn.batching import Packed
+from penstock.nodes.learn.batching import Packed, token_counts
 from penstock.nodes.learn.data_parallel_threads import count_not_finite
 from penstock.nodes.model import Decoder
 from penstock.nodes.model.tensor_parallel import check_tensor_parallel, stages_of, tensor_parallel
@@ -157,11 +157,11 @@ class Shards(Generic[Model]):
             return []
         # Weights are gathered by all ranks at once: a rank with fewer items than others repeats the smallest one, which
         # does not count.
-        costs = [item.tokens_RW.numel() for item in items]
+        costs = token_counts(items)
         shares = assign(costs, self.count)
         own, rounds = shares[self.ranks.share()], max(map(len, shares))
-        filler = items[costs.index(min(costs))]
-        todo = [(items[index], True) for index in own] + [(filler, False)] * (rounds - len(own))
+        smallest = costs.index(min(costs))
+        todo = [(items[index], True) for index in own] + [(items[smallest], False) for _ in range(rounds - len(own))]
         self._left = len(todo) if torch.is_grad_enabled() else 0
         try:
             found = (

@@ -280,7 +280,9 @@ class Executor:
             elif read.back and not firing.turn:
                 continue  # what the turn before has made, at the first one
             else:
-                value = self.values.read(read, command, self._handles)
+                # Ranks that share the work on a batch read their rows of it.
+                shared = held.scattered and len(self.setup.plan.replica(self.setup.replica).ranks) > 1
+                value = self.values.read(read, command, self._handles, scattered=shared)
             if per_update and isinstance(value, Model):
                 # So many updates are over for it: the one under way, too, for a next value.
                 value.version = firing.index + made
@@ -325,7 +327,7 @@ class Executor:
 def _require_rows(node: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
     """Raises ValueError for rewards that are not one for each response which the node read or made: joined with those
     of other groups, they would be other responses' rewards."""
-    responses = {len(value.texts) for value in (*inputs.values(), *outputs.values()) if isinstance(value, Rollouts)}
+    responses = {len(value) for value in (*inputs.values(), *outputs.values()) if isinstance(value, Rollouts)}
     for value in outputs.values():
         if isinstance(value, Rewards) and responses and (given := len(value.values_N)) not in responses:
             needed = " or ".join(map(str, sorted(responses)))

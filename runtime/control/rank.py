@@ -147,7 +147,7 @@ class RankRuntime:
         owner, folders = owner_of(replica, index), (SHM, folder)
         # An owner that is silent is to be named by its reader, before the controller gives up on the reader.
         self.client = ExchangeClient(join, min(SILENCE, flags.deadline / 2))
-        self.reader = ObjectReader(join.run, host=place.host, far=self.client.block, folders=folders)
+        self.reader = ObjectReader(join.run, host=place.host, far=self.client.ranges, folders=folders)
         # A rank whose values are read on its own host alone listens nowhere.
         self.server: ExchangeServer | None = None
         if setup.asked_from_afar:
@@ -162,7 +162,7 @@ class RankRuntime:
         self.store = ObjectStore(
             join.run, owner, host=place.host, endpoint=endpoint, folders=folders, warn=self.notes.put
         )
-        values = HeldValues(setup, {}, self.reader.get, self.store.put, self.store.free)
+        values = HeldValues(setup, {}, self.reader.get, self.store.put, self.store.free, self.reader.rows)
         self.executor = Executor(setup, self.channels, values, wake, self.notes.put)
         self.pace = Pace(together=num_ranks > 1 and bool(self.executor.held.streams))
 
@@ -175,6 +175,7 @@ class RankRuntime:
         self.channels.close()
         self.client.close()
         figures = {**self.store.usage()._asdict(), "asked": dict(self.client.counts), "sent": self.channels.counts()}
+        figures["copied"] = self.reader.copied
         if self.server is not None:
             self.server.close()
             figures["answered"] = dict(self.server.counts)

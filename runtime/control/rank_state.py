@@ -19,15 +19,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.graph.deferred import Column, Joined, columns_of, deferred
 from penstock.graph.imports import arguments, load, reach
 from penstock.graph.ir import Argument, Firing, Graph, Node
 from penstock.graph.node import Filter, NodeDef
 from penstock.graph.protocols import Carried, Source, Stream
+from penstock.graph.types import Batchable
 from penstock.runtime.control.rank_setup import InputRead, RankSetup, input_reads
 from penstock.runtime.schedule.admission import needed_version
 from penstock.runtime.schedule.compile import channel_name
 from penstock.runtime.schedule.events import Fire
 from penstock.runtime.tensor.codec import CodecError
+from penstock.runtime.tensor.object_store import ObjectRows
 from penstock.runtime.tensor.shm import ObjectRef
 
 
@@ -93,6 +96,11 @@ class Held:
     def stateful(self) -> bool:
         """Does each firing pass a state on to the next?"""
         return self.definition.init is not None and not self.stream
+
+    @property
+    def scattered(self) -> bool:
+        """May its batch be read as it is used? What has a state may keep rows for longer than they can be read."""
+        return self.definition.init is None
 
     def call(self, inputs: Mapping[str, Any]) -> Any:
         """What the node's function returns, as it returns it."""
@@ -175,7 +183,7 @@ class HeldValues:
     """`kept` are the outputs of this rank; ranks of one process may share it.
 
     `fetch` gets one that another rank keeps, `export` turns a value into a handle for other ranks, and `release`
-    takes that back; without them values stay in this process.
+    takes that back; without them values stay in this process. `rows` gets the columns of one, to be read by rows.
     """
 
     def __init__(
@@ -185,9 +193,10 @@ class HeldValues:
         fetch: Callable[[ObjectRef, type], Any] | None = None,
         export: Callable[[Any], ObjectRef] | None = None,
         release: Callable[[ObjectRef], None] | None = None,
+        rows: Callable[[ObjectRef, type[Batchable]], ObjectRows] | None = None,
     ) -> None:
         self.setup, self.kept = setup, kept
-        self.fetch, self.export, self.release = fetch, export, release
+        self.fetch, self.export, self.release, self.rows = fetch, export, release, rows
         self.handles: dict[Key, ObjectRef] = {}
 
     def keep(self, firing: Firing, outputs: Mapping[str, Any]) -> dict[str, ObjectRef]:
@@ -200,8 +209,11 @@ class HeldValues:
                 exported[name] = self.handles[firing, name] = self.export(value)
         return exported
 
-    def read(self, read: InputRead, fire: Fire, handles: Mapping[Key, ObjectRef]) -> Any:
-        """An input of a firing: a value of its own group or update, or those of a batch joined."""
+    def read(self, read: InputRead, fire: Fire, handles: Mapping[Key, ObjectRef], scattered: bool = False) -> Any:
+        """An input of a firing: a value of its own group or update, or those of a batch joined; `scattered`, one whose
+        columns are read when they are used, where its class allows that."""
+        if read.joined and scattered and (batch := self._scattered(read, fire, handles)) is not None:
+            return batch
         found = []
         for firing in read.firings(fire.firing, fire.groups):
             key = firing, read.output
@@ -212,6 +224,34 @@ class HeldValues:
             else:
                 raise KeyError(f"{self.setup.replica}: no value {firing}.{read.output}, and no handle of it")
         return join(found) if read.joined else found[0]
+
+    def _scattered(self, read: InputRead, fire: Fire, handles: Mapping[Key, ObjectRef]) -> Any:
+        """A batch that is not read yet. None for a class that is no batch, and where some groups lack a column that
+        others have: what stands for it is the class's to say (`concat`)."""
+        keys = [(firing, read.output) for firing in read.firings(fire.firing, fire.groups)]
+        kind = self.setup.declared(*keys[0])
+        there = all(key in self.kept or key in handles for key in keys)
+        if not (issubclass(kind, Batchable) and self.rows is not None and there):
+            return None
+        parts: list[tuple[Mapping[str, Column | None], int]] = []
+        for key in keys:
+            if key in self.kept:
+                value = _own(self.kept[key])
+                # A value may be of a class with more columns than the edge's.
+                if type(value) is not kind:
+                    return None
+                parts.append((columns_of(value), len(next(iter(vars(value).values())))))
+            else:
+                found = self.rows(handles[key], kind)
+                parts.append((found.columns, found.count))
+        columns: dict[str, Column | None] = {}
+        for name in parts[0][0]:
+            each = [(own[name], count) for own, count in parts]
+            present = [(column, count) for column, count in each if column is not None]
+            if present and len(present) < len(each):
+                return None
+            columns[name] = Joined(tuple(present)) if present else None
+        return deferred(kind, columns, range(sum(count for _, count in parts)))
 
     def free(self, firings: Iterable[Firing]) -> None:
         for key in self._keys(firings):

@@ -141,8 +141,8 @@ def reply(frames: Sequence[bytes], owner: str, reader: ObjectReader) -> tuple[st
 class ExchangeClient:
     """`patience` is how many seconds an owner may be silent. For one thread.
 
-    `counts["asked"]` are the parts asked for. Answers to questions that are no longer asked ("late"), and what is no
-    answer ("malformed"), are counted and dropped.
+    `counts["asked"]` are the parts asked for, and `counts["bytes"]` what they had. Answers to questions that are no
+    longer asked ("late"), and what is no answer ("malformed"), are counted and dropped.
     """
 
     def __init__(self, join: Join, patience: float) -> None:
@@ -152,36 +152,43 @@ class ExchangeClient:
         self._numbers = count(1)
         self._context = zmq.Context()
 
-    def block(self, handle: ObjectRef) -> bytearray:
-        """The whole block. Raises ObjectRefError when its owner has no such block, or is silent for too long."""
+    def ranges(self, handle: ObjectRef, wanted: Sequence[tuple[int, int]]) -> list[bytearray]:
+        """So many bytes of a block, from each start. Raises ObjectRefError when its owner has no such block, or is
+        silent for too long."""
         socket = self._socket(handle)
-        starts = iter(range(0, max(1, handle.nbytes), CHUNK))
-        asked: dict[int, tuple[int, int]] = {}
-        block = bytearray()
+        parts = (
+            (place, first, min(CHUNK, length - first))
+            for place, (_, length) in enumerate(wanted)
+            for first in range(0, max(1, length), CHUNK)
+        )
+        asked: dict[int, tuple[int, int, int]] = {}
+        found: list[bytearray] = []
         window = 1  # nothing that a handle says is believed before its owner has given the first part
         while True:
-            while len(asked) < window and (start := next(starts, None)) is not None:
-                number, length = next(self._numbers), min(CHUNK, handle.nbytes - start)
-                socket.send(QUESTION.pack((EXCHANGE, number, Ask(handle, start, length))))
-                asked[number] = start, length
+            while len(asked) < window and (part := next(parts, None)) is not None:
+                number, (place, first, length) = next(self._numbers), part
+                socket.send(QUESTION.pack((EXCHANGE, number, Ask(handle, wanted[place][0] + first, length))))
+                asked[number] = part
                 self.counts["asked"] += 1
             if not asked:
-                return block
-            number, part = self._hear(socket, handle, asked)
-            start, length = asked.pop(number)
-            if not block:
+                return found
+            number, answer = self._hear(socket, handle, asked)
+            place, first, length = asked.pop(number)
+            self.counts["bytes"] += length
+            if not found:
                 try:
-                    block, window = bytearray(handle.nbytes), WINDOW
+                    found, window = [bytearray(length) for _, length in wanted], WINDOW
                 except (MemoryError, OverflowError, ValueError) as error:
-                    raise ObjectRefError(f"{handle}: no memory for {handle.nbytes} bytes") from error
-            block[start : start + length] = part
+                    needed = sum(length for _, length in wanted)
+                    raise ObjectRefError(f"{handle}: no memory for {needed} bytes") from error
+            found[place][first : first + length] = answer
 
     def close(self) -> None:
         self._sockets.clear()
         self._context.destroy(linger=0)
 
     def _hear(
-        self, socket: zmq.Socket[bytes], handle: ObjectRef, asked: dict[int, tuple[int, int]]
+        self, socket: zmq.Socket[bytes], handle: ObjectRef, asked: dict[int, tuple[int, int, int]]
     ) -> tuple[int, memoryview]:
         """The next part that was asked for, and the number of its question."""
         until = monotonic() + self._patience
@@ -199,7 +206,7 @@ class ExchangeClient:
                 self.counts["late"] += 1
             elif refusal:
                 raise ObjectRefError(refusal)
-            elif len(parts) != 1 or len(parts[0]) != asked[number][1]:
+            elif len(parts) != 1 or len(parts[0]) != asked[number][2]:
                 self.counts["malformed"] += 1
             else:
                 return number, parts[0].buffer

@@ -4,6 +4,9 @@ the maker frees them.
 A block is [prefix][JSON of `codec.encode`][tensors], every tensor on a multiple of 64 bytes. The prefix repeats
 the serial number that its reference carries, so that a reference that outlived its block does not read another value.
 A store belongs to one thread, a reader too. A reader on another host gets the same bytes over the network.
+
+A reader may want some rows of a batch (`ObjectRows`). So long texts are tensors of bytes, and what has one number a row
+comes first, with what the value's class derives from its rows (`Batchable.derived`).
 """
 
 import ctypes
@@ -12,15 +15,19 @@ import logging
 import secrets
 import struct
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from penstock.runtime.tensor.codec import DTYPES, CodecError, decode, encode
+from penstock.graph.deferred import Column, Present
+from penstock.graph.types import Batchable
+from penstock.runtime.tensor.codec import DTYPES, NAMES, CodecError, decode, encode
 from penstock.runtime.tensor.shm import (
     SHM,
     ObjectRef,
@@ -37,10 +44,15 @@ _PREFIX = struct.Struct("<4sIQQ")  # magic, bytes of JSON, serial number, bytes 
 _MAGIC = b"PSTK"
 _ALIGN = 64
 _LARGEST_STEP = 256 << 20
+# Bytes that are read first of a batch of which rows are wanted: most facts are shorter, with a number for each row.
+_HEAD = 4 << 10
+# Bytes of JSON above which a tuple is not among the facts.
+_LONG_TEXT = 512
 _JSON = json.JSONEncoder(separators=(",", ":"))  # made once: json.dumps makes one per call
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+Range = tuple[int, int]  # the first of some bytes, and how many they are
 
 
 class Usage(NamedTuple):
@@ -125,7 +137,7 @@ class ObjectStore:
 
     def put(self, value: object) -> ObjectRef:
         """Copy `value` (see `codec`) into a block."""
-        tensors, facts = encode(value)
+        tensors, facts = _laid_out(value)
         # First the facts, so that a reader knows where the tensors lie before it looks at them.
         header = _JSON.encode(facts).encode()
         offsets, nbytes = _places(_PREFIX.size + len(header), [t.nbytes for t in tensors])
@@ -189,7 +201,8 @@ class ObjectStore:
 class ObjectReader:
     """Copies values out of the stores of one run; maps each segment of this host once.
 
-    `far` gets the block of a handle whose host is not `host`.
+    `far` gets ranges of bytes (start, length) of the block of a handle whose host is not `host`. `copied` are the bytes
+    of values that were copied here, from whichever host.
     """
 
     def __init__(
@@ -197,31 +210,36 @@ class ObjectReader:
         run: str,
         *,
         host: str = "",
-        far: Callable[[ObjectRef], bytearray] | None = None,
+        far: Callable[[ObjectRef, Sequence[Range]], list[bytearray]] | None = None,
         folders: Sequence[Path] = (SHM,),
     ) -> None:
         self._prefix = segment_name(run, "", 0).removesuffix("-0")
         self._host, self._far = host, far
         self._folders = tuple(folders)
         self._segments: dict[str, ShmSegment] = {}
+        self.copied = 0
 
     def get(self, handle: ObjectRef, cls: type[T]) -> T:
         """A copy of the value as an instance of `cls`, the edge's type: the block may be freed at once."""
-        if handle.host == self._host:
-            block = self.part(handle, 0, handle.nbytes)
-        elif self._far is None:
-            raise ObjectRefError(f"{handle}: given to a reader on host {self._host!r} that cannot ask other hosts")
-        else:
-            block = self._far(handle)
-            _check_prefix(handle, block, 0)
-        try:
+        (block,) = self.ranges(handle, [(0, handle.nbytes)])
+        _check_prefix(handle, block, 0)
+        with _damaged(handle):
             meta = json.loads(bytes(block[_PREFIX.size : _header_end(block)]))
-            return decode(cls, _tensors(block, meta), meta)
-        except CodecError as error:
-            raise ObjectRefError(f"{handle}: {error}") from error
-        # All that bytes of another host can do to the decoders of JSON (RecursionError) and of tensors.
-        except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RuntimeError) as error:
-            raise ObjectRefError(f"{handle}: the block is damaged ({error!r:.200})") from error
+            return decode(cls, *_fields_of(_tensors(block, meta), meta))
+
+    def rows(self, handle: ObjectRef, cls: type[Batchable]) -> "ObjectRows":
+        """The columns of a batch, an instance of `cls`, of which nothing is read but what says where they are. They can
+        be read until the block is freed."""
+        return ObjectRows(handle, cls, partial(self.ranges, handle))
+
+    def ranges(self, handle: ObjectRef, wanted: Sequence[Range]) -> list[bytearray]:
+        """Copies of so many bytes of a block, from each start."""
+        self.copied += sum(length for _, length in wanted)
+        if handle.host == self._host:
+            return [self.part(handle, start, length) for start, length in wanted]
+        if self._far is None:
+            raise ObjectRefError(f"{handle}: given to a reader on host {self._host!r} that cannot ask other hosts")
+        return self._far(handle, wanted)
 
     def part(self, handle: ObjectRef, start: int, length: int) -> bytearray:
         """A copy of so many bytes of a block of this host, beginning with byte `start` of it."""
@@ -256,6 +274,153 @@ class ObjectReader:
                 raise ObjectRefError(f"{handle}: {error}") from error
             self._segments[handle.segment] = segment
         return segment
+
+
+class ObjectRows:
+    """The columns of a batch that lies in a block: `columns` by name (None for one that is None), each of `count` rows.
+
+    Raises ObjectRefError for a block that is damaged, or no batch of the class.
+    """
+
+    def __init__(
+        self, handle: ObjectRef, cls: type[Batchable], read: Callable[[Sequence[Range]], list[bytearray]]
+    ) -> None:
+        self.handle, self._read = handle, read
+        (self._head,) = read([(0, min(handle.nbytes, _HEAD))])
+        _check_prefix(handle, self._head, 0)
+        with _damaged(handle):
+            end = _header_end(self._head)
+            if not _PREFIX.size <= end <= handle.nbytes:
+                raise ValueError(f"given {end} bytes of facts in {handle.nbytes}")
+            if end > len(self._head):
+                self._head += read([(len(self._head), end - len(self._head))])[0]
+            meta = json.loads(bytes(self._head[_PREFIX.size : end]))
+            sizes = [(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in meta["tensors"]]
+            offsets, needed = _places(end, [_count(shape) * dtype.itemsize for _, dtype, shape in sizes])
+            if needed != handle.nbytes:
+                raise ValueError(f"given {handle.nbytes} bytes, needed {needed}")
+            self.columns: dict[str, Column | None] = {
+                name: None if value is None else Present(tuple(value)) for name, value in meta["plain"].items()
+            }
+            for (name, dtype, shape), offset in zip(sizes, offsets, strict=True):
+                if name in meta["texts"]:
+                    self.columns[name] = _Texts(self, offset, shape[0])
+                else:
+                    self.columns[name] = _Rows(self, offset, dtype, shape)
+            names = {field.name for field in fields(cls) if field.init} | set(cls.derived)
+            if self.columns.keys() != names:
+                raise CodecError(f"{cls.__name__}: given the columns {sorted(self.columns)}, needed {sorted(names)}")
+            self.count = int(meta["rows"])
+            counts = [len(value) for value in meta["plain"].values() if value is not None]
+            counts += [shape[0] for name, _, shape in sizes if name not in meta["texts"]]
+            if set(counts) - {self.count}:
+                raise ValueError(f"given columns of {sorted(set(counts))} rows, needed {self.count}")
+
+    def bytes_at(self, wanted: Sequence[Range]) -> list[bytearray]:
+        """Bytes of the block, of which the first ones are here already."""
+        lacking = [(start, length) for start, length in wanted if start + length > len(self._head)]
+        found = dict(zip(lacking, self._read(lacking), strict=True)) if lacking else {}
+        return [found.get((start, length)) or self._head[start : start + length] for start, length in wanted]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A tensor of a block."""
+
+    block: ObjectRows
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return self.shape[1:]
+
+    def read(self, rows: Sequence[int]) -> Tensor:
+        nbytes = _count(self.widths) * self.dtype.itemsize
+        if not rows or not nbytes:
+            return torch.empty((len(rows), *self.widths), dtype=self.dtype)
+        # Neighbours in one go.
+        runs: list[list[int]] = []
+        for row in rows:
+            if runs and row == runs[-1][-1] + 1:
+                runs[-1].append(row)
+            else:
+                runs.append([row])
+        parts = self.block.bytes_at([(self.offset + run[0] * nbytes, len(run) * nbytes) for run in runs])
+        with _damaged(self.block.handle):
+            return torch.frombuffer(bytearray().join(parts), dtype=self.dtype).view(len(rows), *self.widths)
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """A tuple of a block, which is read as a whole."""
+
+    block: ObjectRows
+    offset: int
+    nbytes: int
+    widths: tuple[int, ...] = ()
+
+    def read(self, rows: Sequence[int]) -> tuple[Any, ...]:
+        (found,) = self.block.bytes_at([(self.offset, self.nbytes)])
+        with _damaged(self.block.handle):
+            values = json.loads(bytes(found))
+            if len(values) != self.block.count:
+                raise ValueError(f"given {len(values)} texts, needed {self.block.count}")
+            return tuple(values[row] for row in rows)
+
+
+def _laid_out(value: object) -> tuple[list[Tensor], dict[str, Any]]:
+    """The tensors of a value in the order of a block, and the facts that say what they are: those of `encode`; which
+    tensors hold `texts`, JSON that is long; which ones its class has `derived`; and its rows, if it is a batch."""
+    tensors, facts = encode(value)
+    named = {entry[0]: tensor for entry, tensor in zip(facts["tensors"], tensors, strict=True)}
+    facts |= {"texts": [], "derived": []}
+    if isinstance(value, Batchable):
+        columns = [getattr(value, field.name) for field in fields(value)]
+        facts["rows"] = next((len(column) for column in columns if column is not None), 0)
+        for name in type(value).derived:
+            if (found := getattr(value, name)) is None:
+                facts["plain"][name] = None
+            else:
+                named[name] = torch.as_tensor(found).detach().cpu().contiguous()
+            facts["derived"].append(name)
+    for name in facts["tuples"]:
+        if len(text := _JSON.encode(facts["plain"][name]).encode()) > _LONG_TEXT:
+            del facts["plain"][name]
+            facts["texts"].append(name)
+            named[name] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    # Of those with a number for each row readers want all, which is one read with the facts.
+    order = sorted(named, key=lambda name: named[name].dim() != 1 or name in facts["texts"])
+    facts["tensors"] = [(name, NAMES[named[name].dtype], tuple(named[name].shape)) for name in order]
+    return [named[name] for name in order], facts
+
+
+def _fields_of(tensors: Sequence[Tensor], meta: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
+    """What `decode` takes, of what `_laid_out` has made."""
+    plain = {name: value for name, value in meta["plain"].items() if name not in meta["derived"]}
+    kept = []
+    for entry, tensor in zip(meta["tensors"], tensors, strict=True):
+        if entry[0] in meta["texts"]:
+            plain[entry[0]] = json.loads(tensor.numpy().tobytes())
+        elif entry[0] not in meta["derived"]:
+            kept.append((entry, tensor))
+    found = {"tensors": [entry for entry, _ in kept], "plain": plain, "tuples": meta["tuples"]}
+    return [tensor for _, tensor in kept], found
+
+
+@contextmanager
+def _damaged(handle: ObjectRef) -> Iterator[None]:
+    """Errors of the decoders name the value."""
+    try:
+        yield
+    except ObjectRefError:
+        raise
+    except CodecError as error:
+        raise ObjectRefError(f"{handle}: {error}") from error
+    # All that bytes of another host can do to the decoders of JSON (RecursionError) and of tensors.
+    except (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RuntimeError) as error:
+        raise ObjectRefError(f"{handle}: the block is damaged ({error!r:.200})") from error
 
 
 def _places(header_end: int, sizes: Sequence[int]) -> tuple[list[int], int]:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import ceil
@@ -44,6 +44,7 @@ from .sockets import mutated, stranger, until
 pytestmark = pytest.mark.timeout(300)
 TCP = "tcp://127.0.0.1:0"
 PATIENCE_S = 60.0
+Far = Callable[[ObjectRef, Sequence[tuple[int, int]]], list[bytearray]]
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Hosts:
         )
         self.stack.callback(self.store.close)
         self.client = self.new_client()
-        self.reader = self.new_reader("b", self.client.block)
+        self.reader = self.new_reader("b", self.client.ranges)
 
     def join(self, host: str) -> Join:
         return self.keys.join(host, TCP, self.folder)
@@ -77,7 +78,7 @@ class Hosts:
         self.stack.callback(client.close)
         return client
 
-    def new_reader(self, host: str, far: Callable[[ObjectRef], bytearray] | None = None) -> ObjectReader:
+    def new_reader(self, host: str, far: Far | None = None) -> ObjectReader:
         reader = ObjectReader(self.run, host=host, far=far)
         self.stack.callback(reader.close)
         return reader
@@ -118,7 +119,7 @@ def test_a_value_of_another_host_has_equal_bits_and_comes_in_parts(hosts: Hosts,
     assert hosts.gives(handle, value)
     parts = ceil(handle.nbytes / CHUNK)
     until(lambda: hosts.server.counts["served"] == parts)
-    assert hosts.client.counts == {"asked": parts}
+    assert hosts.client.counts == {"asked": parts, "bytes": handle.nbytes}
     prompts = Prompts((3,), ("1+1=",), ("2",))
     assert hosts.reader.get(hosts.store.put(prompts), Prompts) == prompts
 
@@ -198,7 +199,7 @@ def test_a_value_that_is_freed_while_it_is_read_is_whole_or_an_error(hosts: Host
     client = hosts.new_client()
 
     def look() -> None:
-        reader = ObjectReader(hosts.run, host="b", far=client.block)
+        reader = ObjectReader(hosts.run, host="b", far=client.ranges)
         while not over.is_set():
             try:
                 values_N = reader.get(shown[-1], Rewards).values_N
@@ -298,7 +299,11 @@ def test_whatever_another_host_gives_for_a_block_is_a_value_or_an_error_that_nam
     prompts = Prompts((3,), ("1+1=",), ("2",))
     near, chance, wrong = hosts.new_reader("a"), random.Random(3), list[str]()
     given = bytearray()
-    reader = hosts.new_reader("b", lambda handle: given)
+
+    def far(handle: ObjectRef, wanted: Sequence[tuple[int, int]]) -> list[bytearray]:
+        return [given[start : start + length] for start, length in wanted]
+
+    reader = hosts.new_reader("b", far)
     for value in (rewards(3), prompts):
         handle = hosts.store.put(value)
         block = bytes(near.part(handle, 0, handle.nbytes))
@@ -308,6 +313,8 @@ def test_whatever_another_host_gives_for_a_block_is_a_value_or_an_error_that_nam
             given[:] = block[:24] + mutated(chance, seeds)[24:]
             try:
                 reader.get(handle, type(value))
+                for column in reader.rows(handle, type(value)).columns.values():
+                    assert column is None or len(column.read([0])) == 1
             except ObjectRefError as error:
                 wrong.append(str(error))
         assert wrong
@@ -374,7 +381,7 @@ def test_an_owner_that_dies_while_a_reader_waits_is_named_and_one_that_comes_bac
         segment, offset, nbytes, serial, *rest = [owner.stdout.readline().strip() for _ in range(7)]
         handle = ObjectRef(segment, int(offset), int(nbytes), int(serial), *rest)
         assert hosts.reader.get(handle, Rewards).values_N.tolist() == [1.0] * 5
-        impatient = hosts.new_reader("b", hosts.new_client(0.5).block)
+        impatient = hosts.new_reader("b", hosts.new_client(0.5).ranges)
         halt(owner)
         with pytest.raises(ObjectRefError, match="owner on host a has not answered"):
             impatient.get(handle, Rewards)
@@ -422,7 +429,7 @@ def test_answers_that_are_late_or_wrong_are_counted_and_dropped(hosts: Hosts) ->
     found = hosts.reader.get(structs.replace(handle, endpoint=endpoint), Rewards)
     thread.join(20)
     assert torch.equal(found.values_N, value.values_N)
-    assert hosts.client.counts == {"asked": 1, "malformed": 4, "late": 1}
+    assert hosts.client.counts == {"asked": 1, "bytes": handle.nbytes, "malformed": 4, "late": 1}
 
 
 def test_an_address_that_this_machine_lacks_is_named_with_its_host(hosts: Hosts) -> None:
