@@ -64,6 +64,11 @@ def seconds(value: float) -> str:
     return f"{figure(value, 4)} s" if value >= 1 else f"{figure(value * 1e3)} ms"
 
 
+def about(value: float) -> str:
+    """12 s, 0.12 s, 340 ms: seconds of which two digits are known."""
+    return f"{figure(value, 2)} s" if value >= 1 else f"{figure(value * 1e3, 2)} ms"
+
+
 def clock(seconds: float) -> str:
     """45.2 s, 2:03 min, 1:02:03 h."""
     if seconds < 100:

@@ -11,12 +11,13 @@ from textwrap import wrap
 from penstock.graph.ir import Graph
 from penstock.graph.types import MAX_PROMPT
 from penstock.runtime.cli.base_model import PROFILE, cache_folder
-from penstock.runtime.cli.display import percent, seconds
+from penstock.runtime.cli.display import about, percent
 from penstock.runtime.cli.flags import Planning
 from penstock.runtime.cli.tracing import CommandError, trace_program, usage_errors
 from penstock.runtime.cluster.cluster import ClusterError, read_cluster
 from penstock.runtime.cluster.placement import read_meshes
 from penstock.runtime.collection import uncollected
+from penstock.runtime.plan.confidence import Confidence
 from penstock.runtime.plan.model_shape import ShapeError, read_shape
 from penstock.runtime.plan.planner import Alternative, Planned, PoolPlan, plan
 from penstock.runtime.plan.roles import roles_of
@@ -106,6 +107,12 @@ SAID = {
 }
 
 
+def likely(period_s: float, confidence: Confidence) -> str:
+    """A period with its range, and how sure it is."""
+    low, high = map(about, confidence.range_s(period_s))
+    return f"{about(period_s)} per update by the model, {low} to {high} likely ({confidence.words})"
+
+
 def text(found: Planned, cluster: str) -> str:
     """For people: the plan, why, the memory, and what else there is."""
     work, width = found.work, shutil.get_terminal_size((100, 24)).columns
@@ -116,11 +123,11 @@ def text(found: Planned, cluster: str) -> str:
         more = f"more than {percent(gap)}" if gap >= 0.0005 else "even 0.1 %"
         sure = f"the best found in time: no plan is {more} faster"
     # What batches that are in work at once cost each other.
-    crowded = f"if no batch slowed the others, {seconds(found.best.alone_s)} would be the bound"
+    crowded = f"if no batch slowed the others, {about(found.best.alone_s)} would be the bound"
     lines = [
         f"{found.roles.graph} with {work.shape.name} on {cluster}: {responses}, lag {found.lag}",
         "",
-        *labelled("period", f"{seconds(found.best.period_s)} per update, {sure}", width),
+        *labelled("period", f"{likely(found.best.period_s, found.confidence)}; {sure}", width),
         *labelled("bound", f"by {found.best.bound}", width),
         *labelled("", _why(found), width),
         *(labelled("", crowded, width) if found.best.alone_s <= 0.999 * found.best.period_s else []),
@@ -141,20 +148,20 @@ def text(found: Planned, cluster: str) -> str:
 def _why(found: Planned) -> str:
     """What a batch costs, stage by stage."""
     best = found.best
-    parts = [f"generation {seconds(best.rollout_s)}", f"steps {seconds(best.training.steps.seconds)}"]
+    parts = [f"generation {about(best.rollout_s)}", f"steps {about(best.training.steps.seconds)}"]
     if found.roles.turns > 1:
         answers = found.roles.turns * found.work.environment_s
-        parts.append(f"{found.roles.turns} answers of {found.roles.environment} {seconds(answers)}")
+        parts.append(f"{found.roles.turns} answers of {found.roles.environment} {about(answers)}")
     groups = [(each.pools, reading) for each, reading in zip(best.split.dedicated, best.readings, strict=True)]
     taken = [pool for pools, _ in groups for pool in pools]
     free = tuple(pool for pool in found.roles.beside if pool not in taken)
     for pools, reading in [*([(free, best.training)] if free else []), *groups]:
-        parts.append(f"passes of {', '.join(pools)} {seconds(reading.reads.seconds)}")
+        parts.append(f"passes of {', '.join(pools)} {about(reading.reads.seconds)}")
         learners = [node for pool in pools for node in found.roles.nodes_of(pool) if node in found.roles.learners]
-        parts += [f"steps of {', '.join(learners)} {seconds(reading.learns.seconds)}"] if learners else []
-    parts.append(f"weight sync {seconds(best.sync.seconds)}")
+        parts += [f"steps of {', '.join(learners)} {about(reading.learns.seconds)}"] if learners else []
+    parts.append(f"weight sync {about(best.sync.seconds)}")
     if best.offloads:
-        parts.append(f"moments to the host and back {seconds(best.switch.seconds)}")
+        parts.append(f"moments to the host and back {about(best.switch.seconds)}")
     generator, bound = best.generating.generator, best.training.steps.bound
     steps = f"most of a training step goes to {SAID.get(bound, bound)}"
     rows = min(generator.slots, -(-found.work.responses // best.generating.replicas))
@@ -198,5 +205,5 @@ def _alternative(other: Alternative, found: Planned, name_width: int, width: int
     sizes[0] += " shared" if split.shared else ""
     gpus = " + ".join(sizes) + ("" if several else f" {split.trainer.nodes.kind}")
     sure = "" if other.proved else " (best found)"
-    line = f"{seconds(other.found.period_s)}{sure}, {beside}, {gpus}: {other.found.bound}"
+    line = f"{about(other.found.period_s)}{sure}, {beside}, {gpus}: {other.found.bound}"
     return wrap(line, width, initial_indent=name, subsequent_indent=" " * len(name))

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from penstock.graph.analysis import period_bound
 from penstock.graph.ir import Graph
-from penstock.runtime.cli.display import figure, many, percent, seconds
+from penstock.runtime.cli.display import about, figure, many, percent
 from penstock.runtime.cli.flags import DrawingFlags, PlanFlags, Planning, SimulateFlags, read_flags
-from penstock.runtime.cli.plan import labelled, search
+from penstock.runtime.cli.plan import labelled, likely, search
 from penstock.runtime.cli.schedule_text import (
     COLUMN,
     SYNC,
@@ -204,10 +204,11 @@ def planned(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
     against = f"the plan is for lag {plan.lag}"
     if plan.shared or plan.lag == scene.lag:
         above = 1 - plan.period_s / result.steady_s
-        against = f"the planner says {seconds(plan.period_s)}, {percent(abs(above))} {'less' if above >= 0 else 'more'}"
+        more = f"{percent(abs(above))} {'less' if above >= 0 else 'more'}"
+        against = f"the planner says {about(plan.period_s)}, {more}"
     rates = f"{many(found.tokens_per_s)} tokens and {figure(found.groups_per_s)} groups per second"
     occupied = f"{percent(full.occupancy)} of {full.slots} in use"
-    tails = f"{percent(full.tail_occupancy)} in tails, which take {seconds(full.tail_s)}"
+    tails = f"{percent(full.tail_occupancy)} in tails, which take {about(full.tail_s)}"
     head = "all the same: the pools share GPUs and take turns"
     rows = []
     if effect:
@@ -217,12 +218,12 @@ def planned(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
     for row, (lag, run) in enumerate(effect.items()):
         filling = "" if run.steady else "  the filling of the pipeline included"
         gain = f"{percent(gains[lag]):>8}" if row else " " * 8
-        rows.append(f"{lag:>10}  {seconds(run.steady_s):>8}  {gain}{filling}".rstrip())
+        rows.append(f"{lag:>10}  {about(run.steady_s):>8}  {gain}{filling}".rstrip())
     assumes = assumptions(roles, plan.work)
     return Schedule(
         title=f"{graph.name} with {plan.work.shape.name} on {plan.gpus} GPUs: {num} updates of {plan.work.prompts} "
         "groups",
-        wall=seconds(result.wall_s),
+        wall=about(result.wall_s),
         result=result,
         facts={
             "program": graph.name,
@@ -232,7 +233,8 @@ def planned(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
             "batch": plan.work.prompts,
             "lag": scene.lag,
             **period_facts(result),
-            "planned_s": plan.period_s,
+            **plan.confidence.facts(result.steady_s),
+            "planned_s": plan.confidence.about(plan.period_s),
             "planned_lag": plan.lag,
             "planned_bound": plan.bound,
             "tokens_per_s": found.tokens_per_s,
@@ -241,13 +243,13 @@ def planned(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
             "assumptions": list(assumes),
             "slots": asdict(full),
             "effect_of_lag": [
-                {"lag": lag, "period_s": run.steady_s, "gain": gains[lag], "updates": len(run.ends),
-                 "period_of": period_facts(run)["period_of"]}
+                {"lag": lag, "period_s": plan.confidence.about(run.steady_s), "gain": gains[lag],
+                 "updates": len(run.ends), "period_of": period_facts(run)["period_of"]}
                 for lag, run in effect.items()
             ],
         },
         head=[
-            ("period", f"{seconds(result.steady_s)} per update, {period_of(result)}; {against}"),
+            ("period", f"{likely(result.steady_s, plan.confidence)}; {period_of(result)}; {against}"),
             ("rate", f"{rates}, {many(found.tokens_per_s / plan.gpus)} tokens per second and GPU"),
             *assumed(assumes),
         ],

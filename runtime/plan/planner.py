@@ -16,6 +16,7 @@ from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.gpus import Precision
 from penstock.runtime.cluster.placement import html_table, spelled
 from penstock.runtime.plan.candidates import LayoutCandidates, NodeGroup, Pins, Training, node_groups
+from penstock.runtime.plan.confidence import NOT_CALIBRATED, Confidence
 from penstock.runtime.plan.infeasible import check_pins, enough, refuse
 from penstock.runtime.plan.model_shape import AXES
 from penstock.runtime.plan.roles import AskedError, PlanError, Roles, assumptions, roles_of
@@ -67,12 +68,13 @@ class Alternative:
     proved: bool
     why: str = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, confidence: Confidence) -> dict[str, Any]:
         if self.found is None:
             return {"name": self.name, "period_s": None, "bound": self.why}
         split = self.found.split
         pools = {"shared": split.shared, "gpus": list(split.sizes)}
-        return {"name": self.name, "period_s": self.found.period_s, "bound": self.found.bound, **pools}
+        period_s = confidence.about(self.found.period_s)
+        return {"name": self.name, "period_s": period_s, "bound": self.found.bound, **pools}
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class Planned:
     outcome: Outcome
     alternatives: tuple[Alternative, ...]
     seconds: float
+    confidence: Confidence = NOT_CALIBRATED
 
     @property
     def optimal(self) -> bool:
@@ -116,7 +119,7 @@ class Planned:
     @property
     def costed(self) -> Costed:
         """What the simulator needs of it."""
-        return costed(self.roles, self.work, self.lag, self.best)
+        return costed(self.roles, self.work, self.lag, self.best, self.confidence)
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -129,21 +132,22 @@ class Planned:
         return tuple(lack for lack in found if lack is not None)
 
     def to_json(self) -> dict[str, Any]:
+        about = self.confidence.about
         return {
             "program": self.roles.graph,
             "model": self.work.shape.name,
             "lag": self.lag,
-            "period_s": self.best.period_s,
-            "period_alone_s": self.best.alone_s,
+            **self.confidence.facts(self.best.period_s),
+            "period_alone_s": self.confidence.about(self.best.alone_s),
             "optimal": self.optimal,
             "gap": self.outcome.gap,
             "bound": self.best.bound,
-            "bounds": [{"seconds": bound.seconds, "cause": bound.cause} for bound in self.best.bounds],
+            "bounds": [{"seconds": about(bound.seconds), "cause": bound.cause} for bound in self.best.bounds],
             "assumptions": list(self.assumptions),
             "gpus": self.gpus,
             "gpus_used": self.best.split.gpus,
             "pools": [pool.to_json() for pool in self.pools],
-            "alternatives": [other.to_json() for other in self.alternatives],
+            "alternatives": [other.to_json(self.confidence) for other in self.alternatives],
             "opened": self.outcome.opened,
             "search_s": self.seconds,
             KEY: self.costed.to_json(),
@@ -152,7 +156,9 @@ class Planned:
     def _repr_html_(self) -> str:
         """The pools as a table, for notebooks."""
         sure = "optimal under the model" if self.optimal else "the best found"
-        caption = f"{self.roles.graph}, {self.work.shape.name}: {self.best.period_s:.4g} s per update, {sure}"
+        low, high = self.confidence.range_s(self.best.period_s)
+        period = f"{low:g} to {high:g} s per update, {self.confidence.words}"
+        caption = f"{self.roles.graph}, {self.work.shape.name}: {period}; {sure}"
         head = ("pool", "nodes", "GPUs", "replicas", "mesh", "precision", "memory of a rank")
         rows: list[tuple[object, ...]] = []
         for pool in self.pools:
@@ -173,6 +179,7 @@ def plan(
     slots: int = 256,
     meshes: Mapping[str, Axes] | None = None,
     generator_precision: Precision = "bf16",
+    confidence: Confidence = NOT_CALIBRATED,
     time_limit: float = 120.0,
 ) -> Planned:
     """Raises PlanError for a program that is not covered, and for a workload that fits nowhere, with the numbers."""
@@ -201,7 +208,7 @@ def plan(
         raise PlanError(f"time limit: given {time_limit:g} s, which found no plan; needed more")
     second = Alternative("runner-up", outcome.runner_up, outcome.proved, "no other split fits")
     total, taken = sum(nodes.gpus for nodes in found), time.monotonic() - began
-    return Planned(roles, work, roles.lag, total, outcome.best, outcome, (second, *others), taken)
+    return Planned(roles, work, roles.lag, total, outcome.best, outcome, (second, *others), taken, confidence)
 
 
 def _what_if(lack: Fault) -> str:

@@ -39,6 +39,7 @@ from pydantic import TypeAdapter, ValidationError
 from penstock.graph.ir import Firing, Graph
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.cluster.placement import GROUPS_AHEAD, Plan, Pool, Rank, Replica, place
+from penstock.runtime.plan.confidence import NOT_CALIBRATED, Confidence
 from penstock.runtime.plan.decode_cost import Generator, Slots
 from penstock.runtime.plan.roles import Models, PlanError, Roles, roles_of
 from penstock.runtime.plan.search import Solution
@@ -229,13 +230,14 @@ class Costed:
     returns_s: float
     period_s: float
     bound: str
+    confidence: Confidence = NOT_CALIBRATED
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = TypeAdapter(Costed).dump_python(self, mode="json")
         return data
 
 
-def costed(roles: Roles, work: Workload, lag: int, found: Solution) -> Costed:
+def costed(roles: Roles, work: Workload, lag: int, found: Solution, confidence: Confidence) -> Costed:
     """Of what the planner found."""
     # What has no GPUs of its own lies on the trainer's.
     free = [pool for pool in roles.beside if not any(pool in each.pools for each in found.split.dedicated)]
@@ -246,6 +248,7 @@ def costed(roles: Roles, work: Workload, lag: int, found: Solution) -> Costed:
     return Costed(
         roles.graph, work, lag, found.split.gpus, found.training.trainer, decode.generator, decode.replicas,
         tuple(readers), found.split.shared, found.sync.seconds, leaves_s, returns_s, found.period_s, found.bound,
+        confidence,
     )  # fmt: skip
 
 
