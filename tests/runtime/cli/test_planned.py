@@ -106,7 +106,8 @@ def test_a_planned_schedule_is_told_and_written_as_pictures_page_and_trace(say: 
     assert shown.startswith("aipo with qwen3-4b on ")
     assert max(map(len, shown.splitlines())) <= 100
     for line in (
-        r"period  \S+ m?s per update by the model, ", r"the\s+planner\s+says", r"rate +.* tokens and .* groups per second",
+        r"period  \S+ m?s per update by the model, ", r"the\s+planner\s+says",
+        r"rate +.* tokens and .* groups per second",
         r"lag +\d", "the bound is 1", r"slots +.* in use; .* in tails", r"queues +generate +mean", r"pools +trainer",
         "generator/0", "end of an update",
     ):  # fmt: skip

@@ -427,27 +427,31 @@ def _fitted(cluster: str, model: str, longest: int = 4096, meshes: dict[str, Axe
     return plan(_graph("aipo"), read_cluster(cluster), work, time_limit=0.1, meshes=meshes)
 
 
-def _refused(cluster: str, model: str, meshes: dict[str, Axes] | None = None) -> str:
+def _refused(cluster: str, model: str, longest: int = 4096, meshes: dict[str, Axes] | None = None) -> str:
     with pytest.raises(PlanError, match=f"{model} does not fit") as error:
-        _fitted(cluster, model, meshes=meshes)
+        _fitted(cluster, model, longest, meshes)
     return str(error.value).splitlines()[-1]
 
 
-@pytest.mark.parametrize(("cluster", "model"), [("2x8xH100", "llama-70b"), ("1x4xA100", "qwen3-32b")])
-def test_so_many_hosts_or_so_short_responses_are_enough_and_one_less_host_is_not(cluster: str, model: str) -> None:
-    said = _refused(cluster, model)
+@pytest.mark.parametrize(
+    ("cluster", "model", "longest"), [("2x8xH100", "llama-70b", 16384), ("1x4xA100", "qwen3-32b", 4096)]
+)
+def test_so_many_hosts_or_so_short_responses_are_enough_and_one_less_host_is_not(
+    cluster: str, model: str, longest: int
+) -> None:
+    said = _refused(cluster, model, longest)
     found = re.match(r"All of it would fit on (\d+) hosts of (\d) (\w+), ", said)
     assert found is not None
     hosts, each, kind = found.groups()
-    assert _fitted(f"{hosts}x{each}x{kind}", model).best.period_s > 0
-    _refused(f"{int(hosts) - 1}x{each}x{kind}", model)
+    assert _fitted(f"{hosts}x{each}x{kind}", model, longest).best.period_s > 0
+    _refused(f"{int(hosts) - 1}x{each}x{kind}", model, longest)
     shorter = re.search(r"or with --max-tokens (\d+)$", said)
     assert (shorter is not None) == (model == "llama-70b")
     assert shorter is None or _fitted(cluster, model, int(shorter[1])).best.period_s > 0
 
 
 def test_a_mesh_that_is_given_is_what_has_to_go_where_others_fit() -> None:
-    said = _refused("1x8xH100", "llama-8b", {"trainer": (("dp", 8),)})
+    said = _refused("1x8xH100", "llama-8b", meshes={"trainer": (("dp", 8),)})
     assert said == "All of it would fit without --mesh"
     assert _fitted("1x8xH100", "llama-8b").best.period_s > 0
 
