@@ -12,12 +12,16 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
+
+import torch
 
 from penstock.runtime.tensor.buffers import Shards, in_background
 from penstock.runtime.tensor.layout import Copy, Region
 from penstock.runtime.tensor.process_group import TransportError
 from penstock.runtime.tensor.reshard import forwards
 from penstock.runtime.tensor.send_recv import MessageTransport
+from penstock.runtime.tensor.streams import current_stream, on_stream
 
 # Opens a link, or gives the one that is open: for the thread that waits for the other side.
 Open = Callable[[], MessageTransport]
@@ -86,7 +90,9 @@ class ChainForwarder:
         arrivals = Arrivals()
         if leg.downstream is not None:
             self._over.clear()
-            work = partial(self._pass_on, leg.downstream, version, parts, arrivals)
+            # In the stream of the thread that receives: what it has put in its place is there for what comes after it.
+            device = next((part.tensor.device for part in parts.values()), torch.device("cpu"))
+            work = partial(self._pass_on, leg.downstream, version, parts, arrivals, current_stream(device), device)
             in_background(f"pass {self._channel} {version} on", work, partial(self._passed, arrivals))
         # Links between replicas of one layout carry whole regions; the trainers' plan has its own.
         wanted = self._own if leg.linked else copies
@@ -99,10 +105,13 @@ class ChainForwarder:
         arrivals.end(failed=False)
         return nbytes
 
-    def _pass_on(self, downstream: Open, version: int, parts: Shards, arrivals: Arrivals) -> int:
+    def _pass_on(
+        self, downstream: Open, version: int, parts: Shards, arrivals: Arrivals, stream: Any, device: torch.device
+    ) -> int:
         link = downstream()
         try:
-            return link.send(version, self._own, parts, arrivals.wait)
+            with on_stream(stream, device):
+                return link.send(version, self._own, parts, arrivals.wait)
         except RuntimeError as error:
             link.close()
             raise error.with_traceback(None) from None  # its frames have messages, which keep the connection open

@@ -76,6 +76,7 @@ class DeviceMemory(WritableMemory):
         return block.name(), buffer.zero_()
 
     def wait_idle(self) -> None:
+        # The stream of the thread that receives, which comes after the steps that read this memory.
         finish(torch.cuda.current_stream(self._device), self._timeout)
 
     def close(self) -> None:
@@ -99,7 +100,7 @@ class OpenedMemory(PeerMemory):
 
     def write(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         for device in {piece.device for _, piece in pairs}:
-            stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+            stream = self._streams.setdefault(device, torch.cuda.Stream(device, priority=-1))  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
                 for target, piece in pairs:
                     if piece.device == device:

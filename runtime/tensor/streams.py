@@ -24,8 +24,7 @@ class SideStream:
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
-        self._module = streams_of(self._device)
-        self._stream: Any = None  # made when it is first used: a process that forks must not have called CUDA
+        self._stream: Any = None  # made when it is first used: whoever only plans has no device
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -34,16 +33,17 @@ class SideStream:
         """
         current = current_stream(self._device)
         with self.apart(fence(self._device)):
-            yield
-            done = fence(self._device)
-        current.wait_event(done)
+            try:
+                yield
+            finally:
+                current.wait_event(fence(self._device))
 
     @contextmanager
     def apart(self, after: Fence | None = None) -> Iterator[None]:
         """What is done in here, by this thread, runs in this stream, and after what `after` stands for."""
         if self._stream is None:
             with on_device(self._device):
-                self._stream = self._module.Stream(priority=_HIGHEST)
+                self._stream = streams_of(self._device).Stream(priority=_HIGHEST)
         if after is not None:
             self._stream.wait_event(after)
         with on_stream(self._stream, self._device):

@@ -14,7 +14,9 @@ what arrived, and swaps when it is told to, between two steps.
     receiver.swap(7)                                            # receiver, on Swap → Swapped
 
 Invariants: a snapshot that is being sent is not written over; the live weights change in `swap` alone; a version
-arrives once, and later than the live one.
+arrives once, and later than the live one. On a GPU all of this has streams of its own (`streams`): copying aside comes
+after what computed the weights and before what changes them; what is written into a shadow comes after the steps that
+read it, before the swap that let it go, and before those that will, after the next one.
 """
 
 import threading
@@ -44,6 +46,7 @@ from penstock.runtime.tensor.layout import ITEMSIZE, Copy, Layout, LayoutError, 
 from penstock.runtime.tensor.process_group import AllReduce, Receiving, Sending, TransportError
 from penstock.runtime.tensor.quantise import Converter, Restorer
 from penstock.runtime.tensor.reshard import reshard
+from penstock.runtime.tensor.streams import Fence, SideStream, current_stream, fence
 from penstock.runtime.tensor.wire_format import converted, rules_from_json, rules_to_json, target_layout
 
 
@@ -166,6 +169,7 @@ class WeightPublisher:
         self._rank = rank
         self._keep = keep
         self._device = device
+        self._stream = SideStream(device)
         self._proof = proof
         # Without a sum over the ranks each has everything, and proves it by itself.
         self._prover = Checksums(self.layout if add else self.layout.replicated(1), rank if add else 0, add or alone)
@@ -184,9 +188,11 @@ class WeightPublisher:
         """
         self._carried = self._carried if carried is None else carried
         names = hashed_tensors(self._proof, version, self._names)
-        snapshot = self._free_snapshot(version)
-        hashed = partial(self._prover.digests, snapshot.parts, names)
-        return snapshot.take(version, self._carried.weights(), hashed, self._convert)
+        weights = self._carried.weights()
+        with self._stream.beside():
+            snapshot = self._free_snapshot(version)
+            hashed = partial(self._prover.digests, snapshot.parts, names)
+            return snapshot.take(version, weights, hashed, self._convert)
 
     def send(self, version: int, transport: Sending, ranks: int = 1, mesh: Axes | None = None) -> Moved:
         """Send a published version to a replica on `mesh`, or of `ranks` ranks that each get everything; blocks until
@@ -203,7 +209,8 @@ class WeightPublisher:
         try:
             copies = self._planned(mesh)
             started = time.perf_counter()
-            nbytes = transport.send(snapshot.version, copies, snapshot.parts)
+            with self._stream.apart():  # a snapshot is on the device when `publish` returns
+                nbytes = transport.send(snapshot.version, copies, snapshot.parts)
             return Moved(snapshot.version, nbytes, time.perf_counter() - started, 0.0)
         finally:
             with self._lock:
@@ -271,7 +278,10 @@ class WeightReceiver:
             raise ValueError(f"{channel}: given weights in parts on {self.mesh}, needed `add`, to sum over them")
         self.weights = Weights(-1, {})
         self._rank = rank
-        self._device = device
+        self._device = torch.device(device)
+        self._stream = SideStream(device)
+        self._read: Fence | None = None  # the steps that read what was live before the last swap
+        self._filled: Fence | None = None  # the version that arrived
         self._add = add
         self._allocate = allocate
         self._restorer: Restorer | None = None
@@ -304,6 +314,9 @@ class WeightReceiver:
         """Make the version that arrived live; the caller is between two steps of whatever reads `weights`."""
         if self._arena is None or self._arrived != version:
             raise SyncError(f"{self.channel}: swap to version {version}: {self._state()}")
+        if self._filled is not None:
+            current_stream(self._device).wait_event(self._filled)
+        self._read = fence(self._device)
         self._arena.swap()
         self._arrived = None
         live = self._arena.live
@@ -320,24 +333,28 @@ class WeightReceiver:
 
     def _receive(self, version: int, digests: Mapping[str, int], transport: Receiving) -> Moved:
         try:
-            arena, prover = self._prepared()
-            mode = self.description["proof"]
-            needed = hashed_tensors(mode, version, [t.name for t in arena.layout.tensors])
-            if digests.keys() != set(needed):
-                names = ", ".join(sorted(digests.keys() ^ set(needed)))
-                raise ChecksumError(f"{self.channel}: version {version}: a proof ({mode}) that differs in {names}")
-            started = time.perf_counter()
-            # Into the shadow: the live weights are being read.
-            nbytes = transport.receive(version, self._copies, arena.shadow)
-            arrived = time.perf_counter()
-            prover.check(arena.shadow, digests, version, self._sides())
-            proved = time.perf_counter()
-            if self._restorer is not None:
-                self._restorer.fill(arena.shadow)
-            self._arrived = version
-            return Moved(version, nbytes, arrived - started, proved - arrived)
+            with self._stream.apart(self._read):
+                return self._received(version, digests, transport)
         finally:
             self._busy = False
+
+    def _received(self, version: int, digests: Mapping[str, int], transport: Receiving) -> Moved:
+        arena, prover = self._prepared()
+        mode = self.description["proof"]
+        needed = hashed_tensors(mode, version, [t.name for t in arena.layout.tensors])
+        if digests.keys() != set(needed):
+            names = ", ".join(sorted(digests.keys() ^ set(needed)))
+            raise ChecksumError(f"{self.channel}: version {version}: a proof ({mode}) that differs in {names}")
+        started = time.perf_counter()
+        # Into the shadow: the live weights are being read.
+        nbytes = transport.receive(version, self._copies, arena.shadow)
+        arrived = time.perf_counter()
+        prover.check(arena.shadow, digests, version, self._sides())
+        proved = time.perf_counter()
+        if self._restorer is not None:
+            self._restorer.fill(arena.shadow)
+        self._filled, self._arrived = fence(self._device), version
+        return Moved(version, nbytes, arrived - started, proved - arrived)
 
     def _prepared(self) -> tuple[DoubleBuffer, Checksums]:
         """The arena, and what checks it; made for the first version."""

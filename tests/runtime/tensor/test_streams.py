@@ -1,0 +1,190 @@
+"""On which stream of a GPU weights are worked at, and after what. No GPU is needed: streams and events are stood in for
+by ones that know what comes before them (a test instrument); all that uses them is the real thing."""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.runtime.tensor import streams
+from penstock.runtime.tensor.broadcast_chain import ChainForwarder, ChainHop
+from penstock.runtime.tensor.buffers import Shards
+from penstock.runtime.tensor.digest import Checksums
+from penstock.runtime.tensor.layout import Copy
+from penstock.runtime.tensor.quantise import Restorer
+from penstock.runtime.tensor.weight_sync import LocalTransport, WeightPublisher, WeightReceiver
+from tests.runtime.control.sockets import until
+
+from .peer import CHANNEL, Policy, published
+
+
+class FakeStream:
+    """Work runs in the order in which it is given; `before` is all that is certain to be over by then."""
+
+    def __init__(self, priority: int = 0) -> None:
+        self.priority, self.before = priority, set[str]()
+
+    def wait_event(self, event: "FakeEvent") -> None:
+        self.before |= event.before
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.before = frozenset[str]()
+
+    def record(self, stream: FakeStream) -> None:
+        self.before = frozenset(stream.before)
+
+
+class Card:
+    """Streams as a device module has them. Each thread begins in the one that all have in common, `main`."""
+
+    Stream, Event = FakeStream, FakeEvent
+
+    def __init__(self) -> None:
+        self.main, self._here = FakeStream(), threading.local()
+        self.after: dict[str, frozenset[str]] = {}
+        self.on: dict[str, FakeStream] = {}
+
+    def current_stream(self, device: object = None) -> FakeStream:
+        found: FakeStream = getattr(self._here, "stream", self.main)
+        return found
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self._here.stream = self.current_stream(), stream
+        try:
+            yield
+        finally:
+            self._here.stream = before
+
+    def work(self, name: str) -> None:
+        """Give the current stream something to do."""
+        stream = self.current_stream()
+        self.after[name], self.on[name] = frozenset(stream.before), stream
+        stream.before.add(name)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    made = Card()
+    monkeypatch.setattr(streams, "streams_of", lambda device: made)
+    return made
+
+
+def test_a_snapshot_is_taken_after_the_optimizer_and_before_its_next_step(card: Card, monkeypatch: Any) -> None:
+    digests = Checksums.digests
+
+    def hashed(*given: Any, **named: Any) -> Any:
+        card.work("copy and hash")
+        return digests(*given, **named)
+
+    monkeypatch.setattr(Checksums, "digests", hashed)
+    publisher = WeightPublisher(CHANNEL, Policy(100))
+    card.work("optimizer 0")
+    publisher.publish(0)
+    card.work("optimizer 1")
+    assert "optimizer 0" in card.after["copy and hash"]
+    assert "copy and hash" in card.after["optimizer 1"]
+    assert card.on["copy and hash"] is not card.main
+    assert card.on["copy and hash"].priority < 0
+
+    class Sent:
+        def send(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
+            card.work("send")
+            return 0
+
+    publisher.send(0, Sent())
+    assert "optimizer 1" not in card.after["send"]
+    assert card.on["send"] is not card.main
+
+
+class Arriving:
+    """Weights that come from a publisher in this process."""
+
+    def __init__(self, card: Card, publisher: WeightPublisher) -> None:
+        self.card, self.publisher = card, publisher
+
+    def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
+        self.card.work(f"arrive {version}")
+        transport = LocalTransport(CHANNEL)
+        self.publisher.send(version, transport)
+        return transport.receive(version, copies, parts)
+
+
+def test_a_shadow_is_filled_beside_decoding_and_read_when_it_is_full(card: Card, monkeypatch: Any) -> None:
+    fill, check = Restorer.fill, Checksums.check
+
+    def restored(self: Restorer, arrived: Shards) -> None:
+        card.work(f"restore {version}")
+        fill(self, arrived)
+
+    def checked(*given: Any) -> None:
+        card.work(f"check {version}")
+        check(*given)
+
+    monkeypatch.setattr(Restorer, "fill", restored)
+    monkeypatch.setattr(Checksums, "check", checked)
+    policy = Policy(100)
+    publisher, receiver = WeightPublisher(CHANNEL, policy, wire="bfloat16"), WeightReceiver(CHANNEL)
+    for version in range(3):
+        facts = published(publisher, version)
+        receiver.describe(facts["description"])
+        card.work(f"decode beside {version}")
+        over: list[Any] = []
+        receiver.start(version, facts["digests"], Arriving(card, publisher), over.append)
+        until(lambda: over)  # noqa: B023 - called here
+        assert not isinstance(over[0], Exception)
+        receiver.swap(version)
+        card.work(f"decode after {version}")
+    for version in range(3):
+        for step in ("arrive", "check", "restore"):
+            assert card.on[f"{step} {version}"] is not card.main
+            # What is decoded meanwhile is not waited for, and what reads the version waits for all of it.
+            assert f"decode beside {version}" not in card.after[f"{step} {version}"]
+            assert f"{step} {version}" in card.after[f"decode after {version}"]
+    # The shadow of version 2 was live as version 0: steps that may still read it have come before the swap to 1.
+    assert {"decode after 0", "decode beside 1"} <= card.after["arrive 2"]
+    assert "decode after 1" not in card.after["arrive 2"]
+
+
+def test_a_message_is_passed_on_after_it_is_in_its_place(card: Card) -> None:
+    tensors: Mapping[str, Tensor] = Policy(100).tensors
+    publisher, receiver = WeightPublisher(CHANNEL, Policy(100)), WeightReceiver(CHANNEL)
+    facts = published(publisher, 0)
+    receiver.describe(facts["description"])
+
+    class Before(Arriving):
+        def receive(self, version: int, copies: Sequence[Copy], parts: Shards, arrived: Any = None) -> int:
+            nbytes = super().receive(version, copies, parts)
+            card.work("unpack")
+            arrived(copies)
+            return nbytes
+
+    class After:
+        def send(self, version: int, copies: Sequence[Copy], parts: Shards, ready: Any) -> int:
+            ready(copies)
+            card.work("pass on")
+            return 0
+
+    after: Any = After()
+    before: Any = Before(card, publisher)
+    relay = ChainForwarder(CHANNEL, 0, lambda error: None)
+    receiver.receive(0, facts["digests"], ChainHop(relay, lambda: before, lambda: after, linked=False))
+    until(lambda: relay.passed_on == 1)
+    assert "unpack" in card.after["pass on"]
+    assert card.on["pass on"] is not card.main
+    assert tensors.keys() == publisher.layout.by_name.keys()
+
+
+def test_on_a_cpu_streams_are_torchs_own_that_do_nothing() -> None:
+    side = streams.SideStream("cpu")
+    with side.beside():
+        assert streams.current_stream(torch.device("cpu")) is not None
+    with side.apart(streams.fence(torch.device("cpu"))):
+        pass
+    assert streams.streams_of(torch.device("cpu")) is torch.cpu
