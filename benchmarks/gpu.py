@@ -1,4 +1,4 @@
-"""What only a GPU shows, in eight phases, the most telling first, each in a process of its own with a deadline.
+"""What only a GPU shows, in nine phases, the most telling first, each in a process of its own with a deadline.
 
     python benchmarks/gpu.py [--only smoke decode] [--out FILE]
     python benchmarks/gpu.py --device cpu      # tiny: whether the script still works
@@ -11,11 +11,12 @@
     bits     whether two equal runs are equal to the bit, and runs in other ways near to them
     plan     what `doctor --measure` finds; predicted over measured seconds of an update
     nccl     a sync by NCCL between two ranks of one card
+    mesh     updates of a trainer over two ranks of one card, by pp, tp and fsdp, beside those of one rank
 
 What a phase finds is written into one JSON file as soon as it is there: by default `benchmarks/results/gpu_CARD.json`,
 where a phase that is run again takes the place of what it found before. A phase that fails or is not over in time says
 so in `error`, beside what it had found until then. `gpu_phases.py` has the phases, `gpu_ranks.py` the two processes
-that sync.
+that sync, `gpu_mesh.py` the ranks of a trainer.
 """
 
 import argparse

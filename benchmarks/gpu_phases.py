@@ -139,6 +139,36 @@ def nccl(device: str) -> Iterator[Figures]:
         yield {way: synced(device, way)}
 
 
+def mesh(device: str) -> Iterator[Figures]:
+    """A trainer over two ranks of one card, which say the same of their hosts."""
+    for axes in ("pp=2", "tp=2", "fsdp=2"):
+        yield {axes: trained(device, axes)}
+
+
+def trained(device: str, mesh: str) -> Figures:
+    """Two updates of a trainer over two ranks of `gpu_mesh.py`, beside those of one rank: whether they end, are near,
+    and how long the second one takes."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = str(Path(__file__).with_name("gpu_mesh.py"))
+        commands = [[sys.executable, script, str(rank), "2", mesh, folder, device] for rank in range(2)]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        ranks = [subprocess.Popen(command, **pipes) for command in commands]
+        try:
+            said = [rank.communicate(timeout=ANSWER_S) for rank in ranks]
+        except subprocess.TimeoutExpired:
+            return {"error": f"{mesh}: no end after {ANSWER_S:g} s"}
+        finally:
+            for rank in ranks:
+                rank.kill()
+    for number, (rank, (_, errors)) in enumerate(zip(ranks, said, strict=True)):
+        if rank.returncode:
+            return {"error": f"{mesh}: rank {number}: {errors.strip()[-300:]}"}
+    found: Figures = json.loads(said[0][0].splitlines()[-1])
+    pairs = zip(found["updates"], found["one_rank"], strict=True)
+    off = max(abs(ours[name] - one[name]) / max(1e-3, abs(one[name])) for ours, one in pairs for name in one)
+    return {**found, "off": round(off, 6)}
+
+
 class Rank:
     """One of the two processes of `gpu_ranks.py`, and its answers."""
 
@@ -508,6 +538,7 @@ PHASES: dict[str, Callable[[str], Iterator[Figures]]] = {
     "bits": bits,
     "plan": plan,
     "nccl": nccl,
+    "mesh": mesh,
 }
 
 

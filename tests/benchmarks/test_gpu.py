@@ -14,7 +14,7 @@ from penstock.runtime.tensor.wire_format import FORMATS
 
 from .conftest import FOLDER
 
-PHASES = "smoke", "decode", "overlap", "train", "state", "bits", "plan", "nccl"
+PHASES = "smoke", "decode", "overlap", "train", "state", "bits", "plan", "nccl", "mesh"
 
 
 def gpu() -> Any:

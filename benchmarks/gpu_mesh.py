@@ -1,0 +1,88 @@
+"""A trainer over ranks of one card, which say that they are on hosts of their own: the phase `mesh` of `gpu.py`.
+
+    python gpu_mesh.py RANK COUNT MESH FOLDER DEVICE      # MESH as pp=2,tp=1
+
+Each rank makes two updates of a small model by NCCL (gloo on a CPU), in micro-batches enough that stages are ahead of
+each other; a schedule that needs buffers would not end. The first one prints, as JSON, the loss and the gradient's norm
+of each update, of the mesh and of one rank alone, and the seconds of the second update.
+"""
+
+import json
+import os
+import sys
+from datetime import timedelta
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.graph.protocols import Axes
+from penstock.graph.types import Advantages, Context, Rollouts
+from penstock.nodes.learn.update import aipo_update
+from penstock.nodes.model import Llama, ModelConfig
+from penstock.nodes.policy import LanguagePolicy
+from penstock.nodes.tokenizer import byte_tokenizer
+
+ROWS, LENGTH, PROMPT, DEADLINE_S = 12, 64, 8, 40
+CONFIG = ModelConfig(byte_tokenizer().vocab_size, 128, 256, 4, 8, 4, 16)
+
+
+def policy(device: str, mesh: Axes, rank: int) -> LanguagePolicy:
+    model = Llama(CONFIG, torch.float32, device)
+    model.init_weights(1)
+    context = Context(node="policy", updates=10, device=device, mesh=mesh, rank=rank)
+    return LanguagePolicy(model, byte_tokenizer(), context)
+
+
+def rollouts() -> Rollouts:
+    generator = torch.Generator().manual_seed(0)
+    made = torch.ones(ROWS, LENGTH - PROMPT)
+    return Rollouts(
+        ordinals=tuple(range(ROWS)),
+        prompts=("",) * ROWS,
+        answers=("",) * ROWS,
+        texts=("",) * ROWS,
+        tokens_NS=torch.randint(256, (ROWS, LENGTH), generator=generator),
+        prompt_lengths_N=torch.full((ROWS,), PROMPT),
+        response_lengths_N=torch.full((ROWS,), LENGTH - PROMPT),
+        logprobs_NT=-5.6 * made,
+        versions_NT=0 * made.long(),
+        finished_N=torch.ones(ROWS, dtype=torch.bool),
+    )
+
+
+def learnt(learner: LanguagePolicy) -> tuple[list[dict[str, float]], float]:
+    """Loss and norm of each update, and the seconds of the last one."""
+    found: list[dict[str, float]] = []
+    for _ in range(2):
+        began = perf_counter()
+        advantage = Advantages(torch.linspace(-1, 1, ROWS))
+        metrics: Any = aipo_update.fn(learner, rollouts(), advantage, lr=1e-3, micro_tokens=2 * LENGTH)[1]
+        found.append({name: round(metrics[name], 6) for name in ("loss", "grad_norm")})
+        seconds = perf_counter() - began
+    return found, seconds
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    rank, count, (mesh, folder, device) = int(words[0]), int(words[1]), words[2:]
+    axes = tuple((name, int(size)) for name, _, size in (axis.partition("=") for axis in mesh.split(",")))
+    backend = "gloo"
+    torch.set_num_threads(1)
+    if device != "cpu":
+        backend = "nccl"
+        os.environ.update(NCCL_HOSTID=f"penstock-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        torch.cuda.set_device(0)
+    store = dist.FileStore(f"{folder}/{mesh}", count)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timedelta(seconds=DEADLINE_S))
+    ours, seconds = learnt(policy(device, axes, rank))
+    if rank == 0:
+        print(json.dumps({"updates": ours, "one_rank": learnt(policy(device, (), 0))[0], "update_s": seconds}))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # threads of NCCL must not hold up the end
+
+
+if __name__ == "__main__":
+    main()
