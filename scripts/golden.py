@@ -78,7 +78,7 @@ RUNS: Mapping[str, tuple[str, ...]] = {
 }
 """Programs that are run in one process, with pinned versions where a filter does not forbid it."""
 
-VERBS = ("run", "resume", "show", "check", "plan", "simulate", "report", "watch", "replay", "agent", "doctor")
+VERBS = ("run", "resume", "show", "check", "plan", "simulate", "report", "watch", "replay", "export", "agent", "doctor")
 
 Output = Callable[[str, str], None]
 """Takes the name of an output, and its text."""

@@ -43,6 +43,7 @@ VERBS = {
     "report": Verb("report:main", "DIR", "a run as one HTML page: predicted against real, idle time by cause"),
     "watch": Verb("watch:main", "DIR", "a run in progress: its report as a live page, or in the terminal"),
     "replay": Verb("report:replay", "DIR", "a run's recorded events through the scheduler again"),
+    "export": Verb("export:main", "DIR", "a checkpoint in the format of torch.distributed.checkpoint"),
     "agent": Verb("main:agent", "", "join the controller of a run on another machine"),
     "doctor": Verb("doctor:main", "", "what this machine has and lacks"),
 }

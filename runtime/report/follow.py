@@ -20,6 +20,7 @@ from penstock.runtime.schedule.events import (
     Arrived,
     Begin,
     Command,
+    Copied,
     Done,
     Event,
     Failed,
@@ -157,7 +158,8 @@ class Follow:
         return self.found
 
     def _hear(self, time: int, event: Event) -> None:
-        if not isinstance(event, Answer):
+        # A checkpoint keeps a rank from its work until the rank has copied it aside.
+        if not isinstance(event, Answer | Copied):
             return
         outcome = "failed" if isinstance(event, Failed) else ""
         if isinstance(event, Done):
@@ -171,7 +173,7 @@ class Follow:
             self.found.swaps[event.replica, event.rank].append((time, event.version))
         work = self._open.pop(structs.replace(first_answer(event), rank=event.rank), None)
         if work is None:
-            # A source's: it reads ahead, and keeps no rank busy.
+            # A source's: it reads ahead, and keeps no rank busy. Or that of a part written beside other work.
             return
         work.end, work.outcome = time, outcome
         if work.kind in IN_WORK:

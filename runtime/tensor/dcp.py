@@ -1,0 +1,59 @@
+"""A carried value of a checkpoint in `torch.distributed.checkpoint`'s formats, for programs that read these.
+
+`python -m penstock.runtime.tensor.dcp CHECKPOINT REPLICA VALUE FORMAT FOLDER`, in a process of its own, for the command
+line, which never imports torch. `state_dict` has `model`, by the names of Hugging Face's files, and `optimizer.state`
+with the moments of each tensor and the number of steps, as `get_optimizer_state_dict` names them. Whatever mesh wrote
+the checkpoint, tensors are whole, and a reader's DTensors take their parts of them.
+
+*dcp* is torch's own format, whose `.metadata` and tensors torch pickles: Penstock writes it on this command alone, and
+never reads it. *dcp-safetensors* has no pickle: it is read with `HuggingFaceStorageReader`.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.tensor.checkpoint import CheckpointShard
+
+MASTER = "master."
+
+
+def state_dict(folder: Path, replica: str, value: str) -> dict[str, Any]:
+    """What the checkpoint in `folder` has of a carried value that the ranks of `replica` held. Raises StateError for
+    files that cannot be read, KeyError for a value that is not there."""
+    tensors, facts = CheckpointShard(folder, replica, 0).carried(value)
+    model = {name.removeprefix(MASTER): tensor for name, tensor in tensors.items() if name.startswith(MASTER)}
+    moments: dict[str, dict[str, Tensor]] = {}
+    other: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        kind, _, rest = name.partition(".")
+        if name.startswith(MASTER):
+            continue
+        if rest in model:
+            moments.setdefault(rest, {})[kind] = tensor
+        else:
+            other[name] = tensor
+    for found in moments.values():
+        found["step"] = torch.tensor(float(facts.get("steps", 0)))
+    parts: dict[str, Any] = {"model": model, "optimizer": {"state": moments}, "other": other}
+    return {name: part for name, part in parts.items() if part and part != {"state": {}}}
+
+
+def write(state: dict[str, Any], format: str, folder: Path) -> None:
+    """Write it into a new folder, as "dcp" or "dcp-safetensors"."""
+    import torch.distributed.checkpoint as dcp
+
+    if format == "dcp":
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    else:
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+        dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(folder)), no_dist=True)
+
+
+if __name__ == "__main__":
+    checkpoint, replica, value, format, out = sys.argv[1:]
+    write(state_dict(Path(checkpoint), replica, value), format, Path(out))
