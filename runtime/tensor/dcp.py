@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from penstock.runtime.tensor.checkpoint import CheckpointShard
 
@@ -44,14 +47,8 @@ def state_dict(folder: Path, replica: str, value: str) -> dict[str, Any]:
 
 def write(state: dict[str, Any], format: str, folder: Path) -> None:
     """Write it into a new folder, as "dcp" or "dcp-safetensors"."""
-    import torch.distributed.checkpoint as dcp
-
-    if format == "dcp":
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-    else:
-        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-
-        dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(folder)), no_dist=True)
+    writer = FileSystemWriter(folder) if format == "dcp" else HuggingFaceStorageWriter(str(folder))
+    save(state, storage_writer=writer, no_dist=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from penstock.runtime.cli.export import main
 from penstock.runtime.cli.tracing import CommandError
@@ -25,7 +26,7 @@ def test_a_checkpoint_is_exported_and_loads(run: Path, tmp_path: Path, capsys: p
     assert (facts["checkpoint"], facts["value"], facts["folder"]) == (3, "policy", str(tmp_path / "out"))
     state = final_state(run, 3)
     wanted = {"other": {name: torch.zeros_like(tensor) for name, tensor in state.items()}}
-    dcp.load(wanted, storage_reader=dcp.FileSystemReader(tmp_path / "out"), no_dist=True)
+    load(wanted, storage_reader=FileSystemReader(tmp_path / "out"), no_dist=True)
     assert all(torch.equal(wanted["other"][name], state[name]) for name in state)
 
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from penstock.graph.protocols import Axes
 from penstock.runtime.tensor.checkpoint import StateError
@@ -26,8 +27,10 @@ def test_torch_loads_what_is_exported_of_any_mesh(tmp_path: Path, mesh: Axes, fo
         "optimizer": {"state": {name: {"exp_avg": torch.zeros(shape)} for name, shape in SHAPES.items()}},
         "other": {"seed": torch.zeros(1, dtype=torch.long)},
     }
-    reader = dcp.FileSystemReader if format == "dcp" else HuggingFaceStorageReader
-    dcp.load(wanted, storage_reader=reader(str(tmp_path / "out")), no_dist=True)
+    out = str(tmp_path / "out")
+    load(
+        wanted, storage_reader=FileSystemReader(out) if format == "dcp" else HuggingFaceStorageReader(out), no_dist=True
+    )
     for name in SHAPES:
         assert torch.equal(wanted["model"][name], WHOLE[f"master.{name}"])
         assert torch.equal(wanted["optimizer"]["state"][name]["exp_avg"], WHOLE[f"exp_avg.{name}"])
