@@ -202,6 +202,8 @@ class Planning:
     """Most tokens of a micro-batch; never fewer than the longest sequence."""
     slots: Positive = RunOptions.slots
     """Most responses that a generator decodes at once."""
+    calibrate: Annotated[str, Shown("RUN", "none")] = ""
+    """A finished run's folder on GPUs of the cluster: the host's time and the shares of rates are fitted to it."""
     generator_precision: Literal["bf16", "fp8"] = "bf16"
     """Of a generator's weights. A run converts fp8 weights to bf16 before it computes; with fp8 a plan is of an engine
     that does not."""

@@ -6,6 +6,7 @@
 import json
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from textwrap import wrap
 
 from penstock.graph.ir import Graph
@@ -17,7 +18,8 @@ from penstock.runtime.cli.tracing import CommandError, trace_program, usage_erro
 from penstock.runtime.cluster.cluster import ClusterError, read_cluster
 from penstock.runtime.cluster.placement import read_meshes
 from penstock.runtime.collection import uncollected
-from penstock.runtime.plan.confidence import Confidence
+from penstock.runtime.plan.calibrate import CalibrationError, calibrate
+from penstock.runtime.plan.confidence import NOT_CALIBRATED, Confidence
 from penstock.runtime.plan.model_shape import ShapeError, read_shape
 from penstock.runtime.plan.planner import Alternative, Planned, PoolPlan, plan
 from penstock.runtime.plan.roles import roles_of
@@ -42,9 +44,13 @@ def search(graph: Graph, flags: Planning, batch: int) -> Planned:
     for name, example in (("cluster", "32x8xH100 or a file"), ("model", "llama-70b or a model directory")):
         if not getattr(flags, name):
             raise CommandError(f"--{name}: given nothing, needed such as {example}", 2)
-    with usage_errors(ClusterError, LengthError, ShapeError):
+    with usage_errors(ClusterError, LengthError, ShapeError, CalibrationError):
         cluster, work = read_cluster(flags.cluster, cache_folder() / PROFILE), workload(graph, flags, batch)
         meshes = read_meshes(flags.mesh)
+        confidence = NOT_CALIBRATED
+        if flags.calibrate:
+            found = calibrate(Path(flags.calibrate), cluster, flags.prompt_tokens)
+            cluster, confidence = found.on(cluster), Confidence(found.words)
     if not any(host.accelerators or host.gpu for host in cluster.hosts):
         needed = "needed GPUs; on cores run it, then `penstock simulate --from RUN` tells of other lags and replicas"
         raise CommandError(f"--cluster {flags.cluster}: given hosts without GPUs, {needed}", 2)
@@ -52,7 +58,7 @@ def search(graph: Graph, flags: Planning, batch: int) -> Planned:
     with uncollected():
         return plan(
             graph, cluster, work, slots=flags.slots, meshes=meshes, generator_precision=flags.generator_precision,
-            time_limit=flags.time_limit,
+            confidence=confidence, time_limit=flags.time_limit,
         )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ class Confidence:
     @property
     def words(self) -> str:
         """How sure, for people."""
-        return f"calibrated by {self.calibrated}" if self.calibrated else "not calibrated"
+        return f"calibrated by {self.calibrated}" if self.calibrated else "not calibrated: --calibrate RUN"
 
 
 # Of the cost model with its defaults.

@@ -1,0 +1,76 @@
+"""The cost model fitted to what a run recorded: the numbers that made the seconds come back, and other hardware is
+refused by name."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.runtime.cluster.cluster import read_cluster
+from penstock.runtime.cluster.gpus import GPUS, Engine
+from penstock.runtime.plan.calibrate import CalibrationError, Decoded, calibrate, fit_decoding, fit_updates
+from penstock.runtime.plan.confidence import Confidence
+from penstock.runtime.plan.decode_cost import Generator
+from penstock.runtime.plan.model_shape import SHAPES, Parallel
+from penstock.runtime.plan.train_cost import Trainer, packed
+from tests.runtime.report.runs import simulated_run
+
+SHAPE, H100 = SHAPES["qwen3-4b"], GPUS["H100"]
+GENERATOR = Generator(SHAPE, H100, Parallel(), 256)
+TRAINER = Trainer(SHAPE, H100, Parallel(fsdp=8))
+STEPS, CONTEXT = 900.0, 600.0
+
+
+def _decoded(engine: Engine, rows: list[float]) -> list[Decoded]:
+    slower = replace(GENERATOR, gpu=H100.model_copy(update={"engine": engine}))
+    return [Decoded(STEPS * slower.step(n, n * CONTEXT).seconds, n) for n in rows]
+
+
+def test_the_hosts_time_by_step_and_row_comes_back_where_rows_differ() -> None:
+    for eager in (True, False):
+        engine = H100.engine.model_copy(update={"eager": eager, "step_ms": 9.0, "row_us": 40.0})
+        own = replace(
+            GENERATOR, gpu=H100.model_copy(update={"engine": H100.engine.model_copy(update={"eager": eager})})
+        )
+        found = fit_decoding(_decoded(engine, [8.0, 40.0, 64.0, 200.0]), STEPS, CONTEXT, own)
+        assert found.step_ms == pytest.approx(9.0, rel=1e-6)
+        assert found.row_us == pytest.approx(40.0, rel=1e-6)
+
+
+def test_rows_that_are_alike_keep_the_default_of_a_row() -> None:
+    engine = H100.engine.model_copy(update={"step_ms": 9.0})
+    found = fit_decoding(_decoded(engine, [60.0, 64.0, 70.0]), STEPS, CONTEXT, GENERATOR)
+    assert [found.step_ms, found.row_us] == pytest.approx([9.0, H100.engine.row_us])
+
+
+def test_a_machine_that_is_faster_than_the_model_has_no_negative_host() -> None:
+    faster = [Decoded(each.seconds / 10, each.rows) for each in _decoded(H100.engine, [8.0, 64.0, 200.0])]
+    found = fit_decoding(faster, STEPS, CONTEXT, GENERATOR)
+    assert found.step_ms == found.row_us == 0
+
+
+def test_updates_give_a_factor_and_where_tokens_differ_the_seconds_before_them() -> None:
+    bare = replace(TRAINER, gpu=H100.model_copy(update={"engine": H100.engine.model_copy(update={"stage_s": 0.0})}))
+    batches = [packed(np.full(64, length))[0] for length in (500, 1000, 2000)]
+    found = [(2.5 + 1.3 * bare.steps([batch]).seconds, batch) for batch in batches]
+    assert list(fit_updates(found, TRAINER)) == pytest.approx([1.3, 2.5])
+    alike = [(H100.engine.stage_s + 1.3 * bare.steps([batches[0]]).seconds, batches[0])] * 4
+    assert list(fit_updates(alike, TRAINER)) == pytest.approx([1.3, H100.engine.stage_s])
+
+
+def test_a_run_on_other_hardware_is_refused_by_name(tmp_path: Path) -> None:
+    folder = simulated_run(tmp_path / "r", updates=3).folder.path
+    with pytest.raises(CalibrationError, match="given a run on CPUs, needed one on H100"):
+        calibrate(folder, read_cluster("1x8xH100"), 128)
+    with pytest.raises(CalibrationError, match="a folder that tells nothing"):
+        calibrate(tmp_path, read_cluster("1x8xH100"), 128)
+
+
+def test_a_calibrated_period_has_a_narrower_range_and_three_digits() -> None:
+    plain, calibrated = Confidence(), Confidence("run: 8 groups")
+    assert (plain.about(12.345), calibrated.about(12.345)) == (12.0, 12.3)
+    (low, high), (least, most) = plain.range_s(10.0), calibrated.range_s(10.0)
+    assert most / least < high / low
+    assert "run: 8 groups" in calibrated.words
+    assert plain.about(0.0) == 0.0
