@@ -8,7 +8,7 @@ groups of an update), so a lost group, a wrong order or stale weights change the
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -181,8 +181,9 @@ class FakePolicy(Policy):
         self.momentum_W = tensors["momentum"].clone()
         self.version = facts["version"]
 
-    def export(self, folder: str) -> None:
+    def export(self, folder: str) -> Callable[[], None] | None:
         """There is nothing that other tools could read."""
+        return None
 
 
 class FakePrompts(Prompts):

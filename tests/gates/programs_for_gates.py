@@ -1,7 +1,7 @@
 """Programs that go wrong in given ways, and one that learns from its first update on."""
 
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import sleep
 from typing import Any, ClassVar
@@ -122,6 +122,30 @@ class SlowExport(FakePolicy):
 
 def make_slow_export(context: Context) -> SlowExport:
     return SlowExport(context)
+
+
+class SlowWrite(FakePolicy):
+    """Its checkpoint is copied at once, and written for longer than a stop waits for an update."""
+
+    maker: ClassVar[str] = f"{__file__}:make_slow_write"
+
+    def export(self, folder: str) -> Callable[[], None]:
+        def write() -> None:
+            (Path(folder) / "half").write_text("written")
+            sleep(8.0)
+            (Path(folder) / "whole").write_text("written")
+
+        return write
+
+
+def make_slow_write(context: Context) -> SlowWrite:
+    return SlowWrite(context)
+
+
+@program
+def writes_slowly(policy: SlowWrite, prompts: FakePrompts) -> FakePolicy:
+    rollouts = fake_generate(prompts, broadcast(policy), ms=5.0)
+    return fake_update(policy, rollouts, fake_score(rollouts), ms=5.0)
 
 
 @program

@@ -182,6 +182,18 @@ def test_a_checkpoint_that_a_stop_cannot_wait_for_leaves_the_one_before(tmp_path
 
 
 @pytest.mark.slow
+def test_a_stop_waits_for_the_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+    flags = toy_flags(updates=ENDLESS, batch=2)
+    folder = make_run(tmp_path / "r", f"{FAULTS}writes_slowly", {}, flags)
+    with Running(folder) as running:
+        running.until_update(2)
+        running.interrupt()
+        assert running.wait() == 130
+    assert (summary(folder)["status"], summary(folder)["error"]) == ("stopped", "stopped by the user")
+    assert (last_checkpoint(folder).folder / "policy" / "whole").is_file()
+
+
+@pytest.mark.slow
 def test_a_run_keeps_its_newest_checkpoints_and_its_best_one_and_goes_on(tmp_path: Path) -> None:
     flags = toy_flags(updates=8, checkpoint_every=1, keep=2, keep_best="reward_mean")
     folder = run_to_end(make_run(tmp_path / "r", "toy", {"lag": 0, **SLOW}, flags))
