@@ -49,7 +49,7 @@ def test_what_other_systems_have_and_plans_do_not_is_costed() -> None:
     predicted, shape = script("predicted"), SHAPES["llama-8b"]
     h100, batch = GPUS["H100"], np.full(64, 4096)
     assert predicted.exchange_s(h100, 1e9, 1) == 0
-    assert predicted.exchange_s(h100, 1e9, 16) == pytest.approx(0.5e9 / 40e9 + 2e-5)
+    assert predicted.exchange_s(h100, 1e9, 16) == pytest.approx(0.5e9 / h100.nic + h100.latency_s + h100.network_s)
     plain = predicted.Recipe(shape, h100, Parallel(fsdp=8, tp=2, pp=2))
     assert plain.update(batch).parts == pytest.approx(
         {**Trainer(shape, h100, plain.mesh).update(batch).parts, "ep": 0, "cp": 0}
@@ -79,7 +79,7 @@ def test_calibration_finds_scalars_that_were_there() -> None:
     calibration, prediction = script("calibration"), script("predicted").Prediction
     truth = calibration.NONE | {"generating": 2.0, "computing": 1.5}
     sides = ((9.0, 1.0), (1.0, 9.0), (5.0, 5.0), (2.0, 3.0), (7.0, 2.0))
-    made = [prediction({"generating": a}, {"computing": b}) for a, b in sides]
+    made = [prediction(({"generating": a}, {"computing": b})) for a, b in sides]
     scalars = calibration.fit([(p, p.seconds(truth)) for p in made] * 8)
     assert scalars["generating"] == pytest.approx(2.0, rel=0.05)
     assert scalars["computing"] == pytest.approx(1.5, rel=0.05)
@@ -87,7 +87,7 @@ def test_calibration_finds_scalars_that_were_there() -> None:
 
 
 def test_a_row_is_predicted_without_its_own_set_up() -> None:
-    plain = script("predicted").Prediction({}, {"computing": 10.0})
+    plain = script("predicted").Prediction(({"computing": 10.0},))
     rows = [(plain, 10.0)] * 6 + [(plain, 40.0)] * 2
     found, _ = script("calibration").leave_one_out(rows, ["a", "b", "c", "d", "e", "f", "odd", "odd"])
     assert found[6] == found[7] == pytest.approx(10.0, rel=0.02)
