@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from shlex import quote
@@ -42,7 +43,7 @@ def configure(traced: Traced, cluster: Cluster, model: str) -> RunConfig:
     """The run of a traced program on a cluster. Raises CommandError for its faults and for flags that it does not
     allow, ClusterError for pools or devices that the cluster lacks."""
     flags = traced.flags.options(model)
-    config = RunConfig.make(traced.sound(), traced.evaluation, cluster, flags)
+    config = decided(RunConfig.make(traced.sound(), traced.evaluation, cluster, flags), cluster)
     try:
         json.dumps(config.to_json(), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -58,6 +59,16 @@ def configure(traced: Traced, cluster: Cluster, model: str) -> RunConfig:
         if why := why_not(flags.transport, channel.source, channel.replicas, flags.delta):
             raise CommandError(f"--transport: given {flags.transport}: {why}; auto takes what all ranks can", 2)
     return config
+
+
+def decided(config: RunConfig, cluster: Cluster) -> RunConfig:
+    """The run with what its options leave to the memory of its GPUs. Raises ClusterError for a model that does not
+    fit."""
+    if config.flags.device == "cpu":
+        return config
+    from penstock.runtime.plan.trainer_fit import fitted  # numpy and the cost model, which a run on CPUs can do without
+
+    return replace(config, flags=fitted(config, cluster))
 
 
 def asked(name: str, argv: Sequence[str], cluster: Cluster, digests: Mapping[str, str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.cli.display import Display
 from penstock.runtime.cli.flags import NEW, FolderFlags, RunFlags, StartFlags, changes, read_flags, with_changes
-from penstock.runtime.cli.launching import asked, configure, go, require_start
+from penstock.runtime.cli.launching import asked, configure, decided, go, require_start
 from penstock.runtime.cli.tracing import CommandError, require_inputs, trace_program
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import read_meshes, spelled, why_no_turns
@@ -191,11 +191,11 @@ def _changed(config: RunConfig, cluster: Cluster, options: RunOptions, moved: bo
     """The run with other options; with another plan if it has `moved` to other meshes."""
     # Without a new mesh the plan stays as it is, even where this machine has other devices now.
     if not moved:
-        return replace(config, flags=options)
+        return decided(replace(config, flags=options), cluster)
     # Pools that are not named keep their meshes.
     meshes = read_meshes(config.flags.mesh) | read_meshes(options.mesh)
     options = replace(options, mesh=tuple(f"{pool}={spelled(m)}" for pool, m in meshes.items()))
-    return replace(config, flags=options, plan=plan_for(config.graphs, cluster, options))
+    return decided(replace(config, flags=options, plan=plan_for(config.graphs, cluster, options)), cluster)
 
 
 def absolute_paths(flags: RunFlags) -> RunFlags:

@@ -62,6 +62,8 @@ CAPABILITIES: Mapping[Kind, Capability] = {
 Dtype = Literal["float32", "bfloat16", "float16"]
 Wire = Literal["", "bfloat16", "int8", "fp8", "fp8_block"]
 Transport = Literal["auto", "messages", "shm", "cuda_ipc", "nccl"]
+# Whether the backward pass computes layers again; "auto" is decided before a run begins.
+Recompute = Literal["auto", "none", "layer"]
 # Whether what is not needed between updates lies on the host.
 Offload = Literal["auto", "on", "off"]
 

@@ -25,7 +25,7 @@ from msgspec import Meta
 from penstock import __version__
 from penstock.graph.ir import Graph
 from penstock.graph.types import Context, Origin
-from penstock.runtime.cluster.capabilities import Dtype, Offload, Transport, Wire
+from penstock.runtime.cluster.capabilities import Dtype, Offload, Recompute, Transport, Wire
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import Plan, Replica, place, read_meshes, why_no_turns
 from penstock.runtime.control.rank_setup import RankSetup
@@ -126,6 +126,16 @@ class RunOptions:
     offload: Offload = "off"
     """Between updates, optimizer moments and master weights lie on the host and generators take their cache anew for
     each batch: auto where trainer and generator take turns with a GPU, on wherever they are."""
+    recompute: Annotated[
+        Recompute, Shown("{auto,none,layer}", "auto"), OnResume("Whether the backward pass computes layers again.")
+    ] = "auto"
+    """What an update keeps for its backward pass: all (none), or the inputs of layers, which it computes again (layer;
+    equal bits); auto takes the faster one that a GPU of a known kind has memory for, and none on a CPU."""
+    micro_tokens: Annotated[Count, OnResume("Most tokens of a micro-batch.")] = Context.micro_tokens
+    """Most tokens of a micro-batch, padding included; 0 takes what a GPU of a known kind has memory for, or suits a
+    CPU."""
+    logit_elements: Count = Context.logit_elements
+    """Most logits that are kept at once; 0 takes what suits the device."""
     retries: Count = Rules.retries
     """How often a group that failed is tried again; not at a node with state, or one that fires per update, whose
     failure ends the run."""
@@ -239,6 +249,8 @@ class RunConfig:
         # Once and here: each rank would find it out anew, perhaps differently.
         if options.device == "auto":
             options = replace(options, device=choose_device("auto"))
+        if options.recompute == "auto" and options.device == "cpu":
+            options = replace(options, recompute="none")
         graphs = [graph] if evaluation is None else [graph, evaluation]
         return RunConfig(graph, evaluation, plan_for(graphs, cluster, options), options, secrets.token_hex(6))
 

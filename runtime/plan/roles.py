@@ -119,9 +119,9 @@ def roles_of(graph: Graph) -> Roles:
     decoder, *baselines = _decoders(graph)
     broadcast = _weights(graph, decoder)
     policy, update = _trained(graph, decoder, broadcast)
-    models = [a for a in graph.carried if a.name != policy.name and _is_model(graph, a)]
+    models = [a for a in graph.carried if a.name != policy.name and is_model(graph, a)]
     makers = {a.name: graph[made] for a in models if (made := graph.producer(a.name))}
-    copies = [a.name for a in models if a.name in makers and _is_copy(a)]
+    copies = [a.name for a in models if a.name in makers and is_copy(a)]
     others = [a.name for a in models if a.name not in copies]
     for argument in models:
         if argument.name in others and argument.name in makers and not argument.type.endswith(":Critic"):
@@ -208,14 +208,14 @@ def trained_rollouts(graph: Graph) -> set[str]:
     return reached
 
 
-def _is_model(graph: Graph, argument: Argument) -> bool:
+def is_model(graph: Graph, argument: Argument) -> bool:
     """Else it is something small, such as what a curriculum knows of its prompts."""
     # A type of which the graph says nothing may be a model: then no plan leaves it out.
     bases = dict(graph.types).get(argument.type)
     return bases is None or any(base.endswith(":Model") for base in bases)
 
 
-def _is_copy(argument: Argument) -> bool:
+def is_copy(argument: Argument) -> bool:
     return argument.type.endswith(":Average")
 
 
@@ -236,7 +236,7 @@ def _trained(graph: Graph, decoder: Node, broadcast: Node) -> tuple[Argument, No
     maker = graph.producer(policy.name) if policy else None
     if policy is None or maker is None:
         raise _uncovered(graph, f"{decoder.name} decodes with weights that no node updates", "a policy that is trained")
-    if _is_copy(policy):
+    if is_copy(policy):
         raise _uncovered(graph, f"{decoder.name} decodes with {policy.name}, a copy", "the policy itself")
     return policy, graph[maker]
 
@@ -285,7 +285,7 @@ def _check_pools(graph: Graph, update: Node, decoder: Node, beside: tuple[str, .
         raise _uncovered(graph, f"a slower clock that reads weights in pool {clash.pop()}", "a pool of its own for it")
     for node in graph.nodes:
         argument = graph.argument(node.inputs[0].ref.node) if node.construct == "delay" else None
-        if argument and _is_model(graph, argument):
+        if argument and is_model(graph, argument):
             raise _uncovered(graph, f"{node.name}, which delays {argument.name}", "broadcasts of models")
 
 

@@ -1,0 +1,151 @@
+"""What a run leaves to its trainer's memory: whether layers are recomputed, the tokens of a micro-batch, and the logits
+that are kept at once. Pure but for the sizes of the model, which are read.
+
+`fit` takes the fastest step under the cost model (`train_cost`) of those that fit beside what else lies on the GPU.
+`fitted` asks it for a run, of every pool that learns on a GPU of a known kind. Models beside the policy count as if
+they had its shape.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import inf, log2
+
+import numpy as np
+
+from penstock.graph.types import MAX_PROMPT
+from penstock.runtime.cluster.capabilities import Recompute
+from penstock.runtime.cluster.cluster import Cluster, ClusterError
+from penstock.runtime.cluster.gpus import Gpu
+from penstock.runtime.cluster.placement import Replica, decodes
+from penstock.runtime.control.run_config import RunConfig, RunOptions
+from penstock.runtime.plan.candidates import DEDICATED, SHARED, micro_tokens
+from penstock.runtime.plan.decode_cost import Generator, generator_memory
+from penstock.runtime.plan.model_shape import Parallel, ShapeError, read_shape
+from penstock.runtime.plan.roles import Models, is_copy, is_model
+from penstock.runtime.plan.train_cost import Memory, Trainer, beside_memory, trainer_memory
+
+# Of a model whose gradients a run computes: more tokens than these make a step no faster.
+MOST_TOKENS = 16384
+# The share of the backward pass's repetition that each choice of a run is.
+SHARES: dict[Recompute, float] = {"none": 0.0, "layer": 1.0}
+# Of a GPU's memory, for logits in float32 and one more number of each.
+LOGITS = 1 / 32
+# Micro-batches of most tokens in the step whose seconds decide.
+ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Place:
+    """A trainer's rank: the layout, bytes that its GPU has for it, and copies that follow the policy."""
+
+    trainer: Trainer
+    room: float
+    copies: int = 0
+    colocated: Models = Models(0)  # noqa: RUF009 - frozen
+
+    def memory(self, trainer: Trainer) -> Memory:
+        own = trainer_memory(trainer, self.copies)
+        return own + beside_memory(trainer, self.colocated) if self.colocated.count else own
+
+
+def fit(
+    places: Sequence[Place], longest: int, recompute: Sequence[float] = (0.0, 1.0), most: int = MOST_TOKENS
+) -> Trainer | None:
+    """The first trainer with the share of recomputation and the tokens of a micro-batch that make the fastest step of
+    those that fit all places; None if none does. No micro-batch is shorter than the `longest` sequence."""
+    best, seconds = None, inf
+    for tokens in micro_tokens(longest, most):
+        for again in recompute:
+            every = [replace(each.trainer, micro_tokens=tokens, recompute=again) for each in places]
+            if any(p.memory(trainer).bytes > p.room for p, trainer in zip(places, every, strict=True)):
+                continue
+            taken = every[0].update(np.full(every[0].mesh.data * max(1, ROUNDS * most // longest), longest)).seconds
+            if taken < seconds:
+                best, seconds = every[0], taken
+    return best
+
+
+def fitted(config: RunConfig, cluster: Cluster) -> RunOptions:
+    """The options of a run with `auto` and 0 decided, as far as the kinds of its GPUs are known; on a CPU a layer keeps
+    what it computes, and 0 is left to the nodes.
+
+    Raises ClusterError for a model that does not fit, unless recomputation and micro-batch are both given.
+    """
+    options = config.flags
+    kept = replace(options, recompute="none") if options.recompute == "auto" else options
+    decided = options.recompute != "auto" and options.micro_tokens > 0
+    places = list(_places(config, cluster)) if options.device != "cpu" and options.model and not decided else []
+    if not places:
+        return kept
+    shares = tuple(SHARES.values()) if options.recompute == "auto" else (SHARES[options.recompute],)
+    longest = int(dict(config.graph.options).get("max_prompt") or MAX_PROMPT) + options.max_tokens
+    given = options.micro_tokens
+    found = fit(places, max(given, longest), shares, given or MOST_TOKENS)
+    if found is None:
+        least = replace(places[0].trainer, micro_tokens=max(given, longest), recompute=shares[-1])
+        raise ClusterError(_refusal(places[0], least))
+    chosen = next(name for name, share in SHARES.items() if share == found.recompute)
+    elements = options.logit_elements or 1 << int(log2(found.gpu.memory_bytes * LOGITS / 8))
+    return replace(options, recompute=chosen, micro_tokens=given or found.micro_tokens, logit_elements=elements)
+
+
+def _refusal(place: Place, least: Trainer) -> str:
+    memory, shape = place.memory(least), least.shape
+    given = f"{place.room / 1e9:.1f} GB for a rank of {least.mesh}"
+    change = ""
+    for fsdp in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
+        wider = replace(least, mesh=replace(least.mesh, fsdp=least.mesh.fsdp * fsdp), zero3=True)
+        if place.memory(wider).bytes <= place.room:
+            change = f"It would fit with {wider.mesh}. "
+            break
+    more = "--recompute and --micro-tokens, both given, are tried in any case"
+    return f"{shape.name} does not fit: given {given}, needed {memory}. {change}{more}"
+
+
+def _places(config: RunConfig, cluster: Cluster) -> Iterator[Place]:
+    """Of each pool that learns on GPUs whose kind is said."""
+    try:
+        shape = read_shape(config.flags.model)
+    except ShapeError:
+        return  # the run says itself what it lacks
+    graph = config.graph
+    models = {argument.name for argument in graph.carried if is_model(graph, argument)}
+    copies = {argument.name for argument in graph.carried if is_copy(argument)}
+    learning = {name for name in models - copies if graph.producer(name)}
+    for pool in config.plan.pools:
+        held, (replica, *_) = models.intersection(pool.holds), pool.replicas
+        if not held & learning or (gpu := _gpu(replica, cluster)) is None:
+            continue
+        trainer = Trainer(shape, gpu, _parallel(replica), zero3=dict(replica.mesh).get("fsdp", 1) > 1)
+        colocated = Models(len(held - learning - copies), len(held & learning) - 1)
+        where = (replica.ranks[0].host, replica.ranks[0].device)
+        others = [each for each in config.plan.pools if each is not pool and where in each.places]
+        room = gpu.memory_bytes
+        for other in others:
+            mesh, own = _parallel(other.replicas[0]), models.intersection(other.holds)
+            if any(node.name in other.holds and decodes(graph, node) for node in graph.nodes):
+                turns = config.offload != "off"
+                generator = Generator(shape, gpu, mesh, 0 if turns else config.flags.slots)
+                context = dict(graph.options).get("max_prompt") or MAX_PROMPT
+                memory = generator_memory(generator, context + config.flags.max_tokens, SHARED if turns else DEDICATED)
+                room -= memory.used
+            elif own:
+                aside = replace(trainer, mesh=mesh)
+                parts = beside_memory(aside, Models(len(own - learning), len(own & learning))).parts
+                room -= sum(parts.values())
+        yield Place(trainer, room, len(held & copies), colocated)
+
+
+def _gpu(replica: Replica, cluster: Cluster) -> Gpu | None:
+    """The kind of a replica's first GPU, if it is said."""
+    rank = replica.ranks[0]
+    if rank.device == "cpu":
+        return None
+    try:
+        return cluster.gpu_of(cluster.host(rank.host))
+    except ClusterError:
+        return None
+
+
+def _parallel(replica: Replica) -> Parallel:
+    return Parallel(**dict(replica.mesh))

@@ -1,0 +1,100 @@
+"""What a run leaves open is decided by memory: recomputation, micro-batches, chunks of logits."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.graph import load, trace
+from penstock.graph.ir import Graph
+from penstock.runtime.cluster.cluster import ClusterError, read_cluster
+from penstock.runtime.cluster.gpus import GPUS
+from penstock.runtime.control.run_config import RunConfig, RunOptions
+from penstock.runtime.plan.model_shape import SHAPES, Parallel
+from penstock.runtime.plan.train_cost import Trainer
+from penstock.runtime.plan.trainer_fit import MOST_TOKENS, Place, fit, fitted
+
+H100 = GPUS["H100"]
+
+
+@cache
+def _graph(name: str) -> Graph:
+    return trace(load(name), {"lag": 1})
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """The directory of an 8B model, as far as its sizes are asked for."""
+    sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | heads))
+    return str(tmp_path)
+
+
+def _fitted(model: str, cluster: str = "1x8xH100", program: str = "grpo", **options: Any) -> RunOptions:
+    given = {"device": "cuda", "dtype": "bfloat16", "model": model, "slots": 8, "max_tokens": 1024, **options}
+    machines = read_cluster(cluster)
+    return fitted(RunConfig.make(_graph(program), None, machines, RunOptions(**given)), machines)
+
+
+def test_the_fastest_step_that_fits_is_taken() -> None:
+    """Over all that could be taken, for room from too little to plenty."""
+    trainer, chosen = Trainer(SHAPES["llama-8b"], H100, Parallel(fsdp=8)), []
+    for gb in range(10, 130, 5):
+        place, longest = Place(trainer, gb * 1e9), 1024
+        found = fit([place], longest)
+        every = [
+            replace(trainer, micro_tokens=longest << double, recompute=again)
+            for double, again in product(range(5), (0.0, 1.0))
+        ]
+        fitting = [each for each in every if place.memory(each).bytes <= place.room]
+        seconds = [each.update(np.full(8 * 4 * MOST_TOKENS // longest, longest)).seconds for each in fitting]
+        assert (found is None) == (not fitting)
+        if found is not None:
+            assert found in fitting
+            assert found.update(np.full(8 * 4 * MOST_TOKENS // longest, longest)).seconds == min(seconds)
+            chosen.append(found.recompute)
+    # Layers are repeated where memory is scarce, and are not where it is not.
+    assert chosen == sorted(chosen, reverse=True)
+    assert {*chosen} == {0.0, 1.0}
+
+
+def test_a_run_decides_what_is_left_open_and_keeps_what_is_given(model: str) -> None:
+    mesh = ("trainer=fsdp4",)
+    open_ = _fitted(model, mesh=mesh)
+    assert open_.recompute in ("none", "layer")
+    assert open_.micro_tokens >= 1024
+    assert open_.logit_elements == 1 << 28
+    given = _fitted(model, mesh=mesh, recompute="layer", micro_tokens=5000, logit_elements=1 << 20)
+    assert (given.recompute, given.micro_tokens, given.logit_elements) == ("layer", 5000, 1 << 20)
+    assert _fitted(model, mesh=mesh, recompute="none").recompute == "none"
+    assert _fitted(model, mesh=mesh, micro_tokens=5000).micro_tokens == 5000
+    # What was decided is what a resume begins with.
+    assert RunOptions.from_json(json.loads(json.dumps(vars(open_)))) == replace(open_, mesh=mesh)
+
+
+def test_what_lies_beside_the_trainer_leaves_less_room(model: str) -> None:
+    """A fifth GPU is the generator's; of four it shares the first one with the trainer."""
+    alone, shared = (_fitted(model, f"1x{gpus}xH100", mesh=("trainer=fsdp4",), program="aipo") for gpus in (5, 4))
+    assert (alone.recompute, shared.recompute) == ("none", "layer")
+
+
+def test_a_model_that_does_not_fit_is_refused_unless_both_are_given(model: str) -> None:
+    with pytest.raises(ClusterError, match="fsdp"):
+        _fitted(model)
+    assert _fitted(model, recompute="layer", micro_tokens=512).micro_tokens == 512
+
+
+def test_nothing_is_decided_of_a_cpu_and_of_gpus_that_nobody_has_described(model: str) -> None:
+    for options in ({"device": "cpu", "model": model}, {"model": ""}):
+        found = _fitted(**options)
+        assert (found.recompute, found.micro_tokens, found.logit_elements) == ("none", 0, 0)
+    machines = read_cluster("1x2xH100")
+    unnamed = machines.model_copy(update={"hosts": (machines.hosts[0].model_copy(update={"gpu": ""}),)})
+    config = RunConfig.make(_graph("aipo"), None, unnamed, RunOptions(device="cuda", model=model))
+    assert fitted(config, unnamed).recompute == "none"
