@@ -23,7 +23,7 @@ from time import monotonic
 from typing import NoReturn
 
 from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Heartbeat, Launch, Note, signal_name
-from penstock.runtime.control.process import PACKET_BYTES, die_with_parent, kill, start, tail
+from penstock.runtime.control.process import FOLDER, PACKET_BYTES, die_with_parent, kill, start, tail
 from penstock.runtime.control.rendezvous import INTERVAL
 from penstock.runtime.control.security import Join
 from penstock.runtime.control.signals import on_stop
@@ -62,7 +62,8 @@ class Agent:
         self._door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         command = (*worker, *join.modules)
         with theirs, os.fdopen(open_append(self._log), "ab") as stderr:
-            self._child = start(command, join.run, environment=ALONE, stdin=theirs.fileno(), stderr=stderr)
+            environment = {**ALONE, FOLDER: join.folder}
+            self._child = start(command, join.run, environment=environment, stdin=theirs.fileno(), stderr=stderr)
         # It is read until nothing is left, between two heartbeats.
         self._door.setblocking(False)
         self._client.watch(self._door.fileno())
@@ -113,7 +114,6 @@ class Agent:
         stdout, stderr = self._logs / f"{stem}.out", self._logs / f"{stem}.err"
         environment = {
             "PENSTOCK_JOIN": str(self._join_file),
-            "PENSTOCK_FOLDER": self._join.folder,
             "PENSTOCK_REPLICA": launch.replica,
             "PENSTOCK_RANK": str(launch.rank),
             "OMP_NUM_THREADS": str(launch.threads),

@@ -176,8 +176,11 @@ class Controller:
                 self.folder.write_json("processes.json", {"controller": os.getpid(), "pools": pools})
             case Note(level, text):
                 if level == "error":
-                    by_agent = peer.startswith("agent:")
-                    self._fail(FailureCode.AGENT_DIED if by_agent else FailureCode.RANK_RAISED, text)
+                    if peer.startswith("agent:"):
+                        self._fail(FailureCode.AGENT_DIED, text)
+                    else:
+                        ranks = self.config.plan.replica(peer.rpartition(":")[0]).ranks
+                        self._fail(FailureCode.RANK_RAISED, text, doubtful=len(ranks) > 1)
                     return
                 self.session.recorder.note(text, level)
             case Exited(replica=replica, rank=rank, reason=reason, signal=signal, status=status, tail=tail):
@@ -220,11 +223,12 @@ class Controller:
                 if name == replica and not self.server.send(rank_peer(name, index), order):
                     self._fail(FailureCode.UNREACHABLE, f"{self.config.plan.spelled(name, index)} cannot be reached")
 
-    def _fail(self, code: FailureCode, text: str) -> None:
+    def _fail(self, code: FailureCode, text: str, *, doubtful: bool = False) -> None:
         """Report a failure."""
         # An agent may know of the death that is behind a failure, but for one that it has just told of.
         agents = tuple(peer for peer in self.server.peers if peer.startswith("agent:"))
-        self.session.fail(Failure(code, text, () if code == FailureCode.RANK_ENDED else agents), monotonic())
+        agents = () if code == FailureCode.RANK_ENDED else agents
+        self.session.fail(Failure(code, text, agents, doubtful), monotonic())
 
     # Ending -----------------------------------------------------------------------------------------------
 

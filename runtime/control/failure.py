@@ -5,9 +5,12 @@ transfers of its peers, which say so at once, while the machine that ended the r
 session decides once per turn of its driver, and says the reported failure whose code comes first in `FailureCode`.
 
 Those of `HELD` are consequences as a rule. They end the run only when no better cause can come: an agent tells of
-deaths before its heartbeat, so one that has given a sign of life since knows of none.
+deaths before its heartbeat, so one that has given a sign of life since knows of none. What a rank says that computes
+with others may be a consequence, too, whatever its code: a collective breaks as soon as a peer is gone, long before a
+host that went away is missed.
 
-Pure: time is passed in. Invariant: a failure is replaced only by one whose code comes before its own.
+Pure: time is passed in. Invariant: a failure is replaced only by one whose code comes before its own, or by a certain
+one if it is doubtful itself.
 """
 
 from collections.abc import Callable
@@ -41,15 +44,29 @@ HELD = (FailureCode.RANK_ENDED, FailureCode.UNREACHABLE, FailureCode.TRANSFER)
 HELD_S = 1.0
 # Seconds after which no agent's heartbeat is waited for any more: the agent may be what is wrong.
 AGENTS_S = 5.0
+# The same for a doubtful failure: by then an agent that is gone is found to be silent, which is a better cause.
+DOUBT_S = 20.0
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a detector found. `text` is for the user; `agents` are the peers that may know of a better cause."""
+    """What a detector found. `text` is for the user; `agents` are the peers that may know of a better cause.
+    `doubtful`: a rank said it that computes with others, one of which may be gone.
+    """
 
     code: FailureCode
     text: str
     agents: tuple[str, ...] = ()
+    doubtful: bool = False
+
+    @property
+    def held(self) -> bool:
+        return self.doubtful or self.code in HELD
+
+    def explains(self, other: "Failure") -> bool:
+        if self.doubtful != other.doubtful and not (self.held and other.held):
+            return other.doubtful
+        return PRIORITY[self.code] < PRIORITY[other.code]
 
     def line(self) -> dict[str, Any]:
         """As the launcher and the display are told of it."""
@@ -67,9 +84,9 @@ class Verdict:
     def report(self, failure: Failure, now: float) -> None:
         """Keep the failure if it explains the one that is known. Of two with one code, the first is kept."""
         # What was reported first may be a consequence of what is reported now.
-        if self.failure is None or PRIORITY[failure.code] < PRIORITY[self.failure.code]:
+        if self.failure is None or failure.explains(self.failure):
             self.failure, self._since = failure, now
-            self.certain = failure.code not in HELD
+            self.certain = not failure.held
 
     def final(self, now: float, heard: Callable[[str], float]) -> Failure | None:
         """The failure to end the run with; None while there is none, or a better cause may come.
@@ -80,4 +97,5 @@ class Verdict:
             return self.failure
         waited = now - self._since
         beaten = all(heard(agent) > self._since for agent in self.failure.agents)
-        return self.failure if waited > AGENTS_S or (waited > HELD_S and beaten) else None
+        longest = DOUBT_S if self.failure.doubtful else AGENTS_S
+        return self.failure if waited > longest or (waited > HELD_S and beaten) else None

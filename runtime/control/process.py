@@ -28,9 +28,12 @@ from typing import IO, NoReturn
 from penstock.runtime.control.messages import shortened, signal_name
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import open_append, open_regular
+from penstock.runtime.tensor.shm import SHM, sweep
 
 # Environment variable of every process of a run: the run's id.
 RUN = "PENSTOCK_RUN"
+# Environment variable: the run folder on this host.
+FOLDER = "PENSTOCK_FOLDER"
 # Environment variable: the pid with which a child must end.
 PARENT = "PENSTOCK_PARENT"
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # as in linux/prctl.h
@@ -155,11 +158,13 @@ PACKET_BYTES = 1 << 17
 def serve_forks(main: Callable[[], None], preload: Sequence[str] = ()) -> None:
     """Fork a process that calls `main` for each order of the agent at stdin: a rank's [name, environment beside this
     process's, file of its stdout, file of its stderr]. Tell it [name, pid, status] when one has ended. When the agent
-    closes its side, kill those that are left, tell of them, and return.
+    closes its side, or is gone, kill those that are left, tell of them, and remove the segments of this host's dead.
     """
     die_with_parent()
     for module in preload:
         import_module(module)
+    # From here on the end of the agent is seen at the door, and what it has left behind can be removed.
+    _prctl(_PR_SET_PDEATHSIG, 0)
     gc.collect()
     gc.freeze()  # or the first collection in each rank would write to, and so copy, every page
     ranks: dict[int, tuple[str, int]] = {}  # name and pid by pidfd
@@ -173,8 +178,9 @@ def serve_forks(main: Callable[[], None], preload: Sequence[str] = ()) -> None:
                     poller.unregister(descriptor)
                     os.close(descriptor)
                     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                    door.send(json.dumps([name, pid, status]).encode())
-                elif packet := door.recv(PACKET_BYTES):
+                    with suppress(ConnectionError):  # the agent is gone
+                        door.send(json.dumps([name, pid, status]).encode())
+                elif packet := _order(door):
                     name, environment, *outputs = json.loads(packet)
                     parent = os.getpid()
                     try:
@@ -196,6 +202,15 @@ def serve_forks(main: Callable[[], None], preload: Sequence[str] = ()) -> None:
                     for _, pid in ranks.values():
                         kill_session(pid)
                         os.kill(pid, signal.SIGKILL)  # one that has just been forked leads no session yet
+    sweep(None, (SHM, Path(os.environ[FOLDER])))
+
+
+def _order(door: socket.socket) -> bytes:
+    """The next packet; nothing where there will be none."""
+    try:
+        return door.recv(PACKET_BYTES)
+    except ConnectionError:  # with orders that nobody has answered
+        return b""
 
 
 def _become(

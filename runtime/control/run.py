@@ -18,7 +18,7 @@ from msgspec import structs
 from penstock.graph.ir import Firing, Graph
 from penstock.runtime.control.checkpoint_interval import WRITE_CPU_S, CheckpointInterval
 from penstock.runtime.control.failure import Failure, FailureCode, Verdict
-from penstock.runtime.control.messages import Manifest, Order, Result, rank_peer
+from penstock.runtime.control.messages import Manifest, Order, Result, agent_peer, rank_peer
 from penstock.runtime.control.rank_setup import input_reads
 from penstock.runtime.control.recorder import RunRecorder
 from penstock.runtime.control.run_config import RunConfig, RunOptions
@@ -33,6 +33,7 @@ from penstock.runtime.schedule.events import (
     CommitTurn,
     Done,
     Event,
+    Failed,
     Finish,
     Fire,
     Free,
@@ -267,6 +268,11 @@ class Session:
     def running(self) -> bool:
         return self.status == "running"
 
+    @property
+    def _ending(self) -> bool:
+        """It is certain that the run fails, or its stage has, whatever the reason turns out to be."""
+        return self.verdict.certain or (self.stage is not None and self.stage.finish is not None)
+
     # What drivers call ------------------------------------------------------------------------------------
 
     def begin(self, now: float, handles: Mapping[tuple[Firing, str], ObjectRef]) -> None:
@@ -283,12 +289,12 @@ class Session:
         if self.stage is None:
             raise UnawaitedError(f"{type(result.event).__name__} before the first stage")
         # Nothing that is answered now could change why the run ends.
-        if not self.verdict.certain:
+        if not self._ending:
             self._feed(result.event, now, result)
 
     def stop(self, now: float, why: str = "") -> None:
         """The user wants the run to end: with a checkpoint if it can be had in time. `why` if it was not said so."""
-        if self.stopping is not None or not self.running or self.verdict.certain:
+        if self.stopping is not None or not self.running or self._ending:
             return
         self.stopping, self.why = now, why or self.why
         self._stop_since = now
@@ -300,7 +306,7 @@ class Session:
     def watch(self, now: float, held_up: float = 0.0) -> None:
         """Look at deadlines: the stop's and the answers'. `held_up`: as the stage's."""
         self._held_up = held_up
-        if self.stage is None or not self.running or self.verdict.certain:
+        if self.stage is None or not self.running or self._ending:
             return
         self.recorder.tick(now)
         if self.stopping is not None and self.stage.scheduler.writing is not None:
@@ -347,7 +353,10 @@ class Session:
         if stage.finish is None:
             self._checkpoint_if_due(stage, now)
         elif stage.finish.status == "failed":
-            self.fail(Failure(FailureCode.NODE, stage.finish.error), now)
+            agents: tuple[str, ...] = ()
+            if isinstance(event, Failed) and len((replica := self.config.plan.replica(event.replica)).ranks) > 1:
+                agents = tuple(map(agent_peer, replica.hosts))
+            self.fail(Failure(FailureCode.NODE, stage.finish.error, agents, doubtful=bool(agents)), now)
         elif stage.finish.status == "stopped" and (stage.name == "train" or self.stopping is not None):
             self._finish(now, "stopped", self.why)
         else:

@@ -233,7 +233,9 @@ def first_line(error: BaseException) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The name of this machine's network interface that has an address. Raises TransportError where none has."""
+    """The name of this machine's network interface that has an address, and has it first: gloo and NCCL are told an
+    interface, and take its first address. Raises TransportError where none has.
+    """
     wanted = ip_address(address.strip("[]"))
     if wanted.is_loopback:
         return "lo"
@@ -244,10 +246,14 @@ def interface_of(address: str) -> str:
         for one in addresses
         if one.family in (socket.AF_INET, socket.AF_INET6)
     }
+    where = "(`address` of its host in the cluster file)"
     if wanted not in found:
         has = ", ".join(f"{address} ({name})" for address, name in found.items())
-        needed = "needed an address of this machine (`address` of its host in the cluster file)"
-        raise TransportError(f"given the address {address}, {needed}; it has {has or 'none'}")
+        raise TransportError(f"given the address {address}, needed one of this machine {where}; it has {has or 'none'}")
+    first = next(each for each, name in found.items() if name == found[wanted])
+    if wanted != first:
+        needed = f"needed {first} {where}: gloo and NCCL meet at the first address of {found[wanted]}"
+        raise TransportError(f"given the address {address}, {needed}")
     return found[wanted]
 
 

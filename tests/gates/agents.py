@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 from .network import Network
 from .running import Line, Running
 
@@ -39,6 +41,13 @@ class Agents:
         command = [*where, sys.executable, "-m", "penstock.runtime.cli.main", "agent", line["join"], *flags]
         pipe = subprocess.PIPE
         self.processes[line["host"]] = subprocess.Popen(command, stderr=pipe, text=True, start_new_session=True)
+
+    def kill(self, host: str) -> None:
+        """SIGKILL to a host's agent alone."""
+        for process in psutil.Process(self.processes[host].pid).children(recursive=True):
+            words = process.cmdline()
+            if words[:1] == [sys.executable] and "agent" in words:
+                process.kill()
 
     def ended(self, host: str) -> tuple[int, str]:
         """The exit status of a host's agent, and what it said: what was left there among it."""

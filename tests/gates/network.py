@@ -11,18 +11,25 @@ from types import TracebackType
 LIMIT_S = 20.0
 """Seconds for a command of iproute2."""
 
-# The first process of a host: it says what the command has left there, and fails if there is anything.
+# The first process of a host: it says what the command has left there, and fails if there is anything. What a command
+# that was killed has left gets some seconds to go.
 INIT = r"""
 mount -t tmpfs tmpfs /dev/shm && hostname "$0" || exit 99
 for folder in $HIDDEN; do mount -t tmpfs tmpfs "$folder" || exit 99; done
 "$@"; status=$?
-left() { echo "left: $1" >&2; status=98; }
-for process in /proc/[0-9]*; do
-    words=$(tr '\0' ' ' < "$process/cmdline" 2>/dev/null)  # of one that has ended, nothing
-    [ "$process" = /proc/$$ ] || [ -z "$words" ] || left "$words"
+looks=1; [ $status -le 128 ] || looks=100
+while [ $looks -gt 0 ]; do
+    left=; looks=$((looks - 1))
+    for process in /proc/[0-9]*; do
+        words=$(tr '\0' ' ' < "$process/cmdline" 2>/dev/null)  # of one that has ended, nothing
+        [ "$process" = /proc/$$ ] || [ -z "$words" ] || left="$left left: $words"
+    done
+    for segment in /dev/shm/*; do [ ! -e "$segment" ] || left="$left left: $segment"; done
+    [ -n "$left" ] || exit $status
+    sleep 0.1
 done
-for segment in /dev/shm/*; do [ ! -e "$segment" ] || left "$segment"; done
-exit $status
+echo "$left" >&2
+exit 98
 """
 
 

@@ -63,11 +63,12 @@ def test_a_trainer_on_two_hosts_has_the_bits_of_one_on_a_single_host(
     assert len(rows(folder)) == UPDATES
 
 
-@pytest.mark.parametrize("lost", ["b", "c"])
+@pytest.mark.parametrize(("lost", "killed"), [("b", True), ("c", False)])
 def test_a_host_of_a_replica_that_goes_away_ends_the_run_and_is_named_and_nothing_is_left(
-    network: Network, tmp_path: Path, lost: str
+    network: Network, tmp_path: Path, lost: str, killed: bool
 ) -> None:
-    """Its trainer is on a and b, its generator on b and c."""
+    """Its trainer is on a and b, its generator on b and c. Where all that a host has is killed, collectives break at
+    once on the others, which know no more than that; where its cable is pulled, they wait."""
     flags = replace(FLAGS, updates=ENDLESS, deadline=600.0, tp_over_hosts=True)
     cluster = over(network, "a", "b", "c", trainer=("a", "b"), generator=("b", "c"))
     meshes = "trainer=fsdp2", "generator=tp2"
@@ -78,11 +79,11 @@ def test_a_host_of_a_replica_that_goes_away_ends_the_run_and_is_named_and_nothin
             host: {address} for host, address in network.address.items()
         }
         cut = monotonic()
-        network.cut(lost)
+        (agents.kill if killed else network.cut)(lost)
         running.until(lambda: bool(running.errors), "the run said why it ends")
         assert monotonic() - cut < SILENCE + BUSY_S
         ended = {host: agents.ended(host) for host in ("b", "c")}
         assert running.wait() == 1
     assert re.search(rf"host {lost}\b", running.errors), running.errors
     assert "left" not in "".join(said for _, said in ended.values())
-    assert ended[lost][0] == 1
+    assert ended[lost][0] == (137 if killed else 1)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
 from pathlib import Path
+from time import monotonic
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,18 +12,19 @@ import pytest
 import torch
 
 from penstock.graph import Rewards
+from penstock.graph.ir import Firing
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.fake import FakePolicy
 from penstock.runtime.control.controller import Controller
-from penstock.runtime.control.failure import AGENTS_S, HELD, HELD_S, PRIORITY, Failure, FailureCode, Verdict
-from penstock.runtime.control.messages import Exited, Found, Note, Post, Ready, Result, Results, pack, unpack
+from penstock.runtime.control.failure import AGENTS_S, DOUBT_S, HELD, HELD_S, PRIORITY, Failure, FailureCode, Verdict
+from penstock.runtime.control.messages import Exited, Found, Heartbeat, Note, Post, Ready, Result, Results, pack, unpack
 from penstock.runtime.control.process import told
 from penstock.runtime.control.recorder import RunRecorder
 from penstock.runtime.control.run import Session
 from penstock.runtime.control.run_config import RunConfig, RunOptions
-from penstock.runtime.control.sockets import Client
+from penstock.runtime.control.sockets import SILENCE, Client
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.schedule.events import Abort
+from penstock.runtime.schedule.events import Abort, Failed, Finish
 from tests.gates.running import make_run
 
 from .sockets import Bench, until
@@ -82,6 +84,25 @@ def test_a_later_report_does_not_make_a_held_failure_wait_longer() -> None:
 def test_only_consequences_are_held_and_they_come_last_but_for_a_rank_that_has_told_why() -> None:
     assert [code for code in FailureCode if not verdict(Failure(code, "")).certain] == list(HELD)
     assert set(list(FailureCode)[-2:]) < set(HELD)
+
+
+BROKEN = Failure(FailureCode.NODE, "an all-reduce broke", ("agent:a", "agent:b"), doubtful=True)
+
+
+def test_what_a_rank_says_that_computes_with_others_waits_until_none_of_their_hosts_can_be_gone() -> None:
+    held, heard = verdict(BROKEN), {"agent:a": LATER, "agent:b": BEFORE}
+    assert held.final(SINCE + DOUBT_S, heard.__getitem__) is None
+    assert DOUBT_S > SILENCE  # a host that went away is found to be silent before
+    heard["agent:b"] = LATER
+    assert held.final(SINCE + HELD_S + 0.1, heard.__getitem__) == BROKEN
+
+
+@pytest.mark.parametrize("code", FailureCode)
+def test_a_certain_failure_explains_a_doubtful_one_and_of_two_held_ones_the_earlier_code_does(code: str) -> None:
+    other = Failure(FailureCode(code), "other")
+    for order in permutations([BROKEN, other]):
+        said = verdict(*order).final(SINCE + DOUBT_S + 1, lambda peer: LATER)
+        assert said == (other if code not in HELD or code == FailureCode.RANK_ENDED else BROKEN)
 
 
 def test_no_failure_ends_nothing() -> None:
@@ -175,6 +196,32 @@ def test_a_transfer_that_breaks_without_a_death_is_said_after_a_moment(b: Bench,
     hear(controller, lambda: controller.session.verdict.failure)
     assert controller.session.running
     assert ended_by(controller) == (FailureCode.TRANSFER, "trainer/0 rank 0: connection lost")
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_firing_that_fails_on_one_of_several_ranks_waits_for_their_hosts_to_be_heard(
+    b: Bench, tmp_path: Path, gone: bool
+) -> None:
+    run = RunFolder.open(make_run(tmp_path / "r", "aipo", {}, RunOptions(data="arithmetic"), meshes=["trainer=fsdp2"]))
+    config, agent = RunConfig.load(run), Client(b.join(), "agent", "local", 0)
+    controller = Controller(run, config, b.server, Session(config, Mock(spec=RunRecorder)), None)
+    session = controller.session
+    session.begin(monotonic(), {})
+    hear(controller, lambda: b.server.peers)
+    assert session.stage is not None
+    session.stage.finish = Finish("failed", "connection closed")
+    failed = Failed(Firing("aipo_update", 0), "trainer/0", 0, "connection closed")
+    session.stage.feed = lambda *_: None  # type: ignore[method-assign,assignment]
+    session._feed(failed, monotonic())
+    controller._turn()
+    assert session.running
+    if gone:
+        controller._hear("agent:local", Exited("trainer/0", 1, 77, 0, 9, ""))
+        assert ended_by(controller) == (FailureCode.RANK_DIED, "trainer/0 rank 1 died: killed by SIGKILL (pid 77)")
+    else:
+        agent.send(Heartbeat())
+        assert ended_by(controller) == (FailureCode.NODE, "connection closed")
+    agent.close()
 
 
 def test_a_stage_that_begins_after_the_controller_was_stopped_has_its_own_deadlines(controller: Controller) -> None:

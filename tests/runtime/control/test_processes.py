@@ -259,15 +259,18 @@ def test_an_agent_whose_controller_is_gone_ends_its_ranks_and_says_so(b: Bench) 
         assert processes_of(b.keys.door.run) == []
 
 
-def test_ranks_die_with_their_agent(b: Bench) -> None:
+def test_ranks_die_with_their_agent_and_leave_no_segment(b: Bench) -> None:
     with agent(b, mode="deaf") as process:
         heard(b, AgentReady)
         for index in range(2):
             b.server.send("agent:b", Launch("generator/0", index))
             heard(b, Ready)
         assert len(processes_of(b.keys.door.run)) == 4  # with the agent and what forks
+        segments = [*SHM.glob(f"penstock-{b.keys.door.run}-*")]
+        assert segments
         process.kill()
         until(lambda: processes_of(b.keys.door.run) == [])
+        assert [each for each in segments if each.exists()] == []
 
 
 def test_a_live_agent_is_not_late(b: Bench) -> None:

@@ -4,13 +4,16 @@ import math
 import os
 import queue
 import random
+import re
 import secrets
+import socket
 import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -27,7 +30,15 @@ from penstock.runtime.tensor.digest import ChecksumError, digest
 from penstock.runtime.tensor.layout import Copy, Region
 from penstock.runtime.tensor.link import TRANSPORTS, ReplicaLink
 from penstock.runtime.tensor.one_sided import MappedMemory, OneSidedTransport, Place, SharedMemory
-from penstock.runtime.tensor.process_group import AllReduce, Message, Pace, Transport, TransportError, open_world
+from penstock.runtime.tensor.process_group import (
+    AllReduce,
+    Message,
+    Pace,
+    Transport,
+    TransportError,
+    interface_of,
+    open_world,
+)
 from penstock.runtime.tensor.reshard import BUCKET, LARGE
 from penstock.runtime.tensor.send_recv import GLOO_SIZES, MessageTransport, Staging, buckets_of, bundle, pack, unpack
 from penstock.runtime.tensor.shm import SHM, SegmentError, create_segment, open_segment, sweep
@@ -391,6 +402,36 @@ def test_ranks_of_a_world_that_do_not_come_are_named(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # which `open_world` sets
     with pytest.raises(TransportError, match=r"rank 0: the 3 ranks .* not there: rank 1, rank 2"):
         open_world(HashStore(), [f"rank {number}" for number in range(3)], 0, timeout=0.2)
+
+
+@pytest.mark.parametrize(
+    ("address", "interface"),
+    [
+        ("127.0.0.1", "lo"),
+        ("[::1]", "lo"),
+        ("10.0.0.1", "eth0"),
+        ("[fd00::2]", "eth1"),
+        # Gloo and NCCL would listen at another address of the interface.
+        ("10.8.0.1", "needed 10.0.0.1 "),
+        ("fd00::1", "needed 10.0.0.1 "),
+        ("10.0.0.9", "10.0.0.1 (eth0), "),
+    ],
+)
+def test_a_replica_meets_at_the_interface_whose_first_address_is_the_hosts(
+    monkeypatch: pytest.MonkeyPatch, address: str, interface: str
+) -> None:
+    has = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.1", "10.8.0.1", "fd00::1"], "eth1": ["fd00::2", "fe80::2%eth1"]}
+    families = {True: socket.AF_INET6, False: socket.AF_INET}
+    made = {
+        name: [SimpleNamespace(family=families[":" in each], address=each) for each in own] for name, own in has.items()
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: made)
+    if interface in has:
+        assert interface_of(address) == interface
+        return
+    with pytest.raises(TransportError, match=re.escape(f"given the address {address}, ")) as told:
+        interface_of(address)
+    assert interface in str(told.value)
 
 
 def test_a_rank_alone_takes_what_there_is() -> None:
