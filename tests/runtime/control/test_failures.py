@@ -211,7 +211,7 @@ def test_a_firing_that_fails_on_one_of_several_ranks_waits_for_their_hosts_to_be
     assert session.stage is not None
     session.stage.finish = Finish("failed", "connection closed")
     failed = Failed(Firing("aipo_update", 0), "trainer/0", 0, "connection closed")
-    session.stage.feed = lambda *_: None  # type: ignore[method-assign,assignment]
+    session.stage.feed = lambda *_: None  # type: ignore[method-assign]
     session._feed(failed, monotonic())
     controller._turn()
     assert session.running
