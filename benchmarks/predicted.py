@@ -9,11 +9,11 @@ import numpy as np
 from published import Row, mesh_of, nemo_layouts
 
 from penstock.runtime.cluster.gpus import Efficiency, Engine, Gpu, Precision
-from penstock.runtime.plan.collectives import Cost, gather_s
+from penstock.runtime.plan.collectives import Cost
 from penstock.runtime.plan.decode_cost import Generator, generator_memory
 from penstock.runtime.plan.model_shape import Parallel, Stage
 from penstock.runtime.plan.sync_cost import switch_cost, tensors
-from penstock.runtime.plan.train_cost import Memory, PackedBatch, Trainer
+from penstock.runtime.plan.train_cost import Memory, Trainer
 from penstock.runtime.plan.workload import IntArray, Lognormal
 
 PROMPT, SIGMA, SLOTS = 128, 0.7, 1024
@@ -55,13 +55,10 @@ ASYNC_TP = 0.5
 
 @dataclass(frozen=True)
 class Recipe(Trainer):
-    """A trainer with what other systems have and plans do not: sequences cut over `cp` ranks, experts dealt out over
-    `ep` neighbouring ranks of a stage, collectives of tensor parallelism beside the products (`async_tp`), `chunks` of
-    the model per pipeline stage (a bubble of (p - 1) / chunks, Narayanan et al., 2021, section 2.2), and activations
-    that are kept on the host (`offload`). Weights are sharded over `mesh.fsdp`, of which `cp` is a part."""
+    """A trainer with what other systems have and plans do not: collectives of tensor parallelism beside the products
+    (`async_tp`), `chunks` of the model per pipeline stage (a bubble of (p - 1) / chunks, Narayanan et al., 2021,
+    section 2.2), and activations that are kept on the host (`offload`)."""
 
-    cp: int = 1
-    ep: int = 1
     async_tp: bool = False
     chunks: int = 1
     offload: bool = False
@@ -81,27 +78,6 @@ class Recipe(Trainer):
         )  # fmt: skip
         return (each,) * pp
 
-    @property
-    def local(self) -> float:  # type: ignore[override]
-        """Dense weights are cut by tp; experts by the same, or over `ep` where that is more."""
-        return self._weights(1)
-
-    @property
-    def shard(self) -> float:  # type: ignore[override]
-        return self._weights(self.mesh.fsdp)
-
-    def _weights(self, shards: int) -> float:
-        spread = self.mesh.tp * shards
-        return (
-            self.shape.dense_parameters / spread + self.shape.expert_parameters / max(self.ep, spread)
-        ) / self.mesh.pp
-
-    def _shared_out(self, part: PackedBatch) -> tuple[int, float, float]:
-        """Ranks that share a sequence have the same micro-batches, and of each their share."""
-        data = replace(self.mesh, fsdp=self.mesh.fsdp // self.cp)
-        micro, tokens, squares = Trainer._shared_out(replace(self, mesh=data, cp=1), part)
-        return micro, tokens / self.cp, squares / self.cp
-
     def _computing(self, tokens: float, squares: float, backward: bool) -> dict[str, float]:
         parts = super()._computing(tokens, squares, backward)
         elements = parts["elementwise"] * self.fused
@@ -118,40 +94,16 @@ class Recipe(Trainer):
         return super()._tensor_s(tokens, backward) * narrow * (ASYNC_TP if self.async_tp else 1.0)
 
     def _micro_batch(self, tokens: float, squares: float, *, backward: bool) -> Cost:
-        cost, shape, mesh, gpu = (
-            super()._micro_batch(tokens, squares, backward=backward),
-            self.shape,
-            self.mesh,
-            self.gpu,
-        )
-        times = 2 + (2 + 2 * self.recompute if backward else 0)
-        # Tokens go to their experts and back, in each layer that has experts.
-        sent = tokens / mesh.tp * shape.active * shape.hidden * 2
-        experts = times * self.slowest.moe_layers * exchange_s(gpu, sent, self.ep)
-        # Keys and values go around the ring (Liu et al., 2023: ring attention), beside attention.
-        keys = tokens * self.cp * shape.cache_width * 2 / min(mesh.tp, shape.kv_heads)
-        ring = times / 2 * self.layers * gather_s(gpu, keys, self.cp, mesh.tp)
-        parts = {**cost.parts, "ep": experts, "cp": max(0.0, ring - cost.parts["attention"])}
-        if self.offload and backward:
-            # Each layer's input goes to the host and back, beside all else.
-            moved = 2 * tokens / mesh.tp * shape.hidden * 2 * self.layers / gpu.pcie
-            parts["offload"] = max(0.0, moved - sum(parts.values()))
-        return Cost(parts)
+        cost = super()._micro_batch(tokens, squares, backward=backward)
+        if not (self.offload and backward):
+            return cost
+        # Each layer's input goes to the host and back, beside all else.
+        moved = 2 * tokens / self.mesh.tp * self.shape.hidden * 2 * self.layers / self.gpu.pcie
+        return Cost({**cost.parts, "offload": max(0.0, moved - cost.seconds)})
 
     def _pipeline(self, alone: Cost, micro: int, *, backward: bool) -> Cost:
         parts = dict(super()._pipeline(alone, micro, backward=backward).parts)
         return Cost({**parts, "bubble": parts["bubble"] / self.chunks})
-
-
-def exchange_s(gpu: Gpu, nbytes: float, ranks: int) -> float:
-    """Seconds of an all-to-all between neighbours in which each sends `nbytes`, its own part included, evenly to all.
-    What leaves the domain leaves over the rank's own NIC, beside what stays."""
-    if ranks == 1:
-        return 0.0
-    inside = min(ranks, gpu.nvlink_gpus)
-    stays = nbytes * (inside - 1) / ranks / gpu.nvlink
-    leaves = nbytes * (ranks - inside) / ranks / gpu.nic
-    return max(stays, leaves) + gpu.latency_s + gpu.network_s * (inside < ranks)
 
 
 def slots_that_fit(generator: Generator, context: float, copies: int, beside: Memory | None = None) -> int:

@@ -12,7 +12,7 @@ from textwrap import wrap
 from penstock.graph.ir import Graph
 from penstock.graph.types import MAX_PROMPT
 from penstock.runtime.cli.base_model import PROFILE, cache_folder
-from penstock.runtime.cli.display import about, percent
+from penstock.runtime.cli.display import about, more, percent
 from penstock.runtime.cli.flags import Planning
 from penstock.runtime.cli.tracing import CommandError, trace_program, usage_errors
 from penstock.runtime.cluster.cluster import ClusterError, read_cluster
@@ -115,8 +115,8 @@ SAID = {
 
 def likely(period_s: float, confidence: Confidence) -> str:
     """A period with its range, and how sure it is."""
-    low, high = map(about, confidence.range_s(period_s))
-    return f"{about(period_s)} per update by the model, {low} to {high} likely ({confidence.words})"
+    low, high = (about(seconds, confidence.digits) for seconds in confidence.range_s(period_s))
+    return f"{about(period_s, confidence.digits)} per update by the model, {low} to {high} likely ({confidence.words})"
 
 
 def text(found: Planned, cluster: str) -> str:
@@ -185,6 +185,8 @@ def _pool(pool: PoolPlan, width: int) -> list[str]:
     how += [f"{pool.slots} slots"] if pool.slots else []
     how += [f"micro-batches of {pool.micro_tokens} tokens"] if pool.micro_tokens else []
     how += ["weights sharded"] if pool.zero3 else []
+    how += [f"experts over {pool.ep} ranks (ep)"] if pool.ep else []
+    how += [f"sequences over {pool.cp} ranks (cp)"] if pool.cp else []
     how += [pool.shares] if pool.shares else []
     parts = sorted(((n, size) for n, size in pool.memory.parts.items() if size), key=lambda part: -part[1])
     held = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts)
@@ -202,9 +204,9 @@ def _alternative(other: Alternative, found: Planned, name_width: int, width: int
     if other.found is None:
         return [f"{name}{other.why}"]
     split = other.found.split
-    beside = f"{percent(other.found.period_s / found.best.period_s - 1)} more"
-    if beside == f"{percent(0)} more":
-        beside = "as planned" if split == found.best.split else "as fast"
+    slower = other.found.period_s / found.best.period_s - 1
+    # Less would be printed as 0.0 %.
+    beside = more(slower) if slower >= 0.0005 else "as planned" if split == found.best.split else "as fast"
     # GPUs of the trainer, the generator, and each dedicated group of models; by kind where there are several.
     several = len({each.nodes.kind for each in split.allocations}) > 1
     sizes = [f"{each.gpus} {each.nodes.kind}" if several else str(each.gpus) for each in split.allocations]

@@ -201,12 +201,13 @@ def planned(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
     result, full, num = found.result, found.filling, flags.updates
     least_s = next((run.steady_s for run in effect.values()), 0.0)
     gains = {lag: least_s / run.steady_s - 1 for lag, run in effect.items()}
+    sure, digits = plan.confidence.about, plan.confidence.digits
     against = f"the plan is for lag {plan.lag}"
     if plan.shared or plan.lag == scene.lag:
         above = 1 - plan.period_s / result.steady_s
         more = f"{percent(abs(above))} {'less' if above >= 0 else 'more'}"
-        against = f"the planner says {about(plan.period_s)}, {more}"
-    rates = f"{many(found.tokens_per_s)} tokens and {figure(found.groups_per_s)} groups per second"
+        against = f"the planner says {about(plan.period_s, digits)}, {more}"
+    rates = f"{many(sure(found.tokens_per_s))} tokens and {figure(sure(found.groups_per_s))} groups per second"
     occupied = f"{percent(full.occupancy)} of {full.slots} in use"
     tails = f"{percent(full.tail_occupancy)} in tails, which take {about(full.tail_s)}"
     head = "all the same: the pools share GPUs and take turns"
@@ -217,8 +218,8 @@ def planned(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
         head = f"the period{of}; how much faster than at lag {min(effect)}"
     for row, (lag, run) in enumerate(effect.items()):
         filling = "" if run.steady else "  the filling of the pipeline included"
-        gain = f"{percent(gains[lag]):>8}" if row else " " * 8
-        rows.append(f"{lag:>10}  {about(run.steady_s):>8}  {gain}{filling}".rstrip())
+        gain = f"{figure(100 * gains[lag], digits)} %".rjust(8) if row else " " * 8
+        rows.append(f"{lag:>10}  {about(run.steady_s, digits):>8}  {gain}{filling}".rstrip())
     assumes = assumptions(roles, plan.work)
     return Schedule(
         title=f"{graph.name} with {plan.work.shape.name} on {plan.gpus} GPUs: {num} updates of {plan.work.prompts} "
@@ -250,7 +251,7 @@ def planned(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
         },
         head=[
             ("period", f"{likely(result.steady_s, plan.confidence)}; {period_of(result)}; {against}"),
-            ("rate", f"{rates}, {many(found.tokens_per_s / plan.gpus)} tokens per second and GPU"),
+            ("rate", f"{rates}, {many(sure(found.tokens_per_s / plan.gpus))} tokens per second and GPU"),
             *assumed(assumes),
         ],
         lags=[("", f"the bound is {scene.lag}"), ("slots", f"{occupied}; {tails}")],

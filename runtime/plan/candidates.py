@@ -106,17 +106,44 @@ def node_groups(cluster: Cluster) -> tuple[NodeGroup, ...]:
     )
 
 
-def trainer_meshes(shape: Shape, nodes: NodeGroup, gpus: int) -> Iterator[Parallel]:
-    """Every cut of `gpus` ranks over dp, fsdp, tp and pp that a run can have; tp stays within a host."""
+@dataclass(frozen=True)
+class LastResorts:
+    """What layouts have only where nothing fits without it. tp_over_hosts: tensor parallelism over whole hosts, which a
+    run has with the flag of this name. cp: sequences that several ranks share, which no run has."""
+
+    tp_over_hosts: bool = False
+    cp: bool = False
+
+    def tensor_sizes(self, nodes: NodeGroup, gpus: int) -> list[int]:
+        """Of tensor parallelism on so many GPUs."""
+        over = _divisors(gpus // nodes.each)[1:] if self.tp_over_hosts and gpus > nodes.each else []
+        return [*_divisors(min(nodes.each, gpus)), *(nodes.each * hosts for hosts in over)]
+
+
+# In the order in which they are tried: what a run has comes first.
+RESORTS = tuple(LastResorts(tp, cp) for cp in (False, True) for tp in (False, True))
+
+
+def trainer_meshes(shape: Shape, nodes: NodeGroup, gpus: int, resorts: LastResorts = RESORTS[0]) -> Iterator[Parallel]:
+    """Every cut of `gpus` ranks over dp, fsdp, tp and pp; tp stays within a host, unless it is a last resort."""
     if gpus > nodes.each and not CAPABILITIES["trainer"].over_hosts:
         return
-    for tp in _divisors(min(nodes.each, gpus)):
+    for tp in resorts.tensor_sizes(nodes, gpus):
         for pp in _divisors(gpus // tp) if gpus % tp == 0 else ():
             data = gpus // tp // pp
             for fsdp in _divisors(data):
                 mesh = Parallel(dp=data // fsdp, fsdp=fsdp, tp=tp, pp=pp)
                 if cut_lack("trainer", shape, mesh.axes) is None:
                     yield mesh
+
+
+def sharings(shape: Shape, mesh: Parallel, resorts: LastResorts = RESORTS[0]) -> Iterator[tuple[int, int]]:
+    """`ep` and `cp` of a trainer: experts over ranks of `fsdp` beyond those of `tp`, which has them anyway; sequences
+    over ranks of `fsdp`."""
+    experts = {max(1, share * mesh.tp) if share > 1 else 1 for share in _divisors(mesh.fsdp)} if shape.experts else {1}
+    for ep in sorted(each for each in experts if each == 1 or shape.experts % each == 0):
+        for cp in _divisors(mesh.fsdp) if resorts.cp else (1,):
+            yield ep, cp
 
 
 def micro_tokens(longest: int, most: int) -> list[int]:
@@ -294,7 +321,7 @@ CACHED = ("cuts", "trainers", "readers", "trainer_s", "reader_s", "bases", "dedi
 class LayoutCandidates:
     """Candidate layouts of each role for one workload, kept once they are made. `slots` is the most rows of a
     generator's replica, `models` are what there is beside the policy's own steps, `precision` is that of a
-    generator's weights."""
+    generator's weights, `resorts` are what layouts may have beside what all may."""
 
     work: Workload
     lag: int
@@ -302,6 +329,7 @@ class LayoutCandidates:
     pins: Pins = field(default_factory=Pins)
     models: Models = field(default_factory=Models)
     precision: Precision = "bf16"
+    resorts: LastResorts = RESORTS[0]
 
     def __post_init__(self) -> None:
         # A cache for each workload, which goes with it; a cache of the class would keep all of them.
@@ -322,13 +350,16 @@ class LayoutCandidates:
         """All trainers on `gpus` GPUs, whether they fit or not; with the mesh `pin`, if it is given."""
         # How weights are sharded changes what travels, not what is computed: one lower bound holds for all of these.
         meshes = defaultdict[tuple[int, ...], list[Parallel]](list)
-        for mesh in trainer_meshes(self.work.shape, nodes, gpus):
+        for mesh in trainer_meshes(self.work.shape, nodes, gpus, self.resorts):
             if pin is None or pin == mesh.axes:
-                meshes[mesh.data, mesh.tp, mesh.pp].append(mesh)
+                for ep, cp in sharings(self.work.shape, mesh, self.resorts):
+                    meshes[ep, cp, mesh.data, mesh.tp, mesh.pp].append(mesh)
         found = []
-        for alike in meshes.values():
+        for (ep, cp, *_), alike in meshes.items():
             for tokens in micro_tokens(self.work.context, self.work.micro_tokens):
-                first = Trainer(self.work.shape, nodes.gpu, alike[0], micro_tokens=tokens, zero3=False)
+                first = Trainer(
+                    self.work.shape, nodes.gpu, alike[0], micro_tokens=tokens, zero3=False, ep=ep, cp=cp
+                )  # fmt: skip
                 steps_s = sum(first.least(part, backward=True) for part in self._minibatches) * self.work.epochs
                 passed_s = first.least(self._whole, backward=False)
                 found.append(TrainerFamily(first, tuple(alike), passed_s * SAFE, steps_s * SAFE))
@@ -454,10 +485,10 @@ class LayoutCandidates:
         if not gpu.computes(self.precision):
             return []
         staged = STAGE in row.axes and STAGE in row.over_hosts
-        # Tensor parallelism within a host; stages only over whole hosts, where a host is not enough.
+        # Stages only over whole hosts, where a host is not enough.
         meshes = [
             mesh
-            for tp in _divisors(nodes.each)
+            for tp in self.resorts.tensor_sizes(nodes, nodes.gpus)
             for pp in (_divisors(len(nodes.hosts)) if staged and tp == nodes.each else (1,))
             if cut_lack("generator", shape, (mesh := Parallel(tp=tp, pp=pp)).axes) is None and pin in (None, mesh.axes)
         ]

@@ -21,12 +21,14 @@ class Confidence:
 
     calibrated: str = ""
 
+    @property
+    def digits(self) -> int:
+        """That seconds are worth."""
+        return 3 if self.calibrated else 2
+
     def about(self, seconds: float) -> float:
-        """With as many digits as it is worth: two, or of a calibrated model three."""
-        if not seconds:
-            return 0.0
-        digits = 3 if self.calibrated else 2
-        return round(seconds, digits - 1 - floor(log10(abs(seconds))))
+        """With as many digits as it is worth."""
+        return round(seconds, self.digits - 1 - floor(log10(abs(seconds)))) if seconds else 0.0
 
     def range_s(self, seconds: float) -> tuple[float, float]:
         """The least and the most seconds that are likely."""

@@ -14,7 +14,16 @@ from penstock.graph.protocols import num_ranks
 from penstock.runtime.cluster.capabilities import axis_lack
 from penstock.runtime.cluster.gpus import GPUS
 from penstock.runtime.cluster.placement import spelled
-from penstock.runtime.plan.candidates import FEWEST_SLOTS, SHARED, LayoutCandidates, NodeGroup, Pins, trainer_meshes
+from penstock.runtime.plan.candidates import (
+    FEWEST_SLOTS,
+    RESORTS,
+    SHARED,
+    LayoutCandidates,
+    NodeGroup,
+    Pins,
+    sharings,
+    trainer_meshes,
+)
 from penstock.runtime.plan.decode_cost import generator_memory
 from penstock.runtime.plan.model_shape import Parallel
 from penstock.runtime.plan.roles import AskedError, Models, PlanError, Roles
@@ -45,7 +54,7 @@ def check_pins(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence
         else:
             known = any(candidates.cuts(nodes, ranks, axes) for nodes in node_groups if ranks in nodes.sizes)
         if not known:
-            needed = "whole hosts, a divisor of one or any part of a single one, tp within a host, "
+            needed = "whole hosts, a divisor of one or any part of a single one, tp within a host or over whole ones, "
             needed += "and heads and layers that it divides"
             raise AskedError(f"{given} for {candidates.work.shape.name}, needed {needed}")
 
@@ -87,8 +96,8 @@ def refuse(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
 
 
 def enough(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[NodeGroup], deadline: float) -> str:
-    """For a request that has no plan, the smallest changes that give it one, as a sentence; "" where nothing that is
-    tried before the clock passes `deadline` is known to be enough."""
+    """For a request that has no plan, the smallest changes that give it one, as a sentence, and whether a feature that
+    runs lack would; "" where nothing that is tried before the clock passes `deadline` is known to be enough."""
     free, work = replace(candidates, pins=Pins()), candidates.work
     pinned = candidates.pins != Pins()
 
@@ -121,7 +130,11 @@ def enough(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
             changes.append(f"with --max-tokens {longest}")
             break
         longest //= 2
-    return f"All of it would fit {', or '.join(changes)}" if changes else ""
+    said = [f"All of it would fit {', or '.join(changes)}"] if changes else []
+    shared = replace(free, resorts=RESORTS[-1])
+    if not candidates.resorts.cp and time.monotonic() < deadline and fits(shared, node_groups):
+        said.append("It would fit with sequences that several ranks share (cp), which no run has [mesh-axis]")
+    return "\n".join(said)
 
 
 def _more_hosts(nodes: NodeGroup) -> Iterator[NodeGroup]:
@@ -134,9 +147,11 @@ def _trainers(candidates: LayoutCandidates, nodes: NodeGroup) -> Iterator[tuple[
     """The least memory of a trainer's rank with each mesh on all GPUs of a node group, or with the given one."""
     work, pin = candidates.work, candidates.pins.trainer
     for gpus in (nodes.gpus,) if pin is None else nodes.sizes:
-        for mesh in trainer_meshes(work.shape, nodes, gpus):
-            if pin in (None, mesh.axes):
-                trainer = Trainer(work.shape, nodes.gpu, mesh, micro_tokens=work.context, zero3=mesh.fsdp > 1)
+        for mesh in trainer_meshes(work.shape, nodes, gpus, candidates.resorts):
+            for ep, cp in sharings(work.shape, mesh, candidates.resorts) if pin in (None, mesh.axes) else ():
+                trainer = Trainer(
+                    work.shape, nodes.gpu, mesh, micro_tokens=work.context, zero3=mesh.fsdp > 1, ep=ep, cp=cp
+                )
                 yield trainer_memory(trainer, candidates.models.copies), mesh
 
 

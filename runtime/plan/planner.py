@@ -11,11 +11,11 @@ from typing import Any, get_args
 from penstock.graph.errors import Fault
 from penstock.graph.ir import Graph
 from penstock.graph.protocols import Axes
-from penstock.runtime.cluster.capabilities import model_lack, precision_lack
+from penstock.runtime.cluster.capabilities import axis_lack, model_lack, precision_lack
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.gpus import Precision
 from penstock.runtime.cluster.placement import html_table, spelled
-from penstock.runtime.plan.candidates import LayoutCandidates, NodeGroup, Pins, Training, node_groups
+from penstock.runtime.plan.candidates import RESORTS, LayoutCandidates, NodeGroup, Pins, Training, node_groups
 from penstock.runtime.plan.confidence import NOT_CALIBRATED, Confidence
 from penstock.runtime.plan.infeasible import check_pins, enough, refuse
 from penstock.runtime.plan.model_shape import AXES
@@ -51,6 +51,8 @@ class PoolPlan:
     slots: int | None = None
     micro_tokens: int | None = None
     zero3: bool | None = None
+    ep: int | None = None
+    cp: int | None = None
     shares: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -123,12 +125,20 @@ class Planned:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        return (*assumptions(self.roles, self.work), *map(_what_if, self.lacks))
+        over = "nothing fits with tensor parallelism within hosts: a run needs --tp-over-hosts"
+        said = [*assumptions(self.roles, self.work), *([over] if self.best.tp_over_hosts else [])]
+        return (*said, *map(_what_if, self.lacks))
 
     @property
     def lacks(self) -> tuple[Fault, ...]:
         """What a run cannot have of this plan, which then is a what-if."""
-        found = (model_lack(self.work.shape), precision_lack("generator", self.best.generating.generator.precision))
+        trainers = (self.best.training.trainer, *(reading.trainer for reading in self.best.readings))
+        shared = max(trainer.cp for trainer in trainers)
+        found = (
+            model_lack(self.work.shape),
+            precision_lack("generator", self.best.generating.generator.precision),
+            axis_lack("trainer", (("cp", shared),)),
+        )
         return tuple(lack for lack in found if lack is not None)
 
     def to_json(self) -> dict[str, Any]:
@@ -189,26 +199,42 @@ def plan(
         able = " or ".join(p for p in get_args(Precision) if any(nodes.gpu.computes(p) for nodes in found))
         given = f"given GPUs of kind {kinds}, which do not compute in it"
         raise AskedError(f"--generator-precision {generator_precision}: {given}, needed {able}")
-    candidates = LayoutCandidates(work, roles.lag, slots, _pins(roles, meshes or {}), roles.models, generator_precision)
-    check_pins(roles, candidates, found)
-    others = []
-    for number, (name, split) in enumerate(_by_hand(found), 1):
-        deadline = began + time_limit * HEURISTIC_SHARE * number
-        outcome = Search(roles, candidates, found, split).run(deadline, second=False)
-        why = "" if outcome.best else "out of time" if outcome.floor < inf else "does not fit"
-        others.append(Alternative(name, outcome.best, outcome.proved, why))
-    # What was found by hand bounds the search from the start.
-    known = tuple(other.found for other in others if other.found)
-    outcome = Search(roles, candidates, found, known=known).run(began + time_limit)
-    # An empty search has proved that nothing fits; one that ran out of time has not.
-    if outcome.best is None and outcome.floor == inf:
-        more = enough(roles, candidates, found, time.monotonic() + ENOUGH_S)
-        raise PlanError("\n".join(filter(None, (str(refuse(roles, candidates, found)), more))))
+    pins = _pins(roles, meshes or {})
+    every = [
+        LayoutCandidates(work, roles.lag, slots, pins, roles.models, generator_precision, resorts)
+        for resorts in RESORTS
+        # Of a model that runs can have, a plan is one that they can have, too.
+        if not resorts.cp or model_lack(work.shape)
+    ]
+    check_pins(roles, every[1], found)
+    for candidates in every:
+        others, outcome = _searched(roles, candidates, found, began, time_limit)
+        # An empty search has proved that nothing fits; one that ran out of time has not.
+        if outcome.best is not None or outcome.floor < inf:
+            break
+    else:
+        more = enough(roles, every[-1], found, time.monotonic() + ENOUGH_S)
+        raise PlanError("\n".join(filter(None, (str(refuse(roles, every[-1], found)), more))))
     if outcome.best is None:
         raise PlanError(f"time limit: given {time_limit:g} s, which found no plan; needed more")
     second = Alternative("runner-up", outcome.runner_up, outcome.proved, "no other split fits")
     total, taken = sum(nodes.gpus for nodes in found), time.monotonic() - began
     return Planned(roles, work, roles.lag, total, outcome.best, outcome, (second, *others), taken, confidence)
+
+
+def _searched(
+    roles: Roles, candidates: LayoutCandidates, found: Sequence[NodeGroup], began: float, time_limit: float
+) -> tuple[list[Alternative], Outcome]:
+    """The best of each split that people set by hand, and the best of all."""
+    others = []
+    for number, (name, split) in enumerate(_by_hand(found), 1):
+        deadline = began + time_limit * HEURISTIC_SHARE * number
+        outcome = Search(roles, candidates, tuple(found), split).run(deadline, second=False)
+        why = "" if outcome.best else "out of time" if outcome.floor < inf else "does not fit"
+        others.append(Alternative(name, outcome.best, outcome.proved, why))
+    # What was found by hand bounds the search from the start.
+    known = tuple(other.found for other in others if other.found)
+    return others, Search(roles, candidates, tuple(found), known=known).run(began + time_limit)
 
 
 def _what_if(lack: Fault) -> str:
@@ -222,6 +248,7 @@ def _learning(roles: Roles, pool: str, group: Allocation, training: Training, ho
         pool, roles.nodes_of(pool), group.gpus, group.nodes.kind, hosts, 1, trainer.mesh.axes, trainer.precision,
         training.memory if pool == first else beside_memory(trainer, roles.models_of((pool,))),
         group.nodes.gpu.memory_bytes, micro_tokens=trainer.micro_tokens, zero3=trainer.zero3,
+        ep=trainer.ep if trainer.ep > 1 else None, cp=trainer.cp if trainer.cp > 1 else None,
         shares=None if pool == first else f"its GPUs are those of {first}",
     )  # fmt: skip
 

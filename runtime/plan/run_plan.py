@@ -204,7 +204,7 @@ def run_plan(
         raise PlanError("\n".join(map(str, found.lacks)))
     best, generator = found.best, found.best.generating.generator
     layouts = pool_layouts(found.roles, best, cluster)
-    plan = place_as(graphs, cluster, layouts, slots=generator.slots, tp_over_hosts=False)
+    plan = place_as(graphs, cluster, layouts, slots=generator.slots, tp_over_hosts=best.tp_over_hosts)
     options: dict[str, Any] = {
         "batch": found.work.prompts,
         "max_tokens": max_tokens,
@@ -215,6 +215,7 @@ def run_plan(
         "slots": generator.slots,
         "offload": "on" if best.offloads else "off",
         **({"model": model} if model else {}),
+        **({"tp_over_hosts": True} if best.tp_over_hosts else {}),
     }
     lag = SHARED_LAG if best.split.shared and found.lag > SHARED_LAG else None
     return RunPlan(

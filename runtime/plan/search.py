@@ -150,6 +150,14 @@ class Solution:
     def bound(self) -> str:
         return self.bounds[0].cause
 
+    @property
+    def tp_over_hosts(self) -> bool:
+        """Whether tensor parallelism of any pool crosses hosts."""
+        trains = zip(self.split.dedicated, self.readings, strict=True)
+        cuts = [(self.split.trainer, self.training.trainer.mesh), (self.split.decodes, self.generating.generator.mesh)]
+        cuts += [(own, reading.trainer.mesh) for own, reading in trains]
+        return any(mesh.tp > own.nodes.each for own, mesh in cuts)
+
 
 @dataclass(frozen=True)
 class Outcome:

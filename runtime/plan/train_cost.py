@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.runtime.cluster.gpus import BYTES, Gpu, Precision
-from penstock.runtime.plan.collectives import Cost, added, gather_s, reduce_s, send_s
+from penstock.runtime.plan.collectives import Cost, added, exchange_s, gather_s, reduce_s, send_s
 from penstock.runtime.plan.model_shape import Parallel, Shape, Stage, stages_of
 from penstock.runtime.plan.roles import Models
 from penstock.runtime.plan.workload import IntArray
@@ -107,6 +107,9 @@ class Trainer:
 
     `frozen`: no gradients of the weights, which a pass alone does not need. `zero3`: weights are gathered for each
     micro-batch and their gradients reduced (FSDP); else once a step (ZeRO-1, Megatron's distributed optimizer).
+
+    `ep`: over how many neighbours of a stage the experts of a layer are dealt out, so that tokens travel to them;
+    `cp`: over how many ranks of `fsdp` each sequence is cut (ring attention, Liu et al., 2023). No run has either.
     """
 
     shape: Shape
@@ -117,6 +120,8 @@ class Trainer:
     recompute: float = 1.0
     frozen: bool = False
     zero3: bool = True
+    ep: int = 1
+    cp: int = 1
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -135,12 +140,16 @@ class Trainer:
     @cached_property
     def local(self) -> float:
         """Parameters of a rank of the fullest stage, whose weights are gathered."""
-        return max(stage.parameters for stage in self.stages) / self.mesh.tp
+        return max(map(self.held, self.stages))
+
+    def held(self, stage: Stage) -> float:
+        """Parameters of a rank of a stage whose weights are gathered: `tp` cuts all, or experts lie over `ep`."""
+        return stage.dense / self.mesh.tp + stage.experts / max(self.mesh.tp, self.ep)
 
     @cached_property
     def shard(self) -> float:
         """Parameters whose moments a rank keeps."""
-        return self.local / self.mesh.fsdp
+        return max(stage.parameters for stage in self.stages) / self.mesh.tp / self.mesh.fsdp
 
     @property
     def layers(self) -> int:
@@ -187,19 +196,30 @@ class Trainer:
 
     def _shared_out(self, part: PackedBatch) -> tuple[int, float, float]:
         """Micro-batches of a data-parallel rank, and the tokens and squared lengths of each on average."""
-        # A sequence is not cut between ranks, so that no rank has less than the longest one.
-        per_rank = max(part.tokens / self.mesh.data, part.longest)
-        micro = max(1, ceil(per_rank / max(self.micro_tokens, part.longest) - 1e-9))
-        share = per_rank / part.tokens
-        return micro, per_rank / micro, part.squares * share / micro
+        # No sequence is cut between those that do not share it, so that none of them has less than the longest one.
+        together = max(part.tokens / (self.mesh.data // self.cp), part.longest)
+        micro = max(1, ceil(together / max(self.micro_tokens, part.longest) - 1e-9))
+        share = together / part.tokens
+        return micro, together / micro / self.cp, part.squares * share / micro / self.cp
 
     def _micro_batch(self, tokens: float, squares: float, *, backward: bool) -> Cost:
         """Seconds of one micro-batch on one stage, forward and, if asked for, backward and recomputed, but for weights
         that travel beside it."""
-        mesh = self.mesh
-        hop = send_s(self.gpu, tokens * self.shape.hidden * 2, mesh.stage) if mesh.pp > 1 else 0.0
+        shape, mesh, gpu = self.shape, self.mesh, self.gpu
+        computing = self._computing(tokens, squares, backward)
+        hop = send_s(gpu, tokens * shape.hidden * 2, mesh.stage) if mesh.pp > 1 else 0.0
         travels = {"tp": self._tensor_s(tokens, backward), "pp": hop * (1 + backward)}
-        return Cost(self._computing(tokens, squares, backward) | travels)
+        times = 2 + (2 + 2 * self.recompute if backward else 0)
+        if self.ep > 1:
+            # Tokens go to their experts and back, in each layer that has experts.
+            sent = tokens / mesh.tp * shape.active * shape.hidden * 2
+            travels["ep"] = times * self.slowest.moe_layers * exchange_s(gpu, sent, self.ep)
+        if self.cp > 1:
+            # Keys and values go around the ring, beside attention.
+            keys = tokens * self.cp * shape.cache_width * 2 / min(mesh.tp, shape.kv_heads)
+            ring = times / 2 * self.layers * gather_s(gpu, keys, self.cp, mesh.tp)
+            travels["cp"] = max(0.0, ring - computing["attention"])
+        return Cost(computing | travels)
 
     def _computing(self, tokens: float, squares: float, backward: bool) -> dict[str, float]:
         """Kernels of one micro-batch on the slowest stage. Products are bound by their FLOPs or by reading weights."""
@@ -306,12 +326,11 @@ def trainer_memory(trainer: Trainer, copies: int = 0) -> Memory:
 def _stage_memory(trainer: Trainer, copies: int, stage: Stage, in_flight: int) -> Memory:
     """Of a rank of one stage, with activations of so many micro-batches."""
     shape, mesh = trainer.shape, trainer.mesh
-    local = stage.parameters / mesh.tp
-    shard = local / mesh.fsdp
+    local, shard = trainer.held(stage), stage.parameters / mesh.tp / mesh.fsdp
     # ZeRO-1 shards the optimizer's state alone: weights and gradients stay whole.
     kept = shard if trainer.zero3 else local
     own = 0.0 if trainer.frozen else 1.0
-    tokens = trainer.micro_tokens / mesh.tp
+    tokens = trainer.micro_tokens / mesh.tp / trainer.cp
     # A pass that no backward one follows keeps no inputs of layers.
     per_token = (34.0 * (1 - trainer.recompute) + 2.0 * own * trainer.recompute) * shape.hidden
     parts = {
@@ -322,7 +341,7 @@ def _stage_memory(trainer: Trainer, copies: int, stage: Stage, in_flight: int) -
         # A layer that is being repeated has all of its own.
         "activations": tokens * (per_token * stage.layers * in_flight + 34.0 * shape.hidden),
         # In bfloat16 and float32: 6 bytes. A rank has those of its own words.
-        "logits": min(trainer.micro_tokens, LOGIT_CHUNK) * shape.vocab / mesh.tp * 6.0 * stage.head,
+        "logits": min(trainer.micro_tokens / trainer.cp, LOGIT_CHUNK) * shape.vocab / mesh.tp * 6.0 * stage.head,
         # Two layers of bfloat16 weights: one that computes, and the next one, which is being gathered.
         "unsharded blocks": 2 * 2 * local / stage.layers if trainer.zero3 and mesh.fsdp > 1 else 0.0,
         "reserved": RESERVED,

@@ -2,6 +2,7 @@
 and the traffic of a sync."""
 
 import json
+import random
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -14,9 +15,9 @@ from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.tensor_parallel import stages_of as trainer_stages
 from penstock.nodes.model.tensor_parallel import tensor_parallel
 from penstock.runtime.cluster.gpus import GPUS
-from penstock.runtime.plan.collectives import Cost, bandwidth, gather_s, reduce_s
+from penstock.runtime.plan.collectives import Cost, bandwidth, exchange_s, gather_s, reduce_s
 from penstock.runtime.plan.decode_cost import Generator, generator_memory
-from penstock.runtime.plan.model_shape import SHAPES, Parallel, ShapeError, read_shape, shape_of, stages_of
+from penstock.runtime.plan.model_shape import SHAPES, Parallel, Shape, ShapeError, read_shape, shape_of, stages_of
 from penstock.runtime.plan.roles import Models
 from penstock.runtime.plan.sync_cost import layout, stages, switch_cost, sync_cost, tensors, traffic
 from penstock.runtime.plan.train_cost import RESERVED, Trainer, beside_memory, trainer_memory
@@ -79,6 +80,48 @@ def test_stages_hold_whole_layers_cut_as_the_trainer_cuts_them() -> None:
     assert trainer_memory(deep).parts["moments"] > 1.25 * 12 * deep.shape.parameters / 40
 
 
+def test_a_stage_holds_what_the_trainer_gives_it_on_models_and_stages_that_are_drawn() -> None:
+    """The cut has one place (`graph.protocols.stage_of_layer`); the numbers of its parameters have two."""
+    draw = random.Random(8)
+    for _ in range(60):
+        layers, kv_heads, tied = draw.randint(1, 24), draw.choice((1, 2, 4)), draw.random() < 0.3
+        heads, head_dim, inner, vocab = kv_heads * draw.choice((1, 2)), 8, draw.randint(1, 9), draw.randint(2, 9)
+        hidden, count = heads * head_dim, draw.randint(1, layers)
+        config = ModelConfig(vocab, hidden, inner, layers, heads, kv_heads, head_dim, tie_word_embeddings=tied)
+        held = parameter_shapes(config)
+        cut = trainer_stages(config, held, count)
+        own = [sum(prod(held[name]) for name, places in cut.items() if place in places) for place in range(count)]
+        shape = Shape("drawn", vocab, hidden, layers, heads, kv_heads, head_dim, inner, tied)
+        assert [stage.parameters for stage in stages_of(shape, count)] == own
+
+
+def test_experts_over_ranks_save_gathers_and_memory_and_cost_exchanges() -> None:
+    alone = replace(TRAINER, shape=SHAPES["qwen3-30b-a3b"], micro_tokens=4096)
+    spread = replace(alone, ep=8)
+    assert spread.shard == alone.shard == alone.shape.parameters / 8
+    dense, experts = alone.shape.dense_parameters, alone.shape.expert_parameters
+    assert (alone.local, spread.local) == pytest.approx((dense + experts, dense + experts / 8))
+    assert spread.update(BATCH).parts["ep"] > 0
+    assert "ep" not in alone.update(BATCH).parts
+    assert spread.update(BATCH).parts["products"] == alone.update(BATCH).parts["products"]
+    before, after = (trainer_memory(each).parts for each in (alone, spread))
+    assert after["unsharded blocks"] < before["unsharded blocks"] / 4
+    assert {**after, "unsharded blocks": 0} == {**before, "unsharded blocks": 0}
+
+
+def test_ranks_that_share_sequences_share_their_activations_and_their_work() -> None:
+    shared = replace(TRAINER, cp=2)
+    assert shared.update(BATCH).parts["products"] == pytest.approx(TRAINER.update(BATCH).parts["products"])
+    # A single sequence is the work of one rank, or of two.
+    one = np.array([8192])
+    for part in ("products", "attention"):
+        assert shared.update(one).parts[part] == pytest.approx(TRAINER.update(one).parts[part] / 2)
+    assert shared.update(one).parts["cp"] == 0  # beside attention
+    assert replace(shared, mesh=Parallel(fsdp=16), cp=16).update(np.full(64, 512)).parts["cp"] > 0
+    halved = trainer_memory(shared).parts["activations"]
+    assert halved == pytest.approx(trainer_memory(TRAINER).parts["activations"] / 2)
+
+
 def test_gathers_of_weights_hide_behind_computation_until_it_is_too_short() -> None:
     wide = replace(ALONE, mesh=Parallel(fsdp=64))
     assert wide.update(np.full(64, 8192)).parts["fsdp"] == 0
@@ -89,6 +132,8 @@ def test_collectives_by_hand() -> None:
     assert gather_s(H100, 8e9, 1) == reduce_s(H100, 8e9, 1) == 0
     assert gather_s(H100, 8e9, 8) == pytest.approx(7 / 8 * 8e9 / 360e9 + 1e-5)
     assert reduce_s(H100, 8e9, 8) == pytest.approx(2 * gather_s(H100, 8e9, 8))
+    assert exchange_s(H100, 1e9, 1) == 0
+    assert exchange_s(H100, 1e9, 16) == pytest.approx(0.5e9 / H100.nic + H100.latency_s + H100.network_s)
     assert bandwidth(H100, 16) == pytest.approx(8 * 40e9)  # eight NICs of a machine, side by side
     assert bandwidth(H100, 16, stride=8) == pytest.approx(40e9)  # one GPU of each machine has its own NIC
     # Few bytes go through a tree: up and down in a host, and between 32 of them.

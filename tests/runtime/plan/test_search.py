@@ -17,9 +17,9 @@ from penstock.graph import load, trace
 from penstock.graph.analysis import period_bound
 from penstock.graph.ir import Graph
 from penstock.graph.protocols import Axes
-from penstock.runtime.cluster.cluster import Cluster, Host, read_cluster
+from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, read_cluster
 from penstock.runtime.cluster.gpus import GPUS
-from penstock.runtime.cluster.placement import read_meshes
+from penstock.runtime.cluster.placement import place_as, read_meshes
 from penstock.runtime.plan import search
 from penstock.runtime.plan.candidates import (
     DEDICATED,
@@ -35,9 +35,10 @@ from penstock.runtime.plan.candidates import (
     trainer_meshes,
 )
 from penstock.runtime.plan.collectives import Cost
-from penstock.runtime.plan.model_shape import SHAPES, Parallel
+from penstock.runtime.plan.model_shape import SHAPES, Parallel, Shape
 from penstock.runtime.plan.planner import Planned, plan
 from penstock.runtime.plan.roles import AskedError, Models, PlanError, Roles, roles_of
+from penstock.runtime.plan.run_plan import pool_layouts, run_plan
 from penstock.runtime.plan.search import (
     Allocation,
     GpuSplit,
@@ -417,9 +418,55 @@ def test_a_model_that_fits_nowhere_is_refused_with_numbers_and_a_change() -> Non
     trainer, generator = str(error.value).splitlines()[1:3]
     assert "trainer (tp 8): given 85.5 GB of memory on each GPU, needed" in trainer
     assert re.search(r"It would fit on \d+ hosts of 8 H100", trainer)
-    # A generator's replica has one host.
     assert "generator (tp 8): given 85.5 GB" in generator
-    assert "It would fit on 1 hosts of 8 H200" in generator
+    assert "It would fit on 2 hosts of 8 H100" in generator
+
+
+def test_only_what_fits_nowhere_else_has_tensor_parallelism_over_hosts() -> None:
+    """And a run of it takes the flag, since the placement refuses it without."""
+    narrow, wide = (read_cluster(word) for word in ("24x1xH100", "3x8xH100"))
+    graph, work = _graph("aipo"), _work("llama-70b")
+    found, other = plan(graph, narrow, work), plan(graph, wide, work)
+    assert found.best.tp_over_hosts
+    assert found.best.generating.generator.mesh.tp > 1
+    assert not other.best.tp_over_hosts
+    assert found.lacks == other.lacks == ()
+    made = run_plan(
+        found, [graph], narrow, program="penstock.programs.aipo:aipo", source="", named=False, max_tokens=1024, words={}
+    )
+    assert made.options["tp_over_hosts"] is True
+    with pytest.raises(ClusterError, match="--tp-over-hosts"):
+        place_as([graph], narrow, pool_layouts(found.roles, found.best, narrow), slots=8, tp_over_hosts=False)
+
+
+def test_sequences_that_fit_no_rank_are_shared_only_where_that_is_a_what_if_anyway() -> None:
+    # One key-value head, so that tensor parallelism cannot cut the activations.
+    dense = Shape("one head", 1000, 2048, 24, 8, 1, 256, 4096)
+    mixture = replace(dense, experts=4, active=2, expert_inner=1024)
+
+    def made(shape: Shape, longest: int) -> Planned:
+        work = Workload(shape, 4, 8, Lognormal(longest / 4, 0.7, longest))
+        return plan(_graph("aipo"), read_cluster("1x4xH200"), work)
+
+    short, long = made(mixture, 4096), made(mixture, 1_000_000)
+    assert (short.best.training.trainer.cp, [lack.code for lack in short.lacks]) == (1, ["model-kind"])
+    assert long.best.training.trainer.cp > 1
+    assert [lack.code for lack in long.lacks] == ["model-kind", "mesh-axis"]
+    assert next(pool for pool in long.to_json()["pools"] if pool["name"] == "trainer")["cp"] > 1
+    with pytest.raises(PlanError, match=r"\[mesh-axis\]"):
+        made(dense, 1_000_000)
+
+
+def test_experts_are_dealt_out_where_that_is_faster() -> None:
+    (nodes,) = node_groups(read_cluster("4x8xH100"))
+    candidates = LayoutCandidates(_work("qwen3-30b-a3b"), 1)
+    found = list(candidates.trainers(nodes, 32, Models(0)))
+    assert {each.trainer.ep for each in found} >= {1, 2, 8, 32}
+    assert found[0].trainer.ep > 1
+    for each in found:
+        trainer = each.trainer
+        assert trainer.shape.experts % trainer.ep == 0
+        assert (trainer.mesh.fsdp * trainer.mesh.tp) % trainer.ep == 0
 
 
 def _fitted(cluster: str, model: str, longest: int = 4096, meshes: dict[str, Axes] | None = None) -> Planned:
@@ -430,7 +477,7 @@ def _fitted(cluster: str, model: str, longest: int = 4096, meshes: dict[str, Axe
 def _refused(cluster: str, model: str, longest: int = 4096, meshes: dict[str, Axes] | None = None) -> str:
     with pytest.raises(PlanError, match=f"{model} does not fit") as error:
         _fitted(cluster, model, longest, meshes)
-    return str(error.value).splitlines()[-1]
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -439,7 +486,7 @@ def _refused(cluster: str, model: str, longest: int = 4096, meshes: dict[str, Ax
 def test_so_many_hosts_or_so_short_responses_are_enough_and_one_less_host_is_not(
     cluster: str, model: str, longest: int
 ) -> None:
-    said = _refused(cluster, model, longest)
+    said = next(line for line in _refused(cluster, model, longest).splitlines() if line.startswith("All of it"))
     found = re.match(r"All of it would fit on (\d+) hosts of (\d) (\w+), ", said)
     assert found is not None
     hosts, each, kind = found.groups()
@@ -452,7 +499,7 @@ def test_so_many_hosts_or_so_short_responses_are_enough_and_one_less_host_is_not
 
 def test_a_mesh_that_is_given_is_what_has_to_go_where_others_fit() -> None:
     said = _refused("1x8xH100", "llama-8b", meshes={"trainer": (("dp", 8),)})
-    assert said == "All of it would fit without --mesh"
+    assert said.splitlines()[-1] == "All of it would fit without --mesh"
     assert _fitted("1x8xH100", "llama-8b").best.period_s > 0
 
 
