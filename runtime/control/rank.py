@@ -30,7 +30,7 @@ from penstock.runtime.control.sockets import SILENCE
 from penstock.runtime.control.value_server import ExchangeClient, ExchangeServer
 from penstock.runtime.control.weight_channels import Ground, WeightChannels, drained
 from penstock.runtime.tensor.object_store import ObjectReader, ObjectStore
-from penstock.runtime.tensor.process_group import Pace, open_world, use_nccl_interface
+from penstock.runtime.tensor.process_group import Pace, open_world, prepare_nccl
 from penstock.runtime.tensor.shm import SHM, owner_of
 
 # Seconds for the controller to answer what it knows. It may be stopped, which is no rank's fault; one that is gone is
@@ -128,7 +128,7 @@ class RankRuntime:
         several = len({host for one in config.plan.replicas for host in one.hosts}) > 1
         if place.device != "cpu":
             # The first group of a process decides for all: weights may go to other hosts.
-            use_nccl_interface(join.address if several else LOOPBACK)
+            prepare_nccl(join.address if several else LOOPBACK)
         if num_ranks > 1:
             names = [config.plan.spelled(replica, number) for number in range(num_ranks)]
             open_world(

@@ -143,7 +143,7 @@ def nccl_version() -> int:
     """As one number; 0 if torch is built without NCCL."""
     if not is_nccl_available():
         return 0
-    major, minor, patch = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
     return int(major * 1_000_000 + minor * 1000 + patch)
 
 

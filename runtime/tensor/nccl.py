@@ -10,9 +10,12 @@ little; a call costs a launch on each rank.
 Every wait has a deadline, also those for NCCL itself, which stops the calling thread while pairs of ranks first
 connect: it is called in a thread of its own. A rank that gives a link up says so in the link's store, where those that
 wait for it look twice a second; after that, or past a deadline, the communicator is aborted.
+
+A call that waits for its peer holds a part of the GPU, and the ranks of a trainer may begin the calls of several links,
+and of their own collectives, in different orders. Nothing that computes waits for a link, so all of them end if they fit
+on the GPU at once: the calls of a link take few of its processors, and are not queued behind others.
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,7 +39,10 @@ Verb = Literal["send", "receive"]
 _ROUND = 256 << 20  # bytes: about what a rank stages of one round, whatever the number of its peers
 _FULL = 64 << 20  # bytes: beyond it a bucket is no faster
 _LEAST = 4 << 20
-_POLL_S, _LOOK_S = 1e-4, 0.5
+_POLL_S, _LOOK_S, _ABORT_S = 1e-4, 0.5, 5.0
+# Processors of a GPU that the calls of a link take, of a hundred or more. At NCCL's usual rates (not measured here) they
+# send more than a network card takes.
+_PROCESSORS = 8
 _GONE = "given up by"
 
 
@@ -95,7 +101,12 @@ class NcclCarrier:
             self._closed = True
             with suppress(RuntimeError):  # the store may be gone with the run
                 self._store.set(f"{_GONE} {self._connection.rank}", "1")
-            self._group.abort()
+            self.abort()
+
+    def abort(self) -> None:
+        """End what is on its way. NCCL may not return from that, either."""
+        with suppress(RuntimeError):
+            in_time(_ABORT_S, self._group.abort)
 
     def gone(self, peers: Iterable[int]) -> str:
         """The first of these peers that has given the link up; "" if none has."""
@@ -150,7 +161,7 @@ class _GroupCall:
             with self._carrier._connection.naming(self._peers, self._what):
                 yield self._carrier._connection.timeout
         except TransportError:
-            self._carrier._group.abort()
+            self._carrier.abort()
             raise
 
 
@@ -188,29 +199,17 @@ class NcclGroup:
         self._backend.abort()
 
 
-_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-# Held while torch reads it: the environment is the process's.
-_MAKING = threading.Lock()
-
-
 def _opened(rendezvous: Store, rank: int, size: int, device: torch.device) -> tuple[Any, Any]:
-    """A process group of torch's without the global world, bound to `device`, and its backend."""
+    """A process group of torch's without the global world, bound to `device`, and its backend. `prepare_nccl` has been
+    called."""
     from torch.distributed import ProcessGroupNCCL  # absent from CPU builds
 
     options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
     # Deadlines are kept here: torch's watchdog would end the process at them.
     options._timeout = timedelta(days=1)
+    options.config.max_ctas = _PROCESSORS
     with on_device(device):
-        with _MAKING:
-            before = os.environ.get(_HANDLING)
-            os.environ[_HANDLING] = "0"  # a peer that is gone breaks its link, not this process
-            try:
-                backend: Any = ProcessGroupNCCL(rendezvous, rank, size, options)
-            finally:
-                if before is None:
-                    del os.environ[_HANDLING]
-                else:
-                    os.environ[_HANDLING] = before
+        backend: Any = ProcessGroupNCCL(rendezvous, rank, size, options)
         group: Any = dist.ProcessGroup(rendezvous, rank, size)
         group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)

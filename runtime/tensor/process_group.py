@@ -257,10 +257,15 @@ def interface_of(address: str) -> str:
     return found[wanted]
 
 
-def use_nccl_interface(address: str) -> None:
-    """Have NCCL meet at the interface of an address. It asks once for each process: before its first group."""
+def prepare_nccl(address: str) -> None:
+    """Have NCCL meet at the interface of an address, and leave its errors to us. To be called before a process makes its
+    first group: NCCL and torch ask the environment.
+    """
     # Without "=" each interface whose name begins so would do.
     os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(address)}"
+    # Else torch ends a process whose peer is gone, which would then be named in the peer's place: deadlines are kept
+    # by links and by the controller.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
 
 
 def open_world(
@@ -276,7 +281,7 @@ def open_world(
     """Make the default group of the ranks with these `names`, which meet at `store`; blocks until all have. It must be
     kept. The others reach this one at `address`.
 
-    NCCL carries what lies on GPUs (see `use_nccl_interface`), gloo the rest. Raises TransportError for ranks that have
+    NCCL carries what lies on GPUs (see `prepare_nccl`), gloo the rest. Raises TransportError for ranks that have
     not come within `timeout` seconds, which bound each collective, too, and for ranks that have, and do not reach each
     other within `connecting` seconds.
     """

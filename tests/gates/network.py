@@ -21,7 +21,7 @@ looks=1; [ $status -le 128 ] || looks=100
 while [ $looks -gt 0 ]; do
     left=; looks=$((looks - 1))
     for process in /proc/[0-9]*; do
-        words=$(tr '\0' ' ' < "$process/cmdline" 2>/dev/null)  # of one that has ended, nothing
+        words=$(tr '\0' ' ' 2>/dev/null < "$process/cmdline")  # of one that has ended, nothing
         [ "$process" = /proc/$$ ] || [ -z "$words" ] || left="$left left: $words"
     done
     for segment in /dev/shm/*; do [ ! -e "$segment" ] || left="$left left: $segment"; done

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from penstock.graph.protocols import Axes
+from penstock.runtime.tensor import nccl
 from penstock.runtime.tensor.buffers import Shard, Shards
 from penstock.runtime.tensor.codec import DTYPES
 from penstock.runtime.tensor.digest import ChecksumError
@@ -229,6 +230,19 @@ def test_a_call_into_nccl_that_does_not_return_has_a_deadline_too(monkeypatch: A
     over.set()
     assert isinstance(sent, TransportError)
     assert "timed out after 0.5 s" in str(sent)
+
+
+def test_an_abort_that_does_not_return_holds_up_no_error(monkeypatch: Any) -> None:
+    sender, receiver = pair(monkeypatch)
+    plan, parts = weights(1.0)
+    hurry(sender, 0.5)
+    over = threading.Event()
+    monkeypatch.setattr(nccl, "_ABORT_S", 0.1)
+    monkeypatch.setattr(UnbufferedGroup, "abort", lambda self: over.wait())
+    monkeypatch.setattr("tests.runtime.tensor.unbuffered_links._Met.is_completed", lambda call: False)
+    sent, _ = together(lambda: sender.send(0, plan.sends(0), parts), lambda: comes(receiver))
+    assert "to destination rank 0 failed after" in str(sent)
+    over.set()
 
 
 def test_another_version_than_is_awaited_is_refused_before_any_bucket_is_begun(monkeypatch: Any) -> None:
