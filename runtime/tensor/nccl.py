@@ -12,8 +12,8 @@ connect: it is called in a thread of its own. A rank that gives a link up says s
 wait for it look twice a second; after that, or past a deadline, the communicator is aborted.
 
 A call that waits for its peer holds a part of the GPU, and the ranks of a trainer may begin the calls of several links,
-and of their own collectives, in different orders. Nothing that computes waits for a link, so all of them end if they fit
-on the GPU at once: the calls of a link take few of its processors, and are not queued behind others.
+and of their own collectives, in different orders. Nothing that computes waits for a link, so all of them end if they
+fit on the GPU at once: the calls of a link take few of its processors, and are not queued behind others.
 """
 
 import threading
@@ -40,8 +40,8 @@ _ROUND = 256 << 20  # bytes: about what a rank stages of one round, whatever the
 _FULL = 64 << 20  # bytes: beyond it a bucket is no faster
 _LEAST = 4 << 20
 _POLL_S, _LOOK_S, _ABORT_S = 1e-4, 0.5, 5.0
-# Processors of a GPU that the calls of a link take, of a hundred or more. At NCCL's usual rates (not measured here) they
-# send more than a network card takes.
+# Processors of a GPU that the calls of a link take, of a hundred or more. At NCCL's usual rates (not measured here)
+# they send more than a network card takes.
 _PROCESSORS = 8
 _GONE = "given up by"
 

@@ -258,8 +258,8 @@ def interface_of(address: str) -> str:
 
 
 def prepare_nccl(address: str) -> None:
-    """Have NCCL meet at the interface of an address, and leave its errors to us. To be called before a process makes its
-    first group: NCCL and torch ask the environment.
+    """Have NCCL meet at the interface of an address, and leave its errors to us. To be called before a process makes
+    its first group: NCCL and torch ask the environment.
     """
     # Without "=" each interface whose name begins so would do.
     os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(address)}"
