@@ -1,21 +1,25 @@
 """A trainer over ranks of one card, which say that they are on hosts of their own: the phase `mesh` of `gpu.py`.
 
-    python gpu_mesh.py RANK COUNT MESH FOLDER DEVICE      # MESH as pp=2,tp=1
+    python gpu_mesh.py RANK COUNT MESH FOLDER DEVICE [beside]     # MESH as pp=2,tp=1
 
 Each rank makes two updates of a small model by NCCL (gloo on a CPU), in micro-batches enough that stages are ahead of
 each other; a schedule that needs buffers would not end. The first one prints, as JSON, the loss and the gradient's norm
-of each update, of the mesh and of one rank alone, and the seconds of the second update.
+of each update, of the mesh and of one rank alone, and the seconds of the second update. `beside`: meanwhile the first
+one sends weights to the second one over a link of their own, so that two communicators are at work on each rank, in any
+order; the `versions` that went over are printed, too.
 """
 
 import json
 import os
 import sys
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from penstock.graph.protocols import Axes
 from penstock.graph.types import Advantages, Context, Rollouts
@@ -23,6 +27,13 @@ from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.model import Llama, ModelConfig
 from penstock.nodes.policy import LanguagePolicy
 from penstock.nodes.tokenizer import byte_tokenizer
+from penstock.runtime.cluster.endpoints import LOOPBACK
+from penstock.runtime.tensor.buffers import allocate
+from penstock.runtime.tensor.layout import Layout
+from penstock.runtime.tensor.link import ReplicaLink
+from penstock.runtime.tensor.process_group import open_world, prepare_nccl
+from penstock.runtime.tensor.reshard import reshard
+from penstock.runtime.tensor.streams import SideStream
 
 ROWS, LENGTH, PROMPT, DEADLINE_S = 12, 64, 8, 40
 CONFIG = ModelConfig(byte_tokenizer().vocab_size, 128, 256, 4, 8, 4, 16)
@@ -64,21 +75,47 @@ def learnt(learner: LanguagePolicy) -> tuple[list[dict[str, float]], float]:
     return found, seconds
 
 
+def synced(rank: int, folder: str, device: str, over: Event) -> int:
+    """Send, or receive, version after version of some weights until the sender's updates are `over`; how many."""
+    layout = Layout.whole([(f"t{number}", (1024, 1024), "float32") for number in range(64 if device != "cpu" else 2)])
+    parts, plan, store = allocate(layout, 0, device), reshard(layout, layout), FileStore(f"{folder}/beside")
+    kind = "messages" if device == "cpu" else "nccl"
+    link = ReplicaLink("weights", store, timeout=DEADLINE_S, transport=kind)
+    transport = link.open("destination" if rank else "source", device=device)
+    version, last = 0, False
+    with SideStream(device).apart():
+        while not last:
+            version += 1
+            if rank:
+                transport.receive(version, plan.receives(0), parts)
+                last = store.check([f"last {version}"])
+            else:
+                if last := over.is_set():
+                    store.set(f"last {version}", "")
+                transport.send(version, plan.sends(0), parts)
+    return version
+
+
 def main() -> None:
     words = sys.argv[1:]
-    rank, count, (mesh, folder, device) = int(words[0]), int(words[1]), words[2:]
+    rank, count, (mesh, folder, device, *beside) = int(words[0]), int(words[1]), words[2:]
     axes = tuple((name, int(size)) for name, _, size in (axis.partition("=") for axis in mesh.split(",")))
-    backend = "gloo"
     torch.set_num_threads(1)
     if device != "cpu":
-        backend = "nccl"
-        os.environ.update(NCCL_HOSTID=f"penstock-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        os.environ.update(NCCL_HOSTID=f"penstock-{rank}", NCCL_IB_DISABLE="1")
         torch.cuda.set_device(0)
-    store = dist.FileStore(f"{folder}/{mesh}", count)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=timedelta(seconds=DEADLINE_S))
-    ours, seconds = learnt(policy(device, axes, rank))
+        prepare_nccl(LOOPBACK)
+    names = [f"rank {number}" for number in range(count)]
+    open_world(FileStore(f"{folder}/ranks", count), names, rank, timeout=DEADLINE_S, device=device)
+    over, found = Event(), dict[str, Any]()
+    with ThreadPoolExecutor(1) as thread:
+        versions = thread.submit(synced, rank, folder, device, over) if beside else None
+        ours, seconds = learnt(policy(device, axes, rank))
+        over.set()
+        found |= {"versions": versions.result()} if versions else {}
     if rank == 0:
-        print(json.dumps({"updates": ours, "one_rank": learnt(policy(device, (), 0))[0], "update_s": seconds}))
+        one_rank = learnt(policy(device, (), 0))[0]
+        print(json.dumps({"updates": ours, "one_rank": one_rank, "update_s": seconds, **found}))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # threads of NCCL must not hold up the end

@@ -28,10 +28,11 @@ from penstock.nodes.generate import make_engine
 from penstock.nodes.model import Llama
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.hf import point_at
+from penstock.runtime.cluster.endpoints import LOOPBACK
 from penstock.runtime.tensor.cuda_ipc import DeviceMemory
 from penstock.runtime.tensor.link import ReplicaLink
 from penstock.runtime.tensor.one_sided import SharedMemory, WritableMemory
-from penstock.runtime.tensor.process_group import Transport
+from penstock.runtime.tensor.process_group import Transport, prepare_nccl
 from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver
 
 ONE_B = ModelConfig(128256, 2048, 8192, 16, 32, 8, 64, max_position_embeddings=8192, tie_word_embeddings=True)
@@ -232,7 +233,8 @@ def link_of(folder: Path, way: str) -> ReplicaLink:
 def rank_main(side: str, folder: Path, device: str) -> None:
     """One process, until its input ends. Errors are answers, too."""
     # NCCL refuses two ranks on one card of one host. To it these are two hosts, that meet on the loopback interface.
-    os.environ.update(NCCL_HOSTID=f"penstock-{side}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    os.environ.update(NCCL_HOSTID=f"penstock-{side}", NCCL_IB_DISABLE="1")
+    prepare_nccl(LOOPBACK)
     torch.set_num_threads(1)
     rank = (Source if side == "source" else Destination)(folder, device)
     print(json.dumps({"ready": True}), flush=True)
