@@ -122,7 +122,7 @@ class Shards(Generic[Model]):
         return [{name: int(count) for name, count in (found or {}).items()} for found in every]
 
     def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor, put together, on the CPU. All ranks call it; only the first keeps what it gets."""
+        """A copy of each tensor, put together, on the CPU. All ranks call it; only the first keeps what it gets."""
         count = self.ranks.size(STAGE)
         held = stages_of(self.model.config, self._wholes, count) if count > 1 else {}
         for name, (shape, dtype) in self._wholes.items():
@@ -136,7 +136,8 @@ class Shards(Generic[Model]):
             elif self.ranks.rank == 0:
                 tensor = torch.empty(shape, dtype=dtype, device=self.model.device)
                 dist.recv(tensor, owner)
-            yield name, tensor.cpu() if self.ranks.rank == 0 else tensor.new_empty(0)
+            # A copy in any case: what only this rank has would be its own weight, which the next update changes.
+            yield name, tensor.to("cpu", copy=True) if self.ranks.rank == 0 else tensor.new_empty(0)
 
     def _before_backward(self) -> None:
         """Reduce what is to be reduced after the backward pass that begins."""

@@ -21,7 +21,6 @@ from penstock.nodes.trainable import SequenceModel
 from penstock.runtime.tensor.layout import Mesh, sharded
 
 from .rollouts import random_rollouts
-from .tiny_model import export
 from .updating import batch
 
 OPTIONS: dict[str, Any] = {"loss": partial(aipo, rho=1.1), "micro_tokens": 12}
@@ -53,13 +52,19 @@ def update(rank: int, folder: Path, mesh: str) -> None:
         assert_whole(parted, one)
     assert_boxes(parted, one, rank, exactly=False)
     goes_on(parted, policy(mesh, rank, seed=2))
-    export(parted, folder / "exported")
+    # What is written later is what was exported, whatever updates change meanwhile.
+    now = {name: tensor.clone() for name, tensor in parted.workers.whole()}
+    later = parted.export(str(folder / "exported"))
+    policy_update.fn(parted, *batch(), **OPTIONS)
+    if later is not None:
+        later()
     dist.barrier()
     directory: dict[str, Any] = {"model": str(folder / "exported")}  # each rank keeps its parts of it
     assert_boxes(policy(mesh, rank, **directory), policy(**directory), rank)
     if rank == 0:
         exported = dict(load_model(Llama, folder / "exported").named_parameters())
         for name, tensor in one.masters.items():
+            assert torch.equal(exported[name], now[name]), name
             torch.testing.assert_close(exported[name], tensor, rtol=1e-3, atol=2e-4, msg=name)
 
 
