@@ -1,19 +1,26 @@
 """`penstock export DIR`: a checkpoint's weights and optimizer in a format that other programs read."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import tyro
-
+from penstock.runtime.cli.display import many
 from penstock.runtime.cli.flags import FolderFlags, Output, read_flags
 from penstock.runtime.cli.tracing import CommandError
-from penstock.runtime.control.run_config import RunConfig
-from penstock.runtime.record.checkpoints import SavedCheckpoint, all_checkpoints
-from penstock.runtime.record.errors import visible
+from penstock.runtime.control.run_config import RunConfig, Shown
+from penstock.runtime.record.checkpoints import (
+    SavedCheckpoint,
+    all_checkpoints,
+    checkpoint_of,
+    in_use,
+    latest_checkpoint,
+)
+from penstock.runtime.record.errors import disk_fault, visible
 from penstock.runtime.record.folder import RunFolder, absolute
 
 # What runs in a process of its own, which imports torch.
@@ -32,47 +39,55 @@ class ExportFlags(Output, FolderFlags):
     Example:
       penstock export runs/aipo-20250304-050607 --to dcp --out /data/step-150"""
 
-    out: Annotated[str, tyro.conf.arg(metavar="FOLDER")]
+    out: Annotated[str, Shown("DIR")]
     """Where it goes: a new or empty folder."""
     to: Literal["dcp", "dcp-safetensors"] = "dcp"
     """The format."""
     value: str = "policy"
     """The carried value."""
-    update: int | None = None
-    """The update before which the checkpoint was made; by default the newest."""
+    update: Annotated[int | None, Shown("INT", "the newest")] = None
+    """The update before which the checkpoint was made."""
 
 
 def main(argv: Sequence[str]) -> int:
     flags = read_flags(ExportFlags, "export", argv)
     folder, out = RunFolder.open(flags.dir), absolute(flags.out)
     config = RunConfig.load(folder)
-    saved = _chosen(folder, flags.update)
     pools = [pool for pool in config.plan.pools if flags.value in pool.holds]
     if not pools:
         known = ", ".join(sorted({argument.name for argument in config.graph.carried}))
         raise CommandError(f"--value: given {flags.value!r}, needed a carried value of the run: {known}", 2)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CommandError(f"--out: given {out}, which is there already; needed a new or empty folder", 2)
-    command = [sys.executable, "-m", CHILD, saved.folder, pools[0].replicas[0].name, flags.value, flags.to, out]
-    done = subprocess.run([str(word) for word in command], stderr=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise CommandError(f"{saved.folder}: {flags.value} could not be exported:\n{done.stderr.rstrip()}")
+    saved = _chosen(folder, flags.update)
+    # A fresh folder, which gets its name when it is whole.
+    fresh = out.with_name(f".{out.name}.{os.getpid()}.part")
+    command = [sys.executable, "-m", CHILD, saved.folder, pools[0].replicas[0].name, flags.value, flags.to, fresh]
+    try:
+        with in_use(saved):
+            done = subprocess.run([str(word) for word in command], stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise CommandError(f"{flags.value} could not be exported: {done.stderr.rstrip()}")
+        os.rename(fresh, out)
+    except OSError as error:
+        raise disk_fault(out, error, choice="--out DIR") from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
     written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     if flags.json:
         facts = {"checkpoint": saved.update, "value": flags.value, "format": flags.to, "bytes": written}
         print(json.dumps({**facts, "folder": str(out)}))
     else:
-        text = f"{flags.value} before update {saved.update}: {written / 1e6:.1f} MB in {out} ({flags.to})"
+        text = f"{flags.value} before update {saved.update}: {many(written)}B in {out} ({flags.to})"
         print(visible(text))
     return 0
 
 
 def _chosen(folder: RunFolder, update: int | None) -> SavedCheckpoint:
-    found = all_checkpoints(folder)
-    if not found:
+    saved = latest_checkpoint(folder) if update is None else checkpoint_of(folder, update)
+    if saved is not None:
+        return saved
+    known = [other.update for other in all_checkpoints(folder)]
+    if not known:
         raise CommandError(f"{folder.path}: given a run without a checkpoint, needed one that has one")
-    fitting = [saved for saved in found if update in (None, saved.update)]
-    if not fitting:
-        known = ", ".join(str(saved.update) for saved in found)
-        raise CommandError(f"--update: given {update}, needed the update of a checkpoint: {known}", 2)
-    return fitting[-1]
+    raise CommandError(f"--update: given {update}, needed the update of a checkpoint: {', '.join(map(str, known))}", 2)

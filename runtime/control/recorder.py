@@ -267,11 +267,13 @@ class RunRecorder:
         flags, saved = self.config.flags, all_checkpoints(self.folder)
         if flags.keep_best and (metric := read_best(flags.keep_best)[0]) not in (row := saved[-1].row):
             known = ", ".join(sorted(row)) or "none"
-            self.note(f"--keep-best: given {metric!r}, needed a metric of the rows: {known}", level="warning")
-        gone = surplus(saved, flags.keep, flags.keep_best)
+            text = f"--keep-best: given {metric!r}, needed a metric of the rows: {known}"
+            if text not in self.warnings:
+                self.note(text, level="warning")
+        gone = discount(self.folder, self.config.run, surplus(saved, flags.keep, flags.keep_best))
+        self.kept = tuple(one.written for one in saved if one.folder not in gone)
         self._removing = [thread for thread in self._removing if thread.is_alive()]
-        self.kept = tuple(one.written for one in saved if one not in gone)
-        for path in discount(self.folder, self.config.run, gone):
+        for path in gone.values():
             # In the background: files of many GB take seconds.
             self._removing.append(threading.Thread(target=shutil.rmtree, args=(path,), kwargs={"ignore_errors": True}))
             self._removing[-1].start()

@@ -16,13 +16,14 @@ A shard is a safetensors file: 8 bytes with the length of its header, the header
 facts are known here; `tensor.checkpoint` writes and reads the tensors.
 """
 
+import fcntl
 import os
 import re
 import secrets
 import shutil
 import struct
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,6 @@ class SavedCheckpoint(Struct, frozen=True):
     written: str = ""
     row: dict[str, Number] = field(default_factory=dict)
     folder: Path = Path()
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Its place in the order of checkpoints: by update, then by when it was made."""
-        found = _COUNTS.fullmatch(self.folder.name)
-        assert found is not None
-        return int(found[1]), int(found[2] or 1)
 
 
 def update_of(name: str) -> int:
@@ -114,20 +108,55 @@ def complete_checkpoint(
 
 
 def latest_checkpoint(folder: RunFolder) -> SavedCheckpoint | None:
-    """The newest complete checkpoint; None before the first."""
-    complete = [
-        (int(found[1]), int(found[2] or 1), path.parent)
-        for path in folder.checkpoints.glob(f"*/{CUT}")
-        if (found := _COUNTS.fullmatch(path.parent.name))
-    ]
-    return _read(folder, max(complete)[-1]) if complete else None
+    """The newest complete checkpoint; None before the first. Raises RecordError for one that cannot be read."""
+    complete = _complete(folder)
+    return _read(folder, complete[-1]) if complete else None
 
 
 def all_checkpoints(folder: RunFolder) -> list[SavedCheckpoint]:
-    """The complete checkpoints, the oldest first."""
-    places = (path.parent for path in folder.checkpoints.glob(f"*/{CUT}"))
-    found = [_read(folder, place) for place in places if _COUNTS.fullmatch(place.name)]
-    return sorted(found, key=lambda saved: saved.rank)
+    """The complete checkpoints that can be read, the oldest first. Of one that was damaged nothing is known: a run goes
+    on without it, and leaves it where it is."""
+    found = []
+    for place in _complete(folder):
+        with suppress(RecordError):
+            found.append(_read(folder, place))
+    return found
+
+
+def checkpoint_of(folder: RunFolder, update: int) -> SavedCheckpoint | None:
+    """The newest complete checkpoint before `update`, if there is one. Raises RecordError for one that cannot be
+    read."""
+    fitting = [place for place in _complete(folder) if update_of(place.name) == update]
+    return _read(folder, fitting[-1]) if fitting else None
+
+
+@contextmanager
+def in_use(saved: SavedCheckpoint) -> Iterator[None]:
+    """Meanwhile no run removes this checkpoint. Raises RecordError where one has."""
+    path = saved.folder / CUT
+    try:
+        with open(open_regular(path, os.O_RDONLY), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            # A run that had the lock before has given the folder another name.
+            path.lstat()
+            yield
+    except FileNotFoundError:
+        raise RecordError(
+            f"{saved.folder}: the run has removed this checkpoint; needed one that stays (--keep)"
+        ) from None
+
+
+def _complete(folder: RunFolder) -> list[Path]:
+    """The folders that count, the oldest first."""
+    places = [path.parent for path in folder.checkpoints.glob(f"*/{CUT}")]
+    return sorted((place for place in places if _COUNTS.fullmatch(place.name)), key=_rank)
+
+
+def _rank(place: Path) -> tuple[int, int]:
+    """Its place in the order of checkpoints: by update, then by when it was made."""
+    found = _COUNTS.fullmatch(place.name)
+    assert found is not None
+    return int(found[1]), int(found[2] or 1)
 
 
 def _read(folder: RunFolder, place: Path) -> SavedCheckpoint:
@@ -156,23 +185,26 @@ def surplus(saved: Sequence[SavedCheckpoint], keep: int, best: str = "") -> list
     stay = {one.folder for one in saved[-keep:]}
     if best:
         metric, sign = read_best(best)
-        known = [(sign * v, one.rank, one.folder) for one in saved if (v := one.row.get(metric)) is not None]
+        known = [(sign * v, _rank(one.folder), one.folder) for one in saved if (v := one.row.get(metric)) is not None]
         stay |= {max(known)[-1]} if known else set()
     return [one for one in saved if one.folder not in stay]
 
 
-def discount(folder: RunFolder, run: str, gone: Sequence[SavedCheckpoint]) -> list[Path]:
-    """Rename checkpoints that go, so that they do not count any more. Returns their new paths. Raises RecordError."""
-    paths = []
+def discount(folder: RunFolder, run: str, gone: Sequence[SavedCheckpoint]) -> dict[Path, Path]:
+    """Rename checkpoints that go, so that they do not count any more. Returns the new path of each old one: those that
+    another process has `in_use` stay for now. Raises RecordError."""
+    paths = {}
     for saved in gone:
         path = folder.checkpoints / f"{saved.update:08d}-{run}-{secrets.token_hex(8)}"
         try:
-            os.rename(saved.folder, path)
-        except FileNotFoundError:  # its owner was faster
+            with open(open_regular(saved.folder / CUT, os.O_RDONLY), "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.rename(saved.folder, path)
+        except (FileNotFoundError, BlockingIOError):  # its owner was faster, or it is read
             continue
         except OSError as error:
             raise disk_fault(saved.folder, error) from error
-        paths.append(path)
+        paths[saved.folder] = path
     if paths:
         sync(folder.checkpoints)
     return paths

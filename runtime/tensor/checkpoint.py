@@ -195,20 +195,23 @@ class HostBuffers:
 
 @dataclass(frozen=True)
 class ShardCopy:
-    """What one rank contributes to a checkpoint. `exports` finish what carried values write for other tools. `apart`:
-    does it stay as it is while the run goes on?"""
+    """What one rank contributes to a checkpoint. `exports` finish what carried values write for other tools, each into
+    its folder. `apart`: does it stay as it is while the run goes on?"""
 
     path: Path
     tensors: Mapping[str, Tensor]
     facts: str
     exported: tuple[Path, ...]
-    exports: tuple[Callable[[], None], ...]
+    exports: Mapping[Path, Callable[[], None]]
     apart: bool
 
     def write(self) -> None:
         """On return all of it is on the disk. Raises OSError or StateError where it cannot be written."""
-        for export in self.exports:
-            export()
+        for folder, export in self.exports.items():
+            try:
+                export()
+            except (OSError, SafetensorError) as error:
+                raise StateError(f"{folder}: cannot be written ({room(folder)}): {error}") from error
         for folder in self.exported:
             for path in (folder, *folder.rglob("*")):
                 if not path.is_symlink():
@@ -243,7 +246,7 @@ def copy_shard(
     folder.mkdir(mode=0o700, exist_ok=True)
     tensors: dict[str, Tensor] = {}
     exported: list[Path] = []
-    exports: list[Callable[[], None]] = []
+    exports: dict[Path, Callable[[], None]] = {}
     facts: dict[str, Any] = {
         "format": FORMAT,
         "run": run,
@@ -262,7 +265,8 @@ def copy_shard(
             (folder / name).mkdir(exist_ok=True)
             later = value.export(str(folder / name))
             exported.append(folder / name)
-            exports += [later] if later is not None else []
+            if later is not None:
+                exports[folder / name] = later
     encoded = {f"state/{name}": state for name, state in states.items()}
     # States and values share one table: a name says by itself which it is.
     encoded |= {value_name(*key): value for key, value in values.items()}
@@ -277,7 +281,7 @@ def copy_shard(
         # Groups' values never change: of these a reference is enough.
         tensors |= buffers.copy({name: t for name, t in tensors.items() if not name.startswith("value/")})
     path = part_path(folder, replica, rank)
-    return ShardCopy(path, tensors, json.dumps(facts), tuple(exported), tuple(exports), buffers is not None)
+    return ShardCopy(path, tensors, json.dumps(facts), tuple(exported), exports, buffers is not None)
 
 
 def require_savable(states: Mapping[str, Any], carried: Mapping[str, Carried]) -> None:

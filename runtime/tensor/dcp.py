@@ -10,16 +10,19 @@ never reads it. *dcp-safetensors* has no pickle: it is read with `HuggingFaceSto
 """
 
 import sys
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from penstock.runtime.tensor.checkpoint import CheckpointShard
+from penstock.runtime.tensor.checkpoint import CheckpointShard, StateError
 
 MASTER = "master."
 
@@ -46,11 +49,25 @@ def state_dict(folder: Path, replica: str, value: str) -> dict[str, Any]:
 
 
 def write(state: dict[str, Any], format: str, folder: Path) -> None:
-    """Write it into a new folder, as "dcp" or "dcp-safetensors"."""
+    """Write it into a new folder, as "dcp" or "dcp-safetensors". Raises OSError where it cannot be written."""
     writer = FileSystemWriter(folder) if format == "dcp" else HuggingFaceStorageWriter(str(folder))
-    save(state, storage_writer=writer, no_dist=True)
+    try:
+        save(state, storage_writer=writer, no_dist=True)
+    except CheckpointException as error:
+        # What was raised here: torch gives it with the tracebacks of all ranks.
+        cause, _ = error.failures[0]
+        raise OSError(f"{folder}: {cause}") from cause
+
+
+def main(words: Sequence[str]) -> None:
+    checkpoint, replica, value, format, out = words
+    # torch warns that it is alone.
+    warnings.simplefilter("ignore")
+    try:
+        write(state_dict(Path(checkpoint), replica, value), format, Path(out))
+    except (OSError, StateError) as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":
-    checkpoint, replica, value, format, out = sys.argv[1:]
-    write(state_dict(Path(checkpoint), replica, value), format, Path(out))
+    main(sys.argv[1:])

@@ -1,6 +1,8 @@
 """`penstock export` writes a run's checkpoint for other programs, and refuses what is not there."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,17 @@ def test_what_cannot_be_exported_is_refused_by_what_there_is(run: Path, tmp_path
         with pytest.raises(CommandError, match=said):
             main([str(run), *words])
     assert not Path(new).exists()
+
+
+@pytest.mark.timeout(300)
+def test_what_fails_is_said_in_a_line_and_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    copy, new = tmp_path / "copy", tmp_path / "new"
+    shutil.copytree(run, copy)
+    os.truncate(copy / "checkpoints" / "00000003" / "trainer-0-0.safetensors", 100)
+    with pytest.raises(CommandError, match=r"00000003/trainer-0-0\.safetensors: not a readable state") as raised:
+        main([str(copy), "--out", str(new)])
+    (tmp_path / "file").touch()
+    with pytest.raises(CommandError, match=r"file/.*Not a directory"):
+        main([str(run), "--out", str(tmp_path / "file" / "new")])
+    assert "Traceback" not in str(raised.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "file"]

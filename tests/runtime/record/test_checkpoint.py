@@ -9,8 +9,10 @@ import pytest
 from penstock.runtime.record.checkpoints import (
     all_checkpoints,
     begin_checkpoint,
+    checkpoint_of,
     complete_checkpoint,
     discount,
+    in_use,
     latest_checkpoint,
     read_best,
     surplus,
@@ -104,7 +106,7 @@ def test_only_what_this_run_has_given_up_is_swept(folder: RunFolder) -> None:
 
 def keep(folder: RunFolder, number: int, best: str = "") -> list[str]:
     """The checkpoints that stay where so many do."""
-    for path in discount(folder, "ours", surplus(all_checkpoints(folder), number, best)):
+    for path in discount(folder, "ours", surplus(all_checkpoints(folder), number, best)).values():
         assert (path / "part").exists()  # it is all there, and does not count
     return [saved.folder.name for saved in all_checkpoints(folder)]
 
@@ -128,6 +130,31 @@ def test_a_checkpoint_that_goes_is_swept_if_nobody_has_removed_it(folder: RunFol
     assert len(list(folder.checkpoints.iterdir())) == 2
     sweep_checkpoints(folder)
     assert [path.name for path in folder.checkpoints.iterdir()] == ["00000004"]
+
+
+def test_a_checkpoint_that_is_read_stays_until_it_is_not(folder: RunFolder) -> None:
+    for update in (3, 4):
+        checkpoint(folder, update)
+    saved = all_checkpoints(folder)[0]
+    with in_use(saved):
+        assert keep(folder, 1) == ["00000003", "00000004"]
+    assert keep(folder, 1) == ["00000004"]
+    with pytest.raises(RecordError, match="the run has removed this checkpoint"), in_use(saved):
+        pass
+
+
+def test_a_run_goes_on_beside_an_earlier_checkpoint_that_was_damaged(folder: RunFolder) -> None:
+    for update in (3, 4, 5):
+        checkpoint(folder, update)
+    (folder.checkpoints / "00000003" / "cut.json").write_text("{")
+    assert keep(folder, 1) == ["00000005"]
+    assert (folder.checkpoints / "00000003").exists()
+    for read in (lambda: checkpoint_of(folder, 3), lambda: checkpoint_of(folder, 5)):
+        with pytest.raises(RecordError, match=r"0000000[35]/cut\.json: given something that is not JSON"):
+            read()
+        (folder.checkpoints / "00000005" / "cut.json").write_text("{")
+    with pytest.raises(RecordError):  # the newest is not passed over in silence
+        latest(folder)
 
 
 @pytest.mark.parametrize("text", ["reward_mean:least", ":min", "kl:"])
