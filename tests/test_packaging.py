@@ -67,7 +67,7 @@ def test_modules_are_loaded_from_the_folders_at_the_root() -> None:
 
 EXPORTS = {
     ("runtime/tensor/dcp.py", f"torch.distributed.checkpoint.{writer}")
-    for writer in ("filesystem", "hf_storage", "state_dict_saver")
+    for writer in ("api", "filesystem", "hf_storage", "state_dict_saver")
 }
 """What writes a format that pickles, on a command of its own. Nothing reads it."""
 

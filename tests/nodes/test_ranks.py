@@ -229,8 +229,12 @@ def test_embedding_and_head_are_cut_over_the_vocabulary(ranks: int, mesh: str, t
     spawn(ranks, f"{LESSONS}:words", mesh, tied, folder=tmp_path)
 
 
-def test_a_gradient_that_is_no_number_is_refused_by_all_ranks(tmp_path: Path) -> None:
-    spawn(2, f"{LESSONS}:no_number", "fsdp=2", folder=tmp_path)
+@pytest.mark.parametrize(
+    ("mesh", "dtype"),
+    [("pp=2", "bfloat16"), pytest.param("fsdp=2", "float32", marks=slow), pytest.param("tp=2", "bfloat16", marks=slow)],
+)
+def test_a_gradient_that_is_no_number_is_refused_by_all_ranks(mesh: str, dtype: str, tmp_path: Path) -> None:
+    spawn(2, f"{LESSONS}:no_number", mesh, dtype, folder=tmp_path)
 
 
 @pytest.mark.parametrize("mesh", ["tp=2", pytest.param("dp=2", marks=slow)])
