@@ -1,7 +1,7 @@
 """`penstock run PROGRAM` and `penstock resume DIR`: a run from its command line, or from its last checkpoint.
 
 `config.json` keeps what a run was given beside its flags: the digests of its data files, its cluster, and the folder
-from which it was started. A resume needs all of it, unchanged.
+from which it was started. A resume needs all of it, unchanged, but for the hosts if it names others.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Annotated, Any
 
 from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.cli.display import Display
@@ -23,7 +23,7 @@ from penstock.runtime.cli.tracing import CommandError, require_inputs, trace_pro
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import read_meshes, spelled, why_no_turns
 from penstock.runtime.control.launcher import FAILED
-from penstock.runtime.control.run_config import RunConfig, RunOptions, plan_for
+from penstock.runtime.control.run_config import RunConfig, RunOptions, Shown, plan_for
 from penstock.runtime.record.checkpoints import (
     CUT,
     SavedCheckpoint,
@@ -95,7 +95,11 @@ class ResumeFlags(StartFlags, FolderFlags):
 
     Examples:
       penstock resume runs/aipo-20250304-050607
-      penstock resume runs/aipo-20250304-050607 --updates 200"""
+      penstock resume runs/aipo-20250304-050607 --updates 200
+      penstock resume runs/aipo-20250304-050607 --cluster fewer.toml"""
+
+    cluster: Annotated[str, Shown("FILE", "as it was")] = ""
+    """Other hosts, for which the plan is made anew. They must reach the parts of the last checkpoint."""
 
     trust: bool = False
     """Run the code that the folder names even if other users have made the folder, without being asked."""
@@ -111,8 +115,8 @@ def resume(argv: Sequence[str]) -> int:
     # From here on nobody else can start it; until then nothing has been changed.
     folder.lock()
     try:
-        config, asked = RunConfig.load(folder), folder.read_json("config.json", ConfigFile).get("asked", {})
-        digests, origin = asked.get("digests", {}), asked.get("folder", "")
+        config, was = RunConfig.load(folder), folder.read_json("config.json", ConfigFile).get("asked", {})
+        digests, origin = was.get("digests", {}), was.get("folder", "")
         if lacks := [*_changed_files(config.flags, digests), *_lost_modules(config, origin)]:
             raise CommandError("\n".join([f"{folder.path}: the run cannot go on; nothing was changed:", *lacks]))
         # Raises LogError for a log that was changed: nothing can be added to it.
@@ -122,11 +126,7 @@ def resume(argv: Sequence[str]) -> int:
         summary = folder.read_json(path.name, Summary) if path.exists() else {}
         require_no_link(folder)
         saved = latest_checkpoint(folder)
-        try:
-            cluster = Cluster.model_validate(asked.get("cluster"))
-        except ValueError as error:
-            said = " ".join(str(error).split())
-            raise RecordError(f"{folder.config}: asked.cluster: {said}; needed what the run wrote") from None
+        cluster = Cluster.read(Path(flags.cluster)) if flags.cluster else _cluster_of(folder, was)
         if saved is not None:
             _require_checkpoint(saved, config)
         options, given = replace(config.flags, **changes(flags)), changes(flags)
@@ -135,19 +135,28 @@ def resume(argv: Sequence[str]) -> int:
             raise CommandError(f"--updates: given {wanted}, but {done} are done already; needed more", 2)
         if wanted == done and summary.get("status") == "done":
             raise CommandError(f"{folder.path}: all {done} updates are done; --updates {2 * done} would go on")
-        before, config = config, _changed(config, cluster, options, "mesh" in given)
+        before, config = config, _changed(config, cluster, options, "mesh" in given or bool(flags.cluster))
         require_start(config, cluster, flags)
         require_inputs(config.graphs, config.flags)
         if config != before:
-            config.write(folder, asked)
+            config.write(folder, {**was, "cluster": cluster.model_dump(mode="json")})
         # It tells how the last life ended, and this one may be killed before it can tell.
         path.unlink(missing_ok=True)
         status = go(folder, config, cluster, flags, began, earlier=float(summary.get("wall_s", logged)))
         if status == FAILED and config != before and latest_checkpoint(folder) == saved:
-            before.write(folder, asked)  # what was wanted now may be why
+            before.write(folder, was)  # what was wanted now may be why
         return status
     finally:
         folder.unlock()
+
+
+def _cluster_of(folder: RunFolder, was: Mapping[str, Any]) -> Cluster:
+    """The hosts that the run was on before."""
+    try:
+        return Cluster.model_validate(was.get("cluster"))
+    except ValueError as error:
+        said = " ".join(str(error).split())
+        raise RecordError(f"{folder.config}: asked.cluster: {said}; needed what the run wrote") from None
 
 
 def _require_own(folder: RunFolder) -> None:
@@ -188,8 +197,8 @@ def _require_checkpoint(saved: SavedCheckpoint, config: RunConfig) -> None:
 
 
 def _changed(config: RunConfig, cluster: Cluster, options: RunOptions, moved: bool) -> RunConfig:
-    """The run with other options; with another plan if it has `moved` to other meshes."""
-    # Without a new mesh the plan stays as it is, even where this machine has other devices now.
+    """The run with other options; with another plan if it has `moved` to other meshes or hosts."""
+    # Else the plan stays as it is, even where this machine has other devices now.
     if not moved:
         return decided(replace(config, flags=options), cluster)
     # Pools that are not named keep their meshes.

@@ -53,9 +53,9 @@ def test_a_phase_that_is_not_over_in_time_says_so_beside_what_it_has_found(monke
     script = tmp_path / "gpu_phases.py"
     script.write_text("import time\nprint('{\"found\": 1}', flush=True)\ntime.sleep(120)\n")
     monkeypatch.setattr(gpu(), "__file__", str(tmp_path / "gpu.py"))
-    gpu().run_phase("smoke", "cpu", 15.0, kept.append)
+    gpu().run_phase("smoke", "cpu", 8.0, kept.append)
     assert kept[-1]["found"] == 1
-    assert "not over after 15 s" in kept[-1]["error"]
+    assert "not over after 8 s" in kept[-1]["error"]
 
 
 def test_a_phase_that_fails_keeps_what_was_written_of_others(tmp_path: Path) -> None:

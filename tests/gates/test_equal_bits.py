@@ -27,6 +27,7 @@ from .plain import aipo_loop, toy_loop
 from .programs_for_gates import more_digits
 from .running import (
     FAULTS,
+    ONE_HOST,
     TWO_NAMES,
     assert_all_consumed,
     assert_equal_bits,
@@ -203,13 +204,22 @@ def test_learning_on_a_mesh_is_learning_on_one_rank_within_rounding(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "ranks"), [("trainer=fsdp3", 3), ("trainer=pp2", 2)])
-def test_a_run_goes_on_on_another_mesh(tmp_path: Path, mesh: str, ranks: int) -> None:
+@pytest.mark.parametrize(("mesh", "ranks", "hosts"), [("trainer=fsdp3", 3, 1), ("trainer=pp2", 2, 2)])
+def test_a_run_goes_on_on_another_mesh_and_on_fewer_hosts(tmp_path: Path, mesh: str, ranks: int, hosts: int) -> None:
     """What four ranks wrote, two take over: the optimizer too, or the weights would differ."""
-    meshes = ("trainer=fsdp2xtp2", "generator=tp2")
-    moved = run_to_end(digits(tmp_path / "r", flags=replace(REAL, updates=2), meshes=meshes))
-    done = penstock("resume", str(moved), "--updates", str(UPDATES), "--mesh", mesh, "generator=1", "--plain")
+    meshes, more = ("trainer=fsdp2xtp2", "generator=tp2"), list[str]()
+    cluster = TWO_NAMES.model_copy(update={"pools": {"trainer": ("a", "b")}}) if hosts > 1 else ONE_HOST
+    moved = run_to_end(digits(tmp_path / "r", flags=replace(REAL, updates=2), meshes=meshes, cluster=cluster))
+    if hosts > 1:
+        (tmp_path / "one.toml").write_text('[[hosts]]\nname = "b"\ncores = 1\n')
+        more = ["--cluster", str(tmp_path / "one.toml")]
+    words = "--updates", str(UPDATES), "--mesh", mesh, "generator=1", "--plain", *more
+    done = penstock("resume", str(moved), *words)
     assert done.returncode == 0, done.stderr
+    places = json.loads((moved / "plan.json").read_text())["pools"]
+    assert {rank["host"] for pool in places for own in pool["replicas"] for rank in own["ranks"]} == (
+        {"b"} if hosts > 1 else {"local"}
+    )
     assert_close(reads_back(run_here(digits(tmp_path / "alone"))), reads_back(moved))
     assert len(list((moved / "checkpoints" / f"{UPDATES:08d}").glob("trainer-0-*.safetensors"))) == ranks
 
