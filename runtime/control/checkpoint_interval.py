@@ -1,7 +1,7 @@
 """When a checkpoint is due: after so many updates, or so seldom that checkpoints cost little. Pure: time is passed in.
 
-What a checkpoint costs is measured: the seconds for which training waits while ranks copy their parts aside, and the
-seconds of a processor that writing takes beside it, of the rank that takes most. The interval is that cost over
+What a checkpoint costs is measured: the seconds for which training waits until ranks have copied their parts aside, and
+the seconds of a processor that writing takes beside it, of the rank that takes most. The interval is that cost over
 `SHARE`, and at least `SHORTEST_S`, with which a run begins.
 """
 
@@ -43,7 +43,7 @@ class CheckpointInterval:
         self._saved_at, self._since = update, now
 
     def began(self, update: int, now: float) -> None:
-        """Ranks begin to copy what is before `update`."""
+        """Updates wait for ranks to copy what is before `update`."""
         self._saved_at, self._since, self._began = update, now, now
 
     def copied(self, now: float) -> None:

@@ -108,7 +108,8 @@ class Checkpointing:
         held, setup = self._held, self._held.setup
         ranks = setup.plan.replica(setup.replica).ranks
         beside = sum(rank.host == ranks[setup.rank].host for rank in ranks)
-        needed = sum(t.nbytes for value in held.carried.values() for t in value.state()[0].values())
+        tensors = [tensor for value in held.carried.values() for tensor in value.state()[0].values()]
+        needed = sum(self._buffers.needed(tensor.nbytes, tensor.is_cuda) for tensor in tensors)
         missing = beside * (needed - self._buffers.nbytes)
         if missing <= FREE_SHARE * (free := free_memory()):
             return True

@@ -261,7 +261,7 @@ class Session:
         self._handles: Mapping[tuple[Firing, str], ObjectRef] = {}
         self._outbox = Outbox()
         self._interval = CheckpointInterval(config.flags.checkpoint_every, self.start)
-        self._copying = False
+        self._waits = False
         self._told_writing = False
 
     @property
@@ -376,12 +376,14 @@ class Session:
 
     def _time_checkpoint(self, stage: Stage, now: float, result: Result | None) -> None:
         """Tell the interval what a checkpoint costs; the user, that a run which has failed still writes one."""
-        scheduler, copying = stage.scheduler, bool(stage.scheduler.copying)
-        if copying and not self._copying:
+        scheduler = stage.scheduler
+        # No update begins until all ranks have copied their parts.
+        waits = scheduler.checkpoint is not None and not scheduler.begun()
+        if waits and not self._waits:
             self._interval.began(scheduler.update, now)
-        elif self._copying and not copying:
+        elif self._waits and not waits:
             self._interval.copied(now)
-        self._copying = copying
+        self._waits = waits
         if result is not None and isinstance(result.event, Saved):
             self._interval.wrote(result.metrics.get(WRITE_CPU_S, 0.0))
         if scheduler.failing and not scheduler.finished:

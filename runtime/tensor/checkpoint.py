@@ -176,10 +176,16 @@ class HostBuffers:
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
+        return sum(self.needed(buffer.nbytes, buffer.is_pinned()) for buffer in self._buffers.values())
+
+    @staticmethod
+    def needed(nbytes: int, pinned: bool) -> int:
+        """The memory of a buffer for so many bytes: torch takes pinned memory by powers of two."""
+        return 1 << (nbytes - 1).bit_length() if pinned and nbytes else nbytes
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies by the same names. What was copied before is overwritten."""
+        """Copies by the same names, there on return. What was copied before is overwritten. On a GPU they are made in
+        the caller's stream: after the optimizer's step, before the next one."""
         kept = self._buffers
         self._buffers = {}
         for name, tensor in tensors.items():
@@ -189,7 +195,8 @@ class HostBuffers:
             buffer.copy_(tensor.detach(), non_blocking=True)
             self._buffers[name] = buffer
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
+            # Not the device: weights may be on their way in a stream of their own.
+            torch.cuda.current_stream(device).synchronize()
         return dict(self._buffers)
 
 

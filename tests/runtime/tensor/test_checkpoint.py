@@ -20,6 +20,7 @@ from penstock.runtime.record.folder import sync
 from penstock.runtime.tensor import offload as module
 from penstock.runtime.tensor.checkpoint import (
     CheckpointShard,
+    HostBuffers,
     StateError,
     StateFile,
     copy_shard,
@@ -193,6 +194,18 @@ def test_a_rank_whose_part_is_missing_is_named(tmp_path: Path) -> None:
         (tmp_path / f"trainer-0-{number}.safetensors").unlink()
         with pytest.raises(StateError, match=rf"trainer-0-{number}\.safetensors: not a readable state"):
             CheckpointShard(tmp_path, "trainer/0", 0)
+
+
+def test_memory_of_copies_is_counted_as_it_is_taken() -> None:
+    assert [HostBuffers.needed(nbytes, pinned=True) for nbytes in (0, 1, 4096, 4097)] == [0, 1, 4096, 8192]
+    buffers = HostBuffers()
+    tensors = {"w": torch.arange(5.0), "b": torch.arange(3)}
+    copies = buffers.copy(tensors)
+    assert all(torch.equal(copies[name], tensors[name]) for name in tensors)
+    again = buffers.copy({"w": torch.ones(5), "b": torch.zeros(4)})
+    # The memory of one of the same shape serves again, that of another shape is given back.
+    assert again["w"].data_ptr() == copies["w"].data_ptr()
+    assert buffers.nbytes == 5 * 4 + 4 * 4
 
 
 def test_ranks_that_hold_parts_export_together_and_of_others_the_first(tmp_path: Path) -> None:
