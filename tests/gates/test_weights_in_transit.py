@@ -243,7 +243,7 @@ def test_values_of_another_host_are_asked_for_and_have_equal_bits(tmp_path: Path
     )
     assert_equal_bits(final_state(folder, 5), toy_loop(5, 4))
     generator, scorer, trainer = (printed(folder, f"{pool}-0-0") for pool in ("generator", "scorer", "trainer"))
-    assert (scorer["asked"], trainer["asked"]) == ({"asked": 20}, {"asked": 20})  # each of 20 groups in one part
+    assert (scorer["asked"]["asked"], trainer["asked"]["asked"]) == (20, 20)  # each of 20 groups in one part
     assert generator["answered"] == {"served": 40}
     assert "answered" not in scorer  # read on its own host only: it does not listen
     assert summary(folder)["dropped_frames"] == {}
