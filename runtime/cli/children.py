@@ -30,9 +30,10 @@ from penstock.graph.types import Context
 from penstock.runtime.cli.flags import RunFlags
 from penstock.runtime.cli.parse import clashes, parse
 from penstock.runtime.cli.tracing import CommandError, faults_text
-from penstock.runtime.cluster.cluster import ClusterError
+from penstock.runtime.cluster.capabilities import axis_lack
+from penstock.runtime.cluster.cluster import ClusterError, SeenGpu
 from penstock.runtime.cluster.placement import read_meshes, spelled
-from penstock.runtime.control.run_config import EVALUATION, RunConfig, RunOptions, choose_device, context_of
+from penstock.runtime.control.run_config import EVALUATION, RunConfig, RunOptions, context_of
 from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.folder import RunFolder
 
@@ -74,7 +75,7 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
         if not isinstance(program, Program):
             given = f"{name}: given a value of type {type(program).__name__}"
             raise CommandError(f"{given}, needed a function with @program", 2)
-        options, flags = parse(program, verb, name, argv)
+        options, flags, typed = parse(program, verb, name, argv)
     except GraphError as error:
         raise CommandError(str(error), 2) from None
     base = False
@@ -88,29 +89,41 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
             faults += [*clashes(program, "run").values(), *unmet(made, asked.options(asked.model))]
             faults.sort(key=by_place)
         elif verb == "run" and not faults:
-            device, faults = _tried(made, flags.options(flags.model))
-            flags = dataclasses.replace(flags, device=device)
+            faults = _tried(made, flags.options(flags.model))
             makers = (opened(argument.maker) for graph in made for argument in graph.carried)
             base = any(maker is not None and maker.base for maker in makers)
     return {
         "name": program.name,
         "path": program.path,
         "flags": dataclasses.asdict(flags),
+        "typed": typed,
         "faults": [dataclasses.asdict(fault) for fault in dict.fromkeys(faults)],
         "base": base,
+        "gpus": gpus(),
         **{key: graph.to_json() for key, graph in graphs.items()},
     }
 
 
-def inputs(graphs: Sequence[Any], flags: Any) -> None:
-    """Try what a run reads and needs, given as JSON. Raises CommandError with what is wrong."""
+def inputs(graphs: Sequence[Any], flags: Any) -> list[SeenGpu]:
+    """Try what a run reads and needs, given as JSON. Raises CommandError with what is wrong. Returns this machine's
+    GPUs."""
     with kept_here():
-        _, faults = _tried([Graph.from_json(graph) for graph in graphs], RunOptions.from_json(flags))
+        faults = _tried([Graph.from_json(graph) for graph in graphs], RunOptions.from_json(flags))
     if faults:
         raise CommandError(faults_text(faults))
+    return gpus()
 
 
-def _tried(graphs: Sequence[Graph], flags: RunOptions) -> tuple[str, list[Fault]]:
+def gpus() -> list[SeenGpu]:
+    """Those that the torch sees which the program's modules have brought."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return []
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [SeenGpu(gpu.name, gpu.total_memory / 2**30, gpu.major) for gpu in found]
+
+
+def _tried(graphs: Sequence[Graph], flags: RunOptions) -> list[Fault]:
     try:
         return try_inputs(graphs, flags)
     except ValueError as error:
@@ -154,9 +167,9 @@ def _trace(program: Program[..., Any], options: dict[str, Any], flags: Any) -> t
     return graphs, faults
 
 
-def try_inputs(graphs: Sequence[Graph], flags: RunOptions) -> tuple[str, list[Fault]]:
-    """(the device chosen, what nodes lack in view of the run). Looks at what makers require, and reads a little of what
-    the program reads. Raises ValueError for what is wrong with them."""
+def try_inputs(graphs: Sequence[Graph], flags: RunOptions) -> list[Fault]:
+    """What nodes lack in view of the run. Looks at what makers require, and reads a little of what the program reads.
+    Raises ValueError for what is wrong with them."""
     # In the order in which a user mends things: imports first, then what makers look for, then the data itself.
     sources: dict[str, Source] = {}
     for graph in graphs:
@@ -170,8 +183,6 @@ def try_inputs(graphs: Sequence[Graph], flags: RunOptions) -> tuple[str, list[Fa
                 load(node.op)
             for _, option in node.options:
                 resolve(option)
-    # Not before what may bring a torch is imported.
-    device = choose_device(flags.device)
     for fault in unmet(graphs, flags):
         raise ValueError(fault.given)
     for graph in graphs:
@@ -185,7 +196,7 @@ def try_inputs(graphs: Sequence[Graph], flags: RunOptions) -> tuple[str, list[Fa
         names = [thing.name for things in (graph.arguments, graph.nodes) for thing in things]
         contexts = {name: context_of(name, graphs, flags, Context()) for name in names}
         faults += check(graph, sources=sources, contexts=contexts)
-    return device, list(dict.fromkeys(faults))
+    return list(dict.fromkeys(faults))
 
 
 def unmet(graphs: Sequence[Graph], flags: RunOptions) -> Iterator[Fault]:
@@ -237,7 +248,9 @@ def check_meshes(graphs: Sequence[Graph], flags: RunOptions) -> None:
             if pool in meshes and (found := opened(maker)) and hasattr(spec := found.spec(context), "check_mesh"):
                 spec.check_mesh(meshes[pool], decodes=decodes)
         except ValueError as error:
-            raise ClusterError(f"--mesh {pool}={spelled(meshes[pool])}: {error}") from error
+            lack = axis_lack("generator" if decodes else "trainer", meshes[pool])
+            code = lack.code if lack else "mesh-cut"
+            raise ClusterError(f"--mesh {pool}={spelled(meshes[pool])} [{code}]: {error}") from error
 
 
 def run_here(path: str) -> int:

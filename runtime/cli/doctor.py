@@ -30,7 +30,7 @@ from penstock.runtime.cli.base_model import PROFILE, cache_folder
 from penstock.runtime.cli.flags import Output, read_flags
 from penstock.runtime.cli.tracing import CommandError, ask_child
 from penstock.runtime.cluster.cluster import THIS, Cluster, Cpu
-from penstock.runtime.cluster.gpus import GPUS, Gpu, Tflops
+from penstock.runtime.cluster.gpus import Gpu, Tflops, gpu_like
 from penstock.runtime.record.errors import disk_fault, visible
 from penstock.runtime.record.folder import write_atomic
 
@@ -253,16 +253,13 @@ def _asked(kind: str, *device: str) -> Any:
 def gpu_of(raw: Mapping[str, Any]) -> Gpu:
     """Of what was measured of a CUDA device: the best rates of each precision are what it reaches. Its links to other
     GPUs are those of the known kind that its name has in it, else of none."""
-    known = next((gpu for name, gpu in GPUS.items() if name in raw["name"]), None)
-    # A GPU of no known kind has the efficiencies of an A100, and no links, since none were measured.
-    base = (known or GPUS["A100"].model_copy(update={"nvlink_gb_s": 0.0})).model_dump()
+    base = gpu_like(raw["name"], raw["memory_gib"]).model_dump()
     # What is measured is what is reached; a cluster file has the peak, of which efficiency is a share.
     share = base["efficiency"]["matmul"]
     rates = {name: max(rate for _, _, rate in found) / 1e12 / share for name, found in raw["products"].items()}
     return Gpu.model_validate(
         {
             **base,
-            "memory_gib": raw["memory_gib"],
             "tflops": Tflops(**{**base["tflops"], **rates}),
             "memory_gb_s": raw["memory"]["copy"] / base["efficiency"]["memory"],
             "pcie_gb_s": raw["host_gb_s"] / base["efficiency"]["link"],

@@ -6,7 +6,7 @@ Those of a run derive from `RunOptions`: here stand only the flags that are abou
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -31,8 +31,8 @@ F = TypeVar("F")
 # Name, annotation and default of a field, as `make_dataclass` takes them.
 Field = tuple[str, Any, Any]
 
-# What --model is for an untrained model.
-NEW = "new"
+# What --model is for an untrained model, and --plan where nothing is planned.
+NEW, NO_PLAN = "new", "none"
 
 
 def unknown_flags(words: Sequence[str], names: Iterable[str], command: str) -> str:
@@ -82,6 +82,14 @@ def with_changes(cls: type[F]) -> type[F]:
             limits = annotation(RunOptions, name, Meta)
             found.append((name, Annotated[hint | None, limits, argument], dataclasses.field(default=None)))
     return _extended(cls, found)
+
+
+def with_plan(flags: F, decided: Mapping[str, Any]) -> F:
+    """The flags with those options, as JSON has them, that a plan has decided."""
+    own = {name: value for name, value in decided.items() if hasattr(flags, name)}
+    as_flags = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
+    made: F = dataclasses.replace(flags, **as_flags)  # type: ignore[type-var]
+    return made
 
 
 def changes(flags: object) -> dict[str, Any]:
@@ -136,12 +144,20 @@ class StartFlags(Output):
     """Plain lines instead of the live display."""
 
 
-@dataclass(frozen=True)
-class RunFlags(StartFlags, ProgramFlags, RunOptions):
-    """Flags of every program"""
+@dataclass(frozen=True, kw_only=True)
+class MachineFlags:
+    """Flags of every verb that says where a run is to be"""
 
     cluster: Annotated[str, Shown("FILE", "this machine")] = ""
     """Hosts with their cores and devices, in TOML: docs/cluster-file.md has examples and all keys."""
+    plan: Annotated[str, Shown("FILE", "made for the GPUs that there are")] = ""
+    """A plan that `penstock plan … --out FILE` wrote, exactly as it is; "none" plans nothing."""
+
+
+@dataclass(frozen=True)
+class RunFlags(StartFlags, MachineFlags, ProgramFlags, RunOptions):
+    """Flags of every program"""
+
     out: Annotated[str, Shown("DIR", "runs/PROGRAM-DATE-TIME")] = ""
     """The run folder: new or empty."""
 
@@ -164,7 +180,7 @@ class ShowFlags(ProgramFlags):
 
 
 @dataclass(frozen=True)
-class CheckFlags(ProgramFlags):
+class CheckFlags(MachineFlags, ProgramFlags):
     """Flags of check"""
 
     batch: int = RunOptions.batch
@@ -261,6 +277,8 @@ class PlanFlags(ProgramFlags, Planning):
 
     batch: Positive = 256
     """Prompt groups per update."""
+    out: Annotated[str, Shown("FILE", "none")] = ""
+    """Write the plan for `penstock run PROGRAM --plan FILE`, too."""
 
 
 @dataclass(frozen=True)

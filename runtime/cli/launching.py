@@ -19,7 +19,7 @@ from penstock.runtime.cli.flags import StartFlags
 from penstock.runtime.cli.tracing import CommandError, Traced, usage_errors
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.endpoints import tcp_endpoint
-from penstock.runtime.cluster.placement import spelled, why_not
+from penstock.runtime.cluster.placement import Plan, spelled, why_not
 from penstock.runtime.control.launcher import DONE, FAILED, INTERRUPTED, Launcher
 from penstock.runtime.control.listener import Listener, WireError
 from penstock.runtime.control.messages import read_record
@@ -39,11 +39,12 @@ LOG_BYTES = 32 << 20
 STATUS = {DONE: "done", INTERRUPTED: "stopped"}
 
 
-def configure(traced: Traced, cluster: Cluster, model: str) -> RunConfig:
-    """The run of a traced program on a cluster. Raises CommandError for its faults and for flags that it does not
-    allow, ClusterError for pools or devices that the cluster lacks."""
+def configure(traced: Traced, cluster: Cluster, model: str, plan: Plan | None = None) -> RunConfig:
+    """The run of a traced program on a cluster, by a `plan` or by the one that its flags make. Raises CommandError for
+    its faults and for flags that it does not allow, ClusterError for pools or devices that the cluster lacks."""
     flags = traced.flags.options(model)
-    config = decided(RunConfig.make(traced.sound(), traced.evaluation, cluster, flags), cluster)
+    with usage_errors():
+        config = decided(RunConfig.make(traced.sound(), traced.evaluation, cluster, flags, plan), cluster)
     try:
         json.dumps(config.to_json(), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

@@ -164,17 +164,22 @@ def show(argv: Sequence[str]) -> int:
 def check(argv: Sequence[str]) -> int:
     """`penstock check PROGRAM`: all faults at once, each with what was given, what is needed, and the line."""
     traced = trace_program("check", argv)
+    faults = list(traced.faults)
+    if traced.flags.plan:
+        from penstock.runtime.cli.planned import machines, plan_lacks
+
+        faults += plan_lacks(traced, machines(traced.flags, traced.gpus))
     if traced.flags.json:
-        faults = [asdict(fault) for fault in traced.faults]
-        print(json.dumps({"program": traced.path, "ok": not faults, "faults": faults}))
-    elif traced.faults:
-        print(visible(faults_text(traced.faults)))
+        print(json.dumps({"program": traced.path, "ok": not faults, "faults": list(map(asdict, faults))}))
+    elif faults:
+        print(visible(faults_text(faults)))
     else:
         graph = traced.sound()
         beside = f", evaluation {traced.evaluation.name}" if traced.evaluation is not None else ""
         pools = ", ".join(dict.fromkeys(node.pool for node in graph.nodes))
-        print(visible(f"{traced.name}: no faults in {len(graph.nodes)} nodes on pools {pools}{beside}"))
-    return 1 if traced.faults else 0
+        planned = f", as {traced.flags.plan} says" if traced.flags.plan else ""
+        print(visible(f"{traced.name}: no faults in {len(graph.nodes)} nodes on pools {pools}{beside}{planned}"))
+    return 1 if faults else 0
 
 
 def agent(argv: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args, get_origin
 
 import tyro
 
@@ -18,20 +18,41 @@ from penstock.graph.errors import Fault, GraphError, nearest
 from penstock.graph.imports import path_of
 from penstock.graph.interface import REQUIRED
 from penstock.graph.program import Flag, Program
-from penstock.runtime.cli.flags import EXAMPLES, VERBS, Planning, readable, unknown_flags
+from penstock.runtime.cli.flags import (
+    EXAMPLES,
+    NO_PLAN,
+    VERBS,
+    MachineFlags,
+    Planning,
+    readable,
+    unknown_flags,
+    with_plan,
+)
 from penstock.runtime.cli.tracing import CommandError, usage_errors
 from penstock.runtime.control.run_config import check_limits
 from penstock.runtime.record.errors import visible
 
+if TYPE_CHECKING:
+    from penstock.runtime.plan.run_plan import RunPlan
+
 MARKERS = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
 
 
-def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str]) -> tuple[dict[str, Any], Any]:
-    """The program's options and the verb's flags. `name` is what the user called the program.
+class Parsed(NamedTuple):
+    """The program's options and the verb's flags. `typed` are the words of each flag that the user gives, on the
+    command line or by --config, by the name of its field."""
 
-    Raises CommandError for words or a config file that cannot be understood, and GraphError for options that have the
-    name of a flag of the verb. `check` tells these of `run` among the faults (see `clashes`), so here it leaves them at
-    their defaults.
+    options: dict[str, Any]
+    flags: Any
+    typed: dict[str, list[str]]
+
+
+def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str]) -> Parsed:
+    """`name` is what the user called the program.
+
+    Raises CommandError for words, a config file or a plan that cannot be understood or contradict each other, and
+    GraphError for options that have the name of a flag of the verb. `check` tells these of `run` among the faults (see
+    `clashes`), so here it leaves them at their defaults.
     """
     defaults = _verb_defaults(program, verb)
     taken = clashes(program, "run" if verb == "check" else verb)
@@ -48,24 +69,58 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
     if said := unknown_flags(argv, known, f"penstock {verb} {name}"):
         raise CommandError(said, 2)
     config = _config_argv(argv, known)
+    typed = _typed([*config, *argv], known)
+    plan = _plan_of(typed) if isinstance(defaults, MachineFlags) else None
+    planned = [word for words in plan.words.values() for word in words] if plan else []
     summary = program.doc.partition("\nArgs:")[0].strip() or program.name
     try:
         parsed: Any = tyro.cli(
             line,
             prog=f"penstock {verb} {name}",
             description=f"{summary}\n\nExamples:\n  {EXAMPLES[verb].format(name)}",
-            args=[*config, *argv],
+            args=[*planned, *config, *argv],
             config=MARKERS,
         )
     except SystemExit as leaving:
         # tyro complains of words that the user has never typed.
-        if leaving.code and config:
-            print(visible(f"The config file stands for: {' '.join(config)}"), file=sys.stderr)
+        for file, words in (("plan", planned), ("config file", config)):
+            if leaving.code and words:
+                print(visible(f"The {file} stands for: {' '.join(words)}"), file=sys.stderr)
         raise
     given, flags = getattr(parsed, title), getattr(parsed, verb)
+    if plan:
+        if contrary := plan.contrary({key: value for key, value in vars(flags).items() if key in typed}):
+            raise CommandError("\n".join(map(str, contrary)), 2)
+        flags = with_plan(flags, plan.options)
     with usage_errors():
         check_limits(flags)
-    return {o.flag.name: o.value(getattr(given, o.flag.name)) for o in own}, flags
+    return Parsed({o.flag.name: o.value(getattr(given, o.flag.name)) for o in own}, flags, typed)
+
+
+def _typed(words: Sequence[str], known: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The words of each flag, with itself, by the name of its field. Of one that is given twice the last one counts."""
+    found: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+            own = found[name if name in known else name.removeprefix("no_")] = []
+        if found:
+            own.append(word)
+    return found
+
+
+def _plan_of(typed: Mapping[str, Sequence[str]]) -> "RunPlan | None":
+    """The plan that --plan names."""
+    words = typed.get("plan", ())
+    file = words[0].partition("=")[2] or (words[1] if len(words) > 1 else "") if words else ""
+    if file in ("", NO_PLAN):
+        return None
+    # With numpy and the cost model, which other command lines do without.
+    from penstock.runtime.plan.roles import PlanError
+    from penstock.runtime.plan.run_plan import RunPlan
+
+    with usage_errors(PlanError):
+        return RunPlan.read(Path(file))
 
 
 def clashes(program: Program[..., Any], verb: str) -> dict[str, Fault]:

@@ -6,15 +6,15 @@
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from textwrap import wrap
 
 from penstock.graph.ir import Graph
-from penstock.graph.types import MAX_PROMPT
 from penstock.runtime.cli.base_model import PROFILE, cache_folder
 from penstock.runtime.cli.display import about, more, percent
-from penstock.runtime.cli.flags import Planning
-from penstock.runtime.cli.tracing import CommandError, trace_program, usage_errors
+from penstock.runtime.cli.flags import PlanFlags, Planning
+from penstock.runtime.cli.tracing import CommandError, Traced, trace_program, usage_errors
 from penstock.runtime.cluster.cluster import ClusterError, read_cluster
 from penstock.runtime.cluster.placement import read_meshes
 from penstock.runtime.collection import uncollected
@@ -22,18 +22,21 @@ from penstock.runtime.plan.calibrate import CalibrationError, calibrate
 from penstock.runtime.plan.confidence import NOT_CALIBRATED, Confidence
 from penstock.runtime.plan.model_shape import ShapeError, read_shape
 from penstock.runtime.plan.planner import Alternative, Planned, PoolPlan, plan
-from penstock.runtime.plan.roles import roles_of
+from penstock.runtime.plan.roles import KEPT, roles_of, work_of
+from penstock.runtime.plan.run_plan import KEY as RUN
+from penstock.runtime.plan.run_plan import RunPlan, run_plan
 from penstock.runtime.plan.workload import LengthError, Workload, given_lengths
 from penstock.runtime.record.errors import visible
-
-# The share of the groups that filters leave, unless it is said.
-KEPT = 0.7
+from penstock.runtime.record.folder import absolute, write_atomic
 
 
 def main(argv: Sequence[str]) -> int:
     # numpy and pydantic take a second to import, and so does torch in the child that traces.
     traced = trace_program("plan", argv, ("penstock.runtime.plan.planner",))
     found = search(traced.sound(), traced.flags, traced.flags.batch)
+    if traced.flags.out:
+        data = {**found.to_json(), RUN: run_of(found, traced).to_json()}
+        write_atomic(Path(traced.flags.out), json.dumps(data).encode(), "--out FILE")
     print(json.dumps(found.to_json()) if traced.flags.json else visible(text(found, traced.flags.cluster)))
     return 0
 
@@ -62,6 +65,23 @@ def search(graph: Graph, flags: Planning, batch: int) -> Planned:
         )  # fmt: skip
 
 
+def run_of(found: Planned, traced: Traced) -> RunPlan:
+    """What was found as a run takes it, with the words that a run is to have, too. Raises PlanError for what no run
+    can have."""
+    flags = traced.flags
+    own = {field.name for field in fields(PlanFlags)}
+    words = {name: list(said) for name, said in traced.typed.items() if name not in own}
+    # A cluster of a word, and a model of a name, are only planned for.
+    for name, path in (("model", flags.model), ("cluster", flags.cluster)):
+        if Path(path).exists():
+            words[name] = [f"--{name}", str(absolute(path))]
+    graphs = [graph for graph in (traced.graph, traced.evaluation) if graph is not None]
+    cluster = read_cluster(flags.cluster, cache_folder() / PROFILE)
+    return run_plan(
+        found, graphs, cluster, program=traced.path, source=flags.cluster, max_tokens=flags.max_tokens, words=words
+    )
+
+
 def workload(graph: Graph, flags: Planning, batch: int) -> Workload:
     """What the flags say, and the program of samples, epochs and minibatches."""
     roles = roles_of(graph)
@@ -70,21 +90,11 @@ def workload(graph: Graph, flags: Planning, batch: int) -> Workload:
     kept = KEPT if flags.kept is None else flags.kept
     if not 0 < kept <= 1:
         raise CommandError(f"--kept: given {kept:g}, needed a share above 0, 1 at most", 2)
-    return Workload(
-        read_shape(flags.model),
-        batch,
-        roles.samples,
-        given_lengths(flags.lengths, flags.max_tokens),
-        flags.prompt_tokens,
-        roles.epochs,
-        roles.minibatches,
-        flags.micro_tokens,
-        flags.environment_s,
-        kept if roles.filters else 1.0,
-        sum(samples for _, samples in roles.baselines),
-        roles.buffer.adds(batch) if roles.buffer else 0,
-        int(dict(graph.options).get("max_prompt", MAX_PROMPT)) + flags.max_tokens,
-    )
+    return work_of(
+        graph, roles, read_shape(flags.model), batch, given_lengths(flags.lengths, flags.max_tokens), flags.max_tokens,
+        prompt_tokens=flags.prompt_tokens, micro_tokens=flags.micro_tokens, environment_s=flags.environment_s,
+        kept=kept,
+    )  # fmt: skip
 
 
 # Where the words begin, if nothing else is said.

@@ -19,6 +19,7 @@ from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.cli.display import Display
 from penstock.runtime.cli.flags import NEW, FolderFlags, RunFlags, StartFlags, changes, read_flags, with_changes
 from penstock.runtime.cli.launching import asked, configure, decided, go, require_start
+from penstock.runtime.cli.planned import chosen, machines, require_devices
 from penstock.runtime.cli.tracing import CommandError, require_inputs, trace_program
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import read_meshes, spelled, why_no_turns
@@ -53,8 +54,10 @@ def main(argv: Sequence[str]) -> int:
     flags = absolute_paths(traced.flags)
     if flags.tensorboard and find_spec("tensorboard") is None:
         raise CommandError("--tensorboard: the package is not installed; needed: pip install 'penstock[track]'")
-    cluster = Cluster.read(Path(flags.cluster)) if flags.cluster else Cluster.local()
-    config = configure(replace(traced, flags=flags), cluster, flags.model)
+    cluster = machines(flags, traced.gpus)
+    found = chosen(replace(traced, flags=flags), cluster)
+    config = configure(found.traced, cluster, flags.model, found.plan)
+    require_devices(config.plan, cluster, config.flags.dtype, traced.gpus)
     require_start(config, cluster, flags)
     needs_base = traced.base and not flags.model
     if needs_base and not is_made_up(flags.data):
@@ -68,11 +71,14 @@ def main(argv: Sequence[str]) -> int:
     # Created after all that may be refused: a mistake on the command line leaves no folder.
     folder = RunFolder.create(flags.out or default_path(traced.name, datetime.now()))
 
+    for line in found.lines:
+        print(visible(line), flush=True)
+
     def prepare(display: Display) -> None:
         model = str(base_model(flags.data, display.tell)) if needs_base else config.flags.model
         complete = replace(config, flags=replace(config.flags, model=model))
         complete.write(folder, asked(argv[0], argv, cluster, digests))
-        if flags.offload == "on" and (why := why_no_turns(config.graph, config.plan)):
+        if config.flags.offload == "on" and (why := why_no_turns(config.graph, config.plan)):
             text = f"--offload on frees no memory that anybody needs: {why}"
             display.tell({"kind": "note", "level": "warning", "text": text})
 
@@ -137,7 +143,8 @@ def resume(argv: Sequence[str]) -> int:
             raise CommandError(f"{folder.path}: all {done} updates are done; --updates {2 * done} would go on")
         before, config = config, _changed(config, cluster, options, "mesh" in given or bool(flags.cluster))
         require_start(config, cluster, flags)
-        require_inputs(config.graphs, config.flags)
+        seen = require_inputs(config.graphs, config.flags)
+        require_devices(config.plan, cluster, config.flags.dtype, seen)
         if config != before:
             config.write(folder, {**was, "cluster": cluster.model_dump(mode="json")})
         # It tells how the last life ended, and this one may be killed before it can tell.

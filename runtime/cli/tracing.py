@@ -15,9 +15,9 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from penstock import __path__ as roots
 if TYPE_CHECKING:
     from penstock.graph.errors import Fault
     from penstock.graph.ir import Graph
+    from penstock.runtime.cluster.cluster import SeenGpu
     from penstock.runtime.control.run_config import RunOptions
 
 
@@ -61,6 +62,8 @@ class Traced:
     flags: the verb's flags (a dataclass of `flags.VERBS`), with the program's own defaults.
     graph, evaluation: None where there is none; `graph` is None only if `faults` say why.
     base: a run without `--model` begins with the base model (a maker says so, see `opens`).
+    typed: the words of each flag that the user gives, by name.
+    gpus: those that the child's torch sees on this machine.
     """
 
     name: str
@@ -70,6 +73,8 @@ class Traced:
     evaluation: "Graph | None"
     faults: "tuple[Fault, ...]"
     base: bool = False
+    typed: "Mapping[str, Sequence[str]]" = field(default_factory=dict)
+    gpus: "tuple[SeenGpu, ...]" = ()
 
     def sound(self) -> "Graph":
         """The graph. Raises CommandError with all faults if there are any."""
@@ -104,18 +109,24 @@ def trace_program(verb: str, argv: Sequence[str], meanwhile: Sequence[str] = ())
     from penstock.graph.errors import Fault
     from penstock.graph.ir import Graph
     from penstock.runtime.cli.flags import VERBS
+    from penstock.runtime.cluster.cluster import SeenGpu
 
     # JSON has lists only; flags are hashed and compared as tuples.
     flags = {name: tuple(value) if isinstance(value, list) else value for name, value in found.pop("flags").items()}
     graphs = {key: Graph.from_json(found[key]) if key in found else None for key in ("graph", "evaluation")}
     faults = tuple(Fault(**fault) for fault in found.pop("faults"))
-    return Traced(**{**found, **graphs}, flags=VERBS[verb](**flags), faults=faults)
+    gpus = tuple(SeenGpu(*gpu) for gpu in found.pop("gpus"))
+    return Traced(**{**found, **graphs}, flags=VERBS[verb](**flags), faults=faults, gpus=gpus)
 
 
-def require_inputs(graphs: "Sequence[Graph]", flags: "RunOptions") -> None:
-    """Have a child try what a run of these graphs reads and needs. Raises CommandError with what is wrong."""
+def require_inputs(graphs: "Sequence[Graph]", flags: "RunOptions") -> "tuple[SeenGpu, ...]":
+    """Have a child try what a run of these graphs reads and needs. Returns the GPUs that its torch sees. Raises
+    CommandError with what is wrong."""
+    from penstock.runtime.cluster.cluster import SeenGpu
+
     asked = [graph.to_json() for graph in graphs], asdict(flags)
-    ask_child("penstock.runtime.cli.children:inputs", *asked, what="the process that tries what the run reads")
+    what = "the process that tries what the run reads"
+    return tuple(SeenGpu(*gpu) for gpu in ask_child("penstock.runtime.cli.children:inputs", *asked, what=what))
 
 
 def ask_child(

@@ -64,6 +64,8 @@ Wire = Literal["", "bfloat16", "int8", "fp8", "fp8_block"]
 Transport = Literal["auto", "messages", "shm", "cuda_ipc", "nccl"]
 # Whether the backward pass computes layers again; "auto" is decided before a run begins.
 Recompute = Literal["auto", "none", "layer"]
+# The first compute capability whose tensor cores do.
+BFLOAT16_SINCE = 8
 # Whether what is not needed between updates lies on the host.
 Offload = Literal["auto", "on", "off"]
 
@@ -71,6 +73,15 @@ Offload = Literal["auto", "on", "off"]
 DENSE_CACHE: bool = True
 # GPUs that trainer and generator share are used in turn only where no batch is decoded meanwhile: at this lag.
 SHARED_LAG = 0
+
+
+class Seen(Protocol):
+    """What of a GPU decides in which formats it computes."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def major(self) -> int: ...
 
 
 class Sizes(Protocol):
@@ -151,6 +162,15 @@ def precision_lack(kind: Kind, precision: Precision, gpu: Gpu | None = None, nam
     if gpu is not None and not getattr(gpu.tflops, precision):
         return Fault("no-precision", f"a {kind}'s weights", f"{precision} on {name}", "a format that it computes in")
     return None
+
+
+def dtype_lack(dtype: Dtype, seen: Sequence[Seen]) -> Fault | None:
+    """What keeps GPUs of a machine from computing in a run's format."""
+    older = [gpu for gpu in seen if gpu.major < BFLOAT16_SINCE]
+    if dtype != "bfloat16" or not older:
+        return None
+    given = f"bfloat16 on {older[0].name}, of compute capability {older[0].major}"
+    return Fault("no-precision", "--dtype", given, "float32, float16, or a GPU of 8.0 or later")
 
 
 def model_lack(sizes: Sizes) -> Fault | None:

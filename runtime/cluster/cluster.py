@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -30,7 +30,7 @@ from pydantic import (
 )
 
 from penstock.runtime.cluster.endpoints import LOOPBACK, ipc_endpoint, is_loopback, tcp_endpoint
-from penstock.runtime.cluster.gpus import GPUS, Efficiency, Engine, Gpu, Tflops
+from penstock.runtime.cluster.gpus import GPUS, Efficiency, Engine, Gpu, Tflops, gpu_like, kind_of
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
@@ -98,6 +98,22 @@ def _hosts(given: object) -> object:
 
 class ClusterError(ValueError):
     """A cluster file that cannot be used: the user's fault. One line for each thing that is wrong."""
+
+
+class SeenGpu(NamedTuple):
+    """A GPU of this machine as torch sees it, with the major number of its compute capability."""
+
+    name: str
+    memory_gib: float
+    major: int
+
+
+# Shares by which two kinds of GPUs with names of their own may differ in memory and still be one.
+ALIKE = 0.1
+
+
+def alike(one: Gpu, other: Gpu) -> bool:
+    return abs(one.memory_gib / other.memory_gib - 1) < ALIKE
 
 
 class Cpu(BaseModel):
@@ -202,9 +218,10 @@ class Cluster(BaseModel):
             )
 
     @staticmethod
-    def local() -> "Cluster":
-        """This machine: the cores that this process may use, and its CUDA devices."""
-        return Cluster(hosts=(Host(name="local", cores=len(os.sched_getaffinity(0)), devices=cuda_devices()),))
+    def local(num_gpus: int | None = None) -> "Cluster":
+        """This machine: the cores that this process may use, and its CUDA devices, or as many as torch sees."""
+        devices = cuda_devices() if num_gpus is None else tuple(f"cuda:{index}" for index in range(num_gpus))
+        return Cluster(hosts=(Host(name="local", cores=len(os.sched_getaffinity(0)), devices=devices),))
 
     @staticmethod
     def read(path: Path) -> "Cluster":
@@ -217,6 +234,24 @@ class Cluster(BaseModel):
             raise ClusterError(f"{path}: not TOML: {error}") from error
         except ValidationError as error:
             raise ClusterError(explain(error, str(path))) from error
+
+    def with_seen(self, seen: Sequence[SeenGpu]) -> "Cluster":
+        """With the kind of the GPUs that torch sees on this machine, for its hosts that do not say theirs. Of a machine
+        with several kinds it is the one with least memory."""
+        if not seen:
+            return self
+        least = min(seen, key=lambda gpu: gpu.memory_gib)
+        gpu, known = gpu_like(least.name, least.memory_gib), kind_of(least.name)
+        named = known if known and alike(GPUS[known], gpu) else None
+        kind = named or re.sub(r"\W+", "-", least.name)
+        hosts = tuple(
+            host.model_copy(update={"gpu": kind})
+            if host.accelerators and not host.gpu and host.agent == "local"
+            else host
+            for host in self.hosts
+        )
+        own = {} if named or hosts == self.hosts else {kind: gpu}
+        return self.model_copy(update={"hosts": hosts, "gpus": {**own, **self.gpus}})
 
     def host(self, name: str) -> Host:
         return next(h for h in self.hosts if h.name == name)
@@ -249,6 +284,10 @@ class Cluster(BaseModel):
         return ipc_endpoint(folder)
 
 
+# The code of ranks that could not reach each other.
+NO_NETWORK = "no-network"
+
+
 def check_common_network(hosts: Sequence[Host], where: str) -> None:
     """Raises ClusterError where ranks of `hosts` could not form a process group: each has to reach the others."""
     inside = {host.name: is_loopback(f"{host.address or LOOPBACK}:0") for host in hosts}
@@ -256,10 +295,8 @@ def check_common_network(hosts: Sequence[Host], where: str) -> None:
     if len(set(inside.values())) > 1:
         given = ", ".join(f"{host.name} ({host.address or 'no address'})" for host in hosts)
         lacking = ", ".join(name for name, alone in inside.items() if alone)
-        needed = f"an `address` of {lacking} in [[hosts]] at which the others reach it"
-        raise ClusterError(
-            f"{where}: given a replica over the hosts {given}, needed {needed}: they have no network in common"
-        )
+        needed = f"an `address` of {lacking} in [[hosts]] at which the others reach it: they have no network in common"
+        raise ClusterError(f"{where} [{NO_NETWORK}]: given a replica over the hosts {given}, needed {needed}")
 
 
 # Keys of a cluster file with keys of their own.

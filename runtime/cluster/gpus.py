@@ -182,3 +182,17 @@ GPUS: dict[str, Gpu] = {
         efficiency=_BLACKWELL, engine=_GRACE,
     ),
 }  # fmt: skip
+
+
+def kind_of(name: str) -> str | None:
+    """The kind of what a driver calls a GPU, such as "NVIDIA H100 80GB HBM3"."""
+    # "GB200" has "B200" in it.
+    return max((kind for kind in GPUS if kind in name), key=len, default=None)
+
+
+def gpu_like(name: str, memory_gib: float) -> Gpu:
+    """What is known of a GPU by its name: its kind's figures. One of no known kind has those of an A100, and no links
+    to others."""
+    kind = kind_of(name)
+    known = GPUS[kind] if kind else GPUS["A100"].model_copy(update={"nvlink_gb_s": 0.0})
+    return known.model_copy(update={"memory_gib": memory_gib})

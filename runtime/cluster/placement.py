@@ -306,7 +306,8 @@ def place(
     _check_names(cluster, roles)
     for role in roles:
         if lack := axis_lack(role.kind, mesh := meshes.get(role.name, ())):
-            raise ClusterError(f"--mesh {role.name}={spelled(mesh)}: given {lack.given}, needed {lack.needed}")
+            given = f"--mesh {role.name}={spelled(mesh)} [{lack.code}]: given {lack.given}"
+            raise ClusterError(f"{given}, needed {lack.needed}")
         _check_spread(role, meshes.get(role.name, ()), generators, tp_over_hosts)
     # A trainer has the first devices of its hosts, so that others begin after its ranks.
     updating = {
@@ -327,6 +328,12 @@ def place(
         return Pool(role.name, role.holds, tuple(replica(role, index) for index in range(role.replicas(generators))))
 
     return Plan(tuple(map(pool, roles)))
+
+
+def model_hosts(graphs: Sequence[Graph], cluster: Cluster) -> tuple[Host, ...]:
+    """Where pools with a model are, as a cluster says; any host where there is no such pool."""
+    hosts = {host.name: host for role in _roles(graphs, cluster) if role.models for host in role.hosts}
+    return tuple(hosts.values()) or cluster.hosts
 
 
 def _check_names(cluster: Cluster, roles: Sequence[_Role]) -> None:
@@ -362,7 +369,8 @@ def _check_spread(role: _Role, mesh: Axes, generators: int, tp_over_hosts: bool)
         return
     spread = [host.name for host in hosts for _ in range(each)]
     if lack := spread_lack(role.kind, mesh, spread, tp_over_hosts):
-        raise ClusterError(f"{given} {lack.given}, needed {lack.needed}")
+        given = f"--mesh {role.name}={spelled(mesh)} [{lack.code}]: given {lack.given}"
+        raise ClusterError(f"{given}, needed {lack.needed}")
     check_common_network(hosts, f"pools.{role.name}")
 
 
@@ -429,7 +437,7 @@ def place_as(
         if len(set(places)) < len(places):
             raise ClusterError(f"{what}: given two ranks on one GPU, needed a GPU for each: NCCL joins no two on one")
         if lack := axis_lack(role.kind, mesh) or spread_lack(role.kind, mesh, [h for h, _ in places], tp_over_hosts):
-            raise ClusterError(f"{what}: given {lack.given}, needed {lack.needed}")
+            raise ClusterError(f"{what} [{lack.code}]: given {lack.given}, needed {lack.needed}")
         hosts = [cluster.host(host) for host in dict.fromkeys(host for host, _ in places)]
         check_common_network(hosts, what)
         # As many for each: ranks that compute the same agree to the bit only with equally many.

@@ -13,7 +13,6 @@ A default that is also that of `Context` or `Rules` is written there, since thes
 import math
 import re
 import secrets
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from penstock.graph.ir import Graph
 from penstock.graph.types import Context, Origin
 from penstock.runtime.cluster.capabilities import Dtype, Offload, Recompute, Transport, Wire
 from penstock.runtime.cluster.cluster import Cluster
-from penstock.runtime.cluster.placement import Plan, Replica, place, read_meshes, why_no_turns
+from penstock.runtime.cluster.placement import Plan, Replica, model_hosts, place, read_meshes, why_no_turns
 from penstock.runtime.control.rank_setup import RankSetup
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder
@@ -203,21 +202,14 @@ def _needed(value: float, limits: Meta) -> str:
     return f"at most {limits.le}" if limits.le is not None and value > limits.le else ""
 
 
-def choose_device(name: str) -> str:
-    """The device that a flag names; "auto" is the GPU where the program's modules brought a torch that sees one.
-
-    Raises ValueError for one that is not there.
-    """
-    torch = sys.modules.get("torch")
-    num_gpus = torch.cuda.device_count() if torch is not None and torch.cuda.is_available() else 0
-    if name == "auto":
-        return "cuda" if num_gpus else "cpu"
-    kind, _, index = name.partition(":")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+def choose_device(name: str, graphs: Sequence[Graph], cluster: Cluster) -> str:
+    """The device that a flag names; "auto" is "cuda" where all hosts of pools with a model have GPUs, whatever the
+    machine has on which the command is typed. Raises ValueError for a name that is none."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
         raise ValueError(f"--device: given {name!r}, needed auto, cpu, cuda or cuda:N")
-    if kind == "cuda" and int(index or 0) >= num_gpus:
-        raise ValueError(f"--device: given {name!r}, and PyTorch sees {num_gpus} GPUs here (see `penstock doctor`)")
-    return name
+    if name != "auto":
+        return name
+    return "cuda" if all(host.accelerators for host in model_hosts(graphs, cluster)) else "cpu"
 
 
 def plan_for(graphs: Sequence[Graph], cluster: Cluster, options: RunOptions) -> Plan:
@@ -244,15 +236,17 @@ class RunConfig:
     run: str
 
     @staticmethod
-    def make(graph: Graph, evaluation: Graph | None, cluster: Cluster, options: RunOptions) -> "RunConfig":
-        """A new run of graphs on a cluster. Raises ClusterError for pools or devices that the cluster lacks."""
+    def make(
+        graph: Graph, evaluation: Graph | None, cluster: Cluster, options: RunOptions, plan: Plan | None = None
+    ) -> "RunConfig":
+        """A new run of graphs on a cluster, by a `plan` or by the one that its options make. Raises ClusterError for
+        pools or devices that the cluster lacks, and ValueError for a device that is none."""
+        graphs = [graph] if evaluation is None else [graph, evaluation]
         # Once and here: each rank would find it out anew, perhaps differently.
-        if options.device == "auto":
-            options = replace(options, device=choose_device("auto"))
+        options = replace(options, device=choose_device(options.device, graphs, cluster))
         if options.recompute == "auto" and options.device == "cpu":
             options = replace(options, recompute="none")
-        graphs = [graph] if evaluation is None else [graph, evaluation]
-        return RunConfig(graph, evaluation, plan_for(graphs, cluster, options), options, secrets.token_hex(6))
+        return RunConfig(graph, evaluation, plan or plan_for(graphs, cluster, options), options, secrets.token_hex(6))
 
     @property
     def graphs(self) -> tuple[Graph, ...]:

@@ -169,12 +169,31 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Pins:
-    """Meshes that are given. `beside` are those of pools with models beside the policy, which then have dedicated
-    GPUs."""
+    """What is given: meshes, of which `beside` are those of pools with models beside the policy, which then have
+    dedicated GPUs; the generator's slots and replicas; the trainers' micro-batches and recomputation; and of GPUs that
+    trainer and generator share, whether moments are on the host while they decode, and whether both work at the same
+    time (`overlaps`)."""
 
     trainer: Axes | None = None
     generator: Axes | None = None
     beside: Mapping[str, Axes] = field(default_factory=dict)
+    slots: int | None = None
+    replicas: int | None = None
+    micro_tokens: int | None = None
+    recompute: bool | None = None
+    offload: bool | None = None
+    overlaps: bool = False
+
+    @property
+    def flags(self) -> str:
+        """Those that give it, in words; "" for none."""
+        meshes = self.trainer is not None or self.generator is not None or bool(self.beside)
+        given = {
+            "mesh": meshes or None, "slots": self.slots, "generators": self.replicas,
+            "micro-tokens": self.micro_tokens, "recompute": self.recompute, "offload": self.offload,
+            "lag": self.overlaps or None,
+        }  # fmt: skip
+        return " and ".join(f"--{name}" for name, value in given.items() if value is not None)
 
     def of(self, pools: Sequence[str]) -> Axes | None:
         """That of pools with one layout, if it is given."""
@@ -346,19 +365,26 @@ class LayoutCandidates:
         mean = self.work.prompt_tokens + float(np.mean(self.work.response_tokens))
         self.context = float(self.work.slot_tokens or self.work.context) if DENSE_CACHE else mean
 
+    @property
+    def recompute(self) -> float:
+        """The share of the forward pass that backward ones repeat."""
+        return float(self.pins.recompute is not False)
+
     def cuts(self, nodes: NodeGroup, gpus: int, pin: Axes | None = None) -> list[TrainerFamily]:
         """All trainers on `gpus` GPUs, whether they fit or not; with the mesh `pin`, if it is given."""
         # How weights are sharded changes what travels, not what is computed: one lower bound holds for all of these.
-        meshes = defaultdict[tuple[int, ...], list[Parallel]](list)
+        meshes, pins = defaultdict[tuple[int, ...], list[Parallel]](list), self.pins
+        own = [max(self.work.context, pins.micro_tokens)] if pins.micro_tokens else []
         for mesh in trainer_meshes(self.work.shape, nodes, gpus, self.resorts):
             if pin is None or pin == mesh.axes:
                 for ep, cp in sharings(self.work.shape, mesh, self.resorts):
                     meshes[ep, cp, mesh.data, mesh.tp, mesh.pp].append(mesh)
         found = []
         for (ep, cp, *_), alike in meshes.items():
-            for tokens in micro_tokens(self.work.context, self.work.micro_tokens):
+            for tokens in own or micro_tokens(self.work.context, self.work.micro_tokens):
                 first = Trainer(
-                    self.work.shape, nodes.gpu, alike[0], micro_tokens=tokens, zero3=False, ep=ep, cp=cp
+                    self.work.shape, nodes.gpu, alike[0], micro_tokens=tokens, recompute=self.recompute, zero3=False,
+                    ep=ep, cp=cp,
                 )  # fmt: skip
                 steps_s = sum(first.least(part, backward=True) for part in self._minibatches) * self.work.epochs
                 passed_s = first.least(self._whole, backward=False)
@@ -442,7 +468,8 @@ class LayoutCandidates:
     def _one_gpu(self, nodes: NodeGroup) -> tuple[float, float]:
         """GPU-seconds of one pass and of one model's steps that no layout goes below."""
         work = self.work
-        alone = Trainer(work.shape, nodes.gpu, Parallel(), micro_tokens=int(work.sequence_tokens.sum()))
+        tokens = int(work.sequence_tokens.sum())
+        alone = Trainer(work.shape, nodes.gpu, Parallel(), micro_tokens=tokens, recompute=self.recompute)
         costs = alone.passed(self._whole), alone.update(work.sequence_tokens, work.epochs)
         passed, steps = (sum(cost.parts[part] for part in SHARED_OUT) * SAFE for cost in costs)
         return passed, steps
@@ -454,7 +481,14 @@ class LayoutCandidates:
         empty, each = self._row_bytes(nodes, copies)
         room = nodes.gpu.memory_bytes - (beside.used if beside else 0.0)
         fits = np.clip((room - empty) // each, 0, self.slots).astype(np.int64)
+        if self.pins.slots:
+            fits = np.where(fits < self.pins.slots, 0, self.pins.slots)
         return self._table(nodes, tuple(sizes), tuple(fits.tolist()))
+
+    @property
+    def shared_copies(self) -> int:
+        """Of a generator's weights on the trainer's GPUs: the next version comes while it decodes, or in turn."""
+        return DEDICATED if self.pins.overlaps else SHARED
 
     def dedicated(self, nodes: NodeGroup) -> GeneratorTable:
         """All layouts on dedicated GPUs."""
@@ -462,7 +496,7 @@ class LayoutCandidates:
 
     def fastest(self, nodes: NodeGroup, shared: bool) -> tuple[FloatArray, ...]:
         """Lower bounds on dedicated GPUs or fewer of them, or on the trainer's, whatever lies beside the generator."""
-        table = self.generators(nodes, nodes.sizes, SHARED, None) if shared else self.dedicated(nodes)
+        table = self.generators(nodes, nodes.sizes, self.shared_copies, None) if shared else self.dedicated(nodes)
         return table.fastest(nodes, or_fewer=not shared)
 
     def generating(self, nodes: NodeGroup, table: GeneratorTable, row: int, copies: int) -> Generating:
@@ -520,8 +554,9 @@ class LayoutCandidates:
         use, up to the `fit` that there is memory for."""
         work, base = self.work, replace(self.bases(nodes)[number], slots=fit)
         ranks, in_flight = base.mesh.ranks, work.responses * (self.lag + 1)
-        gpus = np.array([size for size in sizes if size % ranks == 0 and size <= work.responses * ranks], np.int64)
-        counts = np.array(slot_counts(fit, in_flight), np.int64)
+        filled = [size for size in sizes if size % ranks == 0 and size <= work.responses * ranks]
+        gpus = np.array([size for size in filled if self.pins.replicas in (None, size // ranks)], np.int64)
+        counts = np.array([fit] if self.pins.slots else slot_counts(fit, in_flight), np.int64)
         useful = -(-in_flight // (gpus // ranks))
         size, count = np.nonzero(np.concatenate([[0], counts[:-1]]) < useful[:, None])
         replicas, slots = gpus[size] // ranks, counts[count]

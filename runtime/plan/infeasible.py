@@ -31,6 +31,8 @@ from penstock.runtime.plan.search import Search
 from penstock.runtime.plan.train_cost import Memory, Trainer, trainer_memory
 from penstock.runtime.plan.workload import Lengths, Listed, Lognormal
 
+# The code of a workload that fits nowhere.
+NO_FIT = "no-fit"
 MOST_GPUS = 4096
 # Tokens of a response.
 SHORTEST = 64
@@ -46,7 +48,7 @@ def check_pins(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence
         ranks = num_ranks(axes)
         given = f"--mesh {pool}={spelled(axes)}: given {ranks} ranks"
         if lack := axis_lack("generator" if pool == roles.generator else "trainer", axes):
-            raise AskedError(f"--mesh {pool}={spelled(axes)}: given {lack.given}, needed {lack.needed}")
+            raise AskedError(f"--mesh {pool}={spelled(axes)} [{lack.code}]: given {lack.given}, needed {lack.needed}")
         if ranks > largest.gpus:
             raise AskedError(f"{given}, needed at most the {largest.gpus} GPUs of kind {largest.kind}")
         if pool == roles.generator:
@@ -63,7 +65,7 @@ def refuse(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
     """The error for a workload that fits nowhere: a line for each role that does not fit even on all GPUs of a kind,
     or, where each would by itself, how many GPUs each needs."""
     model, total = candidates.work.shape.name, sum(nodes.gpus for nodes in node_groups)
-    head = f"{model} does not fit on {total} GPU{'s' * (total > 1)}"
+    head = f"{model} does not fit on {total} GPU{'s' * (total > 1)} [{NO_FIT}]"
     free, lines = replace(candidates, pins=Pins()), [head]
     for role, layouts in ((roles.trainer, _trainers), (roles.generator, _generators)):
         found = [(memory, mesh, nodes) for nodes in node_groups for memory, mesh in layouts(candidates, nodes)]
@@ -81,7 +83,7 @@ def refuse(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
             enough = enough or next((each for each in others if _any_fits(layouts(candidates, each), each)), None)
             change = f"{lacking / 1e9:.1f} GB are lacking on each GPU"
             if enough:
-                change = f"It would fit {'without --mesh' if enough is nodes else f'on {enough}'}"
+                change = f"It would fit {f'without {candidates.pins.flags}' if enough is nodes else f'on {enough}'}"
             lines.append(f"{role} ({mesh}): {given}. {change}")
     if len(lines) > 1:
         return PlanError("\n".join(lines))
@@ -106,14 +108,14 @@ def enough(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
         return Search(roles, asked, tuple(groups)).run(time.monotonic(), second=False).best is not None
 
     if pinned and fits(free, node_groups):
-        return "All of it would fit without --mesh"
+        return f"All of it would fit without {candidates.pins.flags}"
     changes = []
     widest = max(node_groups, key=lambda nodes: nodes.gpu.memory_bytes * nodes.each)
     others = [nodes for nodes in node_groups if nodes is not widest]
     for grown in _more_hosts(widest):
         # A trainer alone is checked in microseconds; most numbers of hosts that are too few end there.
         if _any_fits(_trainers(free, grown), grown) and fits(free, (grown, *others)):
-            changes.append(f"on {grown}{' and without --mesh' * pinned}")
+            changes.append(f"on {grown}{f' and without {candidates.pins.flags}' * pinned}")
             break
         if time.monotonic() > deadline:
             break
@@ -150,8 +152,9 @@ def _trainers(candidates: LayoutCandidates, nodes: NodeGroup) -> Iterator[tuple[
         for mesh in trainer_meshes(work.shape, nodes, gpus, candidates.resorts):
             for ep, cp in sharings(work.shape, mesh, candidates.resorts) if pin in (None, mesh.axes) else ():
                 trainer = Trainer(
-                    work.shape, nodes.gpu, mesh, micro_tokens=work.context, zero3=mesh.fsdp > 1, ep=ep, cp=cp
-                )
+                    work.shape, nodes.gpu, mesh, micro_tokens=max(work.context, candidates.pins.micro_tokens or 0),
+                    recompute=candidates.recompute, zero3=mesh.fsdp > 1, ep=ep, cp=cp,
+                )  # fmt: skip
                 yield trainer_memory(trainer, candidates.models.copies), mesh
 
 

@@ -92,6 +92,7 @@ class Planned:
     alternatives: tuple[Alternative, ...]
     seconds: float
     confidence: Confidence = NOT_CALIBRATED
+    pins: Pins = field(default_factory=Pins)
 
     @property
     def optimal(self) -> bool:
@@ -188,20 +189,22 @@ def plan(
     *,
     slots: int = 256,
     meshes: Mapping[str, Axes] | None = None,
+    pins: Pins | None = None,
     generator_precision: Precision = "bf16",
     confidence: Confidence = NOT_CALIBRATED,
     time_limit: float = 120.0,
 ) -> Planned:
-    """Raises PlanError for a program that is not covered, and for a workload that fits nowhere, with the numbers."""
+    """`pins` are given beside the `meshes`. Raises PlanError for a program that is not covered, and for a workload that
+    fits nowhere, with the numbers."""
     began, roles, found = time.monotonic(), roles_of(graph), node_groups(cluster)
     if not any(nodes.gpu.computes(generator_precision) for nodes in found):
         kinds = ", ".join(dict.fromkeys(nodes.kind for nodes in found))
         able = " or ".join(p for p in get_args(Precision) if any(nodes.gpu.computes(p) for nodes in found))
         given = f"given GPUs of kind {kinds}, which do not compute in it"
-        raise AskedError(f"--generator-precision {generator_precision}: {given}, needed {able}")
-    pins = _pins(roles, meshes or {})
+        raise AskedError(f"--generator-precision {generator_precision} [no-precision]: {given}, needed {able}")
+    pinned = _pins(roles, meshes or {}, pins or Pins())
     every = [
-        LayoutCandidates(work, roles.lag, slots, pins, roles.models, generator_precision, resorts)
+        LayoutCandidates(work, roles.lag, slots, pinned, roles.models, generator_precision, resorts)
         for resorts in RESORTS
         # Of a model that runs can have, a plan is one that they can have, too.
         if not resorts.cp or model_lack(work.shape)
@@ -219,7 +222,7 @@ def plan(
         raise PlanError(f"time limit: given {time_limit:g} s, which found no plan; needed more")
     second = Alternative("runner-up", outcome.runner_up, outcome.proved, "no other split fits")
     total, taken = sum(nodes.gpus for nodes in found), time.monotonic() - began
-    return Planned(roles, work, roles.lag, total, outcome.best, outcome, (second, *others), taken, confidence)
+    return Planned(roles, work, roles.lag, total, outcome.best, outcome, (second, *others), taken, confidence, pinned)
 
 
 def _searched(
@@ -253,18 +256,19 @@ def _learning(roles: Roles, pool: str, group: Allocation, training: Training, ho
     )  # fmt: skip
 
 
-def _pins(roles: Roles, meshes: Mapping[str, Axes]) -> Pins:
+def _pins(roles: Roles, meshes: Mapping[str, Axes], others: Pins) -> Pins:
     known = (roles.trainer, roles.generator, *roles.beside)
     for pool, axes in meshes.items():
         if pool not in known:
             needed = f"needed one of: {', '.join(known)}"
             raise AskedError(f"--mesh {pool}={spelled(axes)}: no such pool with a model, {needed}")
     # As `Parallel.axes` has them: outermost first, without axes of one rank.
-    pins = {
+    sorted_axes = {
         pool: tuple(sorted((axis for axis in axes if axis[1] > 1), key=lambda axis: AXES.index(axis[0])))
         for pool, axes in meshes.items()
     }
-    return Pins(pins.pop(roles.trainer, None), pins.pop(roles.generator, None), pins)
+    own = (sorted_axes.pop(pool, None) for pool in (roles.trainer, roles.generator))
+    return replace(others, trainer=next(own), generator=next(own), beside=sorted_axes)
 
 
 def _by_hand(found: Sequence[NodeGroup]) -> list[tuple[str, GpuSplit]]:

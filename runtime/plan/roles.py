@@ -15,8 +15,13 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from penstock.graph.ir import Argument, Graph, Node
+from penstock.graph.types import MAX_PROMPT
 from penstock.runtime.cluster.placement import decodes, samples_of
-from penstock.runtime.plan.workload import Workload
+from penstock.runtime.plan.model_shape import Shape
+from penstock.runtime.plan.workload import Lengths, Workload
+
+# The share of the groups that filters leave, unless it is said.
+KEPT = 0.7
 
 
 class PlanError(ValueError):
@@ -186,6 +191,37 @@ def roles_of(graph: Graph) -> Roles:
         followers=tuple(node.name for node in followers),
         outside=outside,
         holds=holds,
+    )
+
+
+def work_of(
+    graph: Graph,
+    roles: Roles,
+    shape: Shape,
+    prompts: int,
+    lengths: Lengths,
+    max_tokens: int,
+    *,
+    prompt_tokens: int = 128,
+    micro_tokens: int = 16384,
+    environment_s: float = 1.0,
+    kept: float = KEPT,
+) -> Workload:
+    """What an update of `prompts` groups has to do, of which samples, epochs and minibatches are the program's."""
+    return Workload(
+        shape,
+        prompts,
+        roles.samples,
+        lengths,
+        prompt_tokens,
+        roles.epochs,
+        roles.minibatches,
+        micro_tokens,
+        environment_s,
+        kept if roles.filters else 1.0,
+        sum(samples for _, samples in roles.baselines),
+        roles.buffer.adds(prompts) if roles.buffer else 0,
+        int(dict(graph.options).get("max_prompt", MAX_PROMPT)) + max_tokens,
     )
 
 

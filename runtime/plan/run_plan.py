@@ -2,9 +2,12 @@
 but for `RunPlan.read`.
 
 `run_plan` turns what the planner found into places on the cluster's hosts and the options that the plan decides.
+
+Of a command line, a plan *decides* its `options`: a flag may repeat one, and none may say otherwise (`contrary`). Its
+`words` are those that it was made with: they stand before the user's own. All other flags are the user's.
 `RunPlan.lacks` says what keeps a run from being that plan: another program or model, or machines that are not those
 that were planned for. Lacks are `Fault`s, with codes of docs/check-errors.md. `RunPlan.on` is the plan on the machines
-that there are, whose hosts may have other names.
+that there are, whose hosts may have other names, and `RunPlan.graphs` are the graphs that such a run has.
 """
 
 from collections import Counter
@@ -16,12 +19,14 @@ from typing import Any
 import msgspec
 from pydantic import TypeAdapter
 
+from penstock.graph.check import check
 from penstock.graph.errors import Fault
 from penstock.graph.ir import Graph
 from penstock.graph.protocols import num_ranks
 from penstock.runtime.cluster.capabilities import SHARED_LAG
-from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, check_common_network
+from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, alike, check_common_network
 from penstock.runtime.cluster.placement import Plan, PoolLayout, place_as, spelled
+from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.plan.model_shape import Shape
 from penstock.runtime.plan.planner import Planned
 from penstock.runtime.plan.roles import PlanError, Roles, roles_of
@@ -30,17 +35,16 @@ from penstock.runtime.record.typed_json import parse_json
 
 # Of the JSON of a plan.
 KEY = "run"
-# Shares by which two kinds of GPUs with names of their own may differ in memory and still be one.
-ALIKE = 0.1
 
 
 @dataclass(frozen=True)
 class RunPlan:
     """program, model: the program's import path, and the model's shape.
     roles: what the plan takes from the graph, as JSON.
-    options: those of a run that the plan decides, by name. words: the program's own that it was made with, as typed.
+    options: those of a run that the plan decides, by name. words: of a command line that it was made with, by the name
+        of their flag: the program's own as typed, its model's directory, the file of its cluster.
     lag: what the generator's weights may be behind; None: as the program says. Pools that share GPUs take turns.
-    source: what `--cluster` said. named: whether that was a file, whose hosts are machines of these names.
+    source: what `--cluster` said.
     """
 
     program: str
@@ -50,14 +54,11 @@ class RunPlan:
     words: Mapping[str, Sequence[str]]
     lag: int | None
     source: str
-    named: bool
     cluster: Cluster
     plan: Plan
 
     def to_json(self) -> dict[str, Any]:
-        plain = {
-            name: getattr(self, name) for name in ("program", "roles", "options", "words", "lag", "source", "named")
-        }
+        plain = {name: getattr(self, name) for name in ("program", "roles", "options", "words", "lag", "source")}
         cluster = self.cluster.model_dump(mode="json")
         return {"format": 1, **plain, "model": asdict(self.model), "cluster": cluster, "plan": self.plan.to_json()}
 
@@ -68,15 +69,16 @@ class RunPlan:
             data = parse_json(path.read_bytes(), str(path))[KEY]
             if data.get("format") != 1:
                 raise ValueError(f"format {data.get('format')!r}")
+            options = msgspec.convert(data["options"], dict[str, Any])
+            RunOptions.from_json(options)
             return RunPlan(
                 program=msgspec.convert(data["program"], str),
                 model=TypeAdapter(Shape).validate_python(data["model"]),
                 roles=msgspec.convert(data["roles"], dict[str, Any]),
-                options=msgspec.convert(data["options"], dict[str, Any]),
+                options=options,
                 words=msgspec.convert(data["words"], dict[str, list[str]]),
                 lag=msgspec.convert(data["lag"], int | None),
                 source=msgspec.convert(data["source"], str),
-                named=msgspec.convert(data["named"], bool),
                 cluster=Cluster.model_validate(data["cluster"]),
                 plan=Plan.from_json(data["plan"]),
             )
@@ -88,6 +90,23 @@ class RunPlan:
             given = f"something else ({' '.join(str(error).split()):.200})"
         needed = "what `penstock plan PROGRAM … --out FILE` writes"
         raise PlanError(str(Fault("plan-file", f"--plan {path}", given, needed)))
+
+    def contrary(self, typed: Mapping[str, Any]) -> list[Fault]:
+        """Flags that say otherwise than the plan. `typed` are the values of those that the user has written."""
+        return [
+            Fault(
+                "plan-flag",
+                f"--{name.replace('_', '-')} beside a plan",
+                _said(value),
+                f"{_said(self.options[name])}, as planned, or to leave it out",
+            )
+            for name, value in typed.items()
+            if name in self.options and _plain(value) != _plain(self.options[name])
+        ]
+
+    def graphs(self, graphs: Sequence[Graph]) -> tuple[Graph, ...]:
+        """Those of a run of this plan: none is behind more than it says."""
+        return tuple(graphs) if self.lag is None else tuple(at_lag(graph, self.lag) for graph in graphs)
 
     def lacks(self, graphs: Sequence[Graph], model: Shape | None, here: Cluster) -> list[Fault]:
         """What keeps a run of `graphs`, the first one to train, with a model of this shape (None: one that is not
@@ -102,6 +121,8 @@ class RunPlan:
             yield Fault("plan-program", f"--plan for {self.program}", str(error), "the program that was planned")
             return
         for name, planned in self.roles.items():
+            if name == "lag" and roles.get(name) == self.lag:
+                continue
             if roles.get(name) != planned:
                 given = f"{name} {_said(roles.get(name))} of {graph.name}"
                 yield Fault("plan-program", f"--plan for {self.program}", given, f"{_said(planned)}, as planned")
@@ -193,18 +214,18 @@ def run_plan(
     *,
     program: str,
     source: str,
-    named: bool,
     max_tokens: int,
     words: Mapping[str, Sequence[str]],
-    model: str = "",
+    tp_over_hosts: bool = False,
 ) -> RunPlan:
-    """What was found, for a run of `graphs`, the first of which was planned. `model` is a directory, if the plan was
-    made for one. Raises PlanError for what no run can have, and ClusterError for what the placement refuses."""
+    """What was found, for a run of `graphs`, the first of which was planned. Raises PlanError for what no run can have,
+    and ClusterError for what the placement refuses."""
     if found.lacks:
         raise PlanError("\n".join(map(str, found.lacks)))
     best, generator = found.best, found.best.generating.generator
     layouts = pool_layouts(found.roles, best, cluster)
-    plan = place_as(graphs, cluster, layouts, slots=generator.slots, tp_over_hosts=best.tp_over_hosts)
+    over = tp_over_hosts or best.tp_over_hosts
+    plan = place_as(graphs, cluster, layouts, slots=generator.slots, tp_over_hosts=over)
     options: dict[str, Any] = {
         "batch": found.work.prompts,
         "max_tokens": max_tokens,
@@ -213,14 +234,27 @@ def run_plan(
         "generators": best.generating.replicas,
         "mesh": [f"{pool}={spelled(each.mesh)}" for pool, each in layouts.items() if num_ranks(each.mesh) > 1],
         "slots": generator.slots,
+        "micro_tokens": best.training.trainer.micro_tokens,
+        "recompute": "layer" if best.training.trainer.recompute else "none",
         "offload": "on" if best.offloads else "off",
-        **({"model": model} if model else {}),
         **({"tp_over_hosts": True} if best.tp_over_hosts else {}),
     }
-    lag = SHARED_LAG if best.split.shared and found.lag > SHARED_LAG else None
-    return RunPlan(
-        program, found.work.shape, roles_facts(found.roles), options, words, lag, source, named, cluster, plan
-    )
+    lag = SHARED_LAG if best.split.shared and found.lag > SHARED_LAG and not found.pins.overlaps else None
+    made = RunPlan(program, found.work.shape, roles_facts(found.roles), options, words, lag, source, cluster, plan)
+    # Weights that are sent each few updates only are older than that.
+    if faults := [fault for graph in made.graphs(graphs) for fault in check(graph)]:
+        raise PlanError("\n".join(map(str, faults)))
+    return made
+
+
+def at_lag(graph: Graph, lag: int) -> Graph:
+    """The graph with weights that are at most so many updates old."""
+    sent = [node for node in graph.nodes if node.construct == "broadcast" and (node.lag or 0) > lag]
+    own = {node.lag for node in sent}
+    nodes = tuple(replace(node, lag=lag) if node in sent else node for node in graph.nodes)
+    # What the program calls its lag says so, too.
+    options = tuple((name, lag if name == "lag" and value in own else value) for name, value in graph.options)
+    return graph.replace(nodes=nodes, options=options)
 
 
 def pool_layouts(roles: Roles, best: Solution, cluster: Cluster) -> dict[str, PoolLayout]:
@@ -265,6 +299,11 @@ def _names(graphs: Sequence[Graph]) -> list[str]:
     return list(dict.fromkeys(name for names in named for name in names))
 
 
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    return list(value) if isinstance(value, tuple) else value
+
+
 def _said(fact: object) -> str:
     return str(fact) if isinstance(fact, int | float | str) else msgspec.json.encode(fact).decode()
 
@@ -277,4 +316,4 @@ def _alike(planned: Host, of: Cluster, host: Host, here: Cluster) -> bool:
     if not {planned.gpu, host.gpu} & (of.gpus.keys() | here.gpus.keys()):
         return False
     one, other = of.gpu_of(planned), here.gpu_of(host)
-    return one is not None and other is not None and abs(one.memory_gib / other.memory_gib - 1) < ALIKE
+    return one is not None and other is not None and alike(one, other)

@@ -36,7 +36,6 @@ import numpy as np
 from penstock.graph.analysis import Bound
 from penstock.runtime.plan.candidates import (
     DEDICATED,
-    SHARED,
     FastestFirst,
     Generating,
     GeneratorTable,
@@ -457,7 +456,7 @@ class Search:
             lower = self._fastest_period(part.decodes, False, train.seconds, _dedicated_s(part), most)
         else:
             trainer = part.allocations[0]
-            table = self.candidates.generators(trainer.nodes, (trainer.gpus,), SHARED, None)
+            table = self.candidates.generators(trainer.nodes, (trainer.gpus,), self.candidates.shared_copies, None)
             lower = self._period(True, self._times(part, train, table, slice(None))).min(initial=inf)
         self._push(part._replace(train=train), float(lower))
 
@@ -473,8 +472,12 @@ class Search:
         trainer, parts = part.allocations[0], train.memory.parts
         stays = Memory({name: parts[name] for name in STAY if name in parts})
         moments = parts["moments"] + parts.get("critic moments", 0.0)
+        pins, copies = self.candidates.pins, self.candidates.shared_copies
         for moved, beside in ((0.0, train.memory), (moments, stays)):
-            table = self.candidates.generators(trainer.nodes, (trainer.gpus,), SHARED, beside)
+            # What both need at the same time cannot leave.
+            if (moved and pins.overlaps) or (pins.offload is not None and pins.offload != bool(moved)):
+                continue
+            table = self.candidates.generators(trainer.nodes, (trainer.gpus,), copies, beside)
             self._push_decoding(part._replace(moved=moved), train, table, np.arange(len(table.gpus)))
         if following := self._trainers(part).at(part.ordinal + 1):
             self._push_trained(part._replace(ordinal=part.ordinal + 1), following)
@@ -514,7 +517,7 @@ class Search:
     def _solution(self, part: PartialPlan, train: Training, table: GeneratorTable, split: GpuSplit) -> Solution:
         """The whole plan with the first row, its sync by the resharding plan."""
         row, lag, prompts = int(part.rows[0]), self.candidates.lag, self.candidates.work.prompts
-        copies = SHARED if split.shared else DEDICATED
+        copies = self.candidates.shared_copies if split.shared else DEDICATED
         decode = self.candidates.generating(split.decodes.nodes, table, row, copies)
         generator, hosts = decode.generator, split.hosts() or [(), ()]
         num_hosts = len({*hosts[0], *hosts[1]})

@@ -20,6 +20,7 @@ from penstock.runtime.cluster.placement import Replica, decodes
 from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.plan.candidates import DEDICATED, SHARED, micro_tokens
 from penstock.runtime.plan.decode_cost import Generator, generator_memory
+from penstock.runtime.plan.infeasible import NO_FIT
 from penstock.runtime.plan.model_shape import Parallel, ShapeError, read_shape
 from penstock.runtime.plan.roles import Models, is_copy, is_model
 from penstock.runtime.plan.train_cost import Memory, Trainer, beside_memory, trainer_memory
@@ -99,7 +100,7 @@ def _refusal(place: Place, least: Trainer) -> str:
             change = f"It would fit with {wider.mesh}. "
             break
     more = "--recompute and --micro-tokens, both given, are tried in any case"
-    return f"{shape.name} does not fit: given {given}, needed {memory}. {change}{more}"
+    return f"{shape.name} does not fit [{NO_FIT}]: given {given}, needed {memory}. {change}{more}"
 
 
 def _places(config: RunConfig, cluster: Cluster) -> Iterator[Place]:

@@ -55,8 +55,8 @@ def test_weights_that_nothing_can_decode_with_are_refused_by_name(name: str, val
 
 def test_a_run_is_refused_before_its_start_for_what_a_makers_spec_shows(judge: str) -> None:
     graph = trace(program_of("wide"))
-    assert not try_inputs([graph], replace(FLAGS, model=judge))[1]
-    (fault,) = try_inputs([graph], RunOptions(batch=2, max_tokens=256, model=judge))[1]
+    assert not try_inputs([graph], replace(FLAGS, model=judge))
+    (fault,) = try_inputs([graph], RunOptions(batch=2, max_tokens=256, model=judge))
     assert fault.what == "--max-tokens"
 
 
@@ -88,7 +88,7 @@ def test_a_policy_talks_with_itself_at_a_lag_that_is_said(tmp_path: Path) -> Non
 
 
 def test_tokens_of_another_tokenizer_are_no_rollouts_to_learn_from(judge: str) -> None:
-    (fault,) = try_inputs([trace(program_of("strange_words"), {"judge_model": judge})], FLAGS)[1]
+    (fault,) = try_inputs([trace(program_of("strange_words"), {"judge_model": judge})], FLAGS)
     assert fault.what == "aipo_update: rollouts"
-    assert not try_inputs([trace(program_of("strange_words"), {"judge_model": judge})], replace(FLAGS, model=judge))[1]
-    assert not try_inputs([trace(program_of("judged"), {"judge_model": judge})], FLAGS)[1]
+    assert not try_inputs([trace(program_of("strange_words"), {"judge_model": judge})], replace(FLAGS, model=judge))
+    assert not try_inputs([trace(program_of("judged"), {"judge_model": judge})], FLAGS)

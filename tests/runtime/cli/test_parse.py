@@ -44,7 +44,7 @@ def needy(policy: Policy, *, teacher: str) -> Policy:
 
 
 def read(*words: str, of: Program[..., Any] = sample, verb: str = "run") -> tuple[dict[str, Any], Any]:
-    return parse(of, verb, "sample", words)
+    return parse(of, verb, "sample", words)[:2]
 
 
 def test_defaults_are_the_programs_own() -> None:

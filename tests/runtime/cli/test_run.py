@@ -19,8 +19,10 @@ from penstock.runtime.cli import base_model, run, tracing
 from penstock.runtime.cli.display import Line
 from penstock.runtime.cli.flags import RunFlags
 from penstock.runtime.cli.launching import finish, summary_text
+from penstock.runtime.cli.planned import require_devices
 from penstock.runtime.cli.tracing import CommandError, Traced, ask_child, require_inputs
 from penstock.runtime.cluster.cluster import Cluster
+from penstock.runtime.cluster.gpus import kind_of
 from penstock.runtime.control.launcher import DONE, FAILED, INTERRUPTED
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.checkpoints import FORMAT, begin_checkpoint, complete_checkpoint
@@ -346,7 +348,10 @@ def needy(policy: Shelved, prompts: FakePrompts, *, shelf: Path | None = None):
 """
 ONE_GPU = """
 import sys, types
-sees_one = types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 1)
+card = types.SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=int(79.1 * 2**30), major=9)
+sees_one = types.SimpleNamespace(
+    is_available=lambda: True, device_count=lambda: 1, get_device_properties=lambda index: card
+)
 sys.modules["torch"] = types.SimpleNamespace(cuda=sees_one)
 """
 
@@ -411,16 +416,26 @@ def test_inputs_that_are_missing_or_have_changed_are_said_before_anything_is_tou
     assert (summary_of(stopped.path)["status"], len(processes.configs)) == ("stopped", 1)
 
 
-def test_a_child_looks_for_a_gpu_and_for_the_nodes_before_any_process_of_a_run_starts(
+def test_a_child_looks_for_gpus_and_for_the_nodes_before_any_process_of_a_run_starts(
     stopped: RunFolder, processes: Processes, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(tracing, "ask_child", ask_child)
     (config,), file = processes.configs, stopped.path.parent / "needy.py"
     on_gpu = replace(config.flags, device="cuda", model="", data="", eval_data="")
-    with pytest.raises(CommandError, match="PyTorch sees 0 GPUs here"):
-        require_inputs(config.graphs, on_gpu)
+    assert require_inputs(config.graphs, on_gpu) == ()
     file.write_text(NEEDY + ONE_GPU)  # with the torch that the nodes bring
-    require_inputs(config.graphs, on_gpu)
+    (gpu,) = require_inputs(config.graphs, on_gpu)
+    assert (kind_of(gpu.name), round(gpu.memory_gib, 1), gpu.major) == ("H100", 79.1, 9)
+    # A rank of this machine has a GPU that is here; what another machine has, its own ranks say.
+    host = Cluster.local(1).hosts[0]
+    here = Cluster(hosts=(host,))
+    plan = RunConfig.make(config.graph, None, here, on_gpu).plan
+    require_devices(plan, here, "bfloat16", [gpu])
+    elsewhere = Cluster(hosts=(host.model_copy(update={"agent": "external"}),), bind="127.0.0.1:0")
+    require_devices(plan, elsewhere, "bfloat16", [])
+    for seen, code in (([], "no-device"), ([gpu._replace(major=7)], "no-precision")):
+        with pytest.raises(CommandError, match=code):
+            require_devices(plan, here, "bfloat16", seen)
     file.write_text(NEEDY.replace("def step", "def stride").replace("step(", "stride("))
     with pytest.raises(CommandError, match=r"needy\.py:step'\n.*stride"):
         require_inputs(config.graphs, replace(on_gpu, device="cpu"))

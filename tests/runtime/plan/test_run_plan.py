@@ -17,6 +17,7 @@ from penstock.runtime.cluster.capabilities import Kind, axis_lack, cut_lack, mod
 from penstock.runtime.cluster.cluster import Cluster, read_cluster
 from penstock.runtime.cluster.gpus import GPUS
 from penstock.runtime.cluster.placement import place_as
+from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.plan import planner
 from penstock.runtime.plan.model_shape import SHAPES
 from penstock.runtime.plan.planner import Planned, plan
@@ -29,6 +30,7 @@ CASES, FAST = 200, 4
 """Drawn cases, and the first ones, which are in each run of the tests."""
 PROGRAMS = ("aipo", "grpo", "ppo", "rlhf", "dapo", "online_dpo", "moving_reference", "tool_use", "ema", "remax")
 DENSE = sorted(name for name, shape in SHAPES.items() if not model_lack(shape))
+EXPERTS = sorted(SHAPES.keys() - set(DENSE))
 
 
 @cache
@@ -37,7 +39,7 @@ def _graph(name: str, lag: int) -> Graph:
 
 
 def _drawn(number: int) -> tuple[Graph, Cluster, Workload]:
-    """A case: a few hosts of one or two kinds, a dense model, a program with a lag."""
+    """A case: a few hosts of one or two kinds, a model, which in one of ten has experts, a program with a lag."""
     draw = random.Random(number)
     kinds = draw.sample(sorted(GPUS), draw.choice((1, 1, 2)))
     word = "+".join(f"{draw.choice((1, 1, 2, 3, 6))}x{draw.choice((1, 2, 4, 8, 8))}x{kind}" for kind in kinds)
@@ -46,7 +48,8 @@ def _drawn(number: int) -> tuple[Graph, Cluster, Workload]:
     roles = roles_of(graph)
     lengths = Lognormal(longest / draw.choice((4, 8)), 0.7, longest)
     size = {"prompts": draw.choice((8, 16, 64)), "micro_tokens": draw.choice((4096, 16384))}
-    work = Workload(SHAPES[draw.choice(DENSE)], samples=roles.samples, lengths=lengths, **size)
+    model = draw.choice(DENSE if number % 10 else EXPERTS)
+    work = Workload(SHAPES[model], samples=roles.samples, lengths=lengths, **size)
     return graph, read_cluster(word), replace(work, slot_tokens=2048 + longest, kept=0.7 if roles.filters else 1.0)
 
 
@@ -55,11 +58,16 @@ def _solutions(found: Planned) -> Iterator[Solution]:
     yield from (other.found for other in found.alternatives if other.found)
 
 
+def _as_run(found: Planned, graph: Graph, cluster: Cluster) -> RunPlan:
+    return run_plan(found, [graph], cluster, program=graph.op, source="drawn", max_tokens=512, words={})
+
+
 @pytest.mark.parametrize(
     ("first", "last"), [(0, FAST), pytest.param(FAST, CASES, marks=pytest.mark.slow)], ids=["a few", "all"]
 )
 def test_whatever_is_planned_the_placement_takes(first: int, last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan and its alternatives, on clusters × models × programs that are drawn."""
+    """The plan and its alternatives, on clusters × models × programs that are drawn; a run on these machines would take
+    the plan, and one of a model that no run has is refused."""
     # What would make a case fit that does not is looked for in seconds, and is no plan.
     monkeypatch.setattr(planner, "ENOUGH_S", 0.0)
     planned = 0
@@ -69,6 +77,14 @@ def test_whatever_is_planned_the_placement_takes(first: int, last: int, monkeypa
             found = plan(graph, cluster, work, time_limit=0.5)
         except PlanError:
             continue
+        if model_lack(work.shape):
+            with pytest.raises(PlanError, match="model-kind"):
+                _as_run(found, graph, cluster)
+            continue
+        made = _as_run(found, graph, cluster)
+        assert made.lacks([graph], work.shape, cluster) == []
+        assert made.on([graph], cluster) == made.plan
+        RunOptions.from_json(made.options)
         for solution in _solutions(found):
             layouts = pool_layouts(found.roles, solution, cluster)
             slots = solution.generating.generator.slots
@@ -91,7 +107,7 @@ def _planned(cluster: str = "1x8xH100", program: str = "ppo", lag: int = 1, mode
     work = Workload(SHAPES[model], 64, roles_of(graph).samples, Lognormal(500, 0.7, 2048), micro_tokens=4096)
     found = plan(graph, machines, work, time_limit=5.0)
     return run_plan(
-        found, [graph], machines, program=f"penstock.programs.{program}:{program}", source=cluster, named=False,
+        found, [graph], machines, program=f"penstock.programs.{program}:{program}", source=cluster,
         max_tokens=2048, words={"lag": ["--lag", str(lag)]},
     )  # fmt: skip
 

@@ -431,9 +431,7 @@ def test_only_what_fits_nowhere_else_has_tensor_parallelism_over_hosts() -> None
     assert found.best.generating.generator.mesh.tp > 1
     assert not other.best.tp_over_hosts
     assert found.lacks == other.lacks == ()
-    made = run_plan(
-        found, [graph], narrow, program="penstock.programs.aipo:aipo", source="", named=False, max_tokens=1024, words={}
-    )
+    made = run_plan(found, [graph], narrow, program="penstock.programs.aipo:aipo", source="", max_tokens=1024, words={})
     assert made.options["tp_over_hosts"] is True
     with pytest.raises(ClusterError, match="--tp-over-hosts"):
         place_as([graph], narrow, pool_layouts(found.roles, found.best, narrow), slots=8, tp_over_hosts=False)
@@ -617,7 +615,7 @@ def test_layouts_are_made_only_when_their_bound_is_the_lowest_left() -> None:
 
 
 def test_a_precision_that_no_gpu_computes_in_is_refused_by_name() -> None:
-    with pytest.raises(AskedError, match=r"--generator-precision fp8: given GPUs of kind A100, .* needed fp32 or bf16"):
+    with pytest.raises(AskedError, match=r"\[no-precision\]: given GPUs of kind A100, .* needed fp32 or bf16"):
         plan(_graph("aipo"), read_cluster("1x8xA100"), _work("qwen3-1.7b", 4), generator_precision="fp8")
 
 

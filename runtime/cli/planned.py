@@ -1,0 +1,127 @@
+"""The machines of a run, and the plan that it takes: that of --plan, or one that is made for their GPUs.
+
+`machines` reads --cluster, or takes this machine with the GPUs that its torch sees. `chosen` has the plan with the
+flags that it decides, and the lines that say what was chosen; `plan_lacks` what keeps a run from being the plan of
+--plan.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock.graph.errors import Fault
+from penstock.graph.ir import Graph
+from penstock.runtime.cli.base_model import PROFILE, cache_folder
+from penstock.runtime.cli.flags import NEW, NO_PLAN, MachineFlags, RunFlags, with_plan
+from penstock.runtime.cli.tracing import CommandError, Traced, faults_text
+from penstock.runtime.cluster.capabilities import Dtype, dtype_lack
+from penstock.runtime.cluster.cluster import Cluster, SeenGpu, alike
+from penstock.runtime.cluster.placement import Plan
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A program as it is run: its graphs and flags, its plan (None: as the flags say), and what is said of that."""
+
+    traced: Traced
+    plan: Plan | None = None
+    lines: Sequence[str] = ()
+
+
+def machines(flags: MachineFlags, seen: Sequence[SeenGpu]) -> Cluster:
+    """Those of --cluster, or this one. Raises ClusterError for a file that is none."""
+    if flags.cluster:
+        return Cluster.read(Path(flags.cluster)).with_seen(seen)
+    here = Cluster.local(len(seen))
+    path = cache_folder() / PROFILE
+    if not (seen and path.exists()):
+        return here.with_seen(seen)
+    # What was measured here is better than a data sheet.
+    measured, (host,) = Cluster.read(path), here.hosts
+    own = measured.hosts[0]
+    named = here.with_seen(seen)
+    one, other = named.gpu_of(named.hosts[0]), measured.gpu_of(own)
+    if one is None or other is None or not alike(one, other):
+        return named
+    return here.model_copy(update={"hosts": (host.model_copy(update={"gpu": own.gpu}),), "gpus": measured.gpus})
+
+
+def chosen(traced: Traced, cluster: Cluster) -> Chosen:
+    """What a run of the program takes on a cluster. Raises CommandError for what the plan of --plan is not for, and
+    PlanError for a model that fits nowhere."""
+    flags: RunFlags = traced.flags
+    if flags.plan not in ("", NO_PLAN):
+        return _as_planned(traced, cluster)
+    gpus = any(host.accelerators for host in cluster.hosts)
+    model = Path(flags.model)
+    # A small model needs no plan, and neither does a run in one process.
+    small = not traced.base or flags.model in ("", NEW) or not (model / "config.json").is_file()
+    if flags.plan == NO_PLAN or small or not gpus or flags.device == "cpu" or flags.in_process:
+        return Chosen(traced)
+    # With numpy and the cost model, which a run on CPUs can do without.
+    from penstock.runtime.collection import uncollected
+    from penstock.runtime.plan.defaults import five_lines, planned_run, why_not
+    from penstock.runtime.plan.model_shape import read_shape
+
+    options, graphs = flags.options(flags.model), _graphs(traced)
+    if why := why_not(graphs[0], cluster, options, traced.typed):
+        return Chosen(traced, lines=[f"not planned: {why}; the flags say where pools are (--mesh, --generators)"])
+    with uncollected():
+        found, made = planned_run(
+            graphs, cluster, read_shape(flags.model), options, traced.typed, program=traced.path, source=flags.cluster
+        )
+    lines = five_lines(found, made)
+    planned = replace(traced, flags=with_plan(flags, made.options))
+    return Chosen(_with_graphs(planned, made.graphs(graphs)), made.plan, lines)
+
+
+def plan_lacks(traced: Traced, cluster: Cluster) -> Iterator[Fault]:
+    """What keeps a run of the program from being the plan of --plan on a cluster."""
+    if traced.flags.plan in ("", NO_PLAN) or traced.graph is None:
+        return
+    from penstock.runtime.plan.model_shape import read_shape
+    from penstock.runtime.plan.run_plan import RunPlan
+
+    given = traced.flags.model
+    model = None if given in ("", NEW) else read_shape(given)
+    made, graphs = RunPlan.read(Path(traced.flags.plan)), _graphs(traced)
+    if lacks := made.lacks(graphs, model, cluster):
+        yield from lacks
+    else:
+        yield from device_lacks(made.on(graphs, cluster), cluster, made.options["dtype"], traced.gpus)
+
+
+def device_lacks(plan: Plan, cluster: Cluster, dtype: Dtype, seen: Sequence[SeenGpu]) -> Iterator[Fault]:
+    """Ranks of this machine with GPUs that its torch does not see, or that do not compute in the run's format. What
+    other machines have, their ranks say."""
+    here = {host.name for host in cluster.hosts if host.agent == "local"}
+    own = {rank for each in plan.replicas for rank in each.ranks if rank.device != "cpu" and rank.host in here}
+    if lost := sorted({(r.host, r.device) for r in own if int(r.device.removeprefix("cuda:")) >= len(seen)}):
+        given = f"{len(seen)} GPUs that PyTorch sees here, without {', '.join(device for _, device in lost)}"
+        needed = f"those of host {lost[0][0]} (see `penstock doctor`), or an agent on the machine that has them"
+        yield Fault("no-device", "the GPUs of this machine", given, needed)
+    elif own and (lack := dtype_lack(dtype, seen)):
+        yield lack
+
+
+def require_devices(plan: Plan, cluster: Cluster, dtype: Dtype, seen: Sequence[SeenGpu]) -> None:
+    """Raises CommandError for `device_lacks`."""
+    if lacks := tuple(device_lacks(plan, cluster, dtype, seen)):
+        raise CommandError("\n".join(map(str, lacks)))
+
+
+def _as_planned(traced: Traced, cluster: Cluster) -> Chosen:
+    from penstock.runtime.plan.run_plan import RunPlan
+
+    made, graphs = RunPlan.read(Path(traced.flags.plan)), _graphs(traced)
+    if lacks := tuple(plan_lacks(traced, cluster)):
+        raise CommandError(faults_text(lacks))
+    return Chosen(_with_graphs(traced, made.graphs(graphs)), made.on(graphs, cluster))
+
+
+def _graphs(traced: Traced) -> list[Graph]:
+    return [traced.sound(), *([traced.evaluation] if traced.evaluation is not None else [])]
+
+
+def _with_graphs(traced: Traced, graphs: Sequence[Graph]) -> Traced:
+    return replace(traced, graph=graphs[0], evaluation=graphs[1] if len(graphs) > 1 else None)

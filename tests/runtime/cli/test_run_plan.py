@@ -1,0 +1,272 @@
+"""`plan --out`, `run --plan` and `check --plan`, and runs on GPUs that nobody has planned, on the command line.
+
+There is no GPU here. A plan is a value over hosts and devices, so that one whose devices are rewritten as CPUs runs
+here to its end (`on_cpus`); a host with an agent on another machine stands for one with GPUs.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.nodes.model import Llama, ModelConfig, save_model
+from penstock.nodes.tokenizer import byte_tokenizer
+from penstock.runtime.cli import children
+from penstock.runtime.cluster.cluster import SeenGpu
+from penstock.runtime.control.run_config import RunConfig
+from penstock.runtime.record.folder import RunFolder
+from tests.gates.running import penstock
+
+from .conftest import Patch, Processes, Refuse, Say
+
+GPUS = """
+[[hosts]]
+name = "a"
+cores = {cores}
+devices = [{devices}]
+gpu = "{kind}"
+"""
+FAR = 'agent = "external"\n'
+BIND = 'bind = "127.0.0.1:0"\n'
+WORK = ("--samples", "4", "--max-tokens", "6")
+PLAN = ("--batch", "4", *WORK, "--mesh", "trainer=fsdp2", "--slots", "8")
+
+
+def cluster(num: int, kind: str = "H100", cores: int = 2, *, far: bool = False) -> str:
+    devices = ", ".join(f'"cuda:{index}"' for index in range(num))
+    return BIND * far + GPUS.format(devices=devices, kind=kind, cores=cores) + FAR * far
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: Patch) -> Path:
+    """With the small model `m`, problems for it, and cluster files."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    tokenizer = byte_tokenizer("0123456789+-=:<eos>")
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=96,
+        eos_token_ids=tokenizer.stops,
+    )  # fmt: skip
+    model = Llama(config)
+    model.init_weights(1)
+    save_model(model, model.state_dict(), tmp_path / "m")
+    tokenizer.save(tmp_path / "m")
+    far = cluster(4, far=True)
+    files = {
+        "gpus": cluster(4), "three": cluster(3), "a100": cluster(4, "A100"), "cores": cluster(4, cores=1),
+        "far": far, "card": cluster(1, far=True), "kindless": far.replace('gpu = "H100"', ""),
+        "cpu": '[[hosts]]\nname = "a"\ncores = 2\n',
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / f"{name}.toml").write_text(text)
+    return tmp_path
+
+
+def on_cpus(path: Path, into: Path) -> None:
+    """Write the plan with its GPUs rewritten as CPUs of the hosts of cpu.toml."""
+
+    def without(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: without(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [without(item) for item in value]
+        return "cpu" if isinstance(value, str) and value.startswith("cuda") else value
+
+    made = without(json.loads(path.read_text())["run"])
+    made["cluster"]["hosts"][0]["devices"] = []
+    made["words"]["cluster"] = ["--cluster", str(path.parent / "cpu.toml")]
+    into.write_text(json.dumps({"run": made}))
+
+
+@pytest.fixture
+def planned(say: Say, home: Path) -> Path:
+    say("plan", "aipo", "--cluster", "gpus.toml", "--model", "m", *PLAN, "--lr", "1e-3", "--out", "plan.json")
+    on_cpus(home / "plan.json", home / "cpu.json")
+    return home / "plan.json"
+
+
+def codes(text: str) -> list[str]:
+    return re.findall(r"\[([a-z]+(?:-[a-z]+)+)\]", text)
+
+
+@pytest.mark.slow
+def test_a_run_of_a_plan_is_exactly_that_plan_to_its_end_and_goes_on(planned: Path, home: Path) -> None:
+    for verb in (("check", "aipo"), ("run", "aipo", "--updates", "2", "--eval-groups", "4", "--out", "run", "--plain")):
+        done = penstock(*verb, "--plan", "cpu.json", timeout=240)
+        assert done.returncode == 0, done.stderr
+    said = json.loads((home / "cpu.json").read_text())["run"]
+    config = RunConfig.load(RunFolder.open("run"))
+    assert config.plan.to_json() == said["plan"]
+    assert config.plan.replica("trainer/0").mesh == (("fsdp", 2),)
+    options = config.to_json()["flags"]
+    assert {name: options[name] for name in said["options"]} == said["options"] | {"mesh": ("trainer=fsdp2",)}
+    assert dict(config.graph.options)["lr"] == 1e-3
+    done = penstock("resume", "run", "--updates", "3", "--plain", timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert RunConfig.load(RunFolder.open("run")).plan == config.plan
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("", []),
+        ("--batch 4 --max-tokens 6", []),
+        ("--batch 8", ["plan-flag"]),
+        ("--max-tokens 7 --batch 8", ["plan-flag", "plan-flag"]),
+        # Of what the program is given, only that counts which makes it another one to plan.
+        ("--lr 1e-2", []),
+        ("--samples 2", ["plan-program"]),
+        ("--lag 3 --samples 2", ["plan-program", "plan-program"]),
+        ("--model new", ["plan-model"]),
+        ("--cluster three.toml", []),
+        ("--cluster a100.toml", ["plan-gpus"]),
+        ("--cluster cores.toml", ["plan-cores"]),
+        ("--cluster card.toml", ["plan-devices"]),
+    ],
+)
+def test_check_says_whether_a_run_would_take_a_plan_and_how_flags_program_model_and_machines_differ(
+    planned: Path, here: None, words: str, found: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: Patch
+) -> None:
+    from penstock.runtime.cli.main import main
+
+    monkeypatch.setattr(children, "gpus", lambda: [SeenGpu("NVIDIA H100 80GB HBM3", 79.1, 9)] * 4)
+    with pytest.raises(SystemExit) as leaving:
+        main(["check", "aipo", "--plan", "plan.json", *words.split()])
+    said = capsys.readouterr()
+    assert codes(said.out + said.err) == found
+    assert bool(leaving.value.code) == bool(found)
+
+
+def test_a_run_refuses_what_check_does_and_leaves_no_folder(planned: Path, refuse: Refuse, home: Path) -> None:
+    before = sorted(home.iterdir())
+    for words, code in (
+        ("--slots 4", "plan-flag"),
+        ("--samples 2", "plan-program"),
+        ("--cluster a100.toml", "plan-gpus"),
+        ("", "no-device"),  # the host of the file is this one, which has no GPU
+    ):
+        status, said = refuse("run", "aipo", "--plan", "plan.json", *words.split())
+        assert (status > 0, codes(said)) == (True, [code])
+    assert codes(refuse("run", "aipo", "--plan", "cpu.toml")[1]) == ["plan-file"]
+    assert codes(refuse("check", "ppo", "--plan", "cpu.json")[1] or "[plan-program]") == ["plan-program"]
+    assert sorted(home.iterdir()) == before
+
+
+def test_the_flags_that_a_plan_does_not_decide_are_the_users(planned: Path, processes: Processes) -> None:
+    from penstock.runtime.cli import run
+
+    words = "--plan cpu.json --updates 3 --seed 5 --data arithmetic:3 --wire bfloat16 --lr 1e-2 --out run"
+    assert run.main(["aipo", *words.split()]) == 0
+    (config,) = processes.configs
+    flags = config.flags
+    assert (flags.updates, flags.seed, flags.data, flags.wire) == (3, 5, "arithmetic:3", "bfloat16")
+    assert (flags.batch, flags.slots, dict(config.graph.options)["lr"]) == (4, 8, 1e-2)
+
+
+Started = Callable[..., tuple[RunConfig, list[str]]]
+
+
+@pytest.fixture
+def started(processes: Processes, capsys: pytest.CaptureFixture[str]) -> Started:
+    """The run of such a command as it starts, and the lines that were said before."""
+
+    def start(words: str) -> tuple[RunConfig, list[str]]:
+        from penstock.runtime.cli import run
+
+        capsys.readouterr()
+        number = len(processes.configs)
+        assert run.main(["aipo", "--out", f"run{number}", "--model", "m", *words.split()]) == 0
+        return processes.configs[-1], capsys.readouterr().out.partition("training …")[0].splitlines()
+
+    return start
+
+
+def test_a_first_run_on_gpus_needs_no_flags_and_says_in_five_lines_what_it_chose(started: Started) -> None:
+    """Of a cluster file whose GPUs are elsewhere: this machine has none."""
+    config, said = started("--cluster far.toml")
+    assert len(said) == 5
+    flags, plan = config.flags, config.plan
+    assert (flags.device, flags.dtype, flags.recompute) == ("cuda", "bfloat16", "layer")
+    assert flags.micro_tokens > 0
+    devices = {pool.name: {device for _, device in pool.places} for pool in plan.pools}
+    assert "cuda:0" in devices["trainer"]
+    assert devices["scorer"] == {"cpu"}
+    assert not devices["trainer"] & devices["generator"]
+    assert config.graph["broadcast"].lag == 1
+
+
+def test_on_one_card_trainer_and_generator_take_turns_unless_a_lag_is_given(started: Started) -> None:
+    config, _ = started("--cluster card.toml")
+    assert {device for pool in config.plan.pools for _, device in pool.places} == {"cuda:0", "cpu"}
+    assert (config.graph["broadcast"].lag, dict(config.graph.options)["lag"]) == (0, 0)
+    config, _ = started("--cluster card.toml --lag 2")
+    assert config.graph["broadcast"].lag == 2
+    assert config.offload == "off"
+
+
+def test_flags_that_are_given_are_kept_and_the_rest_is_planned_around_them(started: Started) -> None:
+    config, said = started(
+        "--cluster far.toml --mesh trainer=fsdp2 --generators 2 --slots 200 --micro-tokens 3000 --recompute none "
+        "--dtype float16 --batch 4"
+    )
+    flags, plan = config.flags, config.plan
+    assert (flags.mesh, flags.generators, flags.slots) == (("trainer=fsdp2",), 2, 200)
+    # So many groups of one at once (of the evaluation), and two, although an update has four.
+    assert plan.replica("generator/0").capacity == 200 + 2
+    assert (flags.micro_tokens, flags.recompute, flags.dtype) == (3000, "none", "float16")
+    assert [len(replica.ranks) for replica in plan.replicas] == [2, 1, 1, 1]
+    assert all(f"--{name}" in said[-1] for name in ("mesh", "generators", "slots", "micro-tokens", "recompute"))
+
+
+@pytest.mark.parametrize(
+    ("words", "lines", "device"),
+    [
+        ("--cluster cpu.toml", 0, "cpu"),
+        ("--cluster far.toml --device cpu", 0, "cpu"),
+        ("--cluster far.toml --plan none", 0, "cuda"),
+        # What no plan covers runs as its flags say, and that is said.
+        ("--cluster far.toml --dtype float32", 1, "cuda"),
+        ("--cluster kindless.toml", 1, "cuda"),
+    ],
+)
+def test_where_nothing_is_planned_a_run_is_as_its_flags_say(
+    started: Started, words: str, lines: int, device: str
+) -> None:
+    config, said = started(words)
+    assert (len(said), config.flags.device, config.flags.slots) == (lines, device, 256)
+
+
+def test_the_gpus_of_this_machine_are_those_that_its_torch_sees(started: Started, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(children, "gpus", lambda: [SeenGpu("NVIDIA L40S", 44.4, 8)] * 2)
+    config, said = started("")
+    assert len(said) == 5
+    assert {device for pool in config.plan.pools for _, device in pool.places} == {"cuda:0", "cuda:1", "cpu"}
+    # A single one of them is all that the run has.
+    config, said = started("--device cuda:1")
+    assert {device for pool in config.plan.pools for _, device in pool.places} == {"cuda:1", "cpu"}
+    assert config.flags.device == "cuda:1"
+
+
+def test_bad_input_is_refused_by_its_code(refuse: Refuse, home: Path) -> None:
+    """On the command line, before anything is started or written."""
+    apart = '[[hosts]]\nname = "a"\ncores = 2\n[[hosts]]\nname = "b"\ncores = 2\naddress = "10.0.0.2"\n'
+    (home / "apart.toml").write_text(apart + '[pools]\ntrainer = ["a", "b"]\n')
+    small = cluster(1, "TINY", far=True) + '[gpus.TINY]\nlike = "H100"\nmemory_gib = 2.5\n'
+    (home / "small.toml").write_text(small)
+    for words, code in (
+        ("run aipo --cluster small.toml --model m", "no-fit"),
+        ("run aipo --cluster apart.toml --mesh trainer=fsdp2", "no-network"),
+        ("run aipo --cluster apart.toml --mesh trainer=tp2", "mesh-hosts"),
+        ("run aipo --mesh generator=fsdp2", "mesh-axis"),
+        ("plan aipo --cluster 1x4xA100 --model llama-8b --generator-precision fp8", "no-precision"),
+        ("plan aipo --cluster 1x1xH100 --model llama-8b", "no-fit"),
+        ("plan aipo --cluster 1x8xH100 --model qwen3-30b-a3b --out p.json", "model-kind"),
+    ):
+        status, said = refuse(*words.split())
+        assert status > 0
+        assert code in codes(said), said
+    assert not (home / "p.json").exists()
