@@ -64,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
     fresh = out.with_name(f".{out.name}.{os.getpid()}.part")
     command = [sys.executable, "-m", CHILD, saved.folder, pools[0].replicas[0].name, flags.value, flags.to, fresh]
     try:
+        fresh.mkdir(parents=True)
         with in_use(saved):
             done = subprocess.run([str(word) for word in command], stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode:

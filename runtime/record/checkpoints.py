@@ -23,7 +23,7 @@ import secrets
 import shutil
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -134,16 +134,16 @@ def checkpoint_of(folder: RunFolder, update: int) -> SavedCheckpoint | None:
 def in_use(saved: SavedCheckpoint) -> Iterator[None]:
     """Meanwhile no run removes this checkpoint. Raises RecordError where one has."""
     path = saved.folder / CUT
-    try:
-        with open(open_regular(path, os.O_RDONLY), "rb") as file:
+    with ExitStack() as opened:
+        try:
+            file = opened.enter_context(open(open_regular(path, os.O_RDONLY), "rb"))
             fcntl.flock(file, fcntl.LOCK_SH)
             # A run that had the lock before has given the folder another name.
             path.lstat()
-            yield
-    except FileNotFoundError:
-        raise RecordError(
-            f"{saved.folder}: the run has removed this checkpoint; needed one that stays (--keep)"
-        ) from None
+        except FileNotFoundError:
+            needed = "needed one that stays (--keep)"
+            raise RecordError(f"{saved.folder}: the run has removed this checkpoint; {needed}") from None
+        yield
 
 
 def _complete(folder: RunFolder) -> list[Path]:
