@@ -5,7 +5,8 @@ What is modelled: a rank puts *calls* into streams, and goes on. A call is a gro
 over when all of them are; alone, it is a group of one. Of a stream only the first call that is not over is at work. A
 send and a receive meet if both are at work; nothing is buffered, and there are no tags: between two ranks they meet in
 order. A wait for a call stops the thread. (On a GPU it stops the stream that computes; to stop the host, too, is
-stricter: what ends here ends there.)
+stricter: what ends here ends there.) What is not modelled: calls of several communicators share a GPU, and wait for
+each other where it has no room for all of them (see `runtime/tensor/nccl.py`).
 
 Streams: groups of a rank share one, that of the communicator. A send or receive outside of a group has the stream
 of its pair of ranks, in both directions, as a lazily made `ProcessGroupNCCL` has it; with `eager` it is in the

@@ -2,9 +2,9 @@
 
 A chain (`tensor/broadcast_chain`) relieves the trainers' network cards, so it is for weights that cross a network: for
 replicas on other hosts than the trainers, or for all of them where messages are asked for, through the hosts or by
-NCCL. A sender of the same host
-writes the receivers' memory itself. Deltas have no chain, either: they are few bytes, a hop cannot pass on any of them
-before it has them all, and a receiver that is not on the predecessor needs another delta than the one that follows it.
+NCCL. A sender of the same host writes the receivers' memory itself. Deltas have no chain, either: they are few bytes, a
+hop cannot pass on any of them before it has them all, and a receiver that is not on the predecessor needs another delta
+than the one that follows it.
 
 A replica gets a version from the one before it in the chain if both are sent it at once, and from the trainers
 otherwise, so that nobody waits for a replica whose shadow is not free yet.

@@ -1,8 +1,8 @@
 """torch's process groups, made directly, and the connections that weights use: no global world, no collective, no TCP
 store. A `Connection` sends and receives over gloo between the ranks of a link or of a replica, and names the peer at
-fault (`nccl` has what goes beside it between GPUs);
-`AllReduce` adds over the ranks of one replica; `open_world` makes torch's default group where a replica's ranks compute
-together, and `Pace` keeps their steps in time. `Transport` is what moves the copies of a plan.
+fault (`nccl` has what goes beside it between GPUs); `AllReduce` adds over the ranks of one replica; `open_world` makes
+torch's default group where a replica's ranks compute together, and `Pace` keeps their steps in time. `Transport` is
+what moves the copies of a plan.
 
 Gloo listens at the one address that it is given. It asks a peer for no key and encrypts nothing: on one host that is
 loopback, and beyond it a network must be trusted.
@@ -282,8 +282,8 @@ def open_world(
     kept. The others reach this one at `address`.
 
     NCCL carries what lies on GPUs (see `prepare_nccl`), gloo the rest. Raises TransportError for ranks that have
-    not come within `timeout` seconds, which bound each collective, too, and for ranks that have, and do not reach each
-    other within `connecting` seconds.
+    not come within `timeout` seconds, and for ranks that have, and do not reach each other within `connecting` seconds.
+    A collective over gloo has twice the `timeout`.
     """
     backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
     store.set_timeout(timedelta(seconds=timeout))
@@ -295,7 +295,8 @@ def open_world(
         reach = f"all have come, but do not reach each other; this one listens on {address}"
         limit = timedelta(seconds=min(timeout, connecting))
         dist.init_process_group(backend, store=store, rank=rank, world_size=len(names), timeout=limit)
-        c10d._set_pg_timeout(timedelta(seconds=timeout))
+        # Who waits for a rank that hangs must not be heard first: the controller knows who has not answered.
+        c10d._set_pg_timeout(timedelta(seconds=2 * timeout))
     except RuntimeError as error:
         text = f"{names[rank]}: the {len(names)} ranks of the replica did not meet"
         raise TransportError(": ".join(filter(None, (text, reach, first_line(error))))) from error

@@ -434,6 +434,17 @@ def test_a_replica_meets_at_the_interface_whose_first_address_is_the_hosts(
     assert interface in str(told.value)
 
 
+def test_a_rank_that_waits_for_one_that_hangs_waits_longer_than_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be the one that is named."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    open_world(HashStore(), ["rank 0"], 0, timeout=60.0)
+    try:
+        backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        assert backend.options._timeout.total_seconds() == 120.0
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_rank_alone_takes_what_there_is() -> None:
     waiting = deque([1, 2, 3])
     assert Pace(together=False).take(waiting, busy=False) == [1, 2, 3]
