@@ -19,7 +19,7 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
-from predicted import Recipe, slots_that_fit
+from predicted import PASSES, Recipe, slots_that_fit
 from report import publish
 
 from penstock.runtime.cluster.gpus import GPUS, Efficiency, Engine
@@ -112,7 +112,7 @@ HIDDEN = {
     kind: gpu.model_copy(update={"engine": Engine(eager=False, step_ms=0, row_us=0)}) for kind, gpu in GPUS.items()
 }
 # A step of pretraining has no stages. Megatron-Bridge's attention is cuDNN's, llm-foundry's FlashAttention-2.
-NO_STAGES = Engine(stage_s=0)
+NO_STAGES = Engine(stage_s=0, eager=False)
 TRAINERS = {
     (mosaic, kind): gpu.model_copy(update={"engine": NO_STAGES} | ({} if mosaic else {"efficiency": CUDNN}))
     for mosaic in (True, False)
@@ -128,7 +128,7 @@ def trained() -> Iterator[tuple[str, str, float, float]]:
         recipe = Recipe(
             shape, TRAINERS[row.model in MPT, row.kind], row.mesh, precision=row.precision,  # type: ignore[arg-type]
             micro_tokens=row.micro * row.length, recompute=row.recompute, zero3=row.zero3, ep=row.ep, cp=row.cp,
-            chunks=row.chunks,
+            chunks=row.chunks, fused=PASSES["eager" if row.model in MPT else "compile"],
         )  # fmt: skip
         sequences = np.full(row.micro * row.accumulated * row.mesh.data // row.cp, row.length)
         found = recipe.update(sequences)

@@ -16,8 +16,10 @@ import numpy as np
 from calibration import NONE, leave_one_out
 from llamarl import ratios
 from predicted import Prediction, predict
-from published import TABLE, Row, read
+from published import TABLE, Row, later, read
 from report import publish
+
+from penstock.runtime.plan.confidence import AS_IT_IS
 
 UNSEEN = ("set-up left out", "set-up left out s")
 TAIL = 0.1
@@ -105,7 +107,15 @@ def main() -> None:
     for name in ("pairs", "pairs over 14%"):
         counts = [figures[name].split(" of ") for figures in systems]
         overall[name] = " of ".join(str(sum(map(int, column))) for column in zip(*counts, strict=True))
-    figures = {"rows used": len(rows), "rows not used": unusable, "all rows": overall}
+    low, high = AS_IT_IS
+    quotients = [row.seconds / predict(row).seconds(NONE) for row in later()]
+    unseen = {
+        "rows": len(quotients),
+        "median error": round(median(abs(1 / each - 1) for each in quotients), 3),
+        "in the range of a plan": sum(low <= each <= high for each in quotients),
+    }
+    print(f"rows read later: {unseen}")
+    figures = {"rows used": len(rows), "rows not used": unusable, "all rows": overall, "rows read later": unseen}
     publish("planner", {**figures, "systems": systems, "LlamaRL": ratios()}, args.keep)
 
 

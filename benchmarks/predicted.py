@@ -18,12 +18,12 @@ from penstock.runtime.plan.workload import IntArray, Lognormal
 
 PROMPT, SIGMA, SLOTS = 128, 0.7, 1024
 """NeMo-RL: tokens of a prompt, spread of lengths, and vLLM's default of rows at once on GPUs of 70 GiB and more."""
-VLLM = {"eager": False, "switch_s": 8.0}
-"""vLLM replays CUDA graphs. Handing shared GPUs over takes 7.5 and 9.6 s beside the transfer (NeMo-RL, pull request
-3294: "total refit" less "transfer + update" of Qwen3-30B-A3B and Nemotron Nano 3)."""
+VLLM = {"eager": False, "switch_s": 9.6}
+"""vLLM replays CUDA graphs. Handing shared GPUs over takes 7.5, 9.6 and 21.8 s beside the transfer (NeMo-RL, pull
+request 3294: "total refit" less "transfer + update" of Qwen3-30B-A3B, Nemotron Nano 3, Qwen3-235B-A22B): the median."""
 LOADED_S = 0.5e-3
 """Seconds of a tensor (an expert's matrices count each) that a colocated vLLM loads: 9.67 s of 18,900 and 18.4 s of
-37,000 (the same pull request; Qwen3-30B-A3B, Qwen3-235B-A22B)."""
+37,000 (the same pull request; Qwen3-30B-A3B, Qwen3-235B-A22B; both are converted to MXFP8 meanwhile)."""
 BROADCAST = 90e9
 """Bytes per second of the whole model to generators apart: 5.5 s of Qwen3-235B-A22B, 14 s of DeepSeek-V3 (NeMo-RL, pull
 request 1379)."""
@@ -37,7 +37,8 @@ ATTENTION = {"cuDNN": 0.6, "FA3": 0.6}
 ROWWISE_BYTES = 12.0
 """Read and written for each number: by rows and by columns apart, each read for the largest and again, and written."""
 PASSES = {"compile": 1.0, "eager": 2.5}
-"""How often elementwise kernels read and write what fused ones would once: without a compiler each operation is one."""
+"""How often elementwise kernels read and write what fused ones would once: without a compiler each operation is one,
+and norms are in float32. It is what makes llm-foundry's steps come out (`outside.py`)."""
 SHARES = {"On": 0.6, "1off": 0.8, "8off": 0.8}
 """Of the memory, that the recipes give to vLLM."""
 COMPUTING = (
@@ -151,7 +152,7 @@ def _pretrained(row: Row) -> Cost:
     kernel = next((name for name in ATTENTION if name in row.mode), "FA2")
     trainer = Recipe(
         row.shape,
-        _with(row.gpu, kernel, row.gpu.engine.model_copy(update={"stage_s": 0.0})),
+        _with(row.gpu, kernel, row.gpu.engine.model_copy(update={"stage_s": 0.0, "eager": False})),
         mesh,
         fused=PASSES["eager" if "eager" in row.mode or not titan else "compile"],
         precision="fp8" if "fp8" in row.mode else "bf16",
@@ -203,12 +204,29 @@ def _reinforced(row: Row) -> Prediction:
         refit = switch_cost(gpu, moments, moments) + Cost({"loading": (len(tensors(row.shape)) + routed) * LOADED_S})
     tokens, trains = float(lengths.sum()) / replicas, _sides(trained + refit)
     batch_s = {"generating": rollout_s, "rows": tokens}
+    if row.staleness:
+        # Batches that are decoded at once slow each other, as plans have it (`search.period_terms`).
+        shared = max(0.0, 1 - sum(trains.values()) / rollout_s) * row.staleness
+        batch_s["generating"] += shared * beside_s(generator, lengths, PROMPT, samples, replicas, 1 + row.staleness)
     around = {name: size / (1 + row.staleness) for name, size in {**batch_s, **trains}.items()}
     if not row.staleness:
         return Prediction((around,))
     # Both sides run beside each other; from one version to the next that is trained on its samples they do not.
     stream = {"generating": stream_s(generator, lengths, PROMPT, samples, replicas), "rows": tokens}
     return Prediction((around, stream, trains))
+
+
+def beside_s(
+    generator: Generator, responses: IntArray, prompt_tokens: int, samples: int, replicas: int, batches: int
+) -> float:
+    """Seconds that a batch adds to another one of so many in work: what its rows and their contexts cost a step."""
+    fixed, slope = generator.lines.fixed, float(generator.lines.slope[1])
+    flying = min(generator.slots, ceil(len(responses) * batches / replicas))
+    lengths = responses.astype(float)
+    rows = lengths.sum() * (fixed[flying] - fixed[1]) / max(1, flying - 1)
+    contexts = slope * (lengths * prompt_tokens + lengths * (lengths - 1) / 2).sum()
+    prompts = len(responses) / samples * generator.prefill_s(prompt_tokens)
+    return float(rows + contexts + prompts) / replicas
 
 
 def stream_s(generator: Generator, responses: IntArray, prompt_tokens: int, samples: int, replicas: int) -> float:

@@ -110,6 +110,37 @@ def read(path: Path = TABLE) -> tuple[list[Row], dict[str, int]]:
     return rows, left
 
 
+# NeMo-RL 0.4's performance summary, which is not in the table (docs/about/performance-summary.md of its repository).
+# No term or constant comes from these rows. Model, mode, longest, mean, GPUs, batches, generator, trainer, seconds.
+LATER = """
+Llama3.1-8B  On   4096 1060  16 2048 512 1,1  1,1,1,1,1,2  97.7
+Llama3.1-8B  1off 4096 1129  16 2048 512 1,1  1,1,1,1,1,2  74.6
+DeepSeek-V3  On   1536  745 256  512 512 32,1 1,1,16,16   154
+DeepSeek-V3  1off 1536  744 512  512 512 32,1 1,1,16,16    77.9
+Qwen3-235B   On   8192 5671 128  512 512 16,1 2,2,16,8    506
+Qwen3-235B   1off 8192 5691 256  512 512 8,1  4,1,16,8    241
+Qwen3-30B-A3B On  4096 3154  32 2048 512 4,1  2,1,8,1     225
+Qwen3-30B-A3B 1off 4096 3158 32 2048 512 2,1  1,1,8,2     244
+Qwen3-32B    On   4096 3206  32 2048 512 4,1  4,1,1,4     393
+Qwen3-32B    1off 4096 3207  64 2048 512 4,1  4,1,1,4     215
+"""
+
+
+def later() -> list[Row]:
+    """The rows of `LATER`."""
+    rows = []
+    for number, line in enumerate(LATER.strip().splitlines()):
+        model, mode, longest, mean, gpus, sampled, batch, width, mesh, seconds = line.split()
+        rows.append(
+            Row(
+                number, "NeMo-RL", "NeMo-RL v0.4", model, "H100", int(gpus), f"gen=[{width}] train=[{mesh}]",
+                f"G-GBS {sampled} / T-GBS {batch}", int(longest), float(mean), f"GRPO {mode} BF16",
+                int(mode == "1off"), float(seconds), 0.0, (),
+            )
+        )  # fmt: skip
+    return rows
+
+
 def _row(number: int, cells: dict[str, str]) -> Row:
     system, longest = cells["system"], int(cells["max_len"])
     kind = re.sub(r"^\d+x| HBM3", "", cells["hardware"])

@@ -14,7 +14,8 @@ Shares of them that programs reach (`Efficiency`), and time of the host (`Engine
   the newer tensor cores of Blackwell, so that it reaches about as many FLOP/s there: 0.17.
 - memory: 0.8 of the peak, which STREAM-like kernels and decoding reach.
 - link: 0.8 of NVLink and NIC, nccl-tests' bus bandwidth at large messages.
-- experts: 0.6 of matmul; Megatron-Bridge's mixtures.
+- experts: 0.6 of matmul; Megatron-Bridge's mixtures. decode: 0.75 of matmul for products of some hundred rows;
+  TensorRT-LLM under full load.
 - latency_us, network_us: what makes SGLang's steps of DeepSeek-R1 come out on 8 GPUs of one host, and on 16 of two.
 - step_ms: scheduling takes 29 % and the GPU 38 % of vLLM 0.5's time for an 8B model on an H100 (vLLM's blog,
   2024-09-05), whose step takes 5.1 ms of the GPU (batch 1, CUDA graphs): 4 ms. row_us: its processing of outputs took
@@ -47,13 +48,15 @@ class Efficiency(BaseModel):
     memory: float = Field(default=0.8, gt=0, le=1)
     link: float = Field(default=0.8, gt=0, le=1)
     experts: float = Field(default=0.6, gt=0, le=1)
+    decode: float = Field(default=0.75, gt=0, le=1)
 
 
 class Engine(BaseModel):
     """What decoding and stages cost beside the work of GPUs: time of the host.
 
     A step of decoding waits `step_ms` for the host (what came, who is next, the inputs), and `row_us` more for each
-    row. An `eager` engine launches each operation, `eager_us` apart; another one replays a CUDA graph. Seconds:
+    row. An `eager` engine launches each operation, `eager_us` apart, and trains without fused kernels; another one
+    replays a CUDA graph. Seconds:
     `stage_s` before each pass and each update (its inputs are collected, cut and handed out), `swap_s` for a generator
     to change to new weights, `switch_s` to hand shared GPUs from training to decoding and back, beside what is copied.
     """

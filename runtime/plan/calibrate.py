@@ -6,8 +6,9 @@ What a folder identifies, and from what:
 - decoding: seconds of each group's firing over the steps of its longest response, by the rows that its replica decoded
   meanwhile. What the cost model's kernels do not explain is time of the host: `step_ms`, and where the rows differ by
   half or more, `row_us`.
-- updates: seconds of each against the model's. The factor scales the shares of matrix products and of attention; where
-  the tokens of updates differ by a third or more, what does not grow with them is `stage_s`.
+- updates: seconds of each against the model's. The shares of matrix products and of attention become those with which
+  the model takes as long; where the tokens of updates differ by a third or more, what does not grow with them is
+  `stage_s`.
 - syncs: what the wire does not explain is `swap_s`.
 
 All else keeps its default. Lengths of single responses are not recorded: a group's longest is the mean longest of the
@@ -24,14 +25,14 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.runtime.cluster.cluster import Cluster
-from penstock.runtime.cluster.gpus import Engine, Gpu, Precision
+from penstock.runtime.cluster.gpus import Efficiency, Engine, Gpu, Precision
 from penstock.runtime.cluster.placement import Plan
 from penstock.runtime.plan.decode_cost import Generator
 from penstock.runtime.plan.model_shape import Parallel, read_shape
 from penstock.runtime.plan.roles import roles_of
 from penstock.runtime.plan.sync_cost import sync_cost, traffic
 from penstock.runtime.plan.train_cost import PackedBatch, Trainer, packed
-from penstock.runtime.plan.workload import IntArray, of_run
+from penstock.runtime.plan.workload import IntArray, halved, of_run
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.typed_json import ConfigFile
@@ -42,6 +43,8 @@ from penstock.runtime.report.what_if import firings, group_work
 FEWEST = 4
 # By how much rows, or tokens, have to differ for two numbers to follow from them.
 ROWS_DIFFER, TOKENS_DIFFER = 1.5, 1.3
+# By how much products may be slower or, below 1, faster than the model has them.
+SLOWER = (0.1, 1000.0)
 # Nanoseconds of a second.
 NS = 1e9
 
@@ -85,8 +88,7 @@ def fit_decoding(found: Sequence[Decoded], steps: float, context: float, generat
 
 def fit_updates(found: Sequence[tuple[float, PackedBatch]], trainer: Trainer) -> tuple[float, float]:
     """(factor, stage_s): an update takes the factor times the model's seconds, and `stage_s` before it."""
-    engine = trainer.gpu.engine
-    bare = replace(trainer, gpu=trainer.gpu.model_copy(update={"engine": engine.model_copy(update={"stage_s": 0.0})}))
+    engine, bare = trainer.gpu.engine, _bare(trainer)
     model = np.array([bare.steps([batch]).seconds for _, batch in found])
     seconds = np.array([taken for taken, _ in found])
     tokens = [batch.tokens for _, batch in found]
@@ -96,6 +98,29 @@ def fit_updates(found: Sequence[tuple[float, PackedBatch]], trainer: Trainer) ->
     # All alike: what stands before them is taken to be the default, or nothing where they are shorter.
     stage_s = engine.stage_s if float(seconds.min()) > engine.stage_s else 0.0
     return float(np.median((seconds - stage_s) / model)), stage_s
+
+
+def slowed(trainer: Trainer, factor: float, batch: PackedBatch) -> Efficiency:
+    """The shares of matrix products and of attention, 1 at most, with which a step on a batch takes the factor times as
+    long: they are slower by more, since the rest keeps its time."""
+    bare, gpu = _bare(trainer), trainer.gpu
+    wanted = factor * bare.steps([batch]).seconds
+
+    def shares(slower: float) -> Efficiency:
+        found = {name: min(1.0, getattr(gpu.efficiency, name) / slower) for name in ("matmul", "attention")}
+        return gpu.efficiency.model_copy(update=found)
+
+    def seconds(slower: float) -> float:
+        own = bare.gpu.model_copy(update={"efficiency": shares(slower)})
+        return replace(bare, gpu=own).steps([batch]).seconds
+
+    return shares(halved(*SLOWER, lambda slower: seconds(slower) < wanted))
+
+
+def _bare(trainer: Trainer) -> Trainer:
+    """Without what stands before a stage."""
+    engine = trainer.gpu.engine.model_copy(update={"stage_s": 0.0})
+    return replace(trainer, gpu=trainer.gpu.model_copy(update={"engine": engine}))
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
@@ -138,10 +163,7 @@ def calibrate(folder: Path, cluster: Cluster, prompt_tokens: int) -> Calibration
             raise CalibrationError(f"{where}: given {len(found)} {what} once warm, needed at least {FEWEST}")
     engine = fit_decoding(decoded, steps, prompt_tokens + steps / 2, generator)
     factor, stage_s = fit_updates(updates, trainer)
-    shares = gpu.efficiency
-    efficiency = shares.model_copy(
-        update={name: min(1.0, getattr(shares, name) / max(factor, 1e-3)) for name in ("matmul", "attention")}
-    )
+    efficiency = slowed(trainer, factor, updates[len(updates) // 2][1])
     syncs = [row["sync_s"] for row in facts.rows if row.get("sync_s")]
     moved = traffic(shape, trainer.mesh, generator.mesh, "bf16")
     wire_s = sync_cost(moved, flags.generators, gpu, gpu).seconds - engine.swap_s

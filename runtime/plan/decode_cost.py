@@ -278,7 +278,8 @@ class Generator:
         used = shape.dense_parameters - (0 if shape.tied else shape.vocab * shape.hidden)
         touched = 1.0 - (1.0 - shape.active / shape.experts) ** at_once if shape.experts else 0.0
         weights = (used + shape.expert_parameters * touched) * BYTES[self.precision] / mesh.tp
-        products = 2.0 * weighted(shape, gpu) * rows / mesh.tp / gpu.flops(self.precision)
+        rate = gpu.flops(self.precision) * gpu.efficiency.decode
+        products = 2.0 * weighted(shape, gpu) * rows / mesh.tp / rate
         cached = context * cache_bytes(shape, mesh.tp) / gpu.bandwidth
         # A latent cache is read as it is, by each head (DeepSeek-V2, section 2.1.2: up-projections are absorbed).
         width = shape.qk_width + shape.value_width

@@ -109,6 +109,7 @@ def enough(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
 
     if pinned and fits(free, node_groups):
         return f"All of it would fit without {candidates.pins.flags}"
+    shared = not candidates.resorts.cp and fits(replace(free, resorts=RESORTS[-1]), node_groups)
     changes = []
     widest = max(node_groups, key=lambda nodes: nodes.gpu.memory_bytes * nodes.each)
     others = [nodes for nodes in node_groups if nodes is not widest]
@@ -133,8 +134,7 @@ def enough(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
             break
         longest //= 2
     said = [f"All of it would fit {', or '.join(changes)}"] if changes else []
-    shared = replace(free, resorts=RESORTS[-1])
-    if not candidates.resorts.cp and time.monotonic() < deadline and fits(shared, node_groups):
+    if shared:
         said.append("It would fit with sequences that several ranks share (cp), which no run has [mesh-axis]")
     return "\n".join(said)
 

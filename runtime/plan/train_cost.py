@@ -76,6 +76,8 @@ def linear_widths(shape: Shape) -> float:
 QUANTISE_BYTES = 6.0
 # Launches of a layer, forward: products, norms, rotary embedding, attention, activation, copies. Backward: twice.
 KERNELS = 24
+# How often eager operations read and write what fused kernels do once: counted of this project's own layer, 8B wide.
+EAGER_PASSES = 1.5
 # Read and written per parameter: gradient, master weight and two moments in float32 read; all but the gradient written,
 # and the weight in bfloat16.
 OPTIMIZER_BYTES = 30.0
@@ -234,6 +236,7 @@ class Trainer:
         # Gradients of attention need both factors even if no weight does, and its kernels repeat half of the forward.
         attention = attention_flops(shape, squares) * share / mesh.tp * (both + 0.5 * backward) / gpu.attention_flops
         elements = elementwise_bytes(shape, mesh.tp) * share * tokens * both / gpu.bandwidth
+        elements *= EAGER_PASSES if gpu.engine.eager else 1.0
         if self.precision == "fp8":
             # What comes in is converted forward, gradients backward, each to be read by rows and by columns; and all
             # weights once in each pass.

@@ -54,7 +54,7 @@ class Lognormal:
         """The mean of the logarithm before the cut, found by halving: the mean after the cut grows with it."""
         # Beyond these limits the mean after the cut is surely too small, or too large.
         low, high = log(self.mean) - self.sigma**2, log(self.longest) + 9 * self.sigma + 1
-        return _halved(low, high, lambda location: cut_mean(location, self.sigma, self.longest) < self.mean)
+        return halved(low, high, lambda location: cut_mean(location, self.sigma, self.longest) < self.mean)
 
     def take(self, count: int) -> IntArray:
         return _mixed(self.at((np.arange(count) + 0.5) / count))
@@ -115,11 +115,11 @@ def fitted(mean: float, finished: float, longest: int, sigma: float = 0.7) -> Lo
         return Lognormal(min(mean, longest), sigma, longest)
     quantile = _NORMAL.inv_cdf(finished)
     # More spread with the same share above the cut moves the rest down.
-    spread = _halved(1e-3, WIDEST, lambda s: cut_mean(log(longest) - s * quantile, s, longest) > mean)
+    spread = halved(1e-3, WIDEST, lambda s: cut_mean(log(longest) - s * quantile, s, longest) > mean)
     return Lognormal(mean, spread, longest)
 
 
-def _halved(low: float, high: float, below: Callable[[float], bool]) -> float:
+def halved(low: float, high: float, below: Callable[[float], bool]) -> float:
     """Where `below` turns from true to false."""
     for _ in range(60):
         middle = (low + high) / 2

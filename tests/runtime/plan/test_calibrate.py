@@ -1,19 +1,24 @@
 """The cost model fitted to what a run recorded: the numbers that made the seconds come back, and other hardware is
 refused by name."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from penstock.graph import load, trace
 from penstock.runtime.cluster.cluster import read_cluster
 from penstock.runtime.cluster.gpus import GPUS, Engine
 from penstock.runtime.plan.calibrate import CalibrationError, Decoded, calibrate, fit_decoding, fit_updates
 from penstock.runtime.plan.confidence import Confidence
 from penstock.runtime.plan.decode_cost import Generator
-from penstock.runtime.plan.model_shape import SHAPES, Parallel
+from penstock.runtime.plan.model_shape import SHAPES, Parallel, read_shape
+from penstock.runtime.plan.roles import roles_of
 from penstock.runtime.plan.train_cost import Trainer, packed
+from penstock.runtime.plan.workload import Lognormal
+from penstock.runtime.schedule.simulator import Durations
 from tests.runtime.report.runs import simulated_run
 
 SHAPE, H100 = SHAPES["qwen3-4b"], GPUS["H100"]
@@ -67,10 +72,51 @@ def test_a_run_on_other_hardware_is_refused_by_name(tmp_path: Path) -> None:
         calibrate(tmp_path, read_cluster("1x8xH100"), 128)
 
 
-def test_a_calibrated_period_has_a_narrower_range_and_three_digits() -> None:
+def test_a_calibrated_period_has_a_range_on_both_sides_and_three_digits() -> None:
     plain, calibrated = Confidence(), Confidence("run: 8 groups")
     assert (plain.about(12.345), calibrated.about(12.345)) == (12.0, 12.3)
     (low, high), (least, most) = plain.range_s(10.0), calibrated.range_s(10.0)
-    assert most / least < high / low
+    assert low <= 10.0 < high
+    assert least < 10.0 < most
     assert "run: 8 groups" in calibrated.words
     assert plain.about(0.0) == 0.0
+
+
+def _on_a_gpu(folder: Path, cluster: str, model: Path) -> None:
+    """Makes of a simulated run's folder one that says it ran on GPUs: a test instrument, since no GPU wrote it."""
+    config, placed = (json.loads((folder / name).read_text()) for name in ("config.json", "plan.json"))
+    config["flags"] |= {"model": str(model), "dtype": "bfloat16", "max_tokens": 512}
+    config["asked"]["cluster"] = read_cluster(cluster).model_dump(mode="json")
+    text = json.dumps(placed)
+    assert '"cpu"' in text
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "plan.json").write_text(text.replace('"cpu"', '"cuda:0"'))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [row | {"response_length": 200.0, "finished": 1.0, "sync_s": 0.75} for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_run_on_such_gpus_gives_a_model_with_its_seconds(tmp_path: Path) -> None:
+    """From the folder to the cluster that is planned for."""
+    nodes = {"generate": 12.0, "score": 0.001, "group_advantage": 0.001, "aipo_update": 4.0}
+    seconds = Durations(nodes, publish=0.01, wire=0.1, swap=0.01)
+    program, options = "penstock.programs.aipo:aipo", {"lag": 1}
+    made = simulated_run(tmp_path / "r", updates=12, program=program, options=options, durations=seconds)
+    model = {"model_type": "llama", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
+             "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    _on_a_gpu(made.folder.path, "1x8xH100", tmp_path)
+    found = calibrate(made.folder.path, read_cluster("1x8xH100"), 128)
+    gpu = found.on(read_cluster("1x8xH100")).gpus["H100"]
+    shape, engine = read_shape(str(tmp_path)), H100.engine
+    samples = roles_of(trace(load("aipo"))).samples
+    lengths = Lognormal(200.0, 0.7, 512).take(256 * samples).reshape(-1, samples)
+    steps = float(lengths.max(axis=1).mean())
+    assert gpu.engine.step_ms > engine.step_ms
+    step = Generator(shape, gpu, Parallel(), 256).step(8 * samples, 8 * samples * (128 + steps / 2)).seconds
+    # All rows that there are, or a few of them, on average.
+    assert step * steps == pytest.approx(12.0, rel=0.1)
+    assert gpu.engine.swap_s > engine.swap_s
+    update = Trainer(shape, gpu, Parallel()).update(np.full(8 * samples, 328)).seconds
+    assert update == pytest.approx(4.0, rel=0.1)
+    assert str(made.folder.path) in Confidence(found.words).words

@@ -6,11 +6,17 @@ import random
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from penstock.graph.protocols import rule_of
+from penstock.nodes.model import llama
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.tensor_parallel import stages_of as trainer_stages
 from penstock.nodes.model.tensor_parallel import tensor_parallel
@@ -20,7 +26,14 @@ from penstock.runtime.plan.decode_cost import Generator, generator_memory
 from penstock.runtime.plan.model_shape import SHAPES, Parallel, Shape, ShapeError, read_shape, shape_of, stages_of
 from penstock.runtime.plan.roles import Models
 from penstock.runtime.plan.sync_cost import layout, stages, switch_cost, sync_cost, tensors, traffic
-from penstock.runtime.plan.train_cost import RESERVED, Trainer, beside_memory, trainer_memory
+from penstock.runtime.plan.train_cost import (
+    EAGER_PASSES,
+    RESERVED,
+    Trainer,
+    beside_memory,
+    elementwise_bytes,
+    trainer_memory,
+)
 from penstock.runtime.tensor.reshard import BUCKET, chain, reshard
 from tests.nodes.tiny_model import parameter_shapes
 
@@ -38,6 +51,59 @@ def test_the_flops_of_a_step_are_six_per_parameter_and_token_and_attention() -> 
     assert parts["products"] == pytest.approx(6 * LLAMA.active_parameters * tokens / (989e12 * 0.6))
     forward = 2 * 32 * 64 * 4096**2 * 4096
     assert parts["attention"] == pytest.approx(forward * 3.5 / (989e12 * 0.35))
+
+
+class _Unattended(torch.autograd.Function):
+    """Attention without an operation: gradients of queries go back as those of keys and values, too."""
+
+    @staticmethod
+    def forward(ctx: Any, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
+        return q_BSHK.view_as(q_BSHK)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BSHK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return grad_BSHK, grad_BSHK[:, :, :8], grad_BSHK[:, :, :8]
+
+
+class _Traffic(TorchDispatchMode):
+    """Bytes that operations read and write: all but matrix products, views and copies of no bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        given, made = ([x for x in tree_leaves(each) if isinstance(x, Tensor)] for each in ((args, kwargs), out))
+        held = {x.untyped_storage()._cdata for x in given}
+        viewed = all(x.untyped_storage()._cdata in held for x in made) and not function._schema.is_mutable
+        if not viewed and function is not torch.ops.aten.mm.default:
+            self.bytes += sum(x.numel() * x.element_size() for x in (*given, *made))
+        return out
+
+
+def test_eager_operations_read_and_write_as_often_as_this_projects_own_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer of 8B, forward and backward; a norm is one kernel on a GPU, and is taken for one operation."""
+    monkeypatch.setattr(llama, "rms_norm", lambda x, weight, eps: -x)
+    unattended: Any = _Unattended.apply
+    tokens, found = 64, []
+    for layers in (1, 2):
+        config = ModelConfig(256, 4096, 14336, layers, 32, 8, 128)
+        model = llama.Llama(config, dtype=torch.bfloat16, device="meta")
+        model.cos_PK, model.sin_PK = (x.to("meta", torch.bfloat16) for x in (model.cos_PK, model.sin_PK))
+        with _Traffic() as traffic:
+            given = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+            hidden = llama.Decoder.forward(model, given, attend=lambda _, *qkv: unattended(*qkv))
+            hidden.sum().backward()  # type: ignore[no-untyped-call]
+        found.append(traffic.bytes)
+    fused = 3 * elementwise_bytes(SHAPES["llama-8b"]) / 32
+    assert (found[1] - found[0]) / tokens == pytest.approx(EAGER_PASSES * fused, rel=0.05)
+
+
+def test_kernels_that_are_not_fused_read_and_write_more_often() -> None:
+    fused = H100.model_copy(update={"engine": H100.engine.model_copy(update={"eager": False})})
+    eager, other = ALONE.update(BATCH).parts, replace(ALONE, gpu=fused).update(BATCH).parts
+    assert eager["elementwise"] == pytest.approx(EAGER_PASSES * other["elementwise"])
 
 
 def test_recomputing_adds_a_forward_pass_and_frozen_weights_save_one() -> None:

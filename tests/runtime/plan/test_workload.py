@@ -205,6 +205,11 @@ def test_a_step_waits_for_the_host_and_an_eager_one_for_its_launches() -> None:
     assert large["launches"] == 0
 
 
+def test_products_of_some_hundred_rows_reach_less_than_those_of_training() -> None:
+    many = ONE.step(4096, 0).parts["weights"]
+    assert many == pytest.approx(2 * ONE.shape.active_parameters * 4096 / (989e12 * 0.6 * 0.75))
+
+
 def test_a_mixture_reads_the_experts_that_its_tokens_use() -> None:
     moe = Generator(SHAPES["qwen3-30b-a3b"], GPUS["H100"], Parallel(), slots=512)
     few, many = moe.step(1, 0).parts["weights"], moe.step(512, 0).parts["weights"]
