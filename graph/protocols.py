@@ -154,3 +154,11 @@ class Sharded(Protocol):
 
     def sharding(self) -> Sharding:
         """The same on every rank."""
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A carried value of whose weights readers must know more than the tensors, such as what they are adapters of."""
+
+    def about(self) -> Mapping[str, Any]:
+        """JSON-able, and the same for all versions: it travels with the first one, and is `Weights.about` there."""

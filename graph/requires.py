@@ -216,9 +216,12 @@ class Opens(NamedTuple):
     spec: Callable[[Context], Any]
     words: bool
     base: bool
+    lora: bool
 
 
-def opens(spec: Callable[[Context], Any], *, words: bool = True, base: bool = False) -> Callable[[M], M]:
+def opens(
+    spec: Callable[[Context], Any], *, words: bool = True, base: bool = False, lora: bool = False
+) -> Callable[[M], M]:
     """Say of a maker which model it opens: `spec(context)` gives what is known of it before any weights are read.
 
     A node that computes with the weights of a carried value, such as `generate`, takes the shape and the tokenizer from
@@ -227,14 +230,15 @@ def opens(spec: Callable[[Context], Any], *, words: bool = True, base: bool = Fa
     which raises ValueError, it is called for the meshes of a run before any rank is there.
 
     `words` is False for a model whose head gives a number. `base`: the maker opens the run's own model, and a run
-    without `--model` begins with the base model, which is built for it.
+    without `--model` begins with the base model, which is built for it. `lora`: with `--lora` what it makes has
+    adapters, which alone learn and are sent.
 
         @opens(judge_spec)
         def open_judge(context: Context) -> Carried: ...
     """
 
     def mark(made: M) -> M:
-        made.opens = Opens(spec, words, base)  # type: ignore[attr-defined]
+        made.opens = Opens(spec, words, base, lora)  # type: ignore[attr-defined]
         return made
 
     return mark

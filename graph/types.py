@@ -75,6 +75,9 @@ class Context:
         logit_elements: most logits that are kept at once; 0 is what suits the device.
         zero: what "fsdp" shards all the time: 3 weights and gradients, too; 1 the optimizer's state and masters only.
         optimizer_state: where moments, and masters that are copies, lie: on the "device", or on the "host".
+        lora: rank of the adapters that a policy learns in place of all weights; 0 is none.
+        lora_alpha: alpha of these; 0 is twice the rank.
+        lora_targets: names of the linear maps that have one; () is all of a layer's.
         mesh: axes of the ranks that run this pool together, as (axis, size), outermost first, row-major; () for one
             rank. With more than one rank, torch.distributed's default group has them all.
         rank: this rank's place in the mesh.
@@ -99,6 +102,9 @@ class Context:
     logit_elements: int = 0
     zero: int = 3
     optimizer_state: str = "device"
+    lora: int = 0
+    lora_alpha: float = 0.0
+    lora_targets: tuple[str, ...] = ()
     mesh: Axes = ()
     rank: int = 0
     options: dict[str, Any] = field(default_factory=dict)
@@ -143,6 +149,15 @@ class Policy(Model):
     # A path, since this package must not import the nodes, which import torch.
     maker: ClassVar[str] = "penstock.nodes.policy:make_policy"
     pool: ClassVar[str] = "trainer"
+
+
+class LoraPolicy(Policy):
+    """A policy that learns low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) of weights that never change. The
+    adapters alone are sent, saved and exported. The program's options NAME_rank, NAME_alpha and NAME_targets say which
+    ones, where NAME is the argument's name; else the flag `--lora` and its like, which make any policy such a one; else
+    their rank is 16."""
+
+    maker: ClassVar[str] = "penstock.nodes.policy:make_lora_policy"
 
 
 class Reference(Policy):
@@ -223,10 +238,12 @@ class Weights:
     Attributes:
         version: the version of the carried value.
         tensors: the logical tensors by name; on a rank of a mesh, this rank's share of each.
+        about: what the carried value says of them (`graph.protocols.Described`), the same for all versions.
     """
 
     version: int
     tensors: Mapping[str, Array]
+    about: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass

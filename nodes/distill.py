@@ -5,13 +5,14 @@ Shapes: N responses, T tokens of a response, P tokens of a micro-batch, W words 
 nats.
 """
 
+from dataclasses import replace
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from penstock.graph import node, opens, requires
-from penstock.graph.protocols import STAGE, Carried, num_ranks
+from penstock.graph.protocols import STAGE, Carried
 from penstock.graph.types import (
     AnyPolicy,
     Context,
@@ -27,10 +28,10 @@ from penstock.nodes.learn.batching import Packed, behaviour_logprobs, sampled_le
 from penstock.nodes.learn.logprobs import packed_distributions, packed_logprobs
 from penstock.nodes.learn.losses import reads, reverse_kl
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
-from penstock.nodes.model import Llama, ModelError, load_model
-from penstock.nodes.open_model import ModelSpec, directory_spec, reads_tokens, run_spec
+from penstock.nodes.model import Llama, ModelError
+from penstock.nodes.open_model import ModelSpec, directory_spec, open_frozen_model, reads_tokens, run_spec
 from penstock.nodes.policy import LanguageModel, language_model, language_policy
-from penstock.nodes.tokenizer import Tokenizer, load_tokenizer
+from penstock.nodes.tokenizer import Tokenizer
 from penstock.nodes.trainable import Frozen
 
 
@@ -41,7 +42,7 @@ class FrozenTeacher(LanguageModel, Frozen[Llama], Teacher):
 def require_teacher(context: Context) -> None:
     """Raises ModelError without a directory that the program's option `teacher_model` names, or where that holds no
     model with the policy's tokens; its weights are not read."""
-    _open(context, "meta")
+    _open(replace(context, device="meta"))
 
 
 def teacher_spec(context: Context) -> ModelSpec:
@@ -56,8 +57,7 @@ def open_teacher(context: Context) -> Carried:
 
     Raises ModelError as `require_teacher` does.
     """
-    model, tokenizer = _open(context, context.device)
-    return FrozenTeacher(model.requires_grad_(False), tokenizer, context)
+    return FrozenTeacher(*_open(context), replace(context, model=_directory(context)))
 
 
 def _directory(context: Context) -> str:
@@ -68,10 +68,9 @@ def _directory(context: Context) -> str:
     return folder
 
 
-def _open(context: Context, device: str) -> tuple[Llama, Tokenizer]:
+def _open(context: Context) -> tuple[Llama, Tokenizer]:
     folder = _directory(context)
-    unread = num_ranks(context.mesh) > 1  # each rank reads the regions that it keeps
-    model, tokenizer = load_model(Llama, folder, context.dtype, device, unread=unread), load_tokenizer(folder)
+    model, tokenizer = open_frozen_model(Llama, replace(context, model=folder))
     own = run_spec(context).tokenizer
     # Token by token they are compared, so that each number has to mean the same word.
     theirs, ours = tokenizer.backend.get_vocab(), own.backend.get_vocab()

@@ -9,8 +9,13 @@ from penstock.graph.protocols import Carried
 from penstock.graph.types import AnyAverage, Average, Context, Metrics, Policy
 from penstock.nodes import option_checks
 from penstock.nodes.model import Llama
-from penstock.nodes.open_model import open_model, require_model, run_spec
-from penstock.nodes.policy import LanguageModel, language_policy
+from penstock.nodes.policy import (
+    LanguageModel,
+    language_policy,
+    open_learning,
+    policy_spec,
+    require_policy,
+)
 from penstock.nodes.trainable import MasterWeights, expect
 
 
@@ -20,11 +25,12 @@ class FollowingPolicy(LanguageModel, MasterWeights[Llama], Average):
     called: ClassVar[str] = "average"
 
 
-@opens(run_spec)
-@requires(require_model(Llama))
+@opens(policy_spec, lora=True)
+@requires(require_policy)
 def make_average(context: Context) -> Carried:
-    """The first policy itself: what it follows has not moved yet."""
-    model, tokenizer = open_model(Llama, context, "float32")
+    """The first policy itself: what it follows has not moved yet. With `--lora` it has adapters, too, and follows those
+    matrix by matrix."""
+    model, tokenizer = open_learning(context)
     return FollowingPolicy(model.requires_grad_(False), tokenizer, context)
 
 
@@ -48,7 +54,11 @@ def refresh(average: AnyAverage, policy: Policy) -> tuple[AnyAverage, Metrics]:
 @torch.no_grad()
 def _follow(average: Average, policy: Policy, decay: float) -> Metrics:
     average = expect(FollowingPolicy, average, "average")
-    goals = language_policy(policy).masters
+    learner = language_policy(policy)
+    if average.model.lora != learner.model.lora:
+        given, needed = average.model.lora, learner.model.lora
+        raise ValueError(f"average: given adapters of {given}, needed those of what it follows: {needed} (--lora)")
+    goals = learner.masters
     # Of the masters: in the run's dtype small steps of an average would be lost to rounding.
     apart = {name: average.masters[name] - goal for name, goal in goals.items()}
     distance = average.workers.norm(apart) / average.workers.norm(goals)

@@ -4,17 +4,36 @@ the model of a carried value before its weights are there.
 `ModelSpec` says of a model, from its shape alone, whether it can be cut as a mesh wants it.
 """
 
+import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from penstock.graph.errors import Fault, GraphError
 from penstock.graph.imports import imported, short
-from penstock.graph.protocols import STAGE, TENSOR, Axes, num_ranks
+from penstock.graph.protocols import STAGE, TENSOR, Axes, num_ranks, rule_of
 from penstock.graph.requires import Call, opened
 from penstock.graph.types import Context, Rollouts
-from penstock.nodes.model import Decoder, ModelConfig, ModelError, Scorer, load_model, read_config, torch_dtype
-from penstock.nodes.model.tensor_parallel import check_tensor_parallel, part_config, stages_of
+from penstock.nodes.model import (
+    Decoder,
+    Llama,
+    Lora,
+    ModelConfig,
+    ModelError,
+    Scorer,
+    load_model,
+    read_config,
+    torch_dtype,
+)
+from penstock.nodes.model.hf import digest, read_adapters
+from penstock.nodes.model.tensor_parallel import (
+    LlamaPart,
+    check_tensor_parallel,
+    part_config,
+    part_of,
+    stages_of,
+    tensor_parallel,
+)
 from penstock.nodes.parallel.mesh import Ranks
 from penstock.nodes.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 
@@ -27,22 +46,32 @@ ARITHMETIC_CONTEXT, BYTE_CONTEXT = 32, 2048
 M = TypeVar("M", bound=Decoder)
 
 
-def open_model(kind: type[M], context: Context, dtype: str | None = None) -> tuple[M, Tokenizer]:
+def open_model(
+    kind: type[M], context: Context, dtype: str | None = None, lora: Lora | None = None, *, unread: bool = False
+) -> tuple[M, Tokenizer]:
     """The run's model in `dtype` (the run's, if None) on the run's device, and its tokenizer. A `Scorer` has the
-    decoder of that model and a head that gives every token the number zero, until it has learnt.
+    decoder of that model and a head that gives every token the number zero, until it has learnt. With `lora` the model
+    has adapters (see `load_model`), as one of a directory of adapters has in any case; they are float32. `unread`: of a
+    directory no weight is read, but by the model's `source`.
 
     With no `context.model` it is `initial_model`, its weights drawn from the seed alone: every pool makes the same.
     """
     dtype = dtype or context.dtype
     if context.model:
-        unread = num_ranks(context.mesh) > 1  # each rank reads the regions that it keeps
-        new_head = issubclass(kind, Scorer)
-        model = load_model(kind, context.model, dtype, context.device, new_head=new_head, unread=unread)
-        return model, load_tokenizer(context.model)
+        unread = unread or num_ranks(context.mesh) > 1  # each rank reads the regions that it keeps
+        more: dict[str, Any] = {"new_head": issubclass(kind, Scorer), "unread": unread}
+        model = load_model(kind, context.model, dtype, context.device, lora=lora, seed=context.seed, **more)
+        return model, load_tokenizer(str(read_adapters(context.model)[0]))
     config, tokenizer = initial_model(context.data)
-    model = kind(config, torch_dtype(dtype), context.device)
+    model = kind(config, torch_dtype(dtype), context.device, lora=lora)
     model.init_weights(context.seed)
     return model, tokenizer
+
+
+def open_frozen_model(kind: type[M], context: Context) -> tuple[M, Tokenizer]:
+    """The same, to be read: all of it in the run's dtype, and nothing learns."""
+    model, tokenizer = open_model(kind, context)
+    return model.to(torch_dtype(context.dtype)).requires_grad_(False), tokenizer
 
 
 def require_model(kind: type[Decoder]) -> Callable[[Context], None]:
@@ -57,10 +86,15 @@ def require_model(kind: type[Decoder]) -> Callable[[Context], None]:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What is known of a model before its weights are read: its shape, and the tokenizer of its words."""
+    """What is known of a model before its weights are read: its shape, and the tokenizer of its words.
+
+    Where only adapters are sent of it, `lora` says which, and `base` what `open_model` opens the rest with.
+    """
 
     config: ModelConfig
     tokenizer: Tokenizer
+    lora: Lora | None = None
+    base: Context = field(default_factory=Context)
 
     def check_mesh(self, mesh: Axes, *, decodes: bool = False) -> None:
         """Whether the model fits on the ranks of a mesh: to be decoded with, or to be held by ranks that train or read
@@ -90,14 +124,72 @@ def check_decoding(config: ModelConfig, mesh: Axes) -> None:
     part_config(config, ranks.count, 0)
 
 
-def run_spec(context: Context) -> ModelSpec:
-    """The model that `open_model` opens: that of `--model`."""
-    return directory_spec(context.model) if context.model else ModelSpec(*initial_model(context.data))
+def run_spec(context: Context, lora: Lora | None = None) -> ModelSpec:
+    """The model that `open_model` opens: that of `--model`, with `lora` or the adapters of that directory."""
+    if not context.model:
+        return ModelSpec(*initial_model(context.data), lora, context)
+    base, saved = read_adapters(context.model)
+    return ModelSpec(read_config(base), load_tokenizer(base), lora or saved, context)
 
 
 def directory_spec(folder: str) -> ModelSpec:
     """The model of a directory. Raises ModelError or TokenizerError where that cannot be read."""
-    return ModelSpec(read_config(folder), load_tokenizer(folder))
+    return run_spec(Context(model=folder))
+
+
+def lora_of(context: Context, rank: int = 0) -> Lora | None:
+    """The adapters of a value that learns: those of the directory `--model`, or what the program's options NAME_rank,
+    NAME_alpha and NAME_targets say, where NAME is the value's name, or else `--lora` and its like, or else `rank`. None
+    where all weights learn.
+
+    Raises ModelError for what no adapter can be, and for another one than that of the directory.
+    """
+
+    def said(name: str, flag: Any) -> Any:
+        return context.options.get(f"{context.node}_{name}") or flag
+
+    saved = read_adapters(context.model)[1] if context.model else None
+    alpha, targets = said("alpha", context.lora_alpha), tuple(said("targets", context.lora_targets))
+    rank = said("rank", context.lora) or (saved.rank if saved else rank)
+    if not rank:
+        if alpha or targets:
+            raise ModelError(f"LoRA: given alpha {alpha:g}, targets {targets} and no rank, needed --lora RANK, too")
+        return None
+    like = saved if saved and saved.rank == rank else Lora(rank, 2.0 * rank)
+    found = Lora(rank, alpha or like.alpha, targets or like.targets)
+    if saved is not None and found != saved:
+        raise ModelError(f"{context.model}: given adapters of {saved}, needed those that are asked for: {found}")
+    return found
+
+
+def base_digest(context: Context) -> str:
+    """SHA-256 of the weights that `open_model` reads from the directory of a model, or of a base; of an untrained
+    model, of what these are drawn from."""
+    if context.model:
+        return digest(read_adapters(context.model)[0])
+    return hashlib.sha256(repr((context.seed, initial_model(context.data)[0])).encode()).hexdigest()
+
+
+def about_adapters(lora: Lora | None, base: Context) -> dict[str, str]:
+    """What both sides of a weight channel have to agree on, where adapters are sent; nothing, where all weights are."""
+    return {} if lora is None else {"adapters": str(lora), "base": base_digest(base)}
+
+
+def open_part(spec: ModelSpec, context: Context, ranks: Ranks) -> Llama:
+    """A rank's part of a model to decode with, in the dtype and on the device of `context`. Its own weights come later,
+    as those of a carried value; the base of adapters is read now."""
+    given = spec.config, torch_dtype(context.dtype), context.device
+    parts = ranks.count
+    model = Llama(*given, lora=spec.lora) if parts == 1 else LlamaPart(*given, parts, ranks.rank, spec.lora)
+    if spec.lora is not None:
+        # Of the whole model, of which this rank reads what it keeps.
+        whole, _ = open_model(Llama, replace(spec.base, dtype=context.dtype), lora=spec.lora, unread=True)
+        weights, rules = dict(whole.named_parameters()), tensor_parallel(spec.config)
+        for name, parameter in model.named_parameters():
+            region = part_of(weights[name].shape, rule_of(name, rules), parts, ranks.rank)
+            piece = whole.source(name, region) if whole.source is not None else weights[name][region]
+            parameter.data.copy_(piece)
+    return model.to(given[1]).requires_grad_(False)
 
 
 def weights_spec(context: Context, name: str = "behaviour") -> ModelSpec:

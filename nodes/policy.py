@@ -8,8 +8,19 @@ from penstock.graph.protocols import Carried
 from penstock.graph.types import Context, FrozenModel, Policy, Reference, Rollouts
 from penstock.nodes.learn.batching import MicroBatches
 from penstock.nodes.model import Llama
-from penstock.nodes.open_model import open_model, require_model, run_spec
+from penstock.nodes.open_model import (
+    ModelSpec,
+    lora_of,
+    open_frozen_model,
+    open_model,
+    require_model,
+    run_spec,
+)
+from penstock.nodes.tokenizer import Tokenizer
 from penstock.nodes.trainable import Frozen, Learner, SequenceModel, expect
+
+# Of a `LoraPolicy` of which nothing says a rank.
+LORA_RANK = 16
 
 
 class LanguageModel(SequenceModel[Llama]):
@@ -45,20 +56,43 @@ class FrozenLanguageModel(LanguageModel, Frozen[Llama], FrozenModel):
     """A language model of any directory."""
 
 
-@opens(run_spec, base=True)
-@requires(require_model(Llama))
+def policy_spec(context: Context) -> ModelSpec:
+    """The run's model, with the adapters that `--lora` asks for."""
+    return run_spec(context, lora_of(context))
+
+
+def require_policy(context: Context, rank: int = 0) -> None:
+    """Raises ModelError for a directory that holds no language model, or adapters that this one cannot have; no weights
+    are read."""
+    open_model(Llama, replace(context, device="meta"), lora=lora_of(context, rank))
+
+
+def open_learning(context: Context, rank: int = 0) -> tuple[Llama, Tokenizer]:
+    """The run's model with what learns of it in float32: adapters if `lora_of` says so, else all weights."""
+    lora = lora_of(context, rank)
+    # Whatever the run's dtype: these are the master weights. The base of adapters has none.
+    return open_model(Llama, context, "float32" if lora is None else context.dtype, lora)
+
+
+@opens(policy_spec, base=True, lora=True)
+@requires(require_policy)
 def make_policy(context: Context) -> Carried:
     """The policy of `context.model`, or a small new one, with an optimizer that has not stepped yet."""
-    # Whatever the run's dtype: these are the master weights.
-    return LanguagePolicy(*open_model(Llama, context, "float32"), context)
+    return LanguagePolicy(*open_learning(context), context)
+
+
+@opens(lambda context: run_spec(context, lora_of(context, LORA_RANK)), base=True, lora=True)
+@requires(lambda context: require_policy(context, LORA_RANK))
+def make_lora_policy(context: Context) -> Carried:
+    """The same, with adapters of rank 16 if neither flags nor options of the program say another one."""
+    return LanguagePolicy(*open_learning(context, LORA_RANK), context)
 
 
 @opens(run_spec, base=True)
 @requires(require_model(Llama))
 def make_reference(context: Context) -> Carried:
     """The same model, frozen, in the run's dtype."""
-    model, tokenizer = open_model(Llama, context)
-    return FrozenPolicy(model.requires_grad_(False), tokenizer, context)
+    return FrozenPolicy(*open_frozen_model(Llama, context), context)
 
 
 def _own(context: Context) -> Context:
@@ -73,8 +107,7 @@ def open_frozen(context: Context) -> Carried:
 
     Raises ModelError for a directory that holds no language model.
     """
-    model, tokenizer = open_model(Llama, _own(context))
-    return FrozenLanguageModel(model.requires_grad_(False), tokenizer, context)
+    return FrozenLanguageModel(*open_frozen_model(Llama, _own(context)), _own(context))
 
 
 def language_policy(policy: Policy) -> LanguagePolicy:

@@ -8,20 +8,20 @@ its shards of the masters, and what computes is converted as it is gathered.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.graph.protocols import STAGE, Sharding
 from penstock.graph.types import Context, Rollouts
 from penstock.nodes.learn.batching import MicroBatches, Packed, pack
 from penstock.nodes.learn.data_parallel_threads import DataParallelThreads
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions
-from penstock.nodes.model import Decoder, save_model, torch_dtype
-from penstock.nodes.model.hf import check_names, check_shape
+from penstock.nodes.model import Decoder, ModelError, save_model, torch_dtype
+from penstock.nodes.model.hf import check_names, check_shape, read_adapters, save_adapters
 from penstock.nodes.model.tensor_parallel import stages_of, tensor_parallel
+from penstock.nodes.open_model import about_adapters
 from penstock.nodes.parallel.mesh import Ranks
 from penstock.nodes.tokenizer import Tokenizer
 
@@ -39,13 +39,13 @@ Model = TypeVar("Model", bound=Decoder)
 class SequenceModel(Generic[Model]):
     """A model with its tokenizer. Its `workers` are several ranks that hold it in parts (`Shards`), or one rank's
     threads, which on a CPU work on micro-batches of their own (`DataParallelThreads`). `shapes` are those of the whole
-    weights.
+    weights: of adapters alone, where the model has some.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer, context: Context) -> None:
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.context = model, tokenizer, context
         self.ranks, self.dtype = Ranks.of(context), torch_dtype(context.dtype)
-        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self.shapes = {name: tuple(p.shape) for name, p in model.own_parameters().items()}
         self.micro_tokens = context.micro_tokens or (CPU_MICRO_TOKENS if model.device.type == "cpu" else MICRO_TOKENS)
         model.logit_elements = context.logit_elements or model.logit_elements
         if context.recompute == "layer":
@@ -75,7 +75,15 @@ class SequenceModel(Generic[Model]):
 
     def weights(self) -> Mapping[str, Tensor]:
         """This rank's parts, in the run's dtype."""
-        return {name: p.detach().to(self.dtype) for name, p in self.workers.parameters.items()}
+        return {name: p.detach().to(self.dtype) for name, p in self.own_parts().items()}
+
+    def own_parts(self) -> dict[str, Tensor]:
+        """This rank's parts of what the value has of its own: adapters, or all weights."""
+        return {name: p for name, p in self.workers.parameters.items() if name in self.shapes}
+
+    def about(self) -> Mapping[str, Any]:
+        """Of adapters: which, and what they are adapters of."""
+        return about_adapters(self.model.lora, self.context)
 
     def sharding(self) -> Sharding:
         """How the ranks hold the weights in parts."""
@@ -85,18 +93,22 @@ class SequenceModel(Generic[Model]):
         return Sharding(self.ranks.mesh, self.shapes, rules, rules, cut)
 
     def export(self, folder: str) -> Callable[[], None] | None:
-        """Write an HF directory: configuration, weights in the run's dtype, tokenizer.
+        """Write an HF directory: configuration, weights in the run's dtype, tokenizer. Of adapters it is peft's.
 
         All ranks call it, to bring the parts of each tensor together in the first one's host memory, which writes them
         later.
         """
         # Every rank takes part in gathering, whichever one writes.
-        tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in self.workers.whole()}
+        tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in self.workers.whole(self.shapes)}
         if self.ranks.rank:
             return None
 
         def write() -> None:
-            save_model(self.model, tensors, folder)
+            if self.model.lora is None:
+                save_model(self.model, tensors, folder)
+            else:
+                base = read_adapters(self.context.model)[0] if self.context.model else ""
+                save_adapters(self.model.lora, tensors, str(base), folder)
             self.tokenizer.save(folder)
 
         return write
@@ -114,6 +126,14 @@ class Frozen(SequenceModel[Model]):
     def export(self, folder: str) -> Callable[[], None] | None:
         """It is the model that the run was given."""
         return None
+
+
+def _freeze_base(model: Model) -> Model:
+    """Leave gradients to what the value has of its own."""
+    own = model.own_parameters()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in own)
+    return model
 
 
 Kind = TypeVar("Kind")
@@ -148,16 +168,22 @@ class MasterWeights(SequenceModel[Model]):
         parted, dtype = Ranks.of(context).count > 1, torch_dtype(context.dtype)
         # In parts FSDP gathers a converted copy for each use; one rank keeps one of its own.
         copied = not parted and dtype != torch.float32
-        super().__init__(deepcopy(master).to(dtype) if copied else master, tokenizer, context)
-        self.masters = dict(master.named_parameters()) if copied else self.workers.parameters
+        masters = {name: nn.Parameter(p.detach(), p.requires_grad) for name, p in master.own_parameters().items()}
+        # Conversion gives the model memory of its own, and leaves the masters theirs.
+        super().__init__(master.to(dtype) if copied else master, tokenizer, context)
+        self.masters: Mapping[str, Tensor] = masters if copied else self.own_parts()
         self.version = 0
 
     def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
-        return {f"{MASTER}.{name}": p.detach() for name, p in self.masters.items()}, {"version": self.version}
+        tensors = {f"{MASTER}.{name}": p.detach() for name, p in self.masters.items()}
+        about = self.about()
+        return tensors, {"version": self.version, **({"about": about} if about else {})}
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Raises ModelError for the state of another model."""
+        """Raises ModelError for the state of another model, or of adapters of another base."""
         where = f"state of the {self.called}"
+        if (given := facts.get("about", {})) != (own := self.about()):
+            raise ModelError(f"{where}: given {given or 'all weights'}, needed {own or 'all weights'}")
         needed = {f"{kind}.{name}": p for kind in self._kinds(facts) for name, p in self.masters.items()}
         # From another mesh, what other stages hold comes as tensors without elements.
         check_names(needed, {name: t for name, t in tensors.items() if t.numel() or name in needed}, where)
@@ -172,7 +198,7 @@ class MasterWeights(SequenceModel[Model]):
 
     def offloadable(self) -> Mapping[str, Tensor]:
         """The masters, where they are not what computes."""
-        if self.masters is self.workers.parameters:
+        if all(self.masters[name] is self.workers.parameters[name] for name in self.masters):
             return {}
         return {f"{MASTER}.{name}": parameter for name, parameter in self.masters.items()}
 
@@ -196,9 +222,9 @@ class Learner(MasterWeights[Model]):
     says how the run was started, and keys what updates draw."""
 
     def __init__(self, master: Model, tokenizer: Tokenizer, context: Context) -> None:
-        super().__init__(master, tokenizer, context)
+        super().__init__(_freeze_base(master), tokenizer, context)
         self.optimizer = torch.optim.AdamW(self.masters.values(), fused=True)
-        self.updates, self.context = context.updates, context
+        self.updates = context.updates
 
     def backward(
         self, items: Sequence[Packed], loss: Callable[[Model, Packed], tuple[Tensor, Figures]]

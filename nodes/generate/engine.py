@@ -32,10 +32,9 @@ from penstock.graph.types import Context, NodeWarning, Prompts, Rollouts, Weight
 from penstock.nodes.generate.conversation import Response, SampledGroup, SampledRow
 from penstock.nodes.generate.kv_cache import DecodeMemory, Prefix, cache_length, needed_prompt
 from penstock.nodes.generate.sampling import Sampler, keyed_uniform, mismatch
-from penstock.nodes.model import Llama, torch_dtype
+from penstock.nodes.model import ModelError
 from penstock.nodes.model.hf import point_at
-from penstock.nodes.model.tensor_parallel import LlamaPart
-from penstock.nodes.open_model import check_decoding, weights_spec
+from penstock.nodes.open_model import about_adapters, check_decoding, open_part, weights_spec
 from penstock.nodes.parallel.mesh import Ranks
 
 Holder = tuple[SampledGroup, SampledRow]
@@ -79,7 +78,8 @@ class Staged:
 
 class Engine:
     """State of the node `generate`: a `Stream`, for the model whose weights `behaviour` is, or for this rank's part of
-    it. It reads no weights: they come with the firings. Its memory on the device is taken at the first step.
+    it. Weights come with the firings; where these are adapters, it reads their base, and computes with both: nothing is
+    merged, so that its log-probabilities are the trainer's. Its memory on the device is taken at the first step.
 
     Raises ValueError if the device has too little memory left.
     """
@@ -89,9 +89,8 @@ class Engine:
             raise ValueError(f"generate: given samples {samples} and {context.slots} slots, needed 1 or more of each")
         spec, ranks = weights_spec(context), Ranks.of(context)
         check_decoding(spec.config, ranks.mesh)
-        kind = spec.config, torch_dtype(context.dtype), context.device
-        model = Llama(*kind) if ranks.count == 1 else LlamaPart(*kind, ranks.count, ranks.rank)
-        self.model, self.tokenizer, self.context = model.requires_grad_(False), spec.tokenizer, context
+        self.spec, self.tokenizer, self.context = spec, spec.tokenizer, context
+        self.model = model = open_part(spec, context, ranks)
         self.sampler, self.samples = sampler, samples
         self.length = cache_length(spec.config.max_position_embeddings, context)
         num_slots = -(-context.slots // ROW_TILE) * ROW_TILE
@@ -169,6 +168,10 @@ class Engine:
         if not self.busy():
             return finished
         if self.behaviour.version != self.version:
+            needed = about_adapters(self.spec.lora, self.spec.base)
+            if self.behaviour.about != needed:
+                given = f"{self.behaviour.about or 'all weights'}, needed {needed or 'all weights'}"
+                raise ModelError(f"generate: weights of version {self.behaviour.version}: given {given} as here")
             self.version = self.behaviour.version
             point_at(self.model, self.behaviour.tensors, f"weights of version {self.version}")
             # Prompts that wait for a slot are computed again with the new weights: a response begins on one version.

@@ -8,7 +8,7 @@ Micro-batch i belongs to worker i modulo the number of workers, and the workers'
 equal micro-batches make equal sums to the bit, for a given number of workers.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from copy import deepcopy
 from functools import partial
@@ -87,9 +87,9 @@ class DataParallelThreads(Generic[Model]):
     @torch.no_grad()
     def update(self, masters: Mapping[str, Tensor]) -> None:
         """Compute with these weights from now on."""
-        for name, parameter in self.parameters.items():
-            if masters[name] is not parameter:
-                parameter.copy_(masters[name])
+        for name, master in masters.items():
+            if master is not self.parameters[name]:
+                self.parameters[name].copy_(master)
 
     def norm(self, parts: Mapping[str, Tensor]) -> float:
         """The 2-norm of tensors that lie as the weights do, all together."""
@@ -99,9 +99,9 @@ class DataParallelThreads(Generic[Model]):
         """How many elements of each tensor are no finite numbers, by rank; tensors without any are left out."""
         return [count_not_finite(parts)]
 
-    def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """A copy of each weight, on the CPU."""
-        return ((name, parameter.detach().to("cpu", copy=True)) for name, parameter in self.parameters.items())
+    def whole(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """A copy of each of these weights, on the CPU."""
+        return ((name, self.parameters[name].detach().to("cpu", copy=True)) for name in names)
 
 
 def count_not_finite(parts: Mapping[str, Tensor]) -> dict[str, int]:

@@ -90,11 +90,11 @@ class _Chunked(torch.autograd.Function):
         return torch.cat(logprobs), entropy_P
 
     @staticmethod
-    def backward(ctx: Any, grad_P: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad_P: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         """∂ log π(y) / ∂ logit_v = (1[v = y] − π(v)) / T."""
         hidden_PD, weight_VD, targets_P, temperature_P = ctx.saved_tensors
         grad_hidden_PD = torch.empty_like(hidden_PD)
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
+        grad_weight_VD = _sum_like(weight_VD) if ctx.needs_input_grad[1] else None
         for rows in _chunks(len(targets_P), ctx.size):
             hidden_CD, grad_C = hidden_PD[rows], grad_P[rows]
             temperature_C = None if temperature_P is None else temperature_P[rows]
@@ -105,8 +105,10 @@ class _Chunked(torch.autograd.Function):
             # Products in the weights' own type, as autograd's; their sum over chunks is in float32.
             grad_CV = grad_CV.to(weight_VD.dtype)
             grad_hidden_PD[rows] = grad_CV @ weight_VD
-            grad_weight_VD += grad_CV.T @ hidden_CD
-        return grad_hidden_PD, grad_weight_VD.to(weight_VD.dtype), None, None, None
+            if grad_weight_VD is not None:
+                grad_weight_VD += grad_CV.T @ hidden_CD
+        grad_weight_VD = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
+        return grad_hidden_PD, grad_weight_VD, None, None, None
 
 
 def logprobs_over_ranks(
@@ -175,7 +177,7 @@ class _OverRanks(torch.autograd.Function):
         """As `_Chunked`'s, of this rank's words."""
         hidden_PD, weight_WD, rows_P, here_P, temperature_P, log_P = ctx.saved_tensors
         grad_hidden_PD = torch.empty_like(hidden_PD)
-        grad_weight_WD = torch.zeros_like(weight_WD, dtype=torch.float32)
+        grad_weight_WD = _sum_like(weight_WD) if ctx.needs_input_grad[1] else None
         # Of a logit, and not of a logit over its temperature.
         grad_P = grad_P if temperature_P is None else grad_P / temperature_P
         for rows in _chunks(len(rows_P), ctx.size):
@@ -186,8 +188,15 @@ class _OverRanks(torch.autograd.Function):
             grad_CW.scatter_add_(1, rows_P[rows, None], (grad_C * here_P[rows])[:, None])
             grad_CW = grad_CW.to(weight_WD.dtype)
             grad_hidden_PD[rows] = grad_CW @ weight_WD
-            grad_weight_WD += grad_CW.T @ hidden_CD
-        return grad_hidden_PD, grad_weight_WD.to(weight_WD.dtype), None, None, None, None
+            if grad_weight_WD is not None:
+                grad_weight_WD += grad_CW.T @ hidden_CD
+        grad_weight_WD = None if grad_weight_WD is None else grad_weight_WD.to(weight_WD.dtype)
+        return grad_hidden_PD, grad_weight_WD, None, None, None, None
+
+
+def _sum_like(weight: Tensor) -> Tensor:
+    """Zeros to add a weight's gradient up in."""
+    return torch.zeros_like(weight, dtype=torch.float32)
 
 
 def _chunks(length: int, size: int) -> Iterator[slice]:

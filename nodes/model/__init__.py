@@ -9,3 +9,4 @@ from penstock.nodes.model.hf import torch_dtype as torch_dtype
 from penstock.nodes.model.llama import Decoder as Decoder
 from penstock.nodes.model.llama import Llama as Llama
 from penstock.nodes.model.llama import Scorer as Scorer
+from penstock.nodes.model.lora import Lora as Lora

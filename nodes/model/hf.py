@@ -1,7 +1,13 @@
-"""Hugging Face model directories, in and out: `config.json`, safetensors, of whole models."""
+"""Hugging Face model directories, in and out: `config.json`, safetensors, of whole models; and peft's, of adapters.
 
+A directory of adapters names the directory of its base, from which everything else is read.
+"""
+
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,9 +17,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.nodes.model.config import ModelConfig, ModelError, read_json
-from penstock.nodes.model.llama import Decoder, Scorer
+from penstock.nodes.model.llama import Decoder, Llama, Scorer
+from penstock.nodes.model.lora import A, B, Lora, initial, is_adapter, merged
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", "adapter_model.safetensors"
+# What peft's names begin with.
+PEFT = "base_model.model."
 # Of one file of weights.
 SHARD_BYTES = 4 << 30
 # The head of a model that gives a number.
@@ -29,13 +39,46 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """The configuration of a model directory. Raises ModelError, with the file's name, where it cannot be used."""
-    path = Path(folder) / CONFIG
+    """The configuration of a model directory, or of the base of adapters. Raises ModelError, with the file's name,
+    where it cannot be used."""
+    path = read_adapters(folder)[0] / CONFIG
     data = read_json(path)
     try:
         return ModelConfig.from_json(data)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
+
+
+def read_adapters(folder: str | Path) -> tuple[Path, Lora | None]:
+    """(the directory of the base, the adapters) of a directory as peft writes it; of any other one (itself, None).
+
+    Raises ModelError for adapters of a base that is no directory here, or that would compute something else.
+    """
+    path = Path(folder) / ADAPTER_CONFIG
+    if not path.is_file():
+        return Path(folder), None
+    data = read_json(path)
+    base = data.get("base_model_name_or_path")
+    if not isinstance(base, str) or not (Path(base) / CONFIG).is_file():
+        needed = f"the directory of the model that the adapters are of, with a {CONFIG}: nothing is downloaded"
+        raise ModelError(f"{path}: given base_model_name_or_path {base!r}, needed {needed}")
+    try:
+        return Path(base), Lora.from_json(data)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
+@lru_cache
+def digest(folder: str | Path) -> str:
+    """SHA-256 of what a model directory's weights are: its files of weights, byte for byte, and its shape."""
+
+    def of(path: Path) -> bytes:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+
+    with ThreadPoolExecutor(8) as threads:  # hashing leaves Python to other threads
+        every = threads.map(of, _paths(Path(folder)))
+        return hashlib.sha256(b"".join([repr(read_config(folder)).encode(), *every])).hexdigest()
 
 
 M = TypeVar("M", bound=Decoder)
@@ -49,30 +92,49 @@ def load_model(
     *,
     new_head: bool = False,
     unread: bool = False,
+    lora: Lora | None = None,
+    seed: int = 0,
 ) -> M:
     """The model of a directory, its weights converted to `dtype`. A `Scorer` is read from the layout of
     `LlamaForSequenceClassification` with one label; with `new_head` it stands on the decoder of any directory, and its
-    head is zero.
+    head is zero. With `lora` it has adapters, drawn from the seed, or those of the directory, which must be such ones;
+    they stay float32. A scorer on a directory of adapters has them merged into its weights.
 
     With `unread` no weight is read: the model's `source` reads regions of them. Names and shapes are looked at now.
     Raises ModelError unless every tensor is there and fits.
     """
-    folder = Path(folder)
-    model, pieces = kind(read_config(folder), torch_dtype(dtype), device, unread=unread), _pieces(folder)
-    parameters, own = dict(model.named_parameters()), {HEAD} if new_head else set()
+    base, saved = read_adapters(folder)
+    if lora is not None and saved is not None and lora != saved:
+        raise ModelError(f"{folder}: given adapters of {saved}, needed those that are asked for: {lora}")
+    merges = saved is not None and issubclass(kind, Scorer)
+    model = kind(read_config(folder), torch_dtype(dtype), device, lora=None if merges else saved or lora, unread=unread)
+    pieces = _pieces(_paths(base))
+    adapters = {} if saved is None else _saved_adapters(Path(folder), saved)
+    parameters = dict(model.named_parameters())
+    own = ({HEAD} if new_head else set()) | {name for name in parameters if is_adapter(name)}
     read = {name: parameter for name, parameter in parameters.items() if name not in own}
     if HEAD in read and HEAD not in pieces:
         needed = f"{HEAD} [1, hidden_size], as the program reward_model writes it"
         raise ModelError(f"{folder}: given a reward model without a head, needed {needed}")
     # The head of a language model is of no use to a scorer, nor a second one where embeddings are tied.
     unused = own | ({"lm_head.weight"} - parameters.keys())
-    check_names(read, {name: piece for name, piece in pieces.items() if name not in unused}, str(folder))
+    check_names(read, {name: piece for name, piece in pieces.items() if name not in unused}, str(base))
     for name, parameter in read.items():
-        check_shape(name, pieces[name].get_shape(), parameter, str(folder))
+        check_shape(name, pieces[name].get_shape(), parameter, str(base))
 
     def region(name: str, slices: tuple[slice, ...]) -> Tensor:
+        if is_adapter(name):
+            whole = parameters[name].shape
+            return adapters[name][slices] if adapters else initial(name, whole, seed)[slices]
+        if name in own:
+            return torch.zeros(parameters[name][slices].shape)
         # Files are mapped memory: what is not sliced is not read.
-        return torch.zeros(parameters[name][slices].shape) if name in own else pieces[name][slices]
+        piece: Tensor = pieces[name][slices]
+        place = name.removesuffix("weight")
+        if saved is not None and merges and place + A in adapters:
+            a, b = adapters[place + A][:, slices[1]], adapters[place + B][slices[0]]
+            piece = merged(piece.float(), a, b, saved.scale)
+        return piece
 
     if unread:
         model.source = region
@@ -108,6 +170,28 @@ def save_model(model: Decoder, tensors: Mapping[str, Tensor], folder: str | Path
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def save_adapters(lora: Lora, tensors: Mapping[str, Tensor], base: str, folder: str | Path) -> None:
+    """Write a directory that `load_model` and `peft` read: adapters of the model in the directory `base`."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(lora.to_json(base), indent=2) + "\n")
+    save_file({PEFT + name: tensor for name, tensor in tensors.items()}, folder / ADAPTERS, metadata={"format": "pt"})
+
+
+def _saved_adapters(folder: Path, lora: Lora) -> dict[str, Tensor]:
+    """By the names of a model's parameters. Raises ModelError for adapters of another model, or of another rank."""
+    path = folder / ADAPTERS
+    if not path.is_file():
+        others = ", ".join(sorted(p.name for p in folder.iterdir() if p.name.startswith("adapter_model")))
+        raise ModelError(f"{folder}: given {others or 'no adapters'}, needed {ADAPTERS}")
+    pieces = _pieces([path])
+    needed = Llama(read_config(folder), device="meta", lora=lora).own_parameters()
+    check_names({PEFT + name: parameter for name, parameter in needed.items()}, pieces, str(path))
+    for name, parameter in needed.items():
+        check_shape(name, pieces[PEFT + name].get_shape(), parameter, str(path))
+    return {name: pieces[PEFT + name][:] for name in needed}
+
+
 def check_names(needed: Mapping[str, Any], given: Mapping[str, Any], where: str) -> None:
     """Raises ModelError unless the names on both sides are the same."""
     if missing := sorted(needed.keys() - given.keys()):
@@ -130,19 +214,22 @@ def _listed(names: list[str]) -> str:
     return f"{shown} {'is' if len(names) == 1 else 'are'}"
 
 
-def _pieces(folder: Path) -> dict[str, Any]:
-    """Each tensor of a directory's files; nothing is read before it is sliced."""
+def _paths(folder: Path) -> list[Path]:
+    """The files of weights of a model directory."""
     if (folder / INDEX).exists():
         files = read_json(folder / INDEX).get("weight_map")
         if not isinstance(files, dict):
             raise ModelError(f"{folder / INDEX}: given weight_map {files!r}, needed the file of each tensor")
-        paths = sorted({folder / Path(file).name for file in files.values()})
-    elif (folder / WEIGHTS).exists():
-        paths = [folder / WEIGHTS]
-    else:
-        found = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".safetensors", ".gguf"))
-        given = f"given {', '.join(found)}" if found else "given no weights"
-        raise ModelError(f"{folder}: {given}, needed {WEIGHTS} or {INDEX}")
+        return sorted({folder / Path(file).name for file in files.values()})
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    found = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".safetensors", ".gguf"))
+    given = f"given {', '.join(found)}" if found else "given no weights"
+    raise ModelError(f"{folder}: {given}, needed {WEIGHTS} or {INDEX}")
+
+
+def _pieces(paths: Sequence[Path]) -> dict[str, Any]:
+    """Each tensor of some files; nothing is read before it is sliced."""
     # Files stay open, as memory that is mapped.
     pieces: dict[str, Any] = {}
     for path in paths:
@@ -155,8 +242,9 @@ def _pieces(folder: Path) -> dict[str, Any]:
 
 
 def point_at(model: Decoder, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Make the model compute with these very tensors (copies, if on another device). All must be there and fit."""
-    parameters = dict(model.named_parameters())
+    """Make the model compute with these very tensors (copies, if on another device): all of its own, which must be
+    there and fit."""
+    parameters = model.own_parameters()
     check_names(parameters, tensors, where)
     for name, parameter in parameters.items():
         tensor = tensors[name]

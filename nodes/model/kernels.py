@@ -86,10 +86,10 @@ class _RmsNorm(torch.autograd.Function):
         return F.rms_norm(x, weight_D.shape, weight_D, eps)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, inverse, weight_D = ctx.saved_tensors
         normed = x * inverse
         product_RD = (grad * normed).flatten(0, -2)
         mean = (product_RD @ weight_D).div_(-normed.shape[-1]).view(inverse.shape)
         grad_x = (grad * weight_D).addcmul_(normed, mean).mul_(inverse)
-        return grad_x, product_RD.sum(0), None
+        return grad_x, product_RD.sum(0) if ctx.needs_input_grad[1] else None, None

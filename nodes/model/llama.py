@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.kernels import Linear, linear, rms_norm
+from penstock.nodes.model.lora import Lora, LoraLinear, initial, is_adapter
 from penstock.nodes.model.words import WordEmbedding, Words, own_rows
 
 # A sixteenth of what a GPU's memory has room for, and as fast as any other number on a CPU (`benchmarks/logprobs.py`).
@@ -32,7 +33,8 @@ class Decoder(nn.Module):
     """The decoder that all models share; a subclass adds its head.
 
     Weights are uninitialised until `init_weights` or a loader fills them. With `unread` they have no memory either,
-    and `source` reads a region of one of them, of the whole model's: so a rank reads what it keeps.
+    and `source` reads a region of one of them, of the whole model's: so a rank reads what it keeps. With `lora` it has
+    adapters, which are float32 whatever `dtype` is.
     """
 
     architecture: ClassVar[str]
@@ -43,16 +45,23 @@ class Decoder(nn.Module):
     """Logits that a pass over many tokens keeps at once."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype = torch.float32, device: str = "cpu", *, unread: bool = False
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        *,
+        lora: Lora | None = None,
+        unread: bool = False,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.lora = config, lora
         self.words = Words(config.vocab_size)
         # Draws nothing from the global generator, and touches no memory.
         with torch.device("meta"):
             self.model = _Layers(config)
             self._add_head()
-        self.to(dtype)
+            self.to(dtype)
+            self._add_adapters()
         self.source: Callable[[str, tuple[slice, ...]], Tensor] | None = None
         if not unread:
             self.to_empty(device=device)
@@ -64,6 +73,19 @@ class Decoder(nn.Module):
 
     def _add_head(self) -> None:
         raise NotImplementedError
+
+    def _add_adapters(self) -> None:
+        for name, module in list(self.model.layers.named_modules()):
+            if self.lora is not None and isinstance(module, Linear) and name.endswith(self.lora.targets):
+                made = LoraLinear(module.in_features, module.out_features, self.lora)
+                made.weight = module.weight
+                self.model.layers.set_submodule(name, made)
+
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """What of the parameters a carried value with this model learns, keeps and sends: its adapters, where it has
+        some; the others are its base's, which never changes."""
+        named = dict(self.named_parameters())
+        return named if self.lora is None else {name: p for name, p in named.items() if is_adapter(name)}
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None = None, attend: Attend | None = None) -> Tensor:
         """Hidden states after the final norm, [B, S, D]. Positions default to 0, 1, …; attention to causal."""
@@ -100,6 +122,9 @@ class Decoder(nn.Module):
         """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
+            if is_adapter(name):
+                parameter.copy_(initial(name, parameter.shape, seed))
+                continue
             if parameter.dim() == 1 or name == "score.weight":
                 parameter.fill_(float(parameter.dim() == 1))
                 continue

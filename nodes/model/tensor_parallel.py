@@ -6,7 +6,7 @@ values, gate, up) are cut by output rows, those that narrow (attention output, d
 head over the vocabulary; norms, and the head of a scorer, are whole on every rank.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,15 +16,17 @@ from torch import Tensor, nn
 from penstock.graph.protocols import Rule, stage_of_layer
 from penstock.nodes.model.config import ModelConfig, ModelError
 from penstock.nodes.model.llama import Llama
+from penstock.nodes.model.lora import TARGETS, A, B, Lora
 from penstock.nodes.model.words import Words
 
 
 def tensor_parallel(config: ModelConfig) -> dict[str, Rule]:
     """The rule of every parameter, by the end of its name. Attention is cut between heads, keys and values between
-    theirs: with more ranks than key-value heads, neighbours hold the same ones.
+    theirs: with more ranks than key-value heads, neighbours hold the same ones. Of an adapter one matrix is cut as the
+    map that it belongs to, the other one is whole.
     """
     heads, groups = config.num_attention_heads, config.num_key_value_heads
-    return {
+    rules: dict[str, Rule] = {
         "embed_tokens.weight": (0, 0),
         "q_proj.weight": (0, heads),
         "k_proj.weight": (0, groups),
@@ -38,6 +40,23 @@ def tensor_parallel(config: ModelConfig) -> dict[str, Rule]:
         "lm_head.weight": (0, 0),
         "score.weight": None,
     }
+    for target in TARGETS:
+        rule = rules[f"{target}.weight"]
+        assert rule is not None
+        rules[f"{target}.{A}"], rules[f"{target}.{B}"] = (None, rule) if rule[0] == 0 else (rule, None)
+    return rules
+
+
+def part_of(shape: Sequence[int], rule: Rule, parts: int, part: int) -> tuple[slice, ...]:
+    """The region that part `part` of `parts` has of a tensor of this shape, for generation: by `tensor_parallel`."""
+    region = [slice(0, size) for size in shape]
+    if rule is not None:
+        dim, units = rule
+        # Without a number of units it is cut as a vocabulary is: into equal runs, of which the last one may be shorter.
+        whole = shape[dim] // units if units else -(-shape[dim] // parts)
+        first, count = (part * units // parts, max(1, units // parts)) if units else (part, 1)
+        region[dim] = slice(min(shape[dim], first * whole), min(shape[dim], (first + count) * whole))
+    return tuple(region)
 
 
 def check_tensor_parallel(config: ModelConfig, parts: int, *, shared_heads: bool) -> None:
@@ -102,8 +121,10 @@ class LlamaPart(Llama):
     model that cannot be cut so.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str, parts: int, part: int) -> None:
-        super().__init__(part_config(config, parts, part), dtype, device)
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: str, parts: int, part: int, lora: Lora | None = None
+    ) -> None:
+        super().__init__(part_config(config, parts, part), dtype, device, lora=lora)
         self._heads, self.config = self.config, config
         self.share_words(Words(config.vocab_size, parts, part))
         for name, module in self.model.named_modules():

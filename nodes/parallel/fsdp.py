@@ -8,7 +8,7 @@ Invariant: the float32 shards are the master weights; what is computed with is g
 dtype.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
@@ -32,6 +32,7 @@ from penstock.graph.protocols import DATA, FSDP, STAGE, TENSOR, Axes, Rule, num_
 from penstock.nodes.learn.batching import Packed, token_counts
 from penstock.nodes.learn.data_parallel_threads import count_not_finite
 from penstock.nodes.model import Decoder
+from penstock.nodes.model.lora import is_adapter
 from penstock.nodes.model.tensor_parallel import check_tensor_parallel, stages_of, tensor_parallel
 from penstock.nodes.model.words import Words
 from penstock.nodes.parallel.mesh import AXES, Ranks, assign, gather
@@ -121,11 +122,12 @@ class Shards(Generic[Model]):
         every = [found for (found,) in gather([own or None], self.model.device)]
         return [{name: int(count) for name, count in (found or {}).items()} for found in every]
 
-    def whole(self) -> Iterator[tuple[str, Tensor]]:
-        """A copy of each tensor, put together, on the CPU. All ranks call it; only the first keeps what it gets."""
+    def whole(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Copies of these tensors, put together, on the CPU. All ranks call it; only the first keeps what it gets."""
         count = self.ranks.size(STAGE)
         held = stages_of(self.model.config, self._wholes, count) if count > 1 else {}
-        for name, (shape, dtype) in self._wholes.items():
+        for name in names:
+            shape, dtype = self._wholes[name]
             # The first rank that has parts of it.
             owner = next(r for r in range(self.ranks.count) if self.ranks.place(STAGE, r) in held.get(name, (0,)))
             tensor = torch.empty(0, dtype=dtype)
@@ -263,10 +265,35 @@ def _tensor_plan(layer: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Paral
     }
     for name, module in layer.named_modules():
         if isinstance(module, nn.Linear):
+            if is_adapter(f"{name}.weight"):
+                continue  # it is cut with the map that it belongs to
             rule = rule_of(f"{name}.weight", rules)
             assert rule is not None
-            plan[name] = ColwiseParallel() if rule[0] == 0 else RowwiseParallel()
+            plan[name] = _Columns() if rule[0] == 0 else _Rows()
     return plan
+
+
+class _Columns(ColwiseParallel):
+    """Of a linear map with an adapter, B is cut as its weight is, and A whole."""
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        if name != "lora_A":
+            _distribute(module, device_mesh, 0)
+
+
+class _Rows(RowwiseParallel):
+    """Of a linear map with an adapter, A is cut as its weight is, and B whole."""
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        if name != "lora_B":
+            _distribute(module, device_mesh, 1)
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
+    """Cut a linear map's weight; what is not cut, torch makes whole on each rank."""
+    weight = module.get_parameter("weight")
+    part = distribute_tensor(weight.detach(), mesh, [Shard(dim)], src_data_rank=None)
+    module.register_parameter("weight", nn.Parameter(part, weight.requires_grad))
 
 
 @lru_cache

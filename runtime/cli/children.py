@@ -226,6 +226,10 @@ def unmet(graphs: Sequence[Graph], flags: RunOptions) -> Iterator[Fault]:
                     needed = f"what {getattr(required, '__name__', 'its check')} requires ({defined(required)})"
                     yield Fault("unmet-requirement", what, str(error), needed, argument.where)
                 told.add((required, str(error)))
+    makers = [opened(argument.maker) for argument in arguments.values() if argument.kind == "carried"]
+    if flags.lora and graphs and not any(maker is not None and maker.lora for maker in makers):
+        given = f"--lora: given {flags.lora} and {graphs[0].name}, of which no value has adapters"
+        yield Fault("unmet-requirement", "--lora", f"{given}; needed a program with a policy that learns", "", "")
 
 
 def check_meshes(graphs: Sequence[Graph], flags: RunOptions) -> None:

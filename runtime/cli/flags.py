@@ -193,6 +193,12 @@ class CheckFlags(MachineFlags, ProgramFlags):
     """Problems that it is to run with."""
     eval_data: Annotated[str, Shown("FILE", "problems of --data that training never sees")] = ""
     """Problems that it is to be measured on."""
+    lora: Count = RunOptions.lora
+    """Rank of the adapters that its policies are to learn; 0 is none."""
+    lora_alpha: Annotated[float, Meta(ge=0), Shown("ALPHA", "twice the rank")] = RunOptions.lora_alpha
+    """Their alpha."""
+    lora_targets: Annotated[tuple[str, ...], Shown("NAME …", "all linear maps of a layer")] = RunOptions.lora_targets
+    """Linear maps that they are of."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +229,10 @@ class Planning:
     generator_precision: Literal["bf16", "fp8"] = "bf16"
     """Of a generator's weights. A run converts fp8 weights to bf16 before it computes; with fp8 a plan is of an engine
     that does not."""
+    lora: Count = RunOptions.lora
+    """Rank of the adapters that the policy learns and sends in place of all its weights; 0 is none."""
+    lora_targets: Annotated[tuple[str, ...], Shown("NAME …", "all linear maps of a layer")] = RunOptions.lora_targets
+    """Linear maps with adapters, such as q_proj v_proj."""
     mesh: Annotated[tuple[str, ...], Shown("POOL=MESH …")] = ()
     """Meshes that are given, such as trainer=fsdp16xtp2 generator=tp8; the others are searched."""
     time_limit: Seconds = 120.0

@@ -90,6 +90,13 @@ class RunOptions:
     """Held-out problems that accuracy is measured on, before and after; 0 leaves that out."""
     dtype: Dtype = "float32"
     """Number format of the model that computes; master weights are float32."""
+    lora: Count = Context.lora
+    """Rank of low-rank adapters (LoRA) that every policy learns and sends in place of all its weights, which stay as
+    they are; 0 is none. A directory of adapters as --model has them anyway."""
+    lora_alpha: Annotated[float, Meta(ge=0), Shown("ALPHA", "twice the rank")] = Context.lora_alpha
+    """What adapters add is multiplied by ALPHA / rank."""
+    lora_targets: Annotated[tuple[str, ...], Shown("NAME …", "all linear maps of a layer")] = Context.lora_targets
+    """Linear maps with adapters, such as q_proj v_proj."""
     device: str = "auto"
     """cpu, cuda or cuda:N; auto takes a GPU if there is one."""
     generators: Positive = 1

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.graph.protocols import TENSOR, Axes, Carried, Rule, Sharded
+from penstock.graph.protocols import TENSOR, Axes, Carried, Described, Rule, Sharded
 from penstock.graph.types import Weights
 from penstock.runtime.tensor.buffers import (
     Allocate,
@@ -114,7 +114,7 @@ def source_layout(carried: Carried, ranks: int, add: Add) -> tuple[Layout, Mappi
 
 
 # What a sender's weights look like, as JSON: "layout", the format on the "wire", the rules by which receivers want them
-# ("wanted"), and the mode of their checksums ("proof").
+# ("wanted"), the mode of their checksums ("proof"), and what the carried value says of them ("about").
 Description = dict[str, Any]
 
 
@@ -175,7 +175,9 @@ class WeightPublisher:
         self._prover = Checksums(self.layout if add else self.layout.replicated(1), rank if add else 0, add or alone)
         self._names = tuple(t.name for t in self.layout.tensors)
         wanted = rules_to_json(self._wanted)
-        self.description = {"layout": self._source.to_json(), "wire": wire, "wanted": wanted, "proof": proof}
+        about = dict(carried.about()) if isinstance(carried, Described) else {}
+        described = {"wire": wire, "wanted": wanted, "proof": proof, "about": about}
+        self.description = {"layout": self._source.to_json(), **described}
         self._snapshots: list[WeightSnapshot] = []
         self._sending: Counter[int] = Counter()  # transfers under way, by version
         self._lock = threading.Lock()
@@ -298,6 +300,7 @@ class WeightReceiver:
         if self.description and self.description != description:
             raise LayoutError(f"{self.channel}: the weights' names, shapes, dtypes or layout changed during the run")
         self.description = description
+        self.weights.about = description["about"]
 
     def receive(self, version: int, digests: Mapping[str, int], transport: Receiving) -> Moved:
         """Fill the shadow with `version` and compare it with the sender's `digests`; blocks. After an error the live

@@ -1,16 +1,20 @@
 """What each rank of the tests of a generator's parts does."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from penstock.graph.types import Context, Weights
+from penstock.graph.types import Context, Origin, Policy, Weights
 from penstock.nodes.generate import make_engine
 from penstock.nodes.model import Llama, ModelError
 from penstock.nodes.model.tensor_parallel import tensor_parallel
+from penstock.nodes.policy import make_policy
 from penstock.runtime.tensor.layout import Mesh, sharded
 
 from .test_generate import run
@@ -47,14 +51,36 @@ def engine(rank: int, folder: Path, groups: str, tied: str, dtype: str) -> None:
         run(parted, range(6), replace(whole, version=1))
 
 
-def own_parts(model: Llama, rank: int, ranks: int) -> Weights:
+def adapters(rank: int, folder: Path, groups: str) -> None:
+    """A generator's ranks apply their parts of adapters to their parts of the base."""
+    if rank == 0:
+        save(make(1, config=replace(CONFIG, num_key_value_heads=int(groups))), folder / "model")
+        TOKENIZER.save(folder / "model")
+    dist.barrier()
+    context = Context(node="policy", seed=3, model=str(folder / "model"), slots=32, max_tokens=8, lora=3)
+    learner: Any = make_policy(context)
+    for master in learner.masters.values():
+        master.data.copy_(torch.randn(master.shape, generator=torch.Generator().manual_seed(5)) / 8)
+    context = replace(context, node="generate", weights={"behaviour": Origin(Policy.maker, context)})
+    ranks = dist.get_world_size()
+    parted = make_engine(replace(context, mesh=(("tp", ranks),), rank=rank), samples=3)
+    ours = run(parted, range(6), own_parts(learner.model, rank, ranks, learner.about()))
+    whole = Weights(0, dict(learner.weights()), learner.about())
+    theirs = run(make_engine(context, samples=3), range(6), whole)
+    for ordinal, (rollouts, metrics) in ours.items():
+        assert torch.equal(rollouts.tokens_NS, theirs[ordinal][0].tokens_NS)
+        torch.testing.assert_close(rollouts.logprobs_NT, theirs[ordinal][0].logprobs_NT, rtol=1e-4, atol=1e-4)
+        assert metrics.get("mismatch", 0.0) < 1e-4
+
+
+def own_parts(model: Llama, rank: int, ranks: int, about: Mapping[str, str] = MappingProxyType({})) -> Weights:
     """The boxes of the weights that the tensor plane delivers."""
-    parameters = model.state_dict()
+    parameters = dict(model.own_parameters())
     named = [(name, tuple(p.shape), "float32") for name, p in parameters.items()]
     layout = sharded(named, Mesh((("tp", ranks),)), tensor_parallel(model.config))
     found = {}
     for tensor in layout.tensors:
         (box,) = tensor.held_by(rank)
         box_slices = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
-        found[tensor.name] = parameters[tensor.name][box_slices].contiguous()
-    return Weights(0, found)
+        found[tensor.name] = parameters[tensor.name][box_slices].detach().contiguous()
+    return Weights(0, found, dict(about))

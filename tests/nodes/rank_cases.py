@@ -21,6 +21,7 @@ from penstock.nodes.trainable import SequenceModel
 from penstock.runtime.tensor.layout import Mesh, sharded
 
 from .rollouts import random_rollouts
+from .tiny_model import export
 from .updating import batch
 
 OPTIONS: dict[str, Any] = {"loss": partial(aipo, rho=1.1), "micro_tokens": 12}
@@ -53,7 +54,7 @@ def update(rank: int, folder: Path, mesh: str) -> None:
     assert_boxes(parted, one, rank, exactly=False)
     goes_on(parted, policy(mesh, rank, seed=2))
     # What is written later is what was exported, whatever updates change meanwhile.
-    now = {name: tensor.clone() for name, tensor in parted.workers.whole()}
+    now = {name: tensor.clone() for name, tensor in parted.workers.whole(parted.shapes)}
     later = parted.export(str(folder / "exported"))
     policy_update.fn(parted, *batch(), **OPTIONS)
     if later is not None:
@@ -131,6 +132,35 @@ def half_precision(rank: int, folder: Path, mesh: str) -> None:
     goes_on(parted, policy(mesh, rank, dtype="bfloat16", seed=2))
 
 
+def adapters(rank: int, folder: Path, mesh: str) -> None:
+    """Low-rank adapters of weights that each rank has parts of, and that stay as they are."""
+    given: dict[str, Any] = {"model": str(folder / "base"), "lora": 3, "lora_alpha": 12.0}
+    parted, one = policy(mesh, rank, **given), policy(**given)
+    assert_boxes(parted, one, rank)
+    before = {name: p.clone() for name, p in parted.workers.parameters.items() if name not in parted.shapes}
+    for update in range(3):
+        ours, theirs = (policy_update.fn(each, *batch(), **OPTIONS)[1] for each in (parted, one))
+        assert_same_everywhere(ours)
+        assert_near(ours, theirs)
+        if update == 0:
+            assert_gradients_near(parted, one)
+    assert_whole(parted, one)
+    logprobs = [policy_logprobs.fn(each, batch()[0], micro_tokens=12).logprobs_NT for each in (parted, one)]
+    torch.testing.assert_close(*logprobs, rtol=1e-4, atol=1e-4)
+    assert before
+    assert all(torch.equal(parted.workers.parameters[name], tensor) for name, tensor in before.items())
+    assert sum(t.numel() for t in parted.state()[0].values()) < sum(t.numel() for t in before.values())
+    goes_on(parted, policy(mesh, rank, **given, seed=2))
+    export(parted, folder / "exported")
+    dist.barrier()
+    again: dict[str, Any] = {"model": str(folder / "exported")}
+    assert_boxes(policy(mesh, rank, **again), policy(**again), rank)
+    half = policy(mesh, rank, **given, dtype="bfloat16")
+    policy_update.fn(half, *batch(), **OPTIONS)
+    assert {p.dtype for name, p in half.workers.parameters.items() if name in half.shapes} <= {torch.float32}
+    assert {p.dtype for name, p in half.workers.parameters.items() if name not in half.shapes} == {torch.bfloat16}
+
+
 def goes_on(learner: LanguagePolicy, resumed: LanguagePolicy) -> None:
     """A state restored into another policy goes on to the bit."""
     tensors, facts = learner.state()
@@ -159,7 +189,7 @@ def assert_boxes(parted: SequenceModel[Any], one: SequenceModel[Any], rank: int,
 
 def assert_whole(parted: Any, one: Any) -> None:
     """Put together, the weights are one rank's, within what rounding becomes after AdamW's division."""
-    for name, tensor in parted.workers.whole():
+    for name, tensor in parted.workers.whole(parted.shapes):
         if dist.get_rank() == 0:
             torch.testing.assert_close(tensor, one.masters[name].detach(), rtol=1e-4, atol=2e-5, msg=name)
 

@@ -1,0 +1,140 @@
+"""Low-rank adapters (LoRA, Hu et al., 2021, arXiv 2106.09685): y = W x + alpha / rank · B A x, with W frozen.
+
+A and B are what a carried value has, learns and sends; W is the base's, which every rank reads from the same directory.
+Names and numbers are those of the package peft: A uniform within ±1 / √in, B zero, both without bias. Left out: dropout
+of what goes into A, DoRA, rsLoRA, adapters of embedding and head.
+
+Shapes: in, out: of W [out, in]; r: rank; A [r, in], B [out, r].
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.graph.errors import nearest
+from penstock.nodes.model.config import ModelError
+from penstock.nodes.model.kernels import Linear
+
+# The linear maps of a layer, in the order in which they compute.
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# What the names of an adapter's two matrices end with.
+A, B = "lora_A.weight", "lora_B.weight"
+
+# Of a file of peft's: settings that change nothing of what adapters compute once they are there, and those that have
+# one value here.
+_IDLE = {
+    *("auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "inference_mode", "lora_dropout"),
+    *("loftq_config", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision"),
+    *("runtime_config", "task_type", "ensure_weight_tying"),
+}
+_FIXED = {"peft_type": "LORA", "bias": "none"}
+# Ways to begin that leave the base as it is.
+_BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters of all linear maps named `targets`. Raises ModelError for a rank, a number or a name that cannot be."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = TARGETS
+
+    def __post_init__(self) -> None:
+        if type(self.rank) is not int or self.rank < 1:
+            raise ModelError(f"LoRA: given a rank of {self.rank!r}, needed a whole number of at least 1")
+        if not (isinstance(self.alpha, int | float) and 0 < self.alpha < math.inf):
+            raise ModelError(f"LoRA: given an alpha of {self.alpha!r}, needed a number above 0")
+        if unknown := [name for name in self.targets if name not in TARGETS]:
+            needed = f"linear maps of a layer{nearest(unknown[0], TARGETS)}"
+            raise ModelError(f"LoRA: given the target {unknown[0]!r}, needed {needed}")
+        if not self.targets:
+            raise ModelError(f"LoRA: given no targets, needed some of {', '.join(TARGETS)}")
+        # In one order, so that equal adapters are equal values.
+        object.__setattr__(self, "targets", tuple(name for name in TARGETS if name in self.targets))
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, alpha {self.alpha:g}, targets {', '.join(self.targets)}"
+
+    def to_json(self, base: str) -> dict[str, Any]:
+        """The content of peft's `adapter_config.json`, of adapters of the model in the directory `base`."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base,
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "target_modules": list(self.targets),
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "fan_in_fan_out": False,
+            "init_lora_weights": True,
+            "inference_mode": True,
+            "use_rslora": False,
+            "use_dora": False,
+            "modules_to_save": None,
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "Lora":
+        """From the content of an `adapter_config.json`. Raises ModelError for a setting by which these adapters would
+        compute something else."""
+        for key, needed in _FIXED.items():
+            if data.get(key, needed) != needed:
+                raise ModelError(f"given {key} {data[key]!r}, needed {needed!r}")
+        if (beginning := data.get("init_lora_weights")) not in _BEGINNINGS:
+            raise ModelError(f"given init_lora_weights {beginning!r}, which changes the base; needed true")
+        known = {*_IDLE, *_FIXED, "init_lora_weights", "r", "lora_alpha", "target_modules"}
+        # Null, false and what is empty say that a setting is not used.
+        if used := sorted(key for key, value in data.items() if value and key not in known):
+            raise ModelError(f"given {used[0]} {data[used[0]]!r}, needed nothing of it: it would be computed otherwise")
+        targets = data.get("target_modules")
+        if targets == "all-linear":
+            targets = TARGETS
+        if not isinstance(targets, Sequence) or isinstance(targets, str) or not all(type(t) is str for t in targets):
+            raise ModelError(f"given target_modules {targets!r}, needed a list of some of {', '.join(TARGETS)}")
+        # peft may write each map of each layer by itself: whoever reads the file finds out if one is not there.
+        return Lora(data.get("r", 8), data.get("lora_alpha", 8), tuple({name.rpartition(".")[2] for name in targets}))
+
+
+class LoraLinear(Linear):
+    """A linear map with an adapter."""
+
+    def __init__(self, in_features: int, out_features: int, lora: Lora) -> None:
+        super().__init__(in_features, out_features)
+        self.scale = lora.scale
+        self.lora_A, self.lora_B = Linear(in_features, lora.rank), Linear(lora.rank, out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # In peft's order of operations.
+        low: Tensor = self.lora_B(self.lora_A(x))
+        return super().forward(x) + low * self.scale
+
+
+def is_adapter(name: str) -> bool:
+    """Is it a parameter of an adapter?"""
+    return name.endswith((A, B))
+
+
+def initial(name: str, shape: Sequence[int], seed: int) -> Tensor:
+    """An adapter's matrix before it has learnt, float32: a function of the seed and of its name."""
+    if name.endswith(B):
+        return torch.zeros(*shape)
+    key = hashlib.blake2b(f"{seed}/lora/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key, "big") >> 1)
+    # Kaiming's uniform with a = √5, as peft draws it, and torch a linear map.
+    return (torch.rand(*shape, generator=generator) * 2 - 1) / math.sqrt(shape[-1])
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W + alpha / rank · B A, added in float32 and rounded once to the dtype of W."""
+    return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)

@@ -1,0 +1,269 @@
+"""Low-rank adapters: peft's numbers, peft's files; the base stays as it is, and adapters alone are learnt and sent."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from penstock.graph.types import Context, Origin, Weights
+from penstock.nodes.ema import ema, make_average
+from penstock.nodes.generate import make_engine
+from penstock.nodes.learn.update import policy_update
+from penstock.nodes.model import Llama, Lora, ModelError, Scorer, load_model
+from penstock.nodes.open_model import lora_of, run_spec
+from penstock.nodes.policy import LanguagePolicy, make_lora_policy, make_policy, make_reference
+from tests.nodes.ranked import spawn
+
+from .rank_cases import OPTIONS
+from .test_generate import run
+from .tiny_model import CONFIG, TOKENIZER, export, model, save
+from .updating import batch, equal
+
+LORA = Lora(3, 12.0, ("q_proj", "o_proj", "up_proj", "down_proj"))
+MESHES = [(2, "fsdp=2"), (2, "tp=2"), (2, "pp=2"), (4, "dp=2,tp=2"), (4, "fsdp=2,tp=2"), (4, "pp=2,fsdp=2")]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    save(model(1), tmp_path / "base")
+    TOKENIZER.save(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def context(base: Path, **changes: Any) -> Context:
+    sizes: dict[str, Any] = {"lora": LORA.rank, "lora_alpha": LORA.alpha, "lora_targets": LORA.targets}
+    return Context(**{"node": "policy", "seed": 1, "updates": 10, "model": str(base), **sizes, **changes})
+
+
+def policy(base: Path, **changes: Any) -> LanguagePolicy:
+    made = make_policy(context(base, **changes))
+    assert isinstance(made, LanguagePolicy)
+    return made
+
+
+def learnt(base: Path, updates: int = 2, **changes: Any) -> LanguagePolicy:
+    made = policy(base, **changes)
+    for _ in range(updates):
+        policy_update.fn(made, *batch(), **OPTIONS, lr=1e-2)
+    return made
+
+
+def sent(learner: LanguagePolicy) -> Weights:
+    return Weights(learner.version, dict(learner.weights()), learner.about())
+
+
+def base_of(learner: LanguagePolicy) -> dict[str, Tensor]:
+    return {name: p for name, p in learner.model.state_dict().items() if "lora" not in name}
+
+
+def logits(made: Llama, tokens_BS: Tensor) -> Tensor:
+    with torch.no_grad():
+        return made.logits(made(tokens_BS))
+
+
+TOKENS = torch.randint(CONFIG.vocab_size, (3, 17), generator=torch.Generator().manual_seed(3))
+
+
+def test_logits_and_gradients_are_those_of_peft(base: Path, tmp_path: Path) -> None:
+    """From our files, after some updates, so that neither matrix is as it was."""
+    learner = learnt(base)
+    export(learner, tmp_path / "ours")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "ours", is_trainable=True)
+    found = theirs(TOKENS).logits
+    ours = learner.model.logits(learner.model(TOKENS))
+    torch.testing.assert_close(ours, found, rtol=1e-5, atol=1e-5)
+    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(5))
+    own = dict(learner.model.own_parameters())
+    given = torch.autograd.grad((ours * weight).sum(), list(own.values()))
+    named = {n.removeprefix("base_model.model.").replace(".default", ""): p for n, p in theirs.named_parameters()}
+    learns = {name: p for name, p in named.items() if p.requires_grad}
+    needed = dict(zip(learns, torch.autograd.grad((found * weight).sum(), list(learns.values())), strict=True))
+    assert own.keys() == needed.keys()
+    for name, gradient in zip(own, given, strict=True):
+        size = float(needed[name].abs().max())
+        torch.testing.assert_close(gradient, needed[name], rtol=0, atol=1e-5 * size, msg=name)
+
+
+def test_adapters_that_peft_has_written_are_read(base: Path, tmp_path: Path) -> None:
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    torch.manual_seed(7)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    theirs = peft.get_peft_model(plain, config)
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    started = policy(tmp_path / "theirs", lora=0, lora_alpha=0.0, lora_targets=())
+    assert started.model.lora == Lora(4, 6)
+    torch.testing.assert_close(logits(started.model, TOKENS), theirs(TOKENS).logits.detach(), rtol=1e-5, atol=1e-5)
+    reference: Any = make_reference(context(tmp_path / "theirs", lora=0, lora_alpha=0.0, lora_targets=()))
+    assert torch.equal(logits(reference.model, TOKENS), logits(started.model, TOKENS))
+    # What gives a number has them in its weights.
+    merged: Any = theirs.merge_and_unload()
+    scorer = load_model(Scorer, tmp_path / "theirs", new_head=True)
+    torch.testing.assert_close(scorer(TOKENS), merged.model(TOKENS).last_hidden_state.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_first_matrices_are_drawn_as_peft_draws_them(base: Path) -> None:
+    learner = policy(base)
+    for name, tensor in learner.weights().items():
+        if name.endswith("lora_B.weight"):
+            assert not tensor.any()
+        else:
+            bound = tensor.shape[1] ** -0.5
+            assert 0.5 * bound < tensor.abs().max() <= bound
+    assert torch.equal(logits(learner.model, TOKENS), logits(load_model(Llama, base), TOKENS))
+    assert equal(policy(base), learner)
+    assert not equal(policy(base, seed=2), learner)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_alone_change_and_are_sent(base: Path, dtype: str) -> None:
+    learner = policy(base, dtype=dtype)
+    before = {name: tensor.clone() for name, tensor in base_of(learner).items()}
+    first = {name: tensor.clone() for name, tensor in learner.weights().items()}
+    policy_update.fn(learner, *batch(), **OPTIONS, lr=1e-2)
+    policy_update.fn(learner, *batch(), **OPTIONS, lr=1e-2)
+    after = base_of(learner)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert all(p.grad is None for p in learner.model.parameters() if not p.requires_grad)
+    assert not any(torch.equal(tensor, first[name]) for name, tensor in learner.weights().items())
+    # Layers, and of each target the rank times what goes in and what comes out.
+    wide, heads, inner = CONFIG.hidden_size, CONFIG.num_attention_heads * CONFIG.head_dim, CONFIG.intermediate_size
+    numbers = 2 * 3 * (2 * (wide + heads) + 2 * (wide + inner))
+    assert sum(tensor.numel() for tensor in learner.weights().values()) == numbers
+    assert sum(t.numel() for t in learner.state()[0].values()) == 3 * numbers
+    assert {p.dtype for p in learner.masters.values()} == {torch.float32}
+    assert {tensor.dtype for tensor in learner.weights().values()} == {getattr(torch, dtype)}
+
+
+def test_merged_weights_are_applied_ones_within_rounding(base: Path, tmp_path: Path) -> None:
+    learner = learnt(base)
+    export(learner, tmp_path / "adapters")
+    whole = load_model(Scorer, tmp_path / "adapters", new_head=True)
+    with torch.no_grad():
+        torch.testing.assert_close(whole(TOKENS), learner.model(TOKENS), rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(whole(TOKENS), load_model(Llama, base)(TOKENS), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_generator_applies_what_it_is_sent(base: Path, dtype: str) -> None:
+    learner = learnt(base, dtype=dtype)
+    made = replace(context(base, dtype=dtype), node="generate", slots=32, max_tokens=8)
+    origin = {"behaviour": Origin("penstock.nodes.policy:make_policy", context(base))}
+    engine = make_engine(replace(made, weights=origin), samples=3)
+    found = run(engine, range(4), sent(learner))
+    assert max(metrics.get("mismatch", 0.0) for _, metrics in found.values()) < (1e-5 if dtype == "float32" else 0.05)
+    ours, theirs = engine.model.state_dict(), learner.model.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_other_weights_under_the_adapters_are_named(base: Path, tmp_path: Path) -> None:
+    save(model(2), tmp_path / "other")
+    TOKENIZER.save(tmp_path / "other")
+    made = replace(context(tmp_path / "other"), node="generate", slots=32, max_tokens=8)
+    origin = {"behaviour": Origin("penstock.nodes.policy:make_policy", context(tmp_path / "other"))}
+    engine = make_engine(replace(made, weights=origin), samples=1)
+    with pytest.raises(ModelError, match="'base': "):
+        run(engine, range(1), sent(policy(base)))
+    learner, other = learnt(base), policy(tmp_path / "other")
+    with pytest.raises(ModelError, match="'base': "):
+        other.restore(*learner.state())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_state_goes_on_to_the_bit(base: Path, dtype: str) -> None:
+    learner, other = learnt(base, dtype=dtype), policy(base, dtype=dtype, seed=2)
+    other.restore(*learner.state())
+    for each in (learner, other):
+        policy_update.fn(each, *batch(), **OPTIONS)
+    assert equal(learner, other)
+
+
+def test_an_average_follows_the_adapters(base: Path) -> None:
+    learner, average = policy(base), make_average(context(base, node="average"))
+    first = {name: tensor.clone() for name, tensor in learner.masters.items()}
+    policy_update.fn(learner, *batch(), **OPTIONS)
+    ema.fn(average, learner, decay=0.5)
+    for name, tensor in average.weights().items():
+        torch.testing.assert_close(tensor, (first[name] + learner.masters[name].detach()) / 2)
+    with pytest.raises(ValueError, match="rank 3"):
+        ema.fn(make_average(context(base, lora=0, lora_alpha=0.0, lora_targets=())), learner)
+
+
+def test_options_of_a_program_and_flags_say_which_adapters(base: Path) -> None:
+    plain = context(base, lora=0, lora_alpha=0.0, lora_targets=())
+    assert lora_of(plain) is None
+    made: Any = make_lora_policy(plain)
+    assert made.model.lora == Lora(16, 32.0)
+    said = replace(plain, options={"policy_rank": 2, "policy_targets": ["v_proj", "q_proj"]}, lora=5)
+    assert lora_of(said) == Lora(2, 4.0, ("q_proj", "v_proj"))
+    assert lora_of(replace(said, node="other")) == Lora(5, 10.0)
+
+
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: Lora(0, 1.0), "a rank of 0"),
+    (lambda: Lora(2, -1.0), "an alpha of -1"),
+    (lambda: Lora(2, 1.0, ("qproj",)), "nearest: q_proj"),
+    (lambda: lora_of(Context(lora_alpha=2.0)), "--lora RANK"),
+    (lambda: Lora.from_json({"target_modules": "q.*"}), "target_modules"),
+    (lambda: Lora.from_json({"target_modules": ["q_proj"], "peft_type": "LOHA"}), "peft_type"),
+    *(
+        (lambda key=key, value=value: Lora.from_json({"target_modules": ["q_proj"], key: value}), key)
+        for key, value in {
+            "use_dora": True,
+            "use_rslora": True,
+            "modules_to_save": ["lm_head"],
+            "bias": "all",
+            "rank_pattern": {"q_proj": 3},
+            "layers_to_transform": [0],
+            "init_lora_weights": "pissa",
+            "something_new": 1,
+        }.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "said"), WRONG)
+def test_what_no_adapter_can_be_is_refused_by_name(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        make()
+
+
+def test_adapters_of_another_model_or_rank_are_refused(base: Path, tmp_path: Path) -> None:
+    export(learnt(base), tmp_path / "adapters")
+    with pytest.raises(ModelError, match=r"rank 3.*rank 4"):
+        run_spec(context(tmp_path / "adapters", lora=4), lora_of(context(tmp_path / "adapters", lora=4)))
+    file = tmp_path / "adapters" / "adapter_config.json"
+    facts = json.loads(file.read_text())
+    save(model(1, config=replace(CONFIG, intermediate_size=48)), tmp_path / "wide")
+    for change, said in (
+        ({"base_model_name_or_path": str(tmp_path / "wide")}, "given shape"),
+        ({"r": 2}, "given shape"),
+        ({"target_modules": ["q_proj"]}, "not known"),
+        ({"base_model_name_or_path": "some/name"}, "some/name"),
+    ):
+        file.write_text(json.dumps(facts | change))
+        with pytest.raises(ModelError, match=said):
+            load_model(Llama, tmp_path / "adapters")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "mesh"), MESHES)
+def test_adapters_over_ranks_learn_what_one_rank_does(base: Path, tmp_path: Path, ranks: int, mesh: str) -> None:
+    spawn(ranks, "tests.nodes.rank_cases:adapters", mesh, folder=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_generator_over_ranks_applies_its_parts(base: Path, tmp_path: Path, groups: int) -> None:
+    spawn(2, "tests.nodes.part_cases:adapters", str(groups), folder=tmp_path)
