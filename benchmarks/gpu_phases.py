@@ -59,7 +59,13 @@ def smoke(device: str) -> Iterator[Figures]:
         card = torch.cuda.get_device_properties(device)
         yield {"card": card.name, "memory_gib": round(card.total_memory / 2**30, 1), "cuda": torch.version.cuda}
         yield {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "capability": [card.major, card.minor]}
-    yield {"run aipo": penstock_run(device, ["--updates=3", "--model=new"])[0]}
+    yield {"run aipo": penstock_run([f"--device={device}", *SMALL, "--updates=3", "--model=new"])[0]}
+    with tempfile.TemporaryDirectory() as name:
+        model = Llama(small(ONE_B), torch.float32)
+        model.init_weights(0)
+        save_model(model, model.state_dict(), name)
+        # As somebody types it who has read nothing: on a card it is planned.
+        yield {"first run": penstock_run([f"--model={name}", "--data=arithmetic", "--batch=4", "--updates=3"])[0]}
     files = ["tests/runtime/tensor/test_links.py", "tests/runtime/tensor/test_checkpoint.py"]
     chosen = "cuda or offload" if device != "cpu" else "cuda"  # the others run there anyway
     command = [sys.executable, "-m", "pytest", "-q", "-k", chosen, *files]
@@ -453,15 +459,15 @@ def _equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 
 
 SHOWN = "reward_mean", "loss", "entropy"
-RUN = ["--updates=6", "--batch=8", "--slots=64", "--eval-groups=0", "--plain", "--json"]
+RUN, SMALL = ["--updates=6", "--eval-groups=0", "--plain", "--json"], ["--batch=8", "--slots=64"]
 
 
-def penstock_run(device: str, flags: list[str]) -> tuple[Figures, list[float]]:
-    """A run of the demo's small model: its figures, and its rewards, losses and entropies by update."""
+def penstock_run(flags: list[str]) -> tuple[Figures, list[float]]:
+    """A run of aipo: its figures, and its rewards, losses and entropies by update."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
         try:
-            summary = penstock("run", "aipo", f"--device={device}", *RUN, *flags, "--out", str(folder))
+            summary = penstock("run", "aipo", *RUN, *flags, "--out", str(folder))
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             return {"error": str(error)}, []
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -493,7 +499,7 @@ def bits(device: str) -> Iterator[Figures]:
         asked = {name: [*flags, *tiny] for name, flags in asked.items() if "as it is" in name}
     first: list[float] = []
     for name, flags in asked.items():
-        found, shown = penstock_run(device, ["--lag=0", *flags])
+        found, shown = penstock_run([f"--device={device}", *SMALL, "--lag=0", *flags])
         first = first or shown
         if len(shown) == len(first) > 0:
             found["unlike"] = max(abs(a - b) for a, b in zip(first, shown, strict=True))
@@ -502,8 +508,8 @@ def bits(device: str) -> Iterator[Figures]:
 
 def plan(device: str) -> Iterator[Figures]:
     """What `doctor --measure` finds of the card, and the seconds of an update of the 1B model as `plan` predicts them
-    there over those of a run, median of all but the first two. Responses are as long as they may be: random weights end
-    none."""
+    there over those of a run of that plan, median of all but the first two. Responses are as long as they may be:
+    random weights end none."""
     config, tokens = (small(ONE_B), 16) if device == "cpu" else (ONE_B, 128)
     batch, samples, slots = (2, 8, 16) if device == "cpu" else (16, 8, 128)
     with tempfile.TemporaryDirectory() as name:
@@ -516,10 +522,12 @@ def plan(device: str) -> Iterator[Figures]:
         save_model(model, {n: t.cpu() for n, t in Policy(device, config).tensors.items()}, folder / "model")
         work = [f"--batch={batch}", f"--samples={samples}", f"--max-tokens={tokens}", f"--slots={slots}", "--lag=1"]
         lengths = ["--prompt-tokens=8", f"--lengths={tokens},0", f"--model={folder / 'model'}"]
-        planned = penstock("plan", "aipo", "--json", f"--cluster={cluster}", *work, *lengths)
+        file = folder / "plan.json"
+        planned = penstock("plan", "aipo", "--json", f"--cluster={cluster}", *work, *lengths, f"--out={file}")
         yield {"planned_s": planned["period_s"], "bound": planned["bound"]}
-        flags = [*work, f"--model={folder / 'model'}", "--dtype=bfloat16", "--data=arithmetic", "--updates=4"]
-        found, _ = penstock_run(device, flags)
+        # A plan for a card is none for a CPU.
+        there = [*work, f"--model={folder / 'model'}", "--dtype=bfloat16"] if device == "cpu" else [f"--plan={file}"]
+        found, _ = penstock_run([*there, "--data=arithmetic", "--updates=4"])
         yield {"run": found}
         yield {"planned_over_measured": planned["period_s"] / found["update_s"]}
 

@@ -165,7 +165,10 @@ def check(argv: Sequence[str]) -> int:
     """`penstock check PROGRAM`: all faults at once, each with what was given, what is needed, and the line."""
     traced = trace_program("check", argv)
     faults = list(traced.faults)
-    if traced.flags.plan:
+    from penstock.runtime.cli.flags import NO_PLAN
+
+    planned = traced.flags.plan not in ("", NO_PLAN)
+    if planned:
         from penstock.runtime.cli.planned import machines, plan_lacks
 
         faults += plan_lacks(traced, machines(traced.flags, traced.gpus))
@@ -177,8 +180,8 @@ def check(argv: Sequence[str]) -> int:
         graph = traced.sound()
         beside = f", evaluation {traced.evaluation.name}" if traced.evaluation is not None else ""
         pools = ", ".join(dict.fromkeys(node.pool for node in graph.nodes))
-        planned = f", as {traced.flags.plan} says" if traced.flags.plan else ""
-        print(visible(f"{traced.name}: no faults in {len(graph.nodes)} nodes on pools {pools}{beside}{planned}"))
+        beside += f", as {traced.flags.plan} says" if planned else ""
+        print(visible(f"{traced.name}: no faults in {len(graph.nodes)} nodes on pools {pools}{beside}"))
     return 1 if faults else 0
 
 
