@@ -24,20 +24,23 @@ from .conftest import Patch, Processes, Refuse, Say
 
 GPUS = """
 [[hosts]]
-name = "a"
+name = "{name}"
 cores = {cores}
 devices = [{devices}]
 gpu = "{kind}"
 """
 FAR = 'agent = "external"\n'
 BIND = 'bind = "127.0.0.1:0"\n'
+# Cluster files without GPUs: their hosts.
+CPUS = {"cpu": "a", "cpus": "abc"}
 WORK = ("--samples", "4", "--max-tokens", "6")
-PLAN = ("--batch", "4", *WORK, "--mesh", "trainer=fsdp2", "--slots", "8")
+PLAN = ("--batch", "4", *WORK, "--slots", "8", "--lr", "1e-3", "--model", "m")
 
 
-def cluster(num: int, kind: str = "H100", cores: int = 2, *, far: bool = False) -> str:
+def cluster(num: int, kind: str = "H100", cores: int = 2, *, far: bool = False, hosts: str = "a") -> str:
     devices = ", ".join(f'"cuda:{index}"' for index in range(num))
-    return BIND * far + GPUS.format(devices=devices, kind=kind, cores=cores) + FAR * far
+    each = [GPUS.format(name=name, devices=devices, kind=kind, cores=cores) + FAR * far for name in hosts]
+    return BIND * far + "".join(each)
 
 
 @pytest.fixture(autouse=True)
@@ -59,15 +62,16 @@ def home(tmp_path: Path, monkeypatch: Patch) -> Path:
     files = {
         "gpus": cluster(4), "three": cluster(3), "a100": cluster(4, "A100"), "cores": cluster(4, cores=1),
         "far": far, "card": cluster(1, far=True), "kindless": far.replace('gpu = "H100"', ""),
-        "cpu": '[[hosts]]\nname = "a"\ncores = 2\n',
+        "hosts": cluster(2, cores=1, hosts="abc"),
     }  # fmt: skip
+    files |= {name: "".join(f'[[hosts]]\nname = "{host}"\ncores = 1\n' for host in own) for name, own in CPUS.items()}
     for name, text in files.items():
         (tmp_path / f"{name}.toml").write_text(text)
     return tmp_path
 
 
 def on_cpus(path: Path, into: Path) -> None:
-    """Write the plan with its GPUs rewritten as CPUs of the hosts of cpu.toml."""
+    """Write the plan with its GPUs rewritten as CPUs of the hosts of a file that is called like `into`."""
 
     def without(value: Any) -> Any:
         if isinstance(value, dict):
@@ -77,14 +81,14 @@ def on_cpus(path: Path, into: Path) -> None:
         return "cpu" if isinstance(value, str) and value.startswith("cuda") else value
 
     made = without(json.loads(path.read_text())["run"])
-    made["cluster"]["hosts"][0]["devices"] = []
-    made["words"]["cluster"] = ["--cluster", str(path.parent / "cpu.toml")]
+    made["cluster"]["hosts"] = [{**host, "devices": [], "cores": 1} for host in made["cluster"]["hosts"]]
+    made["words"]["cluster"] = ["--cluster", str(into.with_suffix(".toml"))]
     into.write_text(json.dumps({"run": made}))
 
 
 @pytest.fixture
 def planned(say: Say, home: Path) -> Path:
-    say("plan", "aipo", "--cluster", "gpus.toml", "--model", "m", *PLAN, "--lr", "1e-3", "--out", "plan.json")
+    say("plan", "aipo", "--cluster", "gpus.toml", *PLAN, "--mesh", "trainer=fsdp2", "--out", "plan.json")
     on_cpus(home / "plan.json", home / "cpu.json")
     return home / "plan.json"
 
@@ -94,16 +98,20 @@ def codes(text: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_run_of_a_plan_is_exactly_that_plan_to_its_end_and_goes_on(planned: Path, home: Path) -> None:
+def test_a_run_of_a_plan_is_exactly_that_plan_to_its_end_and_goes_on(say: Say, home: Path) -> None:
+    """Of three hosts, with a trainer on two of them, each with an agent of its own on this machine."""
+    say("plan", "aipo", "--cluster", "hosts.toml", *PLAN, "--mesh", "trainer=fsdp4", "--out", "plan.json")
+    on_cpus(home / "plan.json", home / "cpus.json")
     for verb in (("check", "aipo"), ("run", "aipo", "--updates", "2", "--eval-groups", "4", "--out", "run", "--plain")):
-        done = penstock(*verb, "--plan", "cpu.json", timeout=240)
+        done = penstock(*verb, "--plan", "cpus.json", timeout=240)
         assert done.returncode == 0, done.stderr
-    said = json.loads((home / "cpu.json").read_text())["run"]
+    said = json.loads((home / "cpus.json").read_text())["run"]
     config = RunConfig.load(RunFolder.open("run"))
     assert config.plan.to_json() == said["plan"]
-    assert config.plan.replica("trainer/0").mesh == (("fsdp", 2),)
+    trainer = config.plan.replica("trainer/0")
+    assert (trainer.mesh, len(trainer.hosts)) == ((("fsdp", 4),), 2)
     options = config.to_json()["flags"]
-    assert {name: options[name] for name in said["options"]} == said["options"] | {"mesh": ("trainer=fsdp2",)}
+    assert {name: options[name] for name in said["options"]} == said["options"] | {"mesh": ("trainer=fsdp4",)}
     assert dict(config.graph.options)["lr"] == 1e-3
     done = penstock("resume", "run", "--updates", "3", "--plain", timeout=240)
     assert done.returncode == 0, done.stderr
