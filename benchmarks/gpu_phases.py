@@ -39,7 +39,7 @@ from penstock.runtime.cluster.gpus import GPUS
 from penstock.runtime.plan.model_shape import Parallel, shape_of
 from penstock.runtime.plan.train_cost import Trainer, attention_flops, trainer_memory
 from penstock.runtime.tensor.buffers import allocate
-from penstock.runtime.tensor.checkpoint import save_state
+from penstock.runtime.tensor.checkpoint import HostBuffers, save_state
 from penstock.runtime.tensor.layout import Layout, Mesh, Region, sharded
 from penstock.runtime.tensor.offload import Offload
 from penstock.runtime.tensor.quantise import Converter
@@ -344,8 +344,8 @@ def updates_s(
 
 def state(device: str) -> Iterator[Figures]:
     """GB/s of the 1B model's weights: copied on the card, copied aside for a sync with each proof and wire format, to
-    the host and back, and into a file. And whether two ranks' parts, converted, are the converted whole, on the card
-    and on the CPU."""
+    the host and back, to the host for a checkpoint, and from there into a file. And whether two ranks' parts,
+    converted, are the converted whole, on the card and on the CPU."""
     policy = Policy(device, small(ONE_B) if device == "cpu" else ONE_B)
     nbytes = sum(t.nbytes for t in policy.tensors.values())
 
@@ -382,9 +382,14 @@ def state(device: str) -> Iterator[Figures]:
         offload.fence()
 
     yield {"to the host and back": rate(and_back)}
+    buffers = HostBuffers()
+    yield {"aside for a checkpoint": rate(lambda: buffers.copy(policy.tensors))}
+    copies = buffers.copy(policy.tensors)
+    yield {"the copy has the bits": all(torch.equal(copies[name], t.cpu()) for name, t in policy.tensors.items())}
+    yield {"its memory in bytes of the weights": round(buffers.nbytes / nbytes, 2)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "weights.safetensors"
-        yield {"into a file": rate(lambda: save_state(path, policy.tensors, {}))}
+        yield {"into a file": rate(lambda: save_state(path, copies, {}))}
     yield {"conversion": conversion(device)}
 
 

@@ -635,7 +635,14 @@ def test_the_late_result_of_a_call_is_not_taken_for_that_of_a_later_one(clock: C
     assert answered_to(calls, 1)[7][0] == "second"
 
 
-@pytest.mark.parametrize("hang", ["time.sleep(3600)", "os.read(os.pipe()[0], 1)", "[None for _ in iter(int, 1)]"])
+@pytest.mark.parametrize(
+    "hang",
+    [
+        "time.sleep(3600)",
+        "[None for _ in iter(int, 1)]",
+        pytest.param("os.read(os.pipe()[0], 1)", marks=pytest.mark.slow),
+    ],
+)
 def test_a_call_that_hangs_does_not_keep_its_process(hang: str) -> None:
     code = f"""
 import os, time

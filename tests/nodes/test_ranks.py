@@ -220,10 +220,13 @@ def test_a_stage_in_the_middle_passes_on(tmp_path: Path) -> None:
     spawn(3, f"{LESSONS}:three_stages", "pp=3", folder=tmp_path)
 
 
-@pytest.mark.parametrize("tied", ["untied", "tied"])
 @pytest.mark.parametrize(
-    ("ranks", "mesh"),
-    [(2, "tp=2"), pytest.param(4, "tp=4", marks=slow), pytest.param(4, "fsdp=2,tp=2", marks=slow)],
+    ("ranks", "mesh", "tied"),
+    [
+        (2, "tp=2", "tied"),
+        pytest.param(2, "tp=2", "untied", marks=slow),
+        *(pytest.param(4, mesh, tied, marks=slow) for mesh in ("tp=4", "fsdp=2,tp=2") for tied in ("untied", "tied")),
+    ],
 )
 def test_embedding_and_head_are_cut_over_the_vocabulary(ranks: int, mesh: str, tied: str, tmp_path: Path) -> None:
     spawn(ranks, f"{LESSONS}:words", mesh, tied, folder=tmp_path)
@@ -264,7 +267,7 @@ TRAINING = "tests.nodes.training_cases"
 
 @pytest.mark.parametrize(
     ("ranks", "mesh"),
-    [(2, "fsdp=2"), (2, "tp=2"), (2, "pp=2"), pytest.param(4, "fsdp=2,tp=2", marks=slow)],
+    [(2, "fsdp=2"), (2, "pp=2"), pytest.param(2, "tp=2", marks=slow), pytest.param(4, "fsdp=2,tp=2", marks=slow)],
 )
 def test_layers_that_are_computed_again_give_the_same_bits_over_ranks(ranks: int, mesh: str, tmp_path: Path) -> None:
     spawn(ranks, f"{TRAINING}:recomputed", mesh, folder=tmp_path)
