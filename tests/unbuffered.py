@@ -5,8 +5,10 @@ What is modelled: a rank puts *calls* into streams, and goes on. A call is a gro
 over when all of them are; alone, it is a group of one. Of a stream only the first call that is not over is at work. A
 send and a receive meet if both are at work; nothing is buffered, and there are no tags: between two ranks they meet in
 order. A wait for a call stops the thread. (On a GPU it stops the stream that computes; to stop the host, too, is
-stricter: what ends here ends there.) What is not modelled: calls of several communicators share a GPU, and wait for
-each other where it has no room for all of them (see `runtime/tensor/nccl.py`).
+stricter: what ends here ends there.)
+
+Several communicators: each is a world. `Cards` have room for so many calls each, whichever world they are of; a call
+that finds none is not at work yet. Without them there is room for all.
 
 Streams: groups of a rank share one, that of the communicator. A send or receive outside of a group has the stream
 of its pair of ranks, in both directions, as a lazily made `ProcessGroupNCCL` has it; with `eager` it is in the
@@ -59,7 +61,7 @@ class Operation(NamedTuple):
         return f"{self.kind} {self.tensor.nbytes} bytes {'to' if self.kind == 'send' else 'from'} rank {self.peer}"
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """Messages that are over together; `wait` stops until they are."""
 
@@ -75,13 +77,42 @@ class Call:
         return not self.open
 
 
-class Unbuffered:
-    """A communicator of `size` ranks. `trace` has the meetings, in order: (sender, receiver, bytes)."""
+class Cards:
+    """GPUs that the ranks of several worlds are on, by name; on each, `room` calls are at work at once."""
 
-    def __init__(self, size: int, *, eager: bool = False, patience: float = 20.0) -> None:
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.changed = threading.Condition()
+        self.worlds: list[Unbuffered] = []
+        self._at_work: defaultdict[str, list[Call]] = defaultdict(list)
+
+    def has(self, card: str, call: Call) -> bool:
+        """Whether a call is at work on its card, from now on if there is room."""
+        own = self._at_work[card] = [each for each in self._at_work[card] if each.open]
+        if call not in own and len(own) < self.room:
+            own.append(call)
+        return call in own
+
+
+class Unbuffered:
+    """A communicator of `size` ranks, on the `places` of `cards` if there are any. `trace` has the meetings, in order:
+    (sender, receiver, bytes)."""
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        eager: bool = False,
+        patience: float = 20.0,
+        cards: Cards | None = None,
+        places: Sequence[str] = (),
+    ) -> None:
         self.size, self.eager, self.patience = size, eager, patience
         self.trace: list[tuple[int, int, int]] = []
-        self._changed = threading.Condition()
+        self._cards, self._places = cards, places
+        self._changed = cards.changed if cards else threading.Condition()
+        if cards:
+            cards.worlds.append(self)
         # By rank and, for the stream of a pair of ranks, the pair.
         self._streams: defaultdict[tuple[int, Pair], deque[Call]] = defaultdict(deque)
         self._fault: Exception | None = None
@@ -132,7 +163,8 @@ class Unbuffered:
             if call.open:
                 self._streams[rank, pair].append(call)
                 # A meeting ends calls, which lets the next ones of their streams begin.
-                while any(self._met(*key) for key in [*self._streams]):
+                worlds = self._cards.worlds if self._cards else [self]
+                while any(world._met(*key) for world in worlds for key in [*world._streams]):
                     pass
                 self._changed.notify_all()
         return call
@@ -197,13 +229,13 @@ class Unbuffered:
     def _met(self, rank: int, pair: Pair) -> bool:
         """Whether a send of the first call in a stream has met its receive."""
         calls = self._streams[rank, pair]
-        for ours in calls[0].open if calls else ():
+        for ours in calls[0].open if calls and self._at_work(rank, calls[0]) else ():
             others = self._streams[ours.peer, pair] if ours.kind == "send" else None
             # Between two ranks the messages of a call keep their order: the first open one is the next.
             theirs = (
                 next((o for o in others[0].open if o.kind == "receive" and o.peer == rank), None) if others else None
             )
-            if others is None or theirs is None:
+            if not others or theirs is None or not self._at_work(ours.peer, others[0]):
                 continue
             if ours.tensor.nbytes != theirs.tensor.nbytes:
                 self._break(Mismatch(f"rank {rank}: {ours} met, on rank {ours.peer}, {theirs}"))
@@ -217,6 +249,9 @@ class Unbuffered:
                     queue.popleft()
             return True
         return False
+
+    def _at_work(self, rank: int, call: Call) -> bool:
+        return self._cards is None or self._cards.has(self._places[rank], call)
 
     def _look_for_deadlock(self) -> None:
         """Whether all threads wait for calls that are open: then nobody will let any one of them go."""

@@ -1,13 +1,14 @@
 """The instrument of the tests of order finds what NCCL would not get through, and nothing else."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.unbuffered import Deadlock, Mismatch, Operation, Unbuffered
+from tests.unbuffered import Call, Cards, Deadlock, Mismatch, Operation, Unbuffered
 
 
 def exchange(order: Callable[[int], tuple[str, str]]) -> Callable[[int], list[float]]:
@@ -86,3 +87,28 @@ def test_a_send_that_meets_another_size_or_nobody_is_told() -> None:
     forgotten = Unbuffered(2)
     with pytest.raises(AssertionError, match="calls that nobody met"):
         forgotten.run(lambda: forgotten.rank(0).group([Operation("send", torch.ones(2), 1)]), lambda: None)
+
+
+@pytest.mark.parametrize("room", [1, 2])
+def test_calls_of_several_communicators_end_in_any_order_if_a_card_has_room_for_all(room: int) -> None:
+    """Two ranks of a trainer send to two of a generator, and the ranks of each compute together: half of them begin
+    with the one, and half with the other."""
+    cards, places = Cards(room), ("trainer 0", "trainer 1", "generator 0", "generator 1")
+    link = Unbuffered(4, patience=1.0, cards=cards, places=places)
+    replicas = [Unbuffered(2, patience=1.0, cards=cards, places=own) for own in (places[:2], places[2:])]
+
+    def work(rank: int) -> None:
+        replica, own = divmod(rank, 2)
+        both = [Operation("send", torch.ones(1), 1 - own), Operation("receive", torch.zeros(1), 1 - own)]
+        kind: Any = "receive" if replica else "send"
+        over = [Operation(kind, torch.ones(2), peer) for peer in ((0, 1) if replica else (2, 3))]
+        begin: list[Callable[[], Call]] = [
+            lambda: replicas[replica].rank(own).group(both),
+            lambda: link.rank(rank).group(over),
+        ]
+        for call in [each() for each in (begin if rank in (0, 3) else begin[::-1])]:
+            call.wait()
+
+    with ThreadPoolExecutor(4) as threads:
+        errors = [each.exception() for each in [threads.submit(work, rank) for rank in range(4)]]
+    assert [type(error) for error in errors if error] == ([Deadlock] * 4 if room == 1 else [])
