@@ -97,7 +97,8 @@ def test_all_limits_that_are_broken_are_said_at_once() -> None:
 
 def test_a_ranks_setup_has_the_options_that_nodes_see() -> None:
     given = {"batch": 3, "updates": 5, "max_tokens": 9, "seed": 11, "slots": 13, "dtype": "bfloat16"}
-    given |= {"model": "/model", "data": "words"}
+    given |= {"model": "/model", "data": "words", "recompute": "layer", "micro_tokens": 64, "logit_elements": 4096}
+    given |= {"lora": 4, "lora_alpha": 8.0, "lora_targets": ("q_proj",)}
     assert set(NODE_OPTIONS) == given.keys()
     config = a_run(**given)
     for replica in config.plan.replicas:
@@ -107,7 +108,8 @@ def test_a_ranks_setup_has_the_options_that_nodes_see() -> None:
 
 def test_what_a_context_and_the_rules_share_with_the_options_has_their_defaults() -> None:
     known = defaults(RunOptions)
-    assert {name: defaults(Context)[name] for name in NODE_OPTIONS} == {name: known[name] for name in NODE_OPTIONS}
+    alike = set(NODE_OPTIONS) - {"recompute"}  # a run's auto is decided before a node sees it
+    assert {name: defaults(Context)[name] for name in alike} == {name: known[name] for name in alike}
     shared = {name: value for name, value in defaults(Rules).items() if name in known and value is not MISSING}
     assert shared.items() <= known.items()
     assert set(shared) == {"versions", "retries", "on_failure", "drops", "failures"}
@@ -120,7 +122,7 @@ def test_rules_have_the_options_of_their_names() -> None:
 
 def test_a_resume_takes_the_options_that_say_so_and_no_others() -> None:
     marked = {name for name in defaults(RunOptions) if annotation(RunOptions, name, OnResume)}
-    assert marked == {"updates", "mesh", "keep", "keep_best"}
+    assert marked == {"updates", "mesh", "keep", "keep_best", "recompute", "micro_tokens"}
     assert {field.name for field in fields(ResumeFlags)} & defaults(RunOptions).keys() == set()
     flags: Any = with_changes(ResumeFlags)
     assert changes(flags("runs/r")) == {}
@@ -309,7 +311,7 @@ def test_the_layout_of_weights_crosses_once_and_digests_with_each_version(folder
     assert len(said) > 3
     first, *others = said
     assert first is not None
-    assert json.loads(first.layout).keys() == {"layout", "wire", "wanted", "proof"}
+    assert json.loads(first.layout).keys() == {"layout", "wire", "wanted", "proof", "about"}
     for manifest in others:
         assert manifest is not None
         assert (manifest.layout, manifest.digests.keys()) == ("", first.digests.keys())
