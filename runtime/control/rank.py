@@ -96,6 +96,14 @@ PATIENCE = 0.75
 CONNECTING = 0.25
 
 
+def require_device(device: str, host: str) -> None:
+    """Raises ValueError for a CUDA device that is not on this machine: a cluster file may say what there is not."""
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(device.removeprefix("cuda:")) >= there:
+        given = f"{device} for a rank on host {host}, and PyTorch sees {there} GPUs there"
+        raise ValueError(f"devices [no-device]: given {given}; needed a cluster file that says so (penstock doctor)")
+
+
 class RankRuntime:
     """All that rank `index` of `replica` holds, made from the first checkpoint named in `restore` that is there.
 
@@ -117,6 +125,7 @@ class RankRuntime:
         place, num_ranks = own.ranks[index], len(own.ranks)
         torch.set_num_threads(place.threads)
         if place.device != "cpu":
+            require_device(place.device, place.host)
             torch.cuda.set_device(place.device)  # where libraries put what names no device
         self.notes: SimpleQueue[str] = SimpleQueue()
         tell_node_warnings(self.notes.put)

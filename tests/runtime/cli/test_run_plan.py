@@ -6,11 +6,14 @@ here to its end (`on_cpus`); a host with an agent on another machine stands for 
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.nodes.model import Llama, ModelConfig, save_model
 from penstock.nodes.tokenizer import byte_tokenizer
@@ -18,7 +21,7 @@ from penstock.runtime.cli import children
 from penstock.runtime.cluster.cluster import SeenGpu
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.folder import RunFolder
-from tests.gates.running import penstock
+from tests.gates.running import penstock, until
 
 from .conftest import Patch, Processes, Refuse, Say
 
@@ -214,6 +217,24 @@ def test_on_one_card_trainer_and_generator_take_turns_unless_a_lag_is_given(star
     config, _ = started("--cluster card.toml --lag 2")
     assert config.graph["broadcast"].lag == 2
     assert config.offload == "off"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_planned_run_starts_at_its_agents_whose_ranks_name_a_gpu_that_is_not_there(home: Path) -> None:
+    words = ["aipo", "--cluster", "card.toml", "--model", "m", "--eval-groups", "0", "--updates", "1", "--out", "run"]
+    command = [sys.executable, "-m", "penstock.runtime.cli.main", "run", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        try:
+            join = home / "run" / "keys" / "a.json"
+            until(join.exists, "the agent was asked for")
+            assert penstock("agent", str(join), timeout=120).returncode == 0
+            said, failed = run.communicate(timeout=120)
+        finally:
+            run.kill()
+    assert (run.returncode, codes(failed)) == (1, ["no-device"])
+    assert "host a" in failed
+    assert said.splitlines()[0].startswith("planned aipo")
 
 
 def test_flags_that_are_given_are_kept_and_the_rest_is_planned_around_them(started: Started) -> None:
