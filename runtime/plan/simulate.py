@@ -489,7 +489,8 @@ class Simulated:
         """The schedule as a picture, for notebooks."""
         plan = self.scene.plan
         what = f"{self.scene.graph.name}, {plan.work.shape.name}, {plan.gpus} GPUs"
-        what = f"{what}: {self.result.steady_s:.4g} s per update"
+        low, high = plan.confidence.range_s(self.result.steady_s)
+        what = f"{what}: {low:g} to {high:g} s per update, {plan.confidence.words}"
         return f"<p>{escape(what)}</p>{self.result._repr_html_()}"
 
 

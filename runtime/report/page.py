@@ -150,7 +150,7 @@ def _what_if(table: Table) -> dict[str, Any]:
         {**asdict(case), "busy": {pool: round(share, 4) for pool, share in (case.busy or {}).items()}}
         for case in table.cases
     ]
-    value = {"lag": table.lag, "replicas": table.replicas, "cases": cases}
+    value = {"lag": table.lag, "replicas": table.replicas, "cases": cases, "measured_s": table.measured_s}
     return {
         "table": table,
         "lags": sorted({case.lag for case in table.cases}),

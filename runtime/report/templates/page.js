@@ -11,11 +11,11 @@ const STAGES = {starting: "starting", before: "accuracy before", train: "trainin
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 const escape = text => String(text).replace(/[&<>"]/g, c => ({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;"}[c]));
 
-function duration(us) {
+function duration(us, digits = 4) {
   const size = Math.abs(us);
   if (!size) return "0 s";
   const [value, unit] = size >= 1e6 ? [us / 1e6, "s"] : size >= 1e3 ? [us / 1e3, "ms"] : [us, "µs"];
-  return `${Number(value.toPrecision(4))} ${unit}`;
+  return `${Number(value.toPrecision(digits))} ${unit}`;
 }
 
 async function inflate(text) {
@@ -559,7 +559,11 @@ function whatIf(root) {
     const change = same ? "the lag and replicas of the run, simulated" : Math.abs(gain) < 0.005 ? "no faster and no slower than the run's"
       : `<b>${(100 * Math.abs(gain)).toFixed(gain > 1 ? 0 : 1)} % ${gain > 0 ? "more" : "fewer"} updates per hour</b>`;
     const busy = Object.entries(found.busy).map(([pool, share]) => `${escape(pool)} ${(100 * share).toFixed(0)} %`);
-    said.innerHTML = `<span class="big">${duration(found.period_s * 1e6)}</span> per update: ${change}. ` +
+    // The run's own case tells by how much the simulator is off.
+    const off = table.measured_s ? table.measured_s / now.period_s : 1;
+    const [low, high] = [Math.min(1, off), Math.max(1, off)].map(share => duration(found.period_s * share * 1e6, 2));
+    const range = table.measured_s ? ` (${low} to ${high}, calibrated by this run)` : " (not calibrated: the run is too short)";
+    said.innerHTML = `<span class="big">${duration(found.period_s * 1e6, 2)}</span> per update${range}: ${change}. ` +
       `Mean lag ${found.lag_mean.toFixed(2)}; busy: ${busy.join(", ")}.`;
   }
   for (const input of [lag, size]) input.addEventListener("input", answer);
