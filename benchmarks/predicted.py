@@ -42,7 +42,8 @@ and norms are in float32. It is what makes llm-foundry's steps come out (`outsid
 SHARES = {"On": 0.6, "1off": 0.8, "8off": 0.8}
 """Of the memory, that the recipes give to vLLM."""
 COMPUTING = (
-    "products", "reading weights", "attention", "elementwise", "logits", "launches", "optimizer", "bubble", "stage"
+    "products", "reading weights", "attention", "elementwise", "logits", "launches", "routing", "optimizer", "bubble",
+    "stage",
 )  # fmt: skip
 SCALARS = ("computing", "communicating", "generating", "rows", "once")
 """What calibration multiplies. `rows` is seconds of the host per row of a decoding step, `once` seconds per step:

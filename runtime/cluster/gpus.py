@@ -20,6 +20,7 @@ Shares of them that programs reach (`Efficiency`), and time of the host (`Engine
 - step_ms: scheduling takes 29 % and the GPU 38 % of vLLM 0.5's time for an 8B model on an H100 (vLLM's blog,
   2024-09-05), whose step takes 5.1 ms of the GPU (batch 1, CUDA graphs): 4 ms. row_us: its processing of outputs took
   8.7 % of a step of 70B on four H100 (same place): about 2 ms of some 200 rows.
+- experts_ms: what brings the median of Megatron-Bridge's mixtures to what they took; they differ by a factor of three.
 - eager_us: 8.4 ms eager and 5.1 ms with CUDA graphs for that step; 5 µs an operation.
 - Grace: GH200 is bound by its host up to four times the batch of x86 with H100 (arXiv 2504.11750): twice the time.
 - stage_s: NeMo-RL's "buffer_sampling", "logprob_inference_prep" and "training_prep" took 1.4, 1.3 and 1.1 s (its pull
@@ -56,7 +57,7 @@ class Engine(BaseModel):
 
     A step of decoding waits `step_ms` for the host (what came, who is next, the inputs), and `row_us` more for each
     row. An `eager` engine launches each operation, `eager_us` apart, and trains without fused kernels; another one
-    replays a CUDA graph. Seconds:
+    replays a CUDA graph. Training waits `experts_ms` in each layer with experts, forward, for the rows of each. Seconds:
     `stage_s` before each pass and each update (its inputs are collected, cut and handed out), `swap_s` for a generator
     to change to new weights, `switch_s` to hand shared GPUs from training to decoding and back, beside what is copied.
     """
@@ -67,6 +68,7 @@ class Engine(BaseModel):
     step_ms: float = Field(default=4.0, ge=0)
     row_us: float = Field(default=10.0, ge=0)
     eager_us: float = Field(default=5.0, ge=0)
+    experts_ms: float = Field(default=1.0, ge=0)
     stage_s: float = Field(default=1.2, ge=0)
     swap_s: float = Field(default=0.1, ge=0)
     switch_s: float = Field(default=2.0, ge=0)

@@ -253,6 +253,8 @@ class Trainer:
             "elementwise": elements,
             "logits": logits,
             "launches": max(0.0, launches - busy),
+            # The host cannot launch ahead: it waits for the number of rows of each expert.
+            "routing": stage.moe_layers * both * gpu.engine.experts_ms * 1e-3,
         }
 
     def _tensor_s(self, tokens: float, backward: bool) -> float:

@@ -169,6 +169,8 @@ def test_experts_over_ranks_save_gathers_and_memory_and_cost_exchanges() -> None
     assert (alone.local, spread.local) == pytest.approx((dense + experts, dense + experts / 8))
     assert spread.update(BATCH).parts["ep"] > 0
     assert "ep" not in alone.update(BATCH).parts
+    # The host waits once for each micro-batch in each layer: forward, repeated, and twice backward.
+    assert spread.update(BATCH).parts["routing"] == pytest.approx(4 * 48 * 8 * H100.engine.experts_ms * 1e-3)
     assert spread.update(BATCH).parts["products"] == alone.update(BATCH).parts["products"]
     before, after = (trainer_memory(each).parts for each in (alone, spread))
     assert after["unsharded blocks"] < before["unsharded blocks"] / 4
