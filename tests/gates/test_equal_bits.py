@@ -130,7 +130,8 @@ def test_the_program_aipo_itself(tmp_path: Path) -> None:
         context = Context(seed=seed, data="arithmetic", max_tokens=6, batch=4, updates=2, slots=64)
         return aipo_loop(context, math_answer, samples=32, lr=LR)
 
-    loops = ((seed, loop(seed)) for seed in range(30))
+    # On the machines that were tried it is 9.
+    loops = ((seed, loop(seed)) for seed in (9, *range(30)))
     moved = ((seed, s) for seed, s in loops if any(not torch.equal(s[0][name], s[-1][name]) for name in s[0]))
     seed, states = next(moved)
     used = model_flags(updates=2, batch=4, slots=64, seed=seed)

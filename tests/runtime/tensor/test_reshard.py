@@ -453,7 +453,7 @@ def test_405b_between_512_and_512_ranks_is_balanced_and_small() -> None:
         (("dp_replicate", 8), ("fsdp", 8), ("tp", 8)),
         (("tp", 8), ("fsdp", 16), ("dp_replicate", 4)),
         (("dp_replicate", 3), ("fsdp", 21), ("tp", 4)),
-        (("dp_replicate", 16), ("tp", 32)),
+        pytest.param((("dp_replicate", 16), ("tp", 32)), marks=pytest.mark.slow),
     ],
 )
 def test_405b_with_replicated_trainers_is_balanced(axes: tuple[tuple[str, int], ...]) -> None:
