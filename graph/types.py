@@ -155,9 +155,10 @@ class LoraPolicy(Policy):
     """A policy that learns low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) of weights that never change. The
     adapters alone are sent, saved and exported. The program's options NAME_rank, NAME_alpha and NAME_targets say which
     ones, where NAME is the argument's name; else the flag `--lora` and its like, which make any policy such a one; else
-    their rank is 16."""
+    their rank is `rank`."""
 
     maker: ClassVar[str] = "penstock.nodes.policy:make_lora_policy"
+    rank: ClassVar[int] = 16
 
 
 class Reference(Policy):

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from penstock.graph import opens, requires
 from penstock.graph.protocols import Carried
-from penstock.graph.types import Context, FrozenModel, Policy, Reference, Rollouts
+from penstock.graph.types import Context, FrozenModel, LoraPolicy, Policy, Reference, Rollouts
 from penstock.nodes.learn.batching import MicroBatches
 from penstock.nodes.model import Llama
 from penstock.nodes.open_model import (
@@ -18,9 +18,6 @@ from penstock.nodes.open_model import (
 )
 from penstock.nodes.tokenizer import Tokenizer
 from penstock.nodes.trainable import Frozen, Learner, SequenceModel, expect
-
-# Of a `LoraPolicy` of which nothing says a rank.
-LORA_RANK = 16
 
 
 class LanguageModel(SequenceModel[Llama]):
@@ -81,11 +78,11 @@ def make_policy(context: Context) -> Carried:
     return LanguagePolicy(*open_learning(context), context)
 
 
-@opens(lambda context: run_spec(context, lora_of(context, LORA_RANK)), base=True, lora=True)
-@requires(lambda context: require_policy(context, LORA_RANK))
+@opens(lambda context: run_spec(context, lora_of(context, LoraPolicy.rank)), base=True, lora=True)
+@requires(lambda context: require_policy(context, LoraPolicy.rank))
 def make_lora_policy(context: Context) -> Carried:
     """The same, with adapters of rank 16 if neither flags nor options of the program say another one."""
-    return LanguagePolicy(*open_learning(context, LORA_RANK), context)
+    return LanguagePolicy(*open_learning(context, LoraPolicy.rank), context)
 
 
 @opens(run_spec, base=True)

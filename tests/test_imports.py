@@ -15,6 +15,7 @@ ORDER = ("graph", "cluster", "record", "tensor", "schedule", "control", "report"
 """The runtime's packages, each of which imports only those before it. `graph` is below all of them."""
 NODES_IN_STRINGS = {
     "runtime/cli/doctor.py",  # starts the sandbox's own test, and what measures, as processes
+    "runtime/cli/export.py",  # starts what adds adapters to their base, as a process
 }
 """Files of the runtime that name a module of the nodes in a string."""
 PRIVATE_FILES = set(

@@ -77,7 +77,7 @@ def digest(folder: str | Path) -> str:
             return hashlib.file_digest(file, "sha256").digest()
 
     with ThreadPoolExecutor(8) as threads:  # hashing leaves Python to other threads
-        every = threads.map(of, _paths(Path(folder)))
+        every = threads.map(of, weight_files(Path(folder)))
         return hashlib.sha256(b"".join([repr(read_config(folder)).encode(), *every])).hexdigest()
 
 
@@ -108,8 +108,8 @@ def load_model(
         raise ModelError(f"{folder}: given adapters of {saved}, needed those that are asked for: {lora}")
     merges = saved is not None and issubclass(kind, Scorer)
     model = kind(read_config(folder), torch_dtype(dtype), device, lora=None if merges else saved or lora, unread=unread)
-    pieces = _pieces(_paths(base))
-    adapters = {} if saved is None else _saved_adapters(Path(folder), saved)
+    pieces = _pieces(weight_files(base))
+    adapters = {} if saved is None else saved_adapters(Path(folder), saved)
     parameters = dict(model.named_parameters())
     own = ({HEAD} if new_head else set()) | {name for name in parameters if is_adapter(name)}
     read = {name: parameter for name, parameter in parameters.items() if name not in own}
@@ -178,7 +178,7 @@ def save_adapters(lora: Lora, tensors: Mapping[str, Tensor], base: str, folder: 
     save_file({PEFT + name: tensor for name, tensor in tensors.items()}, folder / ADAPTERS, metadata={"format": "pt"})
 
 
-def _saved_adapters(folder: Path, lora: Lora) -> dict[str, Tensor]:
+def saved_adapters(folder: Path, lora: Lora) -> dict[str, Tensor]:
     """By the names of a model's parameters. Raises ModelError for adapters of another model, or of another rank."""
     path = folder / ADAPTERS
     if not path.is_file():
@@ -214,7 +214,7 @@ def _listed(names: list[str]) -> str:
     return f"{shown} {'is' if len(names) == 1 else 'are'}"
 
 
-def _paths(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The files of weights of a model directory."""
     if (folder / INDEX).exists():
         files = read_json(folder / INDEX).get("weight_map")

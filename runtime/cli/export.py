@@ -24,7 +24,7 @@ from penstock.runtime.record.errors import disk_fault, visible
 from penstock.runtime.record.folder import RunFolder, absolute
 
 # What runs in a process of its own, which imports torch.
-CHILD = "penstock.runtime.tensor.dcp"
+CHILD, MERGE = "penstock.runtime.tensor.dcp", "penstock.nodes.model.merge"
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,15 @@ class ExportFlags(Output, FolderFlags):
 
     The directory of Hugging Face needs no export: it is in each checkpoint (checkpoints/NUMBER/policy). The format dcp
     is torch's own, which pickles: Penstock writes it here, and never reads it. dcp-safetensors has no pickle
-    (HuggingFaceStorageReader).
+    (HuggingFaceStorageReader). merged is for policies with adapters, of which checkpoints have peft's directory: that
+    of Hugging Face, with the adapters added to the base's weights.
 
     Example:
       penstock export runs/aipo-20250304-050607 --to dcp --out /data/step-150"""
 
     out: Annotated[str, Shown("DIR")]
     """Where it goes: a new or empty folder."""
-    to: Literal["dcp", "dcp-safetensors"] = "dcp"
+    to: Literal["dcp", "dcp-safetensors", "merged"] = "dcp"
     """The format."""
     value: str = "policy"
     """The carried value."""
@@ -63,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
     # A fresh folder, which gets its name when it is whole.
     fresh = out.with_name(f".{out.name}.{os.getpid()}.part")
     command = [sys.executable, "-m", CHILD, saved.folder, pools[0].replicas[0].name, flags.value, flags.to, fresh]
+    if flags.to == "merged":
+        command = [sys.executable, "-m", MERGE, saved.folder / flags.value, fresh]
     try:
         fresh.mkdir(parents=True)
         with in_use(saved):

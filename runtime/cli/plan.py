@@ -22,7 +22,7 @@ from penstock.runtime.plan.calibrate import CalibrationError, calibrate
 from penstock.runtime.plan.confidence import NOT_CALIBRATED, Confidence
 from penstock.runtime.plan.model_shape import ShapeError, read_shape
 from penstock.runtime.plan.planner import Alternative, Planned, PoolPlan, plan
-from penstock.runtime.plan.roles import KEPT, roles_of, work_of
+from penstock.runtime.plan.roles import KEPT, roles_of, with_adapters, work_of
 from penstock.runtime.plan.run_plan import KEY as RUN
 from penstock.runtime.plan.run_plan import RunPlan, run_plan
 from penstock.runtime.plan.workload import LengthError, Workload, given_lengths
@@ -90,8 +90,9 @@ def workload(graph: Graph, flags: Planning, batch: int) -> Workload:
     kept = KEPT if flags.kept is None else flags.kept
     if not 0 < kept <= 1:
         raise CommandError(f"--kept: given {kept:g}, needed a share above 0, 1 at most", 2)
+    shape = with_adapters(read_shape(flags.model), graph, roles.cycle[0], flags.lora, flags.lora_targets)
     return work_of(
-        graph, roles, read_shape(flags.model), batch, given_lengths(flags.lengths, flags.max_tokens), flags.max_tokens,
+        graph, roles, shape, batch, given_lengths(flags.lengths, flags.max_tokens), flags.max_tokens,
         prompt_tokens=flags.prompt_tokens, micro_tokens=flags.micro_tokens, environment_s=flags.environment_s,
         kept=kept,
     )  # fmt: skip

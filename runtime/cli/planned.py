@@ -55,7 +55,8 @@ def chosen(traced: Traced, cluster: Cluster) -> Chosen:
     gpus = any(host.accelerators for host in cluster.hosts)
     model = Path(flags.model)
     # A small model needs no plan, and neither does a run in one process.
-    small = not traced.base or flags.model in ("", NEW) or not (model / "config.json").is_file()
+    unknown = not any((model / name).is_file() for name in ("config.json", "adapter_config.json"))
+    small = not traced.base or flags.model in ("", NEW) or unknown
     if flags.plan == NO_PLAN or small or not gpus or flags.device == "cpu" or flags.in_process:
         return Chosen(traced)
     # With numpy and the cost model, which a run on CPUs can do without.

@@ -238,7 +238,7 @@ def _sha256(path: Path) -> str:
 
 def _changed_files(flags: RunOptions, digests: Mapping[str, str]) -> Iterator[str]:
     model, same = Path(flags.model), "needed the one that the run began with"
-    if flags.model and not (model / "config.json").is_file():
+    if flags.model and not any((model / name).is_file() for name in ("config.json", "adapter_config.json")):
         given = "a folder without config.json" if model.is_dir() else "no folder there"
         yield f"  the model {model}: given {given}, {same}"
     for data in dict.fromkeys((flags.data, flags.eval_data)):

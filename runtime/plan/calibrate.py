@@ -29,7 +29,7 @@ from penstock.runtime.cluster.gpus import Efficiency, Engine, Gpu, Precision
 from penstock.runtime.cluster.placement import Plan
 from penstock.runtime.plan.decode_cost import Generator
 from penstock.runtime.plan.model_shape import Parallel, read_shape
-from penstock.runtime.plan.roles import roles_of
+from penstock.runtime.plan.roles import roles_of, with_adapters
 from penstock.runtime.plan.sync_cost import sync_cost, traffic
 from penstock.runtime.plan.train_cost import PackedBatch, Trainer, packed
 from penstock.runtime.plan.workload import IntArray, halved, of_run
@@ -149,6 +149,7 @@ def calibrate(folder: Path, cluster: Cluster, prompt_tokens: int) -> Calibration
     if stage is None:
         raise CalibrationError(f"{where}: given a run that has not trained, needed updates")
     roles, flags = roles_of(stage.origin.graph), facts.config.flags
+    shape = with_adapters(shape, stage.origin.graph, roles.cycle[0], flags.lora, flags.lora_targets)
     gpu = next(g for host in cluster.hosts if host.gpu == kind and (g := cluster.gpu_of(host)))
     meshes = {pool.name: Parallel(**dict(pool.replicas[0].mesh)) for pool in stage.origin.plan.pools}
     precision: Precision = "fp32" if flags.dtype == "float32" else "bf16"

@@ -393,7 +393,8 @@ class LayoutCandidates:
 
     def trainers(self, nodes: NodeGroup, gpus: int, colocated: Models) -> FastestFirst:
         """Those that fit with the models that are colocated with the policy, the fastest first."""
-        passes, learners = colocated.count + self.models.rereads, 1 + colocated.critics
+        critics = colocated.critics
+        passes, learners = colocated.count + self.models.rereads, 1 + critics
 
         def made(cut: TrainerFamily) -> Iterator[Training]:
             for trainer in cut.layouts():
@@ -405,7 +406,8 @@ class LayoutCandidates:
                 passed = trainer.passed(self._whole) if passes else Cost()
                 own = steps + passed * self.models.rereads if self.models.rereads else steps
                 own = own + trainer.followed() * self.models.followed if self.models.followed else own
-                yield Training(trainer, own, passed * colocated.count, steps * colocated.critics, memory)
+                learns = trainer.all_learning().steps(self._minibatches, self.work.epochs) if critics else Cost()
+                yield Training(trainer, own, passed * colocated.count, learns * critics, memory)
 
         cuts = self.cuts(nodes, gpus, self.pins.trainer)
         found = FastestFirst((cut.passed_s * passes + cut.steps_s * learners, partial(made, cut)) for cut in cuts)
@@ -426,7 +428,7 @@ class LayoutCandidates:
             # What is kept by now may beat a whole family, which then is not made at all.
             if beaten(cut.passed_s * models.count, cut.steps_s * models.critics):
                 return
-            for trainer in cut.layouts():
+            for trainer in (each.all_learning() for each in cut.layouts()):
                 passing = trainer if models.critics else replace(trainer, frozen=True)
                 memory = trainer_memory(passing)
                 if models.count > 1:

@@ -24,7 +24,15 @@ import numpy as np
 from penstock.runtime.cluster.gpus import BYTES, Gpu, Precision
 from penstock.runtime.plan.collectives import Cost, reduce_s, send_s
 from penstock.runtime.plan.model_shape import Parallel, Shape, stages_of
-from penstock.runtime.plan.train_cost import RESERVED, Memory, attention_flops, cache_bytes, elementwise_bytes, weighted
+from penstock.runtime.plan.train_cost import (
+    ADAPTER_KERNELS,
+    RESERVED,
+    Memory,
+    attention_flops,
+    cache_bytes,
+    elementwise_bytes,
+    weighted,
+)
 from penstock.runtime.plan.workload import FloatArray, IntArray, Workload
 
 
@@ -296,6 +304,7 @@ class Generator:
             },
         )
         routed = shape.moe_layers * EXPERT_KERNELS + (shape.layers * LATENT_KERNELS if shape.latent else 0)
+        routed += shape.layers * ADAPTER_KERNELS * len(shape.lora.targets) if shape.lora is not None else 0
         if engine.eager:
             # The host launches ahead of the GPU. The cache is left out, so that a step stays linear in the context.
             host = (shape.layers * EAGER_KERNELS + routed) * engine.eager_us * 1e-6
@@ -326,9 +335,12 @@ def generator_memory(generator: Generator, context: float, copies: int = 2) -> M
     weights one is in use while the next version arrives."""
     shape, mesh = generator.shape, generator.mesh
     fullest = max(stage.parameters for stage in stages_of(shape, mesh.pp))
+    weights = fullest / mesh.tp * BYTES[generator.precision]
+    # Of adapters alone a next version arrives.
+    weights = weights * copies if shape.lora is None else weights + shape.layers * shape.adapted(mesh.tp) * 2 * copies
     return Memory(
         {
-            "weights": fullest / mesh.tp * BYTES[generator.precision] * copies,
+            "weights": weights,
             "cache": cache_bytes(shape, mesh.tp, mesh.pp) * generator.slots * context,
             "activations": generator.slots * shape.hidden * 2 * 8.0,
             "logits": generator.slots * shape.vocab * 6.0 / mesh.tp,

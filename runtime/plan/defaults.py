@@ -15,7 +15,7 @@ from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.plan.candidates import Pins
 from penstock.runtime.plan.model_shape import Shape
 from penstock.runtime.plan.planner import Planned, PoolPlan, plan
-from penstock.runtime.plan.roles import PlanError, roles_of, work_of
+from penstock.runtime.plan.roles import PlanError, roles_of, with_adapters, work_of
 from penstock.runtime.plan.run_plan import RunPlan, run_plan
 from penstock.runtime.plan.workload import given_lengths
 
@@ -59,6 +59,7 @@ def planned_run(
         hosts = [host.model_copy(update={"devices": own}) for host in cluster.hosts if own[0] in host.accelerators]
         cluster = cluster.model_copy(update={"hosts": tuple(hosts) or cluster.hosts})
     roles = roles_of(graphs[0])
+    shape = with_adapters(shape, graphs[0], roles.cycle[0], options.lora, options.lora_targets)
     work = work_of(graphs[0], roles, shape, options.batch, given_lengths("", options.max_tokens), options.max_tokens)
     pins = Pins(
         slots=options.slots if "slots" in typed else None,

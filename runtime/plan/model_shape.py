@@ -8,8 +8,8 @@ Qwen and DeepSeek families: read from the `config.json` of a model directory, or
 tensor parallelism stays within a machine where it can.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +19,9 @@ from pydantic import Field
 from penstock.graph.protocols import Axes, stage_of_layer
 from penstock.runtime.cluster.cluster import nearest
 from penstock.runtime.record.typed_json import parse_json
+
+# The maps that tensor parallelism cuts by what goes in.
+NARROWING = ("o_proj", "down_proj")
 
 
 class ShapeError(ValueError):
@@ -37,10 +40,19 @@ class Latent:
     value_dim: int
 
 
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """Low-rank adapters (LoRA) of a rank, of the linear maps of each layer with these names."""
+
+    rank: int
+    targets: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Shape:
     """Sizes of a decoder. A layer's MLP has width `inner`; with `experts`, all but the first `dense_layers` have that
-    many of width `expert_inner`, `active` of which a token uses, and always `shared` more."""
+    many of width `expert_inner`, `active` of which a token uses, and always `shared` more. With `lora`, adapters alone
+    learn and are sent; parameters are those of the base."""
 
     name: str
     vocab: int
@@ -57,6 +69,40 @@ class Shape:
     shared: int = 0
     dense_layers: int = 0
     latent: Latent | None = None
+    lora: Adapters | None = None
+
+    @cached_property
+    def maps(self) -> dict[str, tuple[int, int]]:
+        """(in, out) of a layer's linear maps that may have adapters."""
+        keys = self.kv_heads * self.head_dim
+        return {
+            "q_proj": (self.hidden, self.qk_width),
+            "k_proj": (self.hidden, keys),
+            "v_proj": (self.hidden, keys),
+            "o_proj": (self.qk_width, self.hidden),
+            "gate_proj": (self.hidden, self.inner),
+            "up_proj": (self.hidden, self.inner),
+            "down_proj": (self.inner, self.hidden),
+        }
+
+    def adapted(self, tp: int = 1) -> float:
+        """Parameters of one layer's adapters on a rank: `tp` cuts one of the two matrices of each, that on the side
+        that it cuts of the map."""
+        if self.lora is None:
+            return 0.0
+        sides = ((self.maps[name], name in NARROWING) for name in self.lora.targets)
+        return float(sum(self.lora.rank * (a / tp + b if narrows else a + b / tp) for (a, b), narrows in sides))
+
+    def with_lora(self, rank: int, targets: Sequence[str] = ()) -> "Shape":
+        """The same with adapters; with rank 0 as it is. Raises ShapeError for a target that there is not, and for
+        models of which no map is told apart."""
+        if not rank:
+            return self
+        if unknown := [name for name in targets if name not in self.maps]:
+            raise ShapeError(f"--lora-targets: given {unknown[0]!r}, needed some of {', '.join(self.maps)}")
+        if self.experts or self.latent is not None:
+            raise ShapeError(f"--lora: given {self.name}, needed a dense model without latent attention")
+        return replace(self, lora=Adapters(rank, tuple(name for name in self.maps if name in (targets or self.maps))))
 
     @cached_property
     def moe_layers(self) -> int:
@@ -151,10 +197,19 @@ def stages_of(shape: Shape, count: int) -> tuple[Stage, ...]:
 
 
 def read_shape(given: str) -> Shape:
-    """A model directory, its `config.json`, or a name of `SHAPES`. Raises ShapeError, with what is needed."""
+    """A model directory, its `config.json`, or a name of `SHAPES`; of a directory of adapters, the base with these.
+    Raises ShapeError, with what is needed."""
     if given in SHAPES:
         return SHAPES[given]
     path = Path(given)
+    if (adapters := path / "adapter_config.json").is_file():
+        try:
+            said = parse_json(adapters.read_bytes(), str(adapters))
+            base, targets = str(said["base_model_name_or_path"]), said["target_modules"]
+            named = () if targets == "all-linear" else {str(name).rpartition(".")[2] for name in targets}
+            return read_shape(base).with_lora(int(said["r"]), tuple(named))
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ShapeError(f"{adapters}: {error}; needed what peft writes") from error
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         needed = f"a model directory with a config.json, or a shape; {nearest(given, SHAPES)}"

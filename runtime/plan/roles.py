@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from penstock.graph.ir import Argument, Graph, Node
-from penstock.graph.types import MAX_PROMPT
+from penstock.graph.types import MAX_PROMPT, LoraPolicy
 from penstock.runtime.cluster.placement import decodes, samples_of
 from penstock.runtime.plan.model_shape import Shape
 from penstock.runtime.plan.workload import Lengths, Workload
@@ -223,6 +223,21 @@ def work_of(
         roles.buffer.adds(prompts) if roles.buffer else 0,
         int(dict(graph.options).get("max_prompt", MAX_PROMPT)) + max_tokens,
     )
+
+
+def with_adapters(shape: Shape, graph: Graph, name: str, rank: int, targets: Sequence[str]) -> Shape:
+    """The shape with the adapters that the carried value `name` learns, if it is a policy: those that the program's
+    options say, or else these, or else those of its type or of the shape. Raises ShapeError for such as cannot be."""
+    argument = graph.argument(name)
+    kinds = (argument.type, *dict(graph.types).get(argument.type, ())) if argument is not None else ()
+    if not any(kind.endswith(":Policy") for kind in kinds):
+        return replace(shape, lora=None)
+    options = dict(graph.options)
+    own = options.get(f"{name}_rank") or rank
+    if not own and shape.lora is None and any(kind.endswith(":LoraPolicy") for kind in kinds):
+        own = LoraPolicy.rank
+    said = options.get(f"{name}_targets") or targets
+    return shape.with_lora(own if isinstance(own, int) else 0, said if isinstance(said, list | tuple) else ())
 
 
 def trained_rollouts(graph: Graph) -> set[str]:

@@ -136,7 +136,8 @@ class RunPlan:
             needed = f"--model DIR, of the shape of {self.model.name}"
             yield Fault("plan-model", "the model", "a small one, which is built where none is given", needed)
             return
-        names = [each.name for each in fields(Shape) if each.name != "name"]
+        # Adapters are among the options.
+        names = [each.name for each in fields(Shape) if each.name not in ("name", "lora")]
         if others := [name for name in names if getattr(model, name) != getattr(self.model, name)]:
             given = ", ".join(f"{name} {getattr(model, name)}" for name in others)
             needed = ", ".join(f"{name} {getattr(self.model, name)}" for name in others)
@@ -238,6 +239,7 @@ def run_plan(
         "recompute": "layer" if best.training.trainer.recompute else "none",
         "offload": "on" if best.offloads else "off",
         **({"tp_over_hosts": True} if best.tp_over_hosts else {}),
+        **({"lora": lora.rank, "lora_targets": list(lora.targets)} if (lora := found.work.shape.lora) else {}),
     }
     lag = SHARED_LAG if best.split.shared and found.lag > SHARED_LAG and not found.pins.overlaps else None
     made = RunPlan(program, found.work.shape, roles_facts(found.roles), options, words, lag, source, cluster, plan)

@@ -10,7 +10,7 @@ The resharding plan is of a decoder's logical tensors, cut as those of the model
 any shape.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 
@@ -66,8 +66,25 @@ def layer_tensors(shape: Shape, *, dense: bool) -> Table:
     return {**found, **dict.fromkeys(norms, ((hidden,), None))}
 
 
+def adapter_tensors(shape: Shape) -> Table:
+    """Of one layer's adapters: one of the two matrices is cut as the map is."""
+    found: Table = {}
+    for name, (_, rule) in layer_tensors(replace(shape, lora=None), dense=True).items():
+        target = name.split(".")[1]
+        if shape.lora is not None and target in shape.lora.targets and rule is not None:
+            given, made = shape.maps[target]
+            own: tuple[Rule, Rule] = (None, rule) if rule[0] == 0 else (rule, None)
+            place = name.removesuffix("weight")
+            found[f"{place}lora_A.weight"] = (shape.lora.rank, given), own[0]
+            found[f"{place}lora_B.weight"] = (made, shape.lora.rank), own[1]
+    return found
+
+
 def tensors(shape: Shape) -> Table:
-    """Of the whole model."""
+    """Of what travels: the whole model, or its adapters alone."""
+    if shape.lora is not None:
+        own = adapter_tensors(shape)
+        return {f"model.layers.{layer}.{name}": what for layer in range(shape.layers) for name, what in own.items()}
     found: Table = {"model.embed_tokens.weight": ((shape.vocab, shape.hidden), (0, 0))}
     for layer in range(shape.layers):
         own = layer_tensors(shape, dense=not shape.experts or layer < shape.dense_layers)
@@ -87,7 +104,7 @@ def stages(shape: Shape, count: int) -> dict[str, tuple[int, ...]]:
         else:
             found[name] = (0,) if "embed" in name and not shape.tied else (count - 1,)
     # A tied embedding is the head, too: both ends of the pipeline hold it.
-    if shape.tied:
+    if shape.tied and shape.lora is None:
         found["model.embed_tokens.weight"] = tuple(sorted({0, count - 1}))
     return found
 

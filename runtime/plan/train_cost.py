@@ -18,7 +18,7 @@ layer's input, 2 · s · b · h / t (Korthikanti et al., 2022, section 4; the sh
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 from typing import NamedTuple
@@ -76,6 +76,8 @@ def linear_widths(shape: Shape) -> float:
 QUANTISE_BYTES = 6.0
 # Launches of a layer, forward: products, norms, rotary embedding, attention, activation, copies. Backward: twice.
 KERNELS = 24
+# The same of an adapter: two products, the scale and the sum.
+ADAPTER_KERNELS = 4
 # How often eager operations read and write what fused kernels do once: counted of this project's own layer, 8B wide.
 EAGER_PASSES = 1.5
 # Read and written per parameter: gradient, master weight and two moments in float32 read; all but the gradient written,
@@ -107,8 +109,9 @@ class Trainer:
     """A replica that trains. `micro_tokens`: the most tokens of a micro-batch. `recompute` is the share of the forward
     pass that the backward one repeats (0 to 1).
 
-    `frozen`: no gradients of the weights, which a pass alone does not need. `zero3`: weights are gathered for each
-    micro-batch and their gradients reduced (FSDP); else once a step (ZeRO-1, Megatron's distributed optimizer).
+    `frozen`: no gradients of the weights, which a pass alone does not need. Adapters (`Shape.lora`) alone have
+    gradients, masters and moments where there are some. `zero3`: weights are gathered for each micro-batch and their
+    gradients reduced (FSDP); else once a step (ZeRO-1, Megatron's distributed optimizer).
 
     `ep`: over how many neighbours of a stage the experts of a layer are dealt out, so that tokens travel to them;
     `cp`: over how many ranks of `fsdp` each sequence is cut (ring attention, Liu et al., 2023). No run has either.
@@ -151,7 +154,22 @@ class Trainer:
     @cached_property
     def shard(self) -> float:
         """Parameters whose moments a rank keeps."""
-        return max(stage.parameters for stage in self.stages) / self.mesh.tp / self.mesh.fsdp
+        return max(map(self.learnt, self.stages)) / self.mesh.fsdp
+
+    def learnt(self, stage: Stage) -> float:
+        """Parameters of a rank of a stage that learn, before `fsdp` shards them."""
+        if self.shape.lora is not None:
+            return stage.layers * self.shape.adapted(self.mesh.tp)
+        return stage.parameters / self.mesh.tp
+
+    def all_learning(self) -> "Trainer":
+        """The same of a model like the policy's of which all weights learn, as a critic's do."""
+        return replace(self, shape=replace(self.shape, lora=None)) if self.shape.lora is not None else self
+
+    @property
+    def weights_fixed(self) -> bool:
+        """Have the matrices that a token is multiplied with no gradients?"""
+        return self.frozen or self.shape.lora is not None
 
     @property
     def layers(self) -> int:
@@ -228,11 +246,12 @@ class Trainer:
         shape, gpu, mesh, stage = self.shape, self.gpu, self.mesh, self.slowest
         share = stage.layers / shape.layers
         again = self.recompute if backward else 0.0
-        passes = 1.0 + again + ((1.0 if self.frozen else 2.0) if backward else 0.0)
+        passes = 1.0 + again + ((1.0 if self.weights_fixed else 2.0) if backward else 0.0)
         both = 1.0 + again + 2.0 * backward
         reads = self.local * BYTES[self.precision] * passes / gpu.bandwidth
         slower = weighted(shape, gpu) / shape.active_parameters
         products = 2.0 * stage.active * slower * tokens / mesh.tp * passes / gpu.flops(self.precision)
+        products += 2.0 * stage.layers * shape.adapted(mesh.tp) * tokens * both / gpu.flops(self.precision)
         # Gradients of attention need both factors even if no weight does, and its kernels repeat half of the forward.
         attention = attention_flops(shape, squares) * share / mesh.tp * (both + 0.5 * backward) / gpu.attention_flops
         elements = elementwise_bytes(shape, mesh.tp) * share * tokens * both / gpu.bandwidth
@@ -245,7 +264,8 @@ class Trainer:
         logits = stage.head * tokens / mesh.tp * shape.vocab * LOGIT_BYTES * (1 + backward) / gpu.bandwidth
         busy = max(products, reads) + attention + elements + logits
         # The host launches kernels ahead of the GPU: only what takes longer than all of their work counts.
-        launches = KERNELS * self.layers * both * gpu.launch_s
+        kernels = KERNELS + (ADAPTER_KERNELS * len(shape.lora.targets) if shape.lora is not None else 0)
+        launches = kernels * self.layers * both * gpu.launch_s
         return {
             "products": products,
             "reading weights": max(0.0, reads - products),
@@ -269,7 +289,7 @@ class Trainer:
         parts = dict(alone.parts)
         if self.zero3:
             # All weights of a stage are gathered for forward and again for backward, and their gradients reduced.
-            times = (2 if self.frozen else 3) if backward else 1
+            times = (2 if self.weights_fixed else 3) if backward else 1
             each = gather_s(self.gpu, self.local * 2 / self.layers, self.mesh.fsdp, self.mesh.tp)
             parts["fsdp"] = max(0.0, times * self.layers * each - alone.seconds)
         # Stages wait for the first micro-batch to come and for the last one to return.
@@ -283,7 +303,8 @@ class Trainer:
         if self.frozen:
             return Cost()
         # With ZeRO-3 weights travel with each micro-batch instead (`_pipeline`).
-        once = 0.0 if self.zero3 else gather_s(gpu, self.local * 2, mesh.fsdp, mesh.tp)
+        whole = self.local if self.shape.lora is None else self.shard * mesh.fsdp
+        once = 0.0 if self.zero3 else gather_s(gpu, whole * 2, mesh.fsdp, mesh.tp)
         copies = reduce_s(gpu, self.shard * 2, mesh.dp, mesh.tp * mesh.fsdp)
         return Cost({"optimizer": self.shard * OPTIMIZER_BYTES / gpu.bandwidth, "dp": copies, "fsdp": once})
 
@@ -331,16 +352,18 @@ def trainer_memory(trainer: Trainer, copies: int = 0) -> Memory:
 def _stage_memory(trainer: Trainer, copies: int, stage: Stage, in_flight: int) -> Memory:
     """Of a rank of one stage, with activations of so many micro-batches."""
     shape, mesh = trainer.shape, trainer.mesh
-    local, shard = trainer.held(stage), stage.parameters / mesh.tp / mesh.fsdp
+    local, learnt = trainer.held(stage), trainer.learnt(stage)
+    shard = learnt / mesh.fsdp
     # ZeRO-1 shards the optimizer's state alone: weights and gradients stay whole.
-    kept = shard if trainer.zero3 else local
+    kept = stage.parameters / mesh.tp / mesh.fsdp if trainer.zero3 else local
+    with_gradients = kept if shape.lora is None else shard if trainer.zero3 else learnt
     own = 0.0 if trainer.frozen else 1.0
     tokens = trainer.micro_tokens / mesh.tp / trainer.cp
     # A pass that no backward one follows keeps no inputs of layers.
     per_token = (34.0 * (1 - trainer.recompute) + 2.0 * own * trainer.recompute) * shape.hidden
     parts = {
         "weights": 2 * kept,
-        "gradients": 4 * kept * own,
+        "gradients": 4 * with_gradients * own,
         "moments": 12 * shard * own,
         "copies": (2 * kept + 4 * shard) * copies,
         # A layer that is being repeated has all of its own.
@@ -356,7 +379,7 @@ def _stage_memory(trainer: Trainer, copies: int, stage: Stage, in_flight: int) -
 
 def beside_memory(trainer: Trainer, models: Models) -> Memory:
     """Of models that are cut as the trainer's: weights of those that never change, all that a critic needs to learn."""
-    own = trainer_memory(trainer).parts
+    own = trainer_memory(trainer.all_learning()).parts
     # A critic has no activations of its own: it works when the policy does not.
     critics = {f"critic {name}": own[name] * models.critics for name in ("weights", "gradients", "moments")}
     frozen = {"frozen model": own["weights"] * models.frozen} if models.frozen else {}

@@ -22,7 +22,7 @@ from penstock.runtime.plan.candidates import DEDICATED, SHARED, micro_tokens
 from penstock.runtime.plan.decode_cost import Generator, generator_memory
 from penstock.runtime.plan.infeasible import NO_FIT
 from penstock.runtime.plan.model_shape import Parallel, ShapeError, read_shape
-from penstock.runtime.plan.roles import Models, is_copy, is_model
+from penstock.runtime.plan.roles import Models, is_copy, is_model, with_adapters
 from penstock.runtime.plan.train_cost import Memory, Trainer, beside_memory, trainer_memory
 
 # Of a model whose gradients a run computes: more tokens than these make a step no faster.
@@ -109,7 +109,7 @@ def _places(config: RunConfig, cluster: Cluster) -> Iterator[Place]:
         shape = read_shape(config.flags.model)
     except ShapeError:
         return  # the run says itself what it lacks
-    graph = config.graph
+    graph, flags = config.graph, config.flags
     models = {argument.name for argument in graph.carried if is_model(graph, argument)}
     copies = {argument.name for argument in graph.carried if is_copy(argument)}
     learning = {name for name in models - copies if graph.producer(name)}
@@ -117,7 +117,10 @@ def _places(config: RunConfig, cluster: Cluster) -> Iterator[Place]:
         held, (replica, *_) = models.intersection(pool.holds), pool.replicas
         if not held & learning or (gpu := _gpu(replica, cluster)) is None:
             continue
-        trainer = Trainer(shape, gpu, _parallel(replica), zero3=dict(replica.mesh).get("fsdp", 1) > 1)
+        # A critic beside a policy learns all of its weights (`beside_memory`).
+        policies = [with_adapters(shape, graph, name, flags.lora, flags.lora_targets) for name in held & learning]
+        own_shape = next((each for each in policies if each.lora is not None), replace(shape, lora=None))
+        trainer = Trainer(own_shape, gpu, _parallel(replica), zero3=dict(replica.mesh).get("fsdp", 1) > 1)
         colocated = Models(len(held - learning - copies), len(held & learning) - 1)
         where = (replica.ranks[0].host, replica.ranks[0].device)
         others = [each for each in config.plan.pools if each is not pool and where in each.places]

@@ -19,6 +19,7 @@ from penstock.nodes.learn.update import policy_update
 from penstock.nodes.model import Llama, Lora, ModelError, Scorer, load_model
 from penstock.nodes.open_model import lora_of, run_spec
 from penstock.nodes.policy import LanguagePolicy, make_lora_policy, make_policy, make_reference
+from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver, sync_in_process
 from tests.nodes.ranked import spawn
 
 from .rank_cases import OPTIONS
@@ -143,6 +144,11 @@ def test_adapters_alone_change_and_are_sent(base: Path, dtype: str) -> None:
     assert sum(t.numel() for t in learner.state()[0].values()) == 3 * numbers
     assert {p.dtype for p in learner.masters.values()} == {torch.float32}
     assert {tensor.dtype for tensor in learner.weights().values()} == {getattr(torch, dtype)}
+    publisher, receiver = WeightPublisher("w", learner), WeightReceiver("w")
+    receiver.describe(publisher.description)
+    moved = sync_in_process(publisher, receiver, 2, publisher.publish(2))
+    assert moved.nbytes == numbers * getattr(torch, dtype).itemsize
+    assert receiver.weights.about == learner.about()
 
 
 def test_merged_weights_are_applied_ones_within_rounding(base: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from penstock.graph.protocols import rule_of
-from penstock.nodes.model import llama
+from penstock.nodes.model import Llama, Lora, llama
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.tensor_parallel import stages_of as trainer_stages
 from penstock.nodes.model.tensor_parallel import tensor_parallel
@@ -311,6 +311,39 @@ def test_a_models_own_config_gives_the_same_parameters_tensors_and_rules() -> No
     assert {name: rule for name, (_, rule) in tensors(shape).items()} == {
         name: rule_of(name, own) for name in tensors(shape)
     }
+
+
+@pytest.mark.parametrize("targets", [(), ("q_proj", "v_proj", "down_proj")])
+def test_adapters_are_those_of_the_models_that_run(targets: tuple[str, ...]) -> None:
+    """Their tensors and rules, and what of them a rank has under tp."""
+    lora = Lora(4, 8.0, targets) if targets else Lora(4, 8.0)
+    own = {name: tuple(p.shape) for name, p in Llama(CONFIG, device="meta", lora=lora).own_parameters().items()}
+    shape, rules = shape_of(CONFIG.to_json(), "here").with_lora(4, targets), tensor_parallel(CONFIG)
+    assert {name: size for name, (size, _) in tensors(shape).items()} == own
+    assert {name: rule for name, (_, rule) in tensors(shape).items()} == {name: rule_of(name, rules) for name in own}
+    assert stages(shape, 4) == trainer_stages(CONFIG, own, 4)
+    for tp in (1, 2):
+        parts = (prod(size) / (tp if rule_of(name, rules) else 1) for name, size in own.items())
+        assert shape.layers * shape.adapted(tp) == sum(parts)
+
+
+def test_adapters_alone_have_gradients_moments_and_a_wire() -> None:
+    """8B on 8 GPUs: the base is there once in bfloat16 and sharded, and no product makes a gradient of it."""
+    full = Trainer(SHAPES["llama-8b"], H100, Parallel(fsdp=8), recompute=1.0)
+    own = replace(full, shape=full.shape.with_lora(16))
+    learnt = full.shape.layers * own.shape.adapted()
+    ours, whole = trainer_memory(own).parts, trainer_memory(full).parts
+    assert ours["weights"] == whole["weights"]
+    assert ours["moments"] == pytest.approx(12 * learnt / 8)
+    assert ours["gradients"] == pytest.approx(4 * learnt / 8)
+    assert beside_memory(own, Models(frozen=0, critics=1)) == beside_memory(full, Models(frozen=0, critics=1))
+    lengths = np.full(64, 1000)
+    # Forward, again, and one of the two products of the backward pass, of four.
+    shares = own.update(lengths).parts["products"] / full.update(lengths).parts["products"]
+    assert 0.75 < shares < 0.77
+    moved = [traffic(t.shape, t.mesh, Parallel(tp=2), "bf16").received for t in (full, own)]
+    assert moved[1] == pytest.approx(2 * full.shape.layers * own.shape.adapted(2))
+    assert moved[1] < moved[0] / 50
 
 
 def test_a_mixtures_config_is_read_from_its_file_or_its_directory(tmp_path: Path) -> None:

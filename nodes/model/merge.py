@@ -1,0 +1,43 @@
+"""`python -m penstock.nodes.model.merge ADAPTERS FOLDER`: the model that a base and its adapters are together.
+
+The base's directory with W + alpha / rank · B A in place of W, added in float32 and rounded once to the dtype of W; one
+file of weights at a time.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from penstock.nodes.model.config import ModelError
+from penstock.nodes.model.hf import read_adapters, saved_adapters, weight_files
+from penstock.nodes.model.lora import A, B, merged
+
+# Of a base's other files: its shape, the index of its weights, the tokenizer.
+KEPT = (".json", ".jinja", ".model", ".txt")
+
+
+def merge(adapters: Path, folder: Path) -> None:
+    """Into an empty folder. Raises ModelError for a directory without adapters, or whose base cannot have them."""
+    base, lora = read_adapters(adapters)
+    if lora is None:
+        raise ModelError(f"{adapters}: given a model without adapters, needed a directory as peft writes it")
+    own = saved_adapters(adapters, lora)
+    for path in weight_files(base):
+        tensors = load_file(path)
+        for name, weight in tensors.items():
+            place = name.removesuffix("weight")
+            if place + A in own:
+                tensors[name] = merged(weight, own[place + A], own[place + B], lora.scale)
+        save_file(tensors, folder / path.name, metadata={"format": "pt"})
+    for path in base.iterdir():
+        if path.suffix in KEPT and path.is_file():
+            shutil.copyfile(path, folder / path.name)
+
+
+if __name__ == "__main__":
+    try:
+        merge(Path(sys.argv[1]), Path(sys.argv[2]))
+    except ModelError as error:
+        sys.exit(str(error))
