@@ -154,7 +154,8 @@ def calibrate(folder: Path, cluster: Cluster, prompt_tokens: int) -> Calibration
     meshes = {pool.name: Parallel(**dict(pool.replicas[0].mesh)) for pool in stage.origin.plan.pools}
     precision: Precision = "fp32" if flags.dtype == "float32" else "bf16"
     generator = Generator(shape, gpu, meshes[roles.generator], flags.slots, precision)
-    trainer = Trainer(shape, gpu, meshes[roles.trainer], precision, zero3=meshes[roles.trainer].fsdp > 1)
+    mesh, again = meshes[roles.trainer], float(flags.recompute == "layer")
+    trainer = Trainer(shape, gpu, mesh, precision, recompute=again, zero3=mesh.fsdp > 1)
     groups = lengths.take(256 * roles.samples).reshape(-1, roles.samples)
     steps, live = float(groups.max(axis=1).mean()), float((groups.mean(axis=1) / groups.max(axis=1)).mean())
     decoded = _decoded(stage, roles.generator, roles.samples * live)

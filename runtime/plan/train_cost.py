@@ -11,16 +11,17 @@ Matrix products: 2 FLOPs for each weight that a token is multiplied with (Kaplan
 attention: 2 · L · s² · d per sequence of s tokens and width d of all heads, half of the square (Narayanan et al., 2021,
 appendix, with the causal half left out). Backward: twice the forward; without gradients of weights, once.
 
-Memory: Adam in mixed precision keeps, per parameter of a shard: the weight in bfloat16 (2 bytes), its gradient (4,
-float32), a float32 master copy (4) and two moments (8): 18 bytes (Rajbhandari et al., 2020, section 3.1; gradients in
-float32). Activations of a layer with flash attention: 34 · s · b · h / t bytes, of which full recomputation keeps the
-layer's input, 2 · s · b · h / t (Korthikanti et al., 2022, section 4; the share of attention's square is gone).
+Memory is what `nodes.trainable` holds, as `tests/nodes/test_memory.py` counts it. Per parameter, one rank has the
+weight in the run's format, a float32 master if that is another one, two moments and the gradient in float32: 18
+bytes with bfloat16. Several ranks have shards of masters, moments and gradients, 16 bytes, and gather what they
+compute with. ZeRO-1, which no run has, keeps weights and gradients whole. Recomputation keeps a layer's input alone
+(Chen et al., 2016); then one layer at a time has all that `layer_bytes` counts.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil
+from math import ceil, log2
 from typing import NamedTuple
 
 import numpy as np
@@ -115,6 +116,7 @@ class Trainer:
 
     `ep`: over how many neighbours of a stage the experts of a layer are dealt out, so that tokens travel to them;
     `cp`: over how many ranks of `fsdp` each sequence is cut (ring attention, Liu et al., 2023). No run has either.
+    `logit_elements`: logits that are there at once; 0: what suits the GPU.
     """
 
     shape: Shape
@@ -127,6 +129,12 @@ class Trainer:
     zero3: bool = True
     ep: int = 1
     cp: int = 1
+    logit_elements: int = 0
+
+    @cached_property
+    def tokens_of_chunk(self) -> int:
+        """Tokens whose logits of a rank's own words it has at once."""
+        return max(1, int((self.logit_elements or logit_elements(self.gpu)) // ceil(self.shape.vocab / self.mesh.tp)))
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -311,8 +319,13 @@ class Trainer:
 
 # CUDA's context, NCCL's buffers, fragments: what a process has no use of.
 RESERVED = 3e9
-# Tokens for which a trainer has logits at once: it works through longer micro-batches in parts.
-LOGIT_CHUNK = 4096
+# Of a GPU's memory, for logits: two numbers in float32 of each.
+LOGITS = 1 / 32
+
+
+def logit_elements(gpu: Gpu) -> int:
+    """Logits that a trainer has at once: it works through longer micro-batches in parts."""
+    return 1 << int(log2(gpu.memory_bytes * LOGITS / 8))
 
 
 @dataclass(frozen=True)
@@ -345,36 +358,84 @@ def trainer_memory(trainer: Trainer, copies: int = 0) -> Memory:
     shard in float32."""
     # Of stages that are alike the first one keeps most.
     first = {stage: place for place, stage in reversed(list(enumerate(trainer.stages)))}
-    every = (_stage_memory(trainer, copies, stage, trainer.mesh.pp - place) for stage, place in first.items())
+    every = (memory for place in first.values() for memory in step_memory(trainer, place, copies))
     return max(every, key=lambda memory: memory.bytes)
 
 
-def _stage_memory(trainer: Trainer, copies: int, stage: Stage, in_flight: int) -> Memory:
-    """Of a rank of one stage, with activations of so many micro-batches."""
-    shape, mesh = trainer.shape, trainer.mesh
+def step_memory(trainer: Trainer, place: int, copies: int = 0) -> tuple[Memory, ...]:
+    """Of a rank of the stage `place` (0, 1, …) at three moments of a step: while the head works, while a layer works
+    backward, and while the gradients outside of layers are reduced."""
+    shape, mesh, stage = trainer.shape, trainer.mesh, trainer.stages[place]
+    in_flight = mesh.pp - place
+    size, learns = min(4.0, max(2.0, BYTES[trainer.precision])), 0.0 if trainer.frozen else 1.0
     local, learnt = trainer.held(stage), trainer.learnt(stage)
     shard = learnt / mesh.fsdp
     # ZeRO-1 shards the optimizer's state alone: weights and gradients stay whole.
     kept = stage.parameters / mesh.tp / mesh.fsdp if trainer.zero3 else local
     with_gradients = kept if shape.lora is None else shard if trainer.zero3 else learnt
-    own = 0.0 if trainer.frozen else 1.0
-    tokens = trainer.micro_tokens / mesh.tp / trainer.cp
-    # A pass that no backward one follows keeps no inputs of layers.
-    per_token = (34.0 * (1 - trainer.recompute) + 2.0 * own * trainer.recompute) * shape.hidden
-    parts = {
-        "weights": 2 * kept,
-        "gradients": 4 * with_gradients * own,
-        "moments": 12 * shard * own,
-        "copies": (2 * kept + 4 * shard) * copies,
-        # A layer that is being repeated has all of its own.
-        "activations": tokens * (per_token * stage.layers * in_flight + 34.0 * shape.hidden),
-        # In bfloat16 and float32: 6 bytes. A rank has those of its own words.
-        "logits": min(trainer.micro_tokens / trainer.cp, LOGIT_CHUNK) * shape.vocab / mesh.tp * 6.0 * stage.head,
-        # Two layers of bfloat16 weights: one that computes, and the next one, which is being gathered.
-        "unsharded blocks": 2 * 2 * local / stage.layers if trainer.zero3 and mesh.fsdp > 1 else 0.0,
+    # Of the weights themselves, which adapters leave as they are.
+    trains = learns * (shape.lora is None)
+    # Several ranks compute with what they gather of their masters; one has a copy of them in its format.
+    masters = mesh.ranks > 1 and (trainer.zero3 or mesh.fsdp == 1)
+    copied = 4.0 if shape.lora is not None or (not masters and size < 4) else 0.0
+    state = {
+        "weights": (4 if masters and trains else size) * kept,
+        "gradients": 4 * with_gradients * learns,
+        "moments": (8 + copied) * shard * learns,
+        "copies": ((0 if masters else size) * kept + (4 if masters or copied else 0) * shard) * copies,
         "reserved": RESERVED,
     }
-    return Memory(parts)
+    tokens, width = trainer.micro_tokens / trainer.cp, shape.hidden
+    words, first = shape.vocab / mesh.tp, place == 0
+    head, outside = words * width * stage.head, words * width * (1 if shape.tied else first + stage.head)
+    layer = (local - outside) / stage.layers
+    whole, own = layer_bytes(trainer, stage), size * width
+    each = (trainer.recompute * own + (1 - trainer.recompute) * whole) * learns
+    # Beside the layers': what goes into the final norm and the head, and the rotary embedding.
+    activations = tokens * in_flight * (each * stage.layers + size * (width * (1 + stage.head) + 2 * shape.head_dim))
+    if trainer.tokens_of_chunk < tokens or mesh.tp > 1:
+        # A chunk's logits and probabilities in float32. Or its gradient, and that of the head, which is summed over
+        # chunks in float32, beside the gradient of what came in; under `tp` with the first at another time.
+        chunk, grads = words * min(tokens, trainer.tokens_of_chunk), 4 * words * width * learns
+        rows, once = size * tokens * width * learns, size * (chunk + words * width * learns)
+        logits = max(8 * chunk, once + grads) + rows if mesh.tp > 1 else max(8 * chunk, once) + grads + rows
+    else:  # autograd keeps them
+        logits = (4 + 8 * learns) * words * tokens
+    # Backward through an MLP: the gradient of what came in twice, of its product, and of two matrices of weights.
+    works = size * (tokens * (2 * width + shape.inner / mesh.tp) + 2 * width * shape.inner / mesh.tp)
+    if trainer.frozen:
+        works = size * tokens * 3 * (width + shape.inner / mesh.tp)
+    works += tokens * trainer.recompute * (whole - own) * learns
+    gathered = size * masters
+    # What is outside of layers stays gathered, with a gradient. Of layers there is the one that works, the next one
+    # while it is gathered, and where layers are repeated the last one's gradient while it is reduced, in float32.
+    reduced = 4 * layer * trainer.recompute * trains * (mesh.fsdp > 1 or size < 4)
+    moments: tuple[dict[str, float], ...] = (
+        {"activations": activations, "logits": logits * stage.head, "unsharded blocks": outside},
+        {
+            "activations": activations + works,
+            "unsharded blocks": outside + 2 * layer + (head * size + reduced) * trains / size,
+        },
+        {"unsharded blocks": (2 * size + 4) / size * outside + 4 / size * layer} if trains else {},
+    )
+    nothing = dict.fromkeys(("activations", "logits", "unsharded blocks"), 0.0)
+    every = ({**nothing, **parts} for parts in moments)
+    return tuple(
+        Memory({**state, **parts, "unsharded blocks": gathered * parts["unsharded blocks"]}) for parts in every
+    )
+
+
+def layer_bytes(trainer: Trainer, stage: Stage) -> float:
+    """What autograd keeps of a token in a layer of a stage, on average: what goes into its norms and its products, the
+    heads' queries, keys, values and results, three numbers for each of the MLP's width and their product; and in
+    float32 a number for each head and each norm."""
+    shape, size = trainer.shape, min(4.0, max(2.0, BYTES[trainer.precision]))
+    keys = shape.qk_width if shape.latent else shape.kv_heads * shape.head_dim
+    values = shape.value_width if shape.latent else shape.kv_heads * shape.head_dim
+    routed = 4 * (shape.active + shape.shared) * shape.expert_inner + 2 * shape.active * shape.hidden
+    moe = stage.moe_layers / stage.layers
+    cut = shape.qk_width + shape.value_width + keys + values + (1 - moe) * 4 * shape.inner + moe * routed
+    return size * (4 * shape.hidden + cut / trainer.mesh.tp) + 4.0 * (shape.heads / trainer.mesh.tp + 2)
 
 
 def beside_memory(trainer: Trainer, models: Models) -> Memory:
@@ -382,5 +443,6 @@ def beside_memory(trainer: Trainer, models: Models) -> Memory:
     own = trainer_memory(trainer.all_learning()).parts
     # A critic has no activations of its own: it works when the policy does not.
     critics = {f"critic {name}": own[name] * models.critics for name in ("weights", "gradients", "moments")}
-    frozen = {"frozen model": own["weights"] * models.frozen} if models.frozen else {}
+    still = trainer_memory(replace(trainer, frozen=True)).parts["weights"]
+    frozen = {"frozen model": still * models.frozen} if models.frozen else {}
     return Memory({**frozen, **critics} if models.critics else frozen)

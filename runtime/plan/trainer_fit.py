@@ -8,7 +8,7 @@ they had its shape.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf, log2
+from math import inf
 
 import numpy as np
 
@@ -23,14 +23,12 @@ from penstock.runtime.plan.decode_cost import Generator, generator_memory
 from penstock.runtime.plan.infeasible import NO_FIT
 from penstock.runtime.plan.model_shape import Parallel, ShapeError, read_shape
 from penstock.runtime.plan.roles import Models, is_copy, is_model, with_adapters
-from penstock.runtime.plan.train_cost import Memory, Trainer, beside_memory, trainer_memory
+from penstock.runtime.plan.train_cost import Memory, Trainer, beside_memory, logit_elements, trainer_memory
 
 # Of a model whose gradients a run computes: more tokens than these make a step no faster.
 MOST_TOKENS = 16384
 # The share of the backward pass's repetition that each choice of a run is.
 SHARES: dict[Recompute, float] = {"none": 0.0, "layer": 1.0}
-# Of a GPU's memory, for logits in float32 and one more number of each.
-LOGITS = 1 / 32
 # Micro-batches of most tokens in the step whose seconds decide.
 ROUNDS = 4
 
@@ -86,7 +84,7 @@ def fitted(config: RunConfig, cluster: Cluster) -> RunOptions:
         least = replace(places[0].trainer, micro_tokens=max(given, longest), recompute=shares[-1])
         raise ClusterError(_refusal(places[0], least))
     chosen = next(name for name, share in SHARES.items() if share == found.recompute)
-    elements = options.logit_elements or 1 << int(log2(found.gpu.memory_bytes * LOGITS / 8))
+    elements = options.logit_elements or logit_elements(found.gpu)
     return replace(options, recompute=chosen, micro_tokens=given or found.micro_tokens, logit_elements=elements)
 
 
@@ -120,7 +118,10 @@ def _places(config: RunConfig, cluster: Cluster) -> Iterator[Place]:
         # A critic beside a policy learns all of its weights (`beside_memory`).
         policies = [with_adapters(shape, graph, name, flags.lora, flags.lora_targets) for name in held & learning]
         own_shape = next((each for each in policies if each.lora is not None), replace(shape, lora=None))
-        trainer = Trainer(own_shape, gpu, _parallel(replica), zero3=dict(replica.mesh).get("fsdp", 1) > 1)
+        trainer = Trainer(
+            own_shape, gpu, _parallel(replica), "fp32" if config.flags.dtype == "float32" else "bf16",
+            zero3=len(replica.ranks) > 1, logit_elements=config.flags.logit_elements,
+        )  # fmt: skip
         colocated = Models(len(held - learning - copies), len(held & learning) - 1)
         where = (replica.ranks[0].host, replica.ranks[0].device)
         others = [each for each in config.plan.pools if each is not pool and where in each.places]

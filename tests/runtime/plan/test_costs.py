@@ -32,6 +32,8 @@ from penstock.runtime.plan.train_cost import (
     Trainer,
     beside_memory,
     elementwise_bytes,
+    layer_bytes,
+    step_memory,
     trainer_memory,
 )
 from penstock.runtime.tensor.reshard import BUCKET, chain, reshard
@@ -143,7 +145,7 @@ def test_stages_hold_whole_layers_cut_as_the_trainer_cuts_them() -> None:
         assert sum(stage.active for stage in found) == pytest.approx(shape.active_parameters, rel=1e-4)
     deep = replace(ALONE, shape=SHAPES["deepseek-v3"], mesh=Parallel(pp=40), zero3=False)
     assert max(stage.layers for stage in deep.stages) == 2
-    assert trainer_memory(deep).parts["moments"] > 1.25 * 12 * deep.shape.parameters / 40
+    assert trainer_memory(deep).parts["moments"] > 1.25 * 8 * deep.shape.parameters / 40
 
 
 def test_a_stage_holds_what_the_trainer_gives_it_on_models_and_stages_that_are_drawn() -> None:
@@ -172,8 +174,8 @@ def test_experts_over_ranks_save_gathers_and_memory_and_cost_exchanges() -> None
     # The host waits once for each micro-batch in each layer: forward, repeated, and twice backward.
     assert spread.update(BATCH).parts["routing"] == pytest.approx(4 * 48 * 8 * H100.engine.experts_ms * 1e-3)
     assert spread.update(BATCH).parts["products"] == alone.update(BATCH).parts["products"]
-    before, after = (trainer_memory(each).parts for each in (alone, spread))
-    assert after["unsharded blocks"] < before["unsharded blocks"] / 4
+    before, after = (step_memory(each, 0)[1].parts for each in (alone, spread))
+    assert after["unsharded blocks"] < before["unsharded blocks"] / 2
     assert {**after, "unsharded blocks": 0} == {**before, "unsharded blocks": 0}
 
 
@@ -186,8 +188,8 @@ def test_ranks_that_share_sequences_share_their_activations_and_their_work() -> 
         assert shared.update(one).parts[part] == pytest.approx(TRAINER.update(one).parts[part] / 2)
     assert shared.update(one).parts["cp"] == 0  # beside attention
     assert replace(shared, mesh=Parallel(fsdp=16), cp=16).update(np.full(64, 512)).parts["cp"] > 0
-    halved = trainer_memory(shared).parts["activations"]
-    assert halved == pytest.approx(trainer_memory(TRAINER).parts["activations"] / 2)
+    halved, whole = (step_memory(each, 0)[0].parts["activations"] for each in (shared, TRAINER))
+    assert halved == pytest.approx(whole / 2)
 
 
 def test_gathers_of_weights_hide_behind_computation_until_it_is_too_short() -> None:
@@ -222,25 +224,45 @@ def test_costs_add_up_and_name_what_bounds_them() -> None:
     assert Cost().bound == "nothing"
 
 
-def test_a_trainer_holds_eighteen_bytes_per_parameter_over_its_shards() -> None:
+def test_a_trainer_holds_sixteen_bytes_per_parameter_of_its_shard_and_eighteen_alone() -> None:
+    """A rank by itself has a copy of its masters to compute with, unless it computes in their format."""
+    alone = replace(TRAINER, mesh=Parallel())
+    for trainer, size in ((TRAINER, 16 / 8), (alone, 18), (replace(alone, precision="fp32"), 16)):
+        parts = trainer_memory(trainer).parts
+        state = parts["weights"] + parts["gradients"] + parts["moments"]
+        assert state == pytest.approx(size * LLAMA.parameters)
     parts = trainer_memory(TRAINER).parts
-    state = parts["weights"] + parts["gradients"] + parts["moments"]
-    assert state == pytest.approx(18 * LLAMA.parameters / 8)
     whole = trainer_memory(replace(TRAINER, zero3=False)).parts
     assert whole["weights"] + whole["gradients"] == pytest.approx(6 * LLAMA.parameters)
-    assert whole["moments"] == parts["moments"]
+    assert whole["moments"] == pytest.approx(1.5 * parts["moments"])
 
 
 def test_ranks_of_tp_share_the_logits_of_a_chunk() -> None:
-    cut = trainer_memory(replace(TRAINER, mesh=Parallel(fsdp=2, tp=4))).parts
-    assert cut["logits"] == trainer_memory(TRAINER).parts["logits"] / 4
+    """A chunk has more tokens, and the gradient of the head is that of a rank's own words."""
+    trainer = replace(TRAINER, micro_tokens=16384, logit_elements=1 << 28)
+    whole, cut = (
+        step_memory(replace(trainer, mesh=mesh), 0)[0].parts["logits"] for mesh in (Parallel(fsdp=8), Parallel(2, 1, 4))
+    )
+    assert whole - cut == pytest.approx(4 * 0.75 * LLAMA.vocab * LLAMA.hidden, rel=0.01)
 
 
 def test_a_pass_alone_keeps_weights_and_what_one_layer_needs() -> None:
-    own, passing = trainer_memory(TRAINER).parts, trainer_memory(replace(TRAINER, frozen=True)).parts
+    passing = trainer_memory(replace(TRAINER, frozen=True)).parts
     assert passing["gradients"] == passing["moments"] == 0
-    assert passing["weights"] == own["weights"]
-    assert passing["activations"] == pytest.approx(own["activations"] * 34 / (34 + 2 * 32))
+    assert passing["weights"] == 2 * LLAMA.parameters / 8
+    longer = trainer_memory(replace(TRAINER, frozen=True, shape=replace(LLAMA, layers=64))).parts
+    assert longer["activations"] == passing["activations"]
+
+
+def test_recomputation_keeps_the_inputs_of_layers_and_one_layer() -> None:
+    """Of 8B with flash attention and bfloat16: 168 kB per token and layer otherwise."""
+    assert layer_bytes(ALONE, ALONE.stages[0]) == 168_072
+    kept, again = (
+        [step_memory(replace(ALONE, recompute=share), 0)[moment].parts["activations"] for moment in (0, 1)]
+        for share in (0.0, 1.0)
+    )
+    assert kept[0] - again[0] == 8192 * 32 * (168_072 - 2 * 4096)
+    assert (again[1] - again[0]) - (kept[1] - kept[0]) == 8192 * (168_072 - 2 * 4096)
 
 
 def test_a_generators_cache_is_a_token_of_every_layer_for_each_slot() -> None:
@@ -258,7 +280,7 @@ def test_roles_that_share_a_gpu_add_up_and_reserve_once() -> None:
     assert (own + other).bytes == pytest.approx(own.bytes + other.bytes - RESERVED)
     assert own.used == own.bytes - RESERVED
     beside = beside_memory(TRAINER, Models(frozen=2, critics=1))
-    assert beside.used == beside.bytes == pytest.approx((2 * 2 + 18) * LLAMA.parameters / 8)
+    assert beside.used == beside.bytes == pytest.approx((2 * 2 + 16) * LLAMA.parameters / 8)
 
 
 def test_a_sync_moves_what_its_plan_says() -> None:

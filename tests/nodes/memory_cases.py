@@ -1,0 +1,146 @@
+"""What a rank of a trainer holds, by component, as torch's memory tracker counts it during our own update."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.tensor import DTensor
+
+from penstock.graph.types import Advantages, Context
+from penstock.nodes.learn.losses import reinforce
+from penstock.nodes.learn.update import policy_update
+from penstock.nodes.model import Llama, ModelConfig
+from penstock.nodes.open_model import initial_model
+from penstock.nodes.policy import LanguagePolicy
+from penstock.runtime.cluster.gpus import GPUS
+from penstock.runtime.plan.model_shape import Parallel, shape_of
+from penstock.runtime.plan.train_cost import RESERVED, Trainer, step_memory
+
+from .rank_cases import context
+from .rollouts import random_rollouts
+
+TOKENS, MICROS = 256, 4
+# Of each component, and of the most that is held at once.
+NEAR = 0.05
+
+
+class Counter(MemTracker):
+    """Bytes that are alive, and the most since `lap`."""
+
+    most = 0
+
+    # It names modules, of which each may be called once; what is alive it counts without them.
+    def _pre_fw_hook(self, *_: Any) -> None: ...
+    def _post_fw_hook(self, *_: Any) -> None: ...
+    def _pre_bw_hook(self, *_: Any) -> None: ...
+    def _post_bw_hook(self, *_: Any) -> None: ...
+
+    @property
+    def live(self) -> int:
+        return sum(each["Total"] for each in self._curr_mem_snap.values())
+
+    def lap(self) -> int:
+        found, self.most = self.most, self.live
+        return found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_dispatch__(func, types, args, kwargs)
+        self.most = max(self.most, self.live)
+        return found
+
+
+@dataclass
+class Marks:
+    """Bytes at each forward pass: before it, after it; and the most while the head works, and after that. `gathered`:
+    of weights that are whole at its end."""
+
+    before: list[int] = field(default_factory=list)
+    after: list[int] = field(default_factory=list)
+    head: list[int] = field(default_factory=list)
+    layers: list[int] = field(default_factory=list)
+    gathered: int = 0
+    given: int = 0
+
+
+def counted(config: ModelConfig, how: Context) -> tuple[dict[str, float], float]:
+    """Bytes of each component on this rank in a step of equal micro-batches, and the most that it holds at once."""
+    counter, marks, freed = Counter(), Marks(), dict[str, int]()
+    data = prod(size for axis, size in how.mesh if axis in ("dp", "fsdp"))
+    with counter:
+        model = Llama(config, torch.float32, how.device)
+        learner = LanguagePolicy(model, initial_model("")[1], how)
+        # Numbers make no difference, and uninitialised ones may be no numbers.
+        for parameter in learner.masters.values():
+            torch.nn.init.constant_(parameter, 0.01)
+        weights = counter.live - sum(buffer.nbytes for buffer in model.buffers())
+        rows = random_rollouts([(1, TOKENS - 1)] * MICROS * data)
+
+        def difference(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*args: Any, **kwargs: Any) -> Any:
+                before = counter.live
+                found = call(*args, **kwargs)
+                freed.setdefault(name, abs(counter.live - before))
+                return found
+
+            return called
+
+        learner.optimizer.step = difference("moments", learner.optimizer.step)  # type: ignore[method-assign]
+
+        def update() -> None:
+            policy_update.fn(learner, rows, Advantages(torch.ones(len(rows))), loss=reinforce, micro_tokens=TOKENS)
+
+        update()
+        held = counter.live
+
+        def begin(*_: Any) -> None:
+            marks.layers.append(counter.lap())
+            marks.before.append(counter.live)
+
+        def end(module: Any, given: Any, hidden_BSD: Tensor) -> None:
+            marks.after.append(counter.live)
+            outside = [p for name, p in module.named_parameters() if "layers." not in name]
+            marks.gathered = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in outside)
+            # What a stage was given is there before its forward pass begins.
+            marks.given = getattr(module.model.embed_tokens, "hidden_BSD", torch.empty(0)).nbytes
+            counter.lap()
+            hidden_BSD.register_hook(lambda _: marks.head.append(counter.lap()))
+
+        # Before what FSDP does there.
+        learner.model.register_forward_pre_hook(begin, prepend=True)
+        learner.model.register_forward_hook(end)
+        learner.apply = difference("gradients", learner.apply)  # type: ignore[method-assign]
+        update()
+        marks.layers.append(counter.lap())
+    # A stage has all that it is to have once as many micro-batches are under way as stages follow.
+    ahead = dict(how.mesh).get("pp", 1) - 1 - how.rank * ("pp" in dict(how.mesh))
+    gathered = marks.gathered if how.mesh else 0
+    found = {"weights": weights, **freed, "activations": marks.after[ahead] - marks.before[0] - gathered + marks.given}
+    if gathered:
+        found["unsharded blocks"] = gathered
+    if not ahead:
+        found["logits"] = marks.head[0] - marks.after[0]
+    return found, weights + found["moments"] + max(*marks.head, *marks.layers[1:]) - held
+
+
+def agrees(rank: int, folder: Path, mesh: str, tied: str, groups: str) -> None:
+    """The memory model says what is counted: by component while the head works, and the most of all moments."""
+    # Logits that autograd keeps, chunks of them beside layers that are kept, and layers that are computed again.
+    for vocab, bits, again in ((2048, 22, "layer"), (1024, 16, "none"), (1024, 16, "layer")):
+        config = ModelConfig(vocab, 128, 344, 4, 4, int(groups), 32, tie_word_embeddings=tied == "tied")
+        how = context(mesh, rank, recompute=again, logit_elements=1 << bits)
+        found, most = counted(config, how)
+        trainer = Trainer(
+            shape_of(config.to_json(), "tiny"), GPUS["H100"], Parallel(**dict(how.mesh)), "fp32", TOKENS,
+            float(again == "layer"), logit_elements=1 << bits,
+        )  # fmt: skip
+        moments = step_memory(trainer, rank if "pp" in mesh else 0)
+        head, whole = moments[0].parts, max(memory.bytes for memory in moments) - RESERVED
+        wrong = {n: (x, head[n]) for n, x in found.items() if abs(x / head[n] - 1) > NEAR}
+        assert not wrong, (again, wrong)
+        # What a pipeline has received the tracker never sees freed.
+        assert "pp" in mesh or abs(most / whole - 1) <= NEAR, (again, most, whole, [m.parts for m in moments])
