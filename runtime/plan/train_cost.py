@@ -398,7 +398,7 @@ def step_memory(trainer: Trainer, place: int, copies: int = 0) -> tuple[Memory, 
         # chunks in float32, beside the gradient of what came in; under `tp` with the first at another time.
         chunk, grads = words * min(tokens, trainer.tokens_of_chunk), 4 * words * width * learns
         rows, once = size * tokens * width * learns, size * (chunk + words * width * learns)
-        logits = max(8 * chunk, once + grads) + rows if mesh.tp > 1 else max(8 * chunk, once) + grads + rows
+        logits = rows + (max(8 * chunk, once + grads) if mesh.tp > 1 else max(8 * chunk, once) + grads)
     else:  # autograd keeps them
         logits = (4 + 8 * learns) * words * tokens
     # Backward through an MLP: the gradient of what came in twice, of its product, and of two matrices of weights.

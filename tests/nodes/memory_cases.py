@@ -140,7 +140,11 @@ def agrees(rank: int, folder: Path, mesh: str, tied: str, groups: str) -> None:
         )  # fmt: skip
         moments = step_memory(trainer, rank if "pp" in mesh else 0)
         head, whole = moments[0].parts, max(memory.bytes for memory in moments) - RESERVED
-        wrong = {n: (x, head[n]) for n, x in found.items() if abs(x / head[n] - 1) > NEAR}
+        # A gradient that goes over ranks may still be a thread's of gloo, or not.
+        sent = 4 * TOKENS * 128 * ("tp" in mesh)
+        wrong = {
+            n: (x, head[n]) for n, x in found.items() if abs(x - head[n]) > NEAR * head[n] + sent * (n == "logits")
+        }
         assert not wrong, (again, wrong)
         # What a pipeline has received the tracker never sees freed.
         assert "pp" in mesh or abs(most / whole - 1) <= NEAR, (again, most, whole, [m.parts for m in moments])
