@@ -85,7 +85,7 @@ def test_a_calibrated_period_has_a_range_on_both_sides_and_three_digits() -> Non
 def _on_a_gpu(folder: Path, cluster: str, model: Path) -> None:
     """Makes of a simulated run's folder one that says it ran on GPUs: a test instrument, since no GPU wrote it."""
     config, placed = (json.loads((folder / name).read_text()) for name in ("config.json", "plan.json"))
-    config["flags"] |= {"model": str(model), "dtype": "bfloat16", "max_tokens": 512}
+    config["flags"] |= {"model": str(model), "dtype": "bfloat16", "max_tokens": 512, "recompute": "layer"}
     config["asked"]["cluster"] = read_cluster(cluster).model_dump(mode="json")
     text = json.dumps(placed)
     assert '"cpu"' in text
