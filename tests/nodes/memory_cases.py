@@ -29,7 +29,7 @@ TOKENS, MICROS = 256, 4
 NEAR = 0.05
 
 
-class Counter(MemTracker):
+class Counter(MemTracker):  # type: ignore[no-untyped-call]
     """Bytes that are alive, and the most since `lap`."""
 
     most = 0
@@ -49,7 +49,7 @@ class Counter(MemTracker):
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = super().__torch_dispatch__(func, types, args, kwargs)
+        found = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         self.most = max(self.most, self.live)
         return found
 
@@ -67,7 +67,7 @@ class Marks:
     given: int = 0
 
 
-def counted(config: ModelConfig, how: Context) -> tuple[dict[str, float], float]:
+def counted(config: ModelConfig, how: Context) -> tuple[dict[str, int], int]:
     """Bytes of each component on this rank in a step of equal micro-batches, and the most that it holds at once."""
     counter, marks, freed = Counter(), Marks(), dict[str, int]()
     data = prod(size for axis, size in how.mesh if axis in ("dp", "fsdp"))
@@ -108,7 +108,7 @@ def counted(config: ModelConfig, how: Context) -> tuple[dict[str, float], float]
             # What a stage was given is there before its forward pass begins.
             marks.given = getattr(module.model.embed_tokens, "hidden_BSD", torch.empty(0)).nbytes
             counter.lap()
-            hidden_BSD.register_hook(lambda _: marks.head.append(counter.lap()))
+            hidden_BSD.register_hook(lambda _: marks.head.append(counter.lap()))  # type: ignore[no-untyped-call]
 
         # Before what FSDP does there.
         learner.model.register_forward_pre_hook(begin, prepend=True)
