@@ -355,7 +355,8 @@ def test_adapters_alone_have_gradients_moments_and_a_wire() -> None:
     own = replace(full, shape=full.shape.with_lora(16))
     learnt = full.shape.layers * own.shape.adapted()
     ours, whole = trainer_memory(own).parts, trainer_memory(full).parts
-    assert ours["weights"] == whole["weights"]
+    # What learns is sharded in float32, and what does not in the format that it is computed with.
+    assert ours["weights"] == pytest.approx(2 * own.shape.parameters / 8, rel=0.01) == whole["weights"] / 2
     assert ours["moments"] == pytest.approx(12 * learnt / 8)
     assert ours["gradients"] == pytest.approx(4 * learnt / 8)
     assert beside_memory(own, Models(frozen=0, critics=1)) == beside_memory(full, Models(frozen=0, critics=1))
