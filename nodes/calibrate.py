@@ -4,18 +4,22 @@
 the other end, which meets this one in the folder.
 
 A GPU's products are those of decoders: square weights of many layers, one after the other, so that what of them stays
-in a cache does so here as well.
+in a cache does so here as well. Its engine's steps are those of decoders so narrow that the host takes longer to
+launch their kernels than these take.
 
 Shapes: R rows, W width.
 """
 
+import json
 import os
 import secrets
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -40,6 +44,9 @@ LEAST_S = 0.03
 # Bytes of a tensor that no cache keeps, and of one that the nearest caches keep.
 LARGE, SMALL = 256 << 20, 256 << 10
 DEADLINE = timedelta(seconds=30)
+# Of decoders whose steps are measured. A prompt as long as those of which the cost model counts operations.
+STEP_LAYERS, STEP_ROWS, STEP_PROMPT = (2, 18), (16, 256), 100
+WARM_STEPS, STEPS = 3, 20
 
 
 def installed() -> dict[str, Any]:
@@ -76,6 +83,7 @@ def cuda(device: str) -> dict[str, Any]:
         "launch_us": launch_us(device),
         "host_gb_s": host_gb_s(device),
         "products": {name: forward_rates(dtype, device) for name, dtype in DTYPES.items()},
+        "steps": decoding_steps(device),
         "torch": torch.__version__,
         "seconds": time.monotonic() - began,
     }
@@ -95,6 +103,40 @@ def forward_rates(dtype: torch.dtype, device: str) -> list[tuple[int, int, float
 
         with torch.inference_mode():
             found.append((rows, width, 2.0 * rows * width**2 * count / seconds(work)))
+    return found
+
+
+def decoding_steps(
+    device: str, layers: Sequence[int] = STEP_LAYERS, rows: Sequence[int] = STEP_ROWS
+) -> list[tuple[int, int, float]]:
+    """(layers, rows, seconds) of the median step of a run's engine, with a narrow decoder of so many layers and so many
+    rows in work."""
+    # Half a second of imports, which `installed` has no use of.
+    from penstock.graph.types import Context, Prompts, Weights
+    from penstock.nodes.generate import make_engine
+    from penstock.nodes.model import Llama, ModelConfig
+
+    found, width, samples = [], 64, 16
+    for depth, count in product(layers, rows):
+        config = ModelConfig(4096, width, 2 * width, depth, 4, 4, width // 4, 256)
+        model = Llama(config, torch.bfloat16)
+        model.init_weights(0)
+        weights = Weights(0, {name: part.to(device) for name, part in model.state_dict().items()})
+        with tempfile.TemporaryDirectory() as folder:
+            facts = {"architectures": ["LlamaForCausalLM"], **config.to_json("bfloat16")}
+            Path(folder, "config.json").write_text(json.dumps(facts))
+            options = {"max_prompt": STEP_PROMPT}
+            context = Context("generate", model=folder, dtype="bfloat16", device=device, slots=count, options=options)
+            engine = make_engine(replace(context, max_tokens=128), samples=samples)
+        for group in range(count // samples):
+            prompts = Prompts((group,), ("a" * (STEP_PROMPT - 4),), ("",))
+            engine.submit(group, {"prompts": prompts, "behaviour": weights})
+        taken = []
+        for _ in range(WARM_STEPS + STEPS):
+            began = time.perf_counter()
+            engine.step()  # waits for the tokens, and so for the device
+            taken.append(time.perf_counter() - began)
+        found.append((depth, count, statistics.median(taken[WARM_STEPS:])))
     return found
 
 

@@ -30,7 +30,8 @@ from penstock.runtime.cli.base_model import PROFILE, cache_folder
 from penstock.runtime.cli.flags import Output, read_flags
 from penstock.runtime.cli.tracing import CommandError, ask_child
 from penstock.runtime.cluster.cluster import THIS, Cluster, Cpu
-from penstock.runtime.cluster.gpus import Gpu, Tflops, gpu_like
+from penstock.runtime.cluster.gpus import Engine, Gpu, Tflops, gpu_like
+from penstock.runtime.plan.calibrate import fit_steps
 from penstock.runtime.record.errors import disk_fault, visible
 from penstock.runtime.record.folder import write_atomic
 
@@ -251,8 +252,9 @@ def _asked(kind: str, *device: str) -> Any:
 
 
 def gpu_of(raw: Mapping[str, Any]) -> Gpu:
-    """Of what was measured of a CUDA device: the best rates of each precision are what it reaches. Its links to other
-    GPUs are those of the known kind that its name has in it, else of none."""
+    """Of what was measured of a CUDA device: the best rates of each precision are what it reaches, and the host's time
+    is that of this project's engine. Its links to other GPUs are those of the known kind that its name has in it, else
+    of none."""
     base = gpu_like(raw["name"], raw["memory_gib"]).model_dump()
     # What is measured is what is reached; a cluster file has the peak, of which efficiency is a share.
     share = base["efficiency"]["matmul"]
@@ -264,6 +266,7 @@ def gpu_of(raw: Mapping[str, Any]) -> Gpu:
             "memory_gb_s": raw["memory"]["copy"] / base["efficiency"]["memory"],
             "pcie_gb_s": raw["host_gb_s"] / base["efficiency"]["link"],
             "launch_us": raw["launch_us"],
+            "engine": fit_steps(raw["steps"], Engine.model_validate(base["engine"])).model_dump(),
         }
     )
 
@@ -303,4 +306,7 @@ def measured_text(facts: dict[str, Any], path: Path) -> str:
         host_gb_s = gpu.pcie_gb_s * gpu.efficiency.link
         rates = f"products {gpu.flops('bf16') / 1e12:.0f} TFLOP/s in bf16, memory {gpu.bandwidth / 1e9:.0f} GB/s"
         lines.append(f"GPUs              {gpu.memory_gib:.0f} GiB, {rates}, from and to the host {host_gb_s:.0f} GB/s")
+        engine = gpu.engine
+        host = f"{engine.step_ms:.2g} ms, {engine.row_us:.2g} us a row, {engine.eager_us:.2g} us an operation"
+        lines.append(f"host in a step    {host}")
     return "\n".join(lines)

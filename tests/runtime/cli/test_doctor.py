@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
+from penstock.nodes.calibrate import decoding_steps
 from penstock.runtime.cli import doctor
 from penstock.runtime.cli.base_model import PROFILE, cache_folder
 from penstock.runtime.cli.doctor import Finding
 from penstock.runtime.cli.tracing import CommandError, ask_child
 from penstock.runtime.cluster.cluster import Cluster, Host, read_cluster
 from penstock.runtime.cluster.gpus import GPUS
+from penstock.runtime.plan.decode_cost import EAGER_KERNELS
 
 from .conftest import Output, Patch
 
@@ -27,6 +29,8 @@ GPU = {
     "name": "NVIDIA H100 80GB HBM3", "memory_gib": 79.1, "memory": {"read": 2900.0, "copy": 2700.0},
     "launch_us": 4.5, "host_gb_s": 55.0, "products": {"bf16": [[16, 1024, 1e13], [8192, 8192, 7e14]]},
     "torch": "2.13.0", "seconds": 20.0,
+    # 2 ms, 5 us a row, 4 us an operation.
+    "steps": [[n, rows, 2e-3 + 5e-6 * rows + n * EAGER_KERNELS * 4e-6] for n in (2, 18) for rows in (16, 256)],
 }  # fmt: skip
 
 
@@ -138,6 +142,8 @@ def test_what_was_measured_is_this_machine_from_then_on(capsys: Output, monkeypa
     assert kind.bandwidth == pytest.approx(2.7e12, rel=1e-4)
     assert kind.nvlink_gb_s == GPUS["H100"].nvlink_gb_s
     assert kind.flops("fp8") == pytest.approx(GPUS["H100"].flops("fp8"), rel=1e-4)
+    engine = kind.engine
+    assert (engine.step_ms, engine.row_us, engine.eager_us) == pytest.approx((2.0, 5.0, 4.0), rel=1e-3)
 
 
 def test_it_can_be_kept_elsewhere_and_said_as_json(tmp_path: Path, capsys: Output) -> None:
@@ -166,6 +172,12 @@ def test_what_cannot_be_measured_or_kept_is_said_with_what_is_needed(
     with pytest.raises(CommandError, match=said) as error:
         doctor.main([word.format(tmp_path) for word in words])
     assert error.value.status == status
+
+
+def test_steps_of_the_engine_are_measured_by_layers_and_rows() -> None:
+    found = decoding_steps("cpu", layers=(1, 2), rows=(16,))
+    assert [(layers, rows) for layers, rows, _ in found] == [(1, 16), (2, 16)]
+    assert all(seconds > 0 for *_, seconds in found)
 
 
 @pytest.mark.slow
