@@ -1,9 +1,10 @@
 """Seconds of log-probabilities and their gradient, by the logits that are kept at once: what `LOGIT_ELEMENTS` follows.
 
-    python benchmarks/logprobs.py [--keep]
+    python benchmarks/logprobs.py [--dtype float32] [--seconds 150] [--keep]
 
-Each case is some tokens of a width over a vocabulary, in float32 and bfloat16, on one thread and on all cores. Chunks
-are of 2^22 to 2^28 logits; where all of them fit into one, autograd keeps them.
+Each case is some tokens of a width over a vocabulary, on all cores. Chunks are of 2^22 to 2^28
+logits; where all of them fit into one, autograd keeps them. The chunks take turns, so that whatever else the machine
+does meets all of them; there are as many rounds over all cases as begin within the seconds, and at least three.
 """
 
 import argparse
@@ -13,47 +14,60 @@ from statistics import median
 from typing import Any
 
 import torch
-from report import publish
+from report import publish, spread
 
 from penstock.nodes.learn.logprobs import token_logprobs
+from penstock.nodes.model.llama import LOGIT_ELEMENTS
 
-# Tokens, width, vocabulary: a demo's update, and micro-batches of models with a vocabulary of 32,768 and of 128,256.
-CASES = ((2048, 256, 512), (2048, 512, 32768), (512, 1024, 128256))
+# Tokens, width, vocabulary: micro-batches of models with a vocabulary of 32,768 and of 128,256.
+CASES = ((4096, 256, 32768), (1024, 256, 128256))
 CHUNKS = tuple(range(22, 30, 2))
+DEFAULT = LOGIT_ELEMENTS.bit_length() - 1
 
 
-def seconds(case: tuple[int, int, int], dtype: torch.dtype, chunk: int, repeats: int) -> float:
-    """The median of a forward and a backward pass."""
-    tokens, width, vocab = case
-    generator = torch.Generator().manual_seed(0)
-    hidden_PD, weight_VD = (
-        torch.randn(rows, width, generator=generator).to(dtype).requires_grad_() for rows in (tokens, vocab)
-    )
-    targets_P = torch.randint(vocab, (tokens,), generator=generator)
-    taken = []
-    for _ in range(repeats + 1):
+class Case:
+    """A forward and a backward pass of some tokens."""
+
+    def __init__(self, tokens: int, width: int, vocab: int, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.given = [
+            torch.randn(rows, width, generator=generator).to(dtype).requires_grad_() for rows in (tokens, vocab)
+        ]
+        self.targets_P = torch.randint(vocab, (tokens,), generator=generator)
+        self.said = {"dtype": str(dtype).partition(".")[2], "tokens": tokens, "width": width, "vocabulary": vocab}
+
+    def seconds(self, chunk: int) -> float:
         began = time.perf_counter()
-        logprobs_P, _ = token_logprobs(hidden_PD, weight_VD, targets_P, chunk_elements=chunk)
-        torch.autograd.grad(logprobs_P.sum(), (hidden_PD, weight_VD))
-        taken.append(time.perf_counter() - began)
-    return median(taken[1:])
+        logprobs_P, _ = token_logprobs(*self.given, self.targets_P, chunk_elements=chunk)
+        torch.autograd.grad(logprobs_P.sum(), self.given)
+        return time.perf_counter() - began
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/logprobs.json")
     args = parser.parse_args()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    cases = [Case(*shape, getattr(torch, args.dtype)) for shape in CASES]
+    taken: list[dict[int, list[float]]] = [{power: [] for power in CHUNKS} for _ in cases]
+    began, rounds = time.monotonic(), 0
+    while rounds < 4 or time.monotonic() - began < args.seconds:
+        for case, found in zip(cases, taken, strict=True):
+            for power in CHUNKS if rounds % 2 else CHUNKS[::-1]:
+                found[power].append(case.seconds(1 << power))
+        rounds += 1
+        print(f"{rounds} rounds, {time.monotonic() - began:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []
-    for threads in sorted({1, len(os.sched_getaffinity(0))}):
-        torch.set_num_threads(threads)
-        for case in CASES:
-            for dtype in (torch.float32, torch.bfloat16):
-                taken = {power: round(seconds(case, dtype, 1 << power, args.repeats), 4) for power in CHUNKS}
-                said = {"threads": threads, "tokens, width, vocabulary": case, "dtype": str(dtype).partition(".")[2]}
-                rows.append({**said, "seconds by log2 of the chunk": taken})
-                print(rows[-1], flush=True)
-    publish("logprobs", {"repeats": args.repeats, "rows": rows}, args.keep)
+    for case, found in zip(cases, taken, strict=True):
+        # The first round warms up. A ratio is of two passes of one round.
+        kept = {power: values[1:] for power, values in found.items()}
+        over = {p: [a / b for a, b in zip(v, kept[DEFAULT], strict=True)] for p, v in kept.items()}
+        times = {f"2^{power}, s": round(median(values), 3) for power, values in kept.items()}
+        ratios = {f"2^{p} over 2^{DEFAULT}": {k: round(x, 2) for k, x in spread(v).items()} for p, v in over.items()}
+        rows.append({**case.said, **times, **{k: v for k, v in ratios.items() if f"2^{DEFAULT} over" not in k}})
+    publish("logprobs", {"default": f"2^{DEFAULT}", "rounds": rounds - 1, "rows": rows}, args.keep)
 
 
 if __name__ == "__main__":
