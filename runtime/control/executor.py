@@ -8,11 +8,14 @@ What a rank holds, and how values move, is in `rank_state.py`; how its part of a
 `checkpointing.py`. `Resting` decides what leaves the device between updates.
 """
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from time import monotonic
 from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from penstock.graph.ir import Firing, Node
 from penstock.graph.node import Dropped, Filter
@@ -43,6 +46,17 @@ from penstock.runtime.schedule.events import (
 from penstock.runtime.tensor.checkpoint import require_savable
 from penstock.runtime.tensor.offload import Offload, OffloadError, give_back
 from penstock.runtime.tensor.shm import ObjectRef
+
+# Workspaces of fixed sizes: else cuBLAS chooses how it adds up by what is free of those that streams share.
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+
+
+def be_deterministic() -> None:
+    """From now on PyTorch, in this process, computes in an order that never varies; an operation that has no such order
+    raises RuntimeError. To be called before anything uses a GPU: cuBLAS reads its variable once."""
+    os.environ.update([WORKSPACE])
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 class Resting:

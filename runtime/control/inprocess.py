@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.control.executor import Executor
+from penstock.runtime.control.executor import Executor, be_deterministic
 from penstock.runtime.control.failure import Failure, FailureCode
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.process import told
@@ -39,6 +39,8 @@ class InProcess:
     """One executor per rank, all in this thread; they share their values, so that none crosses memory."""
 
     def __init__(self, config: RunConfig, session: Session, folder: Path, restore: Path | None = None) -> None:
+        if config.flags.deterministic:
+            be_deterministic()
         self.session = session
         self.interrupted = 0.0
         # One store for all: with its own, each executor would need handles of the others' values.

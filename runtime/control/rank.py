@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch._C._distributed_c10d import Store as C10dStore
 
 from penstock.runtime.cluster.endpoints import LOOPBACK
-from penstock.runtime.control.executor import Executor
+from penstock.runtime.control.executor import Executor, be_deterministic
 from penstock.runtime.control.messages import Count, Look, Note, Post
 from penstock.runtime.control.rank_state import HeldValues
 from penstock.runtime.control.recorder import tell_node_warnings
@@ -124,6 +124,8 @@ class RankRuntime:
         folder, own, flags = Path(join.folder), config.plan.replica(replica), config.flags
         place, num_ranks = own.ranks[index], len(own.ranks)
         torch.set_num_threads(place.threads)
+        if flags.deterministic:
+            be_deterministic()
         if place.device != "cpu":
             require_device(place.device, place.host)
             torch.cuda.set_device(place.device)  # where libraries put what names no device

@@ -142,6 +142,9 @@ class RunOptions:
     CPU."""
     logit_elements: Count = Context.logit_elements
     """Most logits that are kept at once; 0 takes what suits the device."""
+    deterministic: bool = False
+    """PyTorch computes in an order that never varies, or an operation that has none fails. A GPU needs it for equal
+    bits, and is slower; a CPU has them without."""
     retries: Count = Rules.retries
     """How often a group that failed is tried again; not at a node with state, or one that fires per update, whose
     failure ends the run."""

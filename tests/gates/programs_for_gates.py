@@ -1,5 +1,6 @@
 """Programs that go wrong in given ways, and one that learns from its first update on."""
 
+import os
 import resource
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from penstock.graph import broadcast, node, program
-from penstock.graph.types import Average, Context, Metrics, Policy, Prompts, Rewards, Rollouts, Weights
+from penstock.graph.types import Advantages, Average, Context, Metrics, Policy, Prompts, Rewards, Rollouts, Weights
 from penstock.nodes import ema as averages
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.fake import FakeEngine, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
@@ -202,6 +203,38 @@ def digits(policy: Policy, prompts: Prompts, *, samples: int = 4, lag: int = 0, 
     rollouts = generate(prompts, broadcast(policy, lag=lag), samples=samples)
     advantage = group_advantage(score(rollouts, by=more_digits))
     return aipo_update(policy, rollouts, advantage, lr=lr)
+
+
+def ordered(pool: str) -> Metrics:
+    """How PyTorch computes in a rank of the pool."""
+    asked = torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
+    return {f"{pool}_ordered": float(asked[0]), f"{pool}_workspace": float(asked[1])}
+
+
+@node(pool="scorer")
+def ordered_score(rollouts: Rollouts) -> tuple[Rewards, Metrics]:
+    rewards, metrics = score.fn(rollouts, by=more_digits)
+    return rewards, {**metrics, **ordered("scorer")}
+
+
+@node(pool="trainer", clock="update")
+def ordered_update(
+    policy: Policy, rollouts: Rollouts, advantages: Advantages, *, lr: float, unordered: bool
+) -> tuple[Policy, Metrics]:
+    if unordered:
+        torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2))  # which of the two is last?
+    updated, metrics = aipo_update.fn(policy, rollouts, advantages, lr=lr)
+    return updated, {**metrics, **ordered("trainer")}
+
+
+@program
+def ordered_digits(
+    policy: Policy, prompts: Prompts, *, samples: int = 4, lag: int = 0, lr: float = 1e-3, unordered: bool = False
+) -> Policy:
+    """`digits` whose metrics say how PyTorch computes, and that does what has no order."""
+    rollouts = generate(prompts, broadcast(policy, lag=lag), samples=samples)
+    advantages = group_advantage(ordered_score(rollouts))
+    return ordered_update(policy, rollouts, advantages, lr=lr, unordered=unordered)
 
 
 class FaultyEngine(Engine):

@@ -5,7 +5,8 @@ At lag 0 that is so by itself, at any other lag with pinned versions, whatever t
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -45,6 +46,7 @@ from .running import (
     run_to_end,
     run_to_failure,
     status_here,
+    summary,
     toy_flags,
 )
 
@@ -121,6 +123,42 @@ def test_aipo_in_one_process(tmp_path: Path, generators: int, lag: int) -> None:
 def test_aipo_in_processes(tmp_path: Path, generators: int, lag: int) -> None:
     run = run_to_end(digits(tmp_path / "r", lag, generators=generators))
     assert_equal_bits(final_state(run, UPDATES), real_loop(lag)[-1])
+
+
+def ordered(path: Path, on: bool = True, **options: Any) -> Path:
+    flags = replace(REAL, deterministic=on)
+    return make_run(path, f"{FAULTS}ordered_digits", {"lag": 0, **LEARNING, **options}, flags)
+
+
+@pytest.fixture
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a run in this process asks of PyTorch ends with the test."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with torch.backends.cudnn.flags(benchmark=False):
+        yield
+    torch.use_deterministic_algorithms(False)
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+@pytest.mark.usefixtures("as_before")
+@pytest.mark.parametrize("run", [run_here, run_to_end])
+def test_every_rank_of_a_deterministic_run_is_so_and_a_cpu_has_the_same_bits_without(
+    tmp_path: Path, run: Callable[[Path], Path]
+) -> None:
+    names = [f"{pool}_{asked}" for pool in ("scorer", "trainer") for asked in ("ordered", "workspace")]
+    for on in (False, True):
+        done = run(ordered(tmp_path / str(on), on))
+        assert [[row[name] for name in names] for row in rows(done)] == [[float(on)] * len(names)] * UPDATES
+        assert_equal_bits(final_state(done, UPDATES), real_loop(lag=0)[-1])
+
+
+@pytest.mark.usefixtures("as_before")
+def test_an_operation_without_an_order_ends_a_deterministic_run(tmp_path: Path) -> None:
+    run_here(ordered(tmp_path / "as it is", on=False, unordered=True))
+    status, _ = status_here(ordered(tmp_path / "deterministic", unordered=True))
+    found = summary(tmp_path / "deterministic")
+    assert (status, found["cause"]) == ("failed", "node")
+    assert "ordered_update" in found["error"]
 
 
 def test_the_program_aipo_itself(tmp_path: Path) -> None:
