@@ -28,7 +28,7 @@ from penstock.nodes.tokenizer import byte_tokenizer
 from penstock.runtime.control.executor import be_deterministic
 
 WORDS = byte_tokenizer().vocab_size
-MODELS = {"0.8M": ModelConfig(WORDS, 128, 256, 4, 8, 4, 16), "13M": ModelConfig(WORDS, 512, 1024, 4, 8, 4, 64)}
+MODELS = ModelConfig(WORDS, 128, 256, 4, 8, 4, 16), ModelConfig(WORDS, 512, 1024, 4, 8, 4, 64)
 SLOTS, CONTEXT, STEPS = 16, 64, 8
 
 
@@ -74,7 +74,8 @@ def main() -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, config in MODELS.items():
+        for config in MODELS:
+            parameters = sum(p.numel() for p in Llama(config, torch.float32, "meta").parameters())
             for what, work in (("update", updating(config)), ("decode step", decoding(config, Path(folder)))):
                 work()
                 work()
@@ -84,7 +85,7 @@ def main() -> None:
                         taken[on].append(timed(work, on))
                 ratios = spread([a / b for a, b in zip(taken[True], taken[False], strict=True)])
                 found = {"as it is, ms": 1e3 * median(taken[False]), "deterministic, ms": 1e3 * median(taken[True])}
-                rows.append({"model": name, "work": what, **{k: round(v, 2) for k, v in found.items()}})
+                rows.append({"parameters": parameters, "work": what, **{k: round(v, 2) for k, v in found.items()}})
                 rows[-1]["with over without"] = {key: round(value, 2) for key, value in ratios.items()}
                 print(rows[-1], flush=True)
     publish("deterministic", {"pairs": args.pairs, "rows": rows}, args.keep)
