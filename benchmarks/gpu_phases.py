@@ -278,15 +278,20 @@ def train(device: str) -> Iterator[Figures]:
     over that of the plan, both without what CUDA keeps for itself."""
     flops = rates(device)[1]
     models = {"1B": ONE_B, "8B, 8 of 32 layers": replace(MODELS["8B"], num_hidden_layers=8)}
-    cases = [("layer", 16384, 28), ("none", 16384, 28), ("layer", 32768, 28), ("layer", 16384, 22), ("none", 8192, 28)]
+    cases = [
+        ("layer", 16384, 28, "device"), ("none", 16384, 28, "device"), ("layer", 32768, 28, "device"),
+        ("layer", 16384, 28, "host"), ("layer", 16384, 22, "device"), ("none", 8192, 28, "device"),
+    ]  # fmt: skip
     rows, length = 32, 2048
     if device == "cpu":
-        models, cases, rows, length = {"tiny": small(ONE_B)}, [("layer", 128, 16), ("none", 128, 16)], 4, 64
+        cases = [("layer", 128, 16, "host"), ("none", 128, 16, "device")]
+        models, rows, length = {"tiny": small(ONE_B)}, 4, 64
     for name, config in models.items():
         shape = shape_of(config.to_json("bfloat16"), name)
-        for recompute, micro_tokens, bits in cases:
-            key = f"{name}, recompute {recompute}, {micro_tokens} tokens, 2^{bits} logits"
+        for recompute, micro_tokens, bits, where in cases:
+            key = f"{name}, recompute {recompute}, {micro_tokens} tokens, 2^{bits} logits, moments on the {where}"
             options = {"recompute": recompute, "micro_tokens": micro_tokens, "logit_elements": 1 << bits}
+            options["optimizer_state"] = where
             gc.collect()  # a model may be held by a circle, and its memory is the next one's
             try:
                 seconds, peak = updates_s(device, config, rows, length, options)
@@ -296,7 +301,9 @@ def train(device: str) -> Iterator[Figures]:
             tokens = rows * length
             needed = 6.0 * shape.active_parameters * tokens + 3.0 * attention_flops(shape, rows * length**2)
             mesh, again = Parallel(), float(recompute == "layer")
-            trainer = Trainer(shape, GPUS["H100"], mesh, micro_tokens=micro_tokens, recompute=again)
+            trainer = Trainer(
+                shape, GPUS["H100"], mesh, micro_tokens=micro_tokens, recompute=again, host_state=where == "host"
+            )
             planned = trainer_memory(trainer).used
             found = {"update_s": seconds, "tokens_per_s": tokens / seconds, "mfu": needed / seconds / flops}
             found |= {"planned_gb": planned / 1e9, "peak_gb": peak / 1e9, "peak_over_plan": peak / planned}

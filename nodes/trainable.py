@@ -213,18 +213,26 @@ class MasterWeights(SequenceModel[Model]):
 
 # The optimizer's tensors, each as large as the weights.
 MOMENTS = ("exp_avg", "exp_avg_sq")
+# Of moments that lie on the host, how many bytes are on the device at once; more only for a larger tensor.
+BUCKET_BYTES = 256 << 20
 
 Figures = TypeVar("Figures")
 
 
+def _moment_bytes(parameter: Tensor) -> int:
+    return len(MOMENTS) * parameter.nbytes
+
+
 class Learner(MasterWeights[Model]):
     """A model that learns by AdamW. `updates` is the length of the run, for schedules of the learning rate; `context`
-    says how the run was started, and keys what updates draw."""
+    says how the run was started, and keys what updates draw. `on_host`: do moments lie on the host, but for those that
+    a step is at?"""
 
     def __init__(self, master: Model, tokenizer: Tokenizer, context: Context) -> None:
         super().__init__(_freeze_base(master), tokenizer, context)
         self.optimizer = torch.optim.AdamW(self.masters.values(), fused=True)
         self.updates = context.updates
+        self.on_host = context.optimizer_state == "host"
 
     def backward(
         self, items: Sequence[Packed], loss: Callable[[Model, Packed], tuple[Tensor, Figures]]
@@ -286,7 +294,10 @@ class Learner(MasterWeights[Model]):
         self.optimizer.param_groups[0].update(
             lr=lr, betas=tuple(options["betas"]), weight_decay=options["weight_decay"]
         )
-        self.optimizer.step()
+        if self.on_host:
+            self._step_in_buckets()
+        else:
+            self.optimizer.step()
         self.optimizer.zero_grad()
         self.copy_masters()
         # However many steps an update takes, others see one new version.
@@ -302,13 +313,45 @@ class Learner(MasterWeights[Model]):
         # A run that resumes from before its first step has no moments to keep.
         self.optimizer.state.clear()
         for name, parameter in self.masters.items() if facts["steps"] else ():
-            moments = {moment: tensors[f"{moment}.{name}"].to(parameter, copy=True) for moment in MOMENTS}
+            moments = {moment: self._at_rest(tensors[f"{moment}.{name}"].to(parameter.dtype)) for moment in MOMENTS}
             step = torch.tensor(float(facts["steps"]), device=parameter.device)
             self.optimizer.state[parameter] = {"step": step, **moments}
 
     def offloadable(self) -> Mapping[str, Tensor]:
-        """The optimizer's moments too: only its steps read them."""
-        return {**super().offloadable(), **self._moments()}
+        """The optimizer's moments too, unless they are on the host anyway: only its steps read them."""
+        return {**super().offloadable(), **({} if self.on_host else self._moments())}
+
+    def _step_in_buckets(self) -> None:
+        """A step whose moments come from the host and go back, so many at a time: each element is computed as in one
+        step of all."""
+        waiting = [(master, master.grad) for master in self.masters.values() if master.grad is not None]
+        self.optimizer.zero_grad()
+        while waiting:
+            bucket, nbytes = list[tuple[Tensor, Tensor]](), 0
+            while waiting and (not bucket or nbytes + _moment_bytes(waiting[0][0]) <= BUCKET_BYTES):
+                bucket.append(waiting.pop(0))
+                nbytes += _moment_bytes(bucket[-1][0])
+            homes = {}
+            for master, gradient in bucket:
+                state = self.optimizer.state[master]
+                homes[master] = {moment: state[moment] for moment in MOMENTS if moment in state}
+                state |= {moment: home.to(self.device, non_blocking=True) for moment, home in homes[master].items()}
+                master.grad = gradient
+            self.optimizer.step()
+            for master, _ in bucket:
+                master.grad, state = None, self.optimizer.state[master]
+                for moment in MOMENTS:
+                    home = homes[master].get(moment)
+                    # The first step has made them.
+                    state[moment] = self._at_rest(state[moment]) if home is None else home.copy_(state[moment], True)
+        if self.device.type == "cuda":
+            # A checkpoint reads them on the host.
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _at_rest(self, moment: Tensor) -> Tensor:
+        """A copy of its own, where moments lie between steps."""
+        copy = moment.to("cpu" if self.on_host else self.device, copy=True)
+        return copy.pin_memory() if self.on_host and self.device.type == "cuda" else copy
 
     def _moments(self) -> dict[str, Tensor]:
         """By their names in a state; none before the first step."""

@@ -66,6 +66,8 @@ Transport = Literal["auto", "messages", "shm", "cuda_ipc", "nccl"]
 Recompute = Literal["auto", "none", "layer"]
 # The first compute capability whose tensor cores do.
 BFLOAT16_SINCE = 8
+# Where AdamW's moments lie but for the step that is at them; auto: on the host where nothing else fits.
+OptimizerState = Literal["auto", "device", "host"]
 # Whether what is not needed between updates lies on the host.
 Offload = Literal["auto", "on", "off"]
 

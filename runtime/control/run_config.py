@@ -24,7 +24,7 @@ from msgspec import Meta
 from penstock import __version__
 from penstock.graph.ir import Graph
 from penstock.graph.types import Context, Origin
-from penstock.runtime.cluster.capabilities import Dtype, Offload, Recompute, Transport, Wire
+from penstock.runtime.cluster.capabilities import Dtype, Offload, OptimizerState, Recompute, Transport, Wire
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import Plan, Replica, model_hosts, place, read_meshes, why_no_turns
 from penstock.runtime.control.rank_setup import RankSetup
@@ -145,6 +145,9 @@ class RunOptions:
     deterministic: bool = False
     """PyTorch computes in an order that never varies, or an operation that has none fails. A GPU needs it for equal
     bits, and is slower; a CPU has them without."""
+    optimizer_state: OptimizerState = "auto"
+    """Where AdamW's moments lie: on the GPU; or on the host, from where a step fetches some at a time. auto takes the
+    host where nothing else fits a GPU whose kind is known. The bits are the same."""
     retries: Count = Rules.retries
     """How often a group that failed is tried again; not at a node with state, or one that fires per update, whose
     failure ends the run."""

@@ -116,7 +116,7 @@ class Trainer:
 
     `ep`: over how many neighbours of a stage the experts of a layer are dealt out, so that tokens travel to them;
     `cp`: over how many ranks of `fsdp` each sequence is cut (ring attention, Liu et al., 2023). No run has either.
-    `logit_elements`: logits that are there at once; 0: what suits the GPU.
+    `logit_elements`: logits that are there at once; 0: what suits the GPU. `host_state`: moments lie on the host.
     """
 
     shape: Shape
@@ -130,6 +130,7 @@ class Trainer:
     ep: int = 1
     cp: int = 1
     logit_elements: int = 0
+    host_state: bool = False
 
     @cached_property
     def tokens_of_chunk(self) -> int:
@@ -314,9 +315,13 @@ class Trainer:
         whole = self.local if self.shape.lora is None else self.shard * mesh.fsdp
         once = 0.0 if self.zero3 else gather_s(gpu, whole * 2, mesh.fsdp, mesh.tp)
         copies = reduce_s(gpu, self.shard * 2, mesh.dp, mesh.tp * mesh.fsdp)
-        return Cost({"optimizer": self.shard * OPTIMIZER_BYTES / gpu.bandwidth, "dp": copies, "fsdp": once})
+        # Moments come from the host and go back.
+        moved = 2 * 8.0 * self.shard / gpu.pcie if self.host_state else 0.0
+        return Cost({"optimizer": self.shard * OPTIMIZER_BYTES / gpu.bandwidth + moved, "dp": copies, "fsdp": once})
 
 
+# Of moments that lie on the host, those on the GPU at once (`nodes/trainable.py`).
+BUCKET_BYTES = 256 << 20
 # CUDA's context, NCCL's buffers, fragments: what a process has no use of.
 RESERVED = 3e9
 # Of a GPU's memory, for logits: two numbers in float32 of each.
@@ -378,10 +383,14 @@ def step_memory(trainer: Trainer, place: int, copies: int = 0) -> tuple[Memory, 
     # Several ranks compute with what they gather of their masters; one has a copy of them in its format.
     masters = mesh.ranks > 1 and (trainer.zero3 or mesh.fsdp == 1)
     copied = 4.0 if shape.lora is not None or (not masters and size < 4) else 0.0
+    # On the host but for those of a bucket, or of the largest tensor: embedding or head.
+    largest = shape.vocab * shape.hidden / mesh.tp / mesh.fsdp if shape.lora is None else 0.0
+    adam = 8.0 * shard * learns
+    adam = min(adam, max(float(BUCKET_BYTES), 8.0 * largest)) if trainer.host_state else adam
     state = {
         "weights": (4 if masters and trains else size) * kept,
         "gradients": 4 * with_gradients * learns,
-        "moments": (8 + copied) * shard * learns,
+        "moments": copied * shard * learns + adam,
         "copies": ((0 if masters else size) * kept + (4 if masters or copied else 0) * shard) * copies,
         "reserved": RESERVED,
     }

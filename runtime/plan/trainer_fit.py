@@ -1,5 +1,5 @@
-"""What a run leaves to its trainer's memory: whether layers are recomputed, the tokens of a micro-batch, and the logits
-that are kept at once. Pure but for the sizes of the model, which are read.
+"""What a run leaves to its trainer's memory: whether layers are recomputed, the tokens of a micro-batch, the logits
+that are kept at once, and where AdamW's moments lie. Pure but for the sizes of the model, which are read.
 
 `fit` takes the fastest step under the cost model (`train_cost`) of those that fit beside what else lies on the GPU.
 `fitted` asks it for a run, of every pool that learns on a GPU of a known kind. Models beside the policy count as if
@@ -13,7 +13,7 @@ from math import inf
 import numpy as np
 
 from penstock.graph.types import MAX_PROMPT
-from penstock.runtime.cluster.capabilities import Recompute
+from penstock.runtime.cluster.capabilities import OptimizerState, Recompute
 from penstock.runtime.cluster.cluster import Cluster, ClusterError
 from penstock.runtime.cluster.gpus import Gpu
 from penstock.runtime.cluster.placement import Replica, decodes
@@ -65,13 +65,15 @@ def fit(
 
 
 def fitted(config: RunConfig, cluster: Cluster) -> RunOptions:
-    """The options of a run with `auto` and 0 decided, as far as the kinds of its GPUs are known; on a CPU a layer keeps
-    what it computes, and 0 is left to the nodes.
+    """The options of a run with `auto` and 0 decided, as far as the kinds of its GPUs are known; else a layer keeps
+    what it computes, moments are on the device, and 0 is left to the nodes. Moments go to the host where nothing else
+    fits.
 
     Raises ClusterError for a model that does not fit, unless recomputation and micro-batch are both given.
     """
     options = config.flags
     kept = replace(options, recompute="none") if options.recompute == "auto" else options
+    kept = replace(kept, optimizer_state="device") if options.optimizer_state == "auto" else kept
     decided = options.recompute != "auto" and options.micro_tokens > 0
     places = list(_places(config, cluster)) if options.device != "cpu" and options.model and not decided else []
     if not places:
@@ -79,13 +81,20 @@ def fitted(config: RunConfig, cluster: Cluster) -> RunOptions:
     shares = tuple(SHARES.values()) if options.recompute == "auto" else (SHARES[options.recompute],)
     longest = int(dict(config.graph.options).get("max_prompt") or MAX_PROMPT) + options.max_tokens
     given = options.micro_tokens
-    found = fit(places, max(given, longest), shares, given or MOST_TOKENS)
-    if found is None:
-        least = replace(places[0].trainer, micro_tokens=max(given, longest), recompute=shares[-1])
-        raise ClusterError(_refusal(places[0], least))
+    states = {"auto": (False, True), "device": (False,), "host": (True,)}[options.optimizer_state]
+    for on_host in states:
+        tried = [replace(each, trainer=replace(each.trainer, host_state=on_host)) for each in places]
+        found = fit(tried, max(given, longest), shares, given or MOST_TOKENS)
+        if found is not None:
+            break
+    else:
+        least = replace(tried[0].trainer, micro_tokens=max(given, longest), recompute=shares[-1])
+        raise ClusterError(_refusal(tried[0], least))
     chosen = next(name for name, share in SHARES.items() if share == found.recompute)
     elements = options.logit_elements or logit_elements(found.gpu)
-    return replace(options, recompute=chosen, micro_tokens=given or found.micro_tokens, logit_elements=elements)
+    where: OptimizerState = "host" if found.host_state else "device"
+    tokens = given or found.micro_tokens
+    return replace(options, recompute=chosen, micro_tokens=tokens, logit_elements=elements, optimizer_state=where)
 
 
 def _refusal(place: Place, least: Trainer) -> str:

@@ -25,6 +25,7 @@ from penstock.graph import (
     trace,
 )
 from penstock.graph.types import LearningRate, TokenAdvantages
+from penstock.nodes import trainable
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.data import Demonstrations
 from penstock.nodes.distill import policy_logprobs, reference_logprobs
@@ -324,6 +325,25 @@ def test_layers_that_are_computed_again_give_the_same_bits_and_keep_their_inputs
             each.model(tokens)
         held.append(sum(sizes))
     assert held[1] < held[0] / 4
+
+
+@pytest.mark.parametrize("bucket", [0, 20_000, 1 << 30])
+def test_moments_that_lie_on_the_host_make_the_same_bits(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tensor at a time, a few, all at once."""
+    monkeypatch.setattr(trainable, "BUCKET_BYTES", bucket)
+    for options in ({}, {"dtype": "bfloat16"}):
+        device, host = policy(**options), policy(**options, optimizer_state="host")
+        for version in range(3):
+            for each in (device, host):
+                policy_update.fn(each, *batch(version), loss=aipo, lr=1e-2, weight_decay=0.1, epochs=2)
+        assert equal(device, host)
+        # Nothing of the optimizer is left for an offload to move.
+        assert not [name for name in host.offloadable() if name.startswith(trainable.MOMENTS)]
+        again = policy(**options, optimizer_state="host")
+        again.restore(*host.state())
+        for each in (device, again):
+            policy_update.fn(each, *batch(3), loss=aipo, lr=1e-2)
+        assert equal(device, again)
 
 
 def test_the_runs_micro_batches_are_those_of_every_pass_that_asks_for_none() -> None:

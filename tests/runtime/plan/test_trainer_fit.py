@@ -84,6 +84,24 @@ def test_what_lies_beside_the_trainer_leaves_less_room(model: str) -> None:
     assert (alone.recompute, shared.recompute) == ("none", "layer")
 
 
+def test_moments_go_to_the_host_where_nothing_else_fits(model: str) -> None:
+    mesh = ("trainer=fsdp2",)
+    assert _fitted(model, "1x4xH100", mesh=("trainer=fsdp4",)).optimizer_state == "device"
+    with pytest.raises(ClusterError, match="fsdp"):
+        _fitted(model, "1x1xH100", optimizer_state="device", mesh=())
+    narrow = read_cluster("1x4xH100").model_copy(
+        update={"gpus": {"H100": H100.model_copy(update={"memory_gib": 64.0})}}
+    )
+    config = RunConfig.make(
+        _graph("grpo"), None, narrow,
+        RunOptions(device="cuda", dtype="bfloat16", model=model, slots=8, max_tokens=1024, mesh=mesh),
+    )  # fmt: skip
+    found = fitted(config, narrow)
+    assert found.optimizer_state == "host"
+    with pytest.raises(ClusterError, match="moments"):
+        fitted(replace(config, flags=replace(config.flags, optimizer_state="device")), narrow)
+
+
 def test_a_model_that_does_not_fit_is_refused_unless_both_are_given(model: str) -> None:
     with pytest.raises(ClusterError, match="fsdp"):
         _fitted(model)
