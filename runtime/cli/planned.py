@@ -13,7 +13,7 @@ from penstock.graph.errors import Fault
 from penstock.graph.ir import Graph
 from penstock.runtime.cli.base_model import PROFILE, cache_folder
 from penstock.runtime.cli.flags import NEW, NO_PLAN, MachineFlags, RunFlags, with_plan
-from penstock.runtime.cli.tracing import CommandError, Traced, faults_text
+from penstock.runtime.cli.tracing import CommandError, Traced
 from penstock.runtime.cluster.capabilities import Dtype, dtype_lack
 from penstock.runtime.cluster.cluster import Cluster, SeenGpu, alike
 from penstock.runtime.cluster.placement import Plan
@@ -47,8 +47,8 @@ def machines(flags: MachineFlags, seen: Sequence[SeenGpu]) -> Cluster:
 
 
 def chosen(traced: Traced, cluster: Cluster) -> Chosen:
-    """What a run of the program takes on a cluster. Raises CommandError for what the plan of --plan is not for, and
-    PlanError for a model that fits nowhere."""
+    """What a run of the program takes on a cluster: the plan of --plan, for which `plan_lacks` has found nothing, or
+    one that is made. Raises PlanError for a model that fits nowhere."""
     flags: RunFlags = traced.flags
     if flags.plan not in ("", NO_PLAN):
         return _as_planned(traced, cluster)
@@ -85,7 +85,8 @@ def plan_lacks(traced: Traced, cluster: Cluster) -> Iterator[Fault]:
 
     given = traced.flags.model
     model = None if given in ("", NEW) else read_shape(given)
-    made, graphs = RunPlan.read(Path(traced.flags.plan)), _graphs(traced)
+    graphs = [traced.graph, *([traced.evaluation] if traced.evaluation is not None else [])]
+    made = RunPlan.read(Path(traced.flags.plan))
     if lacks := made.lacks(graphs, model, cluster):
         yield from lacks
     else:
@@ -115,8 +116,6 @@ def _as_planned(traced: Traced, cluster: Cluster) -> Chosen:
     from penstock.runtime.plan.run_plan import RunPlan
 
     made, graphs = RunPlan.read(Path(traced.flags.plan)), _graphs(traced)
-    if lacks := tuple(plan_lacks(traced, cluster)):
-        raise CommandError(faults_text(lacks))
     return Chosen(_with_graphs(traced, made.graphs(graphs)), made.on(graphs, cluster))
 
 

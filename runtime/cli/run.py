@@ -19,8 +19,8 @@ from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.cli.display import Display
 from penstock.runtime.cli.flags import NEW, FolderFlags, RunFlags, StartFlags, changes, read_flags, with_changes
 from penstock.runtime.cli.launching import asked, configure, decided, go, require_start
-from penstock.runtime.cli.planned import chosen, machines, require_devices
-from penstock.runtime.cli.tracing import CommandError, require_inputs, trace_program
+from penstock.runtime.cli.planned import chosen, machines, plan_lacks, require_devices
+from penstock.runtime.cli.tracing import CommandError, faults_text, require_inputs, trace_program
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import read_meshes, spelled, why_no_turns
 from penstock.runtime.control.launcher import FAILED
@@ -50,11 +50,14 @@ def main(argv: Sequence[str]) -> int:
         # The child takes seconds to import torch, in which nothing else would be said.
         print(visible(f"penstock: importing torch, reading {argv[0]} …"), file=sys.stderr, flush=True)
     traced = trace_program("run", argv)
+    cluster = machines(traced.flags, traced.gpus)
+    # First: what a plan was made for explains why its options do not suit what is here.
+    if lacks := tuple(plan_lacks(traced, cluster)):
+        raise CommandError(faults_text([*lacks, *traced.faults]))
     traced.sound()
     flags = absolute_paths(traced.flags)
     if flags.tensorboard and find_spec("tensorboard") is None:
         raise CommandError("--tensorboard: the package is not installed; needed: pip install 'penstock[track]'")
-    cluster = machines(flags, traced.gpus)
     found = chosen(replace(traced, flags=flags), cluster)
     config = configure(found.traced, cluster, flags.model, found.plan)
     require_devices(config.plan, cluster, config.flags.dtype, traced.gpus)

@@ -162,6 +162,7 @@ def test_a_run_refuses_what_check_does_and_leaves_no_folder(planned: Path, refus
     ):
         status, said = refuse("run", "aipo", "--plan", "plan.json", *words.split())
         assert (status > 0, codes(said)) == (True, [code])
+    assert codes(refuse("run", "aipo", "--plan", "plan.json", "--model", "new")[1])[0] == "plan-model"
     assert codes(refuse("run", "aipo", "--plan", "cpu.toml")[1]) == ["plan-file"]
     assert codes(refuse("check", "ppo", "--plan", "cpu.json")[1] or "[plan-program]") == ["plan-program"]
     assert sorted(home.iterdir()) == before
