@@ -228,8 +228,8 @@ def unmet(graphs: Sequence[Graph], flags: RunOptions) -> Iterator[Fault]:
                 told.add((required, str(error)))
     makers = [opened(argument.maker) for argument in arguments.values() if argument.kind == "carried"]
     if flags.lora and graphs and not any(maker is not None and maker.lora for maker in makers):
-        given = f"--lora: given {flags.lora} and {graphs[0].name}, of which no value has adapters"
-        yield Fault("unmet-requirement", "--lora", f"{given}; needed a program with a policy that learns", "", "")
+        given = f"{flags.lora} and {graphs[0].name}, of which no value has adapters"
+        yield Fault("unmet-requirement", "--lora", given, "a program with a policy that learns", "")
 
 
 def check_meshes(graphs: Sequence[Graph], flags: RunOptions) -> None:
