@@ -98,7 +98,7 @@ def test_all_limits_that_are_broken_are_said_at_once() -> None:
 def test_a_ranks_setup_has_the_options_that_nodes_see() -> None:
     given = {"batch": 3, "updates": 5, "max_tokens": 9, "seed": 11, "slots": 13, "dtype": "bfloat16"}
     given |= {"model": "/model", "data": "words", "recompute": "layer", "micro_tokens": 64, "logit_elements": 4096}
-    given |= {"lora": 4, "lora_alpha": 8.0, "lora_targets": ("q_proj",)}
+    given |= {"lora": 4, "lora_alpha": 8.0, "lora_targets": ("q_proj",), "optimizer_state": "host"}
     assert set(NODE_OPTIONS) == given.keys()
     config = a_run(**given)
     for replica in config.plan.replicas:
@@ -108,7 +108,7 @@ def test_a_ranks_setup_has_the_options_that_nodes_see() -> None:
 
 def test_what_a_context_and_the_rules_share_with_the_options_has_their_defaults() -> None:
     known = defaults(RunOptions)
-    alike = set(NODE_OPTIONS) - {"recompute"}  # a run's auto is decided before a node sees it
+    alike = set(NODE_OPTIONS) - {"recompute", "optimizer_state"}  # a run's auto is decided before a node sees it
     assert {name: defaults(Context)[name] for name in alike} == {name: known[name] for name in alike}
     shared = {name: value for name, value in defaults(Rules).items() if name in known and value is not MISSING}
     assert shared.items() <= known.items()
