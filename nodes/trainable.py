@@ -281,7 +281,7 @@ class Learner(MasterWeights[Model]):
         """
         gradients = {name: p.grad for name, p in self.masters.items() if p.grad is not None}
         norm = self.workers.norm(gradients) / normaliser
-        # Before any weight is touched: the firing may be tried again, from the same weights.
+        # Before any weight is touched: the last checkpoint and the weights in memory stay the same.
         if not math.isfinite(norm):
             where = self._not_finite(gradients)
             self._forget_gradients()

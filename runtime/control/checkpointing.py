@@ -14,6 +14,7 @@ from pathlib import Path
 from time import monotonic, thread_time
 
 from penstock.graph.ir import Firing
+from penstock.graph.protocols import Carried
 from penstock.runtime.control.checkpoint_interval import WRITE_CPU_S
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.rank_state import HeldValues, Instances
@@ -33,8 +34,8 @@ FREE_SHARE = 0.8
 
 
 class Checkpointing:
-    """Saves what `held` and `values` have. `wake` is called by the thread that writes when it has ended; None for
-    a rank that has no such thread. `warn` is told once where the host has no room for a copy."""
+    """Saves what `held` and `values` have. `wake` is called by the thread that writes when it is done; None for a
+    rank that has no such thread. `warn` is told once where the host has no room for a copy."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class Checkpointing:
         held, setup, began = self._held, self._held.setup, monotonic()
         states = {name: node.state for name, node in held.nodes.items() if node.node.stateful}
         earlier = {f"{name}@{v}": held.history.of(name, v) for name, v in held.history.before(update)}
+        apart = self._wake is not None and self._has_room([*held.carried.values(), *earlier.values()])
         copy = copy_shard(
             setup.folder / "checkpoints" / order.checkpoint,
             setup.replica,
@@ -67,7 +69,7 @@ class Checkpointing:
             self._values.of(firings),
             earlier,
             setup.run,
-            self._buffers if self._wake is not None and self._has_room() else None,
+            self._buffers if apart else None,
         )
         saved, stay = Saved(update, setup.replica, setup.rank), {order.checkpoint, *order.kept}
 
@@ -84,9 +86,9 @@ class Checkpointing:
 
     def answers(self) -> list[Result]:
         """`Saved`, once, when the part is written. Raises what the thread has raised."""
-        if self._thread is None or self._thread.is_alive():
+        if self._thread is None or (self._written is None and self._failure is None):
             return []
-        self._thread.join()
+        self._thread.join()  # it has nothing left to do but to wake this one
         self._thread = None
         if self._failure is not None:
             raise self._failure
@@ -103,12 +105,12 @@ class Checkpointing:
         finally:
             wake()
 
-    def _has_room(self) -> bool:
-        """Has the host memory for a copy on each of its ranks of this replica?"""
-        held, setup = self._held, self._held.setup
+    def _has_room(self, values: Iterable[Carried]) -> bool:
+        """Has the host memory for a copy of these on each of its ranks of this replica?"""
+        setup = self._held.setup
         ranks = setup.plan.replica(setup.replica).ranks
         beside = sum(rank.host == ranks[setup.rank].host for rank in ranks)
-        tensors = [tensor for value in held.carried.values() for tensor in value.state()[0].values()]
+        tensors = [tensor for value in values for tensor in value.state()[0].values()]
         needed = sum(self._buffers.needed(tensor.nbytes, tensor.is_cuda) for tensor in tensors)
         missing = beside * (needed - self._buffers.nbytes)
         if missing <= FREE_SHARE * (free := free_memory()):
