@@ -74,7 +74,7 @@ class Context:
         micro_tokens: most tokens of a micro-batch, padding included; 0 is what suits the device.
         logit_elements: most logits that are kept at once; 0 is what suits the device.
         zero: what "fsdp" shards all the time: 3 weights and gradients, too; 1 the optimizer's state and masters only.
-        optimizer_state: where moments, and masters that are copies, lie: on the "device", or on the "host".
+        optimizer_state: where AdamW's moments lie but for a step: on the "device", or on the "host".
         lora: rank of the adapters that a policy learns in place of all weights; 0 is none.
         lora_alpha: alpha of these; 0 is twice the rank.
         lora_targets: names of the linear maps that have one; () is all of a layer's.

@@ -335,7 +335,8 @@ class Learner(MasterWeights[Model]):
             for master, gradient in bucket:
                 state = self.optimizer.state[master]
                 homes[master] = {moment: state[moment] for moment in MOMENTS if moment in state}
-                state |= {moment: home.to(self.device, non_blocking=True) for moment, home in homes[master].items()}
+                on_device = {m: home.to(self.device, non_blocking=True, copy=True) for m, home in homes[master].items()}
+                state |= on_device
                 master.grad = gradient
             self.optimizer.step()
             for master, _ in bucket:

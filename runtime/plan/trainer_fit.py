@@ -74,7 +74,8 @@ def fitted(config: RunConfig, cluster: Cluster) -> RunOptions:
     options = config.flags
     kept = replace(options, recompute="none") if options.recompute == "auto" else options
     kept = replace(kept, optimizer_state="device") if options.optimizer_state == "auto" else kept
-    decided = options.recompute != "auto" and options.micro_tokens > 0
+    given_both = options.recompute != "auto" and options.micro_tokens > 0
+    decided = given_both and options.optimizer_state != "auto"
     places = list(_places(config, cluster)) if options.device != "cpu" and options.model and not decided else []
     if not places:
         return kept
@@ -88,6 +89,8 @@ def fitted(config: RunConfig, cluster: Cluster) -> RunOptions:
         if found is not None:
             break
     else:
+        if given_both:
+            return kept
         least = replace(tried[0].trainer, micro_tokens=max(given, longest), recompute=shares[-1])
         raise ClusterError(_refusal(tried[0], least))
     chosen = next(name for name, share in SHARES.items() if share == found.recompute)

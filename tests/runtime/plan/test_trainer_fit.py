@@ -98,6 +98,8 @@ def test_moments_go_to_the_host_where_nothing_else_fits(model: str) -> None:
     )  # fmt: skip
     found = fitted(config, narrow)
     assert found.optimizer_state == "host"
+    both = replace(config.flags, recompute=found.recompute, micro_tokens=found.micro_tokens)
+    assert fitted(replace(config, flags=both), narrow).optimizer_state == "host"
     with pytest.raises(ClusterError, match="moments"):
         fitted(replace(config, flags=replace(config.flags, optimizer_state="device")), narrow)
 
