@@ -85,8 +85,7 @@ def plan_lacks(traced: Traced, cluster: Cluster) -> Iterator[Fault]:
 
     given = traced.flags.model
     model = None if given in ("", NEW) else read_shape(given)
-    graphs = [traced.graph, *([traced.evaluation] if traced.evaluation is not None else [])]
-    made = RunPlan.read(Path(traced.flags.plan))
+    made, graphs = RunPlan.read(Path(traced.flags.plan)), _graphs(traced)
     if lacks := made.lacks(graphs, model, cluster):
         yield from lacks
     else:
@@ -120,7 +119,8 @@ def _as_planned(traced: Traced, cluster: Cluster) -> Chosen:
 
 
 def _graphs(traced: Traced) -> list[Graph]:
-    return [traced.sound(), *([traced.evaluation] if traced.evaluation is not None else [])]
+    """The program's, and its evaluation's if it has one."""
+    return [graph for graph in (traced.graph, traced.evaluation) if graph is not None]
 
 
 def _with_graphs(traced: Traced, graphs: Sequence[Graph]) -> Traced:
