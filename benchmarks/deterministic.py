@@ -22,7 +22,7 @@ from report import publish, spread
 
 from penstock.graph.types import Advantages, Context
 from penstock.nodes.learn.update import aipo_update
-from penstock.nodes.model import Llama, ModelConfig
+from penstock.nodes.model import CausalLM, ModelConfig
 from penstock.nodes.policy import LanguagePolicy
 from penstock.nodes.tokenizer import byte_tokenizer
 from penstock.runtime.control.executor import be_deterministic
@@ -33,7 +33,7 @@ SLOTS, CONTEXT, STEPS = 16, 64, 8
 
 
 def updating(config: ModelConfig) -> Callable[[], float]:
-    model = Llama(config, torch.float32, "cpu")
+    model = CausalLM(config, torch.float32, "cpu")
     model.init_weights(1)
     context = Context(node="policy", updates=1000, device="cpu", threads=torch.get_num_threads())
     learner, given = LanguagePolicy(model, byte_tokenizer(), context), rollouts()
@@ -75,7 +75,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for config in MODELS:
-            parameters = sum(p.numel() for p in Llama(config, torch.float32, "meta").parameters())
+            parameters = sum(p.numel() for p in CausalLM(config, torch.float32, "meta").parameters())
             for what, work in (("update", updating(config)), ("decode step", decoding(config, Path(folder)))):
                 work()
                 work()

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import FileStore
 from penstock.graph.protocols import Axes
 from penstock.graph.types import Advantages, Context, Rollouts
 from penstock.nodes.learn.update import aipo_update
-from penstock.nodes.model import Llama, ModelConfig
+from penstock.nodes.model import CausalLM, ModelConfig
 from penstock.nodes.policy import LanguagePolicy
 from penstock.nodes.tokenizer import byte_tokenizer
 from penstock.runtime.cluster.endpoints import LOOPBACK
@@ -40,7 +40,7 @@ CONFIG = ModelConfig(byte_tokenizer().vocab_size, 128, 256, 4, 8, 4, 16)
 
 
 def policy(device: str, mesh: Axes, rank: int) -> LanguagePolicy:
-    model = Llama(CONFIG, torch.float32, device)
+    model = CausalLM(CONFIG, torch.float32, device)
     model.init_weights(1)
     context = Context(node="policy", updates=10, device=device, mesh=mesh, rank=rank)
     return LanguagePolicy(model, byte_tokenizer(), context)

@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from penstock.graph.types import Advantages, Context, Rollouts
 from penstock.nodes import calibrate
 from penstock.nodes.learn.update import aipo_update
-from penstock.nodes.model import Llama, ModelConfig, save_model
+from penstock.nodes.model import CausalLM, ModelConfig, save_model
 from penstock.nodes.policy import LanguagePolicy
 from penstock.nodes.tokenizer import byte_tokenizer
 from penstock.runtime.cluster.gpus import GPUS
@@ -61,7 +61,7 @@ def smoke(device: str) -> Iterator[Figures]:
         yield {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "capability": [card.major, card.minor]}
     yield {"run aipo": penstock_run([f"--device={device}", *SMALL, "--updates=3", "--model=new"])[0]}
     with tempfile.TemporaryDirectory() as name:
-        model = Llama(small(ONE_B), torch.float32)
+        model = CausalLM(small(ONE_B), torch.float32)
         model.init_weights(0)
         save_model(model, model.state_dict(), name)
         # As somebody types it who has read nothing: on a card it is planned.
@@ -315,7 +315,7 @@ def updates_s(
 ) -> tuple[float, float]:
     """Seconds of an update, and the bytes that it has on the card at most; 0 of a CPU."""
     torch.manual_seed(0)
-    model = Llama(config, torch.float32, device)
+    model = CausalLM(config, torch.float32, device)
     for name, tensor in Policy(device, config).tensors.items():
         model.get_parameter(name).data.copy_(tensor)
     policy = LanguagePolicy(model, byte_tokenizer(), Context(node="policy", dtype="bfloat16", device=device, **options))
@@ -531,7 +531,7 @@ def plan(device: str) -> Iterator[Figures]:
             cluster = str(folder / "this.toml")
             measured = penstock("doctor", "--measure", "--json", "--out", cluster)
             yield {"measured": measured}
-        model = Llama(config, torch.bfloat16)
+        model = CausalLM(config, torch.bfloat16)
         save_model(model, {n: t.cpu() for n, t in Policy(device, config).tensors.items()}, folder / "model")
         work = [f"--batch={batch}", f"--samples={samples}", f"--max-tokens={tokens}", f"--slots={slots}", "--lag=1"]
         lengths = ["--prompt-tokens=8", f"--lengths={tokens},0", f"--model={folder / 'model'}"]

@@ -25,7 +25,7 @@ from weights import Weights
 from penstock.graph import types
 from penstock.graph.types import Context, Prompts
 from penstock.nodes.generate import make_engine
-from penstock.nodes.model import Llama
+from penstock.nodes.model import CausalLM
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.hf import point_at
 from penstock.runtime.cluster.endpoints import LOOPBACK
@@ -128,7 +128,7 @@ class Source(Rank):
         super().__init__(folder, device)
         self.policy = Policy(device, self.config)
         self.way, self.publisher, self.transport = "", WeightPublisher(CHANNEL, self.policy), None
-        self.model: Llama | None = None
+        self.model: CausalLM | None = None
 
     def publish(self, way: str, version: int) -> dict[str, Any]:
         if way != self.way:
@@ -154,7 +154,7 @@ class Source(Rank):
     def step(self) -> float:
         """Forward and backward of 4,096 tokens; on a CPU of 64."""
         if self.model is None:
-            self.model = Llama(self.config, torch.bfloat16, self.device)
+            self.model = CausalLM(self.config, torch.bfloat16, self.device)
             copies = {name: tensor.clone() for name, tensor in self.policy.tensors.items()}
             point_at(self.model, copies, "benchmark")
         tokens_BS = torch.zeros(1, 64, dtype=torch.long) if self.device == "cpu" else torch.zeros(4, 1024).long()

@@ -1,6 +1,6 @@
 """Llama 3.1, as it lies on trainers and generators: for the benchmarks of resharding."""
 
-from penstock.nodes.model import Llama, ModelConfig
+from penstock.nodes.model import CausalLM, ModelConfig
 from penstock.nodes.model.tensor_parallel import stages_of, tensor_parallel
 from penstock.runtime.tensor.layout import Layout, Mesh, sharded
 
@@ -20,4 +20,4 @@ def layout(name: str, mesh: Mesh, wire: str = "bfloat16") -> Layout:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(p.shape) for name, p in Llama(config, device="meta").named_parameters()}
+    return {name: tuple(p.shape) for name, p in CausalLM(config, device="meta").named_parameters()}

@@ -17,7 +17,7 @@ import torch
 from report import publish, spread
 
 from penstock.nodes.learn.logprobs import token_logprobs
-from penstock.nodes.model.llama import LOGIT_ELEMENTS
+from penstock.nodes.model.decoder import LOGIT_ELEMENTS
 
 # Tokens, width, vocabulary: micro-batches of models with a vocabulary of 32,768 and of 128,256.
 CASES = ((4096, 256, 32768), (1024, 256, 128256))

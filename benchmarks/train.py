@@ -2,7 +2,7 @@
 
     python benchmarks/train.py [--hidden 256 --layers 4] [--dtype float32] [--keep]
 
-Same model shape (a Llama, randomly initialised, the same weights for all), prompts, samples, tokens and dtype; each
+Same model shape (a CausalLM, randomly initialised, the same weights for all), prompts, samples, tokens and dtype; each
 system is given all cores: TRL as threads of one process, Penstock as its own plan shares them out. Without `--dtype`
 both are measured: float32, and bfloat16 where the CPU multiplies it. TRL is the extra `bench`; without it that row is
 missing, and said so. The row `products alone` is the limit of `products`: what no system can pass with this library.

@@ -114,12 +114,12 @@ def decoding_steps(
     # Half a second of imports, which `installed` has no use of.
     from penstock.graph.types import Context, Prompts, Weights
     from penstock.nodes.generate import make_engine
-    from penstock.nodes.model import Llama, ModelConfig
+    from penstock.nodes.model import CausalLM, ModelConfig
 
     found, width, samples = [], 64, 16
     for depth, count in product(layers, rows):
         config = ModelConfig(4096, width, 2 * width, depth, 4, 4, width // 4, 256)
-        model = Llama(config, torch.bfloat16)
+        model = CausalLM(config, torch.bfloat16)
         model.init_weights(0)
         weights = Weights(0, {name: part.to(device) for name, part in model.state_dict().items()})
         with tempfile.TemporaryDirectory() as folder:

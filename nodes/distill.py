@@ -28,14 +28,14 @@ from penstock.nodes.learn.batching import Packed, behaviour_logprobs, sampled_le
 from penstock.nodes.learn.logprobs import packed_distributions, packed_logprobs
 from penstock.nodes.learn.losses import reads, reverse_kl
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
-from penstock.nodes.model import Llama, ModelError
+from penstock.nodes.model import CausalLM, ModelError
 from penstock.nodes.open_model import ModelSpec, directory_spec, open_frozen_model, reads_tokens, run_spec
 from penstock.nodes.policy import LanguageModel, language_model, language_policy
 from penstock.nodes.tokenizer import Tokenizer
 from penstock.nodes.trainable import Frozen
 
 
-class FrozenTeacher(LanguageModel, Frozen[Llama], Teacher):
+class FrozenTeacher(LanguageModel, Frozen[CausalLM], Teacher):
     """A teacher with the student's tokens."""
 
 
@@ -68,9 +68,9 @@ def _directory(context: Context) -> str:
     return folder
 
 
-def _open(context: Context) -> tuple[Llama, Tokenizer]:
+def _open(context: Context) -> tuple[CausalLM, Tokenizer]:
     folder = _directory(context)
-    model, tokenizer = open_frozen_model(Llama, replace(context, model=folder))
+    model, tokenizer = open_frozen_model(CausalLM, replace(context, model=folder))
     own = run_spec(context).tokenizer
     # Token by token they are compared, so that each number has to mean the same word.
     theirs, ours = tokenizer.backend.get_vocab(), own.backend.get_vocab()
@@ -122,7 +122,7 @@ def distill_update(
     if learner.ranks.size(STAGE) > 1:
         raise ValueError(f"distill_update: given a mesh of {learner.ranks}, needed one without stages ({STAGE})")
 
-    def loss(model: Llama, packed: Packed) -> tuple[Tensor, Tensor]:
+    def loss(model: CausalLM, packed: Packed) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             teacher_PW = packed_distributions(guide.model, packed)
         # Student and teacher are cut over the same ranks: each has the same words of both.

@@ -8,7 +8,7 @@ from penstock.graph import node, opens, requires
 from penstock.graph.protocols import Carried
 from penstock.graph.types import AnyAverage, Average, Context, Metrics, Policy
 from penstock.nodes import option_checks
-from penstock.nodes.model import Llama
+from penstock.nodes.model import CausalLM
 from penstock.nodes.policy import (
     LanguageModel,
     language_policy,
@@ -19,7 +19,7 @@ from penstock.nodes.policy import (
 from penstock.nodes.trainable import MasterWeights, expect
 
 
-class FollowingPolicy(LanguageModel, MasterWeights[Llama], Average):
+class FollowingPolicy(LanguageModel, MasterWeights[CausalLM], Average):
     """A policy that does not learn by itself."""
 
     called: ClassVar[str] = "average"

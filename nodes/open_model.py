@@ -15,8 +15,8 @@ from penstock.graph.protocols import STAGE, TENSOR, Axes, num_ranks, rule_of
 from penstock.graph.requires import Call, opened
 from penstock.graph.types import Context, Rollouts
 from penstock.nodes.model import (
+    CausalLM,
     Decoder,
-    Llama,
     Lora,
     ModelConfig,
     ModelError,
@@ -27,7 +27,7 @@ from penstock.nodes.model import (
 )
 from penstock.nodes.model.hf import digest, read_adapters
 from penstock.nodes.model.tensor_parallel import (
-    LlamaPart,
+    CausalLMPart,
     check_tensor_parallel,
     part_config,
     part_of,
@@ -175,15 +175,15 @@ def about_adapters(lora: Lora | None, base: Context) -> dict[str, str]:
     return {} if lora is None else {"adapters": str(lora), "base": base_digest(base)}
 
 
-def open_part(spec: ModelSpec, context: Context, ranks: Ranks) -> Llama:
+def open_part(spec: ModelSpec, context: Context, ranks: Ranks) -> CausalLM:
     """A rank's part of a model to decode with, in the dtype and on the device of `context`. Its own weights come later,
     as those of a carried value; the base of adapters is read now."""
     given = spec.config, torch_dtype(context.dtype), context.device
     parts = ranks.count
-    model = Llama(*given, lora=spec.lora) if parts == 1 else LlamaPart(*given, parts, ranks.rank, spec.lora)
+    model = CausalLM(*given, lora=spec.lora) if parts == 1 else CausalLMPart(*given, parts, ranks.rank, spec.lora)
     if spec.lora is not None:
         # Of the whole model, of which this rank reads what it keeps.
-        whole, _ = open_model(Llama, replace(spec.base, dtype=context.dtype), lora=spec.lora, unread=True)
+        whole, _ = open_model(CausalLM, replace(spec.base, dtype=context.dtype), lora=spec.lora, unread=True)
         weights, rules = dict(whole.named_parameters()), tensor_parallel(spec.config)
         for name, parameter in model.named_parameters():
             region = part_of(weights[name].shape, rule_of(name, rules), parts, ranks.rank)

@@ -7,7 +7,7 @@ from penstock.graph import opens, requires
 from penstock.graph.protocols import Carried
 from penstock.graph.types import Context, FrozenModel, LoraPolicy, Policy, Reference, Rollouts
 from penstock.nodes.learn.batching import MicroBatches
-from penstock.nodes.model import Llama
+from penstock.nodes.model import CausalLM
 from penstock.nodes.open_model import (
     ModelSpec,
     lora_of,
@@ -20,7 +20,7 @@ from penstock.nodes.tokenizer import Tokenizer
 from penstock.nodes.trainable import Frozen, Learner, SequenceModel, expect
 
 
-class LanguageModel(SequenceModel[Llama]):
+class LanguageModel(SequenceModel[CausalLM]):
     """A model that gives log-probabilities to tokens."""
 
     def pack(self, rollouts: Rollouts, max_tokens: int | None = None, *, whole_groups: bool = False) -> MicroBatches:
@@ -39,17 +39,17 @@ class LanguageModel(SequenceModel[Llama]):
         return super().pack(rollouts, max_tokens, whole_groups=whole_groups)
 
 
-class LanguagePolicy(LanguageModel, Learner[Llama], Policy):
+class LanguagePolicy(LanguageModel, Learner[CausalLM], Policy):
     """The policy that learns."""
 
     called: ClassVar[str] = "policy"
 
 
-class FrozenPolicy(LanguageModel, Frozen[Llama], Reference):
+class FrozenPolicy(LanguageModel, Frozen[CausalLM], Reference):
     """A policy that never changes."""
 
 
-class FrozenLanguageModel(LanguageModel, Frozen[Llama], FrozenModel):
+class FrozenLanguageModel(LanguageModel, Frozen[CausalLM], FrozenModel):
     """A language model of any directory."""
 
 
@@ -61,14 +61,14 @@ def policy_spec(context: Context) -> ModelSpec:
 def require_policy(context: Context, rank: int = 0) -> None:
     """Raises ModelError for a directory that holds no language model, or adapters that this one cannot have; no weights
     are read."""
-    open_model(Llama, replace(context, device="meta"), lora=lora_of(context, rank))
+    open_model(CausalLM, replace(context, device="meta"), lora=lora_of(context, rank))
 
 
-def open_learning(context: Context, rank: int = 0) -> tuple[Llama, Tokenizer]:
+def open_learning(context: Context, rank: int = 0) -> tuple[CausalLM, Tokenizer]:
     """The run's model with what learns of it in float32: adapters if `lora_of` says so, else all weights."""
     lora = lora_of(context, rank)
     # Whatever the run's dtype: these are the master weights. The base of adapters has none.
-    return open_model(Llama, context, "float32" if lora is None else context.dtype, lora)
+    return open_model(CausalLM, context, "float32" if lora is None else context.dtype, lora)
 
 
 @opens(policy_spec, base=True, lora=True)
@@ -86,10 +86,10 @@ def make_lora_policy(context: Context) -> Carried:
 
 
 @opens(run_spec, base=True)
-@requires(require_model(Llama))
+@requires(require_model(CausalLM))
 def make_reference(context: Context) -> Carried:
     """The same model, frozen, in the run's dtype."""
-    return FrozenPolicy(*open_frozen_model(Llama, context), context)
+    return FrozenPolicy(*open_frozen_model(CausalLM, context), context)
 
 
 def _own(context: Context) -> Context:
@@ -97,14 +97,14 @@ def _own(context: Context) -> Context:
 
 
 @opens(lambda context: run_spec(_own(context)))
-@requires(lambda context: require_model(Llama)(_own(context)))
+@requires(lambda context: require_model(CausalLM)(_own(context)))
 def open_frozen(context: Context) -> Carried:
     """The model of the directory that the program's option `NAME_model` names, in the run's dtype; NAME is the carried
     value's. It is the run's own model where there is no such option.
 
     Raises ModelError for a directory that holds no language model.
     """
-    return FrozenLanguageModel(*open_frozen_model(Llama, _own(context)), _own(context))
+    return FrozenLanguageModel(*open_frozen_model(CausalLM, _own(context)), _own(context))
 
 
 def language_policy(policy: Policy) -> LanguagePolicy:

@@ -9,7 +9,7 @@ Invariants:
 - Shapes never change: all slots are computed, used or not; prompts are padded to a power of two and computed a fixed
   number of rows at a time. So a response has the same bits whatever its neighbours, its slot or its place in the queue,
   for a given number of slots and threads.
-- Ranks that share a model (`LlamaPart`) each have an engine. Given the same groups in the same order they sample the
+- Ranks that share a model (`CausalLMPart`) each have an engine. Given the same groups in the same order they sample the
   same tokens, each from a cache of its own heads.
 - `EngineSlots` is numpy on the host: one step costs the same few operations however many slots there are.
 

@@ -20,7 +20,7 @@ from penstock.graph.requires import Call
 from penstock.graph.types import MAX_PROMPT, Context, Prompts
 from penstock.nodes.data import FilePrompts
 from penstock.nodes.model.config import ModelConfig
-from penstock.nodes.model.llama import attend_causal
+from penstock.nodes.model.decoder import attend_causal
 from penstock.nodes.open_model import spec_of
 
 FIRST_BLOCK, LARGEST_BLOCK = 16, 256

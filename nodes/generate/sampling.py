@@ -17,7 +17,7 @@ from penstock.graph.requires import Call
 from penstock.graph.types import Logprobs, Policy, Rollouts
 from penstock.nodes.learn.batching import behaviour_logprobs, pack, sampled_mask
 from penstock.nodes.learn.logprobs import packed_logprobs
-from penstock.nodes.model import Llama
+from penstock.nodes.model import CausalLM
 
 # splitmix64 (Steele, Lea and Flood 2014), as signed 64-bit numbers; torch's int64 wraps around.
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -137,7 +137,7 @@ MICRO_TOKENS = 8192
 
 
 @torch.no_grad()
-def mismatch(model: Llama, rollouts: Rollouts) -> float:
+def mismatch(model: CausalLM, rollouts: Rollouts) -> float:
     """Mean |log μ recorded − log π of the trainer's packed forward, at the same temperature| over sampled tokens, nats.
 
     `model` must hold the weights that sampled every one: across versions the difference is drift, not mismatch. Raises

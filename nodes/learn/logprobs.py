@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from penstock.nodes.learn.batching import Packed
-from penstock.nodes.model import Llama
+from penstock.nodes.model import CausalLM
+from penstock.nodes.model.decoder import LOGIT_ELEMENTS
 from penstock.nodes.model.kernels import linear
-from penstock.nodes.model.llama import LOGIT_ELEMENTS
 from penstock.nodes.model.words import Words
 
 
-def packed_logprobs(model: Llama, packed: Packed) -> tuple[Tensor, Tensor]:
+def packed_logprobs(model: CausalLM, packed: Packed) -> tuple[Tensor, Tensor]:
     """log π of each target of a micro-batch, and the entropy of its distribution; both float32 [P], nats.
 
     π is softmax(logits / T), T the temperature that the target was sampled at.
@@ -31,7 +31,7 @@ def packed_logprobs(model: Llama, packed: Packed) -> tuple[Tensor, Tensor]:
     return logprobs_over_ranks(model.words.shared(hidden_PD), *given, model.words, chunk_elements=most)
 
 
-def packed_distributions(model: Llama, packed: Packed) -> Tensor:
+def packed_distributions(model: CausalLM, packed: Packed) -> Tensor:
     """log π of every word of the vocabulary before each target, with a gradient, at the target's temperature: float32
     [P, W], of the words that this rank has. Memory grows with tokens × words.
     """

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.nodes.model.config import ModelConfig, ModelError, read_json
-from penstock.nodes.model.llama import Decoder, Llama, Scorer
+from penstock.nodes.model.decoder import CausalLM, Decoder, Scorer
 from penstock.nodes.model.lora import A, B, Lora, initial, is_adapter, merged
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -185,7 +185,7 @@ def saved_adapters(folder: Path, lora: Lora) -> dict[str, Tensor]:
         others = ", ".join(sorted(p.name for p in folder.iterdir() if p.name.startswith("adapter_model")))
         raise ModelError(f"{folder}: given {others or 'no adapters'}, needed {ADAPTERS}")
     pieces = _pieces([path])
-    needed = Llama(read_config(folder), device="meta", lora=lora).own_parameters()
+    needed = CausalLM(read_config(folder), device="meta", lora=lora).own_parameters()
     check_names({PEFT + name: parameter for name, parameter in needed.items()}, pieces, str(path))
     for name, parameter in needed.items():
         check_shape(name, pieces[PEFT + name].get_shape(), parameter, str(path))

@@ -1,5 +1,5 @@
 """How models of the Llama family are cut over ranks, as plain data: tensor parallelism, pipeline stages. And one rank's
-part of a language model for generation (`LlamaPart`).
+part of a language model for generation (`CausalLMPart`).
 
 Tensor parallelism is that of Megatron-LM (Shoeybi et al., 2019, section 3). The matrices that widen (queries, keys,
 values, gate, up) are cut by output rows, those that narrow (attention output, down) by input columns, embedding and
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.graph.protocols import Rule, stage_of_layer
 from penstock.nodes.model.config import ModelConfig, ModelError
-from penstock.nodes.model.llama import Llama
+from penstock.nodes.model.decoder import CausalLM
 from penstock.nodes.model.lora import TARGETS, A, B, Lora
 from penstock.nodes.model.words import Words
 
@@ -111,7 +111,7 @@ def stages_of(config: ModelConfig, names: Iterable[str], stages: int) -> dict[st
     return found
 
 
-class LlamaPart(Llama):
+class CausalLMPart(CausalLM):
     """Part `part` of `parts`, which are the ranks of the default group in order. It has plain tensors and explicit
     collectives; no gradient goes through it.
 

@@ -24,7 +24,7 @@ from penstock.nodes.advantage import group_advantage
 from penstock.nodes.environments.environment import outcome
 from penstock.nodes.generate import generate, reply
 from penstock.nodes.learn.update import aipo_update
-from penstock.nodes.model import Llama, ModelConfig, save_model
+from penstock.nodes.model import CausalLM, ModelConfig, save_model
 from penstock.nodes.open_model import ModelSpec
 from penstock.nodes.policy import make_policy
 from penstock.nodes.score import math_answer, score
@@ -53,7 +53,7 @@ def judge_spec(context: Context | None = None, width: int = 48) -> ModelSpec:
 def write_model(folder: Path, width: int = 48) -> str:
     """A model directory of this shape."""
     spec = judge_spec(width=width)
-    model = Llama(spec.config, torch.float32, "cpu")
+    model = CausalLM(spec.config, torch.float32, "cpu")
     model.init_weights(1)
     save_model(model, model.state_dict(), folder)
     spec.tokenizer.save(folder)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.graph.types import Context
-from penstock.nodes.model import Llama, load_model
+from penstock.nodes.model import CausalLM, load_model
 from penstock.nodes.score import math_answer
 from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.tensor import offload
@@ -219,7 +219,7 @@ def test_a_run_has_the_same_bits_with_a_chain_and_without(tmp_path: Path) -> Non
 
 def reads_back(folder: Path) -> dict[str, Tensor]:
     """The exported policy, whole whatever the mesh that wrote it."""
-    model = load_model(Llama, folder / "checkpoints" / f"{UPDATES:08d}" / "policy")
+    model = load_model(CausalLM, folder / "checkpoints" / f"{UPDATES:08d}" / "policy")
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 

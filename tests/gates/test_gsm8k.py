@@ -8,7 +8,7 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from penstock.nodes.model import Llama, load_model
+from penstock.nodes.model import CausalLM, load_model
 from penstock.nodes.tokenizer import load_tokenizer
 
 from .running import FAULTS, final_state, make_run, model_flags, penstock, replayed, rows, run_here
@@ -78,7 +78,7 @@ def test_weights_that_have_moved_come_out_as_they_are(tmp_path: Path) -> None:
     exported = run / "checkpoints" / "00000003" / "policy"
     compare(exported, model)
     state = final_state(run, 3)
-    before, after = (load_model(Llama, folder).state_dict() for folder in (model, exported))
+    before, after = (load_model(CausalLM, folder).state_dict() for folder in (model, exported))
     for name, tensor in after.items():
         assert not torch.equal(tensor, before[name])
         assert torch.equal(tensor, state[f"master.{name}"])
@@ -86,7 +86,7 @@ def test_weights_that_have_moved_come_out_as_they_are(tmp_path: Path) -> None:
 
 def compare(exported: Path, model: Path) -> None:
     """The exported directory gives the same logits and tokens in transformers as here."""
-    theirs, ours = transformers.AutoModelForCausalLM.from_pretrained(exported), load_model(Llama, exported)
+    theirs, ours = transformers.AutoModelForCausalLM.from_pretrained(exported), load_model(CausalLM, exported)
     tokens = torch.arange(96).view(2, 48) * 5
     with torch.no_grad():
         expected, given = theirs(tokens).logits, ours.logits(ours(tokens))

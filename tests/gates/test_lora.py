@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from penstock import programs
 from penstock.graph import Program, load
-from penstock.nodes.model import Llama, Scorer, load_model, save_model
+from penstock.nodes.model import CausalLM, Scorer, load_model, save_model
 from penstock.nodes.open_model import initial_model
 from penstock.runtime.cli.base_model import base_model
 
@@ -41,7 +41,7 @@ SMALL = {"samples": 4, "max_length": 6, "buffer": 2, "high": 4, "turns": 2, "loo
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directories of an untrained model, as a policy's base and a teacher, and of a reward model."""
     folder = tmp_path_factory.mktemp("models")
-    for kind, name in ((Llama, "policy"), (Scorer, "reward")):
+    for kind, name in ((CausalLM, "policy"), (Scorer, "reward")):
         config, tokenizer = initial_model("arithmetic")
         model = kind(config)
         model.init_weights(1)
@@ -93,7 +93,7 @@ def test_adapters_in_processes_are_those_in_one(tmp_path: Path, models: Path) ->
     with torch.no_grad():
         applied, merged, plain = (
             model.logits(model(tokens))
-            for model in (load_model(Llama, f) for f in (adapters, tmp_path / "merged", models / "policy"))
+            for model in (load_model(CausalLM, f) for f in (adapters, tmp_path / "merged", models / "policy"))
         )
     torch.testing.assert_close(merged, applied, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(merged, plain, rtol=1e-2, atol=1e-2)

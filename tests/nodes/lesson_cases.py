@@ -19,7 +19,7 @@ from penstock.nodes.distill import FrozenTeacher, distill_update, open_teacher, 
 from penstock.nodes.learn.dpo import dpo_update
 from penstock.nodes.learn.sft import sft_update
 from penstock.nodes.learn.update import policy_update
-from penstock.nodes.model import Llama, hf, save_model
+from penstock.nodes.model import CausalLM, hf, save_model
 from penstock.nodes.policy import LanguagePolicy, make_reference
 from penstock.nodes.reward_model import make_preference_model, open_reward_model, preference_update, reward_scores
 from penstock.runtime.tensor.layout import Mesh, sharded
@@ -128,7 +128,7 @@ def three_stages(rank: int, folder: Path, mesh: str) -> None:
     """A stage in the middle has neither embedding nor head."""
     if rank == 0:
         one = policy()
-        model = Llama(replace(one.model.config, num_hidden_layers=5))
+        model = CausalLM(replace(one.model.config, num_hidden_layers=5))
         model.init_weights(3)
         save_model(model, model.state_dict(), folder / "model")
         one.tokenizer.save(folder / "model")
@@ -219,7 +219,7 @@ def words(rank: int, folder: Path, mesh: str, tied: str) -> None:
         one = policy()
         config = replace(one.model.config, vocab_size=VOCABULARY, num_attention_heads=4, num_key_value_heads=4)
         for name, seed in (("model", 3), ("teacher", 4)):
-            model = Llama(replace(config, tie_word_embeddings=tied == "tied"))
+            model = CausalLM(replace(config, tie_word_embeddings=tied == "tied"))
             model.init_weights(seed)
             save_model(model, model.state_dict(), folder / name)
             one.tokenizer.save(folder / name)

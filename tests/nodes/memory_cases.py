@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from penstock.graph.types import Advantages, Context
 from penstock.nodes.learn.losses import reinforce
 from penstock.nodes.learn.update import policy_update
-from penstock.nodes.model import Llama, ModelConfig
+from penstock.nodes.model import CausalLM, ModelConfig
 from penstock.nodes.open_model import initial_model
 from penstock.nodes.policy import LanguagePolicy
 from penstock.runtime.cluster.gpus import GPUS
@@ -72,7 +72,7 @@ def counted(config: ModelConfig, how: Context) -> tuple[dict[str, int], int]:
     counter, marks, freed = Counter(), Marks(), dict[str, int]()
     data = prod(size for axis, size in how.mesh if axis in ("dp", "fsdp"))
     with counter:
-        model = Llama(config, torch.float32, how.device)
+        model = CausalLM(config, torch.float32, how.device)
         learner = LanguagePolicy(model, initial_model("")[1], how)
         # Numbers make no difference, and uninitialised ones may be no numbers.
         for parameter in learner.masters.values():

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from penstock.graph.types import Context, Origin, Policy, Weights
 from penstock.nodes.generate import make_engine
-from penstock.nodes.model import Llama, ModelError
+from penstock.nodes.model import CausalLM, ModelError
 from penstock.nodes.model.tensor_parallel import tensor_parallel
 from penstock.nodes.policy import make_policy
 from penstock.runtime.tensor.layout import Mesh, sharded
@@ -73,7 +73,7 @@ def adapters(rank: int, folder: Path, groups: str) -> None:
         assert metrics.get("mismatch", 0.0) < 1e-4
 
 
-def own_parts(model: Llama, rank: int, ranks: int, about: Mapping[str, str] = MappingProxyType({})) -> Weights:
+def own_parts(model: CausalLM, rank: int, ranks: int, about: Mapping[str, str] = MappingProxyType({})) -> Weights:
     """The boxes of the weights that the tensor plane delivers."""
     parameters = dict(model.own_parameters())
     named = [(name, tuple(p.shape), "float32") for name, p in parameters.items()]

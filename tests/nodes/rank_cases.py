@@ -15,7 +15,7 @@ from penstock.nodes.distill import policy_logprobs, reference_logprobs
 from penstock.nodes.ema import FollowingPolicy, ema, make_average
 from penstock.nodes.learn.losses import aipo, imitate
 from penstock.nodes.learn.update import policy_update, term
-from penstock.nodes.model import Llama, load_model
+from penstock.nodes.model import CausalLM, load_model
 from penstock.nodes.policy import LanguagePolicy, make_policy, make_reference
 from penstock.nodes.trainable import SequenceModel
 from penstock.runtime.tensor.layout import Mesh, sharded
@@ -63,7 +63,7 @@ def update(rank: int, folder: Path, mesh: str) -> None:
     directory: dict[str, Any] = {"model": str(folder / "exported")}  # each rank keeps its parts of it
     assert_boxes(policy(mesh, rank, **directory), policy(**directory), rank)
     if rank == 0:
-        exported = dict(load_model(Llama, folder / "exported").named_parameters())
+        exported = dict(load_model(CausalLM, folder / "exported").named_parameters())
         for name, tensor in one.masters.items():
             assert torch.equal(exported[name], now[name]), name
             torch.testing.assert_close(exported[name], tensor, rtol=1e-3, atol=2e-4, msg=name)

@@ -17,7 +17,7 @@ from penstock.nodes.learn.batching import behaviour_logprobs, optimizer_steps, p
 from penstock.nodes.learn.data_parallel_threads import DataParallelThreads
 from penstock.nodes.learn.losses import Sampled
 from penstock.nodes.learn.update import add_up, token_sums, update_metrics
-from penstock.nodes.model import Llama
+from penstock.nodes.model import CausalLM
 from penstock.nodes.open_model import open_model
 from tests.nodes.rollouts import random_rollouts
 from tests.nodes.updating import CONTEXT, batch
@@ -270,11 +270,11 @@ def test_rows_that_nobody_sampled_have_no_part_in_lags_ratios_and_divergence() -
 INPUTS = [torch.arange(i, i + 7) % 13 for i in range(5)]
 
 
-def lanes(threads: int, dtype: str = "float32") -> DataParallelThreads[Llama]:
-    return DataParallelThreads(open_model(Llama, Context(seed=1, dtype=dtype))[0], threads)
+def lanes(threads: int, dtype: str = "float32") -> DataParallelThreads[CausalLM]:
+    return DataParallelThreads(open_model(CausalLM, Context(seed=1, dtype=dtype))[0], threads)
 
 
-def backward(model: Llama, tokens_S: Tensor) -> float:
+def backward(model: CausalLM, tokens_S: Tensor) -> float:
     loss = model.logits(model(tokens_S[None])).float().square().sum()
     loss.backward()  # type: ignore[no-untyped-call]
     return float(loss.detach())
@@ -295,7 +295,9 @@ def test_equal_items_make_equal_sums_to_the_bit_whichever_lane_is_faster() -> No
     for slow in (0, 1):
         each = lanes(2)
 
-        def work(model: Llama, tokens_S: Tensor, each: DataParallelThreads[Llama] = each, slow: int = slow) -> float:
+        def work(
+            model: CausalLM, tokens_S: Tensor, each: DataParallelThreads[CausalLM] = each, slow: int = slow
+        ) -> float:
             if model is each.models[slow]:
                 torch.randn(1000, 1000).mm(torch.randn(1000, 1000))
             return backward(model, tokens_S)
@@ -328,7 +330,7 @@ def test_no_gradient_is_kept_where_none_is_wanted() -> None:
 
 
 def test_an_error_in_a_lane_is_raised() -> None:
-    def work(model: Llama, tokens_S: Tensor) -> None:
+    def work(model: CausalLM, tokens_S: Tensor) -> None:
         if int(tokens_S[0]) == 3:
             raise ValueError("item 3")
 

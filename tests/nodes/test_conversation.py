@@ -45,7 +45,7 @@ from penstock.nodes.generate.sampling import mismatch
 from penstock.nodes.learn.batching import pack, sampled_mask, turn_of_tokens
 from penstock.nodes.learn.logprobs import packed_logprobs
 from penstock.nodes.learn.update import aipo_update
-from penstock.nodes.model import Llama
+from penstock.nodes.model import CausalLM
 from penstock.nodes.open_model import open_model
 from penstock.nodes.tokenizer import byte_tokenizer
 from tests.nodes.rollouts import random_rollouts
@@ -306,7 +306,7 @@ def asked(prompt: str, response: str, answer: str) -> str:
 
 
 def reply_weights() -> Weights:
-    model, _ = open_model(Llama, CONTEXT)
+    model, _ = open_model(CausalLM, CONTEXT)
     return Weights(0, dict(model.named_parameters()))
 
 

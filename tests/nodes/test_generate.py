@@ -21,7 +21,7 @@ from penstock.nodes.generate.kv_cache import Cache, DecodeMemory, Prefix, block_
 from penstock.nodes.generate.sampling import Sampler, keyed_uniform
 from penstock.nodes.learn.batching import Packed
 from penstock.nodes.learn.logprobs import packed_logprobs
-from penstock.nodes.model import Llama, ModelConfig, ModelError
+from penstock.nodes.model import CausalLM, ModelConfig, ModelError
 from penstock.nodes.policy import LanguagePolicy, make_policy
 from tests.nodes.tiny_model import TOKENIZER, model, weights
 
@@ -220,7 +220,7 @@ def test_an_update_computes_the_bits_that_mismatch_has_measured(context: Context
     rollouts, metrics = run(engine, [0], Weights(0, learner.weights()))[0]
     micro_batches = learner.pack(rollouts)
 
-    def loss(model: Llama, packed: Packed) -> tuple[Tensor, Tensor]:
+    def loss(model: CausalLM, packed: Packed) -> tuple[Tensor, Tensor]:
         logprobs_P, _ = packed_logprobs(model, packed)
         return logprobs_P.sum(), logprobs_P.detach()
 
@@ -362,7 +362,7 @@ def test_attention_by_blocks_is_attention() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_decoding_on_a_cache_equals_the_whole_forward(dtype: torch.dtype) -> None:
-    model = Llama(CACHE_CONFIG, dtype)
+    model = CausalLM(CACHE_CONFIG, dtype)
     model.init_weights(0)
     tokens_SC = torch.randint(0, 40, (SLOTS, 30), generator=torch.Generator().manual_seed(1))
     cache, prefix = Cache(CACHE_CONFIG, SLOTS, 64, dtype, "cpu"), Prefix()

@@ -16,7 +16,7 @@ from penstock.graph.types import Context, Origin, Weights
 from penstock.nodes.ema import ema, make_average
 from penstock.nodes.generate import make_engine
 from penstock.nodes.learn.update import policy_update
-from penstock.nodes.model import Llama, Lora, ModelError, Scorer, load_model
+from penstock.nodes.model import CausalLM, Lora, ModelError, Scorer, load_model
 from penstock.nodes.open_model import lora_of, run_spec
 from penstock.nodes.policy import LanguagePolicy, make_lora_policy, make_policy, make_reference
 from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver, sync_in_process
@@ -64,7 +64,7 @@ def base_of(learner: LanguagePolicy) -> dict[str, Tensor]:
     return {name: p for name, p in learner.model.state_dict().items() if "lora" not in name}
 
 
-def logits(made: Llama, tokens_BS: Tensor) -> Tensor:
+def logits(made: CausalLM, tokens_BS: Tensor) -> Tensor:
     with torch.no_grad():
         return made.logits(made(tokens_BS))
 
@@ -120,7 +120,7 @@ def test_first_matrices_are_drawn_as_peft_draws_them(base: Path) -> None:
         else:
             bound = tensor.shape[1] ** -0.5
             assert 0.5 * bound < tensor.abs().max() <= bound
-    assert torch.equal(logits(learner.model, TOKENS), logits(load_model(Llama, base), TOKENS))
+    assert torch.equal(logits(learner.model, TOKENS), logits(load_model(CausalLM, base), TOKENS))
     assert equal(policy(base), learner)
     assert not equal(policy(base, seed=2), learner)
 
@@ -157,7 +157,7 @@ def test_merged_weights_are_applied_ones_within_rounding(base: Path, tmp_path: P
     whole = load_model(Scorer, tmp_path / "adapters", new_head=True)
     with torch.no_grad():
         torch.testing.assert_close(whole(TOKENS), learner.model(TOKENS), rtol=1e-5, atol=1e-5)
-        assert not torch.allclose(whole(TOKENS), load_model(Llama, base)(TOKENS), rtol=1e-2, atol=1e-2)
+        assert not torch.allclose(whole(TOKENS), load_model(CausalLM, base)(TOKENS), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -260,7 +260,7 @@ def test_adapters_of_another_model_or_rank_are_refused(base: Path, tmp_path: Pat
     ):
         file.write_text(json.dumps(facts | change))
         with pytest.raises(ModelError, match=said):
-            load_model(Llama, tmp_path / "adapters")
+            load_model(CausalLM, tmp_path / "adapters")
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ from penstock.nodes.learn.losses import (
     tis,
 )
 from penstock.nodes.learn.update import Term, aipo_update, policy_update, term
-from penstock.nodes.model import Llama, save_model
+from penstock.nodes.model import CausalLM, save_model
 from penstock.nodes.policy import LanguagePolicy, make_policy, make_reference
 from penstock.nodes.replay_buffer import open_buffer, replay
 from penstock.runtime.tensor.codec import decode, encode
@@ -653,7 +653,7 @@ SAMPLES = 4
 @pytest.fixture(scope="module")
 def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
     folder: Path = tmp_path_factory.mktemp("model")
-    made = Llama(CONFIG)
+    made = CausalLM(CONFIG)
     made.init_weights(1)
     save_model(made, made.state_dict(), folder)
     TOKENIZER.save(folder)

@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.graph.protocols import Carried
 from penstock.nodes.data import Demonstrations
 from penstock.nodes.learn.sft import sft_update
-from penstock.nodes.model import Llama, ModelConfig, ModelError, load_model, read_config
+from penstock.nodes.model import CausalLM, ModelConfig, ModelError, load_model, read_config
 from penstock.nodes.model.config import RopeScaling
 from penstock.nodes.model.kernels import linear, rms_norm
 from penstock.nodes.open_model import ALPHABET, initial_model, open_model
@@ -49,7 +49,7 @@ def tokens(rows: int, length: int) -> Tensor:
     return torch.randint(0, TINY.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
 
 
-def logits(model: Llama, tokens_BS: Tensor) -> Tensor:
+def logits(model: CausalLM, tokens_BS: Tensor) -> Tensor:
     with torch.no_grad():
         return model.logits(model(tokens_BS))
 
@@ -66,7 +66,7 @@ def test_transformers_loads_what_is_written_with_the_same_logits_and_gradients(
     save(ours, tmp_path)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard_bytes == 10_000)
     assert read_config(tmp_path) == config
-    assert torch.equal(logits(load_model(Llama, tmp_path), tokens_BS), logits(ours, tokens_BS))
+    assert torch.equal(logits(load_model(CausalLM, tmp_path), tokens_BS), logits(ours, tokens_BS))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(ours.logits(ours(tokens_BS)), theirs(tokens_BS).logits, rtol=1e-5, atol=1e-6)
     ours.logits(ours(tokens_BS)).square().sum().backward()  # type: ignore[no-untyped-call]
@@ -95,7 +95,7 @@ def test_what_transformers_writes_is_loaded_with_the_same_logits(tmp_path: Path,
     reference.save_pretrained(tmp_path, max_shard_size="20KB")
     with torch.no_grad():
         expected = reference(tokens(2, 30)).logits
-    torch.testing.assert_close(logits(load_model(Llama, tmp_path), tokens(2, 30)), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(logits(load_model(CausalLM, tmp_path), tokens(2, 30)), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_padding_on_the_right_changes_nothing_before_it() -> None:
@@ -119,7 +119,7 @@ def test_initial_weights_depend_on_the_seed_alone() -> None:
 
 def test_a_model_is_made_without_torchs_compiler() -> None:
     """Its import takes as long as torch's, and each rank that has a model would wait for it."""
-    code = f"import sys; from penstock.nodes.model import *; Llama({TINY!r}); print('torch._dynamo' in sys.modules)"
+    code = f"import sys; from penstock.nodes.model import *; CausalLM({TINY!r}); print('torch._dynamo' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert said.stdout == "False\n"
 
@@ -127,7 +127,7 @@ def test_a_model_is_made_without_torchs_compiler() -> None:
 def test_weights_are_converted_to_the_wanted_dtype(tmp_path: Path) -> None:
     exact = model(config=TINY)
     save(exact, tmp_path)
-    rounded = load_model(Llama, tmp_path, "bfloat16")
+    rounded = load_model(CausalLM, tmp_path, "bfloat16")
     assert {p.dtype for p in rounded.parameters()} == {torch.bfloat16}
     assert torch.equal(rounded.head_weight(), exact.head_weight().bfloat16())
     expected, given = logits(exact, tokens(2, 30)), logits(rounded, tokens(2, 30))
@@ -135,7 +135,7 @@ def test_weights_are_converted_to_the_wanted_dtype(tmp_path: Path) -> None:
     save(rounded, tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["dtype"] == "bfloat16"
     with pytest.raises(ModelError, match="given dtype 'int3', needed one of: float32"):
-        load_model(Llama, tmp_path, "int3")
+        load_model(CausalLM, tmp_path, "int3")
 
 
 def test_linear_and_its_gradients_equal_the_ordinary_one() -> None:
@@ -303,7 +303,7 @@ def test_a_directory_that_is_not_the_models_is_refused(
     save(model(config=TINY), tmp_path)
     breaks(tmp_path)
     with pytest.raises(ModelError, match=said):
-        load_model(Llama, tmp_path)
+        load_model(CausalLM, tmp_path)
 
 
 # A policy's state is all there is: restored, it goes on to the bit; exported, other tools load it.
@@ -382,7 +382,7 @@ def test_an_exported_policy_is_what_a_run_starts_from_and_transformers_reads(tmp
     text = transformers.AutoTokenizer.from_pretrained(tmp_path)("12+34=", add_special_tokens=False)
     assert text["input_ids"] == ids[0].tolist()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    ours = load_model(Llama, tmp_path)
+    ours = load_model(CausalLM, tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(ours.logits(ours(ids)), theirs(ids).logits, rtol=1e-4, atol=1e-5)
 
@@ -411,9 +411,9 @@ def test_the_initial_model_reads_arithmetic_by_characters_and_other_data_by_byte
 def test_a_directory_is_opened_in_the_dtype_asked_for(tmp_path: Path) -> None:
     export(policy(), tmp_path)
     context = replace(CONTEXT, model=str(tmp_path), dtype="bfloat16", seed=99)
-    opened, tokenizer = open_model(Llama, context)
+    opened, tokenizer = open_model(CausalLM, context)
     assert opened.dtype == torch.bfloat16
-    for name, tensor in open_model(Llama, context, "float32")[0].state_dict().items():
+    for name, tensor in open_model(CausalLM, context, "float32")[0].state_dict().items():
         assert torch.equal(tensor, policy().weights()[name])
     assert tokenizer.encode("12+3=") == policy().tokenizer.encode("12+3=")
 

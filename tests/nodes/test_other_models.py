@@ -31,7 +31,7 @@ from penstock.nodes.distill import (
     reference_logprobs,
 )
 from penstock.nodes.ema import FollowingPolicy, ema, make_average, refresh
-from penstock.nodes.model import Llama, ModelConfig, ModelError, Scorer, load_model
+from penstock.nodes.model import CausalLM, ModelConfig, ModelError, Scorer, load_model
 from penstock.nodes.policy import FrozenPolicy, LanguageModel, make_reference
 from penstock.nodes.reward_model import (
     FrozenRewardModel,
@@ -541,7 +541,7 @@ def test_what_is_restored_goes_on_to_the_bit_and_is_exported(tmp_path: Path, kin
     assert our_facts["version"] == steps + 1
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     export(whole, tmp_path)
-    loaded = load_model(Llama if kind == "average" else Scorer, tmp_path, dtype).state_dict()
+    loaded = load_model(CausalLM if kind == "average" else Scorer, tmp_path, dtype).state_dict()
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in whole.weights().items())
 
 

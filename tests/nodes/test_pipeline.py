@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.nodes.learn.batching import Packed
-from penstock.nodes.model import Llama, ModelConfig
+from penstock.nodes.model import CausalLM, ModelConfig
 from penstock.nodes.parallel.mesh import Ranks
 from penstock.nodes.parallel.pipeline import PipelineStage
 from tests.unbuffered import Unbuffered
@@ -34,13 +34,13 @@ def micro_batches(count: int) -> list[tuple[Packed, bool]]:
     return found
 
 
-def loss(model: Llama, item: Packed) -> Tensor:
+def loss(model: CausalLM, item: Packed) -> Tensor:
     logits_PV = model.logits(model(item.tokens_RW)).flatten(0, 1)
     return torch.nn.functional.cross_entropy(logits_PV, item.targets_P)
 
 
-def model_of() -> Llama:
-    model = Llama(CONFIG)
+def model_of() -> CausalLM:
+    model = CausalLM(CONFIG)
     model.init_weights(1)
     return model
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from penstock.graph import Context
 from penstock.graph.protocols import Axes
 from penstock.nodes.generate import make_engine
-from penstock.nodes.model import Llama, ModelConfig, Scorer
+from penstock.nodes.model import CausalLM, ModelConfig, Scorer
 from penstock.nodes.model.tensor_parallel import (
     check_tensor_parallel,
     part_config,
@@ -69,10 +69,10 @@ def test_a_neighbour_is_one_further_along_an_axis_alone(rank: int) -> None:
         (lambda: Ranks((("tp", 0),)), "given a mesh of tp 0, needed sizes of 1 or more"),
         (lambda: Ranks((("tp", 2),), 2), "given a mesh of tp 2 and rank 2, needed a rank of 0 to 1"),
         (
-            lambda: PipelineStage(Llama(TIED), Ranks((("pp", 2),)), torch.float32),
+            lambda: PipelineStage(CausalLM(TIED), Ranks((("pp", 2),)), torch.float32),
             "given tied embeddings over 2 stages, needed a head of its own or one stage",
         ),
-        (lambda: PipelineStage(Llama(CONFIG), Ranks((("pp", 6),)), torch.float32), "given 6 stages, needed 1 to 5"),
+        (lambda: PipelineStage(CausalLM(CONFIG), Ranks((("pp", 6),)), torch.float32), "given 6 stages, needed 1 to 5"),
         (lambda: stages_of(CONFIG, (), 0), "given 0 stages, needed 1 to 5"),
         (
             lambda: check_tensor_parallel(CONFIG, 3, shared_heads=True),
@@ -140,8 +140,8 @@ def test_the_longest_goes_first_to_who_has_least() -> None:
     assert assign([], 2) == [[], []]
 
 
-@pytest.mark.parametrize("model", [Llama(CONFIG), Scorer(CONFIG)])
-def test_every_parameter_has_a_rule_whose_units_divide_it(model: Llama | Scorer) -> None:
+@pytest.mark.parametrize("model", [CausalLM(CONFIG), Scorer(CONFIG)])
+def test_every_parameter_has_a_rule_whose_units_divide_it(model: CausalLM | Scorer) -> None:
     rules = tensor_parallel(CONFIG)
     for name, parameter in model.named_parameters():
         (*_, rule) = [rule for end, rule in sorted(rules.items(), key=lambda item: len(item[0])) if name.endswith(end)]

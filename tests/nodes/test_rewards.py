@@ -41,7 +41,7 @@ from penstock.nodes.data import open_prompts
 from penstock.nodes.evaluate import measure
 from penstock.nodes.learn.losses import aipo
 from penstock.nodes.learn.update import policy_update
-from penstock.nodes.model import Llama
+from penstock.nodes.model import CausalLM
 from penstock.nodes.open_model import open_model
 from penstock.nodes.replay_buffer import ReplayBuffer, open_buffer, replay
 from penstock.nodes.score import ScoreError, accuracy, math_answer, mixed, penalize_overlong, score
@@ -536,7 +536,7 @@ MEASURE_CONTEXT = Context(node="measure", seed=1, data="arithmetic", max_tokens=
 
 
 def weights(version: int) -> Weights:
-    model, _ = open_model(Llama, MEASURE_CONTEXT)
+    model, _ = open_model(CausalLM, MEASURE_CONTEXT)
     return Weights(version, {name: p.detach() for name, p in model.named_parameters()})
 
 

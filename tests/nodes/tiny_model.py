@@ -6,7 +6,7 @@ import torch
 
 from penstock.graph import Weights
 from penstock.graph.protocols import Carried
-from penstock.nodes.model import Decoder, Llama, ModelConfig, save_model
+from penstock.nodes.model import CausalLM, Decoder, ModelConfig, save_model
 from penstock.nodes.tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer("0123456789+-=abc<eos>")
@@ -24,8 +24,8 @@ CONFIG = ModelConfig(
 )
 
 
-def model(seed: int = 1, dtype: torch.dtype = torch.float32, config: ModelConfig = CONFIG) -> Llama:
-    made = Llama(config, dtype)
+def model(seed: int = 1, dtype: torch.dtype = torch.float32, config: ModelConfig = CONFIG) -> CausalLM:
+    made = CausalLM(config, dtype)
     made.init_weights(seed)
     return made
 
@@ -39,7 +39,7 @@ def save(model: Decoder, folder: Path) -> None:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(p.shape) for name, p in Llama(config, device="meta").named_parameters()}
+    return {name: tuple(p.shape) for name, p in CausalLM(config, device="meta").named_parameters()}
 
 
 def export(value: Carried, folder: Path | str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.nodes.model import Llama, ModelConfig, save_model
+from penstock.nodes.model import CausalLM, ModelConfig, save_model
 from penstock.nodes.tokenizer import byte_tokenizer
 from penstock.runtime.cli import children
 from penstock.runtime.cluster.cluster import SeenGpu
@@ -57,7 +57,7 @@ def home(tmp_path: Path, monkeypatch: Patch) -> Path:
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=96,
         eos_token_ids=tokenizer.stops,
     )  # fmt: skip
-    model = Llama(config)
+    model = CausalLM(config)
     model.init_weights(1)
     save_model(model, model.state_dict(), tmp_path / "m")
     tokenizer.save(tmp_path / "m")

@@ -16,7 +16,7 @@ from penstock.graph.types import Model, Teacher
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update
-from penstock.nodes.model import Llama, save_model
+from penstock.nodes.model import CausalLM, save_model
 from penstock.nodes.open_model import initial_model
 from penstock.nodes.score import math_answer, score
 from penstock.nodes.tokenizer import byte_tokenizer
@@ -216,7 +216,7 @@ def test_responses_that_leave_no_room_for_a_prompt_are_told_before_anything_star
     tmp_path: Path, words: list[str], most: int
 ) -> None:
     config = replace(initial_model("")[0], max_position_embeddings=24)
-    model = Llama(config, torch.float32, "cpu")
+    model = CausalLM(config, torch.float32, "cpu")
     save_model(model, model.state_dict(), tmp_path)
     byte_tokenizer("0123456789+-=:").save(tmp_path)
     given = [word.format(model=tmp_path) for word in words]

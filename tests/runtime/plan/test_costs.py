@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from penstock.graph.protocols import rule_of
-from penstock.nodes.model import Llama, Lora, llama
+from penstock.nodes.model import CausalLM, Lora, decoder
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.tensor_parallel import stages_of as trainer_stages
 from penstock.nodes.model.tensor_parallel import tensor_parallel
@@ -86,16 +86,16 @@ class _Traffic(TorchDispatchMode):
 
 def test_eager_operations_read_and_write_as_often_as_this_projects_own_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a layer of 8B, forward and backward; a norm is one kernel on a GPU, and is taken for one operation."""
-    monkeypatch.setattr(llama, "rms_norm", lambda x, weight, eps: -x)
+    monkeypatch.setattr(decoder, "rms_norm", lambda x, weight, eps: -x)
     unattended: Any = _Unattended.apply
     tokens, found = 64, []
     for layers in (1, 2):
         config = ModelConfig(256, 4096, 14336, layers, 32, 8, 128)
-        model = llama.Llama(config, dtype=torch.bfloat16, device="meta")
+        model = decoder.CausalLM(config, dtype=torch.bfloat16, device="meta")
         model.cos_PK, model.sin_PK = (x.to("meta", torch.bfloat16) for x in (model.cos_PK, model.sin_PK))
         with _Traffic() as traffic:
             given = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-            hidden = llama.Decoder.forward(model, given, attend=lambda _, *qkv: unattended(*qkv))
+            hidden = decoder.Decoder.forward(model, given, attend=lambda _, *qkv: unattended(*qkv))
             hidden.sum().backward()  # type: ignore[no-untyped-call]
         found.append(traffic.bytes)
     fused = 3 * elementwise_bytes(SHAPES["llama-8b"]) / 32
@@ -339,7 +339,7 @@ def test_a_models_own_config_gives_the_same_parameters_tensors_and_rules() -> No
 def test_adapters_are_those_of_the_models_that_run(targets: tuple[str, ...]) -> None:
     """Their tensors and rules, and what of them a rank has under tp."""
     lora = Lora(4, 8.0, targets) if targets else Lora(4, 8.0)
-    own = {name: tuple(p.shape) for name, p in Llama(CONFIG, device="meta", lora=lora).own_parameters().items()}
+    own = {name: tuple(p.shape) for name, p in CausalLM(CONFIG, device="meta", lora=lora).own_parameters().items()}
     shape, rules = shape_of(CONFIG.to_json(), "here").with_lora(4, targets), tensor_parallel(CONFIG)
     assert {name: size for name, (size, _) in tensors(shape).items()} == own
     assert {name: rule for name, (_, rule) in tensors(shape).items()} == {name: rule_of(name, rules) for name in own}

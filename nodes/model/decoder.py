@@ -1,8 +1,9 @@
-"""The Llama decoder: rotary positions, RMS norms, gated MLP, grouped-query attention. One definition for all uses.
+"""The decoder: rotary positions, RMS norms, gated MLP, grouped-query attention. One definition for all uses and
+families of models.
 
 Trainer and generator differ in nothing but `attend`, which gets each layer's queries, keys and values: causal, or over
-a cache. What stands on top is a language model's head (`Llama`) or one that gives a number (`Scorer`). Parameters are
-named as in Hugging Face's checkpoints. Left out: dropout, biases, attention weights as output.
+a cache. What stands on top is a language model's head (`CausalLM`) or one that gives a number (`Scorer`). Parameters
+are named as in Hugging Face's checkpoints. Left out: dropout, sliding windows, attention weights as output.
 
 Shapes: B rows, S tokens of a row, D hidden width, H query heads, G key-value heads, K width of a head, V vocabulary,
 W words of a rank, P positions.
@@ -134,7 +135,7 @@ class Decoder(nn.Module):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
-class Llama(Decoder):
+class CausalLM(Decoder):
     """The language model."""
 
     architecture = "LlamaForCausalLM"
