@@ -192,15 +192,17 @@ def surplus(saved: Sequence[SavedCheckpoint], keep: int, best: str = "") -> list
 
 def discount(folder: RunFolder, run: str, gone: Sequence[SavedCheckpoint]) -> dict[Path, Path]:
     """Rename checkpoints that go, so that they do not count any more. Returns the new path of each old one: those that
-    another process has `in_use` stay for now. Raises RecordError."""
+    another process has `in_use`, or that are hard links, stay. Raises RecordError."""
     paths = {}
     for saved in gone:
         path = folder.checkpoints / f"{saved.update:08d}-{run}-{secrets.token_hex(8)}"
         try:
-            with open(open_regular(saved.folder / CUT, os.O_RDONLY), "rb") as file:
+            # To be written, though nothing is: on NFS nobody else gets an exclusive lock.
+            with os.fdopen(open_regular(saved.folder / CUT, os.O_RDWR), "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.rename(saved.folder, path)
-        except (FileNotFoundError, BlockingIOError):  # its owner was faster, or it is read
+        # Its owner was faster, it is read, or it has another name.
+        except (FileNotFoundError, BlockingIOError, RecordError):
             continue
         except OSError as error:
             raise disk_fault(saved.folder, error) from error

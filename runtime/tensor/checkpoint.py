@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -324,7 +325,8 @@ def layout_of(value: Carried) -> Layout | None:
 
 
 class CheckpointShard:
-    """What the ranks of `replica` wrote, as `rank` of the same or of another mesh needs it.
+    """What the ranks of `replica` wrote, as `rank` of the same or of another mesh needs it. On the same mesh that is
+    its own file, which may be the only one on its host; on another one all files are read.
 
     Raises StateError for a file that is missing, no state, of another format than is written now, or of another `run`
     ("": of any).
@@ -332,19 +334,23 @@ class CheckpointShard:
 
     def __init__(self, folder: Path, replica: str, rank: int, run: str = "") -> None:
         self.rank = rank
-        first = StateFile.open(part_path(folder, replica, 0))
+        self._paths, self._run = partial(part_path, folder, replica), run
+        # All say how many they are, but those that more ranks left there.
+        first = self._open(0 if self._paths(0).exists() else rank)
         if text := refusal(first.path, first.facts):
             raise StateError(text)
-        others = [StateFile.open(part_path(folder, replica, k)) for k in range(1, first.facts["ranks"])]
-        self._files = [first, *others]
-        for file in self._files:
-            # Hosts that share no folder keep their shards in folders of their own: an earlier run may have left some.
-            given = file.facts.get("run", "")
-            if run and given and given != run:
-                needed = f"needed one of run {run}: each run has a folder of its own on each host"
-                raise StateError(f"{file.path}: given a part of run {given}, {needed}")
+        self._ranks: int = first.facts["ranks"]
         # The same on all ranks but for what a layout says.
-        self._own = self._files[min(rank, len(others))]
+        self._own = self._open(min(rank, self._ranks - 1))
+
+    def _open(self, rank: int) -> StateFile:
+        file = StateFile.open(self._paths(rank))
+        # Hosts that share no folder keep their shards in folders of their own: an earlier run may have left some.
+        given = file.facts.get("run", "")
+        if self._run and given and given != self._run:
+            needed = f"needed one of run {self._run}: each run has a folder of its own on each host"
+            raise StateError(f"{file.path}: given a part of run {given}, {needed}")
+        return file
 
     @property
     def made(self) -> list[tuple[Firing, str]]:
@@ -359,7 +365,8 @@ class CheckpointShard:
         # The common case, the same mesh: no plan, and no other rank's file is read.
         if saved == layout:
             return self._own.tensors(prefix), facts
-        return assemble(self._files, prefix, saved, layout, self.rank), facts
+        files = [self._open(rank) for rank in range(self._ranks)]
+        return assemble(files, prefix, saved, layout, self.rank), facts
 
     def value(self, name: str, cls: type[T]) -> T:
         meta = self._own.facts["encoded"][name]

@@ -1,5 +1,6 @@
 """Which folder is a checkpoint that counts, how one comes to count, what is removed, and a folder that is moved."""
 
+import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -138,9 +139,22 @@ def test_a_checkpoint_that_is_read_stays_until_it_is_not(folder: RunFolder) -> N
     saved = all_checkpoints(folder)[0]
     with in_use(saved):
         assert keep(folder, 1) == ["00000003", "00000004"]
+    os.link(saved.folder / "cut.json", folder.path / "another-name")
+    assert keep(folder, 1) == ["00000003", "00000004"]
+    (folder.path / "another-name").unlink()
     assert keep(folder, 1) == ["00000004"]
     with pytest.raises(RecordError, match="the run has removed this checkpoint"), in_use(saved):
         pass
+
+
+def test_checkpoints_go_on_a_network_file_system_too(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS has locks of ranges in place of those of files: an exclusive one is refused on what is open to be read."""
+    for update in (3, 4):
+        checkpoint(folder, update)
+    monkeypatch.setattr(fcntl, "flock", fcntl.lockf)
+    with in_use(all_checkpoints(folder)[0]):
+        pass
+    assert keep(folder, 1) == ["00000004"]
 
 
 def test_a_run_goes_on_beside_an_earlier_checkpoint_that_was_damaged(folder: RunFolder) -> None:

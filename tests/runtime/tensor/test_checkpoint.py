@@ -189,11 +189,28 @@ def test_parts_that_more_ranks_left_there_are_not_read(tmp_path: Path, after: Ax
 
 
 def test_a_rank_whose_part_is_missing_is_named(tmp_path: Path) -> None:
-    _write(tmp_path, (("fsdp", 3), ("tp", 2)))
+    mesh: Axes = (("fsdp", 3), ("tp", 2))
+    _write(tmp_path, mesh)
     for number in (4, 0):
         (tmp_path / f"trainer-0-{number}.safetensors").unlink()
         with pytest.raises(StateError, match=rf"trainer-0-{number}\.safetensors: not a readable state"):
-            CheckpointShard(tmp_path, "trainer/0", 0)
+            CheckpointShard(tmp_path, "trainer/0", number)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_rank_whose_host_has_its_part_alone_goes_on_on_the_same_mesh(tmp_path: Path, mesh: Axes) -> None:
+    """As of a replica on hosts that share no folder."""
+    _write(tmp_path / "all", mesh)
+    for rank in range(Mesh(mesh).size):
+        own, value = tmp_path / str(rank), _value(mesh, rank)
+        own.mkdir()
+        (tmp_path / "all" / (name := f"trainer-0-{rank}.safetensors")).rename(own / name)
+        part = CheckpointShard(own, "trainer/0", rank)
+        tensors, _ = part.carried("policy", layout_of(value))
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in value.state()[0].items())
+        if Mesh(mesh).size > 1:
+            with pytest.raises(StateError, match=r"trainer-0-\d\.safetensors: not a readable state"):
+                part.carried("policy", layout_of(Parts((("fsdp", 5),), rank)))
 
 
 def test_memory_of_copies_is_counted_as_it_is_taken() -> None:
@@ -249,9 +266,9 @@ def test_a_part_of_another_run_is_refused_with_both(tmp_path: Path) -> None:
     for rank, run in enumerate(("ours", "theirs")):
         copy_shard(tmp_path, "trainer/0", rank, 2, {"policy": Whole(rank)}, {}, {}, run=run).write()
     with pytest.raises(StateError, match=r"trainer-0-1\.safetensors: given a part of run theirs, needed .* ours"):
-        CheckpointShard(tmp_path, "trainer/0", 0, "ours")
+        CheckpointShard(tmp_path, "trainer/0", 1, "ours")
     copy_shard(tmp_path, "trainer/0", 1, 2, {"policy": Whole(1)}, {}, {}, run="ours").write()
-    assert CheckpointShard(tmp_path, "trainer/0", 0, "ours").carried("policy")[1] == {"version": 3}
+    assert CheckpointShard(tmp_path, "trainer/0", 1, "ours").carried("policy")[1] == {"version": 3}
 
 
 def test_a_checkpoint_of_an_earlier_format_is_told_with_what_is_needed(tmp_path: Path) -> None:
