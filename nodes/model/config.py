@@ -8,12 +8,21 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-# Supported values of `model_type`.
-FAMILIES = ("llama",)
-ROPE_KINDS = ("default", "linear", "llama3")
+from penstock.nodes.model.families import FAMILIES, Family
+
+# What each kind of scaling of rotary frequencies is made of.
+_ROPE = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        *("factor", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+        "original_max_position_embeddings",
+    ),
+}
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-# Settings that this decoder has no choice of; null and a missing key mean the same.
-_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+# Settings that the decoder has no choice of, in any family; null and a missing key mean the same.
+_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0}
 
 
 class ModelError(ValueError):
@@ -39,7 +48,10 @@ class RopeScaling:
 
     `linear` divides every frequency by `factor`. `llama3` (Llama 3.1, section 3.4.1, and its reference code) divides
     those whose wavelength is over `original_max_position_embeddings / low_freq_factor`, keeps those under
-    `original_max_position_embeddings / high_freq_factor`, and blends in between.
+    `original_max_position_embeddings / high_freq_factor`, and blends in between. `yarn` (Peng et al., 2023, arXiv
+    2309.00071, sections 3.2 to 3.4) divides what turns fewer than `beta_slow` times in
+    `original_max_position_embeddings` tokens, keeps what turns over `beta_fast` times, and blends in between, over
+    whole pairs if `truncate`; sines and cosines are multiplied by `attention_factor`.
     """
 
     rope_type: str
@@ -47,6 +59,13 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in ("rope_type", *_ROPE[self.rope_type])}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +99,21 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ModelError(f"given head_dim {self.head_dim}, needed an even one: rotary embedding turns pairs")
 
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
+
     def to_json(self, dtype: str = "float32") -> dict[str, Any]:
         """The content of `config.json` but for the head."""
         # Newer readers know `rope_parameters` and `dtype`, older ones `rope_scaling` and `torch_dtype`.
         facts = asdict(self)
-        eos, scaling = facts.pop("eos_token_ids"), facts["rope_scaling"] or {}
-        if self.rope_scaling is not None and self.rope_scaling.rope_type != "llama3":
-            scaling = {key: scaling[key] for key in ("rope_type", "factor")}
+        eos, scaling = facts.pop("eos_token_ids"), {} if self.rope_scaling is None else self.rope_scaling.to_json()
         return {
             **facts,
             **_FIXED,
+            **self.family.fixed,
+            # Some families have one unless it is said.
+            "sliding_window": None,
             "rope_scaling": scaling or None,
             "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default", **scaling},
             "eos_token_id": list(eos) if len(eos) > 1 else next(iter(eos), None),
@@ -100,10 +124,10 @@ class ModelConfig:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "ModelConfig":
         """From the content of a `config.json`. Raises ModelError for what this decoder would compute differently."""
-        family = data.get("model_type")
-        if family not in FAMILIES:
-            raise ModelError(f"given model_type {family!r}, needed one of: {', '.join(FAMILIES)}")
-        for key, needed in _FIXED.items():
+        if (family := FAMILIES.get(data.get("model_type", ""))) is None:
+            raise ModelError(f"given model_type {data.get('model_type')!r}, needed one of: {', '.join(FAMILIES)}")
+        data = {"max_position_embeddings": 2048, **family.defaults, **data}
+        for key, needed in {**_FIXED, **family.fixed}.items():
             if data.get(key) not in (None, needed):
                 raise ModelError(f"given {key} {data[key]!r}, needed {needed!r}, or nothing")
         if quantised := data.get("quantization_config"):
@@ -113,7 +137,7 @@ class ModelConfig:
             raise ModelError(f"given tie_word_embeddings {tied!r}, needed true or false")
         sizes: dict[str, Any] = {key: _need(data, key) for key in _SIZES}
         heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
-        longest = _need({"max_position_embeddings": 2048, **data}, "max_position_embeddings")
+        longest = _need(data, "max_position_embeddings")
         _refuse_window(data, longest)
         rope_theta, rope_scaling = _rope(data)
         return ModelConfig(
@@ -129,7 +153,7 @@ class ModelConfig:
             bos_token_id=data.get("bos_token_id"),
             eos_token_ids=token_ids(data.get("eos_token_id")),
             pad_token_id=data.get("pad_token_id"),
-            model_type=family,
+            model_type=family.model_type,
         )
 
 
@@ -180,7 +204,7 @@ def _rope(data: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         if not isinstance(said, Mapping):
             raise ModelError(f"given {key} {said!r}, needed an object with rope_type")
         if said:
-            found[key] = _number({**data, **said}, "rope_theta", 10000.0), _scaling_from_json(said)
+            found[key] = _number({**data, **said}, "rope_theta", 10000.0), _scaling_from_json(said, data)
         for partial in (data.get("partial_rotary_factor"), said.get("partial_rotary_factor")):
             if partial not in (None, 1):
                 raise ModelError(f"given partial_rotary_factor {partial!r}, needed 1, or nothing")
@@ -190,13 +214,34 @@ def _rope(data: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     return next(iter(found.values()), (_number(data, "rope_theta", 10000.0), None))
 
 
-def _scaling_from_json(data: Mapping[str, Any]) -> RopeScaling | None:
-    kind = data.get("rope_type", data.get("type", "default"))
-    if kind not in ROPE_KINDS:
-        raise ModelError(f"given rope_type {kind!r}, needed one of: {', '.join(ROPE_KINDS)}")
+def _scaling_from_json(said: Mapping[str, Any], data: Mapping[str, Any]) -> RopeScaling | None:
+    """What an object with a `rope_type` says, in a file of this content."""
+    kind = said.get("rope_type", said.get("type", "default"))
+    if kind not in _ROPE:
+        raise ModelError(f"given rope_type {kind!r}, needed one of: {', '.join(_ROPE)}")
     if kind == "default":
         return None
+    said = {key: value for key, value in said.items() if value is not None}
+    found: dict[str, Any] = {"factor": _number(said, "factor")}
     if kind == "linear":
-        return RopeScaling(kind, _number(data, "factor"))
-    factor, low, high = (_number(data, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    return RopeScaling(kind, factor, low, high, _need(data, "original_max_position_embeddings"))
+        return RopeScaling(kind, **found)
+    key = "original_max_position_embeddings"
+    found[key] = _need({key: data["max_position_embeddings"], **said}, key)
+    if data.get(key) not in (None, found[key]):  # which transformers would take
+        raise ModelError(f"given {key} {found[key]} of rope_type {kind!r} and {data[key]!r}, needed one of them")
+    if kind == "llama3":
+        found |= {name: _number(said, name) for name in ("low_freq_factor", "high_freq_factor")}
+        return RopeScaling(kind, **found)
+    truncate = said.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise ModelError(f"given truncate {truncate!r}, needed true or false")
+    found |= {"beta_fast": _number(said, "beta_fast", 32.0), "beta_slow": _number(said, "beta_slow", 1.0)}
+    if "attention_factor" in said:
+        amount = _number(said, "attention_factor")
+    else:
+        # Equation 22, or the ratio of two such numbers (DeepSeek-V2's code).
+        scales = [_number(said, key) for key in ("mscale", "mscale_all_dim") if said.get(key)]
+        above, below = scales if len(scales) == 2 else (1.0, 0.0)
+        grown = 0.1 * math.log(max(found["factor"], 1.0))
+        amount = (above * grown + 1.0) / (below * grown + 1.0)
+    return RopeScaling(kind, **found, truncate=truncate, attention_factor=amount)

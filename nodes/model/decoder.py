@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.kernels import Linear, linear, rms_norm
 from penstock.nodes.model.lora import Lora, LoraLinear, initial, is_adapter
-from penstock.nodes.model.words import WordEmbedding, Words, own_rows
+from penstock.nodes.model.words import WordEmbedding, Words, own_rows, shared
 
 # A sixteenth of what a GPU's memory has room for, and as fast as any other number on a CPU (`benchmarks/logprobs.py`).
 LOGIT_ELEMENTS = 1 << 26
@@ -38,8 +39,8 @@ class Decoder(nn.Module):
     adapters, which are float32 whatever `dtype` is.
     """
 
-    architecture: ClassVar[str]
-    """What `transformers` calls a Llama with this head."""
+    head: ClassVar[str]
+    """What the names of `transformers`' classes with this head end with."""
     cos_PK: Tensor
     sin_PK: Tensor
     logit_elements: int = LOGIT_ELEMENTS
@@ -68,7 +69,8 @@ class Decoder(nn.Module):
             self.to_empty(device=device)
         angles_PF = torch.outer(torch.arange(config.max_position_embeddings).float(), rope_frequencies(config))
         # The table's sine carries the signs of `_rotate`: one fused operation instead of a negation and two products.
-        cos_PF, sin_PF = angles_PF.cos(), angles_PF.sin()
+        scale = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
+        cos_PF, sin_PF = angles_PF.cos() * scale, angles_PF.sin() * scale
         self.register_buffer("cos_PK", torch.cat((cos_PF, cos_PF), 1).to(device, dtype), persistent=False)
         self.register_buffer("sin_PK", torch.cat((-sin_PF, sin_PF), 1).to(device, dtype), persistent=False)
 
@@ -78,9 +80,7 @@ class Decoder(nn.Module):
     def _add_adapters(self) -> None:
         for name, module in list(self.model.layers.named_modules()):
             if self.lora is not None and isinstance(module, Linear) and name.endswith(self.lora.targets):
-                made = LoraLinear(module.in_features, module.out_features, self.lora)
-                made.weight = module.weight
-                self.model.layers.set_submodule(name, made)
+                self.model.layers.set_submodule(name, LoraLinear(module, self.lora))
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """What of the parameters a carried value with this model learns, keeps and sends: its adapters, where it has
@@ -95,6 +95,11 @@ class Decoder(nn.Module):
         rope = (self.cos_PK[positions_BS].unsqueeze(-2), self.sin_PK[positions_BS].unsqueeze(-2))
         hidden_BSD: Tensor = self.model(tokens_BS, rope, attend or attend_causal)
         return hidden_BSD
+
+    @property
+    def architecture(self) -> str:
+        """What `transformers` calls such a model."""
+        return self.config.family.name + self.head
 
     @property
     def device(self) -> torch.device:
@@ -119,7 +124,7 @@ class Decoder(nn.Module):
         """Normal weights of `initializer_range`, scaled down where they write into the residual stream (GPT-2).
 
         A function of the seed alone: neither device, dtype nor the global generator change what is drawn, and models
-        with different heads have the same decoder. A head that gives a number is zero.
+        with different heads have the same decoder. A head that gives a number is zero, and so are biases.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
@@ -127,7 +132,7 @@ class Decoder(nn.Module):
                 parameter.copy_(initial(name, parameter.shape, seed))
                 continue
             if parameter.dim() == 1 or name == "score.weight":
-                parameter.fill_(float(parameter.dim() == 1))
+                parameter.fill_(float(name.endswith("norm.weight")))
                 continue
             std = self.config.initializer_range
             if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -138,7 +143,7 @@ class Decoder(nn.Module):
 class CausalLM(Decoder):
     """The language model."""
 
-    architecture = "LlamaForCausalLM"
+    head = "ForCausalLM"
     lm_head: Linear | None
 
     def _add_head(self) -> None:
@@ -167,10 +172,11 @@ class CausalLM(Decoder):
 class Scorer(Decoder):
     """A decoder that gives each token a number: a critic, or a reward model.
 
-    Named and shaped as `LlamaForSequenceClassification` with one label: the head is `score.weight`, [1, D].
+    Named and shaped as `LlamaForSequenceClassification` with one label, or another family's: the head is
+    `score.weight`, [1, D].
     """
 
-    architecture = "LlamaForSequenceClassification"
+    head = "ForSequenceClassification"
 
     def _add_head(self) -> None:
         self.score = Linear(self.config.hidden_size, 1)
@@ -185,7 +191,7 @@ class _Layers(nn.Module):
         super().__init__()
         self.embed_tokens = WordEmbedding(Words(config.vocab_size), config.hidden_size)
         self.layers = nn.ModuleDict({str(i): _Layer(config, i) for i in range(config.num_hidden_layers)})
-        self.norm: nn.Module = _Norm(config)
+        self.norm: nn.Module = Norm(config.hidden_size, config)
 
     def forward(self, tokens_BS: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         x_BSD = self.embed_tokens(tokens_BS)
@@ -197,9 +203,9 @@ class _Layers(nn.Module):
 class _Layer(nn.Module):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
-        self.input_layernorm = _Norm(config)
+        self.input_layernorm = Norm(config.hidden_size, config)
         self.self_attn = _Attention(config, index)
-        self.post_attention_layernorm = _Norm(config)
+        self.post_attention_layernorm = Norm(config.hidden_size, config)
         self.mlp = _Mlp(config)
         self.recompute = False
 
@@ -216,14 +222,17 @@ class _Layer(nn.Module):
         return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))  # type: ignore[no-any-return]
 
 
-class _Norm(nn.RMSNorm):
-    """Root-mean-square norm, computed in float32."""
+class Norm(nn.RMSNorm):
+    """Root-mean-square norm of so wide a last dimension, computed in float32."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config.hidden_size, config.rms_norm_eps)
+    def __init__(self, width: int, config: ModelConfig) -> None:
+        super().__init__(width, config.rms_norm_eps)
+        # The ranks that each norm some of the heads with it, if several do.
+        self.sharers: dist.ProcessGroup | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)  # type: ignore[arg-type]
+        weight = self.weight if self.sharers is None else shared(self.weight, self.sharers)
+        return rms_norm(x, weight, self.eps)  # type: ignore[arg-type]
 
 
 class _Attention(nn.Module):
@@ -231,15 +240,19 @@ class _Attention(nn.Module):
         super().__init__()
         self.index, self.head_dim = index, config.head_dim
         queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, queries)
-        self.k_proj = Linear(config.hidden_size, keys)
-        self.v_proj = Linear(config.hidden_size, keys)
+        family = config.family
+        self.q_proj = Linear(config.hidden_size, queries, family.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, keys, family.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, keys, family.qkv_bias)
         self.o_proj = Linear(queries, config.hidden_size)
+        self.q_norm, self.k_norm = (
+            Norm(config.head_dim, config) if family.qk_norm else nn.Identity() for _ in range(2)
+        )
 
     def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         heads = (*x_BSD.shape[:2], -1, self.head_dim)
-        q_BSHK = _rotate(self.q_proj(x_BSD).view(heads), rope)
-        k_BSGK = _rotate(self.k_proj(x_BSD).view(heads), rope)
+        q_BSHK = _rotate(self.q_norm(self.q_proj(x_BSD).view(heads)), rope)
+        k_BSGK = _rotate(self.k_norm(self.k_proj(x_BSD).view(heads)), rope)
         out_BSHK = attend(self.index, q_BSHK, k_BSGK, self.v_proj(x_BSD).view(heads))
         return self.o_proj(out_BSHK.flatten(2))  # type: ignore[no-any-return]
 
@@ -283,7 +296,19 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
         return frequencies_F
     if scaling.rope_type == "linear":
         return frequencies_F / scaling.factor
-    turns_F = scaling.original_max_position_embeddings * frequencies_F / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep_F = ((turns_F - low) / (high - low)).clamp(0, 1)
+    if scaling.rope_type == "yarn":
+        low, high = (
+            config.head_dim
+            * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi))
+            / (2 * math.log(config.rope_theta))
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        )
+        low, high = (math.floor(low), math.ceil(high)) if scaling.truncate else (low, high)
+        low, high = max(low, 0), min(high, config.head_dim - 1)
+        pairs_F = torch.arange(config.head_dim // 2).float()
+        keep_F = 1 - ((pairs_F - low) / (high - low or 0.001)).clamp(0, 1)
+    else:
+        turns_F = scaling.original_max_position_embeddings * frequencies_F / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        keep_F = ((turns_F - low) / (high - low)).clamp(0, 1)
     return keep_F * frequencies_F + (1 - keep_F) * frequencies_F / scaling.factor

@@ -1,4 +1,4 @@
-"""A linear map without bias, and the root-mean-square norm, both faster than torch's own on a CPU.
+"""A linear map, and the root-mean-square norm, both faster than torch's own on a CPU.
 
 Trainer and generator use the same ones, so their results agree to the bit where shapes do.
 
@@ -18,49 +18,48 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` without bias."""
+    """`nn.Linear`, without bias unless it is asked for."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        return linear(x, self.weight, self.bias)
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T, with `weight` [out, in] and any number of leading dimensions of `x`."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias, with `weight` [out, in] and any number of leading dimensions of `x`."""
     # In float32 torch multiplies with MKL, which keeps to AVX2 on processors other than Intel's. oneDNN uses AVX-512
     # there (Zen 5, one core: 93 against 188 GFLOP/s) and is equal or better elsewhere.
     if _onednn is None or x.dtype != torch.float32 or x.device.type != "cpu" or x.dtype != weight.dtype:
-        return F.linear(x, weight)
+        return F.linear(x, weight, bias)
     # A DTensor's own rules say how it is multiplied.
     if type(weight) not in _PLAIN:
-        return F.linear(x, weight)
+        return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _Linear.apply(x, weight)  # type: ignore[no-any-return,no-untyped-call]
-    return _matmul(x, weight)
+        return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
+    return _matmul(x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _matmul(x, weight)
+        return _matmul(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        grad_x = _matmul(grad, weight.t()) if ctx.needs_input_grad[0] else None
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            rows = grad.reshape(-1, grad.shape[-1])
-            grad_weight = _matmul(rows.t(), x.reshape(-1, x.shape[-1]).t())
-        return grad_x, grad_weight
+        rows = grad.reshape(-1, grad.shape[-1])
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        grad_x = _matmul(grad, weight.t()) if of_x else None
+        grad_weight = _matmul(rows.t(), x.reshape(-1, x.shape[-1]).t()) if of_weight else None
+        return grad_x, grad_weight, rows.sum(0) if of_bias else None
 
 
-def _matmul(x: Tensor, weight: Tensor) -> Tensor:
+def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     assert _onednn is not None
-    return _onednn(x, weight, None, "none", [], "")  # type: ignore[no-any-return]
+    return _onednn(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -107,12 +107,12 @@ class Lora:
 
 
 class LoraLinear(Linear):
-    """A linear map with an adapter."""
+    """A linear map with an adapter, in the place of `base`."""
 
-    def __init__(self, in_features: int, out_features: int, lora: Lora) -> None:
-        super().__init__(in_features, out_features)
-        self.scale = lora.scale
-        self.lora_A, self.lora_B = Linear(in_features, lora.rank), Linear(lora.rank, out_features)
+    def __init__(self, base: Linear, lora: Lora) -> None:
+        super().__init__(base.in_features, base.out_features)
+        self.weight, self.bias, self.scale = base.weight, base.bias, lora.scale
+        self.lora_A, self.lora_B = Linear(self.in_features, lora.rank), Linear(lora.rank, self.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
         # In peft's order of operations.

@@ -1,4 +1,4 @@
-"""How models of the Llama family are cut over ranks, as plain data: tensor parallelism, pipeline stages. And one rank's
+"""How models are cut over ranks, as plain data: tensor parallelism, pipeline stages. And one rank's
 part of a language model for generation (`CausalLMPart`).
 
 Tensor parallelism is that of Megatron-LM (Shoeybi et al., 2019, section 3). The matrices that widen (queries, keys,
@@ -31,6 +31,9 @@ def tensor_parallel(config: ModelConfig) -> dict[str, Rule]:
         "q_proj.weight": (0, heads),
         "k_proj.weight": (0, groups),
         "v_proj.weight": (0, groups),
+        "q_proj.bias": (0, heads),
+        "k_proj.bias": (0, groups),
+        "v_proj.bias": (0, groups),
         "o_proj.weight": (1, heads),
         "gate_proj.weight": (0, 0),
         "up_proj.weight": (0, 0),

@@ -62,9 +62,7 @@ class Words:
 
     def shared(self, same: Tensor) -> Tensor:
         """What all ranks have, for each to compute with on its own words: its gradient is summed over the ranks."""
-        if self.parts == 1:
-            return same
-        return _Shared.apply(same, self.group)  # type: ignore[no-any-return,no-untyped-call]
+        return same if self.parts == 1 else shared(same, self.group)
 
     @torch.no_grad()
     def max(self, own: Tensor) -> Tensor:
@@ -78,6 +76,11 @@ class Words:
     def gather(self, own: Tensor) -> Tensor:
         """[…, W] of each rank as […, V] on all, who go on with the same numbers."""
         return own if self.parts == 1 else _Gather.apply(own, self)  # type: ignore[no-untyped-call]
+
+
+def shared(same: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """What all ranks of a group have, for each to go on with by itself: its gradient is summed over them."""
+    return _Shared.apply(same, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class WordEmbedding(nn.Embedding):

@@ -32,6 +32,7 @@ from penstock.graph.protocols import DATA, FSDP, STAGE, TENSOR, Axes, Rule, num_
 from penstock.nodes.learn.batching import Packed, token_counts
 from penstock.nodes.learn.data_parallel_threads import count_not_finite
 from penstock.nodes.model import Decoder
+from penstock.nodes.model.decoder import Norm
 from penstock.nodes.model.lora import is_adapter
 from penstock.nodes.model.tensor_parallel import check_tensor_parallel, stages_of, tensor_parallel
 from penstock.nodes.model.words import Words
@@ -270,7 +271,18 @@ def _tensor_plan(layer: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Paral
             rule = rule_of(f"{name}.weight", rules)
             assert rule is not None
             plan[name] = _Columns() if rule[0] == 0 else _Rows()
+        elif name.startswith("self_attn.") and isinstance(module, Norm):
+            plan[name] = _OfHeads()
     return plan
+
+
+class _OfHeads(ParallelStyle):
+    """A norm that each rank has whole, for its own heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Norm)
+        module.sharers = device_mesh.get_group()
+        return module
 
 
 class _Columns(ColwiseParallel):
@@ -290,10 +302,10 @@ class _Rows(RowwiseParallel):
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
-    """Cut a linear map's weight; what is not cut, torch makes whole on each rank."""
-    weight = module.get_parameter("weight")
-    part = distribute_tensor(weight.detach(), mesh, [Shard(dim)], src_data_rank=None)
-    module.register_parameter("weight", nn.Parameter(part, weight.requires_grad))
+    """Cut a linear map's weight, and a bias; what is not cut, torch makes whole on each rank."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        part = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(part, parameter.requires_grad))
 
 
 @lru_cache

@@ -58,6 +58,9 @@ CAPABILITIES: Mapping[Kind, Capability] = {
     "small": Capability(),
 }
 
+# The `model_type`s that nodes have a decoder for (`nodes/model/families/`).
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
 # Formats of the model that computes, of weights on their way ("" is the first), and how they go.
 Dtype = Literal["float32", "bfloat16", "float16"]
 Wire = Literal["", "bfloat16", "int8", "fp8", "fp8_block"]
@@ -105,6 +108,8 @@ class Sizes(Protocol):
     def experts(self) -> int: ...
     @property
     def latent(self) -> object: ...
+    @property
+    def family(self) -> str: ...
 
 
 def axis_lack(kind: Kind, mesh: Axes) -> Fault | None:
@@ -179,6 +184,8 @@ def model_lack(sizes: Sizes) -> Fault | None:
     """What keeps a run from having such a model at all, whatever the machines."""
     lacks = [f"a mixture of {sizes.experts} experts"] if sizes.experts else []
     lacks += ["latent attention"] if sizes.latent is not None else []
+    lacks += [] if lacks or sizes.family in FAMILIES else [f"the model_type {sizes.family!r}"]
     if not lacks:
         return None
-    return Fault("model-kind", "the model", " and ".join(lacks), "a dense model of the Llama family")
+    needed = f"a dense model, of a model_type of {', '.join(FAMILIES)}"
+    return Fault("model-kind", "the model", " and ".join(lacks), needed)

@@ -22,6 +22,15 @@ from penstock.runtime.record.typed_json import parse_json
 
 # The maps that tensor parallelism cuts by what goes in.
 NARROWING = ("o_proj", "down_proj")
+# The families with biases of queries, keys and values, and those that norm each head's queries and keys; and what
+# `transformers` takes for sizes that a file leaves out. The nodes have their own table, and a test compares them.
+QKV_BIAS, QK_NORM = ("qwen2",), ("qwen3", "qwen3_moe")
+DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "mistral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen3_moe": {"num_key_value_heads": 4},
+}
 
 
 class ShapeError(ValueError):
@@ -52,7 +61,7 @@ class Adapters:
 class Shape:
     """Sizes of a decoder. A layer's MLP has width `inner`; with `experts`, all but the first `dense_layers` have that
     many of width `expert_inner`, `active` of which a token uses, and always `shared` more. With `lora`, adapters alone
-    learn and are sent; parameters are those of the base."""
+    learn and are sent; parameters are those of the base. `family` is the `model_type`."""
 
     name: str
     vocab: int
@@ -70,6 +79,7 @@ class Shape:
     dense_layers: int = 0
     latent: Latent | None = None
     lora: Adapters | None = None
+    family: str = "llama"
 
     @cached_property
     def maps(self) -> dict[str, tuple[int, int]]:
@@ -119,6 +129,15 @@ class Shape:
         return queries + keys + values + self.heads * latent.value_dim * self.hidden
 
     @cached_property
+    def vectors(self) -> dict[str, int]:
+        """The lengths of one layer's biases and norms."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        biases = {"q_proj.bias": queries, "k_proj.bias": keys, "v_proj.bias": keys} if self.family in QKV_BIAS else {}
+        norms = dict.fromkeys(("q_norm.weight", "k_norm.weight"), self.head_dim) if self.family in QK_NORM else {}
+        found = {f"self_attn.{name}": length for name, length in (biases | norms).items()}
+        return found | dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight"), self.hidden)
+
+    @cached_property
     def expert_parameters(self) -> int:
         """Weights of all routed experts of all layers."""
         return self.moe_layers * self.experts * 3 * self.hidden * self.expert_inner
@@ -128,9 +147,9 @@ class Shape:
         """Weights that every token uses: all but the routed experts. A tied embedding counts once."""
         mlp = (self.layers - self.moe_layers) * 3 * self.hidden * self.inner
         routed = self.moe_layers * self.hidden * (self.experts + 3 * self.shared * self.expert_inner)
-        norms = (2 * self.layers + 1) * self.hidden
+        layers = self.layers * (self.attention_parameters + sum(self.vectors.values()))
         embeddings = (1 if self.tied else 2) * self.vocab * self.hidden
-        return embeddings + self.layers * self.attention_parameters + mlp + routed + norms
+        return embeddings + layers + mlp + routed + self.hidden
 
     @cached_property
     def parameters(self) -> int:
@@ -181,7 +200,7 @@ class Stage:
 def stages_of(shape: Shape, count: int) -> tuple[Stage, ...]:
     """The `count` stages of a model, cut as the trainer cuts it: whole layers, in runs of nearly equal length."""
     each_expert = 3 * shape.hidden * shape.expert_inner
-    attention = shape.attention_parameters + 2 * shape.hidden
+    attention = shape.attention_parameters + sum(shape.vectors.values())
     words, found = shape.vocab * shape.hidden, []
     for stage in range(count):
         own = [layer for layer in range(shape.layers) if stage_of_layer(layer, shape.layers, count) == stage]
@@ -226,6 +245,8 @@ def shape_of(data: object, name: str, where: str = "config.json") -> Shape:
     that is no size."""
     if not isinstance(data, dict):
         raise ShapeError(f"{where}: given {type(data).__name__}, needed an object with the model's sizes")
+    family = str(data.get("model_type", Shape.family))
+    data = {**DEFAULTS.get(family, {}), **data}
 
     def need(*keys: str) -> int:
         """The first of these keys that is there."""
@@ -271,6 +292,7 @@ def shape_of(data: object, name: str, where: str = "config.json") -> Shape:
         shared=may("n_shared_experts"),
         dense_layers=may("first_k_dense_replace") if experts else 0,
         latent=latent,
+        family=family,
     )
 
 
@@ -285,18 +307,18 @@ SHAPES: dict[str, Shape] = {
         Shape("llama-8b", 128256, 4096, 32, 32, 8, 128, 14336),
         Shape("llama-70b", 128256, 8192, 80, 64, 8, 128, 28672),
         Shape("llama-405b", 128256, 16384, 126, 128, 8, 128, 53248),
-        Shape("qwen3-0.6b", _QWEN3, 1024, 28, 16, 8, 128, 3072, tied=True),
-        Shape("qwen3-1.7b", _QWEN3, 2048, 28, 16, 8, 128, 6144, tied=True),
-        Shape("qwen3-4b", _QWEN3, 2560, 36, 32, 8, 128, 9728, tied=True),
-        Shape("qwen3-8b", _QWEN3, 4096, 36, 32, 8, 128, 12288),
-        Shape("qwen3-14b", _QWEN3, 5120, 40, 40, 8, 128, 17408),
-        Shape("qwen3-32b", _QWEN3, 5120, 64, 64, 8, 128, 25600),
-        Shape("qwen3-30b-a3b", _QWEN3, 2048, 48, 32, 4, 128, 6144, False, 128, 8, 768),
-        Shape("qwen3-235b-a22b", _QWEN3, 4096, 94, 64, 4, 128, 12288, False, 128, 8, 1536),
-        Shape("glm-4.5-air", 151552, 4096, 46, 96, 8, 128, 10944, False, 128, 8, 1408, 1, 1),
+        Shape("qwen3-0.6b", _QWEN3, 1024, 28, 16, 8, 128, 3072, tied=True, family="qwen3"),
+        Shape("qwen3-1.7b", _QWEN3, 2048, 28, 16, 8, 128, 6144, tied=True, family="qwen3"),
+        Shape("qwen3-4b", _QWEN3, 2560, 36, 32, 8, 128, 9728, tied=True, family="qwen3"),
+        Shape("qwen3-8b", _QWEN3, 4096, 36, 32, 8, 128, 12288, family="qwen3"),
+        Shape("qwen3-14b", _QWEN3, 5120, 40, 40, 8, 128, 17408, family="qwen3"),
+        Shape("qwen3-32b", _QWEN3, 5120, 64, 64, 8, 128, 25600, family="qwen3"),
+        Shape("qwen3-30b-a3b", _QWEN3, 2048, 48, 32, 4, 128, 6144, False, 128, 8, 768, family="qwen3_moe"),
+        Shape("qwen3-235b-a22b", _QWEN3, 4096, 94, 64, 4, 128, 12288, False, 128, 8, 1536, family="qwen3_moe"),
+        Shape("glm-4.5-air", 151552, 4096, 46, 96, 8, 128, 10944, False, 128, 8, 1408, 1, 1, family="glm4_moe"),
         Shape(
             "deepseek-v3", 129280, 7168, 61, 128, 128, 128, 18432, False, 256, 8, 2048, 1, 3,
-            Latent(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+            Latent(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128), family="deepseek_v3",
         ),
     )
 }  # fmt: skip

@@ -62,8 +62,12 @@ def layer_tensors(shape: Shape, *, dense: bool) -> Table:
         found["mlp.gate.weight"] = (shape.experts, hidden), None
         found |= mlp("mlp.shared_experts", shape.shared * shape.expert_inner) if shape.shared else {}
         found |= mlp("mlp.experts", shape.expert_inner, shape.experts)
-    norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
-    return {**found, **dict.fromkeys(norms, ((hidden,), None))}
+    # A bias is cut as its map is.
+    vectors = {
+        name: ((length,), found[name.replace("bias", "weight")][1] if name.endswith("bias") else None)
+        for name, length in shape.vectors.items()
+    }
+    return {**found, **vectors}
 
 
 def adapter_tensors(shape: Shape) -> Table:
@@ -71,7 +75,7 @@ def adapter_tensors(shape: Shape) -> Table:
     found: Table = {}
     for name, (_, rule) in layer_tensors(replace(shape, lora=None), dense=True).items():
         target = name.split(".")[1]
-        if shape.lora is not None and target in shape.lora.targets and rule is not None:
+        if shape.lora is not None and target in shape.lora.targets and name.endswith("weight") and rule is not None:
             given, made = shape.maps[target]
             own: tuple[Rule, Rule] = (None, rule) if rule[0] == 0 else (rule, None)
             place = name.removesuffix("weight")
@@ -111,7 +115,7 @@ def stages(shape: Shape, count: int) -> dict[str, tuple[int, ...]]:
 
 @lru_cache(maxsize=64)
 def layout(shape: Shape, mesh: Parallel, dtype: str) -> Layout:
-    """On one mesh: matrices are of `dtype`, norms bf16."""
+    """On one mesh: matrices are of `dtype`, norms and biases bf16."""
     axes, every = Mesh(mesh.axes or (("replica", 1),)), tensors(shape)
     listed = [(name, size, dtype if len(size) > 1 else "bfloat16") for name, (size, _) in every.items()]
     # Rules are found by the ends of names: those of a layer's tensors once, not of each layer.

@@ -215,7 +215,10 @@ def test_older_and_unused_fields_of_a_config_are_read(said: dict[str, Any], foun
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5, needed 1"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, needed 1"),
         ({"num_key_value_heads": 3}, "4 attention heads over 3 key-value heads, needed a multiple"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn', needed one of: default, linear, llama3"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic"}},
+            "rope_type 'dynamic', needed one of: default, linear, llama3, yarn",
+        ),
         ({"rope_scaling": LINEAR, "rope_parameters": {**LINEAR, "factor": 4.0}}, "rope_scaling .*, which disagree"),
         ({"rope_scaling": LINEAR, "rope_parameters": {"rope_theta": 1e4}}, "rope_scaling .*, which disagree"),
         (

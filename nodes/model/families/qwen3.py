@@ -1,0 +1,16 @@
+"""Qwen3, dense (Qwen team, arXiv 2505.09388): each head's queries and keys are normed, and there are no biases."""
+
+from penstock.nodes.model.families.family import Family
+
+QWEN3 = Family(
+    "qwen3",
+    "Qwen3",
+    qk_norm=True,
+    defaults={
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "use_sliding_window": False,
+    },
+    fixed={"attention_bias": False},
+)

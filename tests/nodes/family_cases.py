@@ -1,0 +1,86 @@
+"""Random models of each family, and what each rank of their tests does."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.graph.types import Context, Weights
+from penstock.nodes.distill import policy_logprobs
+from penstock.nodes.generate import make_engine
+from penstock.nodes.learn.update import policy_update
+from penstock.nodes.model import CausalLM, ModelConfig
+from penstock.nodes.model.families import FAMILIES
+
+from .part_cases import own_parts
+from .rank_cases import (
+    OPTIONS,
+    assert_boxes,
+    assert_gradients_near,
+    assert_near,
+    assert_same_everywhere,
+    assert_whole,
+    goes_on,
+    policy,
+)
+from .test_generate import run
+from .tiny_model import CONFIG, TOKENIZER, model, save
+from .updating import batch
+
+# What is beyond Llama.
+CONFIGS: dict[str, ModelConfig] = {name: replace(CONFIG, model_type=name) for name in FAMILIES if name != "llama"}
+
+
+def random_model(config: ModelConfig, seed: int = 3) -> CausalLM:
+    """With biases that are not zero and norms that are not one."""
+    made = model(seed, config=config)
+    for number, (name, parameter) in enumerate(made.named_parameters()):
+        if parameter.dim() == 1:
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) / 4
+            parameter.data.copy_(noise + float(name.endswith("norm.weight")))
+    return made
+
+
+def directory(family: str, folder: Path) -> str:
+    save(random_model(CONFIGS[family]), folder / family)
+    TOKENIZER.save(folder / family)
+    return str(folder / family)
+
+
+def update(rank: int, folder: Path, mesh: str, family: str) -> None:
+    """A policy of a family over ranks learns what it does on one."""
+    if rank == 0:
+        directory(family, folder)
+    dist.barrier()
+    given: dict[str, Any] = {"model": str(folder / family)}
+    parted, one = policy(mesh, rank, **given), policy(**given)
+    assert_boxes(parted, one, rank)
+    ours, theirs = (policy_update.fn(each, *batch(), **OPTIONS)[1] for each in (parted, one))
+    assert_same_everywhere(ours)
+    assert_near(ours, theirs)
+    assert_gradients_near(parted, one)
+    assert_whole(parted, one)
+    logprobs = [policy_logprobs.fn(each, batch()[0], micro_tokens=12).logprobs_NT for each in (parted, one)]
+    torch.testing.assert_close(*logprobs, rtol=1e-4, atol=1e-4)
+    goes_on(parted, policy(mesh, rank, **given, seed=2))
+
+
+def engine(rank: int, folder: Path, groups: str, family: str) -> None:
+    """A generator's ranks sample what one samples."""
+    config = replace(CONFIGS[family], num_key_value_heads=int(groups))
+    made = random_model(config)
+    if rank == 0:
+        save(made, folder / "model")
+        TOKENIZER.save(folder / "model")
+    dist.barrier()
+    context = Context(node="generate", seed=3, model=str(folder / "model"), slots=32, max_tokens=8)
+    ranks = dist.get_world_size()
+    parted = make_engine(replace(context, mesh=(("tp", ranks),), rank=rank), samples=3)
+    ours = run(parted, range(6), own_parts(made, rank, ranks))
+    theirs = run(make_engine(context, samples=3), range(6), Weights(0, made.state_dict()))
+    for ordinal, (rollouts, metrics) in ours.items():
+        assert torch.equal(rollouts.tokens_NS, theirs[ordinal][0].tokens_NS)
+        torch.testing.assert_close(rollouts.logprobs_NT, theirs[ordinal][0].logprobs_NT, rtol=1e-4, atol=1e-4)
+        assert metrics.get("mismatch", 0.0) < 1e-4

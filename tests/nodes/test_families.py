@@ -1,0 +1,267 @@
+"""Each family of models is the one that `transformers` has, and does all that a model does."""
+
+import json
+import re
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from penstock.graph.protocols import rule_of
+from penstock.graph.types import Context, Weights
+from penstock.nodes.generate import make_engine
+from penstock.nodes.learn.update import policy_update
+from penstock.nodes.model import CausalLM, Lora, ModelConfig, ModelError, Scorer, load_model, read_config
+from penstock.nodes.model.config import RopeScaling
+from penstock.nodes.model.families import FAMILIES
+from penstock.nodes.model.tensor_parallel import stages_of, tensor_parallel
+from penstock.nodes.policy import LanguagePolicy, make_policy
+from penstock.runtime.cluster import capabilities
+from penstock.runtime.plan.model_shape import read_shape, shape_of
+from penstock.runtime.plan.model_shape import stages_of as planned_stages
+from penstock.runtime.plan.sync_cost import stages, tensors
+from tests.nodes.family_cases import CONFIGS, directory, random_model
+from tests.nodes.rank_cases import OPTIONS
+from tests.nodes.ranked import spawn
+from tests.nodes.test_generate import run
+from tests.nodes.tiny_model import export, save
+from tests.nodes.updating import batch, equal
+
+# Nothing divides anything else.
+ODD = ModelConfig(301, 36, 52, 3, 6, 2, 10, 128)
+YARN = RopeScaling("yarn", 4.0, original_max_position_embeddings=32, attention_factor=1.125)
+SHAPES: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True, "num_key_value_heads": 6},
+    "yarn": {"rope_scaling": YARN},
+    "yarn in parts of pairs": {"rope_scaling": replace(YARN, truncate=False, beta_fast=8.0, beta_slow=2.0)},
+    "llama3": {"rope_scaling": RopeScaling("llama3", 8.0, 1.0, 4.0, 16)},
+}
+TOKENS = torch.randint(0, 301, (3, 50), generator=torch.Generator().manual_seed(0))
+families = pytest.mark.parametrize("family", FAMILIES)
+others = pytest.mark.parametrize("family", CONFIGS)
+slow = pytest.mark.slow
+
+
+def logits(made: CausalLM) -> Tensor:
+    with torch.no_grad():
+        return made.logits(made(TOKENS)).float()
+
+
+@families
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_family_has_the_logits_and_gradients_of_transformers_and_its_files(
+    family: str, shape: dict[str, Any], tmp_path: Path
+) -> None:
+    config = replace(ODD, model_type=family, **shape)
+    ours = random_model(config)
+    save(ours, tmp_path / "ours")
+    assert read_config(tmp_path / "ours") == config
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert type(theirs).__name__ == ours.architecture
+    found, needed = ours.logits(ours(TOKENS)), theirs(TOKENS).logits
+    torch.testing.assert_close(found, needed, rtol=0, atol=1e-4)
+    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)) / found.shape[0]
+    (found * weight).sum().backward()  # type: ignore[no-untyped-call]
+    (needed * weight).sum().backward()
+    expected = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-4, msg=name)
+    # What they write is read again.
+    theirs.save_pretrained(tmp_path / "theirs")
+    again = load_model(CausalLM, tmp_path / "theirs")
+    assert replace(again.config, initializer_range=config.initializer_range) == config
+    assert torch.equal(logits(again), found.detach())
+
+
+@families
+def test_bfloat16_is_no_further_from_float32_than_that_of_transformers(family: str, tmp_path: Path) -> None:
+    exact = random_model(replace(ODD, model_type=family))
+    save(exact, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    with torch.no_grad():
+        far = (theirs(TOKENS).logits.float() - logits(exact)).square().mean()
+    assert (logits(load_model(CausalLM, tmp_path, "bfloat16")) - logits(exact)).square().mean() <= far
+
+
+@others
+def test_a_model_that_gives_a_number_is_that_of_transformers(family: str, tmp_path: Path) -> None:
+    scorer = Scorer(replace(ODD, model_type=family, pad_token_id=0))
+    scorer.init_weights(1)
+    torch.nn.init.normal_(scorer.score.weight)
+    save(scorer, tmp_path)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert type(theirs).__name__ == scorer.architecture
+    with torch.no_grad():
+        row_S = TOKENS[:1].clamp(min=1)
+        torch.testing.assert_close(scorer.values(scorer(row_S))[:, -1:], theirs(row_S).logits, rtol=0, atol=1e-4)
+
+
+SMALL = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "mistral"}, "sliding_window 4096, needed null, or at least max_position_embeddings"),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "mistral", "max_position_embeddings": 4096}, None),
+        ({"model_type": "qwen2", "sliding_window": 64}, None),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, "sliding_window 64"),
+        ({"model_type": "qwen3"}, None),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias True, needed False"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias True, needed False"),
+        ({"model_type": "llama", "attention_dropout": 0.1}, "attention_dropout 0.1, needed 0.0"),
+        ({"model_type": "gemma2"}, "model_type 'gemma2', needed one of: llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gemma3_text"}, "model_type 'gemma3_text', needed one of"),
+        ({"model_type": "qwen2_moe"}, "model_type 'qwen2_moe', needed one of"),
+    ],
+)
+def test_what_a_config_leaves_out_is_what_transformers_takes_and_what_is_computed_otherwise_is_refused(
+    config: dict[str, Any], said: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "num_attention_heads": 32, **config}))
+    if said is not None:
+        with pytest.raises(ModelError, match=re.escape(said)):
+            read_config(tmp_path)
+        return
+    ours, theirs = read_config(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
+    for name in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 2)
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    shape = read_shape(str(tmp_path))
+    assert (shape.kv_heads, shape.head_dim) == (ours.num_key_value_heads, ours.head_dim)
+
+
+YARNS: list[dict[str, Any]] = [
+    {},
+    {"attention_factor": 0.7},
+    {"mscale": 0.8, "mscale_all_dim": 1.4},
+    {"mscale": 0.8},
+    {"beta_fast": None, "beta_slow": 4},
+    {"truncate": False},
+]
+
+
+@pytest.mark.parametrize("more", YARNS)
+def test_yarn_turns_as_in_transformers(more: dict[str, Any], tmp_path: Path) -> None:
+    """Also where a file leaves its numbers out."""
+    config = replace(ODD, model_type="qwen2")
+    save(random_model(config), tmp_path)
+    data = json.loads((tmp_path / "config.json").read_text())
+    data["rope_parameters"] = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, **more}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    ours = load_model(CausalLM, tmp_path)
+    cos_1SK, sin_1SK = theirs.model.rotary_emb(torch.zeros(1), torch.arange(128)[None])
+    torch.testing.assert_close(ours.cos_PK, cos_1SK[0], rtol=0, atol=1e-5)
+    # The table's sine carries the signs of a rotation.
+    torch.testing.assert_close(ours.sin_PK.abs(), sin_1SK[0].abs(), rtol=0, atol=1e-5)
+
+
+@others
+def test_a_policy_of_a_family_learns_goes_on_and_is_written_back(family: str, tmp_path: Path) -> None:
+    given = Context(node="policy", seed=1, updates=10, model=directory(family, tmp_path))
+    learner, other = make_policy(given), make_policy(replace(given, seed=2))
+    assert isinstance(learner, LanguagePolicy)
+    assert isinstance(other, LanguagePolicy)
+    before = {name: tensor.clone() for name, tensor in learner.weights().items()}
+    policy_update.fn(learner, *batch(), **OPTIONS)
+    other.restore(*learner.state())
+    for each in (learner, other):
+        policy_update.fn(each, *batch(), **OPTIONS)
+    assert equal(learner, other)
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in learner.weights().items())
+    export(learner, tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokens_BS = batch()[0].tokens_NS
+    with torch.no_grad():
+        ours = learner.model.logits(learner.model(tokens_BS))
+        torch.testing.assert_close(ours, theirs(tokens_BS).logits, rtol=0, atol=1e-4)
+
+
+@others
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_generator_of_a_family_samples_what_the_trainer_scores(family: str, dtype: str, tmp_path: Path) -> None:
+    """And the same bits whatever is sampled beside it."""
+    context = Context(
+        node="generate", seed=3, model=directory(family, tmp_path), slots=32, max_tokens=8, dtype=dtype, batch=1
+    )
+    behaviour = Weights(0, random_model(CONFIGS[family]).to(getattr(torch, dtype)).state_dict())
+    together = run(make_engine(context, samples=5), range(6), behaviour)
+    alone = run(make_engine(context, samples=5), [4], behaviour)
+    assert torch.equal(alone[4][0].tokens_NS, together[4][0].tokens_NS)
+    assert torch.equal(alone[4][0].logprobs_NT, together[4][0].logprobs_NT)
+    assert max(metrics["mismatch"] for _, metrics in together.values()) < (1e-5 if dtype == "float32" else 0.05)
+
+
+@others
+def test_adapters_of_a_family_are_those_of_peft(family: str, tmp_path: Path) -> None:
+    given = Context(node="policy", seed=1, updates=10, model=directory(family, tmp_path), lora=3)
+    learner = make_policy(given)
+    assert isinstance(learner, LanguagePolicy)
+    policy_update.fn(learner, *batch(), **OPTIONS, lr=1e-2)
+    export(learner, tmp_path / "adapters")
+    assert load_model(CausalLM, tmp_path / "adapters").lora == Lora(3, 6.0)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(given.model)
+    theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapters")
+    tokens_BS = batch()[0].tokens_NS
+    with torch.no_grad():
+        ours = learner.model.logits(learner.model(tokens_BS))
+        torch.testing.assert_close(ours, theirs(tokens_BS).logits, rtol=0, atol=1e-4)
+
+
+def test_the_families_that_runs_have_are_those_of_the_table() -> None:
+    assert tuple(FAMILIES) == capabilities.FAMILIES
+
+
+@families
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_planner_counts_a_familys_parameters(family: str, tied: bool) -> None:
+    config = replace(ODD, model_type=family, tie_word_embeddings=tied)
+    held = {name: tuple(p.shape) for name, p in CausalLM(config, device="meta").named_parameters()}
+    shape = shape_of(config.to_json(), "here")
+    assert {name: size for name, (size, _) in tensors(shape).items()} == held
+    rules = tensor_parallel(config)
+    assert {name: rule for name, (_, rule) in tensors(shape).items()} == {name: rule_of(name, rules) for name in held}
+    assert shape.parameters == sum(map(prod, held.values()))
+    for count in (1, 3):
+        cut = stages_of(config, held, count)
+        assert stages(shape, count) == cut
+        own = [sum(prod(held[name]) for name, places in cut.items() if place in places) for place in range(count)]
+        assert [stage.parameters for stage in planned_stages(shape, count)] == own
+    lora = CausalLM(config, device="meta", lora=Lora(4, 8.0)).own_parameters()
+    assert {name: size for name, (size, _) in tensors(shape.with_lora(4)).items()} == {
+        name: tuple(p.shape) for name, p in lora.items()
+    }
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [
+        (2, "tp=2"),
+        pytest.param(2, "fsdp=2", marks=slow),
+        pytest.param(2, "pp=2", marks=slow),
+        pytest.param(4, "fsdp=2,tp=2", marks=slow),
+    ],
+)
+def test_a_family_over_ranks_learns_what_it_does_on_one(family: str, ranks: int, mesh: str, tmp_path: Path) -> None:
+    spawn(ranks, "tests.nodes.family_cases:update", mesh, family, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "groups"),
+    [("qwen2", 2, 1), pytest.param("qwen2", 2, 2, marks=slow), pytest.param("qwen3", 2, 1, marks=slow)],
+)
+def test_a_familys_generator_over_ranks_samples_what_one_samples(
+    family: str, ranks: int, groups: int, tmp_path: Path
+) -> None:
+    spawn(ranks, "tests.nodes.family_cases:engine", str(groups), family, folder=tmp_path)
