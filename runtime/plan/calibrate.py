@@ -29,7 +29,7 @@ from penstock.runtime.cluster.gpus import Efficiency, Engine, Gpu, Precision
 from penstock.runtime.cluster.placement import Plan
 from penstock.runtime.plan.decode_cost import EAGER_KERNELS, Generator
 from penstock.runtime.plan.model_shape import Parallel, read_shape
-from penstock.runtime.plan.roles import roles_of, with_adapters
+from penstock.runtime.plan.roles import Roles, roles_of, with_adapters
 from penstock.runtime.plan.sync_cost import sync_cost, traffic
 from penstock.runtime.plan.train_cost import PackedBatch, Trainer, packed
 from penstock.runtime.plan.workload import IntArray, halved, of_run
@@ -58,6 +58,13 @@ class Decoded(NamedTuple):
 
     seconds: float
     rows: float
+
+
+class Update(NamedTuple):
+    """Seconds of an update, and what each of its optimizer steps learnt from."""
+
+    seconds: float
+    steps: Sequence[PackedBatch]
 
 
 @dataclass(frozen=True)
@@ -96,12 +103,12 @@ def fit_steps(found: Sequence[tuple[int, int, float]], engine: Engine) -> Engine
     return engine.model_copy(update=update)
 
 
-def fit_updates(found: Sequence[tuple[float, PackedBatch]], trainer: Trainer) -> tuple[float, float]:
+def fit_updates(found: Sequence[Update], trainer: Trainer) -> tuple[float, float]:
     """(factor, stage_s): an update takes the factor times the model's seconds, and `stage_s` before it."""
     engine, bare = trainer.gpu.engine, _bare(trainer)
-    model = np.array([bare.steps([batch]).seconds for _, batch in found])
+    model = np.array([bare.steps(steps).seconds for _, steps in found])
     seconds = np.array([taken for taken, _ in found])
-    tokens = [batch.tokens for _, batch in found]
+    tokens = [sum(step.tokens for step in steps) for _, steps in found]
     if max(tokens) >= TOKENS_DIFFER * min(tokens):
         stage_s, factor = _line(model, seconds)
         return factor, stage_s
@@ -110,11 +117,11 @@ def fit_updates(found: Sequence[tuple[float, PackedBatch]], trainer: Trainer) ->
     return float(np.median((seconds - stage_s) / model)), stage_s
 
 
-def slowed(trainer: Trainer, factor: float, batch: PackedBatch) -> Efficiency:
-    """The shares of matrix products and of attention, 1 at most, with which a step on a batch takes the factor times as
-    long: they are slower by more, since the rest keeps its time."""
+def slowed(trainer: Trainer, factor: float, steps: Sequence[PackedBatch]) -> Efficiency:
+    """The shares of matrix products and of attention, 1 at most, with which an update of these steps takes the factor
+    times as long: they are slower by more, since the rest keeps its time."""
     bare, gpu = _bare(trainer), trainer.gpu
-    wanted = factor * bare.steps([batch]).seconds
+    wanted = factor * bare.steps(steps).seconds
 
     def shares(slower: float) -> Efficiency:
         found = {name: min(1.0, getattr(gpu.efficiency, name) / slower) for name in ("matmul", "attention")}
@@ -122,7 +129,7 @@ def slowed(trainer: Trainer, factor: float, batch: PackedBatch) -> Efficiency:
 
     def seconds(slower: float) -> float:
         own = bare.gpu.model_copy(update={"efficiency": shares(slower)})
-        return replace(bare, gpu=own).steps([batch]).seconds
+        return replace(bare, gpu=own).steps(steps).seconds
 
     return shares(halved(*SLOWER, lambda slower: seconds(slower) < wanted))
 
@@ -164,20 +171,23 @@ def calibrate(folder: Path, cluster: Cluster, prompt_tokens: int) -> Calibration
     meshes = {pool.name: Parallel(**dict(pool.replicas[0].mesh)) for pool in stage.origin.plan.pools}
     precision: Precision = "fp32" if flags.dtype == "float32" else "bf16"
     generator = Generator(shape, gpu, meshes[roles.generator], flags.slots, precision)
-    mesh, again = meshes[roles.trainer], float(flags.recompute == "layer")
-    trainer = Trainer(shape, gpu, mesh, precision, recompute=again, zero3=mesh.fsdp > 1)
+    mesh = meshes[roles.trainer]
+    trainer = Trainer(
+        shape, gpu, mesh, precision, flags.micro_tokens or Trainer.micro_tokens, float(flags.recompute == "layer"),
+        zero3=mesh.fsdp > 1, host_state=flags.optimizer_state == "host",
+    )  # fmt: skip
     groups = lengths.take(256 * roles.samples).reshape(-1, roles.samples)
     steps, live = float(groups.max(axis=1).mean()), float((groups.mean(axis=1) / groups.max(axis=1)).mean())
     decoded = _decoded(stage, roles.generator, roles.samples * live)
-    updates = _updates(stage, roles.cycle[-1], facts.rows, flags.batch * roles.samples, prompt_tokens)
+    updates = _updates(stage, roles, facts.rows, flags.batch, prompt_tokens)
     for found, what in ((decoded, "groups"), (updates, "updates")):
         if len(found) < FEWEST:
             raise CalibrationError(f"{where}: given {len(found)} {what} once warm, needed at least {FEWEST}")
     engine = fit_decoding(decoded, steps, prompt_tokens + steps / 2, generator)
     factor, stage_s = fit_updates(updates, trainer)
-    efficiency = slowed(trainer, factor, updates[len(updates) // 2][1])
+    efficiency = slowed(trainer, factor, updates[len(updates) // 2].steps)
     syncs = [row["sync_s"] for row in facts.rows if row.get("sync_s")]
-    moved = traffic(shape, trainer.mesh, generator.mesh, "bf16")
+    moved = traffic(shape, trainer.mesh, generator.mesh, precision)
     wire_s = sync_cost(moved, flags.generators, gpu, gpu).seconds - engine.swap_s
     swap_s = max(0.0, median(syncs) - wire_s) if syncs else engine.swap_s
     engine = engine.model_copy(update={"stage_s": stage_s, "swap_s": swap_s})
@@ -217,16 +227,17 @@ def _decoded(stage: StageHistory, pool: str, rows: float) -> list[Decoded]:
 
 
 def _updates(
-    stage: StageHistory, node: str, rows: Sequence[dict[str, object]], responses: int, prompt_tokens: int
-) -> list[tuple[float, PackedBatch]]:
-    """Seconds of each update but for the first quarter, and what it learnt from."""
+    stage: StageHistory, roles: Roles, rows: Sequence[dict[str, object]], batch: int, prompt_tokens: int
+) -> list[Update]:
+    """Each update of `batch` fresh groups but for the first quarter."""
     mean = {row["update"]: row.get("response_length") for row in rows}
-    taken = {index: seconds for (name, index), seconds in firings(stage.followed.work).items() if name == node}
+    taken = {index: took for (name, index), took in firings(stage.followed.work).items() if name == roles.cycle[-1]}
+    responses = (batch + (roles.buffer.adds(batch) if roles.buffer else 0)) * roles.samples
     found = []
     for index in sorted(taken)[len(taken) // 4 :]:
         if isinstance(length := mean.get(index), int | float):
             sequences: IntArray = np.full(responses, max(1, round(length)) + prompt_tokens, np.int64)
-            found.append((taken[index], packed(sequences)[0]))
+            found.append(Update(taken[index], packed(sequences, roles.minibatches) * roles.epochs))
     return found
 
 

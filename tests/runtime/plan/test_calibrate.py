@@ -11,7 +11,7 @@ import pytest
 from penstock.graph import load, trace
 from penstock.runtime.cluster.cluster import read_cluster
 from penstock.runtime.cluster.gpus import GPUS, Engine
-from penstock.runtime.plan.calibrate import CalibrationError, Decoded, calibrate, fit_decoding, fit_updates
+from penstock.runtime.plan.calibrate import CalibrationError, Decoded, Update, calibrate, fit_decoding, fit_updates
 from penstock.runtime.plan.confidence import Confidence
 from penstock.runtime.plan.decode_cost import Generator
 from penstock.runtime.plan.model_shape import SHAPES, Parallel, read_shape
@@ -25,6 +25,7 @@ SHAPE, H100 = SHAPES["qwen3-4b"], GPUS["H100"]
 GENERATOR = Generator(SHAPE, H100, Parallel(), 256)
 TRAINER = Trainer(SHAPE, H100, Parallel(fsdp=8))
 STEPS, CONTEXT = 900.0, 600.0
+MICRO_TOKENS = 1024
 
 
 def _decoded(engine: Engine, rows: list[float]) -> list[Decoded]:
@@ -58,9 +59,9 @@ def test_a_machine_that_is_faster_than_the_model_has_no_negative_host() -> None:
 def test_updates_give_a_factor_and_where_tokens_differ_the_seconds_before_them() -> None:
     bare = replace(TRAINER, gpu=H100.model_copy(update={"engine": H100.engine.model_copy(update={"stage_s": 0.0})}))
     batches = [packed(np.full(64, length))[0] for length in (500, 1000, 2000)]
-    found = [(2.5 + 1.3 * bare.steps([batch]).seconds, batch) for batch in batches]
+    found = [Update(2.5 + 1.3 * bare.steps([batch]).seconds, [batch]) for batch in batches]
     assert list(fit_updates(found, TRAINER)) == pytest.approx([1.3, 2.5])
-    alike = [(H100.engine.stage_s + 1.3 * bare.steps([batches[0]]).seconds, batches[0])] * 4
+    alike = [Update(H100.engine.stage_s + 1.3 * bare.steps([batches[0]]).seconds, [batches[0]])] * 4
     assert list(fit_updates(alike, TRAINER)) == pytest.approx([1.3, H100.engine.stage_s])
 
 
@@ -86,6 +87,7 @@ def _on_a_gpu(folder: Path, cluster: str, model: Path) -> None:
     """Makes of a simulated run's folder one that says it ran on GPUs: a test instrument, since no GPU wrote it."""
     config, placed = (json.loads((folder / name).read_text()) for name in ("config.json", "plan.json"))
     config["flags"] |= {"model": str(model), "dtype": "bfloat16", "max_tokens": 512, "recompute": "layer"}
+    config["flags"] |= {"micro_tokens": MICRO_TOKENS}
     config["asked"]["cluster"] = read_cluster(cluster).model_dump(mode="json")
     text = json.dumps(placed)
     assert '"cpu"' in text
@@ -96,11 +98,13 @@ def _on_a_gpu(folder: Path, cluster: str, model: Path) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_a_run_on_such_gpus_gives_a_model_with_its_seconds(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "steps"), [("aipo", {}), ("ppo", {"epochs": 3, "minibatches": 2})])
+def test_a_run_on_such_gpus_gives_a_model_with_its_seconds(tmp_path: Path, name: str, steps: dict[str, int]) -> None:
     """From the folder to the cluster that is planned for."""
-    nodes = {"generate": 12.0, "score": 0.001, "group_advantage": 0.001, "aipo_update": 4.0}
+    program, options = f"penstock.programs.{name}:{name}", {"lag": 1, **steps}
+    roles = roles_of(graph := trace(load(name), options))
+    nodes = {node.name: 0.001 for node in graph.nodes if node.fires} | {"generate": 12.0, roles.cycle[-1]: 4.0}
     seconds = Durations(nodes, publish=0.01, wire=0.1, swap=0.01)
-    program, options = "penstock.programs.aipo:aipo", {"lag": 1}
     made = simulated_run(tmp_path / "r", updates=12, program=program, options=options, durations=seconds)
     model = {"model_type": "llama", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
              "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}  # fmt: skip
@@ -109,14 +113,15 @@ def test_a_run_on_such_gpus_gives_a_model_with_its_seconds(tmp_path: Path) -> No
     found = calibrate(made.folder.path, read_cluster("1x8xH100"), 128)
     gpu = found.on(read_cluster("1x8xH100")).gpus["H100"]
     shape, engine = read_shape(str(tmp_path)), H100.engine
-    samples = roles_of(trace(load("aipo"))).samples
-    lengths = Lognormal(200.0, 0.7, 512).take(256 * samples).reshape(-1, samples)
-    steps = float(lengths.max(axis=1).mean())
+    lengths = Lognormal(200.0, 0.7, 512).take(256 * roles.samples).reshape(-1, roles.samples)
+    decoded = float(lengths.max(axis=1).mean())
     assert gpu.engine.step_ms > engine.step_ms
-    step = Generator(shape, gpu, Parallel(), 256).step(8 * samples, 8 * samples * (128 + steps / 2)).seconds
+    rows = 8 * roles.samples
+    step = Generator(shape, gpu, Parallel(), 256).step(rows, rows * (128 + decoded / 2)).seconds
     # All rows that there are, or a few of them, on average.
-    assert step * steps == pytest.approx(12.0, rel=0.1)
+    assert step * decoded == pytest.approx(12.0, rel=0.1)
     assert gpu.engine.swap_s > engine.swap_s
-    update = Trainer(shape, gpu, Parallel()).update(np.full(8 * samples, 328)).seconds
+    trainer = Trainer(shape, gpu, Parallel(), micro_tokens=MICRO_TOKENS)
+    update = trainer.update(np.full(rows, 328), roles.epochs, roles.minibatches).seconds
     assert update == pytest.approx(4.0, rel=0.1)
     assert str(made.folder.path) in Confidence(found.words).words
