@@ -268,6 +268,8 @@ class SimulateFlags(DrawingFlags, ProgramFlags, Planning):
     """Replicas of the generator; a plan has its own."""
     versions: Literal["free", "pinned"] = RunOptions.versions
     """Which versions groups may use."""
+    order: Literal["strict", "ready"] = RunOptions.order
+    """Which groups an update takes: the next ones in order, or those that are finished while the lag holds for all."""
     duration: Annotated[tuple[str, ...], Shown("NODE=S[~SIGMA] …")] = ()
     """Seconds of each node's firing, such as generate=0.05; generate=0.05~0.5 draws them from a lognormal with that
     mean and sigma. publish, wire and swap are the parts of a weight sync. A fake node has its option ms by default. In

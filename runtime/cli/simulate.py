@@ -82,7 +82,7 @@ def _of_program(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
         return given(graph, flags)
     if flags.plan and (said := said + changed(["batch"])):
         raise refuse(said[0], "beside --plan, which says it; needed one of both")
-    if contrary := changed(["drop", "again", "generators", "versions"]):
+    if contrary := changed(["drop", "again", "generators", "versions", "order"]):
         why = OTHERWISE.get(contrary[0], "plans do not cover it")
         raise refuse(contrary[0], f"with a plan; needed none, since {why}")
     return planned(graph, flags, width)
@@ -93,7 +93,7 @@ def given(graph: Graph, flags: SimulateFlags) -> Schedule:
     durations, means = timing(graph, flags.duration)
     batch = flags.batch or BATCH
     plan = served(graph, place([graph], Cluster.local(), generators=flags.generators, slots=flags.slots))
-    rules = Rules(batch, flags.updates, versions=flags.versions)
+    rules = Rules(batch, flags.updates, versions=flags.versions, order=flags.order)
     filters = [node.name for node in graph.nodes if node.construct == "keep"]
     answers = [node.name for node in graph.nodes if node.answers]
     drops = _shares("--drop", flags.drop, filters, "filters (keep)")

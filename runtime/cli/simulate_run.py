@@ -76,6 +76,8 @@ class RecordedFlags(DrawingFlags):
         None
     )
     """Which versions groups may use."""
+    order: Annotated[Literal["strict", "ready"] | None, tyro.conf.arg(help_behavior_hint="(default: the run's)")] = None
+    """Which groups an update takes."""
     updates: Annotated[Positive | None, Shown("INT", "as many as the run has done")] = None
     """Updates to simulate."""
     duration: Annotated[tuple[str, ...], Shown("NODE=S[~SIGMA] …")] = ()
@@ -96,8 +98,9 @@ def recorded(flags: RecordedFlags) -> Schedule:
         raise CommandError(f"{FLAG} {flags.from_}: {given}, needed one that has finished an update", 2)
     graph, plan = _changed(stage, facts, flags)
     before = stage.origin.rules
-    rules = replace(before, drops=PATIENCE, versions=flags.versions or before.versions)
-    same = (graph, plan, rules.versions) == (stage.origin.graph, stage.origin.plan, before.versions)
+    versions, order = flags.versions or before.versions, flags.order or before.order
+    rules = replace(before, drops=PATIENCE, versions=versions, order=order)
+    same = (graph, plan, versions, order) == (stage.origin.graph, stage.origin.plan, before.versions, before.order)
     updates = flags.updates or quick_updates(stage)
     # Where a stage went on from a checkpoint, so does the simulation; its groups may be none of another schedule's.
     saved, live, start = (stage.origin.saved, stage.origin.live, rules.start) if same else (None, None, 0)
@@ -125,7 +128,7 @@ def recorded(flags: RecordedFlags) -> Schedule:
         against = f"{percent(abs(more))} {'less' if more < 0 else 'more'} than the run's own {ms(measured_s)}"
     unchanged = same and not flags.duration
     sampling = {"lag": tables.max_lag, "generators": len(tables.by_pool[pool])} if pool is not None else {}
-    settings: dict[str, object] = {**sampling, "versions": rules.versions}
+    settings: dict[str, object] = {**sampling, "versions": versions, "order": order}
     changed = ", ".join(f"{name} {value}" for name, value in settings.items())
     assumptions = list(_assumptions(stage, facts, crowd, same, flags))
     return Schedule(
@@ -175,7 +178,8 @@ def require_variable(argv: Sequence[str]) -> None:
         name = word.removeprefix("--").partition("=")[0].replace("-", "_")
         if word.startswith("--") and name in fixed:
             what = "an option of the program" if name in own else "a flag of programs and plans"
-            shown = ", ".join(f"--{each}" for each in ("lag", "generators", "slots", "versions", "updates", "duration"))
+            free = ("lag", "generators", "slots", "versions", "order", "updates", "duration")
+            shown = ", ".join(f"--{each}" for each in free)
             given = f"--{name.replace('_', '-')}: given {what} beside {FLAG}"
             raise CommandError(f"{given}, needed one that durations do not depend on: {shown}", 2)
 

@@ -119,6 +119,9 @@ class RunOptions:
     the lowest."""
     versions: Literal["free", "pinned"] = Rules.versions
     """pinned: the groups of update u use exactly version u - lag, so that any lag is repeatable to the bit."""
+    order: Literal["strict", "ready"] = Rules.order
+    """ready: an update takes the groups that are finished, as long as the lag holds for all others; strict: the next
+    ones in order, so that what is learnt first does not depend on the length of responses."""
     proof: Literal["full", "sampled", "off"] = "full"
     """How much of each weight sync is proved to have arrived as it was sent: all tensors, one in eight, none."""
     wire: Annotated[Wire, Shown("FORMAT", "the run's dtype")] = ""

@@ -160,7 +160,7 @@ class Rows:
         def written(metrics: Metrics) -> dict[str, float | str]:
             return {name: value if isfinite(value) else str(value) for name, value in metrics.items()}
 
-        made = {ordinal: nodes for ordinal, nodes, _ in cut["groups"]}
+        made = {ordinal: nodes for ordinal, nodes, *_ in cut["groups"]}
         groups = [
             [ordinal, node, turn, written(metrics)]
             for ordinal, parts in self.groups.items()

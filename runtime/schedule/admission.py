@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from penstock.graph.ir import Firing
 from penstock.runtime.schedule.compile import Channel, NodeStep
 from penstock.runtime.schedule.events import Publish, Send, Swap
-from penstock.runtime.schedule.state import State
+from penstock.runtime.schedule.state import GroupState, State
 
 # Batches of sources that are read before their groups can be admitted, so that admission finds them ready.
 AHEAD = 1
@@ -63,21 +63,36 @@ def open_groups(state: State) -> None:
 
 
 def start_groups(state: State, steps: Sequence[NodeStep]) -> None:
-    """Start what may start of `steps`, each in ordinal order. What stops one group stops those after it."""
+    """Start what may start of `steps`, each in ordinal order. What stops one group stops those after it, unless it goes
+    on with what it has begun: then it may need newer weights than they do."""
     for step in steps:
-        queue = state.ready[step.name]
+        queue, waiting = state.ready[step.name], list[int]()
         while queue:
             group = state.ledger.groups.get(queue[0])
             if group is not None:
                 ordinal = group.ordinal
                 replica = _choose(state, step, ordinal)
-                if replica is None:
+                if replica is None and step.name not in group.deadlines:
                     break
+                if replica is None:
+                    waiting.append(heapq.heappop(queue))
+                    continue
+                if step.weights and state.rules.order == "ready":
+                    _read_weights(state, group, step, replica)
                 group.working += 1
                 update = state.slot(ordinal) if step.delays else 0
                 state.fire(step, state.firing(step, ordinal), replica, (ordinal,), update)
             # Started, or lost meanwhile: a lost group stays in the queues that it was in.
             heapq.heappop(queue)
+        for ordinal in waiting:
+            heapq.heappush(queue, ordinal)
+
+
+def _read_weights(state: State, group: GroupState, step: NodeStep, replica: str) -> None:
+    """Note the weights that a group reads first of all, and first in a step."""
+    group.place = state.place(group.ordinal)
+    last = min(state.live(channel, replica) + lag for channel, lag in step.weights)
+    group.deadlines.setdefault(step.name, last)
 
 
 def offer(state: State, ordinal: int, made: dict[str, str], steps: Sequence[NodeStep]) -> None:
@@ -91,7 +106,7 @@ def offer(state: State, ordinal: int, made: dict[str, str], steps: Sequence[Node
 def _choose(state: State, step: NodeStep, ordinal: int) -> str | None:
     """The replica on which a group may start `step`: the admissible one with most room, the first of equals; for a step
     with state its pool's first one. None if the group may not start."""
-    before, admitted = state.ledger.before(ordinal), state.total
+    before, admitted = state.place(ordinal), state.total
     for channel, lag in step.weights:
         # On the replica with the newest weights, which may not have room: a quick refusal for most groups.
         admitted = min(admitted, admitted_groups(state.channels[channel].newest, lag, state.rules.batch))
@@ -119,17 +134,18 @@ def _choose(state: State, step: NodeStep, ordinal: int) -> str | None:
     if replica is not None and any(state.channels[channel].behind for channel, _ in step.weights):
         # While others of the pool wait for weights that are on their way, a replica takes no more than its share of
         # what may start: else the first to have them would take all it has room for, and leave nothing to the others.
-        waiting = min(admitted - before, len(state.ready[step.name]))
+        waiting = min(admitted - state.ledger.before(ordinal), len(state.ready[step.name]))
         if state.load[replica] * (len(replicas) - 1) >= waiting:
             return None
     return replica
 
 
 def _fresh(state: State, step: NodeStep, ordinal: int, before: int, replica: str) -> bool:
-    """Are the live weights of `replica` new enough for a group?"""
+    """Are the live weights of `replica` new enough for a group, and not older than those it has begun the step with?"""
+    begun = state.ledger.groups[ordinal].deadlines.get(step.name, 0)
     for channel, lag in step.weights:
         receiver = state.channels[channel].receivers[replica]
-        if receiver.live < needed_version(before, lag, state.rules.batch):
+        if receiver.live < max(needed_version(before, lag, state.rules.batch), begun - lag):
             return False
         if state.pinned and (receiver.swapping or receiver.live != pinned_version(state, ordinal)):
             return False

@@ -30,6 +30,8 @@ class Rules:
     """A run's numbers. Updates `start` to `end` - 1 run; each takes `batch` fresh prompt groups.
 
     `versions="pinned"`: groups of update u use exactly version max(0, u - lag), whatever the timing.
+    `order="strict"`: update u takes the next groups in ordinal order. `order="ready"`: it takes those that are
+    finished, as long as all others can still be taken in time (`Ledger.take_ready`).
     A firing that fails is tried again `retries` times; then `on_failure` stops the run or gives its group up and
     takes another ("replace"). The run is stopped when filters have dropped `drops` batches' worth of groups and more
     between two updates, for each of the 1 + lag updates that are under way; and likewise when per-group firings have
@@ -40,6 +42,7 @@ class Rules:
     end: int
     start: int = 0
     versions: Literal["free", "pinned"] = "free"
+    order: Literal["strict", "ready"] = "strict"
     retries: int = 0
     on_failure: Literal["stop", "replace"] = "stop"
     drops: int = 16
@@ -56,6 +59,11 @@ class Rules:
             raise ValueError(
                 'on_failure="replace" moves later groups to earlier updates, whose pinned versions are gone; '
                 'use versions="free" with it'
+            )
+        if self.versions == "pinned" and self.order == "ready":
+            raise ValueError(
+                'order="ready" lets timing choose the groups of an update, whose versions are pinned; use '
+                'versions="free" with it'
             )
 
 
@@ -135,7 +143,8 @@ class Tables:
     critical path), and publishes. critical: the per-update steps on the critical path.
     begins: the per-group steps that a step's output may be the last input of. stirs: those that may start when a
     per-group step is done. weight_readers: who reads a channel.
-    lagged: whether some step reads weights that change, at most `max_lag` updates old.
+    lagged: whether some step reads weights that change, at most `max_lag` updates old. num_weighted: how many per-group
+    steps do.
     makers: the step that makes the next value of each carried value that changes.
 
     Raises ValueError for what cannot work, as `check` does.
@@ -185,6 +194,7 @@ class Tables:
         lags = [lag for s in steps for _, lag in s.weights]
         self.lagged, self.max_lag = bool(lags), max(lags, default=0)
         self.num_group_steps = len(per_group)
+        self.num_weighted = sum(bool(s.weights) for s in per_group)
         self.takes_groups = any(s.groups for s in per_update)
 
 
@@ -306,27 +316,29 @@ def check_rules(tables: Tables, rules: Rules) -> None:
     steps = tables.steps.values()
     lags = {(s.name, lag) for readers in tables.weight_readers.values() for s, lag in readers if not s.per_update}
     late = {(s.name, lag) for readers in tables.weight_readers.values() for s, lag in readers if s.per_update and lag}
-    pinned, replace = 'versions="pinned"', 'on_failure="replace"'
+    pinned, replace, ready = 'versions="pinned"', 'on_failure="replace"', 'order="ready"'
+    thinned = [f"{c.node} with every=…" for c in tables.channels.values() if c.every > 1]
+    delayed = [f"{s.name}, which reads {carried!r} delayed" for s in steps for carried, _ in s.delays]
+    unequal = len({lag for _, lag in lags}) > 1
     # A replica keeps one version live, and a resumed run makes none older than its checkpoint. So pinned groups of an
     # update need one version, and a checkpoint must not have to wait for a group that reads something delayed, which
     # waits for an update in its turn.
     table: list[tuple[str, list[str], str]] = [
         (
             replace,
-            [f"{s.name}, which reads {carried!r} delayed" for s in steps for carried, _ in s.delays],
+            delayed,
             "no delay, which is exact, while a replaced group moves those after it to earlier updates than the ones "
             'that they have read it for; use on_failure="stop", with retries',
         ),
         (
             pinned,
-            [f"the filter {s.name}" for s in steps if s.filters]
-            + [f"{c.node} with every=…" for c in tables.channels.values() if c.every > 1],
+            [f"the filter {s.name}" for s in steps if s.filters] + thinned,
             "none, since which groups an update takes, or which versions exist, would not be known beforehand; use "
             'versions="free"',
         ),
         (
             pinned,
-            [f"{name} lag={lag}" for name, lag in sorted(lags | late)] if len({n for _, n in lags}) > 1 or late else [],
+            [f"{name} lag={lag}" for name, lag in sorted(lags | late)] if unequal or late else [],
             "one lag for all per-group nodes that read weights, and lag=0 for per-update ones; use "
             'versions="free" or make the lags equal',
         ),
@@ -341,8 +353,18 @@ def check_rules(tables: Tables, rules: Rules) -> None:
             ],
             'a delay of at least the lag, or versions="free"',
         ),
+        (
+            ready,
+            delayed + thinned + ([f"{name} lag={lag}" for name, lag in sorted(lags)] if unequal else []),
+            "no delay, which is exact, every version sent, and one lag for all per-group nodes that read weights: a "
+            'group that is overtaken must find new enough ones; use order="strict"',
+        ),
     ]
-    asked = {pinned: rules.versions == "pinned", replace: rules.on_failure == "replace"}
+    asked = {
+        pinned: rules.versions == "pinned",
+        replace: rules.on_failure == "replace",
+        ready: rules.order == "ready",
+    }
     for rule, given, needed in table:
         if asked[rule] and given:
             raise ValueError(f"{rule}: given {', '.join(given)}; needed {needed}")

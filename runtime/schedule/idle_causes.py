@@ -88,7 +88,7 @@ def _missing_weights(scheduler: Scheduler, step: NodeStep, replica: str) -> str:
     """What the first group that is ready for a step waits for."""
     group = scheduler.ready[step.name][0]
     # A group that was lost meanwhile may still be in the queue; it needs no version.
-    before = scheduler.ledger.before(group) if group in scheduler.ledger.groups else 0
+    before = scheduler.place(group) if group in scheduler.ledger.groups else 0
     start = scheduler.rules.start
     needs = [(name, max(needed_version(before, lag, scheduler.rules.batch), start)) for name, lag in step.weights]
     for name, needed in [*needs, *((name, start) for name in step.fixed)]:

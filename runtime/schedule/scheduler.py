@@ -10,9 +10,10 @@ Invariants, checked after each event of the tests by `tests/runtime/schedule/che
     lagged edge; with pinned versions only while it is just that, or the start. A per-update step of update u
     reads a version in u - lag … u (in a run resumed after u: … start), and no swap happens under it.
 4.  Update u consumes the next `batch` kept groups in ordinal order, once, after update u - 1. It begins when all of
-    them are finished. A checkpoint falls between two updates and is copied before the next one begins; it is complete
-    when all ranks have written it, and one is written at a time. A step with every=k takes part where u + 1 is a
-    multiple of k.
+    them are finished. In order "ready" they are the finished ones of the earliest deadlines, taken as soon as all that
+    are left can be consumed by theirs. A checkpoint falls between two updates and is copied before the next one begins;
+    it is complete when all ranks have written it, and one is written at a time. A step with every=k takes part where
+    u + 1 is a multiple of k.
 5.  The version of a carried value that changes is the number of updates that are over for it, whether they made a
     next value or left it as it was; no reader of version u is in work while the update that donates it is, and no
     version goes while a reader to come needs it.
@@ -102,6 +103,9 @@ class Scheduler(State):
             elif stirred:
                 admission.start_groups(self, stirred)
                 self._swap_pinned()
+        # In order "ready": a group that has read weights may be overtaken by more than before.
+        if self.rules.order == "ready" and not self.ended and transitions.assemble(self):
+            self._dispatch()
         return self.out
 
     def _hear(self, event: Event) -> Sequence[NodeStep] | None:

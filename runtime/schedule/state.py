@@ -5,13 +5,14 @@ prompt group, the order in which groups are consumed, and how many stand before 
 
 Invariants:
 - each ordinal below `next` has exactly one outcome: pending, consumed, dropped or failed; all but pending are final;
-- groups are consumed in ordinal order, `batch` by `batch`, lost (dropped, failed) ones skipped;
+- groups are consumed in ordinal order, `batch` by `batch`, lost (dropped, failed) ones skipped; with `order="ready"`
+  as they finish, each at its deadline at the latest;
 - `before(g)` counts the ordinals below g that are not known to be lost.
 """
 
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,8 @@ class GroupState:
     readers: for each of them, how many readers are still to come.
     working: firings in work on the group. finished: it has been through every step.
     turns: what its turns have made so far, for each step that begins a bounded cycle.
+    With `order="ready"`, once it has read weights: `place`, how many groups stood before it then, and by step the last
+    update at which the weights that it began with are not too old.
     """
 
     ordinal: int
@@ -56,6 +59,8 @@ class GroupState:
     working: int = 0
     finished: bool = False
     turns: dict[str, TurnState] = field(default_factory=dict)
+    place: int | None = None
+    deadlines: dict[str, int] = field(default_factory=dict)
 
 
 class Ledger:
@@ -131,12 +136,29 @@ class Ledger:
             return None
         return tuple(self._kept.popleft() for _ in range(batch))
 
+    def take_ready(self, batch: int, update: int, deadline: Callable[[GroupState], int]) -> tuple[int, ...] | None:
+        """`batch` finished ordinals for `update`, those of the earliest deadlines, once all that is left can still be
+        consumed in time: of groups with a deadline up to update + k there are at most k batches.
+
+        A deadline is the last update that may consume a group. Earliest deadline first is in time if any order is.
+        """
+        if self.finished < batch:
+            return None
+        order = sorted((deadline(group), ordinal) for ordinal, group in self.groups.items())
+        taken = [ordinal for _, ordinal in order if self.groups[ordinal].finished][:batch]
+        left = [last for last, ordinal in order if ordinal not in taken]
+        if any(last <= update + place // batch for place, last in enumerate(left)):
+            return None
+        return tuple(sorted(taken))
+
     def consume(self, ordinals: tuple[int, ...]) -> list[GroupState]:
         """Give the groups of a batch that was taken their final outcome."""
         self.outcomes["consumed"] += len(ordinals)
         self.finished -= len(ordinals)
-        del self.lost[: bisect_left(self.lost, ordinals[-1])]
-        return [self.groups.pop(g) for g in ordinals]
+        groups = [self.groups.pop(g) for g in ordinals]
+        # Those below a pending group are counted for it.
+        del self.lost[: bisect_left(self.lost, min(ordinals[-1], self.first))]
+        return groups
 
     def to_json(self) -> dict[str, Any]:
         """All that a resume needs; a batch that was taken and not consumed is pending in it."""
@@ -147,7 +169,7 @@ class Ledger:
             "fates": dict(self.outcomes),
             # Left out while it is 0: the states of versions that did not count retries must compare equal in a replay.
             **({"retried": self.retried} if self.retried else {}),
-            "groups": [[g.ordinal, dict(g.made), dict(g.readers)] for g in self.groups.values()],
+            "groups": [[g.ordinal, dict(g.made), dict(g.readers), *_deadlines(g)] for g in self.groups.values()],
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -155,9 +177,17 @@ class Ledger:
         self.earlier, self.next = saved["earlier"], saved["next"]
         self.lost, self.outcomes = list(saved["lost"]), dict(saved["fates"])
         self.retried = saved.get("retried", 0)
-        for ordinal, made, readers in saved["groups"]:
-            self.groups[ordinal] = GroupState(ordinal, dict(made), dict(readers))
+        for ordinal, made, readers, *read in saved["groups"]:
+            group = self.groups[ordinal] = GroupState(ordinal, dict(made), dict(readers))
+            if read:
+                group.place, group.deadlines = read[0]["place"], dict(read[0]["deadlines"])
         self._walked = self.first
+
+
+def _deadlines(group: GroupState) -> list[dict[str, Any]]:
+    """What a resume needs of a group that has read weights, in order "ready". What is in work begins again."""
+    made = {name: last for name, last in group.deadlines.items() if name in group.made}
+    return [{"place": group.place, "deadlines": made}] if made else []
 
 
 class UnawaitedError(ValueError):
@@ -333,6 +363,18 @@ class State:
         """The next firing of a per-group step for a pending group, or the one in work."""
         turns = self.ledger.groups[ordinal].turns.get(step.partner if step.answers else step.name)
         return Firing(step.name, ordinal, turns.turn if turns else 0)
+
+    def place(self, ordinal: int) -> int:
+        """How many groups not known to be lost stand before a pending one. With `order="ready"` the number stays once
+        the group has read weights: fewer would ask for an earlier update, while others may have overtaken it."""
+        place = self.ledger.groups[ordinal].place
+        return self.ledger.before(ordinal) if place is None else place
+
+    def deadline(self, group: GroupState) -> int:
+        """The last update that may consume a group: for the weights that it has read, if no others are to come."""
+        if len(group.deadlines) < self.tables.num_weighted:
+            return self.place(group.ordinal) // self.rules.batch
+        return min(group.deadlines.values(), default=self.rules.end)
 
     def slot(self, ordinal: int) -> int:
         """The update that a group is for, as far as can be known: groups before it may still be dropped."""

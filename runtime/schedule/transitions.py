@@ -172,7 +172,9 @@ def assemble(state: State) -> bool:
     """Take the batch of the current update when its groups are finished; true if that made it complete."""
     if not state.tables.takes_groups or state.batch is not None or state.update >= state.rules.end:
         return False
-    state.batch = state.ledger.take(state.rules.batch)
+    batch, update = state.rules.batch, state.update
+    ready = state.rules.order == "ready"
+    state.batch = state.ledger.take_ready(batch, update, state.deadline) if ready else state.ledger.take(batch)
     return state.batch is not None
 
 
@@ -294,7 +296,7 @@ def _work_in(state: State, saved: Mapping[str, Any]) -> Any:
     # Sources are read again: so a group that was only opened is nothing.
     made = {
         ordinal: {n: r for n, r in made.items() if not state.tables.steps[n].source}
-        for ordinal, made, _ in saved["groups"]
+        for ordinal, made, *_ in saved["groups"]
     }
     return saved["update"], saved["fates"], saved.get("trailing", {}), {g: names for g, names in made.items() if names}
 
@@ -311,7 +313,7 @@ def drained(state: State) -> bool:
 
 def restore(state: State, saved: Mapping[str, Any]) -> None:
     """Continue from the state that a `Commit` told. Raises ValueError for one that is of another graph or plan."""
-    for ordinal, made, readers in saved["groups"]:
+    for ordinal, made, readers, *_ in saved["groups"]:
         odd = {*made, *readers} - state.tables.steps.keys() | set(made.values()) - state.tables.replicas.keys()
         if odd or made.keys() != readers.keys() or ordinal >= saved["next"]:
             raise ValueError(f"cut: given group {ordinal} of {saved['next']}, made by {made} and read {readers} times")

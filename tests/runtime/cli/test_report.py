@@ -280,7 +280,7 @@ def test_the_text_says_what_was_assumed_and_files_are_written(tmp_path: Path, sa
     run = made(tmp_path / "run").folder.path
     said = " ".join(say("simulate", "--from", run, "--lag", 2, "--width", 90, *words).split())
     for needed in (
-        "with lag 2, generators 1, versions free",
+        "with lag 2, generators 1, versions free, order strict",
         "assumed A firing takes as long as it did in the run (updates 0 to 15)",
         "Replicas are as fast as those of the run",
     ):

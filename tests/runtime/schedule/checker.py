@@ -131,7 +131,8 @@ class Buffers:
 
 @dataclass
 class Lineage:
-    """What survives a crash: the books at a cut. `versions` by group, node, channel and turn."""
+    """What survives a crash: the books at a cut. `versions` by group, node, channel and turn. `places`: for order
+    "ready", how many groups stood before one when it first read weights."""
 
     update: int = 0
     fates: dict[int, str] = field(default_factory=dict)
@@ -141,6 +142,7 @@ class Lineage:
     consumed: dict[int, int] = field(default_factory=dict)
     stateful: dict[str, int] = field(default_factory=dict)
     behind: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    places: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -215,6 +217,7 @@ class Checker:
         self.outliving = self.doomed
         if self.finish is None:
             self._quiet()
+            self._take()
 
     def _true(self, holds: object, number: int, message: str) -> None:
         if not holds:
@@ -254,6 +257,12 @@ class Checker:
                     held = self.buffers[channel][replica]
                     held.swapping, held.live = False, version
         self._end_updates()
+        self._take()
+
+    def _take(self) -> None:
+        """An update has its groups as soon as it can: with order "ready" later ones could be others."""
+        if self.takes_groups and self.books.update < self.rules.end:
+            self._batch_ready()
 
     def _copied(self, replica: str, rank: int) -> None:
         """A rank's part is out of the run's way, and with the last one's the whole cut."""
@@ -357,10 +366,39 @@ class Checker:
     def _batch_ready(self) -> bool:
         nodes = {n for n, f in self.facts.items() if not f.per_update}
         if self.batch is None:
-            kept = self._pending()[: self.rules.batch]
-            if len(kept) == self.rules.batch and all(set(self.books.made[g]) == nodes for g in kept):
+            kept = self._pending()
+            if self.rules.order == "ready":
+                kept = [g for g in sorted(kept, key=self._deadline) if set(self.books.made[g]) == nodes]
+            kept = sorted(kept[: self.rules.batch])
+            whole = len(kept) == self.rules.batch and all(set(self.books.made[g]) == nodes for g in kept)
+            if whole and (self.rules.order == "strict" or self._in_time(set(self._pending()) - set(kept))):
                 self.batch = tuple(kept)
         return self.batch is not None
+
+    def _in_time(self, left: set[int]) -> bool:
+        """May each of the groups that an update leaves still be consumed by its deadline?"""
+        after, deadlines = range(self.rules.end - self.books.update), [self._deadline(g) for g in left]
+        return all(sum(d <= self.books.update + k for d in deadlines) <= k * self.rules.batch for k in after)
+
+    def _deadline(self, ordinal: int) -> int:
+        weighted = {n: f for n, f in self.facts.items() if f.weights and not f.per_update}
+        used = self.books.versions.items()
+        begun = [n for n in weighted if self._begins(n, ordinal) is not None]
+        if len(begun) < len(weighted):
+            return self._place(ordinal) // self.rules.batch
+        lasts = [v + lag for n in begun for c, lag in weighted[n].weights for k, v in used if k[:3] == (ordinal, n, c)]
+        return min(lasts, default=self.rules.end)
+
+    def _begins(self, name: str, ordinal: int) -> int | None:
+        """The oldest version with which a group has begun a node, in this life or before its cut."""
+        made, talk = name in self.books.made[ordinal], self.talks.get((self.facts[name].hears or name, ordinal))
+        versions = [v for key, v in self.books.versions.items() if key[:2] == (ordinal, name)]
+        tried = any(f.index == ordinal and f.node == name for f in self.attempts)
+        begun = made or self._working(name, ordinal) or tried or (talk is not None and (talk.turn or talk.spoken))
+        return min(versions) if begun and versions else None
+
+    def _place(self, ordinal: int) -> int:
+        return self.books.places.get(ordinal, self.before(ordinal))
 
     def _version(self, carried: str) -> int:
         return self.applied[self.makers[carried]] if carried in self.makers else self.start
@@ -489,10 +527,12 @@ class Checker:
         self._true(self.before(ordinal) < self.total, 6, f"{firing} is past the last update")
         self._true(not facts.stateful or self._in_order(facts, ordinal), 1, f"{firing} is out of order")
         self._take_turn(facts, firing)
+        self._true(self._admitted(facts, ordinal, command.replica), 3, f"{firing} is not admissible")
+        if facts.weights and self.rules.order == "ready":
+            self.books.places.setdefault(ordinal, self.before(ordinal))
         for channel, _ in facts.weights:
             held = self.buffers[channel][command.replica]
             self.books.versions[ordinal, name, channel, firing.turn] = held.live
-        self._true(self._admitted(facts, ordinal, command.replica), 3, f"{firing} is not admissible")
         slot = self.before(ordinal) // self.rules.batch if facts.delays else 0
         self._true(command.update == slot, 13, f"{command} is for update {slot}")
 
@@ -530,7 +570,8 @@ class Checker:
 
     def _admitted(self, facts: Facts, ordinal: int, replica: str) -> bool:
         """Are the weights and the delayed values that a group reads new enough, and, pinned, as old as they must be?"""
-        before, batch = self.before(ordinal), self.rules.batch
+        before, batch = self._place(ordinal), self.rules.batch
+        begun = self._begins(facts.name, ordinal) if self.rules.order == "ready" else None
         if any(self.buffers[channel][replica].live < self.start for channel in facts.fixed):
             return False
         if any(self._version(carried) < before // batch - lag for carried, lag in facts.delays):
@@ -538,6 +579,8 @@ class Checker:
         for channel, lag in facts.weights:
             held = self.buffers[channel][replica]
             if held.live < 0 or before >= (held.live + lag + 1) * batch:
+                return False
+            if begun is not None and held.live < begun:
                 return False
             if self.pinned and (held.live != max(0, before // batch - lag) or held.swapping):
                 return False
@@ -651,10 +694,12 @@ class Checker:
         assert cut is not None
         self._true(not any(type(key).__name__ == "Saved" for key in self.awaited), 4, "a part is not written yet")
         made = {g: dict(m) for g, m in cut.made.items() if cut.fates.get(g) == "pending"}
-        agrees = told["update"] == command.update == cut.update and {g: m for g, m, _ in told["groups"]} == made
+        agrees = told["update"] == command.update == cut.update and {g: m for g, m, *_ in told["groups"]} == made
         counts = {fate: list(cut.fates.values()).count(fate) for fate in ("consumed", "dropped", "failed")}
         self._true(agrees and told["fates"] == counts, 4, f"the cut says {told}, known {cut}")
         cut.made = defaultdict(dict, made)
+        weighted = {n for n, f in self.facts.items() if f.weights and not f.per_update}
+        cut.places = {g: place for g, place in cut.places.items() if weighted & made.get(g, {}).keys()}
         behind = {n: self._next(f, cut) for n, f in self.facts.items() if f.off_path}
         self._true(told["trailing"] == behind, 11, f"the cut says {told['trailing']}, known {behind}")
         self.committed, self.cut = cut, None

@@ -1,6 +1,7 @@
 """What becomes of groups: which an update takes, those dropped or failed, what is freed, when a run ends for them."""
 
 import json
+from itertools import combinations
 from random import Random
 
 import pytest
@@ -166,6 +167,38 @@ def test_an_unfinished_group_holds_up_those_after_it() -> None:
     assert ledger.take(3) is None
 
 
+def test_groups_that_are_ready_overtake_while_all_others_can_be_in_time() -> None:
+    rng = Random(3)
+    for _ in range(400):
+        batch, update = rng.randint(1, 3), rng.randint(0, 5)
+        ledger = opened(rng.randint(batch, 7))
+        deadlines = {g: update + rng.randint(0, 3) for g in ledger.groups}
+        for group in ledger.groups.values():
+            group.finished = rng.random() < 0.7
+        ledger.finished = sum(group.finished for group in ledger.groups.values())
+        finished = [g for g, group in ledger.groups.items() if group.finished]
+        # By hand: some of the finished ones such that the others, `batch` an update, end by their deadlines.
+        able = [
+            taken
+            for taken in combinations(finished, batch)
+            if all(
+                sum(deadlines[g] <= update + k for g in ledger.groups if g not in taken) <= k * batch for k in range(5)
+            )
+        ]
+        taken = ledger.take_ready(batch, update, lambda group, known=deadlines: known[group.ordinal])  # type: ignore[misc]
+        assert (taken in able) if able else taken is None
+
+
+def test_a_long_response_is_overtaken_until_its_weights_would_be_too_old() -> None:
+    made = world(aipo(lag=2), Rules(batch=1, end=6, order="ready"), capacity=8)
+    made.until_fired("generate", 0)
+    made.exhaust(but="node='generate', index=0")
+    assert made.checker.books.consumed == {1: 0, 2: 1}  # of update 2 it must be, with weights of version 0
+    made.end()
+    assert made.checker.books.consumed[0] == 2
+    assert sorted(made.checker.books.consumed) == list(range(6))
+
+
 def test_a_lost_group_no_longer_stands_before_others() -> None:
     ledger = opened(5)
     assert ledger.before(4) == 4
@@ -204,8 +237,12 @@ def test_a_ledger_survives_json() -> None:
     ledger.consume(batch)
     ledger.lose(4, "failed")
     ledger.groups[3].made, ledger.groups[3].readers = {"generate": "generator/0"}, {"generate": 2}
+    ledger.groups[3].place, ledger.groups[3].deadlines = 2, {"generate": 5}
+    ledger.groups[5].place, ledger.groups[5].deadlines = 4, {"generate": 6}  # in work, so that it begins again
     restored = Ledger()
     restored.restore(json.loads(json.dumps(ledger.to_json())))
     assert restored.to_json() == ledger.to_json()
     assert restored.before(6) == ledger.before(6) == 4
+    assert (restored.groups[3].place, restored.groups[3].deadlines) == (2, {"generate": 5})
+    assert (restored.groups[5].place, restored.groups[5].deadlines) == (None, {})
     assert restored.first == 3

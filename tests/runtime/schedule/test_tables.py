@@ -76,6 +76,7 @@ def test_plans_and_graphs_that_cannot_work_are_refused(made: Graph, plan: Plan, 
         ({"batch": 0, "end": 1}, "batch: given 0, needed at least 1"),
         ({"batch": 1, "end": 1, "start": 2}, "updates: given 1, but 2 are done already"),
         ({"batch": 1, "end": 1, "versions": "pinned", "on_failure": "replace"}, 'use versions="free" with it'),
+        ({"batch": 1, "end": 1, "versions": "pinned", "order": "ready"}, 'use versions="free" with it'),
     ],
 )
 def test_rules_that_cannot_work(rules: dict[str, object], message: str) -> None:
@@ -124,11 +125,17 @@ COMPARED = program(2, delay("past", "policy", 0), call("compare", ["generate", "
         (COMPARED, "pinned", ""),  # it reads what is delayed after the weights
         (delayed(1), "replace", "given choose, which reads 'policy' delayed; needed no delay, which is exact"),
         (aipo(), "replace", ""),
+        (delayed(2), "ready", "given choose, which reads 'policy' delayed; needed no delay"),
+        (program(1, every=2), "ready", "given broadcast with every=…"),
+        (program(0, *OLDER), "ready", "given generate lag=0, judge lag=2"),
+        (LATE, "ready", ""),
+        (program(1, keep("keep", ["generate"])), "ready", ""),
     ],
 )
 def test_rules_that_a_graph_does_not_allow(made: Graph, rule: str, message: str) -> None:
     check_rules(tables(made), Rules(batch=1, end=1))
-    rules = Rules(batch=1, end=1, versions="pinned") if rule == "pinned" else Rules(1, 1, on_failure="replace")
+    asked = {"pinned": {"versions": "pinned"}, "replace": {"on_failure": "replace"}, "ready": {"order": "ready"}}
+    rules = Rules(1, 1, **asked[rule])  # type: ignore[arg-type]
     if not message:
         check_rules(tables(made), rules)
         return
