@@ -22,7 +22,7 @@ def sample(  # type: ignore[no-untyped-def]
     samples: int = 8,
     rho: float = 4.0,
     normalize: bool = True,
-    order: Literal["strict", "ready"] = "strict",
+    choice: Literal["strict", "ready"] = "strict",
     weights: tuple[float, ...] = (1.0, 0.5),
     by: Any = math_answer,
     table: dict[str, int] = {"a": 1},  # noqa: B006
@@ -50,7 +50,7 @@ def read(*words: str, of: Program[..., Any] = sample, verb: str = "run") -> tupl
 def test_defaults_are_the_programs_own() -> None:
     options, flags = read()
     assert options == {
-        "samples": 8, "rho": 4.0, "normalize": True, "order": "strict", "weights": [1.0, 0.5],
+        "samples": 8, "rho": 4.0, "normalize": True, "choice": "strict", "weights": [1.0, 0.5],
         "by": {"path": "penstock.nodes.score:math_answer"}, "table": {"a": 1}, "folder": None, "files": ["a"],
         "untyped": None,
     }  # fmt: skip
@@ -58,11 +58,11 @@ def test_defaults_are_the_programs_own() -> None:
 
 
 def test_keyword_arguments_are_flags() -> None:
-    words = "--samples 4 --rho 2 --no-normalize --order ready --weights 1 2 3 --by my:rule --updates 5 --plain"
+    words = "--samples 4 --rho 2 --no-normalize --choice ready --weights 1 2 3 --by my:rule --updates 5 --plain"
     words += " --folder here --files b c"
     options, flags = read(*words.split(), "--table", '{"b": 2}', "--untyped", "text")
     assert options == {
-        "samples": 4, "rho": 2.0, "normalize": False, "order": "ready", "weights": [1.0, 2.0, 3.0],
+        "samples": 4, "rho": 2.0, "normalize": False, "choice": "ready", "weights": [1.0, 2.0, 3.0],
         "by": {"path": "my:rule"}, "table": {"b": 2}, "folder": "here", "files": ["b", "c"], "untyped": "text",
     }  # fmt: skip
     assert (flags.updates, flags.plain) == (5, True)
@@ -97,7 +97,7 @@ def test_an_argument_without_default_is_required() -> None:
 
 @pytest.mark.parametrize(
     ("words", "said", "of"),
-    [("--samples many", "--samples", sample), ("--order random", "strict", sample), ("", "--teacher", needy)],
+    [("--samples many", "--samples", sample), ("--choice random", "strict", sample), ("", "--teacher", needy)],
 )
 def test_a_usage_error_exits_with_2_and_names_the_flag(
     words: str, said: str, of: Program[..., Any], capsys: Output
