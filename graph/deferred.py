@@ -100,6 +100,12 @@ def deferred(kind: type[B], columns: Mapping[str, Column | None], rows: Sequence
     return cast(B, found)
 
 
+def may_defer(kind: type[Batchable]) -> bool:
+    """Does a class join and take rows as the graph's own classes do? What one of the user's does there by itself, it
+    does with all rows."""
+    return {kind.concat.__func__.__module__, kind.take.__module__} == {Batchable.__module__}  # type: ignore[attr-defined]
+
+
 def is_deferred(value: object) -> bool:
     return issubclass(type(value), _Deferred)
 
@@ -131,7 +137,7 @@ def widened(kind: type[B], batch: Batchable, **columns: Any) -> B:
             found[name] = columns_of(given[0])[given[1]]
         else:
             found[name] = None if given is None else Present(given)
-    return deferred(kind, found, range(len(batch)))  # type: ignore[arg-type]
+    return deferred(kind, found, range(len(batch)))
 
 
 def shape_of(batch: Batchable, name: str) -> list[int] | None:

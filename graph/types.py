@@ -258,6 +258,11 @@ class Batchable:
 
     derived: ClassVar[tuple[str, ...]] = ()
 
+    def __len__(self) -> int:
+        """Its rows."""
+        columns = (getattr(self, field.name) for field in fields(self))
+        return next((len(column) for column in columns if column is not None), 0)
+
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
         """One value with the rows of all parts in order; arrays are padded to a common width with zeros."""
@@ -271,8 +276,7 @@ class Batchable:
         `rollouts.take(rewards.values_N > 0)`. Raises ValueError for a row that there is not.
         """
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        count = next(len(column) for column in columns.values() if column is not None)
-        index = row_numbers(rows, count, type(self).__name__)
+        index = row_numbers(rows, len(self), type(self).__name__)
 
         def taken(column: Any) -> Any:
             if column is None:
@@ -394,9 +398,6 @@ class Rollouts(Batchable):
         lengths_N: Vector = self.response_lengths_N * 1.0
         return lengths_N
 
-    def __len__(self) -> int:
-        return len(self.texts)
-
 
 @dataclass
 class Replies(Batchable):
@@ -418,9 +419,6 @@ class Replies(Batchable):
     def done(self) -> bool:
         """Are all rows done?"""
         return bool(self.done_N.all())
-
-    def __len__(self) -> int:
-        return len(self.texts)
 
 
 @dataclass

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.graph.deferred import Column, Joined, columns_of, deferred
+from penstock.graph.deferred import Column, Joined, columns_of, deferred, may_defer
 from penstock.graph.imports import arguments, load, reach
 from penstock.graph.ir import Argument, Firing, Graph, Node
 from penstock.graph.node import Filter, NodeDef
@@ -226,12 +226,12 @@ class HeldValues:
         return join(found) if read.joined else found[0]
 
     def _scattered(self, read: InputRead, fire: Fire, handles: Mapping[Key, ObjectRef]) -> Any:
-        """A batch that is not read yet. None for a class that is no batch, and where some groups lack a column that
-        others have: what stands for it is the class's to say (`concat`)."""
+        """A batch that is not read yet. None for a class that is no batch, or joins groups in its own way, and where
+        some groups lack a column that others have: what stands for it is the class's to say (`concat`)."""
         keys = [(firing, read.output) for firing in read.firings(fire.firing, fire.groups)]
         kind = self.setup.declared(*keys[0])
         there = all(key in self.kept or key in handles for key in keys)
-        if not (issubclass(kind, Batchable) and self.rows is not None and there):
+        if not (issubclass(kind, Batchable) and may_defer(kind) and self.rows is not None and there):
             return None
         parts: list[tuple[Mapping[str, Column | None], int]] = []
         for key in keys:
@@ -240,7 +240,7 @@ class HeldValues:
                 # A value may be of a class with more columns than the edge's.
                 if type(value) is not kind:
                     return None
-                parts.append((columns_of(value), len(next(iter(vars(value).values())))))
+                parts.append((columns_of(value), len(value)))
             else:
                 found = self.rows(handles[key], kind)
                 parts.append((found.columns, found.count))

@@ -377,8 +377,7 @@ def _laid_out(value: object) -> tuple[list[Tensor], dict[str, Any]]:
     named = {entry[0]: tensor for entry, tensor in zip(facts["tensors"], tensors, strict=True)}
     facts |= {"texts": [], "derived": []}
     if isinstance(value, Batchable):
-        columns = [getattr(value, field.name) for field in fields(value)]
-        facts["rows"] = next((len(column) for column in columns if column is not None), 0)
+        facts["rows"] = len(value)
         for name in type(value).derived:
             if (found := getattr(value, name)) is None:
                 facts["plain"][name] = None

@@ -4,9 +4,10 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from copy import copy, deepcopy
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,12 +19,12 @@ from torch import Tensor
 from penstock.graph import load, trace
 from penstock.graph.deferred import Joined, columns_of, deferred, is_deferred, shape_of, widened
 from penstock.graph.ir import Firing
-from penstock.graph.types import Advantages, Rollouts
+from penstock.graph.types import Advantages, Batchable, Rollouts
 from penstock.nodes.learn.batching import pack, token_counts
 from penstock.nodes.learn.update import Scored
 from penstock.nodes.parallel.mesh import assign
 from penstock.runtime.cluster.cluster import Cluster, Host
-from penstock.runtime.control.rank_setup import input_reads
+from penstock.runtime.control.rank_setup import InputRead, input_reads
 from penstock.runtime.control.rank_state import HeldValues
 from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.schedule.events import Fire
@@ -154,6 +155,46 @@ def test_each_rank_reads_its_share_of_a_batch_and_makes_the_same_micro_batches(
     # Beside its share what says where things are, of which there is as much for each rank.
     assert max(copied) < run.nbytes * 0.5
     assert sum(copied) < run.nbytes * 1.2
+
+
+@dataclass
+class Notes(Batchable):
+    """Of a user: the first column may be lacking."""
+
+    late_N: Any = None
+    texts: tuple[str, ...] = ()
+
+
+@dataclass
+class Numbered(Batchable):
+    """Of a user: groups that are joined are numbered."""
+
+    group_N: Tensor
+
+    @classmethod
+    def concat(cls, parts: Sequence["Numbered"]) -> "Numbered":
+        return cls(torch.cat([torch.full_like(part.group_N, number) for number, part in enumerate(parts)]))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [[Notes(texts=("a", "b")), Notes(texts=("c",))], [Numbered(torch.zeros(2)), Numbered(torch.zeros(3))]],
+)
+@pytest.mark.parametrize("own", [True, False])
+def test_a_class_of_the_users_is_joined_as_it_says(stack: ExitStack, parts: list[Any], own: bool) -> None:
+    """Whether this rank has made its values or another one has."""
+    run = f"s{secrets.token_hex(6)}"
+    store, reader = ObjectStore(run, "trainer.0", host="a"), ObjectReader(run, host="a")
+    stack.callback(store.close)
+    stack.callback(reader.close)
+    setup: Any = SimpleNamespace(declared=lambda firing, output: type(parts[0]), replica="trainer/0")
+    keys = [(Firing("judge", number), "out") for number in range(len(parts))]
+    kept = dict(zip(keys, parts, strict=True)) if own else {}
+    handles = {} if own else {key: store.put(part) for key, part in zip(keys, parts, strict=True)}
+    values = HeldValues(setup, kept, reader.get, rows=reader.rows)
+    read = InputRead("notes", "judge", "out", joined=True, at_turn=False, back=False)
+    fire = Fire(Firing("update", 0), "trainer/0", tuple(range(len(parts))))
+    assert_equal(values.read(read, fire, handles, scattered=True), type(parts[0]).concat(parts))
 
 
 def test_what_is_read_of_a_batch_after_it_was_freed_is_an_error(tmp_path: Path, stack: ExitStack) -> None:
