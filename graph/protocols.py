@@ -70,6 +70,14 @@ class Source(Protocol):
 
 
 @runtime_checkable
+class Pinned(Protocol):
+    """A source of data that may change where they are, such as a data set of a hub."""
+
+    data: str
+    """What names them as they are now. A run that has opened the source reads this in place of its `--data`."""
+
+
+@runtime_checkable
 class Stream(Protocol):
     """The state of a node that works on several firings at once, such as an engine with slots."""
 

@@ -159,6 +159,17 @@ class Call:
                 pending += further
         yield from found.values()
 
+    def sources(self) -> list[Source]:
+        """The sources that the inputs come from, however far back; none where the call is not looked at for a run."""
+        found: dict[str, Source | None] = {}
+        pending = [ref.node for ref in self._inputs.values()]
+        while pending:
+            if (name := pending.pop()) not in found:
+                found[name] = self.view.sources.get(name)
+                node = self.view.nodes.get(name)
+                pending += [item.ref.node for item in node.inputs] if node is not None else []
+        return [source for source in found.values() if source is not None]
+
     def first(self, name: str) -> Any:
         """The first value of the source that an input is, where `source` knows it."""
         source = self.source(name)

@@ -62,13 +62,20 @@ class Context:
         seed: the run's seed.
         model: the model directory; "" is a small untrained model.
         data: what `--data` says.
+        data_split: the split of it; "" is "train", or the only one.
+        eval_data: what accuracy is measured on; "" is a part of `data` that training never sees.
+        eval_split: the split of that, or of `data`.
+        prompt_field: the field of a row that is the prompt, "" for the usual one.
+        answer_field: the field that is the answer, "" for the usual one, "none" where rows have none.
+        row: import path of a function that makes the fields of each row, "" for none.
+        system: system message before each prompt, "" for none.
         dtype: format of the model that computes.
         device: device of this rank.
         max_tokens: the longest response, in tokens.
         batch: prompt groups per update.
         updates: updates of the run.
         slots: rows that a generator decodes at once.
-        split: "train" or "evaluate".
+        split: "train"; "evaluate", the part of `data` that training never sees; or "whole", all of it in turn.
         threads: threads of this rank.
         recompute: "layer": of an update, what is within a layer is computed again for the backward pass and not kept.
         micro_tokens: most tokens of a micro-batch, padding included; 0 is what suits the device.
@@ -89,6 +96,13 @@ class Context:
     seed: int = 0
     model: str = ""
     data: str = ""
+    data_split: str = ""
+    eval_data: str = ""
+    eval_split: str = ""
+    prompt_field: str = ""
+    answer_field: str = ""
+    row: str = ""
+    system: str = ""
     dtype: str = "float32"
     device: str = "cpu"
     max_tokens: int = 16
@@ -114,6 +128,21 @@ class Context:
         """A 63-bit key for this node's randomness: a pure function of seed, node and `parts`."""
         text = "/".join(map(str, (self.seed, self.node, *parts)))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+    @property
+    def apart(self) -> bool:
+        """Is accuracy measured on data of its own? If not, a part of `data` is kept for that."""
+        of_eval = self.eval_split or ("" if self.eval_data else self.data_split)
+        return (self.eval_data or self.data, of_eval) != (self.data, self.data_split)
+
+    def evaluation(self) -> "Context":
+        """The context of what accuracy is measured on."""
+        if not self.apart:
+            return replace(self, split="evaluate")
+        split = self.eval_split or ("" if self.eval_data else self.data_split)
+        return replace(
+            self, split="whole", data=self.eval_data or self.data, data_split=split, eval_data="", eval_split=""
+        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

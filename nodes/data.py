@@ -1,8 +1,7 @@
-"""Where prompts, demonstrations and pairs come from: generated arithmetic, or a JSONL file.
+"""Where prompts, demonstrations and pairs come from: generated arithmetic, or rows of data (`data_files`).
 
 All of them are pure functions of the ordinal, so a resumed run reads on where it stopped without any saved state.
-`context.data` is "arithmetic" (three digits), "arithmetic:DIGITS" with 2 to 6 digits, or the path of a file with the
-fields of GSM8K (of pairs: prompt, chosen and rejected).
+`context.data` is "arithmetic" (three digits), "arithmetic:DIGITS" with 2 to 6 digits, or names rows.
 
 Arithmetic costs nothing to make. A problem reads "347+586=", its answer "933". The teacher first writes a draft, each
 digit worked out by itself: "823". The answer follows, with what is carried or borrowed: "823:0933". A sloppy teacher
@@ -16,19 +15,26 @@ So calling pays.
 """
 
 import hashlib
-import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from penstock.graph.protocols import Source
 from penstock.graph.types import Batchable, Context, Prompts
-from penstock.nodes.score import FINAL, reference_number
+from penstock.nodes.data_files import (
+    DataError,
+    FileProblem,
+    is_on_hub,
+    open_table,
+    read_demonstration,
+    read_pair,
+    read_problem,
+)
 from penstock.nodes.tokenizer import EOS
 
 # Problems of arithmetic, and at most so many rows of a file, that are the evaluation's.
@@ -40,10 +46,6 @@ CALCULATOR_DIGITS = 2
 ROWS = 32
 
 R = TypeVar("R")
-
-
-class DataError(ValueError):
-    """The data cannot be used as it is: what was given, what is needed, file and line."""
 
 
 @dataclass
@@ -94,10 +96,11 @@ class ToolDemonstrations(Demonstrations):
 
 def open_prompts(context: Context) -> Source:
     """The prompts that `context.data` names: one problem per ordinal, from the part that `context.split` names."""
-    digits = arithmetic_digits(context.data)
+    digits = arithmetic_digits(context)
     if digits is None:
-        # A file is read whole at the start: a faulty row is told before anything is trained.
-        return FilePrompts(context, read_jsonl(Path(context.data)))
+        # All rows are read at the start: a faulty one is told before anything is trained.
+        table = open_table(context)
+        return FilePrompts(context, table.read(read_problem, context), table.data)
     return Made(lambda ordinal: Prompts(*_problem_of(context, digits, ordinal)))
 
 
@@ -108,12 +111,11 @@ def open_calculations(context: Context) -> Source:
 
 def open_demonstrations(context: Context) -> Source:
     """A teacher's demonstrations, `ROWS` per ordinal."""
-    digits = arithmetic_digits(context.data)
+    digits = arithmetic_digits(context)
     if digits is None:
-        rows = Epochs(context, read_jsonl(Path(context.data)))
-        return Made(
-            lambda ordinal: Demonstrations(*zip(*((r.question, r.solution) for r in rows.group(ordinal)), strict=True))
-        )
+        table = open_table(context)
+        rows = Epochs(context, table.read(read_demonstration, context))
+        return Made(lambda ordinal: Demonstrations(*zip(*rows.group(ordinal), strict=True)), table.data)
 
     def read(ordinal: int) -> Demonstrations:
         problems = _problems(context, digits, ordinal)
@@ -147,10 +149,11 @@ def open_pairs(context: Context) -> Source:
     Those of arithmetic are the right answer against a wrong one: the draft alone where that is wrong, or one with a
     wrong digit.
     """
-    digits = arithmetic_digits(context.data)
+    digits = arithmetic_digits(context)
     if digits is None:
-        rows = Epochs(context, read_rows(Path(context.data), ("prompt", "chosen", "rejected"), _pair))
-        return Made(lambda ordinal: Pairs(*zip(*rows.group(ordinal), strict=True)))
+        table = open_table(context)
+        rows = Epochs(context, table.read(read_pair, context))
+        return Made(lambda ordinal: Pairs(*zip(*rows.group(ordinal), strict=True)), table.data)
 
     def read(ordinal: int) -> Pairs:
         problems = _problems(context, digits, ordinal)
@@ -163,9 +166,10 @@ def open_pairs(context: Context) -> Source:
 
 @dataclass(frozen=True)
 class Made:
-    """A source whose values a function of the ordinal makes."""
+    """A source whose values a function of the ordinal makes; `data` as of `graph.protocols.Pinned`."""
 
     read: Callable[[int], Any]
+    data: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +220,7 @@ def draw_problem(context: Context, digits: int, *parts: int) -> Problem:
 
 def _problem_of(context: Context, digits: int, ordinal: int) -> tuple[tuple[int], tuple[str], tuple[str]]:
     """The ordinal, the text and the answer of a training problem, or of the held-out ones in turn."""
-    if context.split == "evaluate":
+    if context.split != "train":
         problem = held_out(digits)[ordinal % HELD_OUT]
     else:
         problem = draw_problem(context, digits, ordinal)
@@ -260,26 +264,17 @@ def wrong_answer(problem: Problem, key: int) -> str:
     return f"{right[:place]}{other}{right[place + 1 :]}"
 
 
-class FileProblem(NamedTuple):
-    """A problem of a file: `answer` is the final number, `solution` the whole text that leads to it, `place` is
-    "file:line"."""
-
-    question: str
-    answer: str
-    solution: str
-    place: str
-
-
 class Epochs(Generic[R]):
-    """Rows of a file by ordinal, in another keyed order in each epoch.
+    """Rows by ordinal, in another keyed order in each epoch.
 
-    A fixed tenth of the rows, at most 500, is the evaluation's; of a file with fewer than ten rows, all are both.
+    Where the evaluation has no data of its own, a fixed tenth of the rows, at most 500, is the evaluation's; of fewer
+    than ten rows, all are both.
     """
 
     def __init__(self, context: Context, rows: Sequence[R]) -> None:
         # Not by the run's seed: runs with other seeds are measured on the same rows.
         order = _permutation(len(rows), 0)
-        num_held_out = min(HELD_OUT, len(rows) // 10)
+        num_held_out = 0 if context.apart or context.split == "whole" else min(HELD_OUT, len(rows) // 10)
         evaluate = context.split == "evaluate"
         chosen = order[:num_held_out] if evaluate and num_held_out else order[num_held_out:]
         self.rows = [rows[i] for i in chosen]
@@ -287,7 +282,7 @@ class Epochs(Generic[R]):
 
     def row(self, index: int) -> R:
         epoch, place = divmod(index, len(self.rows))
-        if self.context.split == "evaluate":
+        if self.context.split != "train":
             return self.rows[place]
         return self.rows[_permutation(len(self.rows), self.context.key("epoch", epoch))[place]]
 
@@ -297,86 +292,42 @@ class Epochs(Generic[R]):
 
 
 class FilePrompts(Epochs[FileProblem]):
+    """Prompts of rows; `data` as of `graph.protocols.Pinned`."""
+
+    def __init__(self, context: Context, rows: Sequence[FileProblem], data: str) -> None:
+        super().__init__(context, rows)
+        self.data = data
+
     def read(self, ordinal: int) -> Prompts:
         row = self.row(ordinal)
-        return Prompts((ordinal,), (row.question,), (row.answer,))
+        return Prompts((ordinal,), (row.prompt,), (row.answer,))
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """All prompts, each with the place where it is written, as "file:line"."""
-        return ((row.place, row.question) for row in self.rows)
+        return ((row.place, row.prompt) for row in self.rows)
+
+    def answers(self) -> Iterator[tuple[str, str]]:
+        """All reference answers, each with the place where it is written."""
+        return ((row.place, row.answer) for row in self.rows)
 
 
-def read_jsonl(path: Path) -> list[FileProblem]:
-    """All problems of a file with one JSON object per line. A faulty row raises `DataError` with file and line."""
-    return read_rows(path, ("question", "answer"), _problem)
-
-
-def read_rows(path: Path, needed: Sequence[str], make: Callable[[Mapping[str, str], str], R]) -> list[R]:
-    """`make(row, place)` of each line of a file, which holds a JSON object with texts in the fields `needed`.
-
-    A faulty row raises `DataError` with file and line, which are the `place`.
-    """
-    fields = " and ".join([", ".join(needed[:-1]), needed[-1]])
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    places = [(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not places:
-        raise DataError(f"{path}: given an empty file, needed a JSON object per line with {fields}")
-    return [make(_parse(line, place, needed, fields), place) for place, line in places]
-
-
-def _parse(line: bytes, where: str, needed: Sequence[str], fields: str) -> Mapping[str, str]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: given a line that is not JSON: {error}; needed one object per line") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: given a JSON {type(row).__name__}, needed an object with {fields}")
-    for field in needed:
-        if field not in row:
-            raise DataError(f"{where}: given the fields {sorted(row)}, needed {field!r}")
-        if not isinstance(row[field], str) or not row[field].strip():
-            raise DataError(f"{where}: given {row[field]!r} as {field!r}, needed a text")
-        try:
-            row[field].encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"{where}: given {error.object[error.start]!r} in {field!r}, which is no character"
-            ) from error
-    return row
-
-
-def _problem(row: Mapping[str, str], where: str) -> FileProblem:
-    _, mark, final = row["answer"].rpartition(FINAL)
-    if not mark:
-        raise DataError(f"{where}: given an answer without a final number, needed one after {FINAL!r}")
-    try:
-        reference_number(final)
-    except ValueError as error:
-        raise DataError(f"{where}: {error} after {FINAL!r}") from None
-    return FileProblem(row["question"], final.strip(), row["answer"], where)
-
-
-def _pair(row: Mapping[str, str], where: str) -> tuple[str, str, str]:
-    if row["chosen"] == row["rejected"]:
-        raise DataError(f"{where}: given the same text as 'chosen' and 'rejected', needed two that differ")
-    return row["prompt"], row["chosen"], row["rejected"]
-
-
-def arithmetic_digits(data: str) -> int | None:
-    """The digits that "arithmetic[:DIGITS]" asks for; None for the path of a file that is there."""
+def arithmetic_digits(context: Context) -> int | None:
+    """The digits of made-up problems; None for rows. Raises DataError for what names neither."""
+    data = context.data
     name, _, digits = (data or "arithmetic").partition(":")
     if name == "arithmetic":
         if (digits or "3") not in tuple("23456"):
             raise DataError(f"data: given {data!r}, needed arithmetic:2 to arithmetic:6")
+        for option in ("data_split", "prompt_field", "answer_field", "row", "system"):
+            if given := getattr(context, option):
+                raise DataError(f"--{option.replace('_', '-')}: given {given!r} with arithmetic, needed --data of rows")
         return int(digits or 3)
-    if Path(data).is_file():
+    if Path(data).exists() or is_on_hub(data):
         return None
     close = get_close_matches(name, ["arithmetic"])
     hint = " (did you mean 'arithmetic'?)" if close else ""
-    raise DataError(f"data: given {data!r}, which is no file; needed 'arithmetic' or a JSONL file{hint}")
+    needed = "'arithmetic', a JSONL or parquet file, a directory, or OWNER/NAME of the Hugging Face Hub"
+    raise DataError(f"data: given {data!r}, which is no file; needed {needed}{hint}")
 
 
 @lru_cache(maxsize=4)

@@ -1,7 +1,6 @@
 """Measure weights while others train: greedy accuracy on held-out problems, on a pool of its own."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from penstock.graph import node, requires
@@ -17,7 +16,7 @@ class Examiner:
     """State of `measure`: a `Stream` whose firings are whole exams, each of `problems` held-out prompts."""
 
     def __init__(self, context: Context, problems: int, by: Rule) -> None:
-        self.source = open_prompts(replace(context, split="evaluate"))
+        self.source = open_prompts(context.evaluation())
         # Greedy, so that the same weights get the same mark whoever measures.
         self.engine = make_engine(context, samples=1, temperature=0.0)
         self.problems, self.by = problems, by

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from penstock.graph import node, requires
+from penstock.graph.errors import Fault, GraphError
 from penstock.graph.requires import Call
 from penstock.graph.types import Context, Metrics, Rewards, Rollouts
+from penstock.nodes.data import FilePrompts
+from penstock.nodes.data_files import FINAL
 from penstock.nodes.option_checks import count
 
 # (prompt, response, reference answer) → reward.
 Rule = Callable[[str, str, str], float]
 
-# GSM8K writes the final number after this.
-FINAL = "####"
 _DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})++|[0-9]++)(?:\.[0-9]++)?+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?+"
 # Possessive, so that no part of "12,34" or "1.2.3" is taken for a number. A minus belongs to the number unless it
 # follows something to subtract from: "48-24" holds 48 and 24.
@@ -33,12 +34,29 @@ _NUMBER = re.compile(
 )
 # A number with more of them, or a larger exponent, is none: Python refuses to read 4,300 digits.
 _MOST_DIGITS = 4_000
+# Of rows whose answer cannot be read, so many are named.
+MOST_TOLD = 5
 
 
 class ScoreError(RuntimeError):
     """A reward function did not give a reward: which group and row, and why (`__cause__`)."""
 
 
+def reference_numbers(call: Call) -> None:
+    """What `math_answer` requires of data: a number as the reference answer of each row."""
+    faults = []
+    for source in call.sources():
+        for place, answer in source.answers() if isinstance(source, FilePrompts) else ():
+            try:
+                reference_number(answer)
+            except ValueError as error:
+                given, _, needed = str(error).partition(", needed ")
+                faults.append(Fault("unreadable-answer", call.what, given.removeprefix("given "), needed, place))
+    if faults:
+        raise GraphError(*faults[:MOST_TOLD])
+
+
+@requires(reference_numbers)
 def math_answer(prompt: str, response: str, answer: str) -> float:
     """1.0 if the response's final number equals the reference answer's, else 0.0; exact, in fractions.
 

@@ -22,8 +22,41 @@ from penstock.nodes.model.config import read_json, token_ids
 EOS, PAD, UNKNOWN = "<eos>", "<pad>", "<unk>"
 # A directory with one of these has a tokenizer, though not one that can be read here.
 FILES_OF_OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "tokenizer_config.json")
+# What the text of chat messages begins with.
+_CHAT = '[{"role": "'
 # Stand for messages where the words around them are looked for.
 _MARKS = "@@question@@", "@@answer@@", "@@reply@@"
+
+
+# A message of a chat: its `role` and its `content`.
+Message = dict[str, str]
+
+
+def conversation(messages: Sequence[Message]) -> str:
+    """Chat messages as one text, which `Tokenizer.encode_prompt` takes apart: JSON, but for a single user's message,
+    which is its content."""
+    if [message["role"] for message in messages] == ["user"]:
+        return messages[0]["content"]
+    return json.dumps([{"role": m["role"], "content": m["content"]} for m in messages], ensure_ascii=False)
+
+
+def messages_of(text: str) -> list[Message]:
+    """The chat messages of a text that `conversation` has made, or that is written so; of any other text it is the
+    user's message."""
+    plain = [{"role": "user", "content": text}]
+    if not text.startswith(_CHAT):
+        return plain
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return plain
+    wellformed = all(
+        isinstance(message, dict)
+        and {*message} == {"role", "content"}
+        and all(isinstance(v, str) for v in message.values())
+        for message in found
+    )
+    return found if wellformed else plain
 
 
 class TokenizerError(ValueError):
@@ -61,8 +94,16 @@ class Tokenizer:
     def encode_prompt(self, text: str, *, plain: bool = False) -> list[int]:
         """The tokens that a response follows: through the chat template, else with the model's first token if any.
 
-        `plain`: what looks like a special token in the text is text; somebody else may have written it.
+        A text of chat messages (see `conversation`) is rendered as these. `plain`: what looks like a special token in
+        the text is text, and it is one message; somebody else may have written it. Raises TokenizerError for several
+        messages without a chat template.
         """
+        messages = [] if plain else messages_of(text)
+        roles = tuple(message["role"] for message in messages)
+        if messages and roles != ("user",):
+            if self.template is None:
+                raise TokenizerError(f"given chat messages of {', '.join(roles)}, needed a model with a chat template")
+            return self._encode(self.render(*(message["content"] for message in messages), roles=roles))
         if self.template is None:
             return self._encode(text, begins=True, plain=plain)
         # Template and text are encoded apart, so that special tokens are found in the first alone.
@@ -75,9 +116,9 @@ class Tokenizer:
     def bound(self, text: str) -> float:
         """Tokens that `encode_prompt` never exceeds, for the price of counting bytes: each token says at least one, but
         those that mark a beginning, and no template changes a question's own words. Infinity for a tokenizer that
-        rewrites texts first."""
+        rewrites texts first, and for chat messages."""
         # It may turn one character into many.
-        if self.backend.normalizer is not None:
+        if self.backend.normalizer is not None or text.startswith(_CHAT):
             return math.inf
         return len(text.encode()) + self._around
 

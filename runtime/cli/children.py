@@ -24,7 +24,7 @@ from penstock.graph.errors import Fault, defined
 from penstock.graph.imports import reach, resolve
 from penstock.graph.ir import Argument, Graph
 from penstock.graph.program import trace_evaluation
-from penstock.graph.protocols import Source, num_ranks
+from penstock.graph.protocols import Pinned, Source, num_ranks
 from penstock.graph.requires import Check, opened, requirements
 from penstock.graph.types import Context
 from penstock.runtime.cli.flags import RunFlags
@@ -89,7 +89,8 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
             faults += [*clashes(program, "run").values(), *unmet(made, asked.options(asked.model))]
             faults.sort(key=by_place)
         elif verb == "run" and not faults:
-            faults = _tried(made, flags.options(flags.model))
+            faults, pins = _tried(made, flags.options(flags.model))
+            flags = dataclasses.replace(flags, **pins)
             makers = (opened(argument.maker) for graph in made for argument in graph.carried)
             base = any(maker is not None and maker.base for maker in makers)
     return {
@@ -108,7 +109,7 @@ def inputs(graphs: Sequence[Any], flags: Any) -> list[SeenGpu]:
     """Try what a run reads and needs, given as JSON. Raises CommandError with what is wrong. Returns this machine's
     GPUs."""
     with kept_here():
-        faults = _tried([Graph.from_json(graph) for graph in graphs], RunOptions.from_json(flags))
+        faults, _ = _tried([Graph.from_json(graph) for graph in graphs], RunOptions.from_json(flags))
     if faults:
         raise CommandError(faults_text(faults))
     return gpus()
@@ -123,11 +124,18 @@ def gpus() -> list[SeenGpu]:
     return [SeenGpu(gpu.name, gpu.total_memory / 2**30, gpu.major) for gpu in found]
 
 
-def _tried(graphs: Sequence[Graph], flags: RunOptions) -> list[Fault]:
+def _tried(graphs: Sequence[Graph], flags: RunOptions) -> tuple[list[Fault], dict[str, str]]:
+    """The faults, and the options that the sources which were opened change (`Pinned`)."""
+    sources: dict[str, Source] = {}
     try:
-        return try_inputs(graphs, flags)
+        faults = try_inputs(graphs, flags, sources)
     except ValueError as error:
         raise CommandError(str(error)) from None
+    pins = {}
+    for name, source in sources.items():
+        if isinstance(source, Pinned) and source.data:
+            pins["eval_data" if name.startswith(EVALUATION) and flags.eval_data else "data"] = source.data
+    return faults, pins
 
 
 def own_frames() -> str:
@@ -167,11 +175,11 @@ def _trace(program: Program[..., Any], options: dict[str, Any], flags: Any) -> t
     return graphs, faults
 
 
-def try_inputs(graphs: Sequence[Graph], flags: RunOptions) -> list[Fault]:
-    """What nodes lack in view of the run. Looks at what makers require, and reads a little of what the program reads.
-    Raises ValueError for what is wrong with them."""
+def try_inputs(graphs: Sequence[Graph], flags: RunOptions, sources: dict[str, Source] | None = None) -> list[Fault]:
+    """What nodes lack in view of the run. Looks at what makers require, and reads a little of what the program reads:
+    of the `sources`, which are added. Raises ValueError for what is wrong with them."""
     # In the order in which a user mends things: imports first, then what makers look for, then the data itself.
-    sources: dict[str, Source] = {}
+    sources = {} if sources is None else sources
     for graph in graphs:
         reach(graph.op)
     for graph in graphs:

@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
             2,
         )
     paths = [Path(data) for data in (flags.data, flags.eval_data) if not is_made_up(data)]
-    digests = {str(path): _sha256(path) for path in paths if path.is_file()}
+    digests = {str(path): _sha256(path) for path in paths if path.exists()}
     # Created after all that may be refused: a mistake on the command line leaves no folder.
     folder = RunFolder.create(flags.out or default_path(traced.name, datetime.now()))
 
@@ -226,7 +226,9 @@ def absolute_paths(flags: RunFlags) -> RunFlags:
 
     model = flags.model if flags.model in ("", NEW) else made(flags.model)
     data, eval_data = (given if is_made_up(given) else made(given) for given in (flags.data, flags.eval_data))
-    return replace(flags, model=model, data=data, eval_data=eval_data)
+    file, colon, name = flags.row.rpartition(":")
+    row = f"{made(file)}:{name}" if colon and file.endswith(".py") else flags.row
+    return replace(flags, model=model, data=data, eval_data=eval_data, row=row)
 
 
 def is_made_up(data: str) -> bool:
@@ -235,6 +237,11 @@ def is_made_up(data: str) -> bool:
 
 
 def _sha256(path: Path) -> str:
+    """Of a file's content; of a directory, of the names and contents of its files."""
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        listed = "".join(f"{file.relative_to(path)} {_sha256(file)}\n" for file in files)
+        return hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

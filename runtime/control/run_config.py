@@ -83,9 +83,23 @@ class RunOptions:
     model: Annotated[str, Shown("DIR", "a small base model, built once and cached")] = Context.model
     """A Llama-family model directory in Hugging Face's format; "new" is a small untrained one."""
     data: Annotated[str, Shown("FILE", "arithmetic, made up as needed")] = Context.data
-    """Problems: "arithmetic[:DIGITS]", or a JSONL file with the fields of GSM8K."""
-    eval_data: Annotated[str, Shown("FILE", "problems of --data that training never sees")] = ""
+    """Prompts: "arithmetic[:DIGITS]"; a JSONL or parquet file; a directory of such files; or a data set of the Hugging
+    Face Hub, OWNER/NAME[:CONFIG][@REVISION]."""
+    data_split: Annotated[str, Shown("SPLIT", "train, or the only one")] = Context.data_split
+    """Split of a directory or data set."""
+    eval_data: Annotated[str, Shown("FILE", "problems of --data that training never sees")] = Context.eval_data
     """Problems to measure accuracy on."""
+    eval_split: Annotated[str, Shown("SPLIT", "that of --data, or the only one of --eval-data")] = Context.eval_split
+    """Split to measure accuracy on."""
+    prompt_field: Annotated[str, Shown("FIELD", "question; of pairs prompt")] = Context.prompt_field
+    """Field of a row that is the prompt: a text, or chat messages."""
+    answer_field: Annotated[str, Shown("FIELD", "answer")] = Context.answer_field
+    """Field of a row that is the reference answer or demonstrated response; "none" for rows without."""
+    row: Annotated[str, Shown("MODULE:NAME", "none")] = Context.row
+    """A function from a row, as a dict, to a dict with prompt and answer (of pairs: prompt, chosen, rejected), or None
+    to leave it out."""
+    system: Annotated[str, Shown("TEXT", "none")] = Context.system
+    """System message before each prompt of --data, for models with a chat template."""
     eval_groups: Count = 500
     """Held-out problems that accuracy is measured on, before and after; 0 leaves that out."""
     dtype: Dtype = "float32"
@@ -367,7 +381,5 @@ def context_of(name: str, graphs: Sequence[Graph], flags: RunOptions, place: Con
             if made is not None:
                 weights[item.name] = Origin(made.maker, context_of(carried, graphs, flags, Context()))
     seen = {option: getattr(flags, option) for option in NODE_OPTIONS}
-    if held_out:
-        seen["data"] = flags.eval_data or flags.data
-    split = "evaluate" if held_out else "train"
-    return replace(place, **seen, node=name, split=split, options=dict(graph.options), weights=weights)
+    own = replace(place, **seen, node=name, options=dict(graph.options), weights=weights)
+    return own.evaluation() if held_out else own

@@ -14,7 +14,6 @@ from penstock.nodes.data import (
     HELD_OUT,
     ROWS,
     SLOPPY,
-    DataError,
     Demonstrations,
     Problem,
     draw_problem,
@@ -25,6 +24,7 @@ from penstock.nodes.data import (
     open_prompts,
     open_tool_demonstrations,
 )
+from penstock.nodes.data_files import DataError
 from penstock.nodes.environments.python_tool import find_call
 from penstock.nodes.score import final_number, math_answer
 from penstock.nodes.tokenizer import byte_tokenizer
@@ -113,6 +113,11 @@ def test_gsm8k_rows_give_question_final_number_and_solution(tmp_path: Path) -> N
     assert open_demonstrations(context).read(0).responses[0].endswith("#### 1,072 ")
 
 
+def talk(*texts: str) -> list[dict[str, str]]:
+    """A user and an assistant in turn."""
+    return [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 9, texts, strict=False)]
+
+
 GOOD = {"question": "q", "answer": "#### 1"}
 ROW = {"prompt": "a?", "chosen": "yes", "rejected": "no"}
 
@@ -122,17 +127,25 @@ ROW = {"prompt": "a?", "chosen": "yes", "rejected": "no"}
     [
         ("{", "given a line that is not JSON"),
         ("[" * 100_000, "given a line that is not JSON"),
-        ([1], "given a JSON list, needed an object with question and answer"),
+        ([1], "given a JSON list, needed an object"),
         ('{"question": "\\ud800", "answer": "#### 1"}', "given .* in 'question', which is no character"),
         ({"question": "q"}, r"given the fields \['question'\], needed 'answer'"),
         ({**GOOD, "question": " "}, "given ' ' as 'question', needed a text"),
-        ({**GOOD, "answer": 3}, "given 3 as 'answer', needed a text"),
-        ({**GOOD, "answer": "no mark"}, "given an answer without a final number"),
-        ({**GOOD, "answer": "#### none"}, "given the reference answer ' none' with no number"),
-        ({**GOOD, "answer": "#### 3 or 4"}, "given the reference answer .* with 2 numbers"),
+        ({**GOOD, "question": 3}, "given 3 as 'question', needed a text"),
+        ({**GOOD, "answer": None}, "given null as 'answer', needed a value"),
+        ({**GOOD, "answer": " "}, "given ' ' as 'answer', needed a text"),
+        ({**GOOD, "question": []}, r"given \[\] as 'question', needed a text, or a list of messages"),
+        ({**GOOD, "question": [{"role": "user"}]}, "given .* among the messages 'question', needed an object with"),
+        ({**GOOD, "question": [{"role": "user", "content": 3}]}, "given 3 as 'question.content', needed a text"),
+        ({**GOOD, "question": [{"role": "assistant", "content": "x"}]}, "given messages that end with an assistant's"),
         (ROW, "given the fields .*, needed 'question'"),
         ({**ROW, "rejected": "yes"}, "given the same text as 'chosen' and 'rejected', needed two that differ"),
         ({"prompt": "a", "chosen": "b"}, "given the fields .*, needed 'rejected'"),
+        ({**ROW, "chosen": [{"role": "user", "content": "x"}]}, "given messages 'chosen' that end with a user's"),
+        (
+            {"prompt": "b?", "chosen": talk("a?", "yes"), "rejected": talk("b?", "no")},
+            "given messages 'chosen' that follow another prompt",
+        ),
     ],
 )
 def test_a_faulty_row_names_file_and_line(tmp_path: Path, bad: Any, message: str) -> None:

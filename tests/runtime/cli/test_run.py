@@ -360,13 +360,13 @@ sys.modules["torch"] = types.SimpleNamespace(cuda=sees_one)
 def stopped(processes: Processes, tmp_path: Path, monkeypatch: Patch) -> RunFolder:
     """A run of the user's own program, given by relative paths, that was stopped; this is another folder now."""
     home = tmp_path / "home"
-    for name in ("m", "shelf"):
+    for name in ("m", "shelf", "e"):
         (home / name).mkdir(parents=True)
-    for name, text in (("m/config.json", "{}"), ("d.jsonl", DATA), ("needy.py", NEEDY)):
+    for name, text in (("m/config.json", "{}"), ("d.jsonl", DATA), ("e/test.jsonl", DATA), ("needy.py", NEEDY)):
         (home / name).write_text(text)
     monkeypatch.chdir(home)
     processes.status, processes.summary = INTERRUPTED, {**SUMMARY, "status": "stopped"}
-    given = "--shelf shelf --data d.jsonl --eval-data d.jsonl --model m --device cpu"
+    given = "--shelf shelf --data d.jsonl --eval-data e --row needy.py:row --model m --device cpu"
     assert run.main(["needy.py:needy", *given.split(), "--out", "run"]) == INTERRUPTED
     monkeypatch.chdir(tmp_path)
     processes.status, processes.summary = DONE, SUMMARY
@@ -376,10 +376,13 @@ def stopped(processes: Processes, tmp_path: Path, monkeypatch: Patch) -> RunFold
 def test_paths_are_kept_absolute_so_that_a_run_goes_on_from_anywhere(stopped: RunFolder, processes: Processes) -> None:
     home, (config,) = stopped.path.parent, processes.configs
     flags = config.flags
-    assert (flags.data, flags.eval_data, flags.model) == (str(home / "d.jsonl"),) * 2 + (str(home / "m"),)
+    assert (flags.data, flags.eval_data, flags.model) == tuple(str(home / name) for name in ("d.jsonl", "e", "m"))
+    assert flags.row == f"{home / 'needy.py'}:row"
     assert dict(config.graph.options) == {"shelf": str(home / "shelf")}
     digests = stopped.read_json("config.json")["asked"]["digests"]
-    assert digests == {str(home / "d.jsonl"): hashlib.sha256(DATA.encode()).hexdigest()}
+    digest = hashlib.sha256(DATA.encode()).hexdigest()
+    listed = hashlib.sha256(f"test.jsonl {digest}\n".encode()).hexdigest()
+    assert digests == {str(home / "d.jsonl"): digest, str(home / "e"): listed}
     assert resume(stopped) == 0
     (home / "shelf").rmdir()
     (stopped.path / "summary.json").unlink()
@@ -392,9 +395,11 @@ def test_inputs_that_are_missing_or_have_changed_are_said_before_anything_is_tou
     stopped: RunFolder, processes: Processes
 ) -> None:
     home = stopped.path.parent
-    (home / "d.jsonl").write_text(DATA.replace("2", "3"))
+    for name in ("d.jsonl", "e/test.jsonl"):
+        (home / name).write_text(DATA.replace("2", "3"))
     before = {path: path.read_bytes() for path in stopped.path.rglob("*") if path.is_file() and path.name != "lock"}
-    with pytest.raises(CommandError, match=r"(?s)nothing was changed.*d.jsonl: it has changed.*given.*needed \w{64}"):
+    said = r"(?s)nothing was changed.*d.jsonl: it has changed.*given.*needed \w{64}.*/e: it has changed"
+    with pytest.raises(CommandError, match=said):
         resume(stopped, "--updates", 999)
     assert {path: path.read_bytes() for path in before} == before
     for name in ("d.jsonl", "needy.py", "m/config.json"):

@@ -1,0 +1,296 @@
+"""Rows of data, of a file, a directory or the Hugging Face Hub, and what a row says: prompts, answers, responses.
+
+`--data` is the path of a JSONL or parquet file, of a directory of such files or one that `save_to_disk` of `datasets`
+has written, or OWNER/NAME[:CONFIG][@REVISION] on the Hub. Parquet, `save_to_disk` and the Hub need the extra `data`.
+Whatever is wrong with a row is a `DataError` that begins with its place, "FILE:LINE" or "FILE, row N".
+
+A directory's file belongs to the split that its name says: `test.jsonl`, `data/train-00000-of-00004.parquet`. A file
+whose name says none is the training split's. The split is `--data-split`, or else "train", or the only one.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from penstock.graph import load
+from penstock.graph.types import Context
+from penstock.nodes.tokenizer import Message, conversation
+
+# OWNER/NAME on the Hub, with a configuration and a revision.
+_HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SUFFIXES = (".jsonl", ".json", ".parquet")
+_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+_SHARD = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
+# GSM8K writes the final number after this.
+FINAL = "####"
+# What --answer-field says of data without reference answers.
+NO_ANSWER = "none"
+
+T = TypeVar("T")
+
+
+class DataError(ValueError):
+    """The data cannot be used as it is: what was given, what is needed, file and row."""
+
+
+class Row(NamedTuple):
+    """A row's fields by name, and its place for messages."""
+
+    place: str
+    fields: Mapping[str, Any]
+
+    def lack(self, given: str, needed: str) -> DataError:
+        return DataError(f"{self.place}: given {given}, needed {needed}")
+
+    def value(self, field: str, flag: str = "") -> Any:
+        """The field, which `flag` may rename. Raises DataError where there is none, or it is null."""
+        if field not in self.fields:
+            hint = f" ({flag} names another)" if flag else ""
+            raise self.lack(f"the fields {sorted(self.fields)}", f"{field!r}{hint}")
+        if self.fields[field] is None:
+            raise self.lack(f"null as {field!r}", "a value")
+        return self.fields[field]
+
+    def text(self, field: str, value: Any) -> str:
+        """A value that has to be a text with something in it."""
+        if not isinstance(value, str) or not value.strip():
+            raise self.lack(f"{value!r} as {field!r}", "a text")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{self.place}: given {value[error.start]!r} in {field!r}, which is no character") from None
+        return value
+
+    def messages(self, field: str, value: Any) -> list[Message]:
+        """A value that has to be chat messages: a list of objects with the texts `role` and `content`."""
+        if not isinstance(value, list) or not value:
+            raise self.lack(f"{value!r} as {field!r}", "a text, or a list of messages with role and content")
+        for message in value:
+            # A table has null for what only other rows have.
+            keys = {key for key, part in message.items() if part is not None} if isinstance(message, dict) else set()
+            if keys != {"role", "content"}:
+                raise self.lack(f"{message!r} among the messages {field!r}", "an object with role and content alone")
+            self.text(f"{field}.role", message["role"])
+            if message["content"] != "":
+                self.text(f"{field}.content", message["content"])
+        return [{"role": message["role"], "content": message["content"]} for message in value]
+
+
+class FileProblem(NamedTuple):
+    """A prompt of a file: `answer` is its reference answer, what follows the last `FINAL` if that is there, `solution`
+    the whole text that leads to it."""
+
+    prompt: str
+    answer: str
+    solution: str
+    place: str
+
+
+def read_problem(row: Row, context: Context) -> FileProblem:
+    """The prompt and the reference answer of a row, "" with `--answer-field none`."""
+    prompt = _prompt(row, context)
+    if prompt[-1]["role"] == "assistant":
+        raise row.lack("messages that end with an assistant's", "a message to answer at the end")
+    solution = "" if context.answer_field == NO_ANSWER else _answer(row, context)
+    return FileProblem(conversation(prompt), solution.rpartition(FINAL)[2].strip(), solution, row.place)
+
+
+def read_demonstration(row: Row, context: Context) -> tuple[str, str]:
+    """A prompt and the response to it: the answer, or the last of chat messages if that is an assistant's."""
+    *prompt, last = _prompt(row, context)
+    if last["role"] == "assistant":
+        if not prompt:
+            raise row.lack("a message of the assistant alone", "one before it")
+        return conversation(prompt), row.text("content", last["content"])
+    return conversation([*prompt, last]), _answer(row, context)
+
+
+def read_pair(row: Row, context: Context) -> tuple[str, str, str]:
+    """A prompt, the preferred response and the other one: texts, or chat messages that end with them. Of messages the
+    earlier ones are the prompt, where the row has no field for it."""
+    field, messages = context.prompt_field or "prompt", {}
+    for name in ("chosen", "rejected"):
+        value = row.value(name)
+        messages[name] = (
+            [{"role": "assistant", "content": row.text(name, value)}]
+            if isinstance(value, str)
+            else row.messages(name, value)
+        )
+        if messages[name][-1]["role"] != "assistant":
+            raise row.lack(f"messages {name!r} that end with a {messages[name][-1]['role']}'s", "an assistant's")
+    (*before, chosen), (*other, rejected) = messages["chosen"], messages["rejected"]
+    implied = field not in row.fields and before
+    prompt = _with_system(row, before, context) if implied else _prompt(row, context, "prompt")
+    for name, earlier in (("chosen", before), ("rejected", other)):
+        if earlier and _with_system(row, earlier, context) != prompt:
+            raise row.lack(f"messages {name!r} that follow another prompt", "the same prompt for both responses")
+    if chosen == rejected:
+        raise row.lack("the same text as 'chosen' and 'rejected'", "two that differ")
+    return conversation(prompt), chosen["content"], rejected["content"]
+
+
+def _prompt(row: Row, context: Context, default: str = "question") -> list[Message]:
+    field = context.prompt_field or ("prompt" if context.row else default)
+    value = row.value(field, "--prompt-field")
+    # An empty text says so as a text.
+    as_text = isinstance(value, str) or not isinstance(value, list)
+    messages = [{"role": "user", "content": row.text(field, value)}] if as_text else row.messages(field, value)
+    return _with_system(row, messages, context)
+
+
+def _with_system(row: Row, messages: list[Message], context: Context) -> list[Message]:
+    if not context.system:
+        return messages
+    if messages[0]["role"] == "system":
+        raise row.lack("a system message of its own and --system", "one of them")
+    return [{"role": "system", "content": context.system}, *messages]
+
+
+def _answer(row: Row, context: Context) -> str:
+    """A text; a number, an object or a list is written as JSON."""
+    field = context.answer_field or "answer"
+    value = row.value(field, "--answer-field")
+    if isinstance(value, str):
+        return row.text(field, value)
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except TypeError:
+        raise row.lack(f"a {type(value).__name__} as {field!r}", "a text or what JSON can hold") from None
+
+
+class Table(NamedTuple):
+    """Rows; and what `--data` is for them from now on: with the revision of a data set of the Hub that they are of."""
+
+    rows: list[Row]
+    data: str
+
+    def read(self, make: Callable[[Row, Context], T], context: Context) -> list[T]:
+        """`make(row, context)` of each row, as the function `context.row` gives it; a row that it makes None of is
+        left out."""
+        if not self.rows:
+            raise DataError(f"{self.data}: given an empty file, needed a row")
+        rows = self.rows if not context.row else list(_mapped(self.rows, context.row))
+        if not rows:
+            raise DataError(f"{self.data}: given no row that {context.row} keeps, needed one")
+        return [make(row, context) for row in rows]
+
+
+def _mapped(rows: Iterable[Row], path: str) -> Iterator[Row]:
+    function = load(path)
+    for row in rows:
+        try:
+            fields = function(dict(row.fields))
+        except Exception as error:  # whatever a user's function raises is told with the row
+            raise DataError(f"{row.place}: {path} raised {type(error).__name__}: {error}") from error
+        if fields is not None and not isinstance(fields, dict):
+            raise row.lack(f"a {type(fields).__name__} from {path}", "a dict, or None to leave the row out")
+        if fields is not None:
+            yield row._replace(fields=fields)
+
+
+def open_table(context: Context) -> Table:
+    """All rows of what `context.data` and `context.data_split` name. Raises DataError."""
+    data, wanted, path = context.data, context.data_split, Path(context.data)
+    if path.is_file():
+        if wanted:
+            raise DataError(f"--data-split: given {wanted!r} of the file {data}, needed a directory or a data set")
+        return Table(list(_file_rows(path)), data)
+    if path.is_dir() and any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
+        saved = _library("datasets", data).load_from_disk(data)
+        splits = dict(saved) if hasattr(saved, "keys") else {"train": saved}
+        name, rows = _chosen(splits, wanted, data)
+        return Table(_numbered(rows, f"{data} ({name})"), data)
+    if path.is_dir():
+        files: dict[str, list[Path]] = {}
+        for file in sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES):
+            files.setdefault(_split_of(file.relative_to(path)), []).append(file)
+        if not files:
+            raise DataError(f"{data}: given a directory without one of {', '.join(_SUFFIXES)}, needed a file of rows")
+        _, chosen = _chosen(files, wanted, data)
+        return Table([row for file in chosen for row in _file_rows(file)], data)
+    return _hub_table(data, wanted)
+
+
+def is_on_hub(data: str) -> bool:
+    """Can it name a data set of the Hub?"""
+    return bool(_HUB.fullmatch(data)) and not data.endswith(_SUFFIXES)
+
+
+def _hub_table(data: str, wanted: str) -> Table:
+    match = _HUB.fullmatch(data)
+    assert match is not None
+    name, config, revision = match["name"], match["config"], match["revision"]
+    library = _library("datasets", data)
+    library.disable_progress_bars()
+    try:
+        builder = library.load_dataset_builder(name, config, revision=revision)
+        builder.download_and_prepare()
+    except Exception as error:  # the library raises whatever its clients do
+        needed = "needed OWNER/NAME[:CONFIG][@REVISION] of the Hugging Face Hub, or a file that is there"
+        raise DataError(f"data: given {data!r}, which cannot be read: {error}; {needed}") from error
+    found = str(builder.hash)
+    # Where the Hub cannot be reached, the library takes what it has, of whatever revision.
+    if revision and _COMMIT.fullmatch(revision) and found != revision:
+        raise DataError(f"data: given {data!r} and a cache of revision {found}, needed that revision, or the Hub")
+    split, _ = _chosen(dict(builder.info.splits), wanted, data)
+    pinned = f"{name}:{config}@{found}" if config else f"{name}@{found}"
+    return Table(_numbered(builder.as_dataset(split=split), f"{pinned} ({split})"), pinned)
+
+
+def _numbered(rows: Iterable[Mapping[str, Any]], place: str) -> list[Row]:
+    return [Row(f"{place}, row {number}", fields) for number, fields in enumerate(rows, 1)]
+
+
+def _split_of(file: Path) -> str:
+    stem = _SHARD.sub("", file.stem)
+    if stem != file.stem:
+        return stem
+    words = re.split(r"[^a-zA-Z]+", str(file.with_suffix("")).lower())
+    return next((word for word in reversed(words) if word in _SPLITS), "train")
+
+
+def _chosen(splits: Mapping[str, T], wanted: str, data: str) -> tuple[str, T]:
+    name = wanted or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
+    if name not in splits:
+        given = repr(wanted) if wanted else "none"
+        raise DataError(f"--data-split: given {given} of {data}, needed one of {', '.join(sorted(splits))}")
+    return name, splits[name]
+
+
+def _library(name: str, data: str) -> Any:
+    if find_spec(name.partition(".")[0]) is None:
+        raise DataError(
+            f"{data}: given no package {name.partition('.')[0]!r}, which reads it; needed: pip install 'penstock[data]'"
+        )
+    return import_module(name)
+
+
+def _file_rows(path: Path) -> Iterator[Row]:
+    """The rows of a parquet file, or of one with a JSON object per line."""
+    try:
+        if path.suffix == ".parquet":
+            yield from _numbered(_library("pyarrow.parquet", str(path)).read_table(path).to_pylist(), str(path))
+            return
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        row = Row(f"{path}:{number}", {})
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise row.lack(f"a line that is not JSON: {error}", "one object per line") from error
+        if not isinstance(fields, dict):
+            raise row.lack(f"a JSON {type(fields).__name__}", "an object")
+        yield row._replace(fields=fields)

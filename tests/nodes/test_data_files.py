@@ -1,0 +1,276 @@
+"""Rows of files, directories and data sets: splits, fields, chat messages, and what is told of faulty ones."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from penstock.graph import Context, load, trace
+from penstock.graph.types import Prompts
+from penstock.nodes import data_files
+from penstock.nodes.data import FilePrompts, open_demonstrations, open_pairs, open_prompts
+from penstock.nodes.data_files import DataError
+from penstock.nodes.tokenizer import TokenizerError, byte_tokenizer, conversation, messages_of
+from penstock.runtime.cli.children import try_inputs
+from penstock.runtime.control.run_config import RunOptions
+from tests.nodes.hub import COMMIT, hub
+
+ROWS = [{"question": f"q{i}", "answer": f"so\n#### {i}"} for i in range(6)]
+TEST = [{"question": f"t{i}", "answer": f"{i}"} for i in range(3)]
+
+
+def jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+
+
+def saved(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    datasets.Dataset.from_list(list(rows)).save_to_disk(path)
+
+
+def shards(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    for index in range(2):
+        parquet(path / "data" / f"train-{index:05}-of-00002.parquet", rows[3 * index : 3 * index + 3])
+
+
+def read(context: Context, opens: Any = open_prompts, count: int = 6) -> list[Any]:
+    source = opens(context)
+    return [source.read(ordinal) for ordinal in range(count)]
+
+
+def prompts(context: Context) -> list[tuple[str, str]]:
+    """Of each row once, in the order of the file."""
+    source = open_prompts(context)
+    assert isinstance(source, FilePrompts)
+    return sorted((row.prompt, row.answer) for row in source.rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"), [("d.jsonl", jsonl), ("d.parquet", parquet), ("saved", saved), ("shards", shards)]
+)
+def test_rows_are_the_same_whatever_they_are_kept_in(tmp_path: Path, name: str, write: Any) -> None:
+    write(tmp_path / name, ROWS)
+    jsonl(tmp_path / "plain.jsonl", ROWS)
+    given, plain = (Context(node="prompts", seed=3, data=str(tmp_path / file)) for file in (name, "plain.jsonl"))
+    assert read(given, count=20) == read(plain, count=20)
+    assert len({made.texts for made in read(given)}) == 6
+
+
+def split_files(path: Path) -> None:
+    jsonl(path / "train.jsonl", ROWS)
+    jsonl(path / "test.jsonl", TEST)
+
+
+def split_shards(path: Path) -> None:
+    shards(path, ROWS)
+    parquet(path / "data" / "test-00000-of-00001.parquet", TEST)
+
+
+def split_sets(path: Path) -> None:
+    sets = {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(TEST)}
+    datasets.DatasetDict(sets).save_to_disk(path)
+
+
+@pytest.mark.parametrize("write", [split_files, split_shards, split_sets])
+def test_a_split_is_chosen_and_another_one_measured_on_whole(tmp_path: Path, write: Any) -> None:
+    write(tmp_path)
+    train = Context(node="prompts", data=str(tmp_path), eval_split="test")
+    assert [text for text, _ in prompts(train)] == [f"q{i}" for i in range(6)]
+    assert [text for text, _ in prompts(train.evaluation())] == [f"t{i}" for i in range(3)]
+    assert [made.texts[0][0] for made in read(replace(train, data_split="test"))] == ["t"] * 6
+    with pytest.raises(DataError, match=r"given 'dev' of .*, needed one of test, train"):
+        open_prompts(replace(train, data_split="dev"))
+    file = tmp_path / "one.jsonl"
+    jsonl(file, ROWS)
+    with pytest.raises(DataError, match="--data-split: given 'test' of the file"):
+        open_prompts(Context(data=str(file), data_split="test"))
+
+
+def test_splits_are_not_mixed_and_a_directory_has_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="given a directory without one of"):
+        open_prompts(Context(data=str(tmp_path)))
+    jsonl(tmp_path / "test.jsonl", TEST)
+    assert len(prompts(Context(data=str(tmp_path)))) == 3
+    jsonl(tmp_path / "dev.jsonl", TEST)
+    with pytest.raises(DataError, match=r"given none of .*, needed one of dev, test"):
+        open_prompts(Context(data=str(tmp_path)))
+
+
+def test_data_of_its_own_is_measured_on_whole_and_nothing_is_held_out_of_the_other(tmp_path: Path) -> None:
+    many = [{"question": f"q{i}", "answer": "1"} for i in range(40)]
+    jsonl(tmp_path / "d.jsonl", many)
+    jsonl(tmp_path / "e.jsonl", many[:30])
+    alone = Context(node="p", data=str(tmp_path / "d.jsonl"))
+    apart = replace(alone, eval_data=str(tmp_path / "e.jsonl"))
+    assert [len(prompts(made)) for made in (alone, alone.evaluation())] == [36, 4]
+    assert [len(prompts(made)) for made in (apart, apart.evaluation())] == [40, 30]
+    same = replace(alone, eval_data=alone.data)
+    assert [len(prompts(made)) for made in (same, same.evaluation())] == [36, 4]
+    # In the order of a key that no seed changes, and in turn.
+    first, again = (read(replace(apart, seed=seed).evaluation(), count=31) for seed in (1, 2))
+    assert first == again
+    assert first[30].texts == first[0].texts
+
+
+def of_math(row: dict[str, Any]) -> dict[str, Any] | None:
+    """A function of a row, for tests."""
+    if row["level"] == 5:
+        return None
+    if row["level"] == 4:
+        raise KeyError("level")
+    return {"prompt": row["problem"], "answer": row["answer"]}
+
+
+MATH = [{"problem": f"p{i}", "answer": i, "level": i} for i in (1, 2, 5)]
+OF_MATH = f"{__name__}:of_math"
+
+
+def test_fields_are_named_or_made_by_a_function_of_the_row(tmp_path: Path) -> None:
+    jsonl(tmp_path / "d.jsonl", MATH)
+    given = Context(data=str(tmp_path / "d.jsonl"))
+    with pytest.raises(DataError, match=r"d\.jsonl:1: given the fields .*'problem'\], needed 'question' \(--prompt-"):
+        open_prompts(given)
+    assert prompts(replace(given, prompt_field="problem"))[2] == ("p5", "5")
+    assert prompts(replace(given, prompt_field="problem", answer_field="level"))[2] == ("p5", "5")
+    assert prompts(replace(given, prompt_field="problem", answer_field="none"))[2] == ("p5", "")
+    assert prompts(replace(given, row=OF_MATH)) == [("p1", "1"), ("p2", "2")]
+    parquet(tmp_path / "d.parquet", [*MATH, {"problem": "p", "answer": 1, "level": 4}])
+    with pytest.raises(DataError, match=r"d\.parquet, row 4: .*of_math raised KeyError"):
+        open_prompts(replace(given, row=OF_MATH, data=str(tmp_path / "d.parquet")))
+    jsonl(tmp_path / "d.jsonl", MATH[2:])
+    with pytest.raises(DataError, match=r"given no row that .*of_math keeps"):
+        open_prompts(replace(given, row=OF_MATH))
+    for made in (Context(prompt_field="x"), Context(row=OF_MATH), Context(system="x"), Context(data_split="x")):
+        with pytest.raises(DataError, match="with arithmetic, needed --data of rows"):
+            open_prompts(made)
+
+
+def test_an_answer_that_is_no_text_is_its_json(tmp_path: Path) -> None:
+    tests = {"inputs": ["1 2"], "outputs": ["3"]}
+    jsonl(tmp_path / "d.jsonl", [{"question": "add", "answer": tests}])
+    ((_, answer),) = prompts(Context(data=str(tmp_path / "d.jsonl")))
+    assert json.loads(answer) == tests
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+CHAT = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "2+2?"},
+]
+
+
+def test_chat_messages_and_a_system_message_go_through_the_chat_template(tmp_path: Path) -> None:
+    plain = byte_tokenizer()
+    tokenizer = byte_tokenizer()
+    tokenizer.template = TEMPLATE
+    parquet(tmp_path / "d.parquet", [{"question": CHAT, "answer": "4"}])
+    context = Context(data=str(tmp_path / "d.parquet"))
+    for system, said in (("", ""), ("Be brief.", "<system>Be brief.\n")):
+        ((text, _),) = prompts(replace(context, system=system))
+        tokens = tokenizer.encode_prompt(text)
+        assert tokenizer.decode(tokens) == f"{said}<user>Hi\n<assistant>Hello\n<user>2+2?\n<a>"
+        assert len(tokens) <= tokenizer.bound(text)
+        with pytest.raises(TokenizerError, match=r"given chat messages of .*, needed a model with a chat template"):
+            plain.encode_prompt(text)
+        # What somebody else has said is never taken for messages.
+        assert tokenizer.decode(tokenizer.encode_prompt(text, plain=True)) == f"<user>{text}\n<a>"
+    jsonl(tmp_path / "own.jsonl", [{"question": [{"role": "system", "content": "x"}, *CHAT], "answer": "4"}])
+    with pytest.raises(DataError, match=r"own\.jsonl:1: given a system message of its own and --system"):
+        open_prompts(replace(context, data=str(tmp_path / "own.jsonl"), system="y"))
+    jsonl(tmp_path / "one.jsonl", [{"question": CHAT[:1], "answer": "4"}])
+    assert prompts(replace(context, data=str(tmp_path / "one.jsonl"))) == [("Hi", "4")]
+
+
+@pytest.mark.parametrize("text", ["Hi", '[{"role": "user"}]', '[{"role": "x", "content": 3}]', '[{"role": "'])
+def test_a_text_that_is_no_messages_is_the_users(text: str) -> None:
+    assert messages_of(text) == [{"role": "user", "content": text}]
+    assert messages_of(conversation(CHAT)) == CHAT
+
+
+def test_demonstrations_and_pairs_may_be_chat_messages(tmp_path: Path) -> None:
+    answered = [*CHAT, {"role": "assistant", "content": "4"}]
+    other = [*CHAT, {"role": "assistant", "content": "5"}]
+    jsonl(tmp_path / "d.jsonl", [{"messages": answered}])
+    shown = Context(data=str(tmp_path / "d.jsonl"), prompt_field="messages")
+    made = read(shown, open_demonstrations, 1)[0]
+    assert {*zip(made.texts, made.responses, strict=True)} == {(conversation(CHAT), "4")}
+    texts = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
+    first = {"chosen": answered, "rejected": other}
+    second = {"prompt": "2+2?", "chosen": [CHAT[2], answered[-1]], "rejected": [CHAT[2], other[-1]]}
+    for row, prompt in ((texts, "2+2?"), (first, conversation(CHAT)), (second, "2+2?")):
+        jsonl(tmp_path / "p.jsonl", [row])
+        pairs = read(Context(data=str(tmp_path / "p.jsonl")), open_pairs, 1)[0]
+        assert {*zip(pairs.texts, pairs.chosen, pairs.rejected, strict=True)} == {(prompt, "4", "5")}
+    with_system = read(Context(data=str(tmp_path / "p.jsonl"), system="s"), open_pairs, 1)[0]
+    assert messages_of(with_system.texts[0]) == [{"role": "system", "content": "s"}, CHAT[2]]
+
+
+@pytest.mark.parametrize("name", ["d.parquet", "owner/name"])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    parquet(tmp_path / "d.parquet", ROWS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data_files, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match=r"needed: pip install 'penstock\[data\]'"):
+        open_prompts(Context(data=name))
+
+
+def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "d.parquet").write_text("no parquet")
+    with pytest.raises(DataError, match=r"d\.parquet: cannot be read"):
+        open_prompts(Context(data=str(tmp_path / "d.parquet")))
+
+
+def test_rows_whose_answer_no_rule_can_read_are_told_before_a_run(tmp_path: Path) -> None:
+    jsonl(tmp_path / "d.jsonl", [*ROWS, {"question": "q", "answer": "#### 3 or 4"}])
+    faults = try_inputs([trace(load("grpo"))], RunOptions(data=str(tmp_path / "d.jsonl"), model=""))
+    assert [(fault.code, fault.where) for fault in faults] == [("unreadable-answer", f"{tmp_path}/d.jsonl:7")]
+
+
+def test_prompts_of_a_file_have_their_ordinals(tmp_path: Path) -> None:
+    jsonl(tmp_path / "d.jsonl", ROWS)
+    made = read(Context(data=str(tmp_path / "d.jsonl")), count=9)
+    assert Prompts.concat(made).ordinals == tuple(range(9))
+
+
+def ask(address: str, home: Path, *data: str) -> list[Any]:
+    """What a process that knows the Hub by this address ("" is offline) finds there (see `hub.opened`)."""
+    # The library reads these once, when it is imported.
+    env = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_OFFLINE": str(int(not address))}
+    command = [sys.executable, "-m", "tests.nodes.hub", *data]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found: list[Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+def test_a_data_set_of_the_hub_is_pinned_to_the_revision_that_a_run_began_with(tmp_path: Path) -> None:
+    pinned, other = f"me/sums@{COMMIT}", f"me/sums@{'b' * 40}"
+    with hub() as address:
+        found = ask(address, tmp_path, "me/sums", pinned, "me/sums:default", other, "me/none")
+    assert found[:3] == [[["1+1"], pinned], [["1+1"], pinned], [["1+1"], f"me/sums:default@{COMMIT}"]]
+    assert all(f"given {name!r}" in said for name, said in zip((other, "me/none"), found[3:5], strict=True))
+    assert found[5] == [pinned, ""]
+    # Where it cannot be reached, what was read before is there, and no other revision is taken for it.
+    offline = ask("", tmp_path, pinned, other)
+    assert offline[0] == [["1+1"], pinned]
+    assert f"given {other!r}" in offline[1]
