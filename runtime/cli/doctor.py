@@ -30,7 +30,7 @@ from penstock.runtime.cli.base_model import PROFILE, cache_folder
 from penstock.runtime.cli.flags import Output, read_flags
 from penstock.runtime.cli.tracing import CommandError, ask_child
 from penstock.runtime.cluster.cluster import THIS, Cluster, Cpu
-from penstock.runtime.cluster.gpus import Engine, Gpu, Tflops, gpu_like
+from penstock.runtime.cluster.gpus import Gpu, HostTime, Tflops, gpu_like
 from penstock.runtime.plan.calibrate import fit_steps
 from penstock.runtime.record.errors import disk_fault, visible
 from penstock.runtime.record.folder import write_atomic
@@ -266,7 +266,7 @@ def gpu_of(raw: Mapping[str, Any]) -> Gpu:
             "memory_gb_s": raw["memory"]["copy"] / base["efficiency"]["memory"],
             "pcie_gb_s": raw["host_gb_s"] / base["efficiency"]["link"],
             "launch_us": raw["launch_us"],
-            "engine": fit_steps(raw["steps"], Engine.model_validate(base["engine"])).model_dump(),
+            "engine": fit_steps(raw["steps"], HostTime.model_validate(base["engine"])).model_dump(),
         }
     )
 

@@ -30,7 +30,7 @@ from pydantic import (
 )
 
 from penstock.runtime.cluster.endpoints import LOOPBACK, ipc_endpoint, is_loopback, tcp_endpoint
-from penstock.runtime.cluster.gpus import GPUS, Efficiency, Engine, Gpu, Tflops, gpu_like, kind_of
+from penstock.runtime.cluster.gpus import GPUS, Efficiency, Gpu, HostTime, Tflops, gpu_like, kind_of
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
@@ -306,7 +306,7 @@ TABLES: dict[object, type[BaseModel]] = {
     "cpus": Cpu,
     "tflops": Tflops,
     "efficiency": Efficiency,
-    "engine": Engine,
+    "engine": HostTime,
 }
 
 

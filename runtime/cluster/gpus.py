@@ -4,7 +4,7 @@ Rates are those of the data sheets, dense (without structured sparsity): NVIDIA'
 NVL72 and RTX A6000. NVLink and NIC are one way, per GPU; a NIC is what machines of that kind usually have. Memory is
 what `nvidia-smi` counts, in GiB, whatever the name of the kind says.
 
-Shares of them that programs reach (`Efficiency`), and time of the host (`Engine`). None is fitted to a row that
+Shares of them that programs reach (`Efficiency`), and time of the host (`HostTime`). None is fitted to a row that
 `benchmarks/planner.py` predicts; `benchmarks/outside.py` has the public figures, and how well they come out:
 
 - matmul: 0.6 of the tensor cores within a training step on H100 and later, 0.7 on A100. It is what makes the steps of
@@ -52,7 +52,7 @@ class Efficiency(BaseModel):
     decode: float = Field(default=0.75, gt=0, le=1)
 
 
-class Engine(BaseModel):
+class HostTime(BaseModel):
     """What decoding and stages cost beside the work of GPUs: time of the host.
 
     A step of decoding waits `step_ms` for the host (what came, who is next, the inputs), and `row_us` more for each
@@ -101,7 +101,7 @@ class Gpu(BaseModel):
     latency_us: float = Field(default=10.0, ge=0)
     network_us: float = Field(default=40.0, ge=0)
     efficiency: Efficiency = Efficiency()
-    engine: Engine = Engine()
+    engine: HostTime = HostTime()
 
     def in_hosts_of(self, each: int) -> "Gpu":
         """In hosts with `each` of them: NVLink of up to `HOST` GPUs ends with the host, that of more joins hosts."""
@@ -159,7 +159,7 @@ class Gpu(BaseModel):
 
 _AMPERE = Efficiency(matmul=0.7, attention=0.65)
 _BLACKWELL = Efficiency(attention=0.17)
-_GRACE = Engine(step_ms=8.0, row_us=20.0, eager_us=10.0)
+_GRACE = HostTime(step_ms=8.0, row_us=20.0, eager_us=10.0)
 
 # By kind. `[gpus.NAME]` of a cluster file adds to them.
 GPUS: dict[str, Gpu] = {

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.runtime.cluster.cluster import Cluster
-from penstock.runtime.cluster.gpus import Efficiency, Engine, Gpu, Precision
+from penstock.runtime.cluster.gpus import Efficiency, Gpu, HostTime, Precision
 from penstock.runtime.cluster.placement import Plan
 from penstock.runtime.plan.decode_cost import EAGER_KERNELS, Generator
 from penstock.runtime.plan.model_shape import Parallel, read_shape
@@ -80,7 +80,7 @@ class Calibration:
         return cluster.model_copy(update={"gpus": {**cluster.gpus, self.kind: self.gpu}})
 
 
-def fit_decoding(found: Sequence[Decoded], steps: float, context: float, generator: Generator) -> Engine:
+def fit_decoding(found: Sequence[Decoded], steps: float, context: float, generator: Generator) -> HostTime:
     """The engine by which groups of `steps` steps, with `context` tokens in each row's cache, take as long."""
     engine = generator.gpu.engine
     bare = _with(generator, engine.model_copy(update={"step_ms": 0.0, "row_us": 0.0}))
@@ -93,7 +93,7 @@ def fit_decoding(found: Sequence[Decoded], steps: float, context: float, generat
     return engine.model_copy(update={"step_ms": max(0.0, step) * 1e3, "row_us": max(0.0, row) * 1e6})
 
 
-def fit_steps(found: Sequence[tuple[int, int, float]], engine: Engine) -> Engine:
+def fit_steps(found: Sequence[tuple[int, int, float]], engine: HostTime) -> HostTime:
     """The engine whose steps take as long as measured: (layers, rows, seconds) of models whose kernels take less time
     than the host, which launches each operation by itself. For `penstock doctor --measure`."""
     layers, rows, seconds = (np.array(column, np.float64) for column in zip(*found, strict=True))
@@ -241,5 +241,5 @@ def _updates(
     return found
 
 
-def _with(generator: Generator, engine: Engine) -> Generator:
+def _with(generator: Generator, engine: HostTime) -> Generator:
     return replace(generator, gpu=generator.gpu.model_copy(update={"engine": engine}))

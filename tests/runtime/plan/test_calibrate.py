@@ -10,7 +10,7 @@ import pytest
 
 from penstock.graph import load, trace
 from penstock.runtime.cluster.cluster import read_cluster
-from penstock.runtime.cluster.gpus import GPUS, Engine
+from penstock.runtime.cluster.gpus import GPUS, HostTime
 from penstock.runtime.plan.calibrate import CalibrationError, Decoded, Update, calibrate, fit_decoding, fit_updates
 from penstock.runtime.plan.confidence import Confidence
 from penstock.runtime.plan.decode_cost import Generator
@@ -28,7 +28,7 @@ STEPS, CONTEXT = 900.0, 600.0
 MICRO_TOKENS = 1024
 
 
-def _decoded(engine: Engine, rows: list[float]) -> list[Decoded]:
+def _decoded(engine: HostTime, rows: list[float]) -> list[Decoded]:
     slower = replace(GENERATOR, gpu=H100.model_copy(update={"engine": engine}))
     return [Decoded(STEPS * slower.step(n, n * CONTEXT).seconds, n) for n in rows]
 

@@ -9,7 +9,7 @@ import pytest
 from penstock.graph import Program, load, trace
 from penstock.runtime.cluster import cluster as module
 from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, cuda_devices, nearest, read_cluster
-from penstock.runtime.cluster.gpus import GPUS, Efficiency, Engine, Gpu, Tflops
+from penstock.runtime.cluster.gpus import GPUS, Efficiency, Gpu, HostTime, Tflops
 from penstock.runtime.cluster.placement import check_pools, place, read_meshes, spelled
 from penstock.runtime.plan.candidates import node_groups
 
@@ -166,7 +166,7 @@ def test_the_documented_files_are_clusters(tmp_path: Path) -> None:
 def test_all_keys_are_documented() -> None:
     rows = [line for line in PAGES.splitlines() if line.startswith("| ")]
     words = {word for row in rows for key in re.findall(r"`([^`]+)`", row) for word in re.findall(r"\w+", key)}
-    models = (Cluster, Host, Gpu, Tflops, Efficiency, Engine)
+    models = (Cluster, Host, Gpu, Tflops, Efficiency, HostTime)
     assert {key for model in models for key in model.model_fields} - words == set()
     assert [kind for kind in GPUS if kind not in PAGES] == []
 

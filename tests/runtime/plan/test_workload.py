@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from penstock.runtime.cluster.gpus import GPUS, Engine
+from penstock.runtime.cluster.gpus import GPUS, HostTime
 from penstock.runtime.plan.decode_cost import Generator, Lines, rollout
 from penstock.runtime.plan.model_shape import SHAPES, Parallel
 from penstock.runtime.plan.workload import LengthError, Listed, Lognormal, Workload, fitted, given_lengths, read_lengths
@@ -197,7 +197,7 @@ def test_a_step_waits_for_the_host_and_an_eager_one_for_its_launches() -> None:
     assert parts["host"] == pytest.approx(4e-3 + 64 * 10e-6)
     work = sum(parts[name] for name in ("weights", "logits", "tp", "pp"))
     assert parts["launches"] == pytest.approx(32 * 96 * 5e-6 - work)
-    graphs = GPUS["H100"].model_copy(update={"engine": Engine(eager=False, step_ms=0, row_us=0)})
+    graphs = GPUS["H100"].model_copy(update={"engine": HostTime(eager=False, step_ms=0, row_us=0)})
     replayed = replace(ONE, gpu=graphs).step(64, 0).parts
     assert replayed["host"] == 0
     assert replayed["launches"] == pytest.approx(32 * 10 * 3e-6)
