@@ -259,9 +259,11 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     stops = stops or list(least)
     if not stops:
         raise TokenizerError(f"{folder}: given no eos_token, needed one in tokenizer_config.json")
-    if backend.id_to_token(stops[0]) is None:
-        known = f"one of the {backend.get_vocab_size()} of tokenizer.json"
-        raise TokenizerError(f"{folder}: given eos_token_id {stops[0]}, needed {known}")
+    # A model's own stop tokens, too: with those of another model it would never end.
+    unknown = [token for token in (*stops, *least) if backend.id_to_token(token) is None]
+    if unknown:
+        known = f"one of the {backend.get_vocab_size()} of tokenizer.json: a tokenizer of another model?"
+        raise TokenizerError(f"{folder}: given eos_token_id {unknown[0]}, needed {known}")
     pad = stops[0] if named[1] is None else named[1]
     tokenizer = Tokenizer(backend, stops, pad, _template(folder, config), special)
     most = model.get("vocab_size")

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from penstock.graph.hub import HubError, model_folder
 from penstock.nodes.model.config import ModelConfig, ModelError, read_json
 from penstock.nodes.model.decoder import CausalLM, Decoder, Scorer
 from penstock.nodes.model.lora import A, B, Lora, initial, is_adapter, merged
@@ -31,11 +32,12 @@ HEAD = "score.weight"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype that a flag or a `config.json` names."""
-    if name not in _DTYPES:
-        raise ModelError(f"given dtype {name!r}, needed one of: {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+def torch_dtype(given: str | torch.dtype) -> torch.dtype:
+    """The dtype that a flag or a `config.json` names, or that is given itself. Raises ModelError for what no model
+    computes in."""
+    if given not in (*_DTYPES, *_DTYPES.values()):
+        raise ModelError(f"given dtype {given!r}, needed one of: {', '.join(_DTYPES)}")
+    return _DTYPES[given] if isinstance(given, str) else given
 
 
 def read_config(folder: str | Path) -> ModelConfig:
@@ -51,21 +53,31 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 def read_adapters(folder: str | Path) -> tuple[Path, Lora | None]:
     """(the directory of the base, the adapters) of a directory as peft writes it; of any other one (itself, None).
+    Either may be a name of the Hub, whose directory is in its cache.
 
-    Raises ModelError for adapters of a base that is no directory here, or that would compute something else.
+    Raises ModelError for adapters of a base that is no directory, or that would compute something else, and for a name
+    that cannot be downloaded.
     """
-    path = Path(folder) / ADAPTER_CONFIG
+    folder = _folder(folder)
+    path = folder / ADAPTER_CONFIG
     if not path.is_file():
-        return Path(folder), None
+        return folder, None
     data = read_json(path)
-    base = data.get("base_model_name_or_path")
-    if not isinstance(base, str) or not (Path(base) / CONFIG).is_file():
-        needed = f"the directory of the model that the adapters are of, with a {CONFIG}: nothing is downloaded"
-        raise ModelError(f"{path}: given base_model_name_or_path {base!r}, needed {needed}")
     try:
-        return Path(base), Lora.from_json(data)
+        base = data.get("base_model_name_or_path")
+        if not isinstance(base, str) or not (_folder(base) / CONFIG).is_file():
+            needed = f"the directory of the model that the adapters are of, with a {CONFIG}"
+            raise ModelError(f"given base_model_name_or_path {base!r}, needed {needed}")
+        return _folder(base), Lora.from_json(data)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
+
+
+def _folder(given: str | Path) -> Path:
+    try:
+        return Path(model_folder(str(given)))
+    except HubError as error:
+        raise ModelError(str(error)) from error
 
 
 @lru_cache
@@ -87,7 +99,7 @@ M = TypeVar("M", bound=Decoder)
 def load_model(
     kind: type[M],
     folder: str | Path,
-    dtype: str = "float32",
+    dtype: str | torch.dtype = "float32",
     device: str = "cpu",
     *,
     new_head: bool = False,
@@ -95,14 +107,15 @@ def load_model(
     lora: Lora | None = None,
     seed: int = 0,
 ) -> M:
-    """The model of a directory, its weights converted to `dtype`. A `Scorer` is read from the layout of
-    `LlamaForSequenceClassification` with one label; with `new_head` it stands on the decoder of any directory, and its
-    head is zero. With `lora` it has adapters, drawn from the seed, or those of the directory, which must be such ones;
-    they stay float32. A scorer on a directory of adapters has them merged into its weights.
+    """The model of a directory, or of a name of the Hub, its weights converted to `dtype`. A `Scorer` is read from the
+    layout of `LlamaForSequenceClassification` with one label; with `new_head` it stands on the decoder of any
+    directory, and its head is zero. With `lora` it has adapters, drawn from the seed, or those of the directory, which
+    must be such ones; they stay float32. A scorer on a directory of adapters has them merged into its weights.
 
     With `unread` no weight is read: the model's `source` reads regions of them. Names and shapes are looked at now.
     Raises ModelError unless every tensor is there and fits.
     """
+    folder = _folder(folder)
     base, saved = read_adapters(folder)
     if lora is not None and saved is not None and lora != saved:
         raise ModelError(f"{folder}: given adapters of {saved}, needed those that are asked for: {lora}")

@@ -209,7 +209,7 @@ class Planning:
     """Hosts x GPUs x kind, such as 32x8xH100, several joined by "+"; or a TOML file; or "this", the machine whose
     GPUs `penstock doctor --measure` has measured."""
     model: Annotated[str, Shown("NAME", "needed for a plan")] = ""
-    """A shape such as llama-8b, llama-70b, qwen3-0.6b, or a model directory with its config.json."""
+    """A shape such as llama-8b or qwen3-0.6b, a model directory with its config.json, or a name of the Hub."""
     lengths: Annotated[str, Shown("MEAN,SIGMA|FILE|RUN", "1000,0.7, or less where --max-tokens is below 4,000")] = ""
     """How long responses are, in tokens: a lognormal, a file with a length per line, or a finished run's folder."""
     max_tokens: Positive = 4096

@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from textwrap import wrap
 
+from penstock.graph.hub import model_folder
 from penstock.graph.ir import Graph
 from penstock.runtime.cli.base_model import PROFILE, cache_folder
 from penstock.runtime.cli.display import about, more, percent
@@ -72,7 +73,7 @@ def run_of(found: Planned, traced: Traced) -> RunPlan:
     own = {field.name for field in fields(PlanFlags)}
     words = {name: list(said) for name, said in traced.typed.items() if name not in own}
     # A cluster of a word, and a model of a name, are only planned for.
-    for name, path in (("model", flags.model), ("cluster", flags.cluster)):
+    for name, path in (("model", model_folder(flags.model, weights=False)), ("cluster", flags.cluster)):
         if Path(path).exists():
             words[name] = [f"--{name}", str(absolute(path))]
     graphs = [graph for graph in (traced.graph, traced.evaluation) if graph is not None]

@@ -15,6 +15,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any
 
+from penstock.graph.hub import model_folder
 from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.cli.display import Display
 from penstock.runtime.cli.flags import NEW, FolderFlags, RunFlags, StartFlags, changes, read_flags, with_changes
@@ -218,13 +219,14 @@ def _changed(config: RunConfig, cluster: Cluster, options: RunOptions, moved: bo
 
 
 def absolute_paths(flags: RunFlags) -> RunFlags:
-    """The flags with absolute paths, so that the run can be resumed from any folder."""
+    """The flags with absolute paths, so that the run can be resumed from any folder; that of a name of the Hub says
+    which commit it is."""
 
     def made(given: str) -> str:
         # What a user's own source understands may be no path at all: it stays as it is.
         return str(absolute(given)) if Path(given).exists() else given
 
-    model = flags.model if flags.model in ("", NEW) else made(flags.model)
+    model = flags.model if flags.model in ("", NEW) else made(model_folder(flags.model))
     data, eval_data = (given if is_made_up(given) else made(given) for given in (flags.data, flags.eval_data))
     file, colon, name = flags.row.rpartition(":")
     row = f"{made(file)}:{name}" if colon and file.endswith(".py") else flags.row

@@ -81,7 +81,7 @@ class RunOptions:
     seed: Seed = Context.seed
     """Seed of everything random: two runs of one seed draw the same numbers."""
     model: Annotated[str, Shown("DIR", "a small base model, built once and cached")] = Context.model
-    """A Llama-family model directory in Hugging Face's format; "new" is a small untrained one."""
+    """A model: a directory in Hugging Face's format, or a name of its Hub; "new" is a small untrained one."""
     data: Annotated[str, Shown("FILE", "arithmetic, made up as needed")] = Context.data
     """Prompts: "arithmetic[:DIGITS]"; a JSONL or parquet file; a directory of such files; or a data set of the Hugging
     Face Hub, OWNER/NAME[:CONFIG][@REVISION]."""

@@ -16,6 +16,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from penstock.graph.hub import HubError, model_folder
 from penstock.graph.protocols import Axes, stage_of_layer
 from penstock.runtime.cluster.cluster import nearest
 from penstock.runtime.record.typed_json import parse_json
@@ -216,11 +217,15 @@ def stages_of(shape: Shape, count: int) -> tuple[Stage, ...]:
 
 
 def read_shape(given: str) -> Shape:
-    """A model directory, its `config.json`, or a name of `SHAPES`; of a directory of adapters, the base with these.
+    """A model directory, its `config.json`, a name of `SHAPES` or of the Hub; of a directory of adapters, the base with
+    these.
     Raises ShapeError, with what is needed."""
     if given in SHAPES:
         return SHAPES[given]
-    path = Path(given)
+    try:
+        path = Path(model_folder(given, weights=False))
+    except HubError as error:
+        raise ShapeError(f"--model: {error}") from error
     if (adapters := path / "adapter_config.json").is_file():
         try:
             said = parse_json(adapters.read_bytes(), str(adapters))

@@ -550,6 +550,7 @@ def test_a_directory_without_any_tokenizer_is_read_by_bytes(tmp_path: Path) -> N
         ("tokenizer_config.json", '{"eos_token": {"id": 3}}', r"given eos_token \{'id': 3\}, needed a text"),
         ("generation_config.json", '{"eos_token_id": "x"}', "given eos_token_id 'x', needed a token's number"),
         ("generation_config.json", '{"eos_token_id": 99}', "given eos_token_id 99, needed one of the 5 of tokenizer"),
+        ("config.json", '{"vocab_size": 999, "eos_token_id": [2, 900]}', "given eos_token_id 900.*of another model?"),
         ("config.json", '{"vocab_size": 3, "eos_token_id": 0}', "given token 4, needed tokens below 3, the vocab"),
     ],
 )

@@ -1,0 +1,76 @@
+"""A model's name on the Hub stands for its directory in the cache; what cannot be had is said at once."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.graph.hub import HubError, model_folder
+from penstock.nodes.model import CausalLM, ModelError, load_model, read_config
+from penstock.nodes.open_model import directory_spec
+from penstock.nodes.policy import make_policy
+from penstock.runtime.cli.flags import RunFlags
+from penstock.runtime.cli.run import absolute_paths
+from penstock.runtime.plan.model_shape import ShapeError, read_shape
+from tests.nodes.tiny_model import CONFIG, TOKENIZER, export, model, save
+from tests.nodes.updating import CONTEXT
+
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+
+
+@pytest.fixture
+def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of a model that is in the cache, as the Hub's client lays it out; there is no network."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    model_folder.cache_clear()
+    entry = tmp_path / "hub" / "models--some--tiny-model_1.5"
+    snapshot = entry / "snapshots" / COMMIT
+    save(model(), snapshot)
+    TOKENIZER.save(snapshot)
+    (entry / "blobs").mkdir()
+    os.replace(snapshot / "model.safetensors", entry / "blobs" / "weights")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/weights")
+    (entry / "refs").mkdir()
+    (entry / "refs" / "main").write_text(COMMIT)
+    return "some/tiny-model_1.5"
+
+
+def test_a_name_is_the_model_of_its_directory(name: str, tmp_path: Path) -> None:
+    for given in (name, f"{name}@main", f"{name}@{COMMIT}"):
+        loaded = load_model(CausalLM, given, torch.bfloat16)
+        assert loaded.dtype == torch.bfloat16
+        assert torch.equal(loaded.head_weight(), model().head_weight().bfloat16())
+        assert read_config(given) == directory_spec(given).config == CONFIG
+        assert directory_spec(given).tokenizer.encode("1+2") == TOKENIZER.encode("1+2")
+        assert read_shape(given).hidden == CONFIG.hidden_size
+    learner = make_policy(replace(CONTEXT, model=name, lora=2))
+    export(learner, tmp_path / "adapters")
+    assert load_model(CausalLM, tmp_path / "adapters").lora is not None
+
+
+def test_a_run_keeps_the_commit_which_another_host_finds_in_a_cache_of_its_own(name: str, tmp_path: Path) -> None:
+    flags = absolute_paths(RunFlags(model=name))
+    assert flags.model.endswith(f"/snapshots/{COMMIT}")
+    theirs = flags.model.replace(str(tmp_path), "/home/another")
+    newer = Path(flags.model).with_name(COMMIT[::-1])
+    save(model(2), newer)
+    (newer.parents[1] / "refs" / "main").write_text(newer.name)
+    model_folder.cache_clear()
+    assert Path(model_folder(name)).samefile(newer)
+    assert Path(model_folder(theirs)).samefile(flags.model)
+
+
+def test_a_name_that_cannot_be_had_is_said_with_what_is_needed(name: str) -> None:
+    for given in ("some/other-model", f"{name}@v2", f"/other/models--some--none/snapshots/{COMMIT}"):
+        for error, read in ((HubError, model_folder), (ModelError, read_config), (ShapeError, read_shape)):
+            with pytest.raises(error, match=rf"{given}.*needed a model's directory, or a name of the Hugging Face Hub"):
+                read(given)
+
+
+def test_what_is_no_name_stays_as_it_is(tmp_path: Path) -> None:
+    for given in ("", "llama-8b", str(tmp_path), "./models/none", "/models/none", "a/b/c", "~/models"):
+        assert model_folder(given) == given
