@@ -4,6 +4,7 @@ rewards before they become advantages: penalties, and which groups are worth lea
 
 import math
 import re
+import warnings
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -13,7 +14,8 @@ from torch import Tensor
 from penstock.graph import node, requires
 from penstock.graph.errors import Fault, GraphError
 from penstock.graph.requires import Call
-from penstock.graph.types import Context, Metrics, Rewards, Rollouts
+from penstock.graph.types import Context, Metrics, NodeWarning, Rewards, Rollouts
+from penstock.nodes import symbolic_math
 from penstock.nodes.data import FilePrompts
 from penstock.nodes.data_files import FINAL
 from penstock.nodes.option_checks import count
@@ -34,6 +36,26 @@ _NUMBER = re.compile(
 )
 # A number with more of them, or a larger exponent, is none: Python refuses to read 4,300 digits.
 _MOST_DIGITS = 4_000
+# How LaTeX writes a number, and how it is written without; in this order.
+_LATEX = [
+    (re.compile(pattern), plain)
+    for pattern, plain in (
+        (r"\\!\s*|\\left\b|\\right\b|\^\s*\{?\s*\\circ\s*\}?|°", ""),
+        (r"\{,\}|(?<=[0-9])\\,(?=[0-9]{3})", ","),
+        (r"\\[dt]?frac\s*\{\s*([0-9.,]+)\s*\}\s*\{\s*([0-9.,]+)\s*\}", r" \1/\2 "),
+        (r"\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*([0-9])|\\[dt]?frac\s*([0-9])\s*\{?([0-9]+)\}?", r" \1\3/\2\4 "),
+        (r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}", r" \1 "),
+        (r"(?<=[A-Za-z]{2})\s*\^\s*\{?[23]\}?", ""),
+        (r"\\([$%])", r"\1"),
+        (r"\\[,;: ()\[\]]|~", " "),
+    )
+]
+# A number between these is a part of an expression, such as of 2^{10}, \sqrt{2} or 3\pi.
+_WITHIN = re.compile(r"(?:[\^_{]|\\[A-Za-z]+|sqrt\s*\()\s*[−-]?\s*$"), re.compile(r"\s*(?:[\^_{}]|\\|\*\*\s*[0-9(])")
+# What may stand around a number that is an answer by itself: currency, words and units.
+_UNITS = re.compile(r"[$€£%.\s]|(?<![A-Za-z])(?:[A-Za-z]{2,}|[gmshLN])(?:[23]|\b)(?:/[A-Za-z]+)?")
+# Digits with their base.
+_BASE = re.compile(r"([0-9A-Z]+)_\{?([0-9]+)\}?")
 # Of rows whose answer cannot be read, so many are named.
 MOST_TOLD = 5
 
@@ -42,56 +64,140 @@ class ScoreError(RuntimeError):
     """A reward function did not give a reward: which group and row, and why (`__cause__`)."""
 
 
-def reference_numbers(call: Call) -> None:
-    """What `math_answer` requires of data: a number as the reference answer of each row."""
+def readable_answers(call: Call) -> None:
+    """What `math_answer` requires of data: reference answers that are numbers, or math-verify for the others."""
     faults = []
+    missing = symbolic_math.lack()
     for source in call.sources():
-        for place, answer in source.answers() if isinstance(source, FilePrompts) else ():
-            try:
-                reference_number(answer)
-            except ValueError as error:
-                given, _, needed = str(error).partition(", needed ")
-                faults.append(Fault("unreadable-answer", call.what, given.removeprefix("given "), needed, place))
+        for place, answer in source.answers() if missing and isinstance(source, FilePrompts) else ():
+            if number_of(answer) is None:
+                needed = f"a number, or {missing}"
+                faults.append(Fault("unreadable-answer", call.what, f"the reference answer {answer!r}", needed, place))
     if faults:
         raise GraphError(*faults[:MOST_TOLD])
 
 
-@requires(reference_numbers)
+@requires(readable_answers)
 def math_answer(prompt: str, response: str, answer: str) -> float:
-    """1.0 if the response's final number equals the reference answer's, else 0.0; exact, in fractions.
+    r"""1.0 if the response's final answer equals the reference answer, else 0.0.
 
-    The final number is the first one after the last "####", if there is one (GSM8K's way), else the last number of
-    the text. Numbers are whole, decimal (1,072.50), fractions (18/2, 1 1/2) or powers of ten (2e-3), with or without
-    $. A reference must hold one number only, after "####" if that is there: which of several is meant would be a guess.
+    The final answer is what the last `\boxed{…}` holds; or what follows the last "####"; or else the last number of the
+    text. If the reference is a number, so must the answer be, and they are compared exactly, in fractions: whole,
+    decimal (1,072.50), fractions (18/2, 1 1/2, `\frac{9}{2}`) or powers of ten (2e-3), with or without currency,
+    percent and units, which do not count. An expression that has this value is no number. Of a number with a base,
+    `52_8`, digits and base must be the same.
 
-    Raises ValueError for any other reference.
+    Any other reference, such as `2\sqrt{3}` or `(0, \frac{\pi}{2})`, is compared by `math-verify` (the extra `math`).
+    It gives up after `symbolic_math.DEADLINE_S` seconds: then the answer counts as wrong, and the run warns.
+
+    Raises ValueError for a reference that is neither.
     """
+    needed = number_of(answer)
+    if needed is not None:
+        return float(final_number(response) == needed)
+    boxed = _last_boxed(response)
+    given = response.rpartition(FINAL)[2] if boxed is None else boxed
+    # math-verify takes no notice of a base.
+    if digits := _BASE.fullmatch(_without_latex(answer).strip()):
+        return float(digits.groups() in [found.groups() for found in _BASE.finditer(_without_latex(given))][-1:])
+    if missing := symbolic_math.lack():
+        raise ValueError(f"math_answer: given the reference answer {answer!r}, needed a number, or {missing}")
+    if not answer.strip():
+        raise ValueError("math_answer: given no reference answer, needed one")
     try:
-        needed = reference_number(answer)
+        equal = symbolic_math.grader().equal(answer, given if boxed is None else rf"\boxed{{{boxed}}}")
     except ValueError as error:
         raise ValueError(f"math_answer: {error}") from None
-    return float(final_number(response) == needed)
+    if equal is None:
+        # Each text once in a run.
+        warnings.warn(
+            "math_answer: math-verify had no verdict in time; such answers are wrong", NodeWarning, stacklevel=2
+        )
+    return float(bool(equal))
 
 
-def reference_number(answer: str) -> Fraction:
-    """The number of a reference answer (see `math_answer`). Raises ValueError unless there is exactly one."""
-    found = _numbers(answer)
-    if len(found) != 1:
-        given = f"{len(found)} numbers" if found else "no number"
-        raise ValueError(f"given the reference answer {answer!r} with {given}, needed one")
-    return found[0]
+def exact(prompt: str, response: str, answer: str) -> float:
+    """1.0 if the response is the reference answer, else 0.0. Spaces around them do not count."""
+    return float(response.strip() == answer.strip())
+
+
+def patterns(call: Call) -> None:
+    """What `regex` requires: a pattern that `re` reads."""
+    try:
+        re.compile(str(call.options["pattern"]))
+    except re.error as error:
+        raise call.lack(repr(call.options["pattern"]), f"a regular expression: {error}", "pattern") from None
+
+
+@requires(patterns)
+def regex(prompt: str, response: str, answer: str, *, pattern: str) -> float:
+    r"""1.0 if the pattern (of Python's `re`) is found in the response, else 0.0. If it has a group, what the first one
+    holds in the last place where it is found must be the reference answer: `partial(regex, pattern=r"Answer: (\w+)")`.
+    """
+    *_, found = [None, *re.finditer(pattern, response)]
+    if found is None:
+        return 0.0
+    return 1.0 if not found.re.groups else exact(prompt, found[1] or "", answer)
+
+
+@requires(count(0, "at_least", "at_most"))
+def length(prompt: str, response: str, answer: str, *, at_most: int, at_least: int = 0) -> float:
+    """1.0 for a response of `at_least` to `at_most` characters, else 0.0."""
+    return float(at_least <= len(response) <= at_most)
+
+
+def number_of(answer: str) -> Fraction | None:
+    """The number that a reference answer is, or that follows its "####"; None if it is no number by itself."""
+    boxed = _last_boxed(answer)
+    return _only(answer.rpartition(FINAL)[2] if boxed is None else boxed)
 
 
 def final_number(text: str) -> Fraction | None:
     """The number that a text ends with (see `math_answer`); None if there is none."""
-    found = _numbers(text)
-    return None if not found else found[0 if FINAL in text else -1]
+    boxed = _last_boxed(text)
+    if boxed is not None:
+        return _only(boxed.rpartition("=")[2])
+    plain = _without_latex(text.rpartition(FINAL)[2])
+    matches = list(_NUMBER.finditer(plain))
+    if not matches:
+        return None
+    match = matches[0 if FINAL in text else -1]
+    before, after = _WITHIN
+    # What ends with an expression does not end with a number that is in it.
+    if before.search(plain[: match.start()]) or after.match(plain[match.end() :]):
+        return None
+    return _value(match)
 
 
-def _numbers(text: str) -> list[Fraction]:
-    """All numbers after the last "####", or of a text without one."""
-    found = (_value(match) for match in _NUMBER.finditer(text.rpartition(FINAL)[2]))
-    return [value for value in found if value is not None]
+def _only(text: str) -> Fraction | None:
+    """The number that a text is, with nothing but units beside it."""
+    plain = _without_latex(text)
+    matches = list(_NUMBER.finditer(plain))
+    if len(matches) != 1:
+        return None
+    (match,) = matches
+    rest = plain[: match.start()], plain[match.end() :]
+    return None if any(_UNITS.sub("", part) for part in rest) else _value(match)
+
+
+def _without_latex(text: str) -> str:
+    for pattern, plain in _LATEX:
+        text = pattern.sub(plain, text)
+    return text
+
+
+def _last_boxed(text: str) -> str | None:
+    r"""What the last \boxed{…} of a text holds; None if there is none that ends."""
+    begin = text.rfind(r"\boxed{")
+    if begin < 0:
+        return None
+    begin += len(r"\boxed{")
+    depth = 1
+    for place in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if not depth:
+            return text[begin:place]
+    return None
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

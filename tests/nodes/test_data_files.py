@@ -16,7 +16,7 @@ import pytest
 
 from penstock.graph import Context, load, trace
 from penstock.graph.types import Prompts
-from penstock.nodes import data_files
+from penstock.nodes import data_files, symbolic_math
 from penstock.nodes.data import FilePrompts, open_demonstrations, open_pairs, open_prompts
 from penstock.nodes.data_files import DataError
 from penstock.nodes.tokenizer import TokenizerError, byte_tokenizer, conversation, messages_of
@@ -239,7 +239,10 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
         open_prompts(Context(data=str(tmp_path / "d.parquet")))
 
 
-def test_rows_whose_answer_no_rule_can_read_are_told_before_a_run(tmp_path: Path) -> None:
+def test_rows_whose_answer_no_rule_can_read_are_told_before_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(symbolic_math, "find_spec", lambda name: None)
     jsonl(tmp_path / "d.jsonl", [*ROWS, {"question": "q", "answer": "#### 3 or 4"}])
     faults = try_inputs([trace(load("grpo"))], RunOptions(data=str(tmp_path / "d.jsonl"), model=""))
     assert [(fault.code, fault.where) for fault in faults] == [("unreadable-answer", f"{tmp_path}/d.jsonl:7")]

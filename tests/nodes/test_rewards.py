@@ -6,6 +6,9 @@ import operator
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import FrozenInstanceError, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from random import Random
 from typing import Any, ClassVar
 
 import pytest
@@ -14,7 +17,8 @@ from torch import Tensor
 
 from penstock.graph import Advantages, Context, GraphError, NodeDef, Prompts, Rewards, Rollouts, Weights, load
 from penstock.graph.protocols import Carried
-from penstock.graph.types import TokenAdvantages
+from penstock.graph.types import NodeWarning, TokenAdvantages
+from penstock.nodes import symbolic_math
 from penstock.nodes.advantage import (
     batch_normalized,
     greedy_advantage,
@@ -44,7 +48,17 @@ from penstock.nodes.learn.update import policy_update
 from penstock.nodes.model import CausalLM
 from penstock.nodes.open_model import open_model
 from penstock.nodes.replay_buffer import ReplayBuffer, open_buffer, replay
-from penstock.nodes.score import ScoreError, accuracy, math_answer, mixed, penalize_overlong, score
+from penstock.nodes.score import (
+    ScoreError,
+    accuracy,
+    exact,
+    length,
+    math_answer,
+    mixed,
+    penalize_overlong,
+    regex,
+    score,
+)
 from penstock.runtime.tensor.codec import decode, encode
 from tests.nodes.rollouts import random_rollouts
 from tests.nodes.updating import batch, policy
@@ -80,6 +94,25 @@ RIGHT = [
     ("1.5e3", "1,500"),
     ("1e400", "1e400"),
     ("#### −5", "-5"),
+    (r"so it is \boxed{18}, not 20", "18"),
+    (r"\boxed{x = \dfrac{9}{2}}", "4.5"),
+    (r"\boxed{\frac12}", r"\frac{1}{2}"),
+    (r"\boxed{-\frac{1}{2}}", "-0.5"),
+    (r"\boxed{10{,}080}", r"10,\!080"),
+    (r"\boxed{\$32,\!348}", "32348"),
+    (r"\boxed{5.4\text{ cents}}", "5.4"),
+    (r"\boxed{30^{\circ}}", r"30^\circ"),
+    (r"\boxed{12 \text{ cm}^2}", r"12"),
+    (r"\boxed{50\%}", "50"),
+    ("It is $\\frac{3}{4}$ of it.", "3/4"),
+    (r"\(18\)", "18"),
+    ("**18**", "18"),
+    (r"\boxed{52_8}", "52_8"),
+    (r"\boxed{2\sqrt{3}}", r"2\sqrt{3}"),
+    (r"\boxed{\sqrt{12}}", r"2\sqrt{3}"),
+    (r"\boxed{\left(3, \frac{\pi}{2}\right)}", r"\left( 3, \frac{\pi}{2} \right)"),
+    (r"\boxed{(2,\infty)}", r"(2,\infty)"),
+    (r"\boxed{\text{(C)}}", r"\text{(C)}"),
 ]
 WRONG = [
     ("934", "933"),
@@ -104,6 +137,30 @@ WRONG = [
     ("#### 1,2", "12"),
     ("1.2.3", "3"),
     ("#### −5", "5"),
+    (r"\boxed{19}, not 18", "18"),
+    (r"18 \boxed{}", "18"),
+    (r"\boxed{18", "17"),
+    (r"\boxed{9 \cdot 2}", "18"),
+    (r"\boxed{17 + 1}", "1"),
+    (r"\boxed{18\pi}", "18"),
+    (r"\boxed{\sqrt{18}}", "18"),
+    (r"\boxed{18x}", "18"),
+    (r"\boxed{17, 18}", "18"),
+    (r"\boxed{\frac{18}{5}}", "18"),
+    (r"\boxed{-18}", "18"),
+    (r"\boxed{0.3333333}", "1/3"),
+    ("It is $\\sqrt{18}$", "18"),
+    ("It is $2^{18}$", "18"),
+    ("It is $18^2$", "18"),
+    ("It is $18\\pi$", "18"),
+    (r"It is \frac{17}{18}", "18"),
+    (r"\boxed{52_9}", "52_8"),
+    (r"\boxed{52}", "52_8"),
+    (r"\boxed{2\sqrt{2}}", r"2\sqrt{3}"),
+    (r"\boxed{3.464102}", r"2\sqrt{3}"),
+    (r"\boxed{51}", r"\sqrt{51}"),
+    (r"\boxed{(3,\infty)}", r"(2,\infty)"),
+    ("", r"2\sqrt{3}"),
     ("99999999999999999999999999999999999991", "99999999999999999999999999999999999992"),
 ]
 
@@ -115,10 +172,73 @@ def test_equal_numbers_are_right_however_they_are_written(response: str, answer:
     assert math_answer("", response, answer) == reward
 
 
-@pytest.mark.parametrize("answer", ["none", "3 or 4", "#### 72 of 90", "48-24", "1e999999999", "1/0", "1,2"])
-def test_a_reference_answer_must_hold_one_number(answer: str) -> None:
-    with pytest.raises(ValueError, match=r"math_answer: given the reference answer .*number.*, needed one"):
+@pytest.mark.parametrize("answer", ["none", "3 or 4", "#### 72 of 90", "48-24", "1e999999999", "1/0", "1,2", "3x"])
+def test_without_math_verify_a_reference_answer_is_a_number(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    monkeypatch.setattr(symbolic_math, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needed a number, or the package .*pip install 'penstock\[math\]'"):
         math_answer("", answer, answer)
+
+
+def test_an_answer_that_is_never_found_out_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symbolic_math, "DEADLINE_S", 2.0)
+    endless = r"9^{9^{9^{9^9}}} + x"
+    with pytest.warns(NodeWarning, match="math-verify had no verdict in time"):
+        assert math_answer("", rf"\boxed{{{endless}}}", "2x") == 0.0
+    assert math_answer("", r"\boxed{x + x}", "2x") == 1.0  # by another process
+    with pytest.raises(ValueError, match="given no reference answer"):
+        math_answer("", "2x", "")
+
+
+def of_shared_data(name: str) -> list[dict[str, str]]:
+    root = Path(__file__).resolve().parents[2]
+    files = [folder / "shared" / "data" / name for folder in root.parents]
+    file = next((file for file in files if file.exists()), None)
+    if file is None:
+        pytest.skip(f"shared/data/{name} is not there")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_gold_solutions_of_gsm8k_are_right_and_another_number_is_not(split: str) -> None:
+    for row in of_shared_data(f"gsm8k/{split}.jsonl"):
+        final = row["answer"].rpartition("####")[2].strip()
+        assert math_answer("", row["answer"], final) == 1.0, row
+        assert math_answer("", row["answer"] + "1", final) == 0.0, row
+
+
+@pytest.mark.slow
+def test_gold_solutions_of_math_500_are_right_and_another_number_is_not() -> None:
+    rows = of_shared_data("math500/test.jsonl")
+    assert sum(math_answer("", row["solution"], row["answer"]) for row in rows) >= 0.99 * len(rows)
+    random = Random(0)
+    for row in rows:
+        places = [index for index, letter in enumerate(row["answer"]) if letter.isdigit()]
+        # The power of a unit is no part of the number.
+        if not places or "inches" in row["answer"]:
+            continue
+        place = random.choice(places)
+        digit = (int(row["answer"][place]) + 1 + random.randrange(9)) % 10
+        wrong = f"{row['answer'][:place]}{digit}{row['answer'][place + 1 :]}"
+        assert math_answer("", rf"\boxed{{{wrong}}}", row["answer"]) == 0.0, (wrong, row["answer"])
+
+
+@pytest.mark.parametrize(
+    ("rule", "response", "answer", "reward"),
+    [
+        (exact, " yes\n", "yes", 1.0),
+        (exact, "yes.", "yes", 0.0),
+        (partial(regex, pattern=r"Answer: (\w+)"), "Answer: a. No, Answer: b", "b", 1.0),
+        (partial(regex, pattern=r"Answer: (\w+)"), "Answer: a. No, Answer: b", "a", 0.0),
+        (partial(regex, pattern=r"^<think>"), "<think>", "", 1.0),
+        (partial(regex, pattern=r"^<think>"), " <think>", "", 0.0),
+        (partial(regex, pattern=r"(a)|b"), "b", "", 1.0),
+        (partial(length, at_most=3), "abc", "", 1.0),
+        (partial(length, at_most=3), "abcd", "", 0.0),
+        (partial(length, at_least=2, at_most=3), "a", "", 0.0),
+    ],
+)
+def test_rules_by_hand(rule: Any, response: str, answer: str, reward: float) -> None:
+    assert rule("", response, answer) == reward
 
 
 def test_score_rewards_every_row_in_order() -> None:

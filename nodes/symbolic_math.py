@@ -1,0 +1,113 @@
+"""Are two answers in LaTeX equal? `math-verify` compares them, in a process of its own.
+
+What a model writes may take a computer algebra system for ever, or all memory (`9^{9^{9^9}}`), in C code that no Python
+signal interrupts; and math-verify's own timeouts are signals, which only a main thread has. So one child process for
+each process that asks does it, with limits on memory and time. It is killed at a deadline, and started again for the
+next question. It is not asked for answers that are numbers (see `math_answer`).
+"""
+
+import json
+import logging
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+from functools import lru_cache
+from importlib.util import find_spec
+from threading import Lock
+from time import monotonic
+
+# Seconds for one question, and for the child to import the library.
+DEADLINE_S, START_S = 10.0, 120.0
+MEMORY_MIB = 4096
+# Decimal places to which a number that is written as a decimal has to agree with one that is not.
+DECIMALS = 12
+READY, EQUAL, OTHER, UNREADABLE = b"ready", b"equal", b"other", b"unreadable"
+
+
+def lack() -> str:
+    """What has to be done before answers can be compared; "" for nothing."""
+    return "" if find_spec("math_verify") else "the package math-verify: pip install 'penstock[math]'"
+
+
+class Grader:
+    """The child process of this one. Can be called from many threads, which take turns."""
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.child: subprocess.Popen[bytes] | None = None
+
+    def equal(self, reference: str, response: str) -> bool | None:
+        """Is the response the reference answer? None where that is not found out in time, or within the memory.
+
+        Raises ValueError for a reference that cannot be read.
+        """
+        with self.lock:
+            child = self.child or self._start()
+            assert child.stdin is not None
+            try:
+                child.stdin.write(json.dumps([reference, response]).encode() + b"\n")
+                verdict = self._line(monotonic() + DEADLINE_S)
+            except BrokenPipeError:
+                verdict = b""
+            if not verdict:
+                self._stop()
+        if verdict == UNREADABLE:
+            raise ValueError(f"given the reference answer {reference!r}, needed one that math-verify can read")
+        return None if not verdict else verdict == EQUAL
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", __name__]
+        self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        if self._line(monotonic() + START_S) != READY:
+            self._stop()
+            raise RuntimeError(f"math_answer: given no start of its process within {START_S:g} s, needed one")
+        return self.child
+
+    def _line(self, until: float) -> bytes:
+        """The child's next line; nothing where it has not come by then, or never will."""
+        assert self.child is not None
+        assert self.child.stdout is not None
+        line = b""
+        while not line.endswith(b"\n"):
+            if not select.select([self.child.stdout], [], [], max(0.0, until - monotonic()))[0]:
+                return b""
+            if not (more := os.read(self.child.stdout.fileno(), 1)):
+                return b""
+            line += more
+        return line.strip()
+
+    def _stop(self) -> None:
+        assert self.child is not None
+        self.child.kill()
+        self.child.communicate()
+        self.child = None
+
+
+@lru_cache(maxsize=1)
+def grader() -> Grader:
+    return Grader()
+
+
+def main() -> None:
+    """Answer questions, one a line, until nobody asks any more."""
+    size = MEMORY_MIB << 20
+    resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    from math_verify import parse, verify
+
+    logging.disable()
+    print(READY.decode(), flush=True)
+    for line in sys.stdin:
+        reference, response = json.loads(line)
+        # For a child whose parent has died; the alarm ends C code, too.
+        signal.alarm(int(DEADLINE_S) + 5)
+        needed, given = (parse(text, parsing_timeout=None) for text in (f"\\boxed{{{reference}}}", response))
+        equal = bool(needed and given) and verify(needed, given, float_rounding=DECIMALS, timeout_seconds=None)
+        signal.alarm(0)
+        print((EQUAL if equal else OTHER if needed else UNREADABLE).decode(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
