@@ -224,8 +224,10 @@ class Generator:
 
     @property
     def bytes_each(self) -> float:
-        """Of weights on each rank, all that travel to it."""
-        return self.shape.parameters * BYTES[self.precision] / self.mesh.ranks
+        """Of weights on each rank, all that travel to it: of adapters these alone."""
+        shape, mesh = self.shape, self.mesh
+        held = shape.parameters / mesh.tp if shape.lora is None else shape.layers * shape.adapted(mesh.tp)
+        return held * BYTES[self.precision] / mesh.pp
 
     @cached_property
     def unevenness(self) -> float:

@@ -55,6 +55,7 @@ from penstock.runtime.plan.train_cost import Memory, Trainer, beside_memory, tra
 from penstock.runtime.plan.workload import Lognormal, Workload
 
 LATER = 1e12
+SMALL = SHAPES["qwen3-1.7b"]
 PLANS = Path(__file__).with_name("plans.json")
 NAMED = ("program", "lag", "cluster", "model", "prompts", "meshes", "split")
 """What a question of `plans.json` is."""
@@ -149,16 +150,17 @@ def _sync(train: Training, decode: Generating, split: GpuSplit) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "lag", "cluster"),
-    [("aipo", 0, "1x4xH100"), ("aipo", 1, "2x2xH100"), ("ppo", 1, "1x4xH100"),
+    ("name", "lag", "cluster", "shape"),
+    [("aipo", 0, "1x4xH100", SMALL), ("aipo", 1, "2x2xH100", SMALL), ("ppo", 1, "1x4xH100", SMALL),
+     ("aipo", 0, "2x2xA100", SHAPES["llama-8b"].with_lora(8)),
      *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-         ("aipo", 2, "1x2xA100+1x2xH100"), ("tool_use", 2, "1x4xH100"), ("moving_reference", 0, "1x4xH100"),
-         ("ppo", 0, "1x1xGB200+2x2xA100"),
+         ("aipo", 2, "1x2xA100+1x2xH100", SMALL), ("tool_use", 2, "1x4xH100", SMALL),
+         ("moving_reference", 0, "1x4xH100", SMALL), ("ppo", 0, "1x1xGB200+2x2xA100", SMALL),
      ))],
 )  # fmt: skip
-def test_the_search_finds_the_optimum_of_trying_everything(name: str, lag: int, cluster: str) -> None:
+def test_the_search_finds_the_optimum_of_trying_everything(name: str, lag: int, cluster: str, shape: Shape) -> None:
     roles, found = roles_of(_graph(name, lag)), node_groups(read_cluster(cluster))
-    candidates = LayoutCandidates(_work("qwen3-1.7b", 4), lag, 32, models=roles.models)
+    candidates = LayoutCandidates(replace(_work(prompts=4), shape=shape), lag, 32, models=roles.models)
     outcome = Search(roles, candidates, found).run(LATER)
     assert outcome.proved
     least = defaultdict[object, float](lambda: inf)
