@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.runtime.tensor.codec import DTYPES
 from penstock.runtime.tensor.layout import Layout, LayoutError, Region, TensorLayout
 
-_ALIGN = 512  # bytes: what CUDA's own allocator gives, and eight cache lines
+ALIGN = 512  # bytes: what CUDA's own allocator gives, and eight cache lines
 
 Device = str | torch.device
 # Zeroed memory of this many bytes, as a uint8 tensor, all of it touched.
@@ -124,7 +124,7 @@ def allocate(layout: Layout, rank: int, device: Device) -> Shards:
 
 def held_bytes(layout: Layout, rank: int) -> int:
     """The bytes of a buffer for all that `rank` holds of `layout`."""
-    return sum(-(-nbytes // _ALIGN) * _ALIGN for _, _, nbytes in _held(layout, rank))
+    return sum(-(-nbytes // ALIGN) * ALIGN for _, _, nbytes in _held(layout, rank))
 
 
 def shards_of(layout: Layout, rank: int, buffer: Tensor) -> Shards:
@@ -133,7 +133,7 @@ def shards_of(layout: Layout, rank: int, buffer: Tensor) -> Shards:
     for t, region, nbytes in _held(layout, rank):
         view = buffer[start : start + nbytes].view(DTYPES[t.dtype]).view(region.shape)
         parts[t.name] = Shard(region, view)
-        start += -(-nbytes // _ALIGN) * _ALIGN
+        start += -(-nbytes // ALIGN) * ALIGN
     return parts
 
 

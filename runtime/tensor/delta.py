@@ -149,7 +149,7 @@ class DeltaTransport:
         self.counts: Counter[str] = Counter()
 
     def send(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
-        connection, by_peer = self._connection, self._cache.by_peer(copies, parts)
+        connection, by_peer = self._connection, self._buckets(copies, parts)
         connection.sync = f"version {version}"
         what = "the version that it holds"
         words = [connection.receive(torch.empty(2, dtype=torch.int64), peer, _HELD, what) for peer in by_peer]
@@ -182,7 +182,7 @@ class DeltaTransport:
         return total
 
     def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
-        connection, by_peer = self._connection, self._cache.by_peer(copies, parts)
+        connection, by_peer = self._connection, self._buckets(copies, parts)
         connection.sync = f"version {version}"
         answers: list[Message] = []
         for peer, own in by_peer.items():
@@ -203,6 +203,12 @@ class DeltaTransport:
         self._connection.close()
         self._cache.clear()
         self._kept.clear()
+
+    def _buckets(self, copies: Sequence[Copy], parts: Shards) -> dict[int, list[Bucket]]:
+        """Each peer's, the same on both sides of a pair."""
+        exchange = self._cache.of(copies, parts)
+        rounds = self._cache.rounds(exchange, dict.fromkeys(exchange.loads, GLOO_SIZES.full))
+        return {peer: [bucket for own in each for bucket in own] for peer, each in rounds.items()}
 
     def _of(self, peer: int, own: Sequence[Bucket]) -> _Kept:
         if peer not in self._kept:

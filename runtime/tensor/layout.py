@@ -95,6 +95,14 @@ class Region:
             for a, b in itertools.pairwise(edges)
         )
 
+    def parted(self, dim: int, count: int) -> tuple["Region", "Region"]:
+        """The first `count` along dimension `dim`, of more than `count`, and the rest."""
+        edge = self.start[dim] + count
+        return (
+            Region(self.start, (*self.stop[:dim], edge, *self.stop[dim + 1 :])),
+            Region((*self.start[:dim], edge, *self.start[dim + 1 :]), self.stop),
+        )
+
     def slices(self, within: "Region") -> tuple[slice, ...]:
         """How to cut this region out of a tensor that holds the elements of `within`."""
         edges = zip(self.start, self.stop, within.start, strict=True)

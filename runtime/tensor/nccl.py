@@ -18,7 +18,7 @@ fit on the GPU at once: the calls of a link take few of its processors, and are 
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -30,15 +30,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import ErrorType, PrefixStore, Store
 
 from penstock.runtime.tensor.process_group import Connection, TransportError, first_line
+from penstock.runtime.tensor.reshard import nccl_round
 from penstock.runtime.tensor.send_recv import Bucket, BucketSizes
 from penstock.runtime.tensor.streams import current_stream, on_device, on_stream
 
 T = TypeVar("T")
 Verb = Literal["send", "receive"]
 
-_ROUND = 256 << 20  # bytes: about what a rank stages of one round, whatever the number of its peers
-_FULL = 64 << 20  # bytes: beyond it a bucket is no faster
-_LEAST = 4 << 20
+# One round is packed while another is sent. A copy on the card costs as much time as a message that is below `large`.
+NCCL_SIZES = BucketSizes(large=4 << 20, full=nccl_round(1 << 60, 1), slots=2)
 _POLL_S, _LOOK_S, _ABORT_S = 1e-4, 0.5, 5.0
 # Processors of a GPU that the calls of a link take, of a hundred or more. At NCCL's usual rates (not measured here)
 # they send more than a network card takes.
@@ -71,24 +71,23 @@ class DeviceGroup(Protocol):
         """End all calls, here; from any thread. May be repeated."""
 
 
-def nccl_sizes(ranks: int) -> BucketSizes:
-    """How pieces become messages where the larger side of a link has so many `ranks`, each of which may be a peer."""
-    full = max(_LEAST, min(_FULL, _ROUND // max(1, ranks)))
-    # One bucket is packed while another is sent. Copies on the card cost little, so that few pieces travel alone.
-    return BucketSizes(full // 4, full, 2)
-
-
 class NcclCarrier:
     """The buckets of a link by group calls; a `Carrier`. `store` is one that the link's ranks share."""
 
     def __init__(self, connection: Connection, group: DeviceGroup, store: Store) -> None:
-        sources = connection.sources
         self.device = group.device
-        self.sizes = nccl_sizes(max(sources, len(connection.names) - sources))
+        self.sizes = NCCL_SIZES
         self._connection = connection
         self._group = group
         self._store = store
         self._closed = False
+
+    def room(self, loads: Mapping[int, int]) -> dict[int, int]:
+        """A round with all peers has so many bytes, and each peer the part of them that it has of the whole: so all are
+        through after as many rounds, and what is staged does not grow with their number."""
+        total = sum(loads.values())
+        most = min(self.sizes.full, nccl_round(total, len(loads)))
+        return {peer: -(-nbytes * most // total) for peer, nbytes in loads.items()}
 
     def send(self, messages: Iterable[tuple[int, Bucket]], number: int) -> "_GroupCall":
         return self._call("send", [*messages])
@@ -114,8 +113,8 @@ class NcclCarrier:
 
     def _call(self, verb: Verb, messages: Sequence[tuple[int, Bucket]]) -> "_GroupCall":
         buffers = [(peer, bucket.buffer) for peer, bucket in messages]
-        what = " and ".join(dict.fromkeys(bucket.name for _, bucket in messages))
-        call = _GroupCall(self, [peer for peer, _ in messages], what)
+        more = f" and {len(messages) - 1} more messages" if len(messages) > 1 else ""
+        call = _GroupCall(self, [*dict.fromkeys(peer for peer, _ in messages)], f"{messages[0][1].name}{more}")
         stream = current_stream(self.device)
 
         def begin() -> DeviceWork:

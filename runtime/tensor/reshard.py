@@ -145,7 +145,16 @@ def _gaps(region: Region, held: DistinctRegions) -> tuple[Region, ...]:
 
 
 LARGE = 1 << 20  # bytes from which a piece travels by itself: below it a message costs more than a second copy
-BUCKET = 4 << 20  # bytes at which a bucket is full
+BUCKET = 4 << 20  # bytes of a round of messages between two ranks through the hosts' memory
+
+
+def nccl_round(nbytes: int, peers: int) -> int:
+    """The most bytes of a round by NCCL of a rank that sends or receives `nbytes` in all.
+
+    As many rounds as make the first packing, the last unpacking and each hop of a chain a small part of the sync, but
+    none of less than 16 MiB with each peer; and never more than 512 MiB, since two of them may be staged at a time.
+    """
+    return min(512 << 20, max(nbytes // 32, peers * (16 << 20)))
 
 
 class CopySet(NamedTuple):

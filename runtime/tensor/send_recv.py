@@ -1,39 +1,43 @@
 """Weight sync by point-to-point messages over a replica link: `MessageTransport`, and the buckets that it and
 `delta.DeltaTransport` send.
 
-A sync with one peer is a header (version, messages, bytes), then the buckets in order. A large contiguous piece is a
-bucket by itself and travels from and to where it lies; small and strided pieces are packed into staging buffers. A
-piece larger than a bucket is cut into slabs, so that packing one message while another travels needs a few buckets of
-memory. Both sides compute the same buckets from the same plan, so that nothing but the bytes travels. Headers go over
-gloo, buckets by the link's `Carrier`: over gloo, too, or over NCCL.
+What goes between two ranks goes in rounds, in the order of the plan. A large contiguous piece is a message by itself
+and travels from and to where it lies; a strided one goes through a staging buffer, and so do the small ones of a round,
+in one message. A piece is cut where a round is full, so that packing one round while another travels needs a few rounds
+of memory. A sync begins with two words: the receiver says which version it awaits, and how many bytes of a round it has
+room for; the sender answers with a header (version, bytes of a round, messages, bytes). By these both sides make the
+same rounds from the same plan, so that nothing else but the bytes travels. What is said goes over gloo, buckets by the
+link's `Carrier`: over gloo, too, or over NCCL.
 
-Invariant: the n-th buckets of all peers are round n, and every rank goes through its rounds in order; a message is of
+Invariant: the n-th rounds with all peers are round n, and every rank goes through its rounds in order; a message is of
 one round on both of its sides. So ranks cannot wait for each other in a circle, even where the messages of a round end
 together and nothing is buffered: what the first unfinished round waits for has begun, or will without its end.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from penstock.runtime.tensor.buffers import Shards
+from penstock.runtime.tensor.buffers import ALIGN, Shards
 from penstock.runtime.tensor.layout import Copy
 from penstock.runtime.tensor.process_group import Connection, Message
 from penstock.runtime.tensor.reshard import BUCKET, LARGE
 
 _KEPT = 8  # sets of buckets: more than the buffers that take turns on one side of a channel
-_FIELDS = "version", "messages", "bytes"
+_ASKED = "version", "room"
+_FIELDS = "version", "bytes of a round", "messages", "bytes"
 # Told of the copies of one message.
 Tell = Callable[[Sequence[Copy]], None]
 
 
 class BucketSizes(NamedTuple):
-    """How pieces become messages, equal on both sides of a link: `large` are the bytes from which a piece travels by
-    itself, `full` those at which a bucket is full; `slots` staging buffers of each peer take turns."""
+    """How pieces become messages: `large` are the bytes from which a piece travels by itself, `full` the most of a
+    round between two ranks; `slots` staging buffers of each peer take turns, each of which has room for a round."""
 
     large: int
     full: int
@@ -79,8 +83,13 @@ class Carrier(Protocol):
     device: torch.device
     sizes: BucketSizes
 
+    def room(self, loads: Mapping[int, int]) -> dict[int, int]:
+        """The bytes of a round that this rank can take, by peer, where so many in all go to or come from each. The two
+        sides of a pair use the smaller number."""
+
     def send(self, messages: Iterable[tuple[int, Bucket]], number: int) -> Begun:
-        """Begin round `number`: each peer with its bucket, which is to be sent when it is given."""
+        """Begin round `number`: buckets with their peers, each of which is to be sent when it is given. Those of one
+        peer arrive in this order."""
 
     def receive(self, messages: Iterable[tuple[int, Bucket]], number: int) -> Begun: ...
 
@@ -94,6 +103,9 @@ class GlooCarrier:
     def __init__(self, connection: Connection) -> None:
         self.device, self.sizes = torch.device("cpu"), GLOO_SIZES
         self._connection = connection
+
+    def room(self, loads: Mapping[int, int]) -> dict[int, int]:
+        return dict.fromkeys(loads, self.sizes.full)
 
     def send(self, messages: Iterable[tuple[int, Bucket]], number: int) -> Begun:
         # Each begins before the next one is packed.
@@ -122,39 +134,51 @@ class MessageTransport:
 
     def send(self, version: int, copies: Sequence[Copy], shards: Shards, ready: Tell | None = None) -> int:
         """Send `copies` out of `shards`; the bytes sent. `ready` is called with the copies of each message just before
-        it is sent, and returns when they may be read. Raises TransportError.
+        it is sent, and returns when they may be read. Raises TransportError, or ChecksumError if a peer awaits another
+        version.
         """
-        connection, by_peer = self._connection, self._cache.by_peer(copies, shards)
+        connection, exchange = self._connection, self._cache.of(copies, shards)
         connection.sync = f"version {version}"
-        headers = [connection.send(_header(version, own), peer, 0) for peer, own in by_peer.items()]
+        asks = [connection.receive(torch.empty(len(_ASKED), dtype=torch.int64), peer, 0) for peer in exchange.loads]
+        # No bucket leaves before all peers are at this version: a GPU would spend itself on waiting for them.
+        asked, room = {ask.peer: ask.wait() for ask in asks}, self._carrier.room(exchange.loads)
+        rounds = self._cache.rounds(exchange, {peer: min(room[peer], int(ask[1])) for peer, ask in asked.items()})
+        for header in [connection.send(_header(version, exchange, peer), peer, 0) for peer in asked]:
+            header.wait()
+        for peer, ask in asked.items():
+            # Only now: the receiver has to see what is sent here, and to fail, too.
+            connection.match(ask[:1], torch.tensor([version]), _ASKED[:1], peer)
 
-        def packed(messages: Mapping[int, Bucket]) -> Iterator[tuple[int, Bucket]]:
-            for peer, bucket in messages.items():
+        def packed(messages: Iterable[tuple[int, Bucket]]) -> Iterator[tuple[int, Bucket]]:
+            for peer, bucket in messages:
                 if ready is not None:
                     ready(bucket.copies)
                 if bucket.slot is not None:
                     with connection.naming(peer, bucket.name):
                         pack(bucket)
-                # No bucket leaves before all peers are at this version: a GPU would spend itself on waiting for them.
-                while headers:
-                    headers.pop().wait()
                 yield peer, bucket
 
-        rounds = _in_rounds(by_peer, lambda messages, number: self._carrier.send(packed(messages), number))
-        return sum(bucket.buffer.nbytes for bucket in rounds)
+        sent = _in_turn(rounds, lambda messages, number: self._carrier.send(packed(messages), number))
+        return sum(bucket.buffer.nbytes for bucket in sent)
 
     def receive(self, version: int, copies: Sequence[Copy], shards: Shards, arrived: Tell | None = None) -> int:
         """Write `copies` into `shards`; the bytes received. `arrived` is called with the copies of each message that
         is in its place. Raises TransportError, or ChecksumError if the peer sends another version or plan.
         """
-        connection, by_peer = self._connection, self._cache.by_peer(copies, shards)
+        connection, exchange = self._connection, self._cache.of(copies, shards)
         connection.sync = f"version {version}"
-        needed = {peer: _header(version, own) for peer, own in by_peer.items()}
+        room = self._carrier.room(exchange.loads)
+        asks = [connection.send(torch.tensor((version, room[peer])), peer, 0) for peer in room]
+        headers = [connection.receive(torch.empty(len(_FIELDS), dtype=torch.int64), peer, 0) for peer in room]
+        for ask in asks:
+            ask.wait()
+        given = {header.peer: header.wait() for header in headers}
+        rounds = self._cache.rounds(exchange, {peer: min(room[peer], int(said[1])) for peer, said in given.items()})
         # All headers are compared before any bucket is received: nothing of another version gets into the shadow.
-        for header in [connection.receive(torch.empty_like(header), peer, 0) for peer, header in needed.items()]:
-            connection.match(header.wait(), needed[header.peer], _FIELDS, header.peer)
+        for peer, said in given.items():
+            connection.match(said, _header(version, exchange, peer), _FIELDS, peer)
         received = 0
-        for bucket in _in_rounds(by_peer, lambda messages, number: self._carrier.receive(messages.items(), number)):
+        for bucket in _in_turn(rounds, self._carrier.receive):
             if bucket.slot is not None:
                 unpack(bucket)
             if arrived is not None:
@@ -168,63 +192,75 @@ class MessageTransport:
         self._cache.clear()
 
 
-def _header(version: int, own: Sequence[Bucket]) -> Tensor:
-    return torch.tensor((version, len(own), sum(bucket.buffer.nbytes for bucket in own)))
+Round = list[Bucket]
+Messages = Sequence[tuple[int, Bucket]]
 
 
-def _in_rounds(
-    by_peer: Mapping[int, Sequence[Bucket]], begin: Callable[[Mapping[int, Bucket], int], Begun]
-) -> Iterator[Bucket]:
+def _in_turn(rounds: Mapping[int, Sequence[Round]], begin: Callable[[Messages, int], Begun]) -> Iterator[Bucket]:
     """Begin round after round. They end in the order in which they began, and the buckets of each are given when it
-    has ended; a staging buffer holds one of them at a time.
+    has ended; a staging buffer is of one of them at a time.
     """
-    begun: deque[tuple[Begun, Mapping[int, Bucket]]] = deque()
+    begun: deque[tuple[Begun, Messages]] = deque()
 
     def end_oldest() -> Iterator[Bucket]:
-        messages, buckets = begun.popleft()
-        messages.wait()
-        yield from buckets.values()
+        work, messages = begun.popleft()
+        work.wait()
+        yield from (bucket for _, bucket in messages)
 
-    for number in range(max(map(len, by_peer.values()), default=0)):
-        own = {peer: buckets[number] for peer, buckets in by_peer.items() if number < len(buckets)}
+    for number in range(max(map(len, rounds.values()), default=0)):
+        own = [(peer, bucket) for peer, each in rounds.items() if number < len(each) for bucket in each[number]]
         slots = _slots(own)
-        while any(slots & _slots(buckets) for _, buckets in begun):
+        while any(slots & _slots(messages) for _, messages in begun):
             yield from end_oldest()
         begun.append((begin(own, number + 1), own))  # tag 0 is the header's
     while begun:
         yield from end_oldest()
 
 
-def _slots(buckets: Mapping[int, Bucket]) -> set[tuple[int, int]]:
+def _slots(messages: Messages) -> set[tuple[int, int]]:
     """The staging buffers of a round, by peer."""
-    return {(peer, bucket.slot) for peer, bucket in buckets.items() if bucket.slot is not None}
+    return {(peer, bucket.slot) for peer, bucket in messages if bucket.slot is not None}
 
 
 @dataclass
 class Staging:
-    """The staging buffers of one peer: `limit` of them that take turns, of `room` bytes at least, or as many as there
-    are messages (None)."""
+    """The staging buffers of one peer: `limit` of them that take turns, or as many as there are rounds (None)."""
 
     limit: int | None
-    room: int = BUCKET
     buffers: dict[int, Tensor] = field(default_factory=dict)
 
     def slot(self, number: int) -> int:
-        """The staging buffer of the `number`-th message that is packed."""
+        """The staging buffer of the `number`-th round that is packed."""
         return number if self.limit is None else number % self.limit
 
-    def buffer(self, slot: int, nbytes: int, device: torch.device, pinned: bool) -> Tensor:
-        found = self.buffers.get(slot)
-        if found is None or found.nbytes < nbytes:
-            # Buffers that take turns get room for any bucket at once: pinned memory is slow to allocate.
-            room = nbytes if self.limit is None else max(nbytes, self.room)
-            found = self.buffers[slot] = torch.empty(room, dtype=torch.uint8, device=device, pin_memory=pinned)
-        return found[:nbytes]
+    def reserve(self, needed: Mapping[int, int], device: torch.device, pinned: bool) -> None:
+        """Have room for so many bytes in each slot. All at once: pinned memory is slow to allocate."""
+        for slot, nbytes in needed.items():
+            if slot not in self.buffers or self.buffers[slot].nbytes < nbytes:
+                self.buffers[slot] = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+
+
+@dataclass(eq=False)
+class Exchange:
+    """What of one buffer goes to, or comes from, each peer: its copies, and their bytes (`loads`). `rounds` are of at
+    most `full` bytes, which the two sides have agreed on."""
+
+    copies: Sequence[Copy]
+    shards: Shards
+    by_peer: Mapping[int, Sequence[Copy]]
+    loads: dict[int, int]
+    full: dict[int, int] = field(default_factory=dict)
+    rounds: dict[int, list[Round]] = field(default_factory=dict)
+
+
+def _header(version: int, exchange: Exchange, peer: int) -> Tensor:
+    return torch.tensor((version, exchange.full[peer], sum(map(len, exchange.rounds[peer])), exchange.loads[peer]))
 
 
 class BucketCache:
     """The buckets of a link for each buffer that takes part in syncs: made once and used at each sync. They travel on
-    `device`. They share staging buffers, since a link has one sync at a time; with `reused` false, each has its own.
+    `device`. They share staging buffers, since a link has one sync at a time; with `reused` false, each round has its
+    own.
     """
 
     def __init__(
@@ -234,69 +270,110 @@ class BucketCache:
         self._device = device
         self._sizes = sizes
         self._limit = sizes.slots if reused else None
-        self._made: list[tuple[Sequence[Copy], Shards, dict[int, list[Bucket]]]] = []
+        self._made: list[Exchange] = []
         self._staging: dict[int, Staging] = {}
 
-    def by_peer(self, copies: Sequence[Copy], shards: Shards) -> dict[int, list[Bucket]]:
-        """Each peer's buckets, the same on both sides of a pair."""
+    def of(self, copies: Sequence[Copy], shards: Shards) -> Exchange:
         # By identity: comparing the copies of a large model would take longer than sending a small one.
-        for known_copies, known_shards, made in self._made:
-            if known_copies is copies and known_shards is shards:
-                return made
-        made = {}
-        for peer, own in self._connection.by_peer(copies).items():
-            staging = self._staging.setdefault(peer, Staging(self._limit, self._sizes.full))
-            made[peer] = buckets_of(own, shards, self._device, staging, self._sizes)
-        self._made = [*self._made[1 - _KEPT :], (copies, shards, made)]
-        return made
+        for known in self._made:
+            if known.copies is copies and known.shards is shards:
+                return known
+        by_peer, itemsizes = self._connection.by_peer(copies), _itemsizes(shards)
+        loads = {peer: sum(_nbytes(copy, itemsizes) for copy in own) for peer, own in by_peer.items()}
+        self._made = [*self._made[1 - _KEPT :], Exchange(copies, shards, by_peer, loads)]
+        return self._made[-1]
+
+    def rounds(self, exchange: Exchange, full: dict[int, int]) -> dict[int, list[Round]]:
+        """Each peer's rounds of at most so many bytes, the same on both sides of a pair."""
+        if exchange.full != full:
+            for peer, own in exchange.by_peer.items():
+                staging = self._staging.setdefault(peer, Staging(self._limit))
+                sizes = self._sizes._replace(full=full[peer])
+                exchange.rounds[peer] = rounds_of(own, exchange.shards, self._device, staging, sizes)
+            exchange.full = full
+        return exchange.rounds
 
     def clear(self) -> None:
         self._made.clear()
         self._staging.clear()
 
 
-def buckets_of(
+def rounds_of(
     copies: Sequence[Copy], shards: Shards, device: torch.device, staging: Staging, sizes: BucketSizes
-) -> list[Bucket]:
-    """The buckets to or from one peer, whose buffers lie on `device`."""
-    slabs: list[Copy] = []
-    for copy in copies:
-        # Both sides count from the region alone, so that they cut alike however each has it in memory.
-        parts = -(-copy.region.size * shards[copy.tensor].tensor.dtype.itemsize // sizes.full)
-        slabs += [copy] if parts < 2 else [replace(copy, region=slab) for slab in copy.region.cut(parts)]
-    pieces = [shards[slab.tensor].cut(slab.region) for slab in slabs]
-    made: list[Bucket] = []
-    staged = 0
-    for span in bundle([piece.nbytes for piece in pieces], sizes):
-        own, first, buffer, slot = pieces[span], pieces[span.start], None, None
-        # A bucket that lies as it travels needs no copy; memory of another device has to be staged.
-        if len(own) == 1 and first.is_contiguous() and first.device.type == device.type:
-            buffer = first.view(-1).view(torch.uint8)
-        else:
-            slot = staging.slot(staged)
-            staged += 1
-            # Copies from a GPU into memory that is not pinned go through a second buffer of the driver's.
-            pinned = first.is_cuda and device.type == "cpu"
-            buffer = staging.buffer(slot, sum(piece.nbytes for piece in own), device, pinned)
-        made.append(Bucket(tuple(slabs[span]), own, buffer, slot))
+) -> list[Round]:
+    """The rounds of one peer."""
+    planned = []
+    turn, room = 0, Counter[int]()
+    for messages in divide(copies, _itemsizes(shards), sizes):
+        pieces = [[shards[slab.tensor].cut(slab.region) for slab in slabs] for slabs in messages]
+        needed = [_staged(own, device) for own in pieces]
+        slot = staging.slot(turn)
+        turn += any(needed)
+        room[slot] = max(room[slot], sum(needed))
+        planned.append((slot, messages, pieces, needed))
+    # Copies from a GPU into memory that is not pinned go through a second buffer of the driver's.
+    pinned = device.type == "cpu" and any(shard.tensor.is_cuda for shard in shards.values())
+    staging.reserve(room, device, pinned)
+    made: list[Round] = []
+    for slot, messages, pieces, needed in planned:
+        made.append([])
+        for slabs, own, nbytes, end in zip(messages, pieces, needed, accumulate(needed), strict=True):
+            if nbytes:
+                start = end - nbytes
+                buffer = staging.buffers[slot][start : start + sum(piece.nbytes for piece in own)]
+            else:
+                buffer = own[0].view(-1).view(torch.uint8)
+            made[-1].append(Bucket(slabs, own, buffer, slot if nbytes else None))
     return made
 
 
-def bundle(pieces: Sequence[int], sizes: BucketSizes) -> list[slice]:
-    """Divide a list of pieces of so many bytes into messages, in order: a large piece is one by itself, neighbours that
-    are small share one until it is full.
+def _staged(pieces: Sequence[Tensor], device: torch.device) -> int:
+    """The bytes of a staging buffer that a message takes; 0 for one that travels from and to where it lies."""
+    first = pieces[0]
+    # Memory of another device has to be staged.
+    if len(pieces) == 1 and first.is_contiguous() and first.device.type == device.type:
+        return 0
+    return -(-sum(piece.nbytes for piece in pieces) // ALIGN) * ALIGN
+
+
+def divide(copies: Sequence[Copy], itemsizes: Mapping[str, int], sizes: BucketSizes) -> list[list[tuple[Copy, ...]]]:
+    """Divide what goes between two ranks, in order, into rounds of at most `full` bytes, and each round into messages:
+    a large piece is one by itself, and the small ones of a round share one. Pure. `itemsizes` are by tensor.
+
+    A copy is cut where a round is full, along its first dimension; finer where a slab of that is more than a round.
     """
-    spans: list[slice] = []
-    start, filled = 0, 0
-    for index, nbytes in enumerate(pieces):
-        if filled and (nbytes >= sizes.large or filled >= sizes.full):
-            spans.append(slice(start, index))
-            start, filled = index, 0
-        filled += nbytes
-        if nbytes >= sizes.large:
-            spans.append(slice(start, index + 1))
-            start, filled = index + 1, 0
-    return [*spans, slice(start, len(pieces))] if filled else spans
+    rounds: list[list[Copy]] = [[]]
+    room = sizes.full
+    for copy in copies:
+        pending = [copy.region]
+        while pending:
+            region = pending.pop()
+            nbytes = region.size * itemsizes[copy.tensor]
+            dim, extent = next(((d, n) for d, n in enumerate(region.shape) if n > 1), (0, 1))
+            slab = nbytes // extent
+            if nbytes <= room or (extent == 1 and room == sizes.full):
+                rounds[-1].append(replace(copy, region=region))
+                room -= nbytes
+            elif slab > room and room < sizes.full:
+                rounds.append([])
+                room = sizes.full
+                pending.append(region)
+            else:
+                pending += reversed(region.parted(dim, max(1, room // slab)))
+    made: list[list[tuple[Copy, ...]]] = []
+    for own in rounds:
+        made.append([(copy,) for copy in own if _nbytes(copy, itemsizes) >= sizes.large])
+        if small := tuple(copy for copy in own if _nbytes(copy, itemsizes) < sizes.large):
+            made[-1].append(small)
+    return made
+
+
+def _itemsizes(shards: Shards) -> dict[str, int]:
+    return {name: shard.tensor.dtype.itemsize for name, shard in shards.items()}
+
+
+def _nbytes(copy: Copy, itemsizes: Mapping[str, int]) -> int:
+    return copy.region.size * itemsizes[copy.tensor]
 
 
 def pack(bucket: Bucket) -> None:

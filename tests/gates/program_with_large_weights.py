@@ -23,6 +23,7 @@ from penstock.runtime.tensor import link, one_sided
 from penstock.runtime.tensor.process_group import Connection, Message
 
 PARTS, PART_BYTES, FILE_LIMIT = 8, 2 << 20, 16 << 20
+SMALL = 1 << 18  # bytes: more than what else travels with all versions
 PATIENCE_S = 60.0
 COPY, SEND = one_sided.copy_elements, Connection.send  # type: ignore[attr-defined]
 
@@ -43,15 +44,17 @@ class LargePolicy(FakePolicy):
 
 
 class Halfway:
-    """Stops at the middle of a version: called for each piece that is sent."""
+    """Stops at the middle of a version: called for each piece or message that is sent. `moved` are the bytes of those
+    that are not small, of all versions."""
 
     def __init__(self, mark: Path, at: int) -> None:
-        self.mark, self.last = mark, at * PARTS + PARTS // 2
-        self.count, self.works = 0, list[Message]()
+        self.mark, self.first = mark, at * PARTS * PART_BYTES
+        self.moved, self.works = 0, list[Message]()
 
     def __call__(self, nbytes: int) -> None:
-        self.count += nbytes == PART_BYTES
-        if nbytes != PART_BYTES or self.count != self.last + 1:
+        before, half = self.moved, self.first + PARTS * PART_BYTES // 2
+        self.moved += nbytes if nbytes > SMALL else 0
+        if not before <= half < self.moved:
             return
         for work in self.works:
             work.wait()
@@ -67,7 +70,7 @@ class Halfway:
     def send(self, connection: Connection, buffer: Tensor, *address: Any) -> Message:
         self(buffer.nbytes)
         work = SEND(connection, buffer, *address)
-        if buffer.nbytes == PART_BYTES and self.count > self.last - PARTS // 2:
+        if buffer.nbytes > SMALL and self.moved > self.first + SMALL:
             self.works.append(work)  # of this version
         return work
 

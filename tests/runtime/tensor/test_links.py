@@ -1,5 +1,6 @@
 """Links between processes: weights arrive equal, and who fails is named, whatever carries them; never a hang."""
 
+import itertools
 import math
 import os
 import queue
@@ -20,6 +21,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore, HashStore
 
@@ -39,8 +42,17 @@ from penstock.runtime.tensor.process_group import (
     interface_of,
     open_world,
 )
-from penstock.runtime.tensor.reshard import BUCKET, LARGE
-from penstock.runtime.tensor.send_recv import GLOO_SIZES, MessageTransport, Staging, buckets_of, bundle, pack, unpack
+from penstock.runtime.tensor.reshard import BUCKET
+from penstock.runtime.tensor.send_recv import (
+    GLOO_SIZES,
+    BucketSizes,
+    MessageTransport,
+    Staging,
+    divide,
+    pack,
+    rounds_of,
+    unpack,
+)
 from penstock.runtime.tensor.shm import SHM, SegmentError, create_segment, open_segment, sweep
 from penstock.runtime.tensor.weight_sync import Moved, SyncError, WeightPublisher, WeightReceiver
 
@@ -182,10 +194,10 @@ def test_a_sender_that_dies_half_way_leaves_the_live_version_as_it_was(links: An
 
 
 def kill_half_way(monkeypatch: Any, end: End, peer: Peer) -> None:
-    """While the first piece is written; or after the first wait, which is for the header: then all messages are under
-    way, and what is half way ends with the deadline alone.
+    """While the first piece is written; or after the wait for the header: then all messages are under way, and what is
+    half way ends with the deadline alone.
     """
-    wait = Message.wait
+    wait, waits = Message.wait, itertools.count(1)
 
     def kill() -> None:
         if peer.process.poll() is None:
@@ -194,7 +206,8 @@ def kill_half_way(monkeypatch: Any, end: End, peer: Peer) -> None:
 
     def wait_then_kill(message: Message) -> Tensor:
         found = wait(message)
-        if message._connection is end.opened._connection:  # type: ignore[union-attr]
+        # The first one is for the version that the peer awaits.
+        if message._connection is end.opened._connection and next(waits) == 2:  # type: ignore[union-attr]
             kill()
             hurry(end.opened, 2)
         return found
@@ -496,10 +509,14 @@ def test_a_large_piece_is_cut_alike_on_both_sides_whichever_has_it_strided() -> 
     source = {"t": Shard(Region.whole(SHAPE), torch.arange(6e6).view(SHAPE))}
     target = {"t": Shard(LEFT, torch.zeros(LEFT.shape))}
     copies = [Copy("t", 0, 0, LEFT)]
-    sent, received = (buckets_of(copies, parts, CPU, Staging(2), GLOO_SIZES) for parts in (source, target))
+    sent, received = (
+        [bucket for own in rounds_of(copies, parts, CPU, Staging(2), GLOO_SIZES) for bucket in own]
+        for parts in (source, target)
+    )
     assert [p.copies for p in sent] == [p.copies for p in received]
     assert [p.slot for p in sent] == [k % 2 for k in range(len(sent))]
-    assert all(p.slot is None for p in received)
+    # The last message is what is left, and small.
+    assert [p.slot for p in received] == [None] * len(received)
     assert all(p.buffer.nbytes <= BUCKET for p in sent)
     for out, into in zip(sent, received, strict=True):
         pack(out)
@@ -507,26 +524,66 @@ def test_a_large_piece_is_cut_alike_on_both_sides_whichever_has_it_strided() -> 
     assert torch.equal(target["t"].tensor, source["t"].tensor[:, :1000])
 
 
-@pytest.mark.parametrize(("limit", "needed"), [(2, 2 * BUCKET), (None, LEFT.size * 4)])
-def test_staging_buffers_take_turns_up_to_a_limit(limit: Any, needed: int) -> None:
+@pytest.mark.parametrize("limit", [2, None])
+def test_staging_buffers_take_turns_up_to_a_limit_and_are_as_large_as_they_must_be(limit: Any) -> None:
     parts, staging = {"t": Shard(Region.whole(SHAPE), torch.zeros(SHAPE))}, Staging(limit)
     for _ in range(2):
-        made = buckets_of([Copy("t", 0, 0, LEFT)], parts, CPU, staging, GLOO_SIZES)
-    for bucket in made:
+        made = rounds_of([Copy("t", 0, 0, LEFT)], parts, CPU, staging, GLOO_SIZES)
+    for bucket in (bucket for own in made for bucket in own):
         bucket.buffer.view(torch.float32).fill_(7.0)
         unpack(bucket)
-    assert sum(buffer.nbytes for buffer in staging.buffers.values()) == needed
+    sizes = [buffer.nbytes for buffer in staging.buffers.values()]
+    assert len(sizes) == (limit or len(made))
+    assert LEFT.size * 4 <= sum(sizes) + BUCKET * (len(made) - len(sizes))
+    assert max(sizes) <= BUCKET
     assert (parts["t"].tensor[:, :1000] == 7.0).all()
     assert (parts["t"].tensor[:, 1000:] == 0.0).all()
 
 
-def test_messages_hold_every_piece_once_in_order_and_large_ones_alone() -> None:
-    sizes = [10, LARGE, 20, 30, LARGE - 1, LARGE - 1, LARGE - 1, LARGE - 1, LARGE - 1, 5, LARGE * 9, LARGE]
-    spans = bundle(sizes, GLOO_SIZES)
-    assert [i for span in spans for i in range(span.start, span.stop)] == list(range(len(sizes)))
-    for group in (sizes[span] for span in spans):
-        assert len(group) == 1 or (max(group) < LARGE and sum(group[:-1]) < BUCKET)
-    assert bundle([], GLOO_SIZES) == []
+def test_the_messages_of_a_round_have_places_of_their_own_in_its_staging_buffer() -> None:
+    wide = {name: torch.randn(8, 6) for name in "abc"}
+    shards = {name: Shard(Region.whole((8, 3)), t[:, :3]) for name, t in wide.items()}
+    copies = [Copy(name, 0, 0, Region.whole((8, 3))) for name in "abc"]
+    (own,) = rounds_of(copies, shards, CPU, Staging(2), BucketSizes(large=96, full=300, slots=2))
+    assert len(own) == 3
+    for bucket in own:
+        pack(bucket)
+    expected = {name: t[:, :3].clone() for name, t in wide.items()}
+    for t in wide.values():
+        t.zero_()
+    for bucket in own:
+        unpack(bucket)
+    assert all(torch.equal(wide[name][:, :3], t) for name, t in expected.items())
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.lists(st.integers(1, 6), max_size=3), st.sampled_from([1, 2, 8])), min_size=1, max_size=6),
+    st.integers(8, 60),
+    st.integers(1, 60),
+)
+def test_rounds_have_every_element_once_and_are_full_and_large_pieces_travel_alone(
+    tensors: list[tuple[list[int], int]], full: int, large: int
+) -> None:
+    copies = [Copy(str(k), 0, 0, Region.whole(shape)) for k, (shape, _) in enumerate(tensors)]
+    itemsizes = {str(k): itemsize for k, (_, itemsize) in enumerate(tensors)}
+    rounds = divide(copies, itemsizes, BucketSizes(large, full, 2))
+    found: dict[str, list[tuple[int, ...]]] = {name: [] for name in itemsizes}
+    sums = []
+    for messages in rounds:
+        sizes = [[copy.region.size * itemsizes[copy.tensor] for copy in message] for message in messages]
+        sums.append(sum(map(sum, sizes)))
+        assert all(len(each) == 1 for each in sizes if max(each) >= large)
+        assert sum(max(each) < large for each in sizes) <= 1
+        for copy in (copy for message in messages for copy in message):
+            found[copy.tensor] += itertools.product(*map(range, copy.region.start, copy.region.stop))
+    for copy in copies:
+        elements = list(itertools.product(*map(range, copy.region.start, copy.region.stop)))
+        assert sorted(found[copy.tensor]) == elements
+    assert max(sums) <= full
+    # A round is left when the next slab of a piece does not fit: no two neighbours could be one.
+    slabs = [math.prod(shape) * itemsize // next((n for n in shape if n > 1), 1) for shape, itemsize in tensors]
+    assert max(slabs) > full or all(a + b > full for a, b in itertools.pairwise(sums))
 
 
 # Memory that others write ------------------------------------------------------------------------------------

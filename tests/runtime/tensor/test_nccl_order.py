@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,16 +16,18 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from penstock.graph.protocols import Axes
+from penstock.runtime.plan.model_shape import SHAPES, Parallel
+from penstock.runtime.plan.sync_cost import layout
 from penstock.runtime.tensor import nccl
 from penstock.runtime.tensor.buffers import Shard, Shards
 from penstock.runtime.tensor.codec import DTYPES
 from penstock.runtime.tensor.digest import ChecksumError
-from penstock.runtime.tensor.layout import Layout, Region
+from penstock.runtime.tensor.layout import Copy, Layout, Region
 from penstock.runtime.tensor.link import ReplicaLink
-from penstock.runtime.tensor.nccl import NcclCarrier, nccl_sizes
+from penstock.runtime.tensor.nccl import NcclCarrier
 from penstock.runtime.tensor.process_group import TransportError
-from penstock.runtime.tensor.reshard import reshard
-from penstock.runtime.tensor.send_recv import BucketSizes, MessageTransport
+from penstock.runtime.tensor.reshard import nccl_round, reshard
+from penstock.runtime.tensor.send_recv import BucketSizes, MessageTransport, divide
 
 from .layouts import layouts_of
 from .peer import hurry
@@ -140,7 +143,9 @@ def weights(value: float) -> tuple[Any, Shards]:
 
 def comes(receiver: MessageTransport) -> None:
     """It comes to the version, and goes no further."""
-    receiver._connection.receive(torch.empty(3, dtype=torch.int64), 0, 0).wait()
+    connection = receiver._connection
+    connection.send(torch.tensor([0, SMALL.full]), 0, 0).wait()
+    connection.receive(torch.empty(4, dtype=torch.int64), 0, 0).wait()
 
 
 def test_a_receiver_that_gives_the_link_up_is_named_at_once_by_the_one_that_waits_for_it(monkeypatch: Any) -> None:
@@ -251,19 +256,56 @@ def test_another_version_than_is_awaited_is_refused_before_any_bucket_is_begun(m
     into = weights(0.0)[1]
     hurry(sender, 0.5)
     monkeypatch.setattr("tests.runtime.tensor.unbuffered_links._Met.is_completed", lambda call: False)
-    _, refused = together(
+    told, refused = together(
         lambda: sender.send(0, plan.sends(0), parts), lambda: receiver.receive(1, plan.receives(0), into)
     )
     assert isinstance(refused, ChecksumError)
     assert "source rank 0 sent {'version': 0" in str(refused)
+    assert isinstance(told, ChecksumError)
+    assert "destination rank 0 sent {'version': 1}, needed {'version': 0}" in str(told)
     assert into["t"].tensor.eq(0).all()
 
 
+# How large it goes -------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
-    ("ranks", "least", "most"), [(1, 16 << 20, 64 << 20), (8, 16 << 20, 32 << 20), (500, 1, 8 << 20)]
+    ("model", "trainer", "generator", "mean"),
+    [
+        ("llama-8b", Parallel(fsdp=8), Parallel(tp=2), 28 << 20),
+        ("llama-70b", Parallel(fsdp=8, tp=8), Parallel(tp=8), 60 << 20),
+        ("llama-8b", Parallel(fsdp=2), Parallel(), 200 << 20),
+        ("llama-8b", Parallel(), Parallel(tp=2), 200 << 20),
+        ("qwen3-0.6b", Parallel(fsdp=64), Parallel(tp=4), 2 << 20),
+    ],
 )
-def test_buckets_are_few_and_large_and_stage_no_more_with_more_peers(ranks: int, least: int, most: int) -> None:
-    sizes = nccl_sizes(ranks)
-    assert least <= sizes.full <= most
-    assert sizes.large <= sizes.full
-    assert sizes.full * min(ranks, 64) <= 256 << 20
+def test_a_sync_by_nccl_is_a_few_tens_of_calls_and_stages_no_more_with_more_peers(
+    model: str, trainer: Parallel, generator: Parallel, mean: int
+) -> None:
+    source, target = (layout(SHAPES[model], mesh, "bfloat16") for mesh in (trainer, generator))
+    plan = reshard(source, target)
+    pairs: defaultdict[tuple[int, int], list[Copy]] = defaultdict(list)
+    for copy in plan.copies:
+        pairs[copy.source, copy.destination].append(copy)
+    itemsizes = {t.name: 2 for t in target.tensors}
+    group: Any = UnbufferedGroup
+    carrier = NcclCarrier(None, group, HashStore())  # type: ignore[arg-type]
+    # What each rank can take, from what it knows of the plan: its own part.
+    loads: dict[tuple[int, int], defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for pair, copies in pairs.items():
+        for side, peer in ((0, 1), (1, 0)):
+            loads[side, pair[side]][pair[peer]] = sum(2 * copy.region.size for copy in copies)
+    room = {rank: carrier.room(own) for rank, own in loads.items()}
+    sizes, staged = [], Counter[tuple[int, int, int]]()
+    for (a, b), copies in pairs.items():
+        full = min(room[0, a][b], room[1, b][a])
+        for number, messages in enumerate(divide(copies, itemsizes, carrier.sizes._replace(full=full))):
+            sizes.append(sum(2 * copy.region.size for message in messages for copy in message))
+            staged.update({(0, a, number): sizes[-1], (1, b, number): sizes[-1]})
+    assert sum(sizes) == plan.nbytes
+    assert max(number for _, _, number in staged) < 35
+    assert sum(sizes) >= mean * len(sizes)
+    for (side, rank, _), nbytes in staged.items():
+        own = loads[side, rank]
+        # Parts of a round are rounded up.
+        assert nbytes <= nccl_round(sum(own.values()), len(own)) + len(own) <= (512 << 20) + len(own)

@@ -62,6 +62,6 @@ def with_gpus(monkeypatch: Any, sizes: BucketSizes) -> dict[str, Unbuffered]:
     facts = RankFacts(0, 0, 0, 0, 2_027_003)
     monkeypatch.setattr(RankFacts, "here", staticmethod(lambda *given: facts._replace(gpu=next(_numbers))))
     monkeypatch.setattr(link, "NcclGroup", UnbufferedGroup)
-    monkeypatch.setattr(nccl, "nccl_sizes", lambda ranks: sizes)
+    monkeypatch.setattr(nccl, "NCCL_SIZES", sizes)
     _worlds.clear()
     return _worlds
