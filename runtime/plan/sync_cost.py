@@ -4,7 +4,7 @@ A sync takes as long as its busiest rank: the bytes that the real resharding pla
 that rank's NIC (both ways at once), and a message for each peer. Packing and checksums are left out. A run has one plan
 for each replica, all alike, so that trainers send to n replicas n times as much as to one; unless weights cross hosts
 and a chain is faster (`tensor.broadcast_chain`): then trainers send to its heads only, and the last replica of a chain
-is behind the first one by a bucket for each link.
+is behind the first one by a round for each link.
 
 The resharding plan is of a decoder's logical tensors, cut as those of the models that run (a test compares them), for
 any shape.
@@ -19,7 +19,7 @@ from penstock.runtime.cluster.gpus import Gpu, Precision
 from penstock.runtime.plan.collectives import Cost
 from penstock.runtime.plan.model_shape import Parallel, Shape
 from penstock.runtime.tensor.layout import Layout, Mesh, sharded
-from penstock.runtime.tensor.reshard import BUCKET, num_heads, reshard
+from penstock.runtime.tensor.reshard import nccl_round, num_heads, reshard
 
 # Of tensors by name: the sizes, and what tensor parallelism cuts, as `rule_of` reads it.
 Table = dict[str, tuple[tuple[int, ...], Rule]]
@@ -154,10 +154,11 @@ def sync_cost(
     heads = num_heads(moved.sent, moved.received, replicas) if chained else replicas
     out = moved.sent * heads / (trainer.nvlink if together else trainer.nic)
     into = moved.received / (generator.nvlink if together else generator.nic)
-    # All chains are fed at once, and each link passes on a bucket while the next one comes.
+    # All chains are fed at once, and each link passes on a round while the next one comes.
     latency_s, hops = max(trainer.latency_s, generator.latency_s), ceil(replicas / heads) - 1
     parts = {"wire": max(out, into), "messages": moved.peers * latency_s, "swap": generator.engine.swap_s}
-    return Cost({**parts, "chain": hops * (BUCKET / generator.nic + latency_s)} if hops else parts)
+    behind = nccl_round(ceil(moved.received), 1) / generator.nic + latency_s
+    return Cost({**parts, "chain": hops * behind} if hops else parts)
 
 
 def switch_cost(gpu: Gpu, leaving: float, coming: float) -> Cost:

@@ -36,7 +36,7 @@ from penstock.runtime.plan.train_cost import (
     step_memory,
     trainer_memory,
 )
-from penstock.runtime.tensor.reshard import BUCKET, chain, reshard
+from penstock.runtime.tensor.reshard import chain, nccl_round, reshard
 from tests.nodes.tiny_model import parameter_shapes
 
 H100, LLAMA = GPUS["H100"], SHAPES["llama-8b"]
@@ -305,7 +305,9 @@ def test_few_trainers_feed_chains_of_many_replicas_as_a_run_does(trainers: int, 
     assert direct["wire"] == pytest.approx(8 / heads * moved.received / 40e9, rel=0.01)
     assert chained["wire"] == pytest.approx(moved.received / 40e9, rel=0.01)
     assert ("chain" in chained) == (heads < 8)
-    assert chained.get("chain", 0.0) == pytest.approx((8 // heads - 1) * (BUCKET / 40e9 + H100.latency_s))
+    assert chained.get("chain", 0.0) == pytest.approx(
+        (8 // heads - 1) * (nccl_round(moved.received, 1) / 40e9 + H100.latency_s)
+    )
 
 
 @pytest.mark.parametrize(
