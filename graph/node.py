@@ -9,6 +9,7 @@ import functools
 import re
 import reprlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, TypeVarTuple, overload
 
 from penstock.graph.errors import defined, fault, nearest
@@ -267,6 +268,17 @@ def node(
 
 class Dropped:
     """Instead of outputs: the group is to be dropped."""
+
+
+@dataclass(frozen=True)
+class Paused:
+    """Instead of the outputs of a `Stream`: the firing pauses, and goes on later, perhaps on another replica.
+
+    `value`, an instance of the class of the node's first output, is what there is so far: the input `paused` of the
+    next segment.
+    """
+
+    value: Any
 
 
 class Filter:

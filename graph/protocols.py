@@ -82,12 +82,14 @@ class Stream(Protocol):
     """The state of a node that works on several firings at once, such as an engine with slots."""
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
-        """Take a firing; its outputs come from `step` later. `inputs` hold the edges' values only."""
+        """Take a firing; its outputs come from `step` later. `inputs` hold the edges' values only, and `paused`, what
+        the firing goes on from, if it has paused."""
 
     def step(self) -> Sequence[tuple[Any, Any]]:
         """Work a little (one decode step); the finished firings, as (tag, outputs).
 
-        An exception in place of the outputs is the failure of that firing alone. One that is raised fails them all.
+        A `Paused` in place of the outputs asks for another segment, here or on another replica. An exception is the
+        failure of that firing alone. One that is raised fails them all.
         """
 
     def busy(self) -> bool:

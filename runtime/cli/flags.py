@@ -274,6 +274,9 @@ class SimulateFlags(DrawingFlags, ProgramFlags, Planning):
     """Seconds of each node's firing, such as generate=0.05; generate=0.05~0.5 draws them from a lognormal with that
     mean and sigma. publish, wire and swap are the parts of a weight sync. A fake node has its option ms by default. In
     a plan, models and syncs have theirs, and other nodes take no time by default."""
+    segment: Annotated[tuple[str, ...], Shown("NODE=S …")] = ()
+    """Seconds after which a node's firing pauses, such as generate=2, and goes on where a replica has room; by default
+    never."""
     drop: Annotated[tuple[str, ...], Shown("NODE=SHARE …")] = ()
     """Share of the groups that a filter drops, such as keep=0.3; none by default."""
     again: Annotated[tuple[str, ...], Shown("NODE=SHARE …")] = ()

@@ -210,7 +210,7 @@ def given_durations(
             sync[name] = mean
         else:
             nodes[name], means[name] = LognormalSeconds(mean, sigma) if sigma else mean, mean
-    return Durations(nodes, **sync), means
+    return Durations(nodes, sync["publish"], sync["wire"], sync["swap"]), means
 
 
 def named_node(flag: str, word: str, names: Sequence[str], none: str) -> tuple[str, str]:

@@ -3,9 +3,9 @@
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from hashlib import blake2b
-from math import isclose
+from math import inf, isclose
 from pathlib import Path
 
 from penstock.graph.analysis import period_bound
@@ -82,7 +82,7 @@ def _of_program(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
         return given(graph, flags)
     if flags.plan and (said := said + changed(["batch"])):
         raise refuse(said[0], "beside --plan, which says it; needed one of both")
-    if contrary := changed(["drop", "again", "generators", "versions", "order"]):
+    if contrary := changed(["drop", "again", "generators", "versions", "order", "segment"]):
         why = OTHERWISE.get(contrary[0], "plans do not cover it")
         raise refuse(contrary[0], f"with a plan; needed none, since {why}")
     return planned(graph, flags, width)
@@ -91,6 +91,9 @@ def _of_program(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
 def given(graph: Graph, flags: SimulateFlags) -> Schedule:
     """The schedule of the seconds that the flags give. Raises CommandError for flags that cannot be understood."""
     durations, means = timing(graph, flags.duration)
+    pausing = [node.name for node in graph.nodes if node.fires and node.clock == "group" and not node.answers]
+    seconds = _numbers("--segment", flags.segment, pausing, "nodes per group", inf, "seconds", "2")
+    durations = replace(durations, segments={name: piece for name, piece in seconds.items() if piece})
     batch = flags.batch or BATCH
     plan = served(graph, place([graph], Cluster.local(), generators=flags.generators, slots=flags.slots))
     rules = Rules(batch, flags.updates, versions=flags.versions, order=flags.order)
@@ -152,7 +155,14 @@ def timing(graph: Graph, words: Sequence[str]) -> tuple[Durations, dict[str, flo
 
 
 def _shares(flag: str, words: Sequence[str], names: Sequence[str], kind: str) -> dict[str, float]:
-    """Shares as given. Raises CommandError for what is not NODE=SHARE of one of `names`, which are of this `kind`."""
+    return _numbers(flag, words, names, kind, 1.0, "a share from 0 to 1", "0.3")
+
+
+def _numbers(
+    flag: str, words: Sequence[str], names: Sequence[str], kind: str, most: float, what: str, example: str
+) -> dict[str, float]:
+    """Numbers from 0 to `most`, by node. Raises CommandError for what is not NODE=NUMBER of one of `names`, which are
+    of this `kind`."""
     found: dict[str, float] = {}
     for word in words:
         name, rest = named_node(flag, word, names, f"none, since the program has no {kind},")
@@ -160,8 +170,8 @@ def _shares(flag: str, words: Sequence[str], names: Sequence[str], kind: str) ->
             found[name] = float(rest)
         except ValueError:
             found[name] = -1.0
-        if not 0 <= found[name] <= 1:
-            raise CommandError(f"{flag}: given {word!r}, needed a share from 0 to 1, such as {name}=0.3", 2)
+        if not 0 <= found[name] <= most:
+            raise CommandError(f"{flag}: given {word!r}, needed {what}, such as {name}={example}", 2)
     return found
 
 

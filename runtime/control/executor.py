@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from penstock.graph.ir import Firing, Node
-from penstock.graph.node import Dropped, Filter
+from penstock.graph.node import Dropped, Filter, Paused
 from penstock.graph.protocols import Offloadable, Releasing
 from penstock.graph.types import Model, Rewards, Rollouts
 from penstock.runtime.control.checkpointing import Checkpointing, restore
@@ -42,6 +42,7 @@ from penstock.runtime.schedule.events import (
     Send,
     Swap,
     Swapped,
+    kept_as,
 )
 from penstock.runtime.tensor.checkpoint import require_savable
 from penstock.runtime.tensor.offload import Offload, OffloadError, give_back
@@ -253,6 +254,8 @@ class Executor:
             # What has left the device comes back while the inputs are fetched.
             self.resting.call(firing)
             inputs = self._inputs(held, command)
+            if firing.segment:
+                inputs["paused"] = self.values.get((firing, held.node.outputs[0].name), self._handles)
             if held.stream:
                 held.state.submit(firing, inputs)
                 held.submitted[firing] = began
@@ -315,6 +318,10 @@ class Executor:
         if isinstance(result, Dropped):
             return Result(Done(firing, replica, rank, dropped=True), {}, {}, began, monotonic())
         try:
+            if isinstance(result, Paused):
+                so_far = {held.node.outputs[0].name: result.value}
+                handles = self.values.keep(kept_as(firing, paused=True), so_far)
+                return Result(Done(firing, replica, rank, paused=True), handles, {}, began, monotonic())
             state, outputs, metrics = held.definition.split(result, stateful=held.stateful)
             _require_rows(held.node.name, inputs, outputs)
             # Before the state changes: an output that does not fit leaves the node as it was.
@@ -326,7 +333,7 @@ class Executor:
                 self.held.carried[name] = outputs[output]
                 self.held.history.note(name, firing.index + 1, outputs[output])
             kept = {name: value for name, value in outputs.items() if name not in made.values()}
-            handles = self.values.keep(firing, kept)
+            handles = self.values.keep(kept_as(firing, paused=False), kept)
         except Exception as error:
             return self._failure(firing, began, error)
         return Result(Done(firing, replica, rank, again=again), handles, dict(metrics), began, monotonic())

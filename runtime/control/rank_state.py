@@ -214,16 +214,16 @@ class HeldValues:
         columns are read when they are used, where its class allows that."""
         if read.joined and scattered and (batch := self._scattered(read, fire, handles)) is not None:
             return batch
-        found = []
-        for firing in read.firings(fire.firing, fire.groups):
-            key = firing, read.output
-            if key in self.kept:
-                found.append(_own(self.kept[key]))
-            elif self.fetch is not None and key in handles:
-                found.append(self.fetch(handles[key], self.setup.declared(*key)))
-            else:
-                raise KeyError(f"{self.setup.replica}: no value {firing}.{read.output}, and no handle of it")
+        found = [self.get((firing, read.output), handles) for firing in read.firings(fire.firing, fire.groups)]
         return join(found) if read.joined else found[0]
+
+    def get(self, key: Key, handles: Mapping[Key, ObjectRef]) -> Any:
+        """One value, from here or from who keeps it. Raises KeyError if it is not here and has no handle."""
+        if key in self.kept:
+            return _own(self.kept[key])
+        if self.fetch is not None and key in handles:
+            return self.fetch(handles[key], self.setup.declared(*key))
+        raise KeyError(f"{self.setup.replica}: no value {key[0]}.{key[1]}, and no handle of it")
 
     def _scattered(self, read: InputRead, fire: Fire, handles: Mapping[Key, ObjectRef]) -> Any:
         """A batch that is not read yet. None for a class that is no batch, or joins groups in its own way, and where

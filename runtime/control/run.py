@@ -41,6 +41,7 @@ from penstock.runtime.schedule.events import (
     Save,
     Saved,
     Send,
+    kept_as,
 )
 from penstock.runtime.schedule.idle_causes import states_of
 from penstock.runtime.schedule.replay import SegmentOrigin
@@ -132,7 +133,7 @@ class Stage:
         commands = self.scheduler.handle(event)
         states = states_of(self.scheduler)
         if result is not None and isinstance(event, Done) and result.outputs:
-            self.handles[event.firing].update(result.outputs)
+            self.handles[kept_as(event.firing, paused=event.paused)].update(result.outputs)
         if result is not None and result.manifest is not None:
             self.outbox.note(result.manifest)
         # What replicas were at when a run was aborted is what is said of its end.
@@ -221,7 +222,8 @@ class Stage:
 
     def _inputs(self, fire: Fire) -> list[Handle]:
         """The handles of a firing's inputs; those that its replica made itself are used without one."""
-        return [
+        made = self.handles.get(fire.firing, {}) if fire.firing.segment else {}  # what it goes on from
+        return [(fire.firing, output, handle) for output, handle in made.items()] + [
             (firing, read.output, handle)
             for read in self.reads.get(fire.firing.node, ())
             for firing in read.firings(fire.firing, fire.groups)

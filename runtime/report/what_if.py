@@ -118,7 +118,8 @@ def fit(stage: StageHistory) -> Fit | None:
     sync = sum(parts.values())
     means |= {node.name: sync for node in stage.origin.graph.nodes if node.construct == "broadcast"}
     means |= {node.name: 0.0 for node in stage.origin.graph.nodes if node.fires and node.name not in means}
-    return Fit(Durations(dict(nodes), **parts), _verdicts(stage), means)
+    durations = Durations(dict(nodes), parts["publish"], parts["wire"], parts["swap"])
+    return Fit(durations, _verdicts(stage), means)
 
 
 def first_usual(stage: StageHistory, step: NodeStep) -> int:

@@ -18,13 +18,14 @@ class Begin(Packable, frozen=True):
 
 class Done(Packable, frozen=True):
     """A rank finished a firing. `dropped` is a filter's verdict on its group; `again` says of a group that takes
-    turns that it wants another one."""
+    turns that it wants another one; `paused`, that the group goes on where it is in another segment."""
 
     firing: Firing
     replica: str
     rank: int = 0
     dropped: bool = False
     again: bool = False
+    paused: bool = False
 
 
 class Failed(Packable, frozen=True):
@@ -182,6 +183,12 @@ def answer(command: Question, rank: int = 0) -> Answer:
             return Arrived(channel, version, replica, rank)
         case Swap(channel, version, replica):
             return Swapped(channel, version, replica, rank)
+
+
+def kept_as(firing: Firing, *, paused: bool) -> Firing:
+    """The name under which what a firing has made is kept: a paused one's begins the next segment, and what the last
+    segment has made is the whole."""
+    return firing._replace(segment=firing.segment + 1 if paused else 0)
 
 
 def first_answer(event: Answer | Copied) -> Answer:

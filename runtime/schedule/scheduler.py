@@ -35,6 +35,8 @@ Invariants, checked after each event of the tests by `tests/runtime/schedule/che
     once if it was not turn 0, and only then read by others.
 13. A group that reads a delayed value starts when its version is at least needed_version(before(g), lag, batch), and is
     told the update that it is for: before(g) // batch.
+14. A firing that has paused goes on in segment 1, 2, … on any replica, from what the segment before has left. That is
+    freed when the segment that reads it is over.
 """
 
 from collections.abc import Mapping, Sequence
@@ -179,8 +181,8 @@ class Scheduler(State):
                 return None
             self.verdicts[firing].add("failed")
             self.raised = event.error
-        elif event.dropped or event.again:
-            self.verdicts[firing] |= {name for name in ("dropped", "again") if getattr(event, name)}
+        elif event.dropped or event.again or event.paused:
+            self.verdicts[firing] |= {name for name in ("dropped", "again", "paused") if getattr(event, name)}
         # A firing is over when all its ranks have answered: a retry must not meet the rest of the try that failed.
         if not last:
             return ()
@@ -191,7 +193,7 @@ class Scheduler(State):
         if step.per_update:
             transitions.update_done(self, step, firing, replica)
         elif "failed" in verdicts:
-            transitions.group_failed(self, firing, replica)
+            transitions.group_failed(self, firing, replica, verdicts)
         else:
             return transitions.group_done(self, step, firing, replica, verdicts)
         return None

@@ -111,12 +111,14 @@ class Durations:
     """Seconds of each node, and of the three parts of a sync. Sources and filters take no time unless they are given.
 
     publish: the snapshot, on the trainer. wire: the transfer to one replica, beside other work. swap: between steps.
+    segments: seconds after which a node's firing pauses, and goes on where there is room; none is never.
     """
 
     nodes: Mapping[str, Duration] = field(default_factory=dict)
     publish: float = 0.0
     wire: float = 0.0
     swap: float = 0.0
+    segments: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, firing: Firing) -> float | Batching:
         given = self.nodes.get(firing.node, 0.0)
@@ -399,7 +401,10 @@ class _Clock:
             known = [self._versions.pop(g) for g in command.groups if g in self._versions]
             self.result.lags.update(firing.index - made_with for made_with in known)
         if isinstance(seconds, int | float):
-            self._answer(command, self._bar(seconds, replica, firing.node, firing.index, kind, version))
+            piece = self.durations.segments.get(firing.node, inf)
+            left = seconds - (firing.segment and firing.segment * piece)
+            bar = self._bar(min(left, piece), replica, firing.node, firing.index, kind, version)
+            self._answer(command, bar, paused=left > piece)
         else:
             self._begun[firing] = command, self._bar(inf, replica, firing.node, firing.index, kind, version)
             engine = self._owners[id(seconds)], replica
@@ -418,18 +423,18 @@ class _Clock:
     def _bar(self, seconds: float, lane: str, name: str, index: int, kind: Kind, version: int | None = None) -> Bar:
         return Bar(lane, name, index, self.now, self.now + seconds, kind, version)
 
-    def _answer(self, command: Question, bar: Bar) -> None:
+    def _answer(self, command: Question, bar: Bar, *, paused: bool = False) -> None:
         """Every rank answers a command at the end of its bar."""
         if bar.kind == "update" or bar.end > bar.start:
             self.result.bars.append(bar)
         dropped = again = False
-        if isinstance(command, Fire):
+        if isinstance(command, Fire) and not paused:
             step = self.tables.steps[command.firing.node]
             dropped = step.filters and self.verdicts.dropped(command.firing)
             again = step.answers and self.verdicts.goes_on(command.firing)
         for rank in range(len(self.tables.replicas[command.replica].ranks)):
             event = answer(command, rank)
-            if dropped or again:
-                event = structs.replace(event, dropped=dropped, again=again)
+            if dropped or again or paused:
+                event = structs.replace(event, dropped=dropped, again=again, paused=paused)
             self._asked += 1
             heapq.heappush(self._answers, (bar.end, self._asked, event))

@@ -48,7 +48,8 @@ class GroupState:
     made: the steps that it has been through, each with the replica that holds its output.
     readers: for each of them, how many readers are still to come.
     working: firings in work on the group. finished: it has been through every step.
-    turns: what its turns have made so far, for each step that begins a bounded cycle.
+    turns: what its turns have made so far, for each step that begins a bounded cycle. paused: by step, the segment that
+    it goes on with, and the replica that holds what there is of it so far.
     With `order="ready"`, once it has read weights: `place`, how many groups stood before it then, and by step the last
     update at which the weights that it began with are not too old.
     """
@@ -59,6 +60,7 @@ class GroupState:
     working: int = 0
     finished: bool = False
     turns: dict[str, TurnState] = field(default_factory=dict)
+    paused: dict[str, tuple[Firing, str]] = field(default_factory=dict)
     place: int | None = None
     deadlines: dict[str, int] = field(default_factory=dict)
 
@@ -205,7 +207,7 @@ class State:
     done: the steps on the critical path that this update is done with. off_path: for each step off it, the update that
     it fires at next.
     between: the values that steps of this update made for later ones, and where they are.
-    verdicts: of firings in work, what some rank has said: "failed", "dropped", "again".
+    verdicts: of firings in work, what some rank has said: "failed", "dropped", "again", "paused".
     tries: how often a firing in work has failed. raised: what the last failure raised.
     drops, failures: groups that filters have dropped, and per-group firings that have failed, each try counted, since
     the last update.
@@ -361,7 +363,10 @@ class State:
 
     def firing(self, step: NodeStep, ordinal: int) -> Firing:
         """The next firing of a per-group step for a pending group, or the one in work."""
-        turns = self.ledger.groups[ordinal].turns.get(step.partner if step.answers else step.name)
+        group = self.ledger.groups[ordinal]
+        if step.name in group.paused:
+            return group.paused[step.name][0]
+        turns = group.turns.get(step.partner if step.answers else step.name)
         return Firing(step.name, ordinal, turns.turn if turns else 0)
 
     def place(self, ordinal: int) -> int:
@@ -390,7 +395,7 @@ class State:
         while ordinal < self.ledger.next:
             group = self.ledger.groups.get(ordinal)
             waits = group is not None and name not in group.made
-            if waits and (step.turns or Firing(name, ordinal) not in self.running):
+            if waits and (step.turns or self.firing(step, ordinal) not in self.running):
                 break
             ordinal += 1
         self.passed[name] = ordinal

@@ -8,6 +8,9 @@ both are there. The step that speaks fires for turn 0 as any step does. When it 
 that turn; it asks for another turn, or ends them. What a turn has made stays until the next one has read it; what the
 last one has made is the group's, as if there had been no other.
 
+*Segments* are pieces of one firing: a step that has paused goes on where any replica has room, from what it has left.
+What the last segment makes is kept as if there had been no other.
+
 *Updates* consume a batch each. A step on the critical path fires at the current update, one off it at its own pace.
 
 *Checkpoints* fall between two updates, when nothing that changes state is in work: then every rank copies its part
@@ -25,7 +28,7 @@ from typing import Any
 from penstock.graph.ir import Firing
 from penstock.runtime.schedule.admission import needed_version, needs_past_version, offer, reclaimable
 from penstock.runtime.schedule.compile import NodeStep
-from penstock.runtime.schedule.events import Commit, CommitTurn, Save
+from penstock.runtime.schedule.events import Commit, CommitTurn, Save, kept_as
 from penstock.runtime.schedule.state import GroupState, State, TurnState
 
 # Groups ---------------------------------------------------------------------------------------------------
@@ -34,12 +37,17 @@ from penstock.runtime.schedule.state import GroupState, State, TurnState
 def group_done(
     state: State, step: NodeStep, firing: Firing, replica: str, verdicts: Collection[str]
 ) -> Sequence[NodeStep] | None:
-    """A per-group firing is done, with the `verdicts` "dropped" or "again" of some rank. Returns the steps that may
-    start because of it; None where any step may."""
+    """A per-group firing is done, with the `verdicts` "dropped", "again" or "paused" of some rank. Returns the steps
+    that may start because of it; None where any step may."""
     group = state.ledger.find(firing.index)
     group.working -= 1
     if state.tries:
         state.tries.pop(firing, None)
+    if firing.segment:
+        state.free(*group.paused.pop(step.name))
+    if "paused" in verdicts:
+        return _pause(state, group, step, firing, replica)
+    firing = kept_as(firing, paused=False)
     made = {step.name: replica}
     if step.turns:
         made = _take_turn(state, group, step, firing, replica, again="again" in verdicts)
@@ -68,6 +76,17 @@ def group_done(
     # The common case by far: nothing may start but the step's readers, and what waited for its room.
     quiet = step.private and not step.turns and not complete and state.checkpoint is None
     return state.tables.stirs[step.name] if quiet else None
+
+
+def _pause(state: State, group: GroupState, step: NodeStep, firing: Firing, replica: str) -> Sequence[NodeStep] | None:
+    """A firing has paused: its group waits for room again, before all later ones."""
+    group.paused[step.name] = kept_as(firing, paused=True), replica
+    if group.ordinal in state.ledger.leaving:
+        _leave(state, group)
+        return None
+    state.passed[step.name] = min(state.passed[step.name], group.ordinal)
+    heapq.heappush(state.ready[step.name], group.ordinal)
+    return state.tables.stirs[step.name] if step.private and state.checkpoint is None else None
 
 
 def _take_turn(
@@ -104,11 +123,11 @@ def _take_turn(
     return {made.node: holder for made, holder in turns.made.items()}
 
 
-def group_failed(state: State, firing: Firing, replica: str) -> None:
+def group_failed(state: State, firing: Firing, replica: str, verdicts: Collection[str]) -> None:
     """A per-group firing failed on some of its ranks: try again, or give the group up."""
     group = state.ledger.find(firing.index)
     group.working -= 1
-    state.free(firing, replica)
+    state.free(kept_as(firing, paused="paused" in verdicts), replica)
     tries = state.tries.pop(firing, 0) + 1
     state.failures += 1
     updates = 1 + state.tables.max_lag
@@ -160,6 +179,8 @@ def _release(state: State, group: GroupState) -> None:
     for turns in group.turns.values():
         for made, holder in turns.made.items():
             state.free(made, holder)
+    for made, holder in group.paused.values():
+        state.free(made, holder)
     for name, count in group.readers.items():
         if count:
             state.free(Firing(name, group.ordinal), group.made[name])

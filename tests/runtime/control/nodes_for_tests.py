@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from penstock.graph import Context, Metrics, Policy, Program, Prompts, Rewards, Rollouts, node, program, trace
+from penstock.graph.node import Paused
 from penstock.nodes.fake import FakePolicy, FakePrompts
 from penstock.runtime.cluster.placement import Plan, Pool, Rank, Replica
 from penstock.runtime.control.rank_setup import RankSetup
@@ -16,15 +17,18 @@ from penstock.runtime.control.rank_setup import RankSetup
 
 class Basket:
     """A `Stream` that answers all it holds with their ordinals. A step raises while it holds `bad` for the first time;
-    it answers `odd` with what is no reward, and `cracked` with an exception."""
+    it answers `odd` with what is no reward, and `cracked` with an exception; it pauses at `slow`, with one less."""
 
-    def __init__(self, bad: int, odd: int, cracked: int) -> None:
-        self.bad = bad
+    def __init__(self, bad: int = -1, odd: int = -1, cracked: int = -1, slow: int = -1) -> None:
+        self.bad, self.slow = bad, slow
         self.answers: dict[int, Any] = {odd: "odd", cracked: ZeroDivisionError("one egg cracked")}
         self.held: dict[Any, Prompts] = {}
+        self.paused: dict[int, Rewards] = {}
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
         self.held[tag] = inputs["prompts"]
+        if "paused" in inputs:
+            self.paused[self.held[tag].ordinals[0]] = inputs["paused"]
 
     def step(self) -> Sequence[tuple[Any, Any]]:
         ordinals = {tag: prompts.ordinals[0] for tag, prompts in self.held.items()}
@@ -32,7 +36,15 @@ class Basket:
             self.bad = -1
             raise ZeroDivisionError("the basket fell")
         self.held.clear()
-        return [(tag, self.answers.get(o, Rewards(torch.tensor([float(o)])))) for tag, o in ordinals.items()]
+        return [(tag, self.answer(ordinal)) for tag, ordinal in ordinals.items()]
+
+    def answer(self, ordinal: int) -> Any:
+        less = Rewards(torch.tensor([ordinal - 1.0]))
+        if ordinal == self.slow and ordinal not in self.paused:
+            return Paused(less)
+        if ordinal in self.paused:
+            return self.paused[ordinal] + Rewards(torch.tensor([1.0]))
+        return self.answers.get(ordinal, less + Rewards(torch.tensor([1.0])))
 
     def busy(self) -> bool:
         return bool(self.held)
@@ -41,13 +53,13 @@ class Basket:
         self.held.clear()
 
 
-def make_basket(context: Context, *, bad: int, odd: int, cracked: int) -> Basket:
-    return Basket(bad, odd, cracked)
+def make_basket(context: Context, *, bad: int, odd: int, cracked: int, slow: int) -> Basket:
+    return Basket(bad, odd, cracked, slow)
 
 
 @node(pool="worker", init=make_basket)
 def basket(
-    state: Basket, prompts: Prompts, *, bad: int = -1, odd: int = -1, cracked: int = -1
+    state: Basket, prompts: Prompts, *, bad: int = -1, odd: int = -1, cracked: int = -1, slow: int = -1
 ) -> tuple[Basket, Rewards]:
     raise NotImplementedError("the executor drives the stream")
 
@@ -64,8 +76,10 @@ def learn(policy: FakePolicy, rewards: Rewards) -> tuple[FakePolicy, Metrics]:
 
 
 @program
-def baskets(policy: FakePolicy, prompts: FakePrompts, *, bad: int = -1, odd: int = -1, cracked: int = -1) -> Policy:
-    return learn(policy, doubled(basket(prompts, bad=bad, odd=odd, cracked=cracked)))
+def baskets(
+    policy: FakePolicy, prompts: FakePrompts, *, bad: int = -1, odd: int = -1, cracked: int = -1, slow: int = -1
+) -> Policy:
+    return learn(policy, doubled(basket(prompts, bad=bad, odd=odd, cracked=cracked, slow=slow)))
 
 
 @node(pool="worker")

@@ -48,7 +48,7 @@ class Cupboard(Basket):
 
 
 def make_cupboard(context: Context) -> Cupboard:
-    return Cupboard(-1, -1, -1)
+    return Cupboard()
 
 
 @node(pool="worker", init=make_cupboard)

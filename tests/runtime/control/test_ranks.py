@@ -162,6 +162,22 @@ def test_groups_given_up_in_a_step_that_raised_are_never_answered(tmp_path: Path
     assert answers(executor.step()) == of("Done", "basket", 3)
 
 
+def test_a_firing_that_pauses_goes_on_from_what_it_left(tmp_path: Path) -> None:
+    executor = make(tmp_path, slow=1)
+    fire(executor, "prompts", [1, 2])
+    fire(executor, "basket", [1, 2])
+    paused, done = executor.step()
+    assert paused.event == Done(Firing("basket", 1), "worker/0", paused=True)
+    assert answers([done]) == of("Done", "basket", 2)
+    # What it has left is the next segment's; the whole is called as if there were one only.
+    second = Firing("basket", 1, segment=1)
+    order(executor, Fire(second, "worker/0", (1,)))
+    assert answers(executor.step()) == [("Done", second)]
+    order(executor, Free((second,), "worker/0"))
+    (result,) = fire(executor, "doubled", [1])
+    assert result.metrics == {"reward_mean": 1.0}
+
+
 def test_an_output_that_does_not_fit_fails_its_own_firing(tmp_path: Path) -> None:
     executor = make(tmp_path, odd=1)
     fire(executor, "prompts", range(3))

@@ -151,6 +151,11 @@ class Work:
     failed: bool = False
     dropped: bool = False
     again: bool = False
+    paused: bool = False
+
+    def made(self, firing: Firing) -> Firing:
+        """What its outputs are called: those of a paused one begin the next segment."""
+        return firing._replace(segment=(firing.segment + 1) * self.paused)
 
 
 @dataclass
@@ -184,6 +189,7 @@ class Checker:
         self.makers = {carried: f.name for f in self.facts.values() for carried in f.makes}
         self.talks: dict[tuple[str, int], Talk] = defaultdict(Talk)
         self.unsettled: dict[Firing, str] = {}
+        self.segments: dict[tuple[str, int], Firing] = {}
         self.drops = self.failures = 0
         self.doomed = self.cutting = self.final = self.last = False
         self.outliving = False
@@ -238,6 +244,7 @@ class Checker:
                 if isinstance(event, Done):
                     work.dropped |= event.dropped
                     work.again |= event.again
+                    work.paused |= event.paused
                 else:
                     work.failed = True
                     spent = self.attempts[event.firing] >= self.rules.retries and self.rules.on_failure == "stop"
@@ -282,15 +289,19 @@ class Checker:
     def _group_done(self, facts: Facts, firing: Firing, work: Work) -> None:
         alive = self.books.fates[firing.index] == "pending"
         if work.failed:
-            self.debris.add((firing, work.replica))
+            self.debris.add((work.made(firing), work.replica))
             self.attempts[firing] += 1
             self.failures += 1
             self.doomed |= self.failures >= max(self._under_way(self.rules.failures), self.rules.retries + 1)
             if alive and self.attempts[firing] > self.rules.retries and self.rules.on_failure == "replace":
                 self.books.fates[firing.index] = "failed"
             return
+        self.segments.pop(firing[:2], None)
+        key, firing = firing[:2], work.made(firing)
         self.books.values[firing] = work.replica
-        if not facts.turns:
+        if work.paused:
+            self.segments[key] = firing
+        elif not facts.turns:
             self.books.made[firing.index][firing.node] = work.replica
         elif alive:
             # Half a turn is done; after the last one, what both nodes made is the group's.
@@ -465,6 +476,9 @@ class Checker:
     def _needed(self, value: Firing) -> bool:
         """Has a value a reader in work or still to come?"""
         facts, made = self.facts[value.node], self.books.made[value.index]
+        if value.segment:
+            due = self.segments.get(value[:2]) == value and self.books.fates[value.index] == "pending"
+            return due or value in self.running
         if facts.per_update:
             return any(self.applied[r] <= value.index and self.facts[r].due(value.index) for r in facts.readers)
         alive = self.books.fates[value.index] == "pending"
@@ -521,6 +535,10 @@ class Checker:
         fate = self.books.fates.get(ordinal)
         self._true(command.groups == (ordinal,) and fate == "pending", 1, f"{command} of a group {fate}")
         self._true(name not in self.books.made[ordinal], 1, f"{firing} is done already")
+        self._true(not self._working(name, ordinal), 1, f"{firing} is in work in another segment")
+        due = self.segments.get((name, ordinal))
+        fits = due in (firing, None) and bool(due) == bool(firing.segment) and (not due or due in self.books.values)
+        self._true(fits, 14, f"{firing} while {due} is due")
         self._true(not self.final or self.pinned, 8, f"{firing} after a final checkpoint")
         for read in facts.groups:
             self._true(Firing(read, ordinal) in self.books.values, 7, f"{firing} reads {read}, not there")
@@ -531,14 +549,14 @@ class Checker:
         if facts.weights and self.rules.order == "ready":
             self.books.places.setdefault(ordinal, self.before(ordinal))
         for channel, _ in facts.weights:
-            held = self.buffers[channel][command.replica]
-            self.books.versions[ordinal, name, channel, firing.turn] = held.live
+            held, key = self.buffers[channel][command.replica], (ordinal, name, channel, firing.turn)
+            self.books.versions[key] = self.books.versions[key] if firing.segment else held.live
         slot = self.before(ordinal) // self.rules.batch if facts.delays else 0
         self._true(command.update == slot, 13, f"{command} is for update {slot}")
 
     def _take_turn(self, facts: Facts, firing: Firing) -> None:
         """The halves of a group's turns come in order, and read what the half and the turn before have made."""
-        speaks = facts.hears or facts.name
+        speaks, segment, firing = facts.hears or facts.name, firing.segment, firing._replace(segment=0)
         talk = self.talks[speaks, firing.index] if facts.turns else Talk()
         fits = firing.turn == talk.turn < max(facts.turns, 1) and self._its_turn(facts, firing.index)
         self._true(fits, 12, f"{firing} while {talk} is due")
@@ -550,7 +568,7 @@ class Checker:
             reads = [before, before._replace(node=facts.heard_by)] if firing.turn else []
         for read in reads:
             self._true(read in self.books.values, 7, f"{firing} reads {read}, which is not there")
-        if facts.heard_by and not firing.turn:
+        if facts.heard_by and not firing.turn and not segment:
             for key in [k for k in self.books.versions if k[:2] == (firing.index, firing.node)]:
                 del self.books.versions[key]
 

@@ -193,4 +193,7 @@ def random_setting(rng: Random) -> Setting:
     names = [*(n.name for n in graph.nodes), *(r.name for r in plan.replicas), "policy>generator", "critic>trainer"]
     slow = frozenset(rng.sample(names, rng.choice([0, 0, 1, 2])))
     again = {n.name: rng.choice([0.0, 0.5, 0.9, 1.0]) for n in firing if n.turns}
-    return Setting(graph, plan, rules, fails if rng.random() < 0.5 else {}, {} if pinned else drops, slow, again)
+    speak = [n.name for n in firing if n.construct == "call" and not n.stateful and not n.answers]
+    pauses = {name: rng.choice([0.3, 0.8]) for name in speak if rng.random() < 0.3}
+    fails = fails if rng.random() < 0.5 else {}
+    return Setting(graph, plan, rules, fails, {} if pinned else drops, slow, again, pauses)

@@ -199,6 +199,19 @@ def test_a_long_response_is_overtaken_until_its_weights_would_be_too_old() -> No
     assert sorted(made.checker.books.consumed) == list(range(6))
 
 
+def test_a_group_that_pauses_goes_on_before_later_ones_where_there_is_room() -> None:
+    made = world(aipo(lag=1), Rules(batch=2, end=4), replicas=2, capacity=1, pauses={"generate": 0.9})
+    made.end(rng=Random(5))
+    fired = [c for told in made.told for c in told if isinstance(c, Fire) and c.firing.node == "generate"]
+    segments = {g: [(c.firing.segment, c.replica) for c in fired if c.firing.index == g] for g in range(8)}
+    for pieces in segments.values():
+        assert [segment for segment, _ in pieces] == list(range(len(pieces)))
+    assert any(len({replica for _, replica in pieces}) > 1 for pieces in segments.values())
+    # What a piece has left is freed when the next one is over, and the whole has the name of an unbroken firing.
+    left = {c.firing for c in fired if c.firing.segment}
+    assert left == {firing for told in made.told for firing in freed(told) if firing.segment}
+
+
 def test_a_lost_group_no_longer_stands_before_others() -> None:
     ledger = opened(5)
     assert ledger.before(4) == 4

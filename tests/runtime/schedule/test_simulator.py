@@ -109,6 +109,17 @@ def test_the_simulated_scheduler_keeps_its_invariants() -> None:
         assert result.dropped == list(checker.books.fates.values()).count("dropped")
 
 
+def test_a_firing_that_pauses_takes_as_long_in_pieces() -> None:
+    tables, rules = Tables(aipo(), place(aipo(), capacity={"generator": 1})), Rules(1, 2)
+    whole, pieces = (
+        simulate(tables, rules, Durations({**SECONDS, "generate": 2.5}, segments=segments))
+        for segments in ({}, {"generate": 1.0})
+    )
+    assert (pieces.wall_s, pieces.busy) == (whole.wall_s, whole.busy)
+    lasted = [bar.end - bar.start for bar in pieces.bars if bar.name == "generate"]
+    assert lasted == [1.0, 1.0, 0.5] * 2
+
+
 def test_the_same_durations_give_the_same_schedule() -> None:
     tables, rules = Tables(aipo(2), place(aipo(), {"generator": 2})), Rules(4, 20)
     drawn = [Durations({**SECONDS, "generate": LognormalSeconds(1.0, 0.8, seed)}, 0.1, 0.2, 0.01) for seed in (0, 0, 1)]

@@ -41,8 +41,8 @@ from .graphs import place
 class Setting:
     """What is run, and how its ranks behave.
 
-    `fails`, `drops` and `again` map nodes to probabilities; a group's verdict is the same in every life. Answers that
-    name something in `slow` (a node, a replica or a channel) come late.
+    `fails`, `drops`, `again` and `pauses` map nodes to probabilities; a group's verdict is the same in every life.
+    Answers that name something in `slow` (a node, a replica or a channel) come late.
     """
 
     graph: Graph
@@ -52,6 +52,7 @@ class Setting:
     drops: Mapping[str, float] = field(default_factory=dict)
     slow: frozenset[str] = frozenset()
     again: Mapping[str, float] = field(default_factory=dict)
+    pauses: Mapping[str, float] = field(default_factory=dict)
 
 
 class World:
@@ -118,9 +119,10 @@ class World:
         if isinstance(event, Saved) and (copied := Copied(event.update, event.replica, event.rank)) in self.pending:
             self.pending.remove(copied)
         if isinstance(event, Done):
-            drops, again = (shares.get(event.firing.node, 0) for shares in (self.setting.drops, self.setting.again))
-            verdicts = Random(f"{event.firing}")
-            event = structs.replace(event, dropped=verdicts.random() < drops, again=verdicts.random() < again)
+            told, own = (self.setting.drops, self.setting.again, self.setting.pauses), Random(f"{event.firing}")
+            dropped, again, paused = (own.random() < shares.get(event.firing.node, 0) for shares in told)
+            paused = paused and event.firing.segment < 3
+            event = structs.replace(event, dropped=dropped and not paused, again=again and not paused, paused=paused)
         return self.feed(event)
 
     def at(self, node: str, index: int, turn: int = 0) -> Done:
