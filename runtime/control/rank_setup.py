@@ -126,6 +126,8 @@ class RankSetup:
             for node in graph.nodes
             if node.fires and any(item.ref.node in self.exported for item in node.inputs)
         }
+        if self.exported:
+            readers.add(self.plan.pool_of(self.holds[0]))  # where a firing that has paused may go on
         return any(rank.host != home for pool in readers for replica in pool.replicas for rank in replica.ranks)
 
     def declared(self, firing: Firing, output: str) -> type:
