@@ -24,11 +24,15 @@ def packed_logprobs(model: CausalLM, packed: Packed) -> tuple[Tensor, Tensor]:
 
     π is softmax(logits / T), T the temperature that the target was sampled at.
     """
-    hidden_PD = model(packed.tokens_RW).flatten(0, 1)[packed.at_P]
-    given, most = (model.head_weight(), packed.targets_P, packed.temperature_P), model.logit_elements
-    if model.words.parts == 1:
-        return token_logprobs(hidden_PD, *given, chunk_elements=most)
-    return logprobs_over_ranks(model.words.shared(hidden_PD), *given, model.words, chunk_elements=most)
+    hidden_PD, words = model(packed.tokens_RW).flatten(0, 1)[packed.at_P], model.words
+
+    def compute(hidden_PD: Tensor, weight_WD: Tensor) -> tuple[Tensor, Tensor]:
+        given, most = (hidden_PD, weight_WD, packed.targets_P, packed.temperature_P), model.logit_elements
+        if words.parts == 1:
+            return token_logprobs(*given, chunk_elements=most)
+        return logprobs_over_ranks(*given, words, chunk_elements=most)
+
+    return model.with_head(words.shared(hidden_PD), compute)
 
 
 def packed_distributions(model: CausalLM, packed: Packed) -> Tensor:
@@ -62,7 +66,8 @@ def token_logprobs(
     """
     if hidden_PD.shape[0] * weight_VD.shape[0] <= chunk_elements:
         logprobs_PV = torch.log_softmax(_logits(hidden_PD, weight_VD, temperature_P), dim=-1)
-        return _gather(logprobs_PV, targets_P), _entropy(logprobs_PV.detach())
+        # No view: see `CausalLM.with_head`.
+        return _gather(logprobs_PV, targets_P).clone(), _entropy(logprobs_PV.detach())
     size = max(1, chunk_elements // weight_VD.shape[0])
     given = hidden_PD, weight_VD, targets_P, temperature_P, size
     logprobs_P, entropy_P = _Chunked.apply(*given)  # type: ignore[no-untyped-call]
@@ -82,6 +87,7 @@ class _Chunked(torch.autograd.Function):
             logprobs_CV = torch.log_softmax(_logits(hidden_PD[rows], weight_VD, temperature_C), dim=-1)
             logprobs.append(_gather(logprobs_CV, targets_P[rows]))
             entropies.append(_entropy(logprobs_CV))
+            del logprobs_CV  # before the next chunk's are there
         ctx.save_for_backward(hidden_PD, weight_VD, targets_P, temperature_P)
         ctx.size = size
         entropy_P = torch.cat(entropies)
@@ -98,15 +104,16 @@ class _Chunked(torch.autograd.Function):
         for rows in _chunks(len(targets_P), ctx.size):
             hidden_CD, grad_C = hidden_PD[rows], grad_P[rows]
             temperature_C = None if temperature_P is None else temperature_P[rows]
-            probs_CV = torch.softmax(_logits(hidden_CD, weight_VD, temperature_C), dim=-1)
+            grad_CV = torch.softmax(_logits(hidden_CD, weight_VD, temperature_C), dim=-1)
             grad_C = grad_C if temperature_C is None else grad_C / temperature_C
-            grad_CV = probs_CV.mul_(-grad_C[:, None])
+            grad_CV.mul_(-grad_C[:, None])
             grad_CV.scatter_add_(1, targets_P[rows, None], grad_C[:, None])
             # Products in the weights' own type, as autograd's; their sum over chunks is in float32.
             grad_CV = grad_CV.to(weight_VD.dtype)
             grad_hidden_PD[rows] = grad_CV @ weight_VD
             if grad_weight_VD is not None:
                 grad_weight_VD += grad_CV.T @ hidden_CD
+            del grad_CV
         grad_weight_VD = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
         return grad_hidden_PD, grad_weight_VD, None, None, None
 
@@ -158,6 +165,7 @@ class _OverRanks(torch.autograd.Function):
             weight_CW = below_CW.exp()
             own_4P[1, rows] = weight_CW.sum(-1)
             own_4P[2, rows] = weight_CW.mul_(below_CW).sum(-1)
+            del logits_CW, below_CW, weight_CW
         largest_P, sums_3P = words.max(own_4P[0]), own_4P[1:]
         # From below this rank's largest logit to below that of all.
         lower_P = own_4P[0] - largest_P
@@ -183,13 +191,14 @@ class _OverRanks(torch.autograd.Function):
         for rows in _chunks(len(rows_P), ctx.size):
             hidden_CD, grad_C = hidden_PD[rows], grad_P[rows]
             temperature_C = None if temperature_P is None else temperature_P[rows]
-            probs_CW = _logits(hidden_CD, weight_WD, temperature_C).sub_(log_P[rows, None]).exp_()
-            grad_CW = probs_CW.mul_(-grad_C[:, None])
+            grad_CW = _logits(hidden_CD, weight_WD, temperature_C).sub_(log_P[rows, None]).exp_()
+            grad_CW.mul_(-grad_C[:, None])
             grad_CW.scatter_add_(1, rows_P[rows, None], (grad_C * here_P[rows])[:, None])
             grad_CW = grad_CW.to(weight_WD.dtype)
             grad_hidden_PD[rows] = grad_CW @ weight_WD
             if grad_weight_WD is not None:
                 grad_weight_WD += grad_CW.T @ hidden_CD
+            del grad_CW
         grad_weight_WD = None if grad_weight_WD is None else grad_weight_WD.to(weight_WD.dtype)
         return grad_hidden_PD, grad_weight_WD, None, None, None, None
 

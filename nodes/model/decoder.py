@@ -11,7 +11,7 @@ W words of a rank, P positions.
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from penstock.nodes.model.words import WordEmbedding, Words, own_rows, shared
 # A sixteenth of what a GPU's memory has room for, and as fast as any other number on a CPU (`benchmarks/logprobs.py`).
 LOGIT_ELEMENTS = 1 << 26
 
+Result = TypeVar("Result")
 # (layer, q_BSHK, k_BSGK, v_BSGK) → [B, S, H, K]; keys and queries are already rotated.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -144,25 +145,27 @@ class CausalLM(Decoder):
     """The language model."""
 
     head = "ForCausalLM"
-    lm_head: Linear | None
+    lm_head: "_Head | None"
 
     def _add_head(self) -> None:
         config = self.config
-        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+        self.lm_head = None if config.tie_word_embeddings else _Head(config.hidden_size, config.vocab_size)
 
     @property
     def attention_config(self) -> ModelConfig:
         """The configuration with the heads that `attend` gets here; a rank may have a part of them."""
         return self.config
 
-    def head_weight(self) -> Tensor:
-        """The matrix that turns hidden states into logits of this rank's words, [W, D]: the embedding's own if they are
-        tied."""
-        return own_rows(self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight)
+    def with_head(self, hidden: Tensor, compute: Callable[[Tensor, Tensor], Result]) -> Result:
+        """What `compute` makes of hidden states and the matrix that turns them into logits of this rank's words,
+        [W, D]: the embedding's own if they are tied. It returns no views: FSDP hooks into their gradients."""
+        if self.lm_head is None:
+            return compute(hidden, own_rows(self.model.embed_tokens.weight))
+        return self.lm_head(hidden, compute)  # type: ignore[no-any-return]
 
     def own_logits(self, hidden_BSD: Tensor) -> Tensor:
         """Unnormalised log-probabilities of the next token, of this rank's words, [B, S, W]."""
-        return linear(self.words.shared(hidden_BSD), self.head_weight())
+        return self.with_head(self.words.shared(hidden_BSD), linear)
 
     def logits(self, hidden_BSD: Tensor) -> Tensor:
         """Unnormalised log-probabilities of the next token, [B, S, V]."""
@@ -184,6 +187,13 @@ class Scorer(Decoder):
     def values(self, hidden_PD: Tensor) -> Tensor:
         """The number of each hidden state, float32, without the last dimension."""
         return F.linear(hidden_PD, self.score.weight).float().squeeze(-1)
+
+
+class _Head(Linear):
+    """What works with its weights does so within its forward pass, around which FSDP gathers them."""
+
+    def forward(self, x: Tensor, compute: Callable[[Tensor, Tensor], Any] = linear) -> Any:
+        return compute(x, own_rows(self.weight))
 
 
 class _Layers(nn.Module):

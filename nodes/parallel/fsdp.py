@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
 from penstock.graph.protocols import DATA, FSDP, STAGE, TENSOR, Axes, Rule, num_ranks, rule_of
 from penstock.nodes.learn.batching import Packed, token_counts
 from penstock.nodes.learn.data_parallel_threads import count_not_finite
-from penstock.nodes.model import Decoder
+from penstock.nodes.model import CausalLM, Decoder
 from penstock.nodes.model.decoder import Norm
 from penstock.nodes.model.lora import is_adapter
 from penstock.nodes.model.tensor_parallel import check_tensor_parallel, stages_of, tensor_parallel
@@ -181,8 +181,8 @@ class Shards(Generic[Model]):
 
 
 def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, Rule], zero: int) -> None:
-    """Cut a model: tensor parallelism within each layer, then FSDP2, layer by layer, with what is outside of layers as
-    one more. Then each rank gets the parts that are its own.
+    """Cut a model: tensor parallelism within each layer, then FSDP2: each layer, the embedding and the head by itself,
+    the rest as one more. Then each rank gets the parts that are its own.
 
     Raises ValueError for a group of another size, ModelError for heads that "tp" does not divide.
     """
@@ -193,18 +193,24 @@ def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, R
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     outer = mesh[DATA, FSDP] if ranks.size(DATA) > 1 else mesh[FSDP]
     source, buffers = _unread(model), dict(model.named_buffers())
-    for each in (*layers, model):
-        if ranks.size(TENSOR) > 1:
-            if each is model:
-                _cut_words(model, mesh[TENSOR], rules)
-            else:
-                parallelize_module(each, mesh[TENSOR], _tensor_plan(each, rules), src_data_rank=None)
-        # The head is used after the forward pass: what is outside of layers stays until `update`.
-        keeps = each is model or zero == 1
+    if ranks.size(TENSOR) > 1:
+        for layer in layers:
+            parallelize_module(layer, mesh[TENSOR], _tensor_plan(layer, rules), src_data_rank=None)
+        _cut_words(model, mesh[TENSOR], rules)
+    embedding, head = model.model.embed_tokens, getattr(model, "lm_head", None)
+    # An embedding that is the head, too, is needed until the backward pass has begun.
+    tied = isinstance(model, CausalLM) and model.config.tie_word_embeddings
+    ends = [end for end in (embedding, head) if end is not None and any(True for _ in end.parameters())]
+    for each in (*layers, *ends, model):
+        # The backward pass begins with the head, and with what else is outside of layers.
+        keeps = each in (head, model) or (tied and each is embedding) or zero == 1
         module = fully_shard(each, mesh=outer, mp_policy=precision, reshard_after_forward=not keeps)
         # A loss has its weight already: gradients are summed over ranks, not averaged. gloo has no other reduction.
-        module.set_gradient_divide_factor(1.0)
+        if ranks.shares > 1:  # else torch would divide by 1
+            module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+        # The gradient of a look-up needs no weights.
+        module.set_unshard_in_backward(tied or each is not embedding)
     # What was cut has shapes alone so far: a rank has memory for its own parts, and reads nothing else.
     device = model.device
     model.to_empty(device=device)

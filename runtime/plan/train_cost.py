@@ -363,13 +363,14 @@ def trainer_memory(trainer: Trainer, copies: int = 0) -> Memory:
     shard in float32."""
     # Of stages that are alike the first one keeps most.
     first = {stage: place for place, stage in reversed(list(enumerate(trainer.stages)))}
-    every = (memory for place in first.values() for memory in step_memory(trainer, place, copies))
+    every = (memory for place in first.values() for memory in step_memory(trainer, place, copies).values())
     return max(every, key=lambda memory: memory.bytes)
 
 
-def step_memory(trainer: Trainer, place: int, copies: int = 0) -> tuple[Memory, ...]:
-    """Of a rank of the stage `place` (0, 1, …) at three moments of a step: while the head works, while a layer works
-    backward, and while the gradients outside of layers are reduced."""
+def step_memory(trainer: Trainer, place: int, copies: int = 0) -> Mapping[str, Memory]:
+    """Of a rank of the stage `place` (0, 1, …) at moments of a step: while words are looked up, while the head works
+    forward and backward, while its gradient is reduced, while a layer works backward, and while the gradient of the
+    embedding is reduced."""
     shape, mesh, stage = trainer.shape, trainer.mesh, trainer.stages[place]
     in_flight = mesh.pp - place
     size, learns = min(4.0, max(2.0, BYTES[trainer.precision])), 0.0 if trainer.frozen else 1.0
@@ -380,58 +381,68 @@ def step_memory(trainer: Trainer, place: int, copies: int = 0) -> tuple[Memory, 
     with_gradients = kept if shape.lora is None else shard if trainer.zero3 else learnt
     # Of the weights themselves, which adapters leave as they are.
     trains = learns * (shape.lora is None)
+    adapters = with_gradients * (learns - trains)
     # Several ranks compute with what they gather of their masters; one has a copy of them in its format.
     masters = mesh.ranks > 1 and (trainer.zero3 or mesh.fsdp == 1)
-    copied = 4.0 if shape.lora is not None or (not masters and size < 4) else 0.0
+    copied = 4.0 * (not masters and size < 4)
     # On the host but for those of a bucket, or of the largest tensor: embedding or head.
     largest = shape.vocab * shape.hidden / mesh.tp / mesh.fsdp if shape.lora is None else 0.0
     adam = 8.0 * shard * learns
     adam = min(adam, max(float(BUCKET_BYTES), 8.0 * largest)) if trainer.host_state else adam
     state = {
-        "weights": (4 if masters and trains else size) * kept,
+        "weights": (4 if masters and trains else size) * kept + (4 if masters else size) * adapters,
         "gradients": 4 * with_gradients * learns,
         "moments": copied * shard * learns + adam,
         "copies": ((0 if masters else size) * kept + (4 if masters or copied else 0) * shard) * copies,
         "reserved": RESERVED,
     }
     tokens, width = trainer.micro_tokens / trainer.cp, shape.hidden
-    words, first = shape.vocab / mesh.tp, place == 0
-    head, outside = words * width * stage.head, words * width * (1 if shape.tied else first + stage.head)
-    layer = (local - outside) / stage.layers
+    words, tied = shape.vocab / mesh.tp, shape.tied
+    head, embedding = words * width * stage.head, words * width * (place == 0)
+    layer = (local - (max(embedding, head) if tied else embedding + head)) / stage.layers
     whole, own = layer_bytes(trainer, stage), size * width
     each = (trainer.recompute * own + (1 - trainer.recompute) * whole) * learns
     # Beside the layers': what goes into the final norm and the head, and the rotary embedding.
     activations = tokens * in_flight * (each * stage.layers + size * (width * (1 + stage.head) + 2 * shape.head_dim))
+    others, rows = activations * (1 - 1 / in_flight), size * tokens * width * learns
     if trainer.tokens_of_chunk < tokens or mesh.tp > 1:
         # A chunk's logits and probabilities in float32. Or its gradient, and that of the head, which is summed over
         # chunks in float32, beside the gradient of what came in; under `tp` with the first at another time.
-        chunk, grads = words * min(tokens, trainer.tokens_of_chunk), 4 * words * width * learns
-        rows, once = size * tokens * width * learns, size * (chunk + words * width * learns)
+        chunk, grads = words * min(tokens, trainer.tokens_of_chunk), 4 * words * width * trains
+        once = size * (chunk * learns + words * width * trains)
         logits = rows + (max(8 * chunk, once + grads) if mesh.tp > 1 else max(8 * chunk, once) + grads)
     else:  # autograd keeps them
         logits = (4 + 8 * learns) * words * tokens
-    # Backward through an MLP: the gradient of what came in twice, of its product, and of two matrices of weights.
-    works = size * (tokens * (2 * width + shape.inner / mesh.tp) + 2 * width * shape.inner / mesh.tp)
+        chunk = words * tokens
+    # Backward through an MLP: the gradient of what came in twice (with adapters once more), of its product, and of two
+    # matrices of weights.
+    inner, sums_in = shape.inner / mesh.tp, 2 + learns - trains
+    works = size * (tokens * (sums_in * width + inner) + 2 * width * inner * trains)
     if trainer.frozen:
-        works = size * tokens * 3 * (width + shape.inner / mesh.tp)
+        works = size * tokens * 3 * (width + inner)
     works += tokens * trainer.recompute * (whole - own) * learns
-    gathered = size * masters
-    # What is outside of layers stays gathered, with a gradient. Of layers there is the one that works, the next one
-    # while it is gathered, and where layers are repeated the last one's gradient while it is reduced, in float32.
+    # Embedding, head and each layer are gathered by themselves, into a buffer of all ranks' parts and from there into
+    # the weights. A head that is the embedding is kept from the look-up to the end.
+    gathers = 2.0 if mesh.fsdp > 1 else 1.0
+    kept = size * head * tied
+    # Of layers there is the one that works, the next one while it is gathered, and where layers are repeated the last
+    # one's gradient while it is reduced, in float32.
     reduced = 4 * layer * trainer.recompute * trains * (mesh.fsdp > 1 or size < 4)
-    moments: tuple[dict[str, float], ...] = (
-        {"activations": activations, "logits": logits * stage.head, "unsharded blocks": outside},
-        {
-            "activations": activations + works,
-            "unsharded blocks": outside + 2 * layer + (head * size + reduced) * trains / size,
-        },
-        {"unsharded blocks": (2 * size + 4) / size * outside + 4 / size * layer} if trains else {},
-    )
-    nothing = dict.fromkeys(("activations", "logits", "unsharded blocks"), 0.0)
-    every = ({**nothing, **parts} for parts in moments)
-    return tuple(
-        Memory({**state, **parts, "unsharded blocks": gathered * parts["unsharded blocks"]}) for parts in every
-    )
+    # A gradient, a copy in float32, and this rank's part of the sum; of one part a quotient instead of the gradient.
+    sums = (size + 4 + 4 / mesh.fsdp if mesh.fsdp > 1 else 8 + 4 * (mesh.dp > 1)) * trains
+    # By moment: activations, logits, gathered weights and whole gradients.
+    moments = {
+        "words": (others, 0.0, gathers * size * embedding),
+        "head forward": (activations, 8 * chunk * stage.head, kept or gathers * size * head),
+        "head backward": (activations, logits * stage.head, size * head),
+        "head's gradient": (activations + rows, 0.0, 0.0 if tied else sums * head),
+        "layer backward": (activations + works, 0.0, kept * (1 + trains) + 2 * size * layer + reduced),
+        "embedding's gradient": (others, 0.0, sums * embedding),
+    }
+    return {
+        name: Memory({**state, "activations": own, "logits": logits, "unsharded blocks": masters * blocks})
+        for name, (own, logits, blocks) in moments.items()
+    }
 
 
 def layer_bytes(trainer: Trainer, stage: Stage) -> float:

@@ -311,7 +311,7 @@ def test_equal_items_make_equal_sums_to_the_bit_whichever_lane_is_faster() -> No
 def test_all_lanes_see_a_change_of_the_weights() -> None:
     each = lanes(3)
     with torch.no_grad():
-        each.models[0].head_weight().zero_()
+        each.models[0].get_parameter("lm_head.weight").zero_()
     assert each.map(backward, INPUTS) == [0.0] * len(INPUTS)
 
 

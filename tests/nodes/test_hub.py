@@ -43,7 +43,8 @@ def test_a_name_is_the_model_of_its_directory(name: str, tmp_path: Path) -> None
     for given in (name, f"{name}@main", f"{name}@{COMMIT}"):
         loaded = load_model(CausalLM, given, torch.bfloat16)
         assert loaded.dtype == torch.bfloat16
-        assert torch.equal(loaded.head_weight(), model().head_weight().bfloat16())
+        head, needed = (each.get_parameter("lm_head.weight") for each in (loaded, model()))
+        assert torch.equal(head, needed.bfloat16())
         assert read_config(given) == directory_spec(given).config == CONFIG
         assert directory_spec(given).tokenizer.encode("1+2") == TOKENIZER.encode("1+2")
         assert read_shape(given).hidden == CONFIG.hidden_size

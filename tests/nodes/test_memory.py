@@ -11,19 +11,25 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("mesh", "tied", "groups"),
+    ("mesh", "tied", "groups", "dtype", "lora"),
     [
-        pytest.param("", "untied", "4", marks=slow),
-        pytest.param("", "tied", "4", marks=slow),
-        ("", "untied", "2"),
-        pytest.param("tp=2", "untied", "2", marks=slow),
-        ("fsdp=2", "untied", "2"),
-        pytest.param("pp=2", "untied", "2", marks=slow),
+        pytest.param("", "untied", "4", "float32", "0", marks=slow),
+        pytest.param("", "tied", "4", "bfloat16", "0", marks=slow),
+        ("", "untied", "2", "float32", "0"),
+        pytest.param("tp=2", "untied", "2", "bfloat16", "0", marks=slow),
+        ("fsdp=2", "untied", "2", "float32", "0"),
+        pytest.param("fsdp=2", "tied", "2", "bfloat16", "0", marks=slow),
+        pytest.param("pp=2", "untied", "2", "bfloat16", "0", marks=slow),
+        pytest.param("", "untied", "2", "bfloat16", "8", marks=slow),
+        pytest.param("fsdp=2", "untied", "2", "bfloat16", "8", marks=slow),
     ],
-    ids=["dense", "tied", "gqa", "tp", "fsdp", "pp"],
+    ids=["dense", "tied", "gqa", "tp", "fsdp", "fsdp-tied", "pp", "lora", "fsdp-lora"],
 )
-def test_the_memory_model_says_what_torchs_tracker_counts(mesh: str, tied: str, groups: str, tmp_path: Path) -> None:
+def test_the_memory_model_says_what_torchs_tracker_counts(
+    mesh: str, tied: str, groups: str, dtype: str, lora: str, tmp_path: Path
+) -> None:
+    case = (mesh, tied, groups, dtype, lora)
     if mesh:
-        spawn(2, f"{agrees.__module__}:agrees", mesh, tied, groups, folder=tmp_path)
+        spawn(2, f"{agrees.__module__}:agrees", *case, folder=tmp_path)
     else:
-        agrees(0, tmp_path, mesh, tied, groups)
+        agrees(0, tmp_path, *case)

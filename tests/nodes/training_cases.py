@@ -68,9 +68,11 @@ def counted(rank: int, folder: Path, mesh: str) -> None:
         with Collectives() as mode:
             policy_update.fn(learner, *batch(), **OPTIONS)
         found.append(mode.counts)
-    rounds, wrapped = len(learner.pack(batch()[0], 12)) // 2, len(learner.model.model.layers) + 1
+    # Embedding, head, and the final norm are gathered by themselves.
+    rounds, ends, layers = len(learner.pack(batch()[0], 12)) // 2, 3, len(learner.model.model.layers)
     assert rounds > 1
     reduced, gathered = ([counts[name] for counts in found] for name in ("_reduce_scatter_base_", "_allgather_base_"))
-    assert reduced == [rounds * wrapped, wrapped]
-    # A layer is gathered for the forward and the backward pass of each; what is outside of layers stays.
-    assert gathered == [rounds * (2 * (wrapped - 1) + 1), wrapped]
+    assert reduced == [rounds * (layers + ends), layers + ends]
+    # A layer is gathered for the forward and the backward pass of each; the backward pass of the others follows at once
+    # or needs no weights.
+    assert gathered == [rounds * (2 * layers + ends), layers + ends]
