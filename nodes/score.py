@@ -234,7 +234,8 @@ def accuracy(rewards: Rewards) -> Metrics:
 
 def _reward(by: Rule, rollouts: Rollouts, row: int) -> float:
     prompt, response, answer = rollouts.prompts[row], rollouts.texts[row], rollouts.answers[row]
-    place = f"{getattr(by, '__qualname__', by)} on group {rollouts.ordinals[row]}, row {row}"
+    name = getattr(getattr(by, "func", by), "__qualname__", by)
+    place = f"{name} on group {rollouts.ordinals[row]}, row {row}"
     shown = f"prompt {prompt!r}, response {response!r}, answer {answer!r}"
     # Whatever a user's rule raises is told with the row: a traceback alone does not say which response it was.
     try:

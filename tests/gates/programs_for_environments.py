@@ -3,6 +3,7 @@
 import os
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from penstock.graph import alternate, broadcast, node, program
 from penstock.graph.types import Metrics, NodeWarning, Replies, Rewards, Rollouts
 from penstock.nodes.environments.environment import environment
 from penstock.nodes.fake import FakePolicy, FakePrompts, fake_environment, fake_generate, fake_score, fake_update
+from penstock.nodes.remote_score import http_reward, remote_score
 
 PATIENCE_S = 60.0
 
@@ -116,3 +118,11 @@ def wary(rewards: Rewards) -> Rewards:
 def warned(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
     rollouts = fake_generate(prompts, broadcast(policy))
     return fake_update(policy, rollouts, wary(fake_score(rollouts)))
+
+
+@program
+def asked(policy: FakePolicy, prompts: FakePrompts, *, url: str, lag: int = 1, retries: int = 0) -> FakePolicy:
+    """Rewards of a server."""
+    rollouts = fake_generate(prompts, broadcast(policy, lag=lag))
+    rewards = remote_score(rollouts, by=partial(http_reward, url=url), deadline=20.0, retries=retries)
+    return fake_update(policy, rollouts, rewards)

@@ -2,6 +2,7 @@
 
 import warnings
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from penstock.runtime.cli import report
 from penstock.runtime.control.messages import read_record
 from penstock.runtime.record.event_log import read_log
 from penstock.runtime.schedule.events import Done
+from tests.nodes.reward_server import Asked, Server, serving
 
 from .running import (
     HERE,
@@ -34,6 +36,7 @@ pytestmark = pytest.mark.timeout(400)
 FILE = f"{HERE / 'programs_for_environments.py'}:"
 UPDATES, BATCH = 6, 2
 DEADLINE_S = 3.0
+PATIENCE_S = 60.0
 PROCESSES = pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])
 
 
@@ -134,3 +137,36 @@ def test_a_warning_of_a_node_is_told_once_in_the_terminal_the_summary_and_the_re
     assert summary(folder)["warnings"] == ["these rewards are <made up>"]
     assert report.main([str(folder)]) == 0
     assert "<li>these rewards are &lt;made up&gt;</li>" in (folder / "report.html").read_text()
+
+
+@PROCESSES
+def test_a_server_that_is_asked_for_rewards_holds_up_no_other_group(tmp_path: Path, processes: bool) -> None:
+    """Its first answer waits until all other groups that the lag lets start have been asked about."""
+    lag, samples = 1, 4
+    others = (lag + 1) * BATCH - 1
+    late = Event()
+
+    def answer(asked: Asked, server: Server) -> tuple[int, bytes]:
+        groups = {each["prompt"] for each in server.asked}
+        if len(groups) > others:
+            late.set()
+        assert late.wait(PATIENCE_S), f"only {len(groups)} groups were asked about"
+        return 200, b'{"reward": 0.5}'
+
+    with serving(answer) as server:
+        folder = run(prepared(tmp_path, "r", "asked", {"url": server.url, "lag": lag}), processes)
+    assert len(server.asked) == UPDATES * BATCH * samples
+    assert [row["reward_mean"] for row in rows(folder)] == [0.5] * UPDATES
+
+
+@PROCESSES
+def test_rewards_that_a_server_does_not_give_fail_their_group_and_are_no_zeros(tmp_path: Path, processes: bool) -> None:
+    def answer(asked: Asked, server: Server) -> tuple[int, bytes]:
+        first = server.asked[0]["prompt"]
+        return (500, b"") if asked["prompt"] == first else (200, b'{"reward": 0.5}')
+
+    with serving(answer) as server:
+        flags = {"on_failure": "replace", "retries": 1}
+        folder = run(prepared(tmp_path, "r", "asked", {"url": server.url}, **flags), processes)
+        assert [row["reward_mean"] for row in rows(folder)] == [0.5] * UPDATES
+    assert sum(row["failed"] for row in rows(folder)) == 1

@@ -1,0 +1,212 @@
+"""Rewards by functions that wait for somebody else: a judge, or the server of a reward model.
+
+`remote_score` is to such a function what `score` is to a rule that computes. Its state is a `Stream`: while rows of one
+group are asked about, other groups come and are answered, and the rank goes on with its other nodes. A call that fails
+is tried again; one that fails for good, or has no end in time, fails its group. It is never a reward.
+
+All calls of a rank are made from one event loop, in a thread of its own, so that clients of asynchronous libraries can
+be shared. A function that is not `async` has a thread for each call. A thread cannot be killed: where such a call is
+overdue, its thread goes on until the function returns, so the function should have a timeout of its own.
+"""
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import urllib.request
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from threading import Event, Thread
+from typing import Any
+from urllib.error import HTTPError
+
+import torch
+
+from penstock.graph import node, requires
+from penstock.graph.requires import Call
+from penstock.graph.types import Context, Metrics, Rewards, Rollouts
+from penstock.nodes.environments.environment import STEP_S
+from penstock.nodes.option_checks import count, positive
+from penstock.nodes.score import ScoreError
+
+# (prompt, response, reference answer) → reward.
+RemoteRule = Callable[[str, str, str], float] | Callable[[str, str, str], Awaitable[float]]
+
+# Seconds before the first retry of a call; each further one waits twice as long, up to the other.
+PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
+# Of a server's answer, so many bytes are read.
+MOST_BYTES = 1 << 20
+
+
+class RemoteScorer:
+    """State of `remote_score`: a `Stream` of groups. `concurrency` calls are made at once, of all groups together; each
+    may take `deadline` seconds, and is tried `retries` times more."""
+
+    def __init__(self, by: RemoteRule, concurrency: int, deadline: float, retries: int) -> None:
+        self.by, self.deadline, self.retries = by, deadline, retries
+        self.places = asyncio.Semaphore(concurrency)
+        self.groups: dict[Future[tuple[Rewards, Metrics]], Any] = {}
+        self.news = Event()
+        self.loop = asyncio.new_event_loop()
+        Thread(target=self.loop.run_forever, name="remote_score", daemon=True).start()
+
+    def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
+        group = asyncio.run_coroutine_threadsafe(self._group(inputs["rollouts"]), self.loop)
+        self.groups[group] = tag
+        group.add_done_callback(lambda _: self.news.set())
+
+    def step(self) -> Sequence[tuple[Any, Any]]:
+        """The groups whose rows are all answered, or of which one failed; a moment's wait for the first one."""
+        self.news.wait(STEP_S)
+        # Before looking: what ends meanwhile is seen now or ends the next wait.
+        self.news.clear()
+        done = [group for group in self.groups if group.done()]
+        return [(self.groups.pop(group), _outcome(group)) for group in done]
+
+    def busy(self) -> bool:
+        return bool(self.groups)
+
+    def reset(self) -> None:
+        for group in self.groups:
+            group.cancel()
+        self.groups.clear()
+
+    async def _group(self, rollouts: Rollouts) -> tuple[Rewards, Metrics]:
+        rows = [asyncio.ensure_future(self._row(rollouts, row)) for row in range(len(rollouts))]
+        try:
+            answers = await asyncio.gather(*rows)
+        finally:
+            # Of a group that has failed, or is given up, nothing more is asked.
+            for row in rows:
+                row.cancel()
+        values_N = torch.tensor([value for value, _ in answers], dtype=torch.float32)
+        tries = sum(tried for _, tried in answers)
+        return Rewards(values_N), {"reward_mean": float(values_N.mean()), "asked_again": tries / len(answers)}
+
+    async def _row(self, rollouts: Rollouts, row: int) -> tuple[float, int]:
+        """The reward of a row, and how often it was asked for again."""
+        given = rollouts.prompts[row], rollouts.texts[row], rollouts.answers[row]
+        pause = PAUSE_S
+        for tried in range(self.retries + 1):
+            async with self.places:
+                try:
+                    async with asyncio.timeout(self.deadline):
+                        value = float(await self._ask(given))
+                    if math.isfinite(value):
+                        return value, tried
+                    raise ValueError(f"given {value}, needed a finite number")
+                except TimeoutError as error:
+                    cause: Exception = error
+                    why = str(error) or f"no answer within {self.deadline:g} s"
+                # Whatever a user's function raises is told with the row.
+                except Exception as error:
+                    cause, why = error, f"{type(error).__name__}: {error}"
+            if tried < self.retries:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+        name = getattr(getattr(self.by, "func", self.by), "__qualname__", self.by)
+        place = f"{name} on group {rollouts.ordinals[row]}, row {row}"
+        shown = "prompt {!r}, response {!r}, answer {!r}".format(*given)
+        raise ScoreError(f"{place}: {self.retries + 1} calls failed, the last with {why} ({shown})") from cause
+
+    async def _ask(self, given: tuple[str, str, str]) -> Any:
+        if inspect.iscoroutinefunction(self.by):
+            return await self.by(*given)
+        answer: asyncio.Future[Any] = self.loop.create_future()
+
+        def settle(outcome: Any, error: Exception | None) -> None:
+            if not answer.done():  # nobody waits for one that is overdue
+                answer.set_result(outcome) if error is None else answer.set_exception(error)
+
+        def work() -> None:
+            outcome: tuple[Any, Exception | None]
+            try:
+                outcome = self.by(*given), None
+            except Exception as error:
+                outcome = None, error
+            self.loop.call_soon_threadsafe(settle, *outcome)
+
+        Thread(target=work, name="remote_score", daemon=True).start()
+        return await answer
+
+
+def _outcome(group: Future[tuple[Rewards, Metrics]]) -> Any:
+    # A function may cancel the task that calls it.
+    return (
+        ScoreError("remote_score: a call was cancelled") if group.cancelled() else group.exception() or group.result()
+    )
+
+
+def make_remote_scorer(context: Context, **options: Any) -> RemoteScorer:
+    return RemoteScorer(**options)
+
+
+@requires(count(1, "concurrency"), positive("deadline"), count(0, "retries"))
+@node(pool="scorer", init=make_remote_scorer)
+def remote_score(
+    scorer: RemoteScorer,
+    rollouts: Rollouts,
+    *,
+    by: RemoteRule,
+    concurrency: int = 64,
+    deadline: float = 60.0,
+    retries: int = 2,
+) -> tuple[RemoteScorer, Rewards, Metrics]:
+    """The reward of each response by a function that waits, `async` or not, such as `http_reward`.
+
+    `concurrency` calls are made at once, of all prompt groups of a rank together. One that raises, gives no finite
+    number, or has no end within `deadline` seconds is made again, `retries` times, with pauses that double from
+    `PAUSE_S`. If all fail, so does the group: ScoreError names it and the row, and the run's `--retries` and
+    `--on-failure` say what follows. `deadline` does not count the wait for a place among the `concurrency` calls.
+
+        rewards = remote_score(rollouts, by=partial(http_reward, url="http://judge:8000/reward"), deadline=20.0)
+
+    Metrics: `reward_mean`, `asked_again` (calls that were made again, per row).
+    """
+    tag = object()
+    scorer.submit(tag, {"rollouts": rollouts})
+    while True:
+        for found, result in scorer.step():
+            if isinstance(result, BaseException):
+                raise result
+            if found is tag:
+                return scorer, *result
+
+
+def web_address(call: Call) -> None:
+    """What `http_reward` requires: a URL of the web, and the token that it is to send."""
+    url, variable = str(call.options.get("url", "")), call.options.get("token_variable")
+    if not url.startswith(("http://", "https://")):
+        raise call.lack(repr(url), "http://… or https://…", "url")
+    if call.context is not None and variable and variable not in os.environ:
+        raise call.lack(f"{variable!r}, which is not set", "an environment variable that is set", "token_variable")
+
+
+@requires(web_address, positive("timeout"))
+def http_reward(
+    prompt: str, response: str, answer: str, *, url: str, token_variable: str = "", timeout: float = 60.0
+) -> float:
+    """The number that a server answers with: `{"reward": 0.5}`, or `0.5`.
+
+    It is sent a POST with the JSON object of `prompt`, `response` and `answer`; with a token, that of the environment
+    variable `token_variable`, as `Authorization: Bearer`. Another status than 200, or another answer, raises. `timeout`
+    are the seconds for each step of the connection.
+    """
+    if not url.startswith(("http://", "https://")):  # urllib reads files, too
+        raise ValueError(f"http_reward: given the url {url!r}, needed http://… or https://…")
+    headers = {"Content-Type": "application/json", "Accept": "application/json"}
+    if token_variable:
+        headers["Authorization"] = f"Bearer {os.environ[token_variable]}"
+    asked = json.dumps({"prompt": prompt, "response": response, "answer": answer}).encode()
+    request = urllib.request.Request(url, asked, headers, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as reply:
+            said = reply.read(MOST_BYTES)
+    except HTTPError as error:
+        raise RuntimeError(f"given status {error.code} from {url}: {error.read(200)!r}, needed 200") from None
+    found = json.loads(said)
+    reward = found.get("reward") if isinstance(found, dict) else found
+    if isinstance(reward, bool) or not isinstance(reward, int | float):
+        raise ValueError(f'given {said[:200]!r} from {url}, needed {{"reward": number}} or a number')
+    return float(reward)

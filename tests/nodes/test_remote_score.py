@@ -1,0 +1,187 @@
+"""Rewards by functions that wait: many calls at once, each within its deadline; what fails for good is no reward."""
+
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from threading import Barrier, Event
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from penstock.graph import Policy, Prompts, Rollouts, broadcast, check, program, trace
+from penstock.graph.protocols import Stream
+from penstock.nodes import remote_score as module
+from penstock.nodes.advantage import group_advantage
+from penstock.nodes.generate import generate
+from penstock.nodes.learn.update import aipo_update
+from penstock.nodes.remote_score import RemoteRule, RemoteScorer, http_reward, remote_score
+from penstock.nodes.score import ScoreError
+from tests.nodes.reward_server import Asked, Server, serving
+from tests.nodes.rollouts import random_rollouts
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(module, "PAUSE_S", 0.01)
+    return iter([None])
+
+
+def group(ordinal: int, *texts: str) -> Rollouts:
+    made = random_rollouts([(1, 2)] * len(texts))
+    return replace(
+        made,
+        ordinals=(ordinal,) * len(texts),
+        prompts=("p",) * len(texts),
+        texts=texts,
+        answers=("a",) * len(texts),
+    )
+
+
+def played(scorer: RemoteScorer, groups: Mapping[int, Rollouts]) -> dict[int, Any]:
+    """The outcome of each group, all of them in work at once."""
+    assert isinstance(scorer, Stream)
+    for tag, rollouts in groups.items():
+        scorer.submit(tag, {"rollouts": rollouts})
+    outcomes: dict[int, Any] = {}
+    end = monotonic() + PATIENCE_S
+    while scorer.busy():
+        assert monotonic() < end
+        outcomes.update(scorer.step())
+    return outcomes
+
+
+def scorer(by: RemoteRule, *, concurrency: int = 16, deadline: float = PATIENCE_S, retries: int = 0) -> RemoteScorer:
+    return RemoteScorer(by, concurrency, deadline, retries)
+
+
+def reward(asked: Asked) -> tuple[int, bytes]:
+    return 200, json.dumps({"reward": float(asked["response"])}).encode()
+
+
+def test_calls_of_several_groups_are_made_at_once_and_answered_in_their_places() -> None:
+    # Nobody is answered before six ask: two groups have to be in work at once.
+    together = Barrier(6)
+
+    def answer(asked: Asked, server: Server) -> tuple[int, bytes]:
+        together.wait(PATIENCE_S)
+        return reward(asked)
+
+    with serving(answer) as server:
+        found = played(
+            scorer(partial(http_reward, url=server.url)), {0: group(0, "1", "2", "3"), 1: group(1, "4", "5", "6")}
+        )
+    assert {tag: made[0].values_N.tolist() for tag, made in found.items()} == {0: [1, 2, 3], 1: [4, 5, 6]}
+    assert found[1][1] == {"reward_mean": 5.0, "asked_again": 0.0}
+    assert {"prompt": "p", "response": "4", "answer": "a"} in server.asked
+
+
+def test_no_more_calls_are_made_at_once_than_allowed() -> None:
+    with serving(lambda asked, server: reward(asked)) as server:
+        by = partial(http_reward, url=server.url)
+        played(scorer(by, concurrency=2), {tag: group(tag, *"1234") for tag in range(3)})
+    assert len(server.asked) == 12
+    assert server.most <= 2
+
+
+FAULTS = [(500, b""), (429, b"later"), (200, b"no JSON"), (200, b'{"reward": null}'), (200, b"NaN"), (200, b"true")]
+
+
+@pytest.mark.parametrize(("status", "body"), FAULTS)
+def test_a_call_that_fails_is_made_again_and_one_that_always_fails_fails_its_group(status: int, body: bytes) -> None:
+    def answer(asked: Asked, server: Server) -> tuple[int, bytes]:
+        text = asked["response"]
+        return (status, body) if text == "7" or (text == "2" and server.tries(text) < 3) else reward(asked)
+
+    with serving(answer) as server:
+        by = partial(http_reward, url=server.url)
+        found = played(scorer(by, retries=2), {0: group(0, "1", "2"), 1: group(1, "3", "7")})
+    rewards, metrics = found[0]
+    assert rewards.values_N.tolist() == [1.0, 2.0]
+    assert metrics["asked_again"] == 1.0
+    assert isinstance(found[1], ScoreError)
+    assert "group 1, row 1: 3 calls failed" in str(found[1])
+    assert server.tries("7") == 3
+
+
+def test_a_server_that_is_not_there_fails_the_group() -> None:
+    with serving(lambda asked, server: reward(asked)) as server:
+        gone = server.url
+    (failed,) = played(scorer(partial(http_reward, url=gone), retries=1), {0: group(0, "1")}).values()
+    assert isinstance(failed, ScoreError)
+    assert "URLError" in str(failed)
+
+
+def test_a_call_without_an_end_fails_its_group_at_the_deadline_and_holds_up_no_other() -> None:
+    release = Event()
+
+    def answer(asked: Asked, server: Server) -> tuple[int, bytes]:
+        if asked["response"] == "9":
+            release.wait(PATIENCE_S)
+        return reward(asked)
+
+    with serving(answer) as server:
+        by = partial(http_reward, url=server.url, timeout=PATIENCE_S)
+        found = played(scorer(by, concurrency=1, deadline=1.0), {0: group(0, "9"), 1: group(1, "1", "2")})
+        release.set()
+    assert isinstance(found[0], ScoreError)
+    assert "no answer within 1 s" in str(found[0])
+    assert found[1][0].values_N.tolist() == [1.0, 2.0]
+
+
+async def judge(prompt: str, response: str, answer: str, *, first: float = 0.0) -> float:
+    """An async function of a user's, for tests."""
+    await asyncio.sleep(first if response == "1" else 0.0)
+    return float(response)
+
+
+def test_an_async_function_is_awaited_and_given_up_at_its_deadline() -> None:
+    found = played(scorer(judge), {0: group(0, "1", "2")})
+    assert found[0][0].values_N.tolist() == [1.0, 2.0]
+    late = played(scorer(partial(judge, first=3600.0), deadline=0.5), {0: group(0, "1"), 1: group(1, "2")})
+    assert isinstance(late[0], ScoreError)
+    assert late[1][0].values_N.tolist() == [2.0]
+
+
+def test_groups_that_are_given_up_are_asked_about_no_more() -> None:
+    made = scorer(partial(judge, first=3600.0))
+    made.submit(0, {"rollouts": group(0, "1")})
+    made.reset()
+    assert not made.busy()
+    assert played(made, {1: group(1, "2")})[1][0].values_N.tolist() == [2.0]
+
+
+def test_outside_of_a_run_one_group_is_waited_for() -> None:
+    state = scorer(judge)
+    _, rewards, _ = remote_score.fn(state, group(0, "1", "2"), by=judge)
+    assert rewards.values_N.tolist() == [1.0, 2.0]
+    with pytest.raises(ScoreError, match=r"judge on group 0, row 0: 1 calls failed, the last with ValueError"):
+        remote_score.fn(state, group(0, "no number"), by=judge)
+
+
+def test_a_token_is_sent_and_never_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "secret")
+    with serving(lambda asked, server: reward(asked)) as server:
+        assert http_reward("p", "1", "a", url=server.url, token_variable="JUDGE_TOKEN") == 1.0
+    assert server.tokens == {"Bearer secret"}
+    with pytest.raises(ValueError, match="needed http://"):
+        http_reward("p", "1", "a", url="file:///etc/passwd")
+
+
+@program
+def asks(policy: Policy, prompts: Prompts, *, url: str = "http://judge:8000", calls: int = 1) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=2)
+    rewards = remote_score(rollouts, by=partial(http_reward, url=url), concurrency=calls)
+    return aipo_update(policy, rollouts, group_advantage(rewards))
+
+
+def test_a_url_that_is_none_and_options_that_are_none_are_told_by_check() -> None:
+    graph = trace(asks)
+    assert not check(graph)
+    assert next(node for node in graph.nodes if node.name == "remote_score").stream
+    assert [fault.code for fault in check(trace(asks, {"url": "ftp://x"}))] == ["unmet-requirement"]
+    assert [fault.code for fault in check(trace(asks, {"calls": 0}))] == ["out-of-range"]
