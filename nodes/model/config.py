@@ -21,6 +21,7 @@ _ROPE = {
     ),
 }
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 # Settings that the decoder has no choice of, in any family; null and a missing key mean the same.
 _FIXED = {"hidden_act": "silu", "attention_dropout": 0.0}
 
@@ -89,6 +90,10 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     model_type: str = "llama"
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = False
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -98,6 +103,9 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ModelError(f"given head_dim {self.head_dim}, needed an even one: rotary embedding turns pairs")
+        if self.num_experts_per_tok > self.num_experts:
+            given = f"num_experts_per_tok {self.num_experts_per_tok} and num_experts {self.num_experts}"
+            raise ModelError(f"given {given}, needed at most as many for a token as there are")
 
     @property
     def family(self) -> Family:
@@ -107,6 +115,8 @@ class ModelConfig:
         """The content of `config.json` but for the head."""
         # Newer readers know `rope_parameters` and `dtype`, older ones `rope_scaling` and `torch_dtype`.
         facts = asdict(self)
+        if not self.family.experts:
+            facts = {key: value for key, value in facts.items() if key not in (*_EXPERT_SIZES, "norm_topk_prob")}
         eos, scaling = facts.pop("eos_token_ids"), {} if self.rope_scaling is None else self.rope_scaling.to_json()
         return {
             **facts,
@@ -126,16 +136,18 @@ class ModelConfig:
         """From the content of a `config.json`. Raises ModelError for what this decoder would compute differently."""
         if (family := FAMILIES.get(data.get("model_type", ""))) is None:
             raise ModelError(f"given model_type {data.get('model_type')!r}, needed one of: {', '.join(FAMILIES)}")
+        if "num_local_experts" in data:  # as newer files call it
+            data = {"num_experts": data["num_local_experts"], **data}
         data = {"max_position_embeddings": 2048, **family.defaults, **data}
         for key, needed in {**_FIXED, **family.fixed}.items():
             if data.get(key) not in (None, needed):
                 raise ModelError(f"given {key} {data[key]!r}, needed {needed!r}, or nothing")
         if quantised := data.get("quantization_config"):
             raise ModelError(f"given quantization_config {quantised!r}, needed none: weights as they are, unquantised")
-        tied = data.get("tie_word_embeddings", False)
-        if not isinstance(tied, bool):
-            raise ModelError(f"given tie_word_embeddings {tied!r}, needed true or false")
         sizes: dict[str, Any] = {key: _need(data, key) for key in _SIZES}
+        if family.experts:
+            sizes |= {key: _need(data, key) for key in _EXPERT_SIZES}
+            sizes["norm_topk_prob"] = _flag(data, "norm_topk_prob")
         heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
         longest = _need(data, "max_position_embeddings")
         _refuse_window(data, longest)
@@ -148,7 +160,7 @@ class ModelConfig:
             rms_norm_eps=_number(data, "rms_norm_eps", 1e-6),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            tie_word_embeddings=tied,
+            tie_word_embeddings=_flag(data, "tie_word_embeddings"),
             initializer_range=_number(data, "initializer_range", 0.02),
             bos_token_id=data.get("bos_token_id"),
             eos_token_ids=token_ids(data.get("eos_token_id")),
@@ -172,6 +184,13 @@ def _need(data: Mapping[str, Any], key: str) -> int:
     near = get_close_matches(key, [k for k in data if k != key], n=1, cutoff=0.8)
     hint = f" (there is {near[0]!r})" if near and value is None else ""
     raise ModelError(f"given {key} {value!r}, needed a positive whole number{hint}")
+
+
+def _flag(data: Mapping[str, Any], key: str, default: bool = False) -> bool:
+    value = data.get(key, default)
+    if not isinstance(value, bool):
+        raise ModelError(f"given {key} {value!r}, needed true or false")
+    return value
 
 
 def _number(data: Mapping[str, Any], key: str, default: float | None = None) -> float:
@@ -232,9 +251,6 @@ def _scaling_from_json(said: Mapping[str, Any], data: Mapping[str, Any]) -> Rope
     if kind == "llama3":
         found |= {name: _number(said, name) for name in ("low_freq_factor", "high_freq_factor")}
         return RopeScaling(kind, **found)
-    truncate = said.get("truncate", True)
-    if not isinstance(truncate, bool):
-        raise ModelError(f"given truncate {truncate!r}, needed true or false")
     found |= {"beta_fast": _number(said, "beta_fast", 32.0), "beta_slow": _number(said, "beta_slow", 1.0)}
     if "attention_factor" in said:
         amount = _number(said, "attention_factor")
@@ -244,4 +260,4 @@ def _scaling_from_json(said: Mapping[str, Any], data: Mapping[str, Any]) -> Rope
         above, below = scales if len(scales) == 2 else (1.0, 0.0)
         grown = 0.1 * math.log(max(found["factor"], 1.0))
         amount = (above * grown + 1.0) / (below * grown + 1.0)
-    return RopeScaling(kind, **found, truncate=truncate, attention_factor=amount)
+    return RopeScaling(kind, **found, truncate=_flag(said, "truncate", True), attention_factor=amount)

@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.nodes.model.config import ModelConfig
+from penstock.nodes.model.config import ModelConfig, ModelError
 from penstock.nodes.model.kernels import Linear, linear, rms_norm
 from penstock.nodes.model.lora import Lora, LoraLinear, initial, is_adapter
-from penstock.nodes.model.words import WordEmbedding, Words, own_rows, shared
+from penstock.nodes.model.mlp import Experts, Mlp, Route
+from penstock.nodes.model.words import WordEmbedding, Words, own_part, shared
 
 # A sixteenth of what a GPU's memory has room for, and as fast as any other number on a CPU (`benchmarks/logprobs.py`).
 LOGIT_ELEMENTS = 1 << 26
@@ -79,6 +80,8 @@ class Decoder(nn.Module):
         raise NotImplementedError
 
     def _add_adapters(self) -> None:
+        if self.lora is not None and self.config.family.experts:
+            raise ModelError(f"LoRA: given a {self.config.model_type}, needed a model without experts")
         for name, module in list(self.model.layers.named_modules()):
             if self.lora is not None and isinstance(module, Linear) and name.endswith(self.lora.targets):
                 self.model.layers.set_submodule(name, LoraLinear(module, self.lora))
@@ -89,12 +92,19 @@ class Decoder(nn.Module):
         named = dict(self.named_parameters())
         return named if self.lora is None else {name: p for name, p in named.items() if is_adapter(name)}
 
-    def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None = None, attend: Attend | None = None) -> Tensor:
-        """Hidden states after the final norm, [B, S, D]. Positions default to 0, 1, …; attention to causal."""
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        positions_BS: Tensor | None = None,
+        attend: Attend | None = None,
+        route: Route | None = None,
+    ) -> Tensor:
+        """Hidden states after the final norm, [B, S, D]. Positions default to 0, 1, …; attention to causal; experts to
+        those that the router finds likeliest."""
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         rope = (self.cos_PK[positions_BS].unsqueeze(-2), self.sin_PK[positions_BS].unsqueeze(-2))
-        hidden_BSD: Tensor = self.model(tokens_BS, rope, attend or attend_causal)
+        hidden_BSD: Tensor = self.model(tokens_BS, rope, attend or attend_causal, route)
         return hidden_BSD
 
     @property
@@ -160,7 +170,7 @@ class CausalLM(Decoder):
         """What `compute` makes of hidden states and the matrix that turns them into logits of this rank's words,
         [W, D]: the embedding's own if they are tied. It returns no views: FSDP hooks into their gradients."""
         if self.lm_head is None:
-            return compute(hidden, own_rows(self.model.embed_tokens.weight))
+            return compute(hidden, own_part(self.model.embed_tokens.weight))
         return self.lm_head(hidden, compute)  # type: ignore[no-any-return]
 
     def own_logits(self, hidden_BSD: Tensor) -> Tensor:
@@ -193,7 +203,7 @@ class _Head(Linear):
     """What works with its weights does so within its forward pass, around which FSDP gathers them."""
 
     def forward(self, x: Tensor, compute: Callable[[Tensor, Tensor], Any] = linear) -> Any:
-        return compute(x, own_rows(self.weight))
+        return compute(x, own_part(self.weight))
 
 
 class _Layers(nn.Module):
@@ -203,10 +213,10 @@ class _Layers(nn.Module):
         self.layers = nn.ModuleDict({str(i): _Layer(config, i) for i in range(config.num_hidden_layers)})
         self.norm: nn.Module = Norm(config.hidden_size, config)
 
-    def forward(self, tokens_BS: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(self, tokens_BS: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, route: Route | None) -> Tensor:
         x_BSD = self.embed_tokens(tokens_BS)
         for layer in self.layers.values():
-            x_BSD = layer(x_BSD, rope, attend)
+            x_BSD = layer(x_BSD, rope, attend, route)
         return self.norm(x_BSD)  # type: ignore[no-any-return]
 
 
@@ -216,20 +226,20 @@ class _Layer(nn.Module):
         self.input_layernorm = Norm(config.hidden_size, config)
         self.self_attn = _Attention(config, index)
         self.post_attention_layernorm = Norm(config.hidden_size, config)
-        self.mlp = _Mlp(config)
+        self.mlp = Experts(config, index) if config.family.experts else Mlp(config, config.intermediate_size)
         self.recompute = False
 
-    def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, route: Route | None) -> Tensor:
         # Within what FSDP wraps: its own hooks gather the layer's weights once for the backward pass. Nothing random
         # is computed, so that no state of a generator has to be kept.
         if self.recompute and torch.is_grad_enabled():
-            given = self._compute, x_BSD, rope, attend
+            given = self._compute, x_BSD, rope, attend, route
             return checkpoint(*given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
-        return self._compute(x_BSD, rope, attend)
+        return self._compute(x_BSD, rope, attend, route)
 
-    def _compute(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def _compute(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, route: Route | None) -> Tensor:
         x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rope, attend)
-        return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD))  # type: ignore[no-any-return]
+        return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD), route)  # type: ignore[no-any-return]
 
 
 class Norm(nn.RMSNorm):
@@ -265,17 +275,6 @@ class _Attention(nn.Module):
         k_BSGK = _rotate(self.k_norm(self.k_proj(x_BSD).view(heads)), rope)
         out_BSHK = attend(self.index, q_BSHK, k_BSGK, self.v_proj(x_BSD).view(heads))
         return self.o_proj(out_BSHK.flatten(2))  # type: ignore[no-any-return]
-
-
-class _Mlp(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_BSD)) * self.up_proj(x_BSD))  # type: ignore[no-any-return]
 
 
 def attend_causal(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:

@@ -3,7 +3,7 @@ part of a language model for generation (`CausalLMPart`).
 
 Tensor parallelism is that of Megatron-LM (Shoeybi et al., 2019, section 3). The matrices that widen (queries, keys,
 values, gate, up) are cut by output rows, those that narrow (attention output, down) by input columns, embedding and
-head over the vocabulary; norms, and the head of a scorer, are whole on every rank.
+head over the vocabulary; norms, routers of experts, and the head of a scorer are whole on every rank.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,6 +38,7 @@ def tensor_parallel(config: ModelConfig) -> dict[str, Rule]:
         "gate_proj.weight": (0, 0),
         "up_proj.weight": (0, 0),
         "down_proj.weight": (1, 0),
+        "mlp.gate.weight": None,
         "norm.weight": None,
         "layernorm.weight": None,
         "lm_head.weight": (0, 0),
@@ -65,12 +66,14 @@ def part_of(shape: Sequence[int], rule: Rule, parts: int, part: int) -> tuple[sl
 def check_tensor_parallel(config: ModelConfig, parts: int, *, shared_heads: bool) -> None:
     """Raises ModelError for a model that cannot be cut into so many parts, or with a vocabulary so small that a rank
     would get no word. With `shared_heads` several ranks may hold the same key-value head."""
-    heads, groups, inner = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    width = "moe_intermediate_size" if config.family.experts else "intermediate_size"
+    inner = getattr(config, width)
     # DTensor cuts keys and values into equal parts. Only a generator's ranks can hold a head twice.
     divided = groups % parts == 0 or (shared_heads and parts % groups == 0)
     faults = [f"{heads} attention heads"] if heads % parts else []
     faults += [] if divided else [f"{groups} key-value heads"]
-    faults += [f"an intermediate_size of {inner}"] if inner % parts else []
+    faults += [f"{'a' if config.family.experts else 'an'} {width} of {inner}"] if inner % parts else []
     if faults:
         needed = f"numbers that tp {parts} divides" + (", or fewer key-value heads that divide it" * shared_heads)
         raise ModelError(f"tensor parallelism: given {', '.join(faults)}, needed {needed}")
@@ -89,6 +92,7 @@ def part_config(config: ModelConfig, parts: int, part: int) -> ModelConfig:
         num_attention_heads=config.num_attention_heads // parts,
         num_key_value_heads=max(1, config.num_key_value_heads // parts),
         intermediate_size=config.intermediate_size // parts,
+        moe_intermediate_size=config.moe_intermediate_size // parts,
         vocab_size=Words(config.vocab_size, parts, part).count,
     )
 
@@ -131,7 +135,7 @@ class CausalLMPart(CausalLM):
         self._heads, self.config = self.config, config
         self.share_words(Words(config.vocab_size, parts, part))
         for name, module in self.model.named_modules():
-            if name.endswith(("o_proj", "down_proj")):
+            if name.endswith(("o_proj", "mlp")):
                 module.register_forward_hook(_sum)
 
     @property

@@ -58,7 +58,7 @@ class Words:
 
     def sum(self, own: Tensor) -> Tensor:
         """Over the ranks, each of which goes on with the same numbers."""
-        return own if self.parts == 1 else _Sum.apply(own, self.group)  # type: ignore[no-untyped-call]
+        return own if self.parts == 1 else summed(own, self.group)
 
     def shared(self, same: Tensor) -> Tensor:
         """What all ranks have, for each to compute with on its own words: its gradient is summed over the ranks."""
@@ -83,6 +83,11 @@ def shared(same: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return _Shared.apply(same, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
+def summed(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Over the ranks of a group, each of which goes on with the same numbers."""
+    return _Sum.apply(own, group)  # type: ignore[no-any-return,no-untyped-call]
+
+
 class WordEmbedding(nn.Embedding):
     """An embedding of `words`. Its weights are the rank's own, and uninitialised."""
 
@@ -95,11 +100,11 @@ class WordEmbedding(nn.Embedding):
         # To draw numbers without memory, torch would import its compiler, which takes as long as torch.
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        return self.words.look_up(tokens_BS, own_rows(self.weight))
+        return self.words.look_up(tokens_BS, own_part(self.weight))
 
 
-def own_rows(weight: Tensor) -> Tensor:
-    """This rank's rows as a plain tensor, of one that torch holds in parts (DTensor)."""
+def own_part(weight: Tensor) -> Tensor:
+    """This rank's part as a plain tensor, of one that torch holds in parts (DTensor)."""
     # By its name: torch.distributed.tensor takes half a second to import, and not every run needs it.
     return weight.to_local() if hasattr(weight, "to_local") else weight
 

@@ -34,6 +34,7 @@ from penstock.nodes.learn.data_parallel_threads import count_not_finite
 from penstock.nodes.model import CausalLM, Decoder
 from penstock.nodes.model.decoder import Norm
 from penstock.nodes.model.lora import is_adapter
+from penstock.nodes.model.mlp import Experts
 from penstock.nodes.model.tensor_parallel import check_tensor_parallel, stages_of, tensor_parallel
 from penstock.nodes.model.words import Words
 from penstock.nodes.parallel.mesh import AXES, Ranks, assign, gather
@@ -268,10 +269,12 @@ def _tensor_plan(layer: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Paral
         "self_attn": PrepareModuleInput(
             input_layouts=(Replicate(), None, None), desired_input_layouts=(Replicate(), None, None)
         ),
-        "mlp": PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)),
+        "mlp": PrepareModuleInput(input_layouts=(Replicate(), None), desired_input_layouts=(Replicate(), None)),
     }
     for name, module in layer.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, Experts):
+            plan[name] = _OfExperts(rules)
+        elif isinstance(module, nn.Linear) and not (name.startswith("mlp.") and isinstance(plan["mlp"], _OfExperts)):
             if is_adapter(f"{name}.weight"):
                 continue  # it is cut with the map that it belongs to
             rule = rule_of(f"{name}.weight", rules)
@@ -288,6 +291,24 @@ class _OfHeads(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Norm)
         module.sharers = device_mesh.get_group()
+        return module
+
+
+class _OfExperts(ParallelStyle):
+    """Each rank has a part of every expert's inner width; their outputs are summed once, and so are their gradients."""
+
+    def __init__(self, rules: Mapping[str, Rule]) -> None:
+        super().__init__()
+        self.rules = rules
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Experts)
+        module.sharers = device_mesh.get_group()
+        for name, each in module.experts.named_modules():
+            if isinstance(each, nn.Linear):
+                rule = rule_of(f"{name}.weight", self.rules)
+                assert rule is not None
+                _distribute(each, device_mesh, rule[0])
         return module
 
 

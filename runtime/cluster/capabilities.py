@@ -59,7 +59,9 @@ CAPABILITIES: Mapping[Kind, Capability] = {
 }
 
 # The `model_type`s that nodes have a decoder for (`nodes/model/families/`).
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+# Those of them whose MLPs are mixtures of experts.
+MIXTURES = ("qwen3_moe",)
 
 # Formats of the model that computes, of weights on their way ("" is the first), and how they go.
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -107,6 +109,8 @@ class Sizes(Protocol):
     @property
     def experts(self) -> int: ...
     @property
+    def expert_inner(self) -> int: ...
+    @property
     def latent(self) -> object: ...
     @property
     def family(self) -> str: ...
@@ -128,7 +132,9 @@ def cut_lack(kind: Kind, sizes: Sizes, mesh: Axes) -> Fault | None:
     row, axes, lacks = CAPABILITIES[kind], dict(mesh), []
     tp, pp = axes.get(TENSOR, 1), axes.get(STAGE, 1)
     shared = row.shared_heads and tp % sizes.kv_heads == 0
-    for count, name in ((sizes.heads, "heads"), (sizes.inner, "of an MLP's width")):
+    # Over tp each rank has a part of every expert.
+    inner = sizes.expert_inner if sizes.experts else sizes.inner
+    for count, name in ((sizes.heads, "heads"), (inner, "of an MLP's width")):
         lacks += [f"{count} {name} over tp {tp}"] if count % tp else []
     lacks += [] if sizes.kv_heads % tp == 0 or shared else [f"{sizes.kv_heads} key-value heads over tp {tp}"]
     # The vocabulary is cut into equal pieces, of which the last one may be smaller.
@@ -182,10 +188,10 @@ def dtype_lack(dtype: Dtype, seen: Sequence[Seen]) -> Fault | None:
 
 def model_lack(sizes: Sizes) -> Fault | None:
     """What keeps a run from having such a model at all, whatever the machines."""
-    lacks = [f"a mixture of {sizes.experts} experts"] if sizes.experts else []
+    lacks = [f"a mixture of {sizes.experts} experts"] if sizes.experts and sizes.family not in MIXTURES else []
     lacks += ["latent attention"] if sizes.latent is not None else []
     lacks += [] if lacks or sizes.family in FAMILIES else [f"the model_type {sizes.family!r}"]
     if not lacks:
         return None
-    needed = f"a dense model, of a model_type of {', '.join(FAMILIES)}"
+    needed = f"a model_type of {', '.join(FAMILIES)}"
     return Fault("model-kind", "the model", " and ".join(lacks), needed)

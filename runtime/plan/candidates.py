@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from penstock.graph.protocols import STAGE, Axes
-from penstock.runtime.cluster.capabilities import CAPABILITIES, DENSE_CACHE, cut_lack
+from penstock.runtime.cluster.capabilities import CAPABILITIES, DENSE_CACHE, cut_lack, model_lack
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.cluster.gpus import Gpu, Precision
 from penstock.runtime.plan.collectives import SAFE, Cost
@@ -139,8 +139,9 @@ def trainer_meshes(shape: Shape, nodes: NodeGroup, gpus: int, resorts: LastResor
 
 def sharings(shape: Shape, mesh: Parallel, resorts: LastResorts = RESORTS[0]) -> Iterator[tuple[int, int]]:
     """`ep` and `cp` of a trainer: experts over ranks of `fsdp` beyond those of `tp`, which has them anyway; sequences
-    over ranks of `fsdp`."""
-    experts = {max(1, share * mesh.tp) if share > 1 else 1 for share in _divisors(mesh.fsdp)} if shape.experts else {1}
+    over ranks of `fsdp`. Of a model that runs can have, experts lie as other weights do."""
+    spread = shape.experts and model_lack(shape)
+    experts = {max(1, share * mesh.tp) if share > 1 else 1 for share in _divisors(mesh.fsdp)} if spread else {1}
     for ep in sorted(each for each in experts if each == 1 or shape.experts % each == 0):
         for cp in _divisors(mesh.fsdp) if resorts.cp else (1,):
             yield ep, cp

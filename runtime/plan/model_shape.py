@@ -30,7 +30,12 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "mistral": {"num_key_value_heads": 8},
     "qwen2": {"num_key_value_heads": 32},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
-    "qwen3_moe": {"num_key_value_heads": 4},
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
 }
 
 
@@ -251,6 +256,8 @@ def shape_of(data: object, name: str, where: str = "config.json") -> Shape:
     if not isinstance(data, dict):
         raise ShapeError(f"{where}: given {type(data).__name__}, needed an object with the model's sizes")
     family = str(data.get("model_type", Shape.family))
+    if "num_local_experts" in data:
+        data = {"num_experts": data["num_local_experts"], **data}
     data = {**DEFAULTS.get(family, {}), **data}
 
     def need(*keys: str) -> int:

@@ -29,8 +29,16 @@ from .test_generate import run
 from .tiny_model import CONFIG, TOKENIZER, model, save
 from .updating import batch
 
+
+def config_of(family: str, base: ModelConfig = CONFIG, **changes: Any) -> ModelConfig:
+    """A small model of a family."""
+    experts: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 14}
+    own = experts if FAMILIES[family].experts else {}
+    return replace(base, model_type=family, **{**own, **changes})
+
+
 # What is beyond Llama.
-CONFIGS: dict[str, ModelConfig] = {name: replace(CONFIG, model_type=name) for name in FAMILIES if name != "llama"}
+CONFIGS: dict[str, ModelConfig] = {name: config_of(name) for name in FAMILIES if name != "llama"}
 
 
 def random_model(config: ModelConfig, seed: int = 3) -> CausalLM:

@@ -17,7 +17,7 @@ from penstock.nodes.learn.losses import reinforce
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.model import CausalLM, ModelConfig, decoder, torch_dtype
 from penstock.nodes.model.lora import Lora
-from penstock.nodes.model.words import own_rows
+from penstock.nodes.model.words import own_part
 from penstock.nodes.open_model import initial_model
 from penstock.nodes.policy import LanguagePolicy
 from penstock.runtime.cluster.gpus import GPUS
@@ -130,7 +130,7 @@ def counted(config: ModelConfig, how: Context, lora: Lora | None = None) -> tupl
         if how.mesh and head is not None:
 
             def whole(*_: Any) -> None:
-                marks.gathered = own_rows(head.weight).nbytes
+                marks.gathered = own_part(head.weight).nbytes
 
             head.register_forward_pre_hook(whole)
         learner.apply = difference("gradients", learner.apply)  # type: ignore[method-assign]

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -26,7 +27,7 @@ from penstock.runtime.cluster import capabilities
 from penstock.runtime.plan.model_shape import read_shape, shape_of
 from penstock.runtime.plan.model_shape import stages_of as planned_stages
 from penstock.runtime.plan.sync_cost import stages, tensors
-from tests.nodes.family_cases import CONFIGS, directory, random_model
+from tests.nodes.family_cases import CONFIGS, config_of, directory, random_model
 from tests.nodes.rank_cases import OPTIONS
 from tests.nodes.ranked import spawn
 from tests.nodes.test_generate import run
@@ -49,9 +50,29 @@ others = pytest.mark.parametrize("family", CONFIGS)
 slow = pytest.mark.slow
 
 
+def theirs_of(folder: Path | str, kind: Any = transformers.AutoModelForCausalLM, **changes: Any) -> Any:
+    # Their faster products of experts take no odd sizes.
+    return kind.from_pretrained(folder, experts_implementation="eager", **changes)
+
+
 def logits(made: CausalLM) -> Tensor:
     with torch.no_grad():
         return made.logits(made(TOKENS)).float()
+
+
+def gradients_of(theirs: Any) -> dict[str, Tensor]:
+    """By the names of the files: in memory their experts lie together, gate over up."""
+    found = {}
+    for name, parameter in theirs.named_parameters():
+        place, _, kind = name.rpartition(".")
+        if not place.endswith("experts"):
+            found[name] = parameter.grad
+            continue
+        for expert, gradient in enumerate(parameter.grad):
+            parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            for part, own in zip(parts, gradient.chunk(len(parts)), strict=True):
+                found[f"{place}.{expert}.{part}.weight"] = own
+    return found
 
 
 @families
@@ -59,20 +80,20 @@ def logits(made: CausalLM) -> Tensor:
 def test_a_family_has_the_logits_and_gradients_of_transformers_and_its_files(
     family: str, shape: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = replace(ODD, model_type=family, **shape)
+    config = config_of(family, ODD, **shape)
     ours = random_model(config)
     save(ours, tmp_path / "ours")
     assert read_config(tmp_path / "ours") == config
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    theirs = theirs_of(tmp_path / "ours")
     assert type(theirs).__name__ == ours.architecture
     found, needed = ours.logits(ours(TOKENS)), theirs(TOKENS).logits
     torch.testing.assert_close(found, needed, rtol=0, atol=1e-4)
     weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)) / found.shape[0]
     (found * weight).sum().backward()  # type: ignore[no-untyped-call]
     (needed * weight).sum().backward()
-    expected = dict(theirs.named_parameters())
+    expected = gradients_of(theirs)
     for name, parameter in ours.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-4, msg=name)
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-4, msg=name)
     # What they write is read again.
     theirs.save_pretrained(tmp_path / "theirs")
     again = load_model(CausalLM, tmp_path / "theirs")
@@ -82,9 +103,9 @@ def test_a_family_has_the_logits_and_gradients_of_transformers_and_its_files(
 
 @families
 def test_bfloat16_is_no_further_from_float32_than_that_of_transformers(family: str, tmp_path: Path) -> None:
-    exact = random_model(replace(ODD, model_type=family))
+    exact = random_model(config_of(family, ODD))
     save(exact, tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    theirs = theirs_of(tmp_path, dtype=torch.bfloat16)
     with torch.no_grad():
         far = (theirs(TOKENS).logits.float() - logits(exact)).square().mean()
     assert (logits(load_model(CausalLM, tmp_path, "bfloat16")) - logits(exact)).square().mean() <= far
@@ -92,11 +113,11 @@ def test_bfloat16_is_no_further_from_float32_than_that_of_transformers(family: s
 
 @others
 def test_a_model_that_gives_a_number_is_that_of_transformers(family: str, tmp_path: Path) -> None:
-    scorer = Scorer(replace(ODD, model_type=family, pad_token_id=0))
+    scorer = Scorer(config_of(family, ODD, pad_token_id=0))
     scorer.init_weights(1)
     torch.nn.init.normal_(scorer.score.weight)
     save(scorer, tmp_path)
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    theirs = theirs_of(tmp_path, transformers.AutoModelForSequenceClassification)
     assert type(theirs).__name__ == scorer.architecture
     with torch.no_grad():
         row_S = TOKENS[:1].clamp(min=1)
@@ -118,6 +139,10 @@ SMALL = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 48, "num_hid
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias True, needed False"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias True, needed False"),
         ({"model_type": "llama", "attention_dropout": 0.1}, "attention_dropout 0.1, needed 0.0"),
+        ({"model_type": "qwen3_moe", "num_local_experts": 9}, None),
+        ({"model_type": "qwen3_moe", "num_experts_per_tok": 200}, "at most as many for a token as there are"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [1]}, "mlp_only_layers [1], needed []"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step 2, needed 1"),
         ({"model_type": "gemma2"}, "model_type 'gemma2', needed one of: llama, mistral, qwen2, qwen3"),
         ({"model_type": "gemma3_text"}, "model_type 'gemma3_text', needed one of"),
         ({"model_type": "qwen2_moe"}, "model_type 'qwen2_moe', needed one of"),
@@ -136,7 +161,11 @@ def test_what_a_config_leaves_out_is_what_transformers_takes_and_what_is_compute
         assert getattr(ours, name) == getattr(theirs, name)
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 2)
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    if ours.num_experts:
+        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"):
+            assert getattr(ours, name) == getattr(theirs, name)
     shape = read_shape(str(tmp_path))
+    assert (shape.experts, shape.active) == (ours.num_experts, ours.num_experts_per_tok)
     assert (shape.kv_heads, shape.head_dim) == (ours.num_key_value_heads, ours.head_dim)
 
 
@@ -158,7 +187,7 @@ def test_yarn_turns_as_in_transformers(more: dict[str, Any], tmp_path: Path) -> 
     data = json.loads((tmp_path / "config.json").read_text())
     data["rope_parameters"] = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, **more}
     (tmp_path / "config.json").write_text(json.dumps(data))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    theirs = theirs_of(tmp_path)
     ours = load_model(CausalLM, tmp_path)
     cos_1SK, sin_1SK = theirs.model.rotary_emb(torch.zeros(1), torch.arange(128)[None])
     torch.testing.assert_close(ours.cos_PK, cos_1SK[0], rtol=0, atol=1e-5)
@@ -180,7 +209,7 @@ def test_a_policy_of_a_family_learns_goes_on_and_is_written_back(family: str, tm
     assert equal(learner, other)
     assert not any(torch.equal(tensor, before[name]) for name, tensor in learner.weights().items())
     export(learner, tmp_path / "out")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    theirs = theirs_of(tmp_path / "out")
     tokens_BS = batch()[0].tokens_NS
     with torch.no_grad():
         ours = learner.model.logits(learner.model(tokens_BS))
@@ -202,7 +231,7 @@ def test_a_generator_of_a_family_samples_what_the_trainer_scores(family: str, dt
     assert max(metrics["mismatch"] for _, metrics in together.values()) < (1e-5 if dtype == "float32" else 0.05)
 
 
-@others
+@pytest.mark.parametrize("family", [name for name in CONFIGS if not FAMILIES[name].experts])
 def test_adapters_of_a_family_are_those_of_peft(family: str, tmp_path: Path) -> None:
     given = Context(node="policy", seed=1, updates=10, model=directory(family, tmp_path), lora=3)
     learner = make_policy(given)
@@ -210,7 +239,7 @@ def test_adapters_of_a_family_are_those_of_peft(family: str, tmp_path: Path) -> 
     policy_update.fn(learner, *batch(), **OPTIONS, lr=1e-2)
     export(learner, tmp_path / "adapters")
     assert load_model(CausalLM, tmp_path / "adapters").lora == Lora(3, 6.0)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(given.model)
+    plain = theirs_of(given.model)
     theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapters")
     tokens_BS = batch()[0].tokens_NS
     with torch.no_grad():
@@ -220,30 +249,44 @@ def test_adapters_of_a_family_are_those_of_peft(family: str, tmp_path: Path) -> 
 
 def test_the_families_that_runs_have_are_those_of_the_table() -> None:
     assert tuple(FAMILIES) == capabilities.FAMILIES
+    assert tuple(name for name, family in FAMILIES.items() if family.experts) == capabilities.MIXTURES
+
+
+def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
+    given = Context(node="policy", model=directory("qwen3_moe", tmp_path), lora=3)
+    with pytest.raises(ModelError, match="given a qwen3_moe, needed a model without experts"):
+        make_policy(given)
 
 
 @families
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_planner_counts_a_familys_parameters(family: str, tied: bool) -> None:
-    config = replace(ODD, model_type=family, tie_word_embeddings=tied)
+    config = config_of(family, ODD, tie_word_embeddings=tied)
     held = {name: tuple(p.shape) for name, p in CausalLM(config, device="meta").named_parameters()}
     shape = shape_of(config.to_json(), "here")
-    assert {name: size for name, (size, _) in tensors(shape).items()} == held
-    rules = tensor_parallel(config)
-    assert {name: rule for name, (_, rule) in tensors(shape).items()} == {name: rule_of(name, rules) for name in held}
     assert shape.parameters == sum(map(prod, held.values()))
     for count in (1, 3):
         cut = stages_of(config, held, count)
-        assert stages(shape, count) == cut
         own = [sum(prod(held[name]) for name, places in cut.items() if place in places) for place in range(count)]
         assert [stage.parameters for stage in planned_stages(shape, count)] == own
+        # For the planner a layer's experts are one tensor.
+        assert stages(shape, count) == {re.sub(r"experts\.\d+", "experts", name): cut[name] for name in cut}
+    sizes = Counter[str]()
+    for name, size in held.items():
+        sizes[re.sub(r"experts\.\d+", "experts", name)] += prod(size)
+    assert {name: prod(size) for name, (size, _) in tensors(shape).items()} == sizes
+    rules = tensor_parallel(config)
+    for name, (_, rule) in tensors(shape).items():
+        assert rule == rule_of(name, rules) or ".experts." in name
+    if shape.experts:
+        return
     lora = CausalLM(config, device="meta", lora=Lora(4, 8.0)).own_parameters()
     assert {name: size for name, (size, _) in tensors(shape.with_lora(4)).items()} == {
         name: tuple(p.shape) for name, p in lora.items()
     }
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize(
     ("ranks", "mesh"),
     [
@@ -259,7 +302,12 @@ def test_a_family_over_ranks_learns_what_it_does_on_one(family: str, ranks: int,
 
 @pytest.mark.parametrize(
     ("family", "ranks", "groups"),
-    [("qwen2", 2, 1), pytest.param("qwen2", 2, 2, marks=slow), pytest.param("qwen3", 2, 1, marks=slow)],
+    [
+        ("qwen2", 2, 1),
+        pytest.param("qwen2", 2, 2, marks=slow),
+        pytest.param("qwen3", 2, 1, marks=slow),
+        ("qwen3_moe", 2, 2),
+    ],
 )
 def test_a_familys_generator_over_ranks_samples_what_one_samples(
     family: str, ranks: int, groups: int, tmp_path: Path

@@ -12,6 +12,7 @@ class Family:
     name: what `transformers` calls their classes, without what stands for the head.
     qkv_bias: have the maps to queries, keys and values a bias?
     qk_norm: is each head's query and key normed before it is turned?
+    experts: is each layer's MLP a mixture of experts?
     defaults: what `transformers` takes for a key that a `config.json` does not have, where it is not what it takes for
         most models.
     fixed: settings of which the decoder has one value. Null and a missing key mean the same.
@@ -21,5 +22,6 @@ class Family:
     name: str
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)

@@ -294,7 +294,7 @@ def test_bad_input_is_refused_by_its_code(refuse: Refuse, home: Path) -> None:
         ("run aipo --mesh generator=fsdp2", "mesh-axis"),
         ("plan aipo --cluster 1x4xA100 --model llama-8b --generator-precision fp8", "no-precision"),
         ("plan aipo --cluster 1x1xH100 --model llama-8b", "no-fit"),
-        ("plan aipo --cluster 1x8xH100 --model qwen3-30b-a3b --out p.json", "model-kind"),
+        ("plan aipo --cluster 4x8xH200 --model glm-4.5-air --out p.json", "model-kind"),
     ):
         status, said = refuse(*words.split())
         assert status > 0

@@ -198,4 +198,4 @@ def test_pools_that_share_gpus_take_turns_at_lag_zero() -> None:
 
 def test_a_model_that_no_run_has_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match="model-kind"):
-        _planned("4x8xH200", "aipo", 1, "qwen3-30b-a3b")
+        _planned("4x8xH200", "aipo", 1, "glm-4.5-air")

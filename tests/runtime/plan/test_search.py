@@ -464,8 +464,11 @@ def test_sequences_that_fit_no_rank_are_shared_only_where_that_is_a_what_if_anyw
 
 def test_experts_are_dealt_out_where_that_is_faster() -> None:
     (nodes,) = node_groups(read_cluster("4x8xH100"))
-    candidates = LayoutCandidates(_work("qwen3-30b-a3b"), 1)
-    found = list(candidates.trainers(nodes, 32, Models(0)))
+    own = _work("qwen3-30b-a3b")
+    other = replace(own, shape=replace(own.shape, family="a mixture that no run has"))
+    # Those of a run lie as other weights do.
+    assert {each.trainer.ep for each in LayoutCandidates(own, 1).trainers(nodes, 32, Models(0))} == {1}
+    found = list(LayoutCandidates(other, 1).trainers(nodes, 32, Models(0)))
     assert {each.trainer.ep for each in found} >= {1, 2, 8, 32}
     assert found[0].trainer.ep > 1
     for each in found:
@@ -627,7 +630,9 @@ def test_a_precision_that_no_gpu_computes_in_is_refused_by_name() -> None:
 
 
 def test_a_plan_that_no_run_can_be_says_so_with_the_codes() -> None:
-    found = plan(_graph("aipo"), read_cluster("1x8xH100"), _work("qwen3-30b-a3b", 4), generator_precision="fp8")
+    work = _work("qwen3-30b-a3b", 4)
+    other = replace(work, shape=replace(work.shape, family="a mixture that no run has"))
+    found = plan(_graph("aipo"), read_cluster("1x8xH100"), other, generator_precision="fp8")
     assert [lack.code for lack in found.lacks] == ["model-kind", "no-precision"]
     assert all(f"[{lack.code}]" in "".join(found.assumptions) for lack in found.lacks)
     assert plan(_graph("aipo"), read_cluster("1x4xH100"), _work("qwen3-1.7b", 4)).lacks == ()

@@ -1,0 +1,78 @@
+"""A layer's MLP: one that all tokens go through, or experts of which each token goes through some.
+
+Shapes: D hidden width, N tokens, E experts, K those of a token, M = N · K; any number of dimensions before D.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.nodes.model.config import ModelConfig
+from penstock.nodes.model.kernels import Linear, linear
+from penstock.nodes.model.words import own_part, shared, summed
+
+# Rows of an expert come in multiples of it, so that a token's bits do not depend on how many others have chosen the
+# same expert: a product of one row is another kernel, and element-wise ones treat the last, odd elements differently.
+ROW_TILE = 16
+
+# (layer, the router's probabilities_NE) → the experts of each token [N, K], as it is to go through them.
+Route = Callable[[int, Tensor], Tensor]
+
+
+class Mlp(nn.Module):
+    """down(silu(gate(x)) · up(x)), of an inner width."""
+
+    def __init__(self, config: ModelConfig, width: int) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, width)
+        self.up_proj = Linear(config.hidden_size, width)
+        self.down_proj = Linear(width, config.hidden_size)
+
+    def forward(self, x: Tensor, route: Route | None = None) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class Experts(nn.Module):
+    """Σ p · expert(x) over the experts that a router chooses (Shazeer et al., 2017, arXiv 1701.06538, section 2): p is
+    the softmax of its logits over all experts, in float32, and those of a token sum to 1 if `norm_topk_prob`.
+    """
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.index, self.count, self.normed = index, config.num_experts_per_tok, config.norm_topk_prob
+        self.gate = Linear(config.hidden_size, config.num_experts)
+        self.experts = nn.ModuleList(Mlp(config, config.moe_intermediate_size) for _ in range(config.num_experts))
+        # The ranks that each have a part of every expert's inner width, if several do and learn.
+        self.sharers: dist.ProcessGroup | None = None
+
+    def forward(self, x: Tensor, route: Route | None = None) -> Tensor:
+        x_ND = x.flatten(0, -2)
+        probs_NE = torch.softmax(self.gate(x_ND), dim=-1, dtype=torch.float32)
+        chosen_NK = probs_NE.topk(self.count).indices if route is None else route(self.index, probs_NE)
+        top_NK = probs_NE.gather(1, chosen_NK)
+        if self.normed:
+            top_NK = top_NK / top_NK.sum(-1, keepdim=True)
+        if self.sharers is not None:
+            x_ND, top_NK = shared(x_ND, self.sharers), shared(top_NK, self.sharers)
+        # Tokens by expert, in order.
+        order_M = chosen_NK.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen_NK.flatten(), minlength=len(self.experts)).tolist()
+        parts = torch.split(x_ND[order_M // self.count], counts)
+        out_MD = torch.cat([_rows(expert, part) for expert, part in zip(self.experts, parts, strict=True)])
+        out_NKD = out_MD[order_M.argsort()].view(*chosen_NK.shape, -1)
+        out_ND = (out_NKD * top_NK[..., None]).sum(1).to(x.dtype)
+        return (out_ND if self.sharers is None else summed(out_ND, self.sharers)).view_as(x)
+
+
+def _rows(expert: nn.Module, x: Tensor) -> Tensor:
+    """What an expert makes of its tokens' rows."""
+    assert isinstance(expert, Mlp)
+    # Where something is learnt each has a gradient, if only zero: ranks reduce those of all.
+    if not len(x) and not torch.is_grad_enabled():
+        return x
+    padded = F.pad(x, (0, 0, 0, max(1, -(-len(x) // ROW_TILE)) * ROW_TILE - len(x)))
+    gate, up, down = (own_part(each.weight) for each in (expert.gate_proj, expert.up_proj, expert.down_proj))
+    return linear(F.silu(linear(padded, gate)) * linear(padded, up), down)[: len(x)]
