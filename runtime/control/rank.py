@@ -38,6 +38,11 @@ from penstock.runtime.tensor.shm import SHM, owner_of
 ANSWER_S = 600.0
 
 
+# What torch's thread posts, past the prefix of any group, when one of its NCCL groups fails. Nobody reads it (see
+# `prepare_nccl`), and the controller would answer nothing any more to the second rank that posts one key.
+TORCH_SIGNAL = "exception_dump"
+
+
 class Meeting(C10dStore):
     """The one store of a rank's process: for several threads, and to be kept for as long as a group made with it lives.
 
@@ -56,6 +61,8 @@ class Meeting(C10dStore):
         return PrefixStore(group, self)
 
     def set(self, key: str, value: str | bytes) -> None:
+        if key == TORCH_SIGNAL:
+            return
         data = value.encode() if isinstance(value, str) else value
         self._pulse.say(Post(key, data.hex()))
 

@@ -32,27 +32,21 @@ from torch._C._distributed_c10d import ErrorType, PrefixStore, Store
 from penstock.runtime.tensor.process_group import Connection, TransportError, first_line
 from penstock.runtime.tensor.reshard import nccl_round
 from penstock.runtime.tensor.send_recv import Bucket, BucketSizes
-from penstock.runtime.tensor.streams import current_stream, on_device, on_stream
+from penstock.runtime.tensor.streams import current_stream, on_device, on_stream, streams_of
 
 T = TypeVar("T")
 Verb = Literal["send", "receive"]
 
 # One round is packed while another is sent. A copy on the card costs as much time as a message that is below `large`.
 NCCL_SIZES = BucketSizes(large=4 << 20, full=nccl_round(1 << 60, 1), slots=2)
-_POLL_S, _LOOK_S, _ABORT_S = 1e-4, 0.5, 5.0
+_LOOK_S, _ABORT_S = 0.5, 5.0
 # Processors of a GPU that the calls of a link take, of a hundred or more. At NCCL's usual rates (not measured here)
 # they send more than a network card takes.
 _PROCESSORS = 8
 _GONE = "given up by"
 
-
-class DeviceWork(Protocol):
-    """A group call that has been made. torch's `Work` is one."""
-
-    def is_completed(self) -> bool: ...
-
-    def wait(self) -> Any:
-        """Let the current stream wait for it."""
+# Stops until a group call is over or aborted: without a deadline, and without the interpreter's lock.
+UntilOver = Callable[[], object]
 
 
 class DeviceGroup(Protocol):
@@ -61,7 +55,7 @@ class DeviceGroup(Protocol):
 
     device: torch.device
 
-    def call(self, verb: Verb, messages: Sequence[tuple[int, Tensor]]) -> DeviceWork:
+    def call(self, verb: Verb, messages: Sequence[tuple[int, Tensor]]) -> UntilOver:
         """Begin to send, or receive, a buffer to or from each of these peers, as one. RuntimeError if it fails."""
 
     def fault(self) -> str:
@@ -80,7 +74,7 @@ class NcclCarrier:
         self._connection = connection
         self._group = group
         self._store = store
-        self._closed = False
+        self._closed = self._aborted = False
 
     def room(self, loads: Mapping[int, int]) -> dict[int, int]:
         """A round with all peers has so many bytes, and each peer the part of them that it has of the whole: so all are
@@ -104,12 +98,19 @@ class NcclCarrier:
 
     def abort(self) -> None:
         """End what is on its way. NCCL may not return from that, either."""
+        self._aborted = True
         with suppress(RuntimeError):
             in_time(_ABORT_S, self._group.abort)
 
-    def gone(self, peers: Iterable[int]) -> str:
-        """The first of these peers that has given the link up; "" if none has."""
-        return next((self._connection.names[p] for p in peers if self._store.check([f"{_GONE} {p}"])), "")
+    def look(self, peers: Iterable[int]) -> None:
+        """Raise RuntimeError if calls to or from these peers will not end well, or have not."""
+        if fault := self._group.fault():
+            raise RuntimeError(fault)
+        if self._aborted:  # such calls end as if they had come to their end
+            raise RuntimeError("the link was given up here")
+        for peer in peers:
+            if self._store.check([f"{_GONE} {peer}"]):
+                raise RuntimeError(f"{self._connection.names[peer]} has given up the link")
 
     def _call(self, verb: Verb, messages: Sequence[tuple[int, Bucket]]) -> "_GroupCall":
         buffers = [(peer, bucket.buffer) for peer, bucket in messages]
@@ -117,41 +118,29 @@ class NcclCarrier:
         call = _GroupCall(self, [*dict.fromkeys(peer for peer, _ in messages)], f"{messages[0][1].name}{more}")
         stream = current_stream(self.device)
 
-        def begin() -> DeviceWork:
+        def begin() -> UntilOver:
             # NCCL begins behind this stream: in the one that packs, not in the new thread's.
             with on_stream(stream, self.device):
                 return self._group.call(verb, buffers)
 
         with call.naming() as seconds:
-            call.work = in_time(seconds, begin)
+            call.until_over = in_time(seconds, begin)
         return call
 
 
 class _GroupCall:
     """A round that has begun; `Begun`."""
 
-    work: DeviceWork
+    until_over: UntilOver
 
     def __init__(self, carrier: NcclCarrier, peers: Sequence[int], what: str) -> None:
         self._carrier, self._peers, self._what = carrier, peers, what
 
     def wait(self) -> None:
-        carrier = self._carrier
+        # The host waits: what the current stream is given from now on comes after the call.
         with self.naming() as seconds:
-            # NCCL's own wait orders streams only, and its watchdog would end the whole process.
-            start = time.monotonic()
-            look = start + _LOOK_S
-            while not self.work.is_completed():
-                if (now := time.monotonic()) > start + seconds:
-                    raise RuntimeError(f"timed out after {seconds:g} s")
-                if now > look:
-                    look = now + _LOOK_S
-                    if name := carrier.gone(self._peers):
-                        raise RuntimeError(f"{name} has given up the link")
-                time.sleep(_POLL_S)
-            if fault := carrier._group.fault():
-                raise RuntimeError(fault)
-            self.work.wait()
+            in_time(seconds, self.until_over, lambda: self._carrier.look(self._peers))
+            self._carrier.look(())
 
     @contextmanager
     def naming(self) -> Iterator[float]:
@@ -179,16 +168,24 @@ class NcclGroup:
             self._group, self._backend = in_time(
                 seconds, lambda: _opened(PrefixStore("nccl", store), rank, size, self.device)
             )
+            self._calls = streams_of(self.device).Stream(self.device)  # in which nothing is done but waiting for calls
         except RuntimeError as error:
             text = f"NCCL between {size} ranks, here on {self.device}, did not open: {first_line(error)}"
             raise TransportError(f"{connection.channel}: {connection.names[rank]}: {text}") from error
 
-    def call(self, verb: Verb, messages: Sequence[tuple[int, Tensor]]) -> DeviceWork:
+    def call(self, verb: Verb, messages: Sequence[tuple[int, Tensor]]) -> UntilOver:
         self._group._start_coalescing(self.device)
         for peer, buffer in messages:
             (self._group.send if verb == "send" else self._group.recv)([buffer], peer, 0)
-        work: DeviceWork = self._group._end_coalescing(self.device)
-        return work
+        work = self._group._end_coalescing(self.device)
+        # torch's own answer whether it is over would hold the interpreter's lock, also while another thread aborts the
+        # communicator: this process would fall silent. So an event of ours is put behind it.
+        over = streams_of(self.device).Event(blocking=True)
+        with on_stream(self._calls, self.device):
+            work.wait()  # of this stream, and not of the host
+            over.record(self._calls)
+        until_over: UntilOver = over.synchronize
+        return until_over
 
     def fault(self) -> str:
         error = self._backend.get_error()
@@ -218,9 +215,9 @@ def _opened(rendezvous: Store, rank: int, size: int, device: torch.device) -> tu
     return group, backend
 
 
-def in_time(seconds: float, work: Callable[[], T]) -> T:
-    """The result of `work`, which runs in a thread of its own: it may stop there for ever. RuntimeError past `seconds`,
-    or what `work` raises.
+def in_time(seconds: float, work: Callable[[], T], look: Callable[[], object] = lambda: None) -> T:
+    """The result of `work`, which runs in a thread of its own: it may stop there for ever. `look` is called now and
+    then meanwhile. RuntimeError past `seconds`, or what `work` or `look` raises.
     """
     found: SimpleQueue[T | BaseException] = SimpleQueue()
 
@@ -231,10 +228,16 @@ def in_time(seconds: float, work: Callable[[], T]) -> T:
             found.put(error)
 
     threading.Thread(target=run, name="NCCL", daemon=True).start()
-    try:
-        result = found.get(timeout=seconds)
-    except Empty:
-        raise RuntimeError(f"timed out after {seconds:g} s") from None
-    if isinstance(result, BaseException):
-        raise result
-    return result
+    until = time.monotonic() + seconds
+    while True:
+        left = until - time.monotonic()
+        try:
+            result = found.get(timeout=max(0.0, min(left, _LOOK_S)))
+        except Empty:
+            if left <= 0:
+                raise RuntimeError(f"timed out after {seconds:g} s") from None
+            look()
+            continue
+        if isinstance(result, BaseException):
+            raise result
+        return result

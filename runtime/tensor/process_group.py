@@ -263,9 +263,18 @@ def prepare_nccl(address: str) -> None:
     """
     # Without "=" each interface whose name begins so would do.
     os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(address)}"
-    # Else torch ends a process whose peer is gone, which would then be named in the peer's place: deadlines are kept
-    # by links and by the controller.
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    os.environ.update(
+        # Else torch ends a process whose peer is gone, which would then be named in the peer's place: deadlines are
+        # kept by links and by the controller.
+        TORCH_NCCL_ASYNC_ERROR_HANDLING="0",
+        # Without the threads that look for errors there would be none.
+        TORCH_NCCL_BLOCKING_WAIT="0",
+        # Else each process of the run asks the store once a second whether any group has failed; then it writes what it
+        # knows into /tmp, and is ended some minutes later.
+        TORCH_NCCL_ENABLE_MONITORING="0",
+        TORCH_NCCL_DUMP_ON_TIMEOUT="0",
+        TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC="0",
+    )
 
 
 def open_world(

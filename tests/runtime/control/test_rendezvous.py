@@ -168,6 +168,13 @@ def test_what_one_rank_sets_others_get_wait_for_check_and_count(tmp_path: Path, 
         assert [store.of("group").add("count", 2) for store in (first, second)] == [2, 4]
 
 
+def test_the_signal_by_which_torch_tells_all_ranks_of_a_failed_group_ends_no_ranks_store(tmp_path: Path) -> None:
+    with meetings(tmp_path, 2) as stores:
+        for rank, store in enumerate(stores):
+            store.set("exception_dump", rank.to_bytes(4, "little"))  # as torch's thread does
+        assert [store.of("group").add("count", 1) for store in stores] == [1, 2]
+
+
 def test_keys_that_nobody_sets_are_an_error_with_the_deadline(tmp_path: Path) -> None:
     with meetings(tmp_path, 1) as (store,):
         with pytest.raises(RuntimeError, match=r"absent not there within 0\.05 s"):

@@ -19,7 +19,7 @@ from penstock.graph.protocols import Axes
 from penstock.runtime.plan.model_shape import SHAPES, Parallel
 from penstock.runtime.plan.sync_cost import layout
 from penstock.runtime.tensor import nccl
-from penstock.runtime.tensor.buffers import Shard, Shards
+from penstock.runtime.tensor.buffers import Shard, Shards, in_background
 from penstock.runtime.tensor.codec import DTYPES
 from penstock.runtime.tensor.digest import ChecksumError
 from penstock.runtime.tensor.layout import Copy, Layout, Region
@@ -148,16 +148,15 @@ def comes(receiver: MessageTransport) -> None:
     connection.receive(torch.empty(4, dtype=torch.int64), 0, 0).wait()
 
 
+def stand_still(monkeypatch: Any) -> None:
+    """Calls begin, and end when they are aborted."""
+    monkeypatch.setattr(UnbufferedGroup, "call", lambda self, verb, messages: self.ended.wait)
+
+
 def test_a_receiver_that_gives_the_link_up_is_named_at_once_by_the_one_that_waits_for_it(monkeypatch: Any) -> None:
     sender, receiver = pair(monkeypatch)
     plan, parts = weights(1.0)
-    slow = []
-
-    def never(call: Any) -> bool:
-        slow.append(call)
-        return False
-
-    monkeypatch.setattr("tests.runtime.tensor.unbuffered_links._Met.is_completed", never)
+    stand_still(monkeypatch)
 
     def receive() -> None:
         comes(receiver)
@@ -168,10 +167,9 @@ def test_a_receiver_that_gives_the_link_up_is_named_at_once_by_the_one_that_wait
     assert "version 0: t " in str(sent)
     assert "to destination rank 0 failed after" in str(sent)
     assert "destination rank 0 has given up the link" in str(sent)
-    assert slow
     group: Any = sender._carrier
     assert isinstance(group._group, UnbufferedGroup)
-    assert group._group.aborted
+    assert group._group.ended.is_set()
     with pytest.raises(TransportError, match="the link is broken"):
         sender.send(1, plan.sends(0), parts)
 
@@ -219,10 +217,45 @@ def test_a_peer_that_stands_still_is_named_past_the_deadline(monkeypatch: Any) -
     sender, receiver = pair(monkeypatch)
     plan, parts = weights(1.0)
     hurry(sender, 0.5)
-    monkeypatch.setattr("tests.runtime.tensor.unbuffered_links._Met.is_completed", lambda call: False)
+    stand_still(monkeypatch)
     sent, _ = together(lambda: sender.send(0, plan.sends(0), parts), lambda: comes(receiver))
     assert "to destination rank 0 failed after" in str(sent)
     assert "timed out after 0.5 s" in str(sent)
+
+
+def test_a_call_that_ended_because_its_link_was_given_up_here_is_no_success(monkeypatch: Any) -> None:
+    sender, receiver = pair(monkeypatch)
+    plan, parts = weights(1.0)
+    begun, call = threading.Event(), UnbufferedGroup.call
+
+    def called(group: Any, verb: Any, messages: Any) -> Any:
+        begun.set()
+        return group.ended.wait if verb == "receive" else call(group, verb, messages)
+
+    monkeypatch.setattr(UnbufferedGroup, "call", called)
+    carrier: Any = receiver._carrier
+
+    def give_up() -> None:
+        assert begun.wait(30)
+        carrier.close()
+
+    in_background("send", lambda: sender.send(0, plan.sends(0), parts), lambda result: None)
+    received, _ = together(lambda: receiver.receive(0, plan.receives(0), weights(0.0)[1]), give_up)
+    assert isinstance(received, TransportError)
+    assert "from source rank 0 failed after" in str(received)
+    assert "the link was given up here" in str(received)
+    sender.close()
+
+
+def test_an_error_that_nccl_has_told_ends_the_wait_for_a_call(monkeypatch: Any) -> None:
+    sender, receiver = pair(monkeypatch)
+    plan, parts = weights(1.0)
+    stand_still(monkeypatch)
+    monkeypatch.setattr(UnbufferedGroup, "fault", lambda self: "NCCL: a remote error")
+    sent, _ = together(lambda: sender.send(0, plan.sends(0), parts), lambda: comes(receiver))
+    assert isinstance(sent, TransportError)
+    assert "to destination rank 0 failed after" in str(sent)
+    assert str(sent).endswith("NCCL: a remote error")
 
 
 def test_a_call_into_nccl_that_does_not_return_has_a_deadline_too(monkeypatch: Any) -> None:
@@ -244,7 +277,7 @@ def test_an_abort_that_does_not_return_holds_up_no_error(monkeypatch: Any) -> No
     over = threading.Event()
     monkeypatch.setattr(nccl, "_ABORT_S", 0.1)
     monkeypatch.setattr(UnbufferedGroup, "abort", lambda self: over.wait())
-    monkeypatch.setattr("tests.runtime.tensor.unbuffered_links._Met.is_completed", lambda call: False)
+    stand_still(monkeypatch)
     sent, _ = together(lambda: sender.send(0, plan.sends(0), parts), lambda: comes(receiver))
     assert "to destination rank 0 failed after" in str(sent)
     over.set()
@@ -255,7 +288,7 @@ def test_another_version_than_is_awaited_is_refused_before_any_bucket_is_begun(m
     plan, parts = weights(1.0)
     into = weights(0.0)[1]
     hurry(sender, 0.5)
-    monkeypatch.setattr("tests.runtime.tensor.unbuffered_links._Met.is_completed", lambda call: False)
+    stand_still(monkeypatch)
     told, refused = together(
         lambda: sender.send(0, plan.sends(0), parts), lambda: receiver.receive(1, plan.receives(0), into)
     )

@@ -10,10 +10,10 @@ from torch._C._distributed_c10d import Store
 
 from penstock.runtime.tensor import link, nccl
 from penstock.runtime.tensor.link import RankFacts
-from penstock.runtime.tensor.nccl import Verb
+from penstock.runtime.tensor.nccl import UntilOver, Verb
 from penstock.runtime.tensor.process_group import Connection
 from penstock.runtime.tensor.send_recv import BucketSizes
-from tests.unbuffered import Call, Operation, Unbuffered
+from tests.unbuffered import Operation, Unbuffered
 
 _worlds: dict[str, Unbuffered] = {}
 _numbers = count(1)
@@ -33,28 +33,17 @@ class UnbufferedGroup:
             store.set("world", name)
         self.world = _worlds[store.get("world").decode()]
         self.rank = self.world.rank(connection.rank)
-        self.aborted = False
+        self.ended = threading.Event()
 
-    def call(self, verb: Verb, messages: Any) -> "_Met":
-        return _Met(self.rank.group([Operation(verb, buffer, peer) for peer, buffer in messages]))
+    def call(self, verb: Verb, messages: Any) -> UntilOver:
+        """The instrument's wait finds out at once that nothing can go on."""
+        return self.rank.group([Operation(verb, buffer, peer) for peer, buffer in messages]).wait
 
     def fault(self) -> str:
         return ""
 
     def abort(self) -> None:
-        self.aborted = True
-
-
-class _Met:
-    def __init__(self, call: Call) -> None:
-        self._call = call
-
-    def is_completed(self) -> bool:
-        """By the instrument's wait, which finds out at once that nothing can go on."""
-        return self._call.wait()
-
-    def wait(self) -> None:
-        """Nothing: it is over."""
+        self.ended.set()
 
 
 def with_gpus(monkeypatch: Any, sizes: BucketSizes) -> dict[str, Unbuffered]:
