@@ -86,7 +86,9 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
             fields = {field.name for field in dataclasses.fields(RunFlags)} - {"config"}
             known = {name: value for name, value in (program.defaults | vars(flags)).items() if name in fields}
             asked = RunFlags(**known)
-            faults += [*clashes(program, "run").values(), *unmet(made, asked.options(asked.model))]
+            wanted = asked.options(asked.model)
+            faults += [*clashes(program, "run").values(), *unmet(made, wanted)]
+            faults = faults or _tried(made, wanted)[0]
             faults.sort(key=by_place)
         elif verb == "run" and not faults:
             faults, pins = _tried(made, flags.options(flags.model))

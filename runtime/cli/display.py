@@ -43,7 +43,8 @@ def figure(value: float | None, digits: int = 3) -> str:
         return "-"
     if value != 0 and not 1e-4 <= abs(value) < 1e5:
         return f"{value:.{digits - 1}e}"
-    return f"{value:.{digits}g}" if abs(value) < 10**digits else f"{value:.0f}"
+    text = f"{value:.{digits}g}"
+    return f"{value:.0f}" if "e+" in text else text
 
 
 def percent(value: float | None) -> str:

@@ -164,14 +164,14 @@ def show(argv: Sequence[str]) -> int:
 def check(argv: Sequence[str]) -> int:
     """`penstock check PROGRAM`: all faults at once, each with what was given, what is needed, and the line."""
     traced = trace_program("check", argv)
-    faults = list(traced.faults)
+    faults = [*traced.faults]
     from penstock.runtime.cli.flags import NO_PLAN
 
     planned = traced.flags.plan not in ("", NO_PLAN)
     if planned:
         from penstock.runtime.cli.planned import machines, plan_lacks
 
-        faults += plan_lacks(traced, machines(traced.flags, traced.gpus))
+        faults = [*plan_lacks(traced, machines(traced.flags, traced.gpus)), *faults]
     if traced.flags.json:
         print(json.dumps({"program": traced.path, "ok": not faults, "faults": list(map(asdict, faults))}))
     elif faults:

@@ -92,6 +92,9 @@ def workload(graph: Graph, flags: Planning, batch: int) -> Workload:
     if not 0 < kept <= 1:
         raise CommandError(f"--kept: given {kept:g}, needed a share above 0, 1 at most", 2)
     shape = with_adapters(read_shape(flags.model), graph, roles.cycle[0], flags.lora, flags.lora_targets)
+    if shape.context and flags.max_tokens >= shape.context:
+        needed = f"1 to {shape.context - 1}: the context of {shape.name} has {shape.context} tokens"
+        raise CommandError(f"--max-tokens: given {flags.max_tokens}, needed {needed}, and a prompt takes one", 2)
     return work_of(
         graph, roles, shape, batch, given_lengths(flags.lengths, flags.max_tokens), flags.max_tokens,
         prompt_tokens=flags.prompt_tokens, micro_tokens=flags.micro_tokens, environment_s=flags.environment_s,

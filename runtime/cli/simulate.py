@@ -215,8 +215,8 @@ def planned(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
     against = f"the plan is for lag {plan.lag}"
     if plan.shared or plan.lag == scene.lag:
         above = 1 - plan.period_s / result.steady_s
-        more = f"{percent(abs(above))} {'less' if above >= 0 else 'more'}"
-        against = f"the planner says {about(plan.period_s, digits)}, {more}"
+        # Without its seconds: rounded, they would contradict a few percent.
+        against = f"the planner says {percent(abs(above))} {'less' if above >= 0 else 'more'}"
     rates = f"{many(sure(found.tokens_per_s))} tokens and {figure(sure(found.groups_per_s))} groups per second"
     occupied = f"{percent(full.occupancy)} of {full.slots} in use"
     tails = f"{percent(full.tail_occupancy)} in tails, which take {about(full.tail_s)}"

@@ -49,7 +49,7 @@ class Rank:
 
     host: str = "local"
     device: str = "cpu"
-    threads: int = 1
+    threads: Annotated[int, Meta(ge=1, le=4096)] = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +160,9 @@ class Plan:
                     raise ValueError(f"plan: given replica {replica.name!r} of pool {pool.name!r}, needed POOL/NUMBER")
                 if replica.mesh and num_ranks(replica.mesh) != len(replica.ranks):
                     raise ValueError(f"plan: given {len(replica.ranks)} ranks of {replica.name!r} with another mesh")
+                if unknown := dict(replica.mesh).keys() - AXES.keys():
+                    needed = f"needed some of {', '.join(AXES)}"
+                    raise ValueError(f"plan: given axes {sorted(unknown)} of {replica.name!r}, {needed}")
         return Plan(pools)
 
 

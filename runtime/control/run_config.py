@@ -227,7 +227,7 @@ def _needed(value: float, limits: Meta) -> str:
     """What is needed of a number that is outside of its limits; "" if it is within them."""
     if limits.gt is not None:  # of seconds: msgspec knows no limit that is infinite
         return "" if value > limits.gt and value < math.inf else "more than 0 seconds, and a finite number"
-    if limits.ge is not None and value < limits.ge:
+    if limits.ge is not None and not value >= limits.ge:  # no number is not, either
         return f"at least {limits.ge}"
     return f"at most {limits.le}" if limits.le is not None and value > limits.le else ""
 

@@ -67,7 +67,8 @@ class Adapters:
 class Shape:
     """Sizes of a decoder. A layer's MLP has width `inner`; with `experts`, all but the first `dense_layers` have that
     many of width `expert_inner`, `active` of which a token uses, and always `shared` more. With `lora`, adapters alone
-    learn and are sent; parameters are those of the base. `family` is the `model_type`."""
+    learn and are sent; parameters are those of the base. `family` is the `model_type`, `context` the longest sequence,
+    0 where nothing says it."""
 
     name: str
     vocab: int
@@ -86,6 +87,7 @@ class Shape:
     latent: Latent | None = None
     lora: Adapters | None = None
     family: str = "llama"
+    context: int = 0
 
     @cached_property
     def maps(self) -> dict[str, tuple[int, int]]:
@@ -305,6 +307,7 @@ def shape_of(data: object, name: str, where: str = "config.json") -> Shape:
         dense_layers=may("first_k_dense_replace") if experts else 0,
         latent=latent,
         family=family,
+        context=may("max_position_embeddings"),
     )
 
 

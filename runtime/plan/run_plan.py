@@ -35,6 +35,10 @@ from penstock.runtime.record.typed_json import parse_json
 
 # Of the JSON of a plan.
 KEY = "run"
+# The options that every plan decides; some decide others, too.
+DECIDED = (
+    *("batch", "max_tokens", "device", "dtype", "generators", "mesh", "slots", "micro_tokens", "recompute", "offload"),
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ class RunPlan:
                 raise ValueError(f"format {data.get('format')!r}")
             options = msgspec.convert(data["options"], dict[str, Any])
             RunOptions.from_json(options)
+            if lacking := [name for name in DECIDED if name not in options]:
+                raise ValueError(f"options without {', '.join(lacking)}")
             return RunPlan(
                 program=msgspec.convert(data["program"], str),
                 model=TypeAdapter(Shape).validate_python(data["model"]),
@@ -136,8 +142,8 @@ class RunPlan:
             needed = f"--model DIR, of the shape of {self.model.name}"
             yield Fault("plan-model", "the model", "a small one, which is built where none is given", needed)
             return
-        # Adapters are among the options.
-        names = [each.name for each in fields(Shape) if each.name not in ("name", "lora")]
+        # Adapters are among the options, and what a run wants of the context it checks itself.
+        names = [each.name for each in fields(Shape) if each.name not in ("name", "lora", "context")]
         if others := [name for name in names if getattr(model, name) != getattr(self.model, name)]:
             given = ", ".join(f"{name} {getattr(model, name)}" for name in others)
             needed = ", ".join(f"{name} {getattr(self.model, name)}" for name in others)
@@ -163,7 +169,8 @@ class RunPlan:
         hosts = self._hosts(here)
         if hosts is None:
             given = ", ".join(host.name for host in here.hosts)
-            needed = f"the {len(self._used())} of the plan for {self.source}: {', '.join(sorted(self._used()))}"
+            used = [host.name for host in self.cluster.hosts if host.name in self._used()]
+            needed = f"the {len(used)} of the plan for {self.source}: {', '.join(used)}"
             yield Fault("plan-hosts", "the hosts", f"{len(here.hosts)}: {given}", needed)
             return
         for planned in self.cluster.hosts:
@@ -176,7 +183,8 @@ class RunPlan:
                 given = f"{len(host.accelerators)} CUDA devices, without {', '.join(lacking)}"
                 yield Fault("plan-devices", what, given, f"the {len(devices)} of the plan")
             elif devices and not _alike(planned, self.cluster, host, here):
-                yield Fault("plan-gpus", what, f"GPUs of kind {host.gpu}", f"{planned.gpu}, as planned")
+                given, needed = (_gpus(each, of) for each, of in ((host, here), (planned, self.cluster)))
+                yield Fault("plan-gpus", what, f"GPUs of kind {given}", f"{needed}, as planned")
             # A word says nothing of cores: its hosts have one for each GPU.
             if host.cores < planned.cores:
                 yield Fault("plan-cores", what, f"{host.cores} cores", f"at least the {planned.cores} planned for")
@@ -313,9 +321,15 @@ def _said(fact: object) -> str:
 def _alike(planned: Host, of: Cluster, host: Host, here: Cluster) -> bool:
     """Whether GPUs are of the kind that was planned for; kinds with figures of their own are, if their memory is."""
     # A cluster file need not say the kind for a run.
-    if planned.gpu == host.gpu or not host.gpu:
+    if not host.gpu:
         return True
     if not {planned.gpu, host.gpu} & (of.gpus.keys() | here.gpus.keys()):
-        return False
+        return planned.gpu == host.gpu
     one, other = of.gpu_of(planned), here.gpu_of(host)
     return one is not None and other is not None and alike(one, other)
+
+
+def _gpus(host: Host, of: Cluster) -> str:
+    """The kind of a host's GPUs, with their memory where it is one of the cluster's own."""
+    gpu = of.gpu_of(host) if host.gpu in of.gpus else None
+    return host.gpu + (f" with {gpu.memory_gib:g} GiB" if gpu else "")

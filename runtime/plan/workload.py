@@ -27,6 +27,8 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 _NORMAL = NormalDist()
+# The most responses of an update that are planned for: each has its length.
+MOST_RESPONSES = 1_000_000
 # The largest sigma: a hundredth of such lengths is 10⁵ times the median, and they are no lengths of responses.
 WIDEST = 5.0
 
@@ -199,6 +201,9 @@ class Workload:
         if self.minibatches > self.learnt:
             given = f"{self.minibatches} minibatches of {self.learnt} responses"
             raise ValueError(f"workload: given {given}, needed at least one response in each")
+        if (most := max(self.responses, self.learnt)) > MOST_RESPONSES:
+            given = f"{most} responses to {self.drawn} prompts of an update"
+            raise ValueError(f"workload: given {given}, needed at most {MOST_RESPONSES} (--batch, --kept, samples)")
 
     @cached_property
     def drawn(self) -> int:

@@ -69,6 +69,9 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         (f"plan aipo --cluster typo.toml {WORK}", 2, "unknown key 'hosts.0.device'; did you mean 'devices'"),
         (f"plan aipo {H100} --kept 0.5", 2, "--kept: given 0.5, needed none, since aipo has no filter"),
         *((f"plan dapo {H100} --kept {k}", 2, f"given {k}, needed a share above 0, 1 at most") for k in ("0", "1.5")),
+        (f"plan guessing {H100} --environment-s nan", 2, "--environment-s: given nan, needed at least 0"),
+        (f"plan aipo {H100} --batch {10**9}", 2, "needed at most 1000000"),
+        (f"plan dapo {H100} --kept 1e-6", 2, "needed at most 1000000"),
         # simulate with a plan
         ("simulate aipo --model llama-8b", 2, "--model: given without a plan; needed --cluster with it"),
         ("simulate aipo --plan p.json --max-tokens 99", 2, "--max-tokens: given beside --plan"),

@@ -67,6 +67,7 @@ def home(tmp_path: Path, monkeypatch: Patch) -> Path:
         "far": far, "card": cluster(1, far=True), "kindless": far.replace('gpu = "H100"', ""),
         "hosts": cluster(2, cores=1, hosts="abc"),
     }  # fmt: skip
+    files["small"] = cluster(4, far=True) + '[gpus.H100]\nlike = "A100"\nmemory_gib = 40\n'
     files |= {name: "".join(f'[[hosts]]\nname = "{host}"\ncores = 1\n' for host in own) for name, own in CPUS.items()}
     for name, text in files.items():
         (tmp_path / f"{name}.toml").write_text(text)
@@ -137,6 +138,8 @@ def test_a_run_of_a_plan_is_exactly_that_plan_to_its_end_and_goes_on(say: Say, h
         ("--cluster a100.toml", ["plan-gpus"]),
         ("--cluster cores.toml", ["plan-cores"]),
         ("--cluster card.toml", ["plan-devices"]),
+        # A kind of the file's own, whatever it is called, is another one if its memory is.
+        ("--cluster small.toml", ["plan-gpus"]),
     ],
 )
 def test_check_says_whether_a_run_would_take_a_plan_and_how_flags_program_model_and_machines_differ(
@@ -166,6 +169,8 @@ def test_a_run_refuses_what_check_does_and_leaves_no_folder(planned: Path, refus
     assert codes(refuse("run", "aipo", "--plan", "cpu.toml")[1]) == ["plan-file"]
     assert codes(refuse("check", "ppo", "--plan", "cpu.json")[1] or "[plan-program]") == ["plan-program"]
     assert sorted(home.iterdir()) == before
+    # No run of this model has such responses, and neither has a plan.
+    assert refuse("plan", "aipo", "--cluster", "gpus.toml", "--model", "m")[0] == 2
 
 
 def test_the_flags_that_a_plan_does_not_decide_are_the_users(planned: Path, processes: Processes) -> None:
@@ -286,9 +291,9 @@ def test_bad_input_is_refused_by_its_code(refuse: Refuse, home: Path) -> None:
     apart = '[[hosts]]\nname = "a"\ncores = 2\n[[hosts]]\nname = "b"\ncores = 2\naddress = "10.0.0.2"\n'
     (home / "apart.toml").write_text(apart + '[pools]\ntrainer = ["a", "b"]\n')
     small = cluster(1, "TINY", far=True) + '[gpus.TINY]\nlike = "H100"\nmemory_gib = 2.5\n'
-    (home / "small.toml").write_text(small)
+    (home / "tiny.toml").write_text(small)
     for words, code in (
-        ("run aipo --cluster small.toml --model m", "no-fit"),
+        ("run aipo --cluster tiny.toml --model m", "no-fit"),
         ("run aipo --cluster apart.toml --mesh trainer=fsdp2", "no-network"),
         ("run aipo --cluster apart.toml --mesh trainer=tp2", "mesh-hosts"),
         ("run aipo --mesh generator=fsdp2", "mesh-axis"),

@@ -220,9 +220,10 @@ def test_responses_that_leave_no_room_for_a_prompt_are_told_before_anything_star
     save_model(model, model.state_dict(), tmp_path)
     byte_tokenizer("0123456789+-=:").save(tmp_path)
     given = [word.format(model=tmp_path) for word in words]
-    (fault,) = faults("run", "aipo", *given, "--max-tokens", str(most + 1))
-    assert (fault["what"], fault["given"]) == ("--max-tokens", str(most + 1))
-    assert f"1 to {most}: the model's context has {most + 1} tokens" in fault["needed"]
+    for verb in ("check", "run"):
+        (fault,) = faults(verb, "aipo", *given, "--max-tokens", str(most + 1))
+        assert (fault["what"], fault["given"]) == ("--max-tokens", str(most + 1))
+        assert f"1 to {most}: the model's context has {most + 1} tokens" in fault["needed"]
 
 
 def test_check_tells_what_run_refuses_of_makers_and_of_options_that_are_flags(file: str) -> None:

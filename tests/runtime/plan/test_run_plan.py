@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -135,6 +135,30 @@ def test_a_plan_goes_through_its_file_and_lacks_nothing_on_its_machines(ppo: Run
 )
 def test_what_is_no_plan_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(PlanError, match="plan-file"):
+        RunPlan.read(tmp_path / "plan.json")
+
+
+def _rank(run: Any) -> Any:
+    return run["plan"]["pools"][0]["replicas"][0]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda run: run["options"].pop("dtype"),
+        lambda run: run["options"].pop("batch"),
+        lambda run: run["options"].update(slots=0),
+        lambda run: run["words"].update(lag=3),
+        lambda run: _rank(run)["ranks"].pop(),
+        lambda run: _rank(run)["ranks"][0].update(threads=0),
+        lambda run: _rank(run)["mesh"][0].__setitem__(0, "ep"),
+    ],
+)
+def test_a_damaged_plan_is_refused(ppo: RunPlan, tmp_path: Path, damage: Callable[[Any], object]) -> None:
+    run = json.loads(json.dumps(ppo.to_json()))
+    damage(run)
+    (tmp_path / "plan.json").write_text(json.dumps({KEY: run}))
     with pytest.raises(PlanError, match="plan-file"):
         RunPlan.read(tmp_path / "plan.json")
 
