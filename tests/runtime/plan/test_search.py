@@ -112,7 +112,7 @@ def _trained(
 def _alone(candidates: LayoutCandidates, models: Models, own: Allocation) -> list[Training]:
     """All layouts of models on GPUs of their own."""
     found, work = [], candidates.work
-    for trainer in (each for cut in candidates.cuts(own.nodes, own.gpus) for each in cut.layouts()):
+    for trainer in (each.all_learning() for cut in candidates.cuts(own.nodes, own.gpus) for each in cut.layouts()):
         passing = trainer if models.critics else replace(trainer, frozen=True)
         others = Models(models.frozen, models.critics - 1) if models.critics else Models(models.frozen - 1)
         memory = trainer_memory(passing) + beside_memory(passing, others)
