@@ -5,8 +5,9 @@ how many rows it has; a column is read from where it lies when it is first touch
 taken rows reads the columns of these alone. So a node that takes its rows first is given its share, and one that knows
 nothing of this gets all, with equal bits.
 
-It cannot be told from a value that is all here, but for `vars(type(value))`: what is made from it (`replace`, `concat`,
-a copy) is a plain one. It is valid for the firing that it was given to.
+It cannot be told from a value that is all here, but for `vars(type(value))`, and that what a class derives does not
+follow an array that is changed in place. What is made from it (`replace`, `concat`, a copy) is a plain one. It is valid
+for the firing that it was given to.
 """
 
 from collections.abc import Mapping, Sequence
@@ -111,12 +112,17 @@ def is_deferred(value: object) -> bool:
 
 
 def columns_of(batch: Batchable) -> dict[str, Column | None]:
-    """The columns of a batch by name, none of them read."""
+    """The columns of a batch by name; none is read that is not here."""
     if is_deferred(batch):
         own: Any = batch
-        return {name: None if one is None else _Taken(one, own._rows) for name, one in own._columns.items()}
+        found = {name: None if one is None else _Taken(one, own._rows) for name, one in own._columns.items()}
+        # What is here may have been changed.
+        return {**found, **_present(own._read)}
     names = [*(field.name for field in fields(batch)), *type(batch).derived]
-    values = {name: getattr(batch, name) for name in names}
+    return {**_present({name: getattr(batch, name) for name in names})}
+
+
+def _present(values: Mapping[str, Any]) -> dict[str, Present | None]:
     return {name: None if value is None else Present(value) for name, value in values.items()}
 
 
@@ -176,8 +182,12 @@ def _deferring(kind: type[Batchable]) -> type:
         return property(read)
 
     def take(self: Any, rows: Any) -> Any:
-        chosen = row_numbers(rows, len(self), kind.__name__)
-        return deferred(kind, self._columns, [self._rows[row] for row in chosen])
+        return deferred(kind, columns_of(self), row_numbers(rows, len(self), kind.__name__))
+
+    def change(self: Any, name: str, value: Any) -> None:
+        self._read[name] = value
+        # What follows from the fields is another from now on, perhaps.
+        self._read.update({each: getattr(kind, each).fget(self) for each in kind.derived})
 
     def whole(self: Any) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(kind)}
@@ -188,7 +198,7 @@ def _deferring(kind: type[Batchable]) -> type:
         "__class__": property(lambda self: kind),
         "__dict__": property(whole),
         "__len__": _Deferred.__len__,
-        "__setattr__": lambda self, name, value: self._read.__setitem__(name, value),
+        "__setattr__": change,
         "__deepcopy__": lambda self, memo: kind(**whole(self)),
         "__copy__": lambda self: kind(**whole(self)),
         "take": take,

@@ -82,6 +82,20 @@ def test_a_batch_that_is_read_as_it_is_used_is_the_batch(random: Random) -> None
         scattered(parts).take([len(whole)])
 
 
+def test_what_a_node_changes_of_a_batch_is_in_all_that_it_makes_of_it() -> None:
+    parts = [group(ordinal, Random(5), 9) for ordinal in range(3)]
+    values_N = torch.randn(3 * ROWS)
+    found = []
+    for batch in (scattered(parts), Rollouts.concat(parts)):
+        batch.prompt_lengths_N.add_(1)
+        batch.logprobs_NT = batch.logprobs_NT * 2
+        # Some rows are not sampled any more.
+        batch.versions_NT = batch.versions_NT - (batch.tokens_NS[:, :1] > 6).long()
+        found.append([batch.take([20, 3]).take([1]), widened(Scored, batch, values_N=values_N).take([20])])
+    for own, other in zip(*found, strict=True):
+        assert_equal(own, other)
+
+
 def test_columns_of_two_batches_become_one_of_which_nothing_is_read() -> None:
     parts, values_N = [group(ordinal, Random(3), 9) for ordinal in range(3)], torch.randn(3 * ROWS)
     made = widened(Scored, scattered(parts), values_N=(Advantages(values_N), "values_N"), reference_NT=None)
