@@ -4,9 +4,9 @@
 
 Nothing is measured here. The seconds are those that `penstock plan` counts (`runtime/plan/sync_cost.py`), with a NIC's
 whole 50 GB/s, both ways at once: trainers and generators are on hosts of their own, with 10 µs for each peer, and
-nothing else takes time: neither packing nor proof nor waiting. So they are what the links allow, a bound that no
+nothing else takes time: neither packing nor proof nor swap. So they are what the links allow, a bound that no
 implementation beats. What bounds a row is the busiest sender or the busiest receiver. Where few trainers feed many
-replicas, they send to some of them, and each forwards to the next by buckets: the chain. Beside it stands what LlamaRL
+replicas, they send to some of them, and each forwards to the next by rounds: the chain. Beside it stands what LlamaRL
 reports (arXiv 2505.24034), whose clusters' splits are not known: compare orders of magnitude.
 """
 
@@ -33,7 +33,8 @@ CLUSTERS = (
 
 def row(name: str, trainers: Parallel, replicas: int, width: int, published: float, wire: str) -> dict[str, Any]:
     moved = traffic(SHAPES[f"llama-{name.lower()}"], trainers, Parallel(tp=width), WIRES[wire])
-    direct, by_chain = (sync_cost(moved, replicas, GPU, GPU, chained=chained).seconds for chained in (False, True))
+    costs = [sync_cost(moved, replicas, GPU, GPU, chained=chained).parts for chained in (False, True)]
+    direct, by_chain = (sum(seconds for part, seconds in cost.items() if part != "swap") for cost in costs)
     out, into = moved.sent * replicas, moved.received
     bound = "both" if abs(out / into - 1) < 0.01 else "a trainer's NIC" if out > into else "a generator's NIC"
     return {

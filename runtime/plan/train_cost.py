@@ -322,7 +322,7 @@ class Trainer:
 
 # Of moments that lie on the host, those on the GPU at once (`nodes/trainable.py`).
 BUCKET_BYTES = 256 << 20
-# CUDA's context, NCCL's buffers, fragments: what a process has no use of.
+# CUDA's context, NCCL's buffers, what a link stages, fragments: what a process has no use of.
 RESERVED = 3e9
 # Of a GPU's memory, for logits: two numbers in float32 of each.
 LOGITS = 1 / 32
