@@ -362,12 +362,12 @@ def _check_spread(role: _Role, mesh: Axes, generators: int, tp_over_hosts: bool)
         needed = f"a mesh of a multiple of {len(hosts)} ranks (--mesh {role.name}={FSDP}{len(hosts)})"
         # A pool without a model has one rank, whatever is asked for.
         raise ClusterError(f"{given}, needed {needed if role.models else 'one host'}")
-    given = f"--mesh {role.name}={spelled(mesh)}: given"
-    cores = min(host.cores for host in role.hosts)
-    # A slip of the pen.
-    if each > RANKS_PER_CORE * cores:
-        needed = f"needed at most {RANKS_PER_CORE * cores}: a rank is a process"
-        raise ClusterError(f"{given} {each} ranks on a host of {cores} cores, {needed}")
+    for host in role.hosts:
+        # A slip of the pen.
+        if (here := each * role.replicas_on(host, generators)) > RANKS_PER_CORE * host.cores:
+            given = f"--generators {replicas}" if replicas > 1 else f"--mesh {role.name}={spelled(mesh)}"
+            needed = f"needed at most {RANKS_PER_CORE * host.cores}: a rank is a process"
+            raise ClusterError(f"{given}: given {here} ranks on a host of {host.cores} cores, {needed}")
     if len(hosts) == 1:
         return
     spread = [host.name for host in hosts for _ in range(each)]

@@ -38,8 +38,10 @@ A = TypeVar("A")
 # What the names of the evaluation graph's nodes and sources begin with.
 EVALUATION = "evaluate."
 
-Count = Annotated[int, Meta(ge=0)]
-Positive = Annotated[int, Meta(ge=1)]
+# Nothing that is counted is more, and tensors hold it.
+MOST = 2**53
+Count = Annotated[int, Meta(ge=0, le=MOST)]
+Positive = Annotated[int, Meta(ge=1, le=MOST)]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, Meta(gt=0)]
 

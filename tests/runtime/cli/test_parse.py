@@ -122,6 +122,8 @@ def test_help_explains_both_kinds_of_flags(capsys: Output) -> None:
         ("--slots 0 --drops 0", "^--slots: given 0, needed at least 1\n--drops: given 0, needed at least 1$"),
         ("--max-tokens -5", "^--max-tokens: given -5, needed at least 1$"),
         (f"--seed {2**63}", f"^--seed: given {2**63}, needed at most {2**63 - 1}$"),
+        (f"--micro-tokens {10**20}", f"^--micro-tokens: given {10**20}, needed at most {2**53}$"),
+        ("--lora-alpha nan", "^--lora-alpha: given nan, needed at least 0$"),
         ("--deadline nan", "^--deadline: given nan, needed more than 0 seconds, and a finite number$"),
         ("--startup-deadline 0", "^--startup-deadline: given 0.0, needed more than 0 seconds"),
     ],

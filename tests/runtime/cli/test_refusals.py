@@ -53,6 +53,7 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         ("run aipo --mesh generator=tp8", 1, "mesh-cut.*given 4 attention heads"),
         ("resume nowhere", 1, "no such folder"),
         *((f"{verb} .", 1, "holds no run") for verb in ("resume", "report", "replay", "watch", "watch --once")),
+        (f"run toy --generators {10**6}", 1, f"--generators {10**6}: given {10**6} ranks on a host .*needed at most"),
         # plan
         ("plan aipo", 2, "--cluster: given nothing"),
         *((f"{verb} aipo --cluster 1x8xH100", 2, "--model: given nothing") for verb in ("plan", "simulate")),
