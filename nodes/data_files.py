@@ -82,8 +82,8 @@ class Row(NamedTuple):
 
 
 class FileProblem(NamedTuple):
-    """A prompt of a file: `answer` is its reference answer, what follows the last `FINAL` if that is there, `solution`
-    the whole text that leads to it."""
+    """A prompt of a file: `solution` is the whole answer of its row, `answer` the reference answer: the last line, if
+    that begins with `FINAL`, or all of it."""
 
     prompt: str
     answer: str
@@ -97,7 +97,9 @@ def read_problem(row: Row, context: Context) -> FileProblem:
     if prompt[-1]["role"] == "assistant":
         raise row.lack("messages that end with an assistant's", "a message to answer at the end")
     solution = "" if context.answer_field == NO_ANSWER else _answer(row, context)
-    return FileProblem(conversation(prompt), solution.rpartition(FINAL)[2].strip(), solution, row.place)
+    last = solution.strip().rpartition("\n")[2].strip()
+    answer = last.removeprefix(FINAL) if last.startswith(FINAL) else solution
+    return FileProblem(conversation(prompt), answer.strip(), solution, row.place)
 
 
 def read_demonstration(row: Row, context: Context) -> tuple[str, str]:

@@ -64,20 +64,37 @@ class ScoreError(RuntimeError):
     """A reward function did not give a reward: which group and row, and why (`__cause__`)."""
 
 
-def readable_answers(call: Call) -> None:
-    """What `math_answer` requires of data: reference answers that are numbers, or math-verify for the others."""
-    faults = []
-    missing = symbolic_math.lack()
-    for source in call.sources():
-        for place, answer in source.answers() if missing and isinstance(source, FilePrompts) else ():
-            if number_of(answer) is None:
-                needed = f"a number, or {missing}"
-                faults.append(Fault("unreadable-answer", call.what, f"the reference answer {answer!r}", needed, place))
-    if faults:
-        raise GraphError(*faults[:MOST_TOLD])
+def answers_that(read: Callable[[str], object]) -> Callable[[Call], None]:
+    """What a rule requires of data: reference answers that `read` takes. It raises ValueError, "given …, needed …"."""
+
+    def check(call: Call) -> None:
+        faults = []
+        for source in call.sources():
+            for place, answer in source.answers() if isinstance(source, FilePrompts) else ():
+                try:
+                    read(answer)
+                except ValueError as error:
+                    given, _, needed = str(error).removeprefix("given ").partition(", needed ")
+                    faults.append(Fault("unreadable-answer", call.what, given, needed, place))
+        if faults:
+            raise GraphError(*faults[:MOST_TOLD])
+
+    return check
 
 
-@requires(readable_answers)
+def comparable(answer: str) -> Fraction | None:
+    """The number that a reference answer is (see `number_of`); None for one that math-verify is to compare.
+
+    Raises ValueError for one that nothing can compare.
+    """
+    number = number_of(answer)
+    missing = symbolic_math.lack() if number is None else ""
+    if missing or not answer.strip():
+        raise ValueError(f"given the reference answer {answer!r}, needed a number, or {missing or 'another answer'}")
+    return number
+
+
+@requires(answers_that(comparable))
 def math_answer(prompt: str, response: str, answer: str) -> float:
     r"""1.0 if the response's final answer equals the reference answer, else 0.0.
 
@@ -92,7 +109,10 @@ def math_answer(prompt: str, response: str, answer: str) -> float:
 
     Raises ValueError for a reference that is neither.
     """
-    needed = number_of(answer)
+    try:
+        needed = comparable(answer)
+    except ValueError as error:
+        raise ValueError(f"math_answer: {error}") from None
     if needed is not None:
         return float(final_number(response) == needed)
     boxed = _last_boxed(response)
@@ -100,10 +120,6 @@ def math_answer(prompt: str, response: str, answer: str) -> float:
     # math-verify takes no notice of a base.
     if digits := _BASE.fullmatch(_without_latex(answer).strip()):
         return float(digits.groups() in [found.groups() for found in _BASE.finditer(_without_latex(given))][-1:])
-    if missing := symbolic_math.lack():
-        raise ValueError(f"math_answer: given the reference answer {answer!r}, needed a number, or {missing}")
-    if not answer.strip():
-        raise ValueError("math_answer: given no reference answer, needed one")
     try:
         equal = symbolic_math.grader().equal(answer, given if boxed is None else rf"\boxed{{{boxed}}}")
     except ValueError as error:

@@ -7,38 +7,26 @@ The standard library is there, nothing else; a call knows nothing of earlier one
 """
 
 import re
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from threading import BoundedSemaphore, Lock
+from threading import BoundedSemaphore
 from typing import Literal
 
 import torch
 
 from penstock.graph import requires
-from penstock.graph.requires import Call
-from penstock.graph.types import Metrics, NodeWarning, Replies, Rollouts
+from penstock.graph.types import Metrics, Replies, Rollouts
 from penstock.nodes.environments.environment import environment
-from penstock.nodes.environments.sandbox import Answer, Limits, SandboxError, isolation, run_python
+from penstock.nodes.environments.sandbox import Answer, Limits, isolated, run_python, wrapper_of
 from penstock.nodes.option_checks import count, positive
 
 # For a whole group, which waits for other groups' calls as well: every call has limits of its own.
 DEADLINE_S = 500.0
-_FIRST_LOOK = Lock()
 _CALL = re.compile(r"<python>((?:(?!<python>).)*?)</python>", re.DOTALL)
 
 
 class ToolTimeout(RuntimeError):
     """A call had no end at its deadline: whose it was, and the code."""
-
-
-def isolated(call: Call) -> None:
-    """What the tool requires of a run: bubblewrap where the run is started, unless it may go without."""
-    if call.context is not None and call.options["sandbox"]:
-        try:
-            isolation()
-        except SandboxError as error:
-            raise call.lack(error.given, error.needed, "sandbox", code="no-sandbox") from None
 
 
 @requires(isolated, positive("seconds"), count(1, "cpu_seconds", "max_output", "workers"), count(32, "memory_mib"))
@@ -91,17 +79,12 @@ def _run_all(codes: list[str], limits: Limits, workers: int, sandbox: bool) -> d
     """The answer to each piece of code; equal ones are run once."""
     if not codes:
         return {}
-    # The threads of several groups come here at once: one looks for the sandbox, the others wait for what it finds.
-    with _FIRST_LOOK:
-        wrapper = isolation() if sandbox else ()
-        if not sandbox:
-            text = "python_tool: code that the model writes runs without a sandbox, with your rights"
-            warnings.warn(text, NodeWarning, stacklevel=2)
+    command = wrapper_of(sandbox, "python_tool")
     distinct, places = list(dict.fromkeys(codes)), _places(workers)
 
     def run(code: str) -> Answer:
         with places:
-            return run_python(code, limits, wrapper)
+            return run_python(code, limits, command)
 
     with ThreadPoolExecutor(min(workers, len(distinct)), "tool") as pool:
         return dict(zip(distinct, pool.map(run, distinct), strict=True))

@@ -19,12 +19,17 @@ import struct
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from time import monotonic, sleep
+
+from penstock.graph.requires import Call
+from penstock.graph.types import NodeWarning
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 # Environment variables that the process gets: the run's mark, by which what a killed run left behind is found.
@@ -34,6 +39,7 @@ _GLANCE_S, _PAUSE_S = 0.05, 0.001
 # The user ("nobody") that a call runs as where this process is root: the kernel exempts root from the limit on
 # processes.
 _OVERFLOW_USER = 65534
+_FIRST_LOOK = Lock()
 _PROBE = """
 import os, socket
 try:
@@ -239,6 +245,26 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
     assert process.stdout is not None
     process.stdout.close()
     return process.wait()
+
+
+def wrapper_of(sandbox: bool, who: str) -> tuple[str, ...]:
+    """The wrapper of a call's code: that of `isolation()`; or, without a sandbox, () with a warning of the run."""
+    if not sandbox:
+        text = f"{who}: code that the model writes runs without a sandbox, with your rights"
+        warnings.warn(text, NodeWarning, stacklevel=2)
+        return ()
+    # The threads of several groups come here at once: one looks for the sandbox, the others wait for what it finds.
+    with _FIRST_LOOK:
+        return isolation()
+
+
+def isolated(call: Call) -> None:
+    """What running a model's code requires: bubblewrap where the run is started, unless it may go without."""
+    if call.context is not None and call.options.get("sandbox", True):
+        try:
+            isolation()
+        except SandboxError as error:
+            raise call.lack(error.given, error.needed, "sandbox", code="no-sandbox") from None
 
 
 def described_isolation() -> tuple[bool, str]:

@@ -164,6 +164,10 @@ def test_an_answer_that_is_no_text_is_its_json(tmp_path: Path) -> None:
     jsonl(tmp_path / "d.jsonl", [{"question": "add", "answer": tests}])
     ((_, answer),) = prompts(Context(data=str(tmp_path / "d.jsonl")))
     assert json.loads(answer) == tests
+    # Only a last line is a final number: this is a comment of the tests.
+    text = "assert f(1) == 2\n#### edge cases\nassert f(0) == 1"
+    jsonl(tmp_path / "d.jsonl", [{"question": "add", "answer": text}])
+    assert prompts(Context(data=str(tmp_path / "d.jsonl"))) == [("add", text)]
 
 
 TEMPLATE = (

@@ -1,0 +1,116 @@
+"""A rule for code: the Python that a model wrote is run against tests, in the sandbox of `environments/sandbox.py`.
+
+Tests of input and output are compared out here: code never sees what it is to print. Tests in Python run in the process
+of the code that they test. An early end, a changed name or a printed verdict passes none of them, but code that attacks
+its own interpreter can; no test in Python can be safe from that.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from secrets import token_hex
+from typing import Any
+
+from penstock.graph import requires
+from penstock.nodes.environments.sandbox import Answer, Limits, SandboxError, isolated, run_python, wrapper_of
+from penstock.nodes.option_checks import count, positive
+from penstock.nodes.score import answers_that
+
+_FENCED = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Tests:
+    """What code has to do: each of the `pairs`, (standard input, output), as a program; or pass the `statements`."""
+
+    pairs: Sequence[tuple[str, str]] = ()
+    statements: str = ""
+
+
+def read_tests(answer: str) -> Tests:
+    """The tests of a reference answer (see `code_tests`). Raises ValueError for what tests nothing."""
+    needed = 'Python that asserts, or JSON such as {"inputs": ["1 2"], "outputs": ["3"]}'
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        try:
+            tree = ast.parse(answer)
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"given tests that are no Python ({error}), needed {needed}") from None
+        if not any(isinstance(part, ast.Assert | ast.Raise | ast.Call) for part in ast.walk(tree)):
+            raise ValueError(f"given tests without an assert or a call, {answer!r}, needed {needed}") from None
+        return Tests(statements=answer)
+    fields: dict[str, Any] = found if isinstance(found, dict) else {}
+    inputs, outputs = fields.get("inputs", ()), fields.get("outputs", ())
+    for each in (inputs, outputs):
+        if not (isinstance(each, list) and each and all(isinstance(text, str) for text in each)):
+            raise ValueError(f"given the tests {answer!r}, needed {needed}")
+    if len(inputs) != len(outputs):
+        raise ValueError(f"given {len(inputs)} inputs and {len(outputs)} outputs, needed {needed}: as many of each")
+    return Tests(pairs=tuple(zip(inputs, outputs, strict=True)))
+
+
+@requires(
+    answers_that(read_tests),
+    isolated,
+    positive("seconds"),
+    count(1, "cpu_seconds", "max_output"),
+    count(32, "memory_mib"),
+)
+def code_tests(
+    prompt: str,
+    response: str,
+    answer: str,
+    *,
+    seconds: float = 10.0,
+    cpu_seconds: int = 5,
+    memory_mib: int = 512,
+    max_output: int = 64_000,
+    sandbox: bool = True,
+) -> float:
+    """1.0 if the code of a response passes all tests of the reference answer, else 0.0.
+
+    The code is the last block between ``` and ```, or the whole response without one. The tests are Python that runs
+    after the code, `assert add(1, 2) == 3`; or JSON, `{"inputs": ["1 2"], "outputs": ["3"]}`: with each of the inputs
+    as standard input, a run of the code has to print the output, whatever spaces end its lines.
+
+    Each run has the limits of `Limits`; code that exceeds them has failed. `score` runs one row after the other,
+    `remote_score(rollouts, by=code_tests, concurrency=4)` several at once. Where bubblewrap does not work, the run is
+    refused; sandbox=False runs code without it, with your rights (see `sandbox.py`).
+
+    Raises SandboxError where the sandbox does not start, ValueError for tests that cannot be read.
+    """
+    try:
+        tests = read_tests(answer)
+    except ValueError as error:
+        raise ValueError(f"code_tests: {error}") from None
+    blocks = _FENCED.findall(response)
+    code = blocks[-1] if blocks else response
+    limits, command = Limits(seconds, cpu_seconds, memory_mib, max_output), wrapper_of(sandbox, "code_tests")
+    if tests.statements:
+        # What the code cannot have known before its tests are through.
+        passed = token_hex()
+        both = f"exec({code!r}, scope)\nexec({tests.statements!r}, scope)"
+        told = _run(f"scope = {{'__name__': 'response'}}\n{both}\nprint({passed!r})", limits, command)
+        return float(not told.failed and told.output.endswith(passed))
+    for given, needed in tests.pairs:
+        stdin = f"import io, sys\nsys.stdin = io.TextIOWrapper(io.BytesIO({given.encode(errors='replace')!r}))"
+        told = _run(f"{stdin}\nexec({code!r}, {{'__name__': '__main__'}})", limits, command)
+        if told.failed or _lines(told.output) != _lines(needed):
+            return 0.0
+    return 1.0
+
+
+def _run(code: str, limits: Limits, command: Sequence[str]) -> Answer:
+    """What code answers that has begun. Raises SandboxError where it has not: that is no fault of the code."""
+    begun = token_hex()
+    found = run_python(f"print({begun!r}, flush=True)\n{code}\n", limits, command)
+    if not found.output.startswith(begun):
+        raise SandboxError(f"no start of its process: {found.output!r}", "a machine that can start it in time")
+    return Answer(found.output.removeprefix(begun).removeprefix("\n"), found.failed, found.late)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

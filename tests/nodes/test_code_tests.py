@@ -1,0 +1,125 @@
+"""Code that a model wrote earns its reward by tests, in the sandbox; what the sandbox lacks is no reward."""
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+
+import pytest
+
+from penstock.graph import Context, Policy, Prompts, broadcast, program, trace
+from penstock.graph.check import check
+from penstock.nodes import code_tests as module
+from penstock.nodes.advantage import group_advantage
+from penstock.nodes.code_tests import code_tests, read_tests
+from penstock.nodes.environments import sandbox
+from penstock.nodes.environments.sandbox import Answer, SandboxError, isolation
+from penstock.nodes.generate import generate
+from penstock.nodes.learn.update import aipo_update
+from penstock.nodes.score import score
+
+ISOLATED = False
+with suppress(SandboxError):
+    ISOLATED = bool(isolation())
+pytestmark = pytest.mark.filterwarnings("ignore:.*runs without a sandbox")
+# Most of what is promised holds without isolation, too.
+graded = partial(code_tests, "add two numbers", sandbox=ISOLATED, seconds=60.0)
+
+ASSERTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
+ADD = "def add(a, b):\n    return a + b\n"
+PAIRS = json.dumps({"inputs": ["1 2\n", "-1 1\n"], "outputs": ["3\n", "0"]})
+READS = "a, b = map(int, input().split())\nprint(a + b)\n"
+
+
+def fenced(code: str) -> str:
+    return f"First:\n```python\nprint(1)\n```\nBetter:\n```python\n{code}```\nThat is it."
+
+
+@pytest.mark.parametrize(
+    ("response", "tests", "reward"),
+    [
+        (fenced(ADD), ASSERTS, 1.0),
+        (ADD, ASSERTS, 1.0),
+        (fenced("from __future__ import annotations\n" + ADD), ASSERTS, 1.0),
+        (fenced("if __name__ == '__main__':\n    print(input())\n" + ADD), ASSERTS, 1.0),
+        (fenced(ADD.replace("+", "-")), ASSERTS, 0.0),
+        (fenced("def add(a, b):\n    return 3\n"), ASSERTS, 0.0),
+        ("I cannot.", ASSERTS, 0.0),
+        ("", ASSERTS, 0.0),
+        # Ends before its tests.
+        (fenced("import sys\nsys.exit(0)\n"), ASSERTS, 0.0),
+        (fenced("import os\nos._exit(0)\n"), ASSERTS, 0.0),
+        (fenced("print('passed')\nraise SystemExit\n"), ASSERTS, 0.0),
+        (fenced(ADD + "'''\n"), ASSERTS, 0.0),
+        (fenced(READS), PAIRS, 1.0),
+        (
+            fenced("import sys\na, b = map(int, sys.stdin.buffer.read().split())\nprint(a + b, end=' \\n\\n')\n"),
+            PAIRS,
+            1.0,
+        ),
+        (fenced("import sys\n" + READS + "sys.exit()\n"), PAIRS, 1.0),
+        (fenced(READS.replace("+", "-")), PAIRS, 0.0),
+        (fenced("print(3)\n"), PAIRS, 0.0),
+        (fenced(READS + "print('done')\n"), PAIRS, 0.0),
+        (fenced(READS + "raise ValueError\n"), PAIRS, 0.0),
+        (fenced("print('x' * 10**6)\n"), PAIRS, 0.0),
+        (fenced("x = 'x' * 10**10\n" + READS), PAIRS, 0.0),
+    ],
+)
+def test_code_is_right_if_it_passes_all_tests(response: str, tests: str, reward: float) -> None:
+    assert graded(response, tests) == reward
+
+
+def test_code_without_an_end_has_failed() -> None:
+    assert code_tests("", "while True: pass", ASSERTS, cpu_seconds=1, seconds=30.0, sandbox=ISOLATED) == 0.0
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "",
+        "1 + 1",
+        "x = 3",
+        "def f(:",
+        '{"input": ["1"], "output": ["2"]}',
+        '{"inputs": ["1"], "outputs": []}',
+        "[1]",
+        "3",
+    ],
+)
+def test_tests_that_test_nothing_are_refused(tests: str) -> None:
+    with pytest.raises(ValueError, match=r"given .*needed Python that asserts, or JSON"):
+        read_tests(tests)
+    with pytest.raises(ValueError, match="code_tests: given"):
+        graded(ADD, tests)
+
+
+def test_a_sandbox_that_does_not_start_is_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "run_python", lambda *given: Answer("bwrap: no room", failed=True))
+    with pytest.raises(SandboxError, match="given no start of its process: 'bwrap: no room'"):
+        graded(ADD, ASSERTS)
+
+
+@program
+def coded(policy: Policy, prompts: Prompts, *, sandboxed: bool = True) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=2)
+    return aipo_update(policy, rollouts, group_advantage(score(rollouts, by=partial(code_tests, sandbox=sandboxed))))
+
+
+@pytest.fixture
+def no_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    sandbox._find_isolation.cache_clear()
+    monkeypatch.setenv("PATH", "/nowhere")
+    yield
+    sandbox._find_isolation.cache_clear()
+
+
+@pytest.mark.usefixtures("no_bubblewrap")
+def test_a_run_is_refused_where_nothing_isolates_code() -> None:
+    contexts = {name: Context(node=name) for name in ("score", "generate", "policy", "prompts")}
+    with pytest.raises(SandboxError, match="no bubblewrap"):
+        code_tests("", ADD, ASSERTS)
+    found = [fault for fault in check(trace(coded), contexts=contexts) if fault.code == "no-sandbox"]
+    assert [fault.what for fault in found] == ["score: by code_tests: option 'sandbox'"]
+    free = trace(coded, {"sandboxed": False})
+    assert not [fault for fault in check(free, contexts=contexts) if fault.code == "no-sandbox"]
