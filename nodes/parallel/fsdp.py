@@ -8,6 +8,7 @@ Invariant: the float32 shards are the master weights; what is computed with is g
 dtype.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
@@ -109,11 +110,17 @@ class Shards(Generic[Model]):
             module.reshard()
 
     def norm(self, parts: Mapping[str, Tensor]) -> float:
-        """The 2-norm of all tensors together; `parts` are this rank's parts of them, cut as the weights are."""
+        """The 2-norm of all tensors together; `parts` are this rank's parts of them, cut as the weights are. It is NaN
+        or infinite on all ranks where a part is on one of them."""
         # Each part counts once: on the first of the ranks that have the same.
         copy, whole = self.ranks.place(DATA), self.ranks.place(TENSOR) == 0
-        own = [part for name, part in parts.items() if copy == 0 and (whole or rule_of(name, self.rules))]
+        own, again = list[Tensor](), list[Tensor]()
+        for name, part in parts.items():
+            (own if copy == 0 and (whole or rule_of(name, self.rules)) else again).append(part)
         square = float(torch.nn.utils.get_total_norm(own)) ** 2
+        # Ranks that have the same should have the same bits; one that has not must not go on by itself.
+        if not torch.nn.utils.get_total_norm(again).isfinite():
+            square = math.nan
         total = torch.tensor(square, dtype=torch.float64, device=self.model.device)
         dist.all_reduce(total)
         return float(total.sqrt())

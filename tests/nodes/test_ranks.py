@@ -234,7 +234,7 @@ def test_embedding_and_head_are_cut_over_the_vocabulary(ranks: int, mesh: str, t
 
 @pytest.mark.parametrize(
     ("mesh", "dtype"),
-    [("pp=2", "bfloat16"), pytest.param("fsdp=2", "float32", marks=slow), pytest.param("tp=2", "bfloat16", marks=slow)],
+    [("tp=2", "bfloat16"), *(pytest.param(mesh, "float32", marks=slow) for mesh in ("fsdp=2", "pp=2", "dp=2"))],
 )
 def test_a_gradient_that_is_no_number_is_refused_by_all_ranks(mesh: str, dtype: str, tmp_path: Path) -> None:
     spawn(2, f"{LESSONS}:no_number", mesh, dtype, folder=tmp_path)
