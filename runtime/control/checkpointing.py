@@ -14,7 +14,6 @@ from pathlib import Path
 from time import monotonic, thread_time
 
 from penstock.graph.ir import Firing
-from penstock.graph.protocols import Carried
 from penstock.runtime.control.checkpoint_interval import WRITE_CPU_S
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.rank_state import HeldValues, Instances
@@ -58,7 +57,6 @@ class Checkpointing:
         held, setup, began = self._held, self._held.setup, monotonic()
         states = {name: node.state for name, node in held.nodes.items() if node.node.stateful}
         earlier = {f"{name}@{v}": held.history.of(name, v) for name, v in held.history.before(update)}
-        apart = self._wake is not None and self._has_room([*held.carried.values(), *earlier.values()])
         copy = copy_shard(
             setup.folder / "checkpoints" / order.checkpoint,
             setup.replica,
@@ -69,7 +67,7 @@ class Checkpointing:
             self._values.of(firings),
             earlier,
             setup.run,
-            self._buffers if apart else None,
+            self._buffers_for,
         )
         saved, stay = Saved(update, setup.replica, setup.rank), {order.checkpoint, *order.kept}
 
@@ -105,23 +103,24 @@ class Checkpointing:
         finally:
             wake()
 
-    def _has_room(self, values: Iterable[Carried]) -> bool:
-        """Has the host memory for a copy of these on each of its ranks of this replica?"""
+    def _buffers_for(self, needed: int) -> HostBuffers | None:
+        """Memory for copies of so many bytes, if this rank writes in the background and its host has room for them on
+        each of its ranks of this replica."""
+        if self._wake is None:
+            return None
         setup = self._held.setup
         ranks = setup.plan.replica(setup.replica).ranks
         beside = sum(rank.host == ranks[setup.rank].host for rank in ranks)
-        tensors = [tensor for value in values for tensor in value.state()[0].values()]
-        needed = sum(self._buffers.needed(tensor.nbytes, tensor.is_cuda) for tensor in tensors)
         missing = beside * (needed - self._buffers.nbytes)
         if missing <= FREE_SHARE * (free := free_memory()):
-            return True
+            return self._buffers
         if not self._warned:
             self._warned = True
             given = (
                 f"{beside} ranks of {setup.replica} need {missing >> 20} MiB for copies, and {free >> 20} MiB are free"
             )
             self._warn(f"training waits while checkpoints are written: {given}")
-        return False
+        return None
 
 
 def free_memory() -> int:

@@ -239,15 +239,15 @@ def copy_shard(
     values: Mapping[tuple[Firing, str], Any],
     earlier: Mapping[str, Carried] | None = None,
     run: str = "",
-    buffers: HostBuffers | None = None,
+    buffers_for: Callable[[int], HostBuffers | None] = lambda needed: None,
 ) -> ShardCopy:
     """All that this rank contributes to a cut; carried values are exported for other tools, too: by rank 0, or by all
     ranks together where they hold parts.
 
     `ranks` are those of the replica. `earlier` are carried values as they were before, by names of their own. `run` is
-    the id of the run. With `buffers`, what is returned stays as it is while the run goes on; without, it is to be
-    written before anything changes. Raises OSError where it cannot be written, and does not make the run folder again
-    if that is gone.
+    the id of the run. `buffers_for` gives so many bytes for copies of what may change, if there is room: then what is
+    returned stays as it is while the run goes on; without, it is to be written before anything changes. Raises
+    OSError where it cannot be written, and does not make the run folder again if that is gone.
     """
     # No parents: a run folder that was removed must not come back with a checkpoint alone in it.
     folder.parent.mkdir(mode=0o700, exist_ok=True)
@@ -285,9 +285,11 @@ def copy_shard(
             kind, _, of = name.partition("/")
             raise CodecError(f"the {kind} of {of} cannot be kept in a checkpoint: {error}") from error
         tensors.update((f"{name}/{index}", tensor) for index, tensor in enumerate(parts))
+    # Groups' values never change: of these a reference is enough. What is exported has its memory by now.
+    changing = {name: tensor for name, tensor in tensors.items() if not name.startswith("value/")}
+    buffers = buffers_for(sum(HostBuffers.needed(tensor.nbytes, tensor.is_cuda) for tensor in changing.values()))
     if buffers is not None:
-        # Groups' values never change: of these a reference is enough.
-        tensors |= buffers.copy({name: t for name, t in tensors.items() if not name.startswith("value/")})
+        tensors |= buffers.copy(changing)
     path = part_path(folder, replica, rank)
     return ShardCopy(path, tensors, json.dumps(facts), tuple(exported), exports, buffers is not None)
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from penstock.graph.ir import Firing
 from penstock.graph.protocols import Axes, Sharding
 from penstock.runtime.record.checkpoints import part_path
 from penstock.runtime.record.folder import sync
@@ -223,6 +224,23 @@ def test_memory_of_copies_is_counted_as_it_is_taken() -> None:
     # The memory of one of the same shape serves again, that of another shape is given back.
     assert again["w"].data_ptr() == copies["w"].data_ptr()
     assert buffers.nbytes == 5 * 4 + 4 * 4
+
+
+def test_memory_is_asked_for_all_that_may_change_after_the_export(tmp_path: Path) -> None:
+    policy, state, sample = Whole(0), torch.ones(3), torch.zeros(5)
+    found = []
+
+    def buffers_for(needed: int) -> HostBuffers:
+        assert (tmp_path / "cut" / "policy" / "exported-0").exists()
+        found.append(needed)
+        return HostBuffers()
+
+    values = {(Firing("basket", 0), "value"): sample}
+    given = tmp_path / "cut", "trainer/0", 0, 1, {"policy": policy}, {"counter": state}, values
+    copy = copy_shard(*given, buffers_for=buffers_for)
+    assert copy.apart
+    assert found == [sum(tensor.nbytes for tensor in policy.state()[0].values()) + state.nbytes]
+    assert not copy_shard(*given).apart
 
 
 def test_ranks_that_hold_parts_export_together_and_of_others_the_first(tmp_path: Path) -> None:
