@@ -32,7 +32,8 @@ from torch.profiler import ProfilerActivity, profile
 from penstock.graph.types import Advantages, Context, Rollouts
 from penstock.nodes import calibrate
 from penstock.nodes.learn.update import aipo_update
-from penstock.nodes.model import CausalLM, ModelConfig, save_model
+from penstock.nodes.model import CausalLM, Lora, ModelConfig, save_model
+from penstock.nodes.model.lora import initial
 from penstock.nodes.policy import LanguagePolicy
 from penstock.nodes.tokenizer import byte_tokenizer
 from penstock.runtime.cluster.gpus import GPUS
@@ -273,25 +274,27 @@ def syncs(way: str, source: Rank, destination: Rank, versions: range, beside: bo
 
 
 def train(device: str) -> Iterator[Figures]:
-    """Updates by AIPO in bfloat16 with float32 masters, on packed sequences of one length: tokens/s; MFU, of the FLOPs
-    that an update needs without recomputation and the measured rate of a large product; and the card's peak memory
-    over that of the plan, both without what CUDA keeps for itself."""
+    """Updates by AIPO in bfloat16 with float32 masters, of all weights or of adapters, on packed sequences of one
+    length: tokens/s; MFU, of the FLOPs that an update needs without recomputation and the measured rate of a large
+    product; and the card's peak memory over that of the plan, both without what CUDA keeps for itself."""
     flops = rates(device)[1]
     models = {"1B": ONE_B, "8B, 8 of 32 layers": replace(MODELS["8B"], num_hidden_layers=8)}
     cases = [
-        ("layer", 16384, 28, "device"), ("none", 16384, 28, "device"), ("layer", 32768, 28, "device"),
-        ("layer", 16384, 28, "host"), ("layer", 16384, 22, "device"), ("none", 8192, 28, "device"),
+        ("layer", 16384, 28, "device", 0), ("none", 16384, 28, "device", 0), ("layer", 32768, 28, "device", 0),
+        ("layer", 16384, 28, "host", 0), ("layer", 16384, 22, "device", 0), ("none", 8192, 28, "device", 0),
+        ("layer", 16384, 28, "device", 16),
     ]  # fmt: skip
     rows, length = 32, 2048
     if device == "cpu":
-        cases = [("layer", 128, 16, "host"), ("none", 128, 16, "device")]
+        cases = [("layer", 128, 16, "host", 0), ("none", 128, 16, "device", 0), ("layer", 128, 16, "device", 4)]
         models, rows, length = {"tiny": small(ONE_B)}, 4, 64
     for name, config in models.items():
         shape = shape_of(config.to_json("bfloat16"), name)
-        for recompute, micro_tokens, bits, where in cases:
+        for recompute, micro_tokens, bits, where, lora in cases:
             key = f"{name}, recompute {recompute}, {micro_tokens} tokens, 2^{bits} logits, moments on the {where}"
+            key += f", adapters of rank {lora}" if lora else ""
             options = {"recompute": recompute, "micro_tokens": micro_tokens, "logit_elements": 1 << bits}
-            options["optimizer_state"] = where
+            options |= {"optimizer_state": where, "lora": lora}
             gc.collect()  # a model may be held by a circle, and its memory is the next one's
             try:
                 seconds, peak = updates_s(device, config, rows, length, options)
@@ -299,11 +302,16 @@ def train(device: str) -> Iterator[Figures]:
                 yield {key: {"error": first_line(error)}}
                 continue
             tokens = rows * length
-            needed = 6.0 * shape.active_parameters * tokens + 3.0 * attention_flops(shape, rows * length**2)
+            # Of weights that do not learn there is no gradient; of adapters there is, 3 products of 2 FLOPs each.
+            own = shape.with_lora(lora)
+            learns = 6.0 * shape.layers * own.adapted() if lora else 2.0 * shape.active_parameters
+            needed = (4.0 * shape.active_parameters + learns) * tokens
+            needed += 3.0 * attention_flops(shape, rows * length**2)
             mesh, again = Parallel(), float(recompute == "layer")
             trainer = Trainer(
-                shape, GPUS["H100"], mesh, micro_tokens=micro_tokens, recompute=again, host_state=where == "host"
-            )
+                own, GPUS["H100"], mesh, micro_tokens=micro_tokens, recompute=again,
+                logit_elements=1 << bits, host_state=where == "host",
+            )  # fmt: skip
             planned = trainer_memory(trainer).used
             found = {"update_s": seconds, "tokens_per_s": tokens / seconds, "mfu": needed / seconds / flops}
             found |= {"planned_gb": planned / 1e9, "peak_gb": peak / 1e9, "peak_over_plan": peak / planned}
@@ -315,7 +323,11 @@ def updates_s(
 ) -> tuple[float, float]:
     """Seconds of an update, and the bytes that it has on the card at most; 0 of a CPU."""
     torch.manual_seed(0)
-    model = CausalLM(config, torch.float32, device)
+    # Of adapters, the base is read in the dtype that it computes in.
+    lora = Lora(options["lora"], 32.0) if options["lora"] else None
+    model = CausalLM(config, torch.bfloat16 if lora else torch.float32, device, lora=lora)
+    for name, parameter in model.own_parameters().items() if lora else ():
+        parameter.data.copy_(initial(name, parameter.shape, 0))
     for name, tensor in Policy(device, config).tensors.items():
         model.get_parameter(name).data.copy_(tensor)
     policy = LanguagePolicy(model, byte_tokenizer(), Context(node="policy", dtype="bfloat16", device=device, **options))
