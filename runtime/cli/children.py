@@ -75,7 +75,7 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
         if not isinstance(program, Program):
             given = f"{name}: given a value of type {type(program).__name__}"
             raise CommandError(f"{given}, needed a function with @program", 2)
-        options, flags, typed = parse(program, verb, name, argv)
+        options, flags, typed, plan = parse(program, verb, name, argv)
     except GraphError as error:
         raise CommandError(str(error), 2) from None
     base = False
@@ -100,6 +100,7 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
         "path": program.path,
         "flags": dataclasses.asdict(flags),
         "typed": typed,
+        "plan": None if plan is None else plan.to_json(),
         "faults": [dataclasses.asdict(fault) for fault in dict.fromkeys(faults)],
         "base": base,
         "gpus": gpus(),

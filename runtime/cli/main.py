@@ -164,10 +164,7 @@ def show(argv: Sequence[str]) -> int:
 def check(argv: Sequence[str]) -> int:
     """`penstock check PROGRAM`: all faults at once, each with what was given, what is needed, and the line."""
     traced = trace_program("check", argv)
-    faults = [*traced.faults]
-    from penstock.runtime.cli.flags import NO_PLAN
-
-    planned = traced.flags.plan not in ("", NO_PLAN)
+    faults, planned = [*traced.faults], traced.plan is not None
     if planned:
         from penstock.runtime.cli.planned import machines, plan_lacks
 

@@ -40,11 +40,12 @@ MARKERS = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
 
 class Parsed(NamedTuple):
     """The program's options and the verb's flags. `typed` are the words of each flag that the user gives, on the
-    command line or by --config, by the name of its field."""
+    command line or by --config, by the name of its field. `plan` is that of --plan."""
 
     options: dict[str, Any]
     flags: Any
     typed: dict[str, list[str]]
+    plan: "RunPlan | None"
 
 
 def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str]) -> Parsed:
@@ -94,7 +95,7 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
         flags = with_plan(flags, plan.options)
     with usage_errors():
         check_limits(flags)
-    return Parsed({o.flag.name: o.value(getattr(given, o.flag.name)) for o in own}, flags, typed)
+    return Parsed({o.flag.name: o.value(getattr(given, o.flag.name)) for o in own}, flags, typed, plan)
 
 
 def _typed(words: Sequence[str], known: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -50,8 +50,9 @@ def chosen(traced: Traced, cluster: Cluster) -> Chosen:
     """What a run of the program takes on a cluster: the plan of --plan, for which `plan_lacks` has found nothing, or
     one that is made. Raises PlanError for a model that fits nowhere."""
     flags: RunFlags = traced.flags
-    if flags.plan not in ("", NO_PLAN):
-        return _as_planned(traced, cluster)
+    if traced.plan is not None:
+        graphs = _graphs(traced)
+        return Chosen(_with_graphs(traced, traced.plan.graphs(graphs)), traced.plan.on(graphs, cluster))
     gpus = any(host.accelerators for host in cluster.hosts)
     model = Path(flags.model)
     # A small model needs no plan, and neither does a run in one process.
@@ -78,14 +79,13 @@ def chosen(traced: Traced, cluster: Cluster) -> Chosen:
 
 def plan_lacks(traced: Traced, cluster: Cluster) -> Iterator[Fault]:
     """What keeps a run of the program from being the plan of --plan on a cluster."""
-    if traced.flags.plan in ("", NO_PLAN) or traced.graph is None:
+    if traced.plan is None or traced.graph is None:
         return
     from penstock.runtime.plan.model_shape import read_shape
-    from penstock.runtime.plan.run_plan import RunPlan
 
     given = traced.flags.model
     model = None if given in ("", NEW) else read_shape(given)
-    made, graphs = RunPlan.read(Path(traced.flags.plan)), _graphs(traced)
+    made, graphs = traced.plan, _graphs(traced)
     if lacks := made.lacks(graphs, model, cluster):
         yield from lacks
     else:
@@ -109,13 +109,6 @@ def require_devices(plan: Plan, cluster: Cluster, dtype: Dtype, seen: Sequence[S
     """Raises CommandError for `device_lacks`."""
     if lacks := tuple(device_lacks(plan, cluster, dtype, seen)):
         raise CommandError("\n".join(map(str, lacks)))
-
-
-def _as_planned(traced: Traced, cluster: Cluster) -> Chosen:
-    from penstock.runtime.plan.run_plan import RunPlan
-
-    made, graphs = RunPlan.read(Path(traced.flags.plan)), _graphs(traced)
-    return Chosen(_with_graphs(traced, made.graphs(graphs)), made.on(graphs, cluster))
 
 
 def _graphs(traced: Traced) -> list[Graph]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from penstock.graph.ir import Graph
     from penstock.runtime.cluster.cluster import SeenGpu
     from penstock.runtime.control.run_config import RunOptions
+    from penstock.runtime.plan.run_plan import RunPlan
 
 
 # Seconds for a child to import the program and what it needs, to trace it, and to look at its data.
@@ -63,6 +64,7 @@ class Traced:
     graph, evaluation: None where there is none; `graph` is None only if `faults` say why.
     base: a run without `--model` begins with the base model (a maker says so, see `opens`).
     typed: the words of each flag that the user gives, by name.
+    plan: that of --plan, which is read once.
     gpus: those that the child's torch sees on this machine.
     """
 
@@ -74,6 +76,7 @@ class Traced:
     faults: "tuple[Fault, ...]"
     base: bool = False
     typed: "Mapping[str, Sequence[str]]" = field(default_factory=dict)
+    plan: "RunPlan | None" = None
     gpus: "tuple[SeenGpu, ...]" = ()
 
     def sound(self) -> "Graph":
@@ -116,6 +119,10 @@ def trace_program(verb: str, argv: Sequence[str], meanwhile: Sequence[str] = ())
     graphs = {key: Graph.from_json(found[key]) if key in found else None for key in ("graph", "evaluation")}
     faults = tuple(Fault(**fault) for fault in found.pop("faults"))
     gpus = tuple(SeenGpu(*gpu) for gpu in found.pop("gpus"))
+    if found["plan"] is not None:
+        from penstock.runtime.plan.run_plan import RunPlan  # with numpy and the cost model
+
+        found["plan"] = RunPlan.from_json(found["plan"])
     return Traced(**{**found, **graphs}, flags=VERBS[verb](**flags), faults=faults, gpus=gpus)
 
 

@@ -67,27 +67,31 @@ class RunPlan:
         return {"format": 1, **plain, "model": asdict(self.model), "cluster": cluster, "plan": self.plan.to_json()}
 
     @staticmethod
+    def from_json(data: Any) -> "RunPlan":
+        """Raises ValueError, KeyError, TypeError or AttributeError for anything else."""
+        if data.get("format") != 1:
+            raise ValueError(f"format {data.get('format')!r}")
+        options = msgspec.convert(data["options"], dict[str, Any])
+        RunOptions.from_json(options)
+        if lacking := [name for name in DECIDED if name not in options]:
+            raise ValueError(f"options without {', '.join(lacking)}")
+        return RunPlan(
+            program=msgspec.convert(data["program"], str),
+            model=TypeAdapter(Shape).validate_python(data["model"]),
+            roles=msgspec.convert(data["roles"], dict[str, Any]),
+            options=options,
+            words=msgspec.convert(data["words"], dict[str, list[str]]),
+            lag=msgspec.convert(data["lag"], int | None),
+            source=msgspec.convert(data["source"], str),
+            cluster=Cluster.model_validate(data["cluster"]),
+            plan=Plan.from_json(data["plan"]),
+        )
+
+    @staticmethod
     def read(path: Path) -> "RunPlan":
         """Raises PlanError for a file that `penstock plan … --out` did not write."""
         try:
-            data = parse_json(path.read_bytes(), str(path))[KEY]
-            if data.get("format") != 1:
-                raise ValueError(f"format {data.get('format')!r}")
-            options = msgspec.convert(data["options"], dict[str, Any])
-            RunOptions.from_json(options)
-            if lacking := [name for name in DECIDED if name not in options]:
-                raise ValueError(f"options without {', '.join(lacking)}")
-            return RunPlan(
-                program=msgspec.convert(data["program"], str),
-                model=TypeAdapter(Shape).validate_python(data["model"]),
-                roles=msgspec.convert(data["roles"], dict[str, Any]),
-                options=options,
-                words=msgspec.convert(data["words"], dict[str, list[str]]),
-                lag=msgspec.convert(data["lag"], int | None),
-                source=msgspec.convert(data["source"], str),
-                cluster=Cluster.model_validate(data["cluster"]),
-                plan=Plan.from_json(data["plan"]),
-            )
+            return RunPlan.from_json(parse_json(path.read_bytes(), str(path))[KEY])
         except OSError as error:
             given = f"a file that cannot be read ({error.strerror})"
         except (KeyError, TypeError, AttributeError):

@@ -5,11 +5,13 @@ here to its end (`on_cpus`); a host with an agent on another machine stands for 
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -153,6 +155,15 @@ def test_check_says_whether_a_run_would_take_a_plan_and_how_flags_program_model_
     said = capsys.readouterr()
     assert codes(said.out + said.err) == found
     assert bool(leaving.value.code) == bool(found)
+
+
+def test_a_plan_is_read_once(planned: Path, say: Say, home: Path) -> None:
+    """From a pipe, which gives its content to one reader."""
+    os.mkfifo(home / "pipe.json")
+    writer = Thread(target=(home / "pipe.json").write_text, args=((home / "cpu.json").read_text(),), daemon=True)
+    writer.start()
+    assert "as pipe.json says" in say("check", "aipo", "--plan", "pipe.json")
+    writer.join(30)
 
 
 def test_a_run_refuses_what_check_does_and_leaves_no_folder(planned: Path, refuse: Refuse, home: Path) -> None:
