@@ -7,7 +7,7 @@ its shards of the masters, and what computes is converted as it is gathered.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -93,13 +93,15 @@ class SequenceModel(Generic[Model]):
         return Sharding(self.ranks.mesh, self.shapes, rules, rules, cut)
 
     def export(self, folder: str) -> Callable[[], None] | None:
-        """Write an HF directory: configuration, weights in the run's dtype, tokenizer. Of adapters it is peft's.
+        """Write an HF directory: configuration, weights in the run's dtype, tokenizer. Of adapters it is peft's, and
+        they are float32.
 
         All ranks call it, to bring the parts of each tensor together in the first one's host memory, which writes them
         later.
         """
         # Every rank takes part in gathering, whichever one writes.
-        tensors = {name: tensor.to(self.dtype).contiguous() for name, tensor in self.workers.whole(self.shapes)}
+        dtype = torch.float32 if self.model.lora is not None else self.dtype
+        tensors = {name: tensor.to(dtype).contiguous() for name, tensor in self._wholes()}
         if self.ranks.rank:
             return None
 
@@ -107,11 +109,16 @@ class SequenceModel(Generic[Model]):
             if self.model.lora is None:
                 save_model(self.model, tensors, folder)
             else:
-                base = read_adapters(self.context.model)[0] if self.context.model else ""
-                save_adapters(self.model.lora, tensors, str(base), folder)
+                # By its whole path: a reader may stand in another folder.
+                base = str(read_adapters(self.context.model)[0].absolute()) if self.context.model else ""
+                save_adapters(self.model.lora, tensors, base, folder)
             self.tokenizer.save(folder)
 
         return write
+
+    def _wholes(self) -> Iterator[tuple[str, Tensor]]:
+        """What an export has: whole, on the CPU of the first rank."""
+        return self.workers.whole(self.shapes)
 
 
 class Frozen(SequenceModel[Model]):
@@ -195,6 +202,12 @@ class MasterWeights(SequenceModel[Model]):
                 parameter.copy_(tensors[f"{MASTER}.{name}"].view(parameter.shape))
         self.copy_masters()
         self.version = facts["version"]
+
+    def _wholes(self) -> Iterator[tuple[str, Tensor]]:
+        # Of adapters, which are small, the masters.
+        if self.model.lora is None or self.ranks.count > 1:
+            return super()._wholes()
+        return ((name, master.detach().to("cpu", copy=True)) for name, master in self.masters.items())
 
     def offloadable(self) -> Mapping[str, Tensor]:
         """The masters, where they are not what computes."""

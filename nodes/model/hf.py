@@ -65,6 +65,9 @@ def read_adapters(folder: str | Path) -> tuple[Path, Lora | None]:
     data = read_json(path)
     try:
         base = data.get("base_model_name_or_path")
+        if base == "":
+            drawn = "adapters of a model that no directory has, since it was drawn from the seed (--model new)"
+            raise ModelError(f"given {drawn}; needed those of a run with --model DIR")
         if not isinstance(base, str) or not (_folder(base) / CONFIG).is_file():
             needed = f"the directory of the model that the adapters are of, with a {CONFIG}"
             raise ModelError(f"given base_model_name_or_path {base!r}, needed {needed}")

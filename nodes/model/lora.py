@@ -48,7 +48,7 @@ class Lora:
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 1:
             raise ModelError(f"LoRA: given a rank of {self.rank!r}, needed a whole number of at least 1")
-        if not (isinstance(self.alpha, int | float) and 0 < self.alpha < math.inf):
+        if not (type(self.alpha) in (int, float) and 0 < self.alpha < math.inf):
             raise ModelError(f"LoRA: given an alpha of {self.alpha!r}, needed a number above 0")
         if unknown := [name for name in self.targets if name not in TARGETS]:
             needed = f"linear maps of a layer{nearest(unknown[0], TARGETS)}"
@@ -91,11 +91,14 @@ class Lora:
         for key, needed in _FIXED.items():
             if data.get(key, needed) != needed:
                 raise ModelError(f"given {key} {data[key]!r}, needed {needed!r}")
-        if (beginning := data.get("init_lora_weights")) not in _BEGINNINGS:
+        # By type, too: 1 and 0 are equal to true and false, and are neither.
+        beginning = data.get("init_lora_weights")
+        if not any(type(beginning) is type(known) and beginning == known for known in _BEGINNINGS):
             raise ModelError(f"given init_lora_weights {beginning!r}, which changes the base; needed true")
         known = {*_IDLE, *_FIXED, "init_lora_weights", "r", "lora_alpha", "target_modules"}
-        # Null, false and what is empty say that a setting is not used.
-        if used := sorted(key for key, value in data.items() if value and key not in known):
+        # Null, false, and lists and mappings without items say that a setting is not used; 0 may be a layer's number.
+        unused = {key for key, value in data.items() if value is None or value is False or value in ([], {})}
+        if used := sorted(data.keys() - known - unused):
             raise ModelError(f"given {used[0]} {data[used[0]]!r}, needed nothing of it: it would be computed otherwise")
         targets = data.get("target_modules")
         if targets == "all-linear":

@@ -17,6 +17,7 @@ from penstock.nodes.ema import ema, make_average
 from penstock.nodes.generate import make_engine
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.model import CausalLM, Lora, ModelError, Scorer, load_model
+from penstock.nodes.model.hf import read_adapters, saved_adapters
 from penstock.nodes.open_model import lora_of, run_spec
 from penstock.nodes.policy import LanguagePolicy, make_lora_policy, make_policy, make_reference
 from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver, sync_in_process
@@ -151,6 +152,27 @@ def test_adapters_alone_change_and_are_sent(base: Path, dtype: str) -> None:
     assert receiver.weights.about == learner.about()
 
 
+def test_exported_adapters_are_the_masters_beside_the_whole_path_of_their_base(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(base.parent)
+    learner = policy(Path(base.name), dtype="bfloat16")
+    assert learner.model.lora == LORA
+    policy_update.fn(learner, *batch(), **OPTIONS, lr=1e-2)
+    export(learner, tmp_path / "adapters")
+    saved = saved_adapters(tmp_path / "adapters", LORA)
+    assert saved.keys() == learner.masters.keys()
+    assert all(torch.equal(saved[name], master) for name, master in learner.masters.items())
+    monkeypatch.chdir("/")
+    assert read_adapters(tmp_path / "adapters") == (base, LORA)
+
+
+def test_adapters_of_a_model_that_no_directory_has_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    export(policy(Path(), model=""), tmp_path / "adapters")
+    with pytest.raises(ModelError, match="--model DIR"):
+        read_adapters(tmp_path / "adapters")
+
+
 def test_merged_weights_are_applied_ones_within_rounding(base: Path, tmp_path: Path) -> None:
     learner = learnt(base)
     export(learner, tmp_path / "adapters")
@@ -219,6 +241,8 @@ def test_options_of_a_program_and_flags_say_which_adapters(base: Path) -> None:
 WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: Lora(0, 1.0), "a rank of 0"),
     (lambda: Lora(2, -1.0), "an alpha of -1"),
+    (lambda: Lora.from_json({"target_modules": ["q_proj"], "lora_alpha": True}), "an alpha of True"),
+    (lambda: Lora.from_json({"target_modules": ["q_proj"], "r": True}), "a rank of True"),
     (lambda: Lora(2, 1.0, ("qproj",)), "nearest: q_proj"),
     (lambda: lora_of(Context(lora_alpha=2.0)), "--lora RANK"),
     (lambda: Lora.from_json({"target_modules": "q.*"}), "target_modules"),
@@ -232,10 +256,14 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
             "bias": "all",
             "rank_pattern": {"q_proj": 3},
             "layers_to_transform": [0],
+            "layers_pattern": "",
+            "layer_replication": 0,
             "init_lora_weights": "pissa",
             "something_new": 1,
         }.items()
     ),
+    (lambda: Lora.from_json({"target_modules": ["q_proj"], "init_lora_weights": 0}), "init_lora_weights"),
+    (lambda: Lora.from_json({"target_modules": ["q_proj"], "layers_to_transform": 0}), "layers_to_transform"),
 ]
 
 
