@@ -352,8 +352,9 @@ class Crowding:
     mean: float
 
     def pace(self, count: int) -> float:
-        """Seconds of the run's mean pace that pass in one second with so many firings in work."""
-        return 1 / (1 - self.share + self.share * count / self.mean)
+        """Seconds of the run's mean pace that pass in one second with so many firings in work; with none, for which
+        there is no pace, as with one."""
+        return 1 / (1 - self.share + self.share * max(count, 1) / self.mean)
 
 
 def group_work(stage: StageHistory, pool: str) -> list[Work]:

@@ -90,6 +90,13 @@ def test_what_a_group_owes_to_those_beside_it_is_fitted() -> None:
     assert crowding(work).share == pytest.approx(50 * mean / (50 + 50 * mean), abs=0.01)
 
 
+def test_a_replica_without_work_has_a_pace_also_where_all_of_a_groups_time_is_due_to_others() -> None:
+    """As between two batches of a run whose firings take as long as there are others beside them."""
+    made = crowding([firing(64 * n + i, n * 1000, n * 1000 + 10 * n) for n in range(1, 9) for i in range(n)])
+    assert made.share == 1
+    assert made.pace(0) == made.pace(1) > made.pace(2)
+
+
 def test_nothing_is_fitted_where_the_number_at_once_never_changes() -> None:
     assert crowding([firing(i, i * 100, i * 100 + 100) for i in range(40)]).share == 0
     assert crowding([firing(0, 0, 100)]).share == 0
