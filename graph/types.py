@@ -82,6 +82,7 @@ class Context:
         logit_elements: most logits that are kept at once; 0 is what suits the device.
         zero: what "fsdp" shards all the time: 3 weights and gradients, too; 1 the optimizer's state and masters only.
         optimizer_state: where AdamW's moments lie but for a step: on the "device", or on the "host".
+        replay_routing: do generators record the experts of each token, and policies use them?
         lora: rank of the adapters that a policy learns in place of all weights; 0 is none.
         lora_alpha: alpha of these; 0 is twice the rank.
         lora_targets: names of the linear maps that have one; () is all of a layer's.
@@ -116,6 +117,7 @@ class Context:
     logit_elements: int = 0
     zero: int = 3
     optimizer_state: str = "device"
+    replay_routing: bool = False
     lora: int = 0
     lora_alpha: float = 0.0
     lora_targets: tuple[str, ...] = ()
@@ -358,6 +360,8 @@ class Rollouts(Batchable):
         cut_N: rows that were sampled from a part of the vocabulary (top-k, top-p), bool [N].
         turn_rewards: for each row what the environment gave after each turn but the newest (see `rewarded`); None
             stands for a turn without a reward.
+        experts_NSLK: of each token the experts that it went through in each layer as it was sampled, counted from 1,
+            int16 [N, S, layers, experts of a token]; 0 where none are recorded. None without `--replay-routing`.
     """
 
     ordinals: tuple[int, ...]
@@ -375,6 +379,7 @@ class Rollouts(Batchable):
     temperature_N: Array = None
     cut_N: Array = None
     turn_rewards: "tuple[list[float | None], ...]" = ()
+    experts_NSLK: Array = None
 
     derived: ClassVar[tuple[str, ...]] = ("sampled_N",)
 
@@ -398,6 +403,14 @@ class Rollouts(Batchable):
             ]
         if len({part.replayed_N is None for part in parts}) > 1:
             parts = [p if p.replayed_N is not None else replace(p, replayed_N=p.response_lengths_N < 0) for p in parts]
+        if len({part.experts_NSLK is None for part in parts}) > 1:
+            like = next(part.experts_NSLK for part in parts if part.experts_NSLK is not None)
+            parts = [
+                p
+                if p.experts_NSLK is not None
+                else replace(p, experts_NSLK=like.new_zeros((len(p), 1, *like.shape[2:])))
+                for p in parts
+            ]
         return super().concat(parts)
 
     @property

@@ -7,7 +7,7 @@ from penstock.graph import opens, requires
 from penstock.graph.protocols import Carried
 from penstock.graph.types import Context, FrozenModel, LoraPolicy, Policy, Reference, Rollouts
 from penstock.nodes.learn.batching import MicroBatches
-from penstock.nodes.model import CausalLM
+from penstock.nodes.model import CausalLM, ModelError
 from penstock.nodes.open_model import (
     ModelSpec,
     lora_of,
@@ -43,6 +43,7 @@ class LanguagePolicy(LanguageModel, Learner[CausalLM], Policy):
     """The policy that learns."""
 
     called: ClassVar[str] = "policy"
+    replays: ClassVar[bool] = True
 
 
 class FrozenPolicy(LanguageModel, Frozen[CausalLM], Reference):
@@ -61,7 +62,9 @@ def policy_spec(context: Context) -> ModelSpec:
 def require_policy(context: Context, rank: int = 0) -> None:
     """Raises ModelError for a directory that holds no language model, or adapters that this one cannot have; no weights
     are read."""
-    open_model(CausalLM, replace(context, device="meta"), lora=lora_of(context, rank))
+    model, _ = open_model(CausalLM, replace(context, device="meta"), lora=lora_of(context, rank))
+    if context.replay_routing and not model.config.family.experts:
+        raise ModelError(f"--replay-routing: given a {model.config.model_type}, needed a model with experts")
 
 
 def open_learning(context: Context, rank: int = 0) -> tuple[CausalLM, Tokenizer]:

@@ -42,11 +42,15 @@ class SequenceModel(Generic[Model]):
     weights: of adapters alone, where the model has some.
     """
 
+    replays: ClassVar[bool] = False
+    """Is it the model that sampled its rollouts, so that these may go through the experts that it chose?"""
+
     def __init__(self, model: Model, tokenizer: Tokenizer, context: Context) -> None:
         self.model, self.tokenizer, self.context = model, tokenizer, context
         self.ranks, self.dtype = Ranks.of(context), torch_dtype(context.dtype)
         self.shapes = {name: tuple(p.shape) for name, p in model.own_parameters().items()}
         self.micro_tokens = context.micro_tokens or (CPU_MICRO_TOKENS if model.device.type == "cpu" else MICRO_TOKENS)
+        model.replays_routing = self.replays and context.replay_routing
         model.logit_elements = context.logit_elements or model.logit_elements
         if context.recompute == "layer":
             model.recompute_layers()

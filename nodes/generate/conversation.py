@@ -23,6 +23,8 @@ from penstock.nodes.tokenizer import Tokenizer
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 FloatArray = np.ndarray[Any, np.dtype[np.float32]]
+# The experts of each token, [tokens, layers, K].
+Experts = np.ndarray[Any, np.dtype[np.int16]]
 
 # The version of tokens that no weights have sampled: those of an environment's reply.
 NOT_SAMPLED = -1
@@ -59,7 +61,8 @@ class SampledRow:
     in this turn, None until it has ended.
 
     A row that is not `open` says nothing more. `outgrown` is the number of tokens of a conversation that was closed
-    because it has no room for the reply and another turn, otherwise 0.
+    because it has no room for the reply and another turn, otherwise 0. `experts`, [S, layers, K], are those of all
+    tokens but the last one, which the model has not read; None where they are not recorded.
     """
 
     prompt: list[int]
@@ -69,6 +72,14 @@ class SampledRow:
     open: bool = True
     outgrown: int = 0
     rewards: list[float | None] = field(default_factory=list)
+    experts: Experts | None = None
+
+    def say(self, said: Response, experts: Experts | None) -> None:
+        """End the turn. Of its tokens, those of earlier turns keep the experts that they were sampled with."""
+        self.said = said
+        if experts is not None:
+            earlier = experts[:0] if self.experts is None else self.experts
+            self.experts = np.concatenate([earlier, experts[len(earlier) :]])
 
     @property
     def prefix(self) -> list[int]:
@@ -119,6 +130,8 @@ class SampledGroup:
             before = Response(said, logprobs, versions_NT[index, :length], finished[index])
             row = SampledRow(tokens_NS[index, :begin].tolist(), before, conversation.transcripts[index])
             row.open, row.rewards = not done[index], rewards[index]
+            if conversation.experts_NSLK is not None:
+                row.experts = conversation.experts_NSLK[index, : begin + length - 1].numpy(force=True)
             rows.append(row)
             if not row.open:
                 continue
@@ -173,6 +186,7 @@ class SampledGroup:
             turn_rewards=tuple(row.rewards for row in self.rows),
             temperature_N=torch.full((len(wholes),), sampler.temperature),
             cut_N=torch.full((len(wholes),), sampler.cuts),
+            experts_NSLK=_padded_experts([row.experts for row in self.rows]),
         )
 
     def metrics(self) -> Metrics:
@@ -198,3 +212,13 @@ class SampledGroup:
 def _padded(rows: Sequence[np.ndarray[Any, Any]]) -> Tensor:
     """Rows of different lengths, filled up with zeros."""
     return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
+
+
+def _padded_experts(rows: Sequence[Experts | None]) -> Tensor | None:
+    """The same of experts, which rows that the model has not read have none of; None if no row has."""
+    known = next((experts for experts in rows if experts is not None), None)
+    if known is None:
+        return None
+    each = [known[:0] if experts is None else experts for experts in rows]
+    # A row's last token has none.
+    return _padded([np.pad(experts, ((0, 1), (0, 0), (0, 0))) for experts in each])

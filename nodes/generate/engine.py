@@ -34,6 +34,7 @@ from penstock.nodes.generate.kv_cache import DecodeMemory, Prefix, cache_length,
 from penstock.nodes.generate.sampling import Sampler, keyed_uniform, mismatch
 from penstock.nodes.model import ModelError
 from penstock.nodes.model.hf import point_at
+from penstock.nodes.model.mlp import RouteRecorder
 from penstock.nodes.open_model import about_adapters, check_decoding, open_part, weights_spec
 from penstock.nodes.parallel.mesh import Ranks
 
@@ -74,6 +75,7 @@ class Staged:
     requests: deque[tuple[int, Request]]
     prefix: Prefix
     logits_RV: Tensor
+    experts_RPLK: Tensor | None
 
 
 class Engine:
@@ -94,7 +96,10 @@ class Engine:
         self.sampler, self.samples = sampler, samples
         self.length = cache_length(spec.config.max_position_embeddings, context)
         num_slots = -(-context.slots // ROW_TILE) * ROW_TILE
-        self.size = model.attention_config, num_slots, self.length, context.max_tokens, model.dtype, context.device
+        # A model without experts has nothing to record.
+        self.records = model.replays_routing = context.replay_routing and spec.config.family.experts
+        shape = model.attention_config, num_slots, self.length, context.max_tokens
+        self.size = *shape, model.dtype, context.device, self.records
         DecodeMemory.check(*self.size)
         self.memory: DecodeMemory | None = None
         stops = np.zeros(spec.config.vocab_size, dtype=bool)
@@ -189,8 +194,11 @@ class Engine:
             memory.tokens_S, logprobs_S = self.sampler(memory.logits_SV, memory.uniform_TS[self.slots.column])
             # The one wait for the device in a step.
             self.slots.record(memory.tokens_S.numpy(force=True), logprobs_S.numpy(force=True), self.version)
-        for (group, row), response in self.slots.release():
-            row.said = response
+        for (group, row), response, slot in self.slots.release():
+            kept = None
+            if memory.experts_SCLK is not None:
+                kept = memory.experts_SCLK[slot, : self.slots.positions[slot]].numpy(force=True)
+            row.say(response, kept)
             if group.complete:
                 finished.append((group.tag, self.result(group)))
         return finished
@@ -199,7 +207,11 @@ class Engine:
         """Logits [S, V] after the last tokens; every slot is computed, used or not."""
         positions_S = self._to_device(self.slots.positions)
         memory.cache.begin(positions_S, self.slots.reach)
-        hidden_S1D = self.model(memory.tokens_S[:, None], positions_S[:, None], memory.cache.attend)
+        recorder = RouteRecorder() if self.records else None
+        hidden_S1D = self.model(memory.tokens_S[:, None], positions_S[:, None], memory.cache.attend, recorder)
+        if recorder is not None and memory.experts_SCLK is not None:
+            slots_S = torch.arange(len(positions_S), device=positions_S.device)
+            memory.experts_SCLK[slots_S, positions_S] = recorder.experts_NLK
         self.slots.positions += self.slots.live
         return self.model.logits(hidden_S1D[:, 0])
 
@@ -219,10 +231,12 @@ class Engine:
         for row, request in enumerate(chosen):
             tokens[row, : len(request.tokens)] = request.tokens
             last[row] = len(request.tokens) - 1
-        prefix = Prefix()
-        hidden_RPD = self.model(self._to_device(tokens), None, prefix.attend)
+        prefix, recorder = Prefix(), RouteRecorder() if self.records else None
+        hidden_RPD = self.model(self._to_device(tokens), None, prefix.attend, recorder)
+        experts_NLK = None if recorder is None else recorder.experts_NLK
+        experts_RPLK = None if experts_NLK is None else experts_NLK.view(rows, width, *experts_NLK.shape[1:])
         hidden_RD = hidden_RPD[self._to_device(np.arange(rows)), self._to_device(last)]
-        return Staged(deque(enumerate(chosen)), prefix, self.model.logits(hidden_RD))
+        return Staged(deque(enumerate(chosen)), prefix, self.model.logits(hidden_RD), experts_RPLK)
 
     def _padded(self, request: Request) -> int:
         """The padded length of a prompt."""
@@ -246,6 +260,8 @@ class Engine:
         slots_M, rows_M, keys_M = (self._to_device(np.array(x)) for x in (slots, rows, keys))
         memory.cache.place(staged.prefix, rows_M, slots_M)
         memory.logits_SV.index_copy_(0, slots_M, staged.logits_RV[rows_M])
+        if memory.experts_SCLK is not None and staged.experts_RPLK is not None:
+            memory.experts_SCLK[slots_M, : staged.experts_RPLK.shape[1]] = staged.experts_RPLK[rows_M]
         # All uniforms of a response at once, since one step would have too few to be worth a kernel. Row t of the table
         # is for the step that is t modulo the bound.
         bound = self.context.max_tokens
@@ -321,8 +337,9 @@ class EngineSlots:
         if not np.isfinite(logprobs[self.live]).all():
             raise FloatingPointError(f"weights of version {version} give probabilities that are not numbers")
 
-    def release(self) -> list[tuple[Holder, Response]]:
-        """End the step: free the slots whose responses ended with it, by a stop token or at the bound."""
+    def release(self) -> list[tuple[Holder, Response, int]]:
+        """End the step: free the slots whose responses ended with it, by a stop token or at the bound. Returns the
+        holder, the response and the slot of each."""
         stopped = self.stops[self._tokens[:, self.column]]
         slots = np.flatnonzero(self.live & (stopped | (self.now - self._begun == self.max_tokens - 1)))
         columns = (self._begun[slots, None] + np.arange(self.max_tokens)) % self.max_tokens
@@ -331,7 +348,7 @@ class EngineSlots:
         ended = []
         for row, (slot, n) in enumerate(zip(slots.tolist(), lengths, strict=True)):
             response = Response(tokens[row, :n], logprobs[row, :n], versions[row, :n], bool(stopped[slot]))
-            ended.append((self._holders.pop(slot), response))
+            ended.append((self._holders.pop(slot), response, slot))
             self.free.append(slot)
         self.live[slots] = False
         self.now += 1

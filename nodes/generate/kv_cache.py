@@ -134,24 +134,43 @@ class DecodeMemory:
     """What a generator keeps on its device: the cache of all slots, and the tensors of a step, as zeros.
 
     `tokens_S` were sampled last, the next ones are from `logits_SV`, and `uniform_TS` are the draws of whole responses.
-    A slot has `length` positions, `max_tokens` of them for a response. Raises ValueError as `check` does: weights have
-    come since it was asked.
+    A slot has `length` positions, `max_tokens` of them for a response. `experts_SCLK` are those that the token at each
+    position went through; None unless `routes` are recorded. Raises ValueError as `check` does: weights have come since
+    it was asked.
     """
 
     def __init__(
-        self, config: ModelConfig, slots: int, length: int, max_tokens: int, dtype: torch.dtype, device: str
+        self,
+        config: ModelConfig,
+        slots: int,
+        length: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: str,
+        routes: bool = False,
     ) -> None:
-        self.check(config, slots, length, max_tokens, dtype, device)
+        self.check(config, slots, length, max_tokens, dtype, device, routes)
         self.cache = Cache(config, slots, length, dtype, device)
         self.tokens_S = torch.zeros(slots, dtype=torch.long, device=device)
         self.logits_SV = torch.zeros(slots, config.vocab_size, dtype=dtype, device=device)
         self.uniform_TS = torch.zeros(max_tokens, slots, dtype=torch.float64, device=device)
+        shape = slots, length, config.num_hidden_layers, config.num_experts_per_tok
+        self.experts_SCLK = torch.zeros(shape, dtype=torch.int16, device=device) if routes else None
 
     @staticmethod
-    def check(config: ModelConfig, slots: int, length: int, max_tokens: int, dtype: torch.dtype, device: str) -> None:
+    def check(
+        config: ModelConfig,
+        slots: int,
+        length: int,
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: str,
+        routes: bool = False,
+    ) -> None:
         """Raises ValueError if the device has less memory left than the cache takes."""
         entries = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         taken = 2 * entries * length * slots * stored_dtype(dtype, device).itemsize
+        taken += routes * 2 * config.num_hidden_layers * config.num_experts_per_tok * length * slots
         if torch.device(device).type == "cuda":
             # What torch holds and has not given out counts as taken for the driver.
             unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

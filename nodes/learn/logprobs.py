@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.nodes.learn.batching import Packed
-from penstock.nodes.model import CausalLM
+from penstock.nodes.model import CausalLM, Decoder
 from penstock.nodes.model.decoder import LOGIT_ELEMENTS
 from penstock.nodes.model.kernels import linear
+from penstock.nodes.model.mlp import Route, replay
 from penstock.nodes.model.words import Words
 
 
@@ -24,7 +26,8 @@ def packed_logprobs(model: CausalLM, packed: Packed) -> tuple[Tensor, Tensor]:
 
     π is softmax(logits / T), T the temperature that the target was sampled at.
     """
-    hidden_PD, words = model(packed.tokens_RW).flatten(0, 1)[packed.at_P], model.words
+    hidden_PD = model(packed.tokens_RW, route=route_of(model, packed)).flatten(0, 1)[packed.at_P]
+    words = model.words
 
     def compute(hidden_PD: Tensor, weight_WD: Tensor) -> tuple[Tensor, Tensor]:
         given, most = (hidden_PD, weight_WD, packed.targets_P, packed.temperature_P), model.logit_elements
@@ -39,7 +42,7 @@ def packed_distributions(model: CausalLM, packed: Packed) -> Tensor:
     """log π of every word of the vocabulary before each target, with a gradient, at the target's temperature: float32
     [P, W], of the words that this rank has. Memory grows with tokens × words.
     """
-    hidden_PD = model(packed.tokens_RW).flatten(0, 1)[packed.at_P]
+    hidden_PD = model(packed.tokens_RW, route=route_of(model, packed)).flatten(0, 1)[packed.at_P]
     logits_PW, words = model.own_logits(hidden_PD).float(), model.words
     if packed.temperature_P is not None:
         logits_PW = logits_PW / packed.temperature_P[:, None]
@@ -48,6 +51,16 @@ def packed_distributions(model: CausalLM, packed: Packed) -> Tensor:
     largest_P = words.max(logits_PW.amax(-1))
     sum_P = words.shared(words.sum((logits_PW - largest_P[:, None]).exp().sum(-1)))
     return logits_PW - (largest_P + sum_P.log())[:, None]
+
+
+def route_of(model: Decoder, packed: Packed) -> Route | None:
+    """How the tokens of a micro-batch go through the experts of a model; None: as its routers say."""
+    if not model.replays_routing or packed.rollouts is None or packed.rollouts.experts_NSLK is None:
+        return None
+    width = packed.tokens_RW.shape[1]
+    experts_RWLK = packed.rollouts.experts_NSLK[:, :width]
+    # Rows that were joined may have none, and be longer.
+    return replay(F.pad(experts_RWLK, (0, 0, 0, 0, 0, width - experts_RWLK.shape[1])).flatten(0, 1))
 
 
 def token_logprobs(

@@ -47,6 +47,8 @@ class Decoder(nn.Module):
     sin_PK: Tensor
     logit_elements: int = LOGIT_ELEMENTS
     """Logits that a pass over many tokens keeps at once."""
+    replays_routing: bool = False
+    """Do the tokens of rollouts go through the experts that their generator has recorded?"""
 
     def __init__(
         self,

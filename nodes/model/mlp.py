@@ -1,6 +1,6 @@
 """A layer's MLP: one that all tokens go through, or experts of which each token goes through some.
 
-Shapes: D hidden width, N tokens, E experts, K those of a token, M = N · K; any number of dimensions before D.
+Shapes: D hidden width, N tokens, L layers, E experts, K those of a token, M = N · K; any number of dimensions before D.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,33 @@ from penstock.nodes.model.words import own_part, shared, summed
 # same expert: a product of one row is another kernel, and element-wise ones treat the last, odd elements differently.
 ROW_TILE = 16
 
-# (layer, the router's probabilities_NE) → the experts of each token [N, K], as it is to go through them.
+# (layer, the experts_NK that its router finds likeliest) → those that each token goes through, [N, K].
 Route = Callable[[int, Tensor], Tensor]
+
+
+class RouteRecorder:
+    """A `Route` that keeps to the router's experts, and their numbers, counted from 1."""
+
+    def __init__(self) -> None:
+        self._layers: list[Tensor] = []
+
+    def __call__(self, layer: int, chosen_NK: Tensor) -> Tensor:
+        self._layers.append((chosen_NK + 1).to(torch.int16))
+        return chosen_NK
+
+    @property
+    def experts_NLK(self) -> Tensor:
+        return torch.stack(self._layers, dim=1)
+
+
+def replay(experts_NLK: Tensor) -> Route:
+    """A `Route` through recorded experts, and through the router's own where none were recorded (0)."""
+
+    def route(layer: int, chosen_NK: Tensor) -> Tensor:
+        recorded_NK = experts_NLK[:, layer].to(chosen_NK)
+        return torch.where(recorded_NK > 0, recorded_NK - 1, chosen_NK)
+
+    return route
 
 
 class Mlp(nn.Module):
@@ -51,7 +76,9 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, route: Route | None = None) -> Tensor:
         x_ND = x.flatten(0, -2)
         probs_NE = torch.softmax(self.gate(x_ND), dim=-1, dtype=torch.float32)
-        chosen_NK = probs_NE.topk(self.count).indices if route is None else route(self.index, probs_NE)
+        chosen_NK = probs_NE.topk(self.count).indices
+        if route is not None:
+            chosen_NK = route(self.index, chosen_NK)
         top_NK = probs_NE.gather(1, chosen_NK)
         if self.normed:
             top_NK = top_NK / top_NK.sum(-1, keepdim=True)

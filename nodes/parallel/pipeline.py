@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from penstock.graph.protocols import STAGE
 from penstock.nodes.learn.batching import Packed
+from penstock.nodes.learn.logprobs import route_of
 from penstock.nodes.model import Decoder
 from penstock.nodes.model.tensor_parallel import stages_of
 from penstock.nodes.open_model import check_stages
@@ -95,7 +96,7 @@ class PipelineStage:
                 found.append(work(item, counts))
                 grad_BSD = given_BSD.grad if given_BSD is not None else None
                 continue
-            out_BSD = self.model(item.tokens_RW)
+            out_BSD = self.model(item.tokens_RW, route=route_of(self.model, item))
             if learns:
                 kept.append((given_BSD, out_BSD))
             if number < ahead:

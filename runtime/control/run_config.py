@@ -167,6 +167,9 @@ class RunOptions:
     optimizer_state: OptimizerState = "auto"
     """Where AdamW's moments lie: on the GPU; or on the host, from where a step fetches some at a time. auto takes the
     host where nothing else fits a GPU whose kind is known. The bits are the same."""
+    replay_routing: bool = Context.replay_routing
+    """Of a mixture of experts: generators record the experts that each token went through, and policies send it through
+    these, whatever their routers say by then."""
     retries: Count = Rules.retries
     """How often a group that failed is tried again; not at a node with state, or one that fires per update, whose
     failure ends the run."""

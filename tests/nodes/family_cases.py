@@ -92,3 +92,21 @@ def engine(rank: int, folder: Path, groups: str, family: str) -> None:
         assert torch.equal(rollouts.tokens_NS, theirs[ordinal][0].tokens_NS)
         torch.testing.assert_close(rollouts.logprobs_NT, theirs[ordinal][0].logprobs_NT, rtol=1e-4, atol=1e-4)
         assert metrics.get("mismatch", 0.0) < 1e-4
+
+
+def replayed(rank: int, folder: Path, mesh: str) -> None:
+    """Over ranks, pipeline stages included, tokens go through the experts that were recorded."""
+    if rank == 0:
+        directory("qwen3_moe", folder)
+    dist.barrier()
+    given: dict[str, Any] = {"model": str(folder / "qwen3_moe"), "replay_routing": True}
+    rollouts, advantage = batch()
+    draw = torch.rand(
+        *rollouts.tokens_NS.shape, CONFIG.num_hidden_layers, 5, generator=torch.Generator().manual_seed(1)
+    )
+    other = replace(rollouts, experts_NSLK=(draw.topk(3).indices + 1).to(torch.int16))
+    parted, one, plain = policy(mesh, rank, **given), policy(**given), policy(**given)
+    ours, theirs = (policy_update.fn(each, other, advantage, **OPTIONS)[1] for each in (parted, one))
+    assert_near(ours, theirs)
+    assert_whole(parted, one)
+    assert ours["loss"] != policy_update.fn(plain, rollouts, advantage, **OPTIONS)[1]["loss"]

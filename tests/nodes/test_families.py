@@ -15,14 +15,16 @@ import transformers
 from torch import Tensor
 
 from penstock.graph.protocols import rule_of
-from penstock.graph.types import Context, Weights
+from penstock.graph.types import Advantages, Context, Replies, Rollouts, Weights
 from penstock.nodes.generate import make_engine
+from penstock.nodes.learn.logprobs import route_of
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.model import CausalLM, Lora, ModelConfig, ModelError, Scorer, load_model, read_config
 from penstock.nodes.model.config import RopeScaling
 from penstock.nodes.model.families import FAMILIES
+from penstock.nodes.model.mlp import Route
 from penstock.nodes.model.tensor_parallel import stages_of, tensor_parallel
-from penstock.nodes.policy import LanguagePolicy, make_policy
+from penstock.nodes.policy import FrozenPolicy, LanguagePolicy, make_policy, make_reference, require_policy
 from penstock.runtime.cluster import capabilities
 from penstock.runtime.plan.model_shape import read_shape, shape_of
 from penstock.runtime.plan.model_shape import stages_of as planned_stages
@@ -30,7 +32,7 @@ from penstock.runtime.plan.sync_cost import stages, tensors
 from tests.nodes.family_cases import CONFIGS, config_of, directory, random_model
 from tests.nodes.rank_cases import OPTIONS
 from tests.nodes.ranked import spawn
-from tests.nodes.test_generate import run
+from tests.nodes.test_generate import drain, prompts, run
 from tests.nodes.tiny_model import export, save
 from tests.nodes.updating import batch, equal
 
@@ -250,6 +252,84 @@ def test_adapters_of_a_family_are_those_of_peft(family: str, tmp_path: Path) -> 
 def test_the_families_that_runs_have_are_those_of_the_table() -> None:
     assert tuple(FAMILIES) == capabilities.FAMILIES
     assert tuple(name for name, family in FAMILIES.items() if family.experts) == capabilities.MIXTURES
+
+
+class Seen:
+    """A `Route` that only looks: at the experts that tokens go through, [N, K] by layer."""
+
+    def __init__(self, route: Route | None) -> None:
+        self.route, self.layers = route, dict[int, Tensor]()
+
+    def __call__(self, layer: int, chosen_NK: Tensor) -> Tensor:
+        self.layers[layer] = chosen_NK if self.route is None else self.route(layer, chosen_NK)
+        return self.layers[layer]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_go_through_the_experts_that_their_generator_chose(dtype: str, tmp_path: Path) -> None:
+    """Whatever the routers of a policy that has changed say; and through the router's own where none are recorded."""
+    model = directory("qwen3_moe", tmp_path)
+    given = Context(node="policy", seed=3, updates=9, model=model, dtype=dtype, replay_routing=True)
+    learner = make_policy(given)
+    assert isinstance(learner, LanguagePolicy)
+    made = replace(given, node="generate", slots=32, max_tokens=8, batch=1)
+    found = run(make_engine(made, samples=5), range(4), Weights(0, learner.weights()))
+    rollouts = Rollouts.concat([each for each, _ in found.values()])
+    assert max(metrics["mismatch"] for _, metrics in found.values()) < (1e-5 if dtype == "float32" else 0.05)
+    plain = run(make_engine(replace(made, replay_routing=False), samples=5), range(4), Weights(0, learner.weights()))
+    assert all(each.experts_NSLK is None for each, _ in plain.values())
+    assert torch.equal(plain[3][0].tokens_NS, found[3][0].tokens_NS)
+    # All tokens but the last of a row, which the generator has not read.
+    lengths_N = rollouts.prompt_lengths_N + rollouts.response_lengths_N - 1
+    read_NS = torch.arange(rollouts.tokens_NS.shape[1]) < lengths_N[:, None]
+    assert torch.equal((rollouts.experts_NSLK > 0).all(-1).all(-1), read_NS)
+    with torch.no_grad():
+        for name, parameter in learner.model.named_parameters():
+            if name.endswith("mlp.gate.weight"):  # a router that now finds others likelier
+                parameter.copy_(-parameter)
+    for packed in learner.pack(rollouts):
+        routes = [Seen(route_of(learner.model, packed)), Seen(None)]
+        for route in routes:
+            learner.model(packed.tokens_RW, route=route)
+        assert packed.rollouts is not None
+        recorded_NLK = packed.rollouts.experts_NSLK[:, : packed.tokens_RW.shape[1]].flatten(0, 1).long()
+        read_N = recorded_NLK.all(-1).all(-1)
+        for layer, chosen_NK in routes[0].layers.items():
+            assert torch.equal(chosen_NK[read_N] + 1, recorded_NLK[read_N, layer])
+            assert not torch.equal(routes[1].layers[layer], chosen_NK)
+    policy_update.fn(learner, rollouts, Advantages(torch.ones(len(rollouts))), **OPTIONS)
+    reference = make_reference(replace(given, node="reference"))
+    assert isinstance(reference, FrozenPolicy)
+    assert not reference.model.replays_routing
+
+
+def test_the_experts_of_a_conversation_stay_those_that_its_tokens_were_sampled_with(tmp_path: Path) -> None:
+    context = Context(
+        node="generate", seed=3, model=directory("qwen3_moe", tmp_path), slots=32, max_tokens=8, replay_routing=True
+    )
+    behaviour, newer = (Weights(v, random_model(CONFIGS["qwen3_moe"], seed=3 + v).state_dict()) for v in (0, 1))
+    engine = make_engine(context, samples=3)
+    first = run(engine, [0], behaviour)[0][0]
+    replies = Replies(("1", "2", "3"), ("user",) * 3, torch.tensor([False, False, True]))
+    inputs = {"prompts": prompts(0), "behaviour": newer, "conversation": first, "replies": replies}
+    engine.submit("next", inputs)
+    second = drain(engine)["next"][0]  # type: ignore[index]
+    for row in range(3):
+        length = int(first.prompt_lengths_N[row] + first.response_lengths_N[row]) - 1
+        assert torch.equal(second.experts_NSLK[row, :length], first.experts_NSLK[row, :length])
+        read = int(second.prompt_lengths_N[row] + second.response_lengths_N[row]) - 1
+        assert second.experts_NSLK[row, :read].all()
+
+
+def test_only_a_mixture_has_routing_to_replay(tmp_path: Path) -> None:
+    given = Context(node="policy", model=directory("qwen3", tmp_path), replay_routing=True)
+    with pytest.raises(ModelError, match="--replay-routing: given a qwen3, needed a model with experts"):
+        require_policy(given)
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", pytest.param("tp=2", marks=slow), pytest.param("fsdp=2", marks=slow)])
+def test_routing_is_replayed_over_ranks(mesh: str, tmp_path: Path) -> None:
+    spawn(2, "tests.nodes.family_cases:replayed", mesh, folder=tmp_path)
 
 
 def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
