@@ -16,8 +16,8 @@ tensors in the destination layout.
 **Chains**, for few trainers and many replicas: if the trainers sent to each of n replicas, the busiest of them would
 send n times its part of one replica, while a replica's rank receives its own part only. So the trainers feed as many
 heads as keep them no busier than a receiver, and each head starts a chain of replicas of the same layout. A rank
-forwards to the same rank of the next replica, one message while the one after it arrives: with chains of d replicas
-the last one is complete after the time of its own bytes and of d - 1 messages more.
+forwards to the same rank of the next replica, one round while the one after it arrives: with chains of d replicas the
+last one is complete after the time of its own bytes and of d - 1 rounds more.
 """
 
 import heapq
