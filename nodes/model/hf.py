@@ -3,13 +3,19 @@
 A directory of adapters names the directory of its base, from which everything else is read.
 """
 
+import fcntl
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +33,8 @@ ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", "adapter_model.safetensors"
 PEFT = "base_model.model."
 # Of one file of weights.
 SHARD_BYTES = 4 << 30
+# What was written less than so long ago may change again without another time of change.
+SETTLED_S = 10.0
 # The head of a model that gives a number.
 HEAD = "score.weight"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -85,15 +93,44 @@ def _folder(given: str | Path) -> Path:
 
 @lru_cache
 def digest(folder: str | Path) -> str:
-    """SHA-256 of what a model directory's weights are: its files of weights, byte for byte, and its shape."""
+    """SHA-256 of what a model directory's weights are: its files of weights, byte for byte, and its shape.
 
-    def of(path: Path) -> bytes:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").digest()
+    Of the processes of a host that want it one reads the files. It notes the digest for the others, and for later runs,
+    by the files' inodes, sizes, and times of change, which no user can set.
+    """
+    files, shape = weight_files(Path(folder)), repr(read_config(folder))
+    own = [(s.st_dev, s.st_ino, s.st_size, s.st_ctime_ns) for s in map(os.stat, files)]
+    with _note(hashlib.sha256(repr((shape, own)).encode()).hexdigest()) as note:
+        if note is not None and len(found := note.read()) == hashlib.sha256().digest_size * 2:
+            return found
 
-    with ThreadPoolExecutor(8) as threads:  # hashing leaves Python to other threads
-        every = threads.map(of, weight_files(Path(folder)))
-        return hashlib.sha256(b"".join([repr(read_config(folder)).encode(), *every])).hexdigest()
+        def of(path: Path) -> bytes:
+            with path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").digest()
+
+        with ThreadPoolExecutor(8) as threads:  # hashing leaves Python to other threads
+            made = hashlib.sha256(b"".join([shape.encode(), *threads.map(of, files)])).hexdigest()
+        if note is not None and time.time() - max(changed for *_, changed in own) * 1e-9 > SETTLED_S:
+            note.write(made)
+        return made
+
+
+@contextmanager
+def _note(name: str) -> Iterator[TextIO | None]:
+    """A file of this user on this host, which one process at a time has; None where there can be none."""
+    home = Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}"
+    try:
+        home.mkdir(mode=0o700, exist_ok=True)
+        about = home.lstat()
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
+            raise PermissionError(f"{home} is another user's")
+        opened = os.fdopen(os.open(home / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+")
+    except OSError:
+        yield None
+        return
+    with opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield opened
 
 
 M = TypeVar("M", bound=Decoder)

@@ -1,6 +1,8 @@
 """Low-rank adapters: peft's numbers, peft's files; the base stays as it is, and adapters alone are learnt and sent."""
 
+import hashlib
 import json
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from penstock.graph.types import Context, Origin, Weights
 from penstock.nodes.ema import ema, make_average
 from penstock.nodes.generate import make_engine
 from penstock.nodes.learn.update import policy_update
-from penstock.nodes.model import CausalLM, Lora, ModelError, Scorer, load_model
+from penstock.nodes.model import CausalLM, Lora, ModelError, Scorer, hf, load_model
 from penstock.nodes.model.hf import read_adapters, saved_adapters
 from penstock.nodes.open_model import lora_of, run_spec
 from penstock.nodes.policy import LanguagePolicy, make_lora_policy, make_policy, make_reference
@@ -28,6 +30,7 @@ from .test_generate import run
 from .tiny_model import CONFIG, TOKENIZER, export, model, save
 from .updating import batch, equal
 
+Patch = pytest.MonkeyPatch
 LORA = Lora(3, 12.0, ("q_proj", "o_proj", "up_proj", "down_proj"))
 MESHES = [(2, "fsdp=2"), (2, "tp=2"), (2, "pp=2"), (4, "dp=2,tp=2"), (4, "fsdp=2,tp=2"), (4, "pp=2,fsdp=2")]
 
@@ -153,7 +156,7 @@ def test_adapters_alone_change_and_are_sent(base: Path, dtype: str) -> None:
 
 
 def test_exported_adapters_are_the_masters_beside_the_whole_path_of_their_base(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(base.parent)
     learner = policy(Path(base.name), dtype="bfloat16")
@@ -171,6 +174,35 @@ def test_adapters_of_a_model_that_no_directory_has_are_refused_with_what_to_do(t
     export(policy(Path(), model=""), tmp_path / "adapters")
     with pytest.raises(ModelError, match="--model DIR"):
         read_adapters(tmp_path / "adapters")
+
+
+def test_one_process_of_a_host_reads_a_base_for_its_digest(base: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+    read, real = [], hashlib.file_digest
+
+    def counted(file: Any, name: str) -> Any:
+        read.append(file.name)
+        return real(file, name)
+
+    def found(settled_s: float) -> str:
+        """As another process finds it."""
+        monkeypatch.setattr(hf, "SETTLED_S", settled_s)
+        hf.digest.cache_clear()
+        return hf.digest(base)
+
+    (tmp_path / "notes").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "notes"))
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    # The first one has just been written: it is not noted.
+    assert found(1e9) == found(-1.0) == found(-1.0)
+    assert len(read) == 2
+    before = hf.digest(base)
+    save(model(2), base)
+    assert found(-1.0) != before
+    # A folder that others may write to is not believed.
+    (home,) = (tmp_path / "notes").iterdir()
+    home.chmod(0o777)
+    assert found(-1.0) == hf.digest(base)
+    assert len(read) == 4
 
 
 def test_merged_weights_are_applied_ones_within_rounding(base: Path, tmp_path: Path) -> None:
