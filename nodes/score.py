@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ _MOST_DIGITS = 4_000
 _LATEX = [
     (re.compile(pattern), plain)
     for pattern, plain in (
-        (r"\\!\s*|\\left\b|\\right\b|\^\s*\{?\s*\\circ\s*\}?|°", ""),
+        (r"\\!\s*|\\left\b|\\right\b|\^\s*+\{?+\s*+\\circ\s*+\}?|°", ""),
         (r"\{,\}|(?<=[0-9])\\,(?=[0-9]{3})", ","),
         (r"\\[dt]?frac\s*\{\s*([0-9.,]+)\s*\}\s*\{\s*([0-9.,]+)\s*\}", r" \1/\2 "),
         (r"\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*([0-9])|\\[dt]?frac\s*([0-9])\s*\{?([0-9]+)\}?", r" \1\3/\2\4 "),
@@ -52,12 +53,15 @@ _LATEX = [
 ]
 # A number between these is a part of an expression, such as of 2^{10}, \sqrt{2} or 3\pi.
 _WITHIN = re.compile(r"(?:[\^_{]|\\[A-Za-z]+|sqrt\s*\()\s*[−-]?\s*$"), re.compile(r"\s*(?:[\^_{}]|\\|\*\*\s*[0-9(])")
+# Characters before a number in which its expression is looked for, so that no text takes long.
+_NEAR = 40
 # What may stand around a number that is an answer by itself: currency, words and units.
 _UNITS = re.compile(r"[$€£%.\s]|(?<![A-Za-z])(?:[A-Za-z]{2,}|[gmshLN])(?:[23]|\b)(?:/[A-Za-z]+)?")
 # Digits with their base.
 _BASE = re.compile(r"([0-9A-Z]+)_\{?([0-9]+)\}?")
-# Of rows whose answer cannot be read, so many are named.
-MOST_TOLD = 5
+# Answers of a source that are read before a run starts: seconds of work. Of those that nothing can read, so many are
+# named.
+MOST_READ, MOST_TOLD = 20_000, 5
 
 
 class ScoreError(RuntimeError):
@@ -65,12 +69,13 @@ class ScoreError(RuntimeError):
 
 
 def answers_that(read: Callable[[str], object]) -> Callable[[Call], None]:
-    """What a rule requires of data: reference answers that `read` takes. It raises ValueError, "given …, needed …"."""
+    """What a rule requires of data: reference answers that `read` takes, which otherwise raises ValueError, "given …,
+    needed …". The first `MOST_READ` are looked at."""
 
     def check(call: Call) -> None:
         faults = []
         for source in call.sources():
-            for place, answer in source.answers() if isinstance(source, FilePrompts) else ():
+            for place, answer in islice(source.answers(), MOST_READ) if isinstance(source, FilePrompts) else ():
                 try:
                     read(answer)
                 except ValueError as error:
@@ -180,7 +185,7 @@ def final_number(text: str) -> Fraction | None:
     match = matches[0 if FINAL in text else -1]
     before, after = _WITHIN
     # What ends with an expression does not end with a number that is in it.
-    if before.search(plain[: match.start()]) or after.match(plain[match.end() :]):
+    if before.search(plain[max(0, match.start() - _NEAR) : match.start()]) or after.match(plain[match.end() :]):
         return None
     return _value(match)
 

@@ -172,6 +172,13 @@ def test_equal_numbers_are_right_however_they_are_written(response: str, answer:
     assert math_answer("", response, answer) == reward
 
 
+@pytest.mark.parametrize("piece", ["^", "{", r"\frac{", r"\boxed{", "1,", "-", r"\text{", " ", "9 ", "(1/"])
+def test_no_response_takes_long_to_read(piece: str) -> None:
+    """Where it takes a time that grows with the square of the length, this does not end."""
+    text = piece * 100_000
+    assert math_answer("", text + " " * 100_000 + "x", "18") == 0.0
+
+
 @pytest.mark.parametrize("answer", ["none", "3 or 4", "#### 72 of 90", "48-24", "1e999999999", "1/0", "1,2", "3x"])
 def test_without_math_verify_a_reference_answer_is_a_number(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
     monkeypatch.setattr(symbolic_math, "find_spec", lambda name: None)
