@@ -98,8 +98,10 @@ def device_lacks(plan: Plan, cluster: Cluster, dtype: Dtype, seen: Sequence[Seen
     here = {host.name for host in cluster.hosts if host.agent == "local"}
     own = {rank for each in plan.replicas for rank in each.ranks if rank.device != "cpu" and rank.host in here}
     if lost := sorted({(r.host, r.device) for r in own if int(r.device.removeprefix("cuda:")) >= len(seen)}):
-        given = f"{len(seen)} GPUs that PyTorch sees here, without {', '.join(device for _, device in lost)}"
-        needed = f"those of host {lost[0][0]} (see `penstock doctor`), or an agent on the machine that has them"
+        named = {host: ", ".join(device for own, device in lost if own == host) for host, _ in lost}
+        given = f"{len(seen)} GPUs that PyTorch sees here"
+        needed = "; ".join(f"{devices} of host {host}" for host, devices in named.items())
+        needed += " (see `penstock doctor`), or an agent on the machine that has them"
         yield Fault("no-device", "the GPUs of this machine", given, needed)
     elif own and (lack := dtype_lack(dtype, seen)):
         yield lack

@@ -81,7 +81,8 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Planned:
-    """The answer. `outcome.best` is there."""
+    """The answer. `outcome.best` is there. `unfollowed` are the pools with a model that the cluster file puts on hosts
+    of their own, which no plan follows."""
 
     roles: Roles
     work: Workload
@@ -93,6 +94,7 @@ class Planned:
     seconds: float
     confidence: Confidence = NOT_CALIBRATED
     pins: Pins = field(default_factory=Pins)
+    unfollowed: tuple[str, ...] = ()
 
     @property
     def optimal(self) -> bool:
@@ -128,6 +130,8 @@ class Planned:
     def assumptions(self) -> tuple[str, ...]:
         over = "nothing fits with tensor parallelism within hosts: a run needs --tp-over-hosts"
         said = [*assumptions(self.roles, self.work), *([over] if self.best.tp_over_hosts else [])]
+        if self.unfollowed:
+            said.append(f"{', '.join(self.unfollowed)} where it is best, not where [pools] of --cluster says")
         return (*said, *map(_what_if, self.lacks))
 
     @property
@@ -222,7 +226,10 @@ def plan(
         raise PlanError(f"time limit: given {time_limit:g} s, which found no plan; needed more")
     second = Alternative("runner-up", outcome.runner_up, outcome.proved, "no other split fits")
     total, taken = sum(nodes.gpus for nodes in found), time.monotonic() - began
-    return Planned(roles, work, roles.lag, total, outcome.best, outcome, (second, *others), taken, confidence, pinned)
+    placed = tuple(pool for pool in (roles.trainer, roles.generator, *roles.beside) if pool in cluster.pools)
+    return Planned(
+        roles, work, roles.lag, total, outcome.best, outcome, (second, *others), taken, confidence, pinned, placed
+    )
 
 
 def _searched(

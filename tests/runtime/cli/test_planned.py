@@ -94,6 +94,14 @@ def test_the_share_that_a_filter_keeps_is_named_and_can_be_given(facts: Facts, s
     assert re.search(r"(?m)^assumed +keep leaves 70% of the groups", say("plan", "dapo", *H100, "--batch", 8))
 
 
+def test_a_plan_says_that_it_does_not_follow_where_the_cluster_file_has_pools(facts: Facts, tmp_path: Path) -> None:
+    host = '[[hosts]]\nname = "{}"\ncores = 8\ndevices = ["cuda:0", "cuda:1"]\ngpu = "H100"\n'
+    (tmp_path / "c.toml").write_text(host.format("a") + host.format("b") + '[pools]\ngenerator = "a"\nscorer = "b"\n')
+    words = ("--cluster", tmp_path / "c.toml", "--model", "qwen3-0.6b", "--batch", 8)
+    (said,) = facts("plan", "aipo", *words)["assumptions"]
+    assert said.startswith("generator ")
+
+
 def test_what_measures_on_a_slower_clock_is_not_of_the_plan(say: Say) -> None:
     shown = say("plan", "curriculum", *H100, "--batch", 8)
     assert re.search(r"(?m)^examiner +on machines of its own: measure$", shown)
