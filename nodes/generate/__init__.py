@@ -127,7 +127,7 @@ class Replier(Engine):
         rollouts, earlier = inputs["rollouts"], inputs.get("earlier")
         rows = [self._heard(rollouts, earlier, row) for row in range(len(rollouts))]
         prompts = Prompts(rollouts.ordinals, rollouts.prompts, rollouts.answers)
-        self.enqueue(SampledGroup(tag, prompts, 1, rows, earlier), 1, inputs["behaviour"])
+        self.enqueue(SampledGroup(tag, prompts, 1, rows, earlier), inputs["behaviour"])
 
     def _heard(self, rollouts: Rollouts, earlier: Replies | None, row: int) -> SampledRow:
         """The conversation of a row as this side sees it; one that is over is not open, and its text is empty."""

@@ -1,22 +1,26 @@
 """The generator: continuous batching in fixed slots, with the trainer's own model.
 
-One step decodes one token for every slot, then fills free slots from the queue, then samples. The prompt of a group is
-computed once and copied into a slot for each sample. In a later turn of a conversation each row's own prefix is
-computed again: no cache is kept between turns. Weights may change between two steps; each token records the version
-that made it. Left out: pages, segments of responses, speculative decoding.
+A pass computes a fixed number of rows, each one token of some slot: slots that sample have a row each, and the others
+are for tokens of prompts. Weights may change between two steps; each token records the version that made it. Left out:
+segments of responses, speculative decoding.
+
+What stands in a slot stays there when its response has ended, until another row needs the slot. A row that begins with
+the same tokens goes on from there, or from a copy: so the prompt of a group is computed once, and a conversation goes
+on from its earlier turns, as long as the weights are those that computed them.
 
 Invariants:
-- Shapes never change: all slots are computed, used or not; prompts are padded to a power of two and computed a fixed
-  number of rows at a time. So a response has the same bits whatever its neighbours, its slot or its place in the queue,
-  for a given number of slots and threads.
+- The shapes of a pass never change, and a token has the same bits in whatever row it is computed, beside whichever
+  others: as a prompt's, as one that has been sampled, or kept from an earlier turn. So a response has the same bits
+  whatever its neighbours, its slot or its place in the queue, for a given number of slots and threads.
 - Ranks that share a model (`CausalLMPart`) each have an engine. Given the same groups in the same order they sample the
   same tokens, each from a cache of its own heads.
 - `EngineSlots` is numpy on the host: one step costs the same few operations however many slots there are.
 
-Shapes: S slots, V vocabulary, T tokens of a response, M samples that get a slot, R rows of a prefill, P padded prompt
-length. Names without a shape are values on the host.
+Shapes: R rows of a pass, S slots, V vocabulary, T tokens of a response, M rows that get a slot. Names without a shape
+are values on the host.
 """
 
+import copy
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -30,7 +34,7 @@ from torch import Tensor
 
 from penstock.graph.types import Context, NodeWarning, Prompts, Rollouts, Weights
 from penstock.nodes.generate.conversation import Response, SampledGroup, SampledRow
-from penstock.nodes.generate.kv_cache import DecodeMemory, Prefix, cache_length, needed_prompt
+from penstock.nodes.generate.kv_cache import DecodeMemory, cache_length, needed_prompt
 from penstock.nodes.generate.sampling import Sampler, keyed_uniform, mismatch
 from penstock.nodes.model import ModelError
 from penstock.nodes.model.hf import point_at
@@ -38,44 +42,33 @@ from penstock.nodes.model.mlp import RouteRecorder
 from penstock.nodes.open_model import about_adapters, check_decoding, open_part, weights_spec
 from penstock.nodes.parallel.mesh import Ranks
 
-Holder = tuple[SampledGroup, SampledRow]
-
 # Slots come in multiples of it: element-wise kernels treat the last, odd elements of a tensor differently.
 ROW_TILE = 16
-SHORTEST_PREFIX = 8
 CUT = ", cut to a part of the vocabulary"
-# Tokens of a prefill, padding included; a longer prompt is computed alone.
-CPU_PREFILL_TOKENS, PREFILL_TOKENS = 128, 4096
+# A shorter beginning is computed sooner than copied.
+SHORTEST_COPY = 8
 
 
-@dataclass
-class Request:
-    """Rows of a group that go on from the same tokens; the first `placed` of them have got a slot."""
+@dataclass(frozen=True)
+class Holder:
+    """A row of a group, which waits for a slot or has one."""
 
     group: SampledGroup
-    rows: range
-    tokens: list[int]
-    placed: int = 0
+    index: int
+
+    @property
+    def row(self) -> SampledRow:
+        return self.group.rows[self.index]
 
     @property
     def key(self) -> tuple[int, ...]:
-        """What keys the draws of the next row to be placed: the ordinal of its group, the number of the sample, and the
-        number of the prompt among those of that ordinal, if that is not 0."""
-        prompt, sample = divmod(self.rows[self.placed], self.group.samples)
+        """What keys the draws of the row: the ordinal of its group, the number of the sample, and the number of the
+        prompt among those of that ordinal, if that is not 0."""
+        prompt, sample = divmod(self.index, self.group.samples)
         ordinals = self.group.prompts.ordinals
         # A first prompt adds nothing, so that a group of one prompt draws the same alone and joined with others.
         before = ordinals[:prompt].count(ordinals[prompt])
         return (ordinals[prompt], sample, before) if before else (ordinals[prompt], sample)
-
-
-@dataclass
-class Staged:
-    """Prompts that are computed and wait for slots: each with its row in the prefix, and the next token's logits."""
-
-    requests: deque[tuple[int, Request]]
-    prefix: Prefix
-    logits_RV: Tensor
-    experts_RPLK: Tensor | None
 
 
 class Engine:
@@ -93,22 +86,24 @@ class Engine:
         check_decoding(spec.config, ranks.mesh)
         self.spec, self.tokenizer, self.context = spec, spec.tokenizer, context
         self.model = model = open_part(spec, context, ranks)
+        # A model without experts has nothing to record.
+        self.records = model.replays_routing = context.replay_routing and spec.config.family.experts
+        # With the same weights, as the trainer computes with them: the other one has copies in another order.
+        tensors = [*model.parameters(), *model.buffers()]
+        self.unpacked = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
         self.sampler, self.samples = sampler, samples
         self.length = cache_length(spec.config.max_position_embeddings, context)
         num_slots = -(-context.slots // ROW_TILE) * ROW_TILE
-        # A model without experts has nothing to record.
-        self.records = model.replays_routing = context.replay_routing and spec.config.family.experts
         shape = model.attention_config, num_slots, self.length, context.max_tokens
         self.size = *shape, model.dtype, context.device, self.records
         DecodeMemory.check(*self.size)
         self.memory: DecodeMemory | None = None
         stops = np.zeros(spec.config.vocab_size, dtype=bool)
         stops[list(spec.tokenizer.stops)] = True
-        self.slots = EngineSlots(num_slots, context.max_tokens, stops)
-        self.queue: deque[Request] = deque()
+        self.slots = EngineSlots(num_slots, self.length, context.max_tokens, stops)
+        self.queue: deque[Holder] = deque()
         self.settled: list[SampledGroup] = []
         self.warned = False
-        self.staged: Staged | None = None
         self.behaviour = Weights(-1, {})
         self.version, self.unmeasured = -1, False
 
@@ -129,7 +124,7 @@ class Engine:
                 if not 0 < len(row.prompt) <= self.max_prefix:
                     given = f"generate, group {ordinal}: given a prompt of {len(row.prompt)} tokens"
                     raise ValueError(f"{given}, needed {needed if row.prompt else 'at least one'}")
-            self.enqueue(group, self.samples, inputs["behaviour"])
+            self.enqueue(group, inputs["behaviour"])
             return
         _check_settings(conversation, self.sampler)
         group = SampledGroup.go_on(tag, prompts, self.samples, conversation, replies, self.tokenizer, self.max_prefix)
@@ -140,134 +135,111 @@ class Engine:
             given = f"given a conversation of {group.rows[outgrown].outgrown} tokens"
             told = f"{place}: {given}, needed {needed}; it ends unfinished (the metric outgrown counts such rows)"
             warnings.warn(told, OutgrownWarning, stacklevel=2)
-        self.enqueue(group, 1, inputs["behaviour"])
+        self.enqueue(group, inputs["behaviour"])
 
-    def enqueue(self, group: SampledGroup, step: int, behaviour: Weights) -> None:
-        """Queue the open rows of a group, `step` neighbours with the same tokens in one request."""
+    def enqueue(self, group: SampledGroup, behaviour: Weights) -> None:
+        """Queue the open rows of a group."""
         self.behaviour = behaviour
-        for index in range(0, len(group.rows), step):
-            if group.rows[index].open:
-                self.queue.append(Request(group, range(index, index + step), group.rows[index].prefix))
+        self.queue.extend(Holder(group, index) for index, row in enumerate(group.rows) if row.open)
         if group.complete:
             self.settled.append(group)
 
     def busy(self) -> bool:
-        return bool(self.settled or self.queue or self.staged or self.slots.live.any())
+        return bool(self.settled or self.queue or self.slots.live.any())
 
     def reset(self) -> None:
         """Forget all groups, and give up the memory."""
-        # A NaN in the cache would outlive its row: a weight of 0 times NaN is NaN.
         self.queue.clear()
         self.settled.clear()
+        self.release()
         self.slots.clear()
-        self.staged = self.memory = None
 
     def release(self) -> None:
         """Give up the memory on the device until there is something to sample again."""
         self.memory = None
+        self.slots.forget()
 
     def step(self) -> Sequence[tuple[Any, Any]]:
-        """One token for each live slot; the groups that are finished with it, or had nothing left to sample."""
+        """One or two passes, with a token for each slot that samples; the groups that are finished with it, or had
+        nothing left to sample."""
         finished = [(group.tag, self.result(group)) for group in self.settled]
         self.settled.clear()
         if not self.busy():
             return finished
         if self.behaviour.version != self.version:
-            needed = about_adapters(self.spec.lora, self.spec.base)
-            if self.behaviour.about != needed:
-                given = f"{self.behaviour.about or 'all weights'}, needed {needed or 'all weights'}"
-                raise ModelError(f"generate: weights of version {self.behaviour.version}: given {given} as here")
-            self.version = self.behaviour.version
-            point_at(self.model, self.behaviour.tensors, f"weights of version {self.version}")
-            # Prompts that wait for a slot are computed again with the new weights: a response begins on one version.
-            if self.staged:
-                self.queue.extendleft(request for _, request in reversed(self.staged.requests))
-                self.staged = None
+            self._renew()
         memory = self.memory = self.memory or DecodeMemory(*self.size)
+        slots, num_slots = self.slots, len(self.slots.live)
         with torch.inference_mode():
-            if self.slots.live.any():
-                memory.logits_SV = self._decode(memory)
-            while self.slots.free and (self.staged or self.queue):
-                self.staged = self.staged or self._stage()
-                self._place(self.staged, memory)
-            # All slots, used or not: a row's bits must not depend on how many there are.
-            memory.tokens_S, logprobs_S = self.sampler(memory.logits_SV, memory.uniform_TS[self.slots.column])
+            self._place(memory)
+            # Tokens of prompts fill the rows of slots that do not sample. While they would fill a pass of their own,
+            # they have one: to wait for rows would leave more slots idle than it saves. They also come first where few
+            # slots sample.
+            many = slots.unread >= memory.rows
+            if many or not slots.sampling.any():
+                self._pass(memory, np.zeros_like(slots.live))
+            sampling = slots.sampling
+            if not sampling.any() or (many and 2 * sampling.sum() < num_slots):
+                return finished
+            hidden_RD = self._pass(memory, sampling)
+            # All slots, sampling or not: a row's bits must not depend on how many there are.
+            uniform_S = memory.uniform_ST.gather(1, memory.inputs_4R[3, :num_slots, None])[:, 0]
+            tokens_S, logprobs_S = self.sampler(self.model.logits(hidden_RD[:num_slots]), uniform_S)
             # The one wait for the device in a step.
-            self.slots.record(memory.tokens_S.numpy(force=True), logprobs_S.numpy(force=True), self.version)
-        for (group, row), response, slot in self.slots.release():
+            slots.record(sampling, tokens_S.numpy(force=True), logprobs_S.numpy(force=True), self.version)
+        for holder, response, slot in slots.release():
             kept = None
             if memory.experts_SCLK is not None:
-                kept = memory.experts_SCLK[slot, : self.slots.positions[slot]].numpy(force=True)
-            row.say(response, kept)
-            if group.complete:
-                finished.append((group.tag, self.result(group)))
+                kept = memory.experts_SCLK[slot, : slots.computed[slot]].numpy(force=True)
+            holder.row.say(response, kept)
+            if holder.group.complete:
+                finished.append((holder.group.tag, self.result(holder.group)))
         return finished
 
-    def _decode(self, memory: DecodeMemory) -> Tensor:
-        """Logits [S, V] after the last tokens; every slot is computed, used or not."""
-        positions_S = self._to_device(self.slots.positions)
-        memory.cache.begin(positions_S, self.slots.reach)
+    def _renew(self) -> None:
+        """Compute with the newest weights from now on."""
+        needed = about_adapters(self.spec.lora, self.spec.base)
+        if self.behaviour.about != needed:
+            given = f"{self.behaviour.about or 'all weights'}, needed {needed or 'all weights'}"
+            raise ModelError(f"generate: weights of version {self.behaviour.version}: given {given} as here")
+        self.version = self.behaviour.version
+        point_at(self.model, self.behaviour.tensors, f"weights of version {self.version}")
+        self.model.pack(self.size[1])
+        # A response begins on one version: rows that have sampled nothing begin again.
+        self.queue.extendleft(reversed(self.slots.forget()))
+
+    def _place(self, memory: DecodeMemory) -> None:
+        """Give free slots to rows, in order."""
+        placed = []
+        while self.slots.free and self.queue:
+            holder = self.queue.popleft()
+            placed.append((self.slots.take(holder, holder.row.prefix), self.context.key(*holder.key)))
+            self._copy(memory)  # before the next row takes the slot that it is in
+        if not placed:
+            return
+        # All uniforms of a response at once, since one step would have too few to be worth a kernel.
+        slots_M, keys_M = self._to_device(np.array(placed, dtype=np.int64).T)
+        begins_M = self._to_device(self.slots.lengths[[slot for slot, _ in placed]])
+        steps_T = torch.arange(self.context.max_tokens, device=begins_M.device)
+        memory.uniform_ST.index_copy_(0, slots_M, keyed_uniform(keys_M[:, None], begins_M[:, None] + steps_T))
+
+    def _pass(self, memory: DecodeMemory, sampling: NDArray[np.bool_]) -> Tensor:
+        """Hidden states [R, D] of a row for each slot of `sampling`, at the row of the slot's number, and of as many
+        tokens of prompts as there are other rows."""
+        memory.inputs_4R.copy_(torch.from_numpy(self.slots.rows(memory.rows, sampling)))
+        tokens_R, slots_R, positions_R, _ = memory.inputs_4R
+        memory.cache.begin(slots_R, positions_R)
         recorder = RouteRecorder() if self.records else None
-        hidden_S1D = self.model(memory.tokens_S[:, None], positions_S[:, None], memory.cache.attend, recorder)
+        hidden_R1D = self.model(tokens_R[:, None], positions_R[:, None], memory.cache.attend, recorder)
         if recorder is not None and memory.experts_SCLK is not None:
-            slots_S = torch.arange(len(positions_S), device=positions_S.device)
-            memory.experts_SCLK[slots_S, positions_S] = recorder.experts_NLK
-        self.slots.positions += self.slots.live
-        return self.model.logits(hidden_S1D[:, 0])
+            memory.experts_SCLK[slots_R, positions_R] = recorder.experts_NLK
+        self._copy(memory)
+        return hidden_R1D[:, 0]  # type: ignore[no-any-return]
 
-    def _stage(self) -> Staged:
-        """Compute the prompt at the head of the queue, with others that are padded to the same length."""
-        # The number of rows is fixed by the length alone, and is reached with empty rows: a matrix product of another
-        # height may add up in another order.
-        width = self._padded(self.queue[0])
-        rows = max(1, (CPU_PREFILL_TOKENS if self.context.device == "cpu" else PREFILL_TOKENS) // width)
-        chosen: list[Request] = []
-        others: deque[Request] = deque()
-        while self.queue and len(chosen) < rows:
-            request = self.queue.popleft()
-            (chosen if self._padded(request) == width else others).append(request)
-        self.queue.extendleft(reversed(others))
-        tokens, last = np.zeros((rows, width), dtype=np.int64), np.zeros(rows, dtype=np.int64)
-        for row, request in enumerate(chosen):
-            tokens[row, : len(request.tokens)] = request.tokens
-            last[row] = len(request.tokens) - 1
-        prefix, recorder = Prefix(), RouteRecorder() if self.records else None
-        hidden_RPD = self.model(self._to_device(tokens), None, prefix.attend, recorder)
-        experts_NLK = None if recorder is None else recorder.experts_NLK
-        experts_RPLK = None if experts_NLK is None else experts_NLK.view(rows, width, *experts_NLK.shape[1:])
-        hidden_RD = hidden_RPD[self._to_device(np.arange(rows)), self._to_device(last)]
-        return Staged(deque(enumerate(chosen)), prefix, self.model.logits(hidden_RD), experts_RPLK)
-
-    def _padded(self, request: Request) -> int:
-        """The padded length of a prompt."""
-        # A function of the prompt alone: so the bits of its logits do not depend on which others it is computed with.
-        return min(self.length, max(SHORTEST_PREFIX, 1 << (len(request.tokens) - 1).bit_length()))
-
-    def _place(self, staged: Staged, memory: DecodeMemory) -> None:
-        """Give free slots to samples of staged prompts, in order."""
-        slots, rows, keys = [], [], []
-        while self.slots.free and staged.requests:
-            row, request = staged.requests[0]
-            holder = request.group, request.group.rows[request.rows[request.placed]]
-            slots.append(self.slots.take(holder, len(request.tokens)))
-            rows.append(row)
-            keys.append(self.context.key(*request.key))
-            request.placed += 1
-            if request.placed == len(request.rows):
-                staged.requests.popleft()
-        if not staged.requests:
-            self.staged = None
-        slots_M, rows_M, keys_M = (self._to_device(np.array(x)) for x in (slots, rows, keys))
-        memory.cache.place(staged.prefix, rows_M, slots_M)
-        memory.logits_SV.index_copy_(0, slots_M, staged.logits_RV[rows_M])
-        if memory.experts_SCLK is not None and staged.experts_RPLK is not None:
-            memory.experts_SCLK[slots_M, : staged.experts_RPLK.shape[1]] = staged.experts_RPLK[rows_M]
-        # All uniforms of a response at once, since one step would have too few to be worth a kernel. Row t of the table
-        # is for the step that is t modulo the bound.
-        bound = self.context.max_tokens
-        steps_T1 = (torch.arange(bound, device=slots_M.device)[:, None] - self.slots.now) % bound
-        positions_TM = self._to_device(self.slots.positions[slots]) + steps_T1
-        memory.uniform_TS.index_copy_(1, slots_M, keyed_uniform(keys_M, positions_TM))
+    def _copy(self, memory: DecodeMemory) -> None:
+        """Copy what is computed for rows that begin with it."""
+        for (source, length), targets in self.slots.copies().items():
+            memory.copy(source, self._to_device(np.array(targets)), length)
 
     def _to_device(self, values: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values).to(self.context.device)
@@ -280,7 +252,7 @@ class Engine:
         self.unmeasured = self.unmeasured or group.prompts.ordinals[0] % self.context.batch == 0
         if comparable and self.unmeasured and group.versions == {self.version}:
             self.unmeasured = False
-            metrics["mismatch"] = mismatch(self.model, rollouts)
+            metrics["mismatch"] = mismatch(self.unpacked, rollouts)
         return rollouts, metrics
 
     @property
@@ -290,68 +262,135 @@ class Engine:
 
 
 class EngineSlots:
-    """Which row of which group holds which slot, and what was sampled in it.
+    """Which row of which group holds which slot, what stands in it, and how far that is computed.
 
-    `free` lists the free slots, and `live` says which are held. `positions` is where each slot's newest token stands in
-    its conversation. The columns of what was sampled are steps, modulo `max_tokens`, the bound on a response's length.
+    `tokens` [S, C] are a conversation, of which `lengths` are known and `computed` are in the cache; `begins` is where
+    the response begins. A slot that is `fresh` has the live weights' entries alone. `live` slots are held; the others
+    are listed in `free`, the one that was given up first at the front, and keep what stands in them. `sources` has the
+    slots that wait for a copy: of which slot, and of how many positions.
+
+    Invariants: at least the last token of a slot is not computed. A live slot samples once it is the only one. A slot
+    that others wait for is live, and has sampled nothing.
     """
 
-    def __init__(self, num_slots: int, max_tokens: int, stops: NDArray[np.bool_]) -> None:
-        self.max_tokens, self.stops, self.now = max_tokens, stops, 0
-        self.live = np.zeros(num_slots, dtype=bool)
-        self.positions, self._begun = (np.zeros(num_slots, dtype=np.int64) for _ in range(2))
-        self._holders: dict[int, Holder] = {}
-        self._tokens = np.zeros((num_slots, max_tokens), dtype=np.int64)
+    def __init__(self, num_slots: int, length: int, max_tokens: int, stops: NDArray[np.bool_]) -> None:
+        self.max_tokens, self.stops = max_tokens, stops
+        self.live, self.fresh = (np.zeros(num_slots, dtype=bool) for _ in range(2))
+        self.lengths, self.computed, self.begins = (np.zeros(num_slots, dtype=np.int64) for _ in range(3))
+        self.tokens = np.zeros((num_slots, length), dtype=np.int64)
         self._logprobs = np.zeros((num_slots, max_tokens), dtype=np.float32)
-        self._versions = np.zeros(max_tokens, dtype=np.int64)
+        self._versions = np.zeros((num_slots, max_tokens), dtype=np.int64)
+        self._holders: dict[int, Holder] = {}
+        self._sampled = np.zeros(0, dtype=np.int64)
         self.clear()
 
     def clear(self) -> None:
-        """Take all slots from their holders."""
-        self.live[:] = False
+        """Take all slots from their holders, with all that stands in them."""
+        self.live[:] = self.fresh[:] = False
         self._holders.clear()
-        # The last is taken first: slots are given out from 0 on.
-        self.free = list(range(len(self.live)))[::-1]
+        self.sources: dict[int, tuple[int, int]] = {}
+        self.free = deque(range(len(self.live)))
+
+    def forget(self) -> list[Holder]:
+        """Use no entry for another row that is there now. Slots without a sampled token are taken from their holders,
+        who are returned in the order in which they had got them."""
+        self.fresh[:] = False
+        waiting = [slot for slot in self._holders if self.lengths[slot] == self.begins[slot]]
+        self.live[waiting] = False
+        self.free.extend(waiting)
+        self.sources.clear()
+        return [self._holders.pop(slot) for slot in waiting]
 
     @property
-    def column(self) -> int:
-        return self.now % self.max_tokens
+    def sampling(self) -> NDArray[np.bool_]:
+        """Slots whose next token can be sampled: all but their last one are computed."""
+        return self.live & (self.computed == self.lengths - 1)  # type: ignore[no-any-return]
 
     @property
-    def reach(self) -> int:
-        """One more than the farthest position of a live slot."""
-        return int(self.positions[self.live].max()) + 1
+    def unread(self) -> int:
+        """Tokens of prompts that are to be computed before their slots sample, without those that will be copied."""
+        left = (self.lengths - 1 - self.computed)[self.live].sum()
+        return int(left - sum(self.lengths[slot] - 1 - self.computed[slot] for slot in self.sources))
 
-    def take(self, holder: Holder, position: int) -> int:
-        """Give a free slot to `holder`, whose first token this step samples for `position`; returns the slot."""
-        slot = self.free.pop()
+    def take(self, holder: Holder, prefix: Sequence[int]) -> int:
+        """Give a free slot to `holder`, who goes on from `prefix`; returns the slot."""
+        given, most = np.array(prefix, dtype=np.int64), len(prefix) - 1
+        # How far each slot begins, or will begin, with the same tokens, all computed by the live weights.
+        equal = np.concatenate([self.tokens[:, :most] == given[:most], np.zeros((len(self.live), 1), dtype=bool)], 1)
+        shared = np.minimum(equal.argmin(1), np.where(self.fresh, self.lengths - 1, 0))
+        best, slot = int(shared.argmax()), self.free[0]
+        if not self.live[best] and shared[best] == self.lengths[best] - 1 > 0:
+            slot = best  # a conversation goes on
+        self.free.remove(slot)
+        length = int(shared[slot])
+        if shared[best] >= min(SHORTEST_COPY, most) and shared[best] > length:
+            self.sources[slot], length = (best, int(shared[best])), 0
         self._holders[slot] = holder
-        self.live[slot], self.positions[slot], self._begun[slot] = True, position, self.now
+        self.live[slot] = self.fresh[slot] = True
+        self.lengths[slot] = self.begins[slot] = len(given)
+        self.computed[slot], self.tokens[slot, : len(given)] = length, given
         return slot
 
-    def record(self, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int) -> None:
-        """What this step sampled in every slot, held or not, with weights of `version`."""
-        self._tokens[:, self.column], self._logprobs[:, self.column] = tokens, logprobs
-        self._versions[self.column] = version
-        # A slot that no sample holds may decode anything, old numbers that are none included.
-        if not np.isfinite(logprobs[self.live]).all():
+    def copies(self) -> dict[tuple[int, int], list[int]]:
+        """What is to be copied now, and counts as computed then: slots by the slot and the number of positions."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for slot, (source, length) in list(self.sources.items()):
+            if self.computed[source] >= length:
+                found.setdefault((source, length), []).append(slot)
+                self.computed[slot] = length
+                del self.sources[slot]
+        return found
+
+    def rows(self, num_rows: int, sampling: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """The rows of a pass, which count as computed: token, slot, position (-1 if empty), and the number of the next
+        token in its response, each [R]. Slot s of `sampling` has row s; prompts have the others, in order."""
+        inputs = np.zeros((4, num_rows), dtype=np.int64)
+        inputs[1], inputs[2] = np.arange(num_rows) % len(self.live), -1
+        slots = np.flatnonzero(sampling)
+        at = self.computed[slots]
+        inputs[0, slots], inputs[2, slots], inputs[3, slots] = self.tokens[slots, at], at, at + 1 - self.begins[slots]
+        self.computed[slots] += 1
+        taken = np.zeros(num_rows, dtype=bool)
+        taken[slots] = True
+        spare = np.flatnonzero(~taken)
+        for slot in self._holders if self.unread else ():
+            if not len(spare):
+                break
+            if slot in self.sources or sampling[slot]:
+                continue
+            begin = int(self.computed[slot])
+            rows, spare = np.split(spare, [min(len(spare), int(self.lengths[slot]) - 1 - begin)])
+            at = np.arange(begin, begin + len(rows))
+            inputs[0, rows], inputs[1, rows], inputs[2, rows] = self.tokens[slot, at], slot, at
+            self.computed[slot] += len(rows)
+        return inputs
+
+    def record(
+        self, sampling: NDArray[np.bool_], tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int
+    ) -> None:
+        """What was sampled in each slot of `sampling` with weights of `version`; others hold any numbers."""
+        slots = self._sampled = np.flatnonzero(sampling)
+        if not np.isfinite(logprobs[slots]).all():
             raise FloatingPointError(f"weights of version {version} give probabilities that are not numbers")
+        at = self.lengths[slots]
+        self.tokens[slots, at] = tokens[slots]
+        steps = at - self.begins[slots]
+        self._logprobs[slots, steps], self._versions[slots, steps] = logprobs[slots], version
+        self.lengths[slots] += 1
 
     def release(self) -> list[tuple[Holder, Response, int]]:
-        """End the step: free the slots whose responses ended with it, by a stop token or at the bound. Returns the
-        holder, the response and the slot of each."""
-        stopped = self.stops[self._tokens[:, self.column]]
-        slots = np.flatnonzero(self.live & (stopped | (self.now - self._begun == self.max_tokens - 1)))
-        columns = (self._begun[slots, None] + np.arange(self.max_tokens)) % self.max_tokens
-        tokens, logprobs = self._tokens[slots[:, None], columns], self._logprobs[slots[:, None], columns]
-        versions, lengths = self._versions[columns], (self.now + 1 - self._begun[slots]).tolist()
+        """End the step: give up the slots whose responses ended with it, by a stop token or at the bound."""
+        slots = self._sampled
+        stopped = self.stops[self.tokens[slots, self.lengths[slots] - 1]]
+        ends = stopped | (self.lengths[slots] - self.begins[slots] == self.max_tokens)
         ended = []
-        for row, (slot, n) in enumerate(zip(slots.tolist(), lengths, strict=True)):
-            response = Response(tokens[row, :n], logprobs[row, :n], versions[row, :n], bool(stopped[slot]))
-            ended.append((self._holders.pop(slot), response, slot))
+        for slot, finished in zip(slots[ends].tolist(), stopped[ends].tolist(), strict=True):
+            begin, end = int(self.begins[slot]), int(self.lengths[slot])
+            tokens, steps = self.tokens[slot, begin:end].copy(), slice(end - begin)
+            logprobs, versions = self._logprobs[slot, steps].copy(), self._versions[slot, steps].copy()
+            ended.append((self._holders.pop(slot), Response(tokens, logprobs, versions, finished), slot))
             self.free.append(slot)
-        self.live[slots] = False
-        self.now += 1
+            self.live[slot] = False
         return ended
 
 

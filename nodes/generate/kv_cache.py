@@ -1,14 +1,9 @@
 """The memory of a generator: how long prompts and responses may be, what a slot takes, the cache, and its attention.
 
-A row's result must not depend on its neighbours, to the bit. So every slot is computed at every step, and attention
-takes the positions in blocks whose bounds never change, one after the other, carrying each row's maximum and sum along.
-
-Shapes: S slots (rows), G key-value heads, H query heads, C positions, K width of a head, B positions of a block,
-R rows of a prefill, P padded prompt length, M copies, V vocabulary, T tokens of a response. X is slots × key-value
-heads, N the query heads of each.
+Shapes: R rows of a pass, S slots, G key-value heads, H query heads, C positions, K width of a head, M copies, T tokens
+of a response.
 """
 
-import math
 from heapq import nlargest
 
 import psutil
@@ -19,124 +14,48 @@ from penstock.graph.errors import Fault, GraphError
 from penstock.graph.requires import Call
 from penstock.graph.types import MAX_PROMPT, Context, Prompts
 from penstock.nodes.data import FilePrompts
+from penstock.nodes.generate.attention import attend, slot_memory, stored_dtype
 from penstock.nodes.model.config import ModelConfig
-from penstock.nodes.model.decoder import attend_causal
 from penstock.nodes.open_model import spec_of
 
-FIRST_BLOCK, LARGEST_BLOCK = 16, 256
-
-
-def block_bounds(length: int) -> list[tuple[int, int]]:
-    """Begin and end of each block: 16 positions, then as many as stand before it, up to 256."""
-    bounds, begin = [], 0
-    while begin < length:
-        end = min(length, begin + min(LARGEST_BLOCK, max(FIRST_BLOCK, begin)))
-        bounds.append((begin, end))
-        begin = end
-    return bounds
-
-
-def stored_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
-    """How keys and values of a model in `dtype` are kept."""
-    # Attention computes in float32. A CPU would spend more time on converting all of a bfloat16 cache at each step than
-    # on the step itself (1.5 times), so it keeps float32.
-    return torch.float32 if torch.device(device).type == "cpu" else dtype
+GPU_ROWS = 256
 
 
 class Cache:
-    """Dense keys and values of all slots, and the attention of one decode step over them."""
+    """Keys and values of all slots, and the attention of one forward pass over them.
+
+    `keys` and `values` are [layers, S, G, C, K]; the last position of a slot is never part of a conversation.
+    """
 
     def __init__(self, config: ModelConfig, slots: int, length: int, dtype: torch.dtype, device: str) -> None:
-        self.slots, self.groups, self.width = slots, config.num_key_value_heads, config.head_dim
-        self.per_group = config.num_attention_heads // self.groups
-        self.bounds = block_bounds(length)
-        rows, places_C = slots * self.groups, torch.arange(length)
-        # Block by block in memory, so that a step reads one contiguous piece per block.
-        shape = (config.num_hidden_layers, rows * length, self.width)
-        stored = stored_dtype(dtype, device)
-        self._keys, self._values = (torch.zeros(shape, dtype=stored, device=device) for _ in range(2))
-        # Row x of a block [begin, end) keeps position c at rows · begin + x · (end − begin) + c − begin.
-        begins_C, sizes_C = torch.tensor([[b, e - b] for b, e in self.bounds for _ in range(b, e)]).T
-        self._places_C, self._sizes_C = places_C.to(device), sizes_C.to(device)
-        self._offsets_C = ((rows - 1) * begins_C + places_C).to(device)
-        self._rows_X = torch.arange(rows, device=device)
-        self._written_X = self._rows_X
-        self._biases: list[Tensor] = []
+        shape = (config.num_hidden_layers, slots, config.num_key_value_heads, length, config.head_dim)
+        stored = stored_dtype(dtype, device, config.num_attention_heads // config.num_key_value_heads, config.head_dim)
+        self.keys, self.values = (slot_memory(shape, stored, device) for _ in range(2))
+        self._slots_R = self._positions_R = torch.arange(slots, device=device)
 
-    def blocks(self, layer: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each block, both [X, B, K], as views."""
-        rows = len(self._rows_X)
-        sizes = [rows * (end - begin) for begin, end in self.bounds]
-        keys, values = (torch.split(x[layer], sizes) for x in (self._keys, self._values))
-        return [(k.view(rows, -1, self.width), v.view(rows, -1, self.width)) for k, v in zip(keys, values, strict=True)]
+    def begin(self, slots_R: Tensor, positions_R: Tensor) -> None:
+        """Prepare a pass: row r is the token at `positions_R[r]` of slot `slots_R[r]`, whose earlier ones are there or
+        in this pass; an empty row is at -1."""
+        self._slots_R, self._positions_R = slots_R, positions_R
 
-    def begin(self, positions_S: Tensor, reach: int) -> None:
-        """Prepare a step: row s writes at `positions_S[s]` and sees all up to it; live rows stay under `reach`."""
-        positions_X = positions_S.repeat_interleave(self.groups)
-        self._written_X = self._rows_X * self._sizes_C[positions_X] + self._offsets_C[positions_X]
-        blocks = [(begin, end) for begin, end in self.bounds if begin < reach]
-        hidden_XC = self._places_C[: blocks[-1][1]] > positions_X[:, None]
-        bias_X1C = torch.zeros(hidden_XC.shape, device=hidden_XC.device).masked_fill_(hidden_XC, -math.inf)[:, None]
-        self._biases = [bias_X1C[:, :, begin:end].repeat(1, self.per_group, 1) for begin, end in blocks]
+    def attend(self, layer: int, q_R1HK: Tensor, k_R1GK: Tensor, v_R1GK: Tensor) -> Tensor:
+        """One token per row, over its slot's positions up to it. An `Attend` of the model."""
+        rows = q_R1HK[:, 0], k_R1GK[:, 0], v_R1GK[:, 0]
+        return attend(*rows, self.keys[layer], self.values[layer], self._slots_R, self._positions_R)[:, None]
 
-    def attend(self, layer: int, q_S1HK: Tensor, k_S1GK: Tensor, v_S1GK: Tensor) -> Tensor:
-        """One token per row, over the row's own positions; softmax in float32. An `Attend` of the model."""
-        rows = len(self._rows_X)
-        keys, values = self._keys[layer], self._values[layer]
-        keys.index_copy_(0, self._written_X, k_S1GK.reshape(rows, self.width).to(keys.dtype))
-        values.index_copy_(0, self._written_X, v_S1GK.reshape(rows, self.width).to(values.dtype))
-        q_XNK = q_S1HK.reshape(rows, self.per_group, self.width).float()
-        scale = 1 / math.sqrt(self.width)
-        # Softmax over blocks, one after the other (Milakov and Gimelshein, 2018, arXiv 1805.02867, section 3). A block
-        # that a row does not need leaves that row exactly as it was: weights of exp(−∞) = 0, a factor of exp(0) = 1. So
-        # blocks beyond the longest live row are not computed at all.
-        out_XNK = top_XN1 = total_XN1 = q_XNK  # each is set by the first block
-        for index, (bias_XNB, block) in enumerate(zip(self._biases, self.blocks(layer), strict=False)):
-            k_XBK, v_XBK = (x.float() for x in block)
-            scores_XNB = torch.baddbmm(bias_XNB, q_XNK, k_XBK.transpose(1, 2), alpha=scale)
-            peak_XN1 = scores_XNB.amax(-1, keepdim=True)
-            if index > 0:
-                peak_XN1 = torch.maximum(peak_XN1, top_XN1)
-            weights_XNB = scores_XNB.sub_(peak_XN1).exp_()
-            sum_XN1, part_XNK = weights_XNB.sum(-1, keepdim=True), torch.bmm(weights_XNB, v_XBK)
-            if index > 0:
-                shrink_XN1 = (top_XN1 - peak_XN1).exp_()
-                sum_XN1 += total_XN1 * shrink_XN1
-                part_XNK += out_XNK * shrink_XN1
-            out_XNK, top_XN1, total_XN1 = part_XNK, peak_XN1, sum_XN1
-        return out_XNK.div_(total_XN1).to(q_S1HK.dtype).view(q_S1HK.shape)
-
-    def place(self, prefix: "Prefix", rows_M: Tensor, slots_M: Tensor) -> None:
-        """Copy computed prompts into slots: row `rows_M[m]` of the prefix to slot `slots_M[m]`."""
-        shape = (self.slots, self.groups, -1, self.width)
-        for layer, pair_RGPK in enumerate(prefix.layers):
-            pair_MGPK = [x_RGPK[rows_M].to(self._keys.dtype) for x_RGPK in pair_RGPK]
-            for (begin, end), block in zip(self.bounds, self.blocks(layer), strict=True):
-                end = min(end, pair_MGPK[0].shape[2])
-                for x_XBK, x_MGPK in zip(block, pair_MGPK, strict=True) if begin < end else ():
-                    x_XBK.view(shape)[:, :, : end - begin].index_copy_(0, slots_M, x_MGPK[:, :, begin:end])
-
-
-class Prefix:
-    """Keys and values of padded prompts, kept while the model computes them causally."""
-
-    def __init__(self) -> None:
-        self.layers: list[tuple[Tensor, Tensor]] = []
-
-    def attend(self, layer: int, q_RPHK: Tensor, k_RPGK: Tensor, v_RPGK: Tensor) -> Tensor:
-        """An `Attend` of the model."""
-        assert layer == len(self.layers)
-        self.layers.append((k_RPGK.transpose(1, 2), v_RPGK.transpose(1, 2)))
-        return attend_causal(layer, q_RPHK, k_RPGK, v_RPGK)
+    def copy(self, source: int, slots_M: Tensor, length: int) -> None:
+        """The first `length` positions of slot `source` to others."""
+        for each in (self.keys, self.values):
+            each[:, slots_M, :, :length] = each[:, source, None, :, :length]
 
 
 class DecodeMemory:
-    """What a generator keeps on its device: the cache of all slots, and the tensors of a step, as zeros.
+    """What a generator keeps on its device, as zeros: the cache of all slots, what is uploaded for a pass over `rows`
+    tokens (in `inputs_4R`: tokens, slots, positions, and the number of the next token in its response), and the draws
+    of whole responses. All addresses stay. `experts_SCLK` are those that the token at each position went through; None
+    unless `routes` are recorded. A slot has `length` positions, `max_tokens` of them for a response.
 
-    `tokens_S` were sampled last, the next ones are from `logits_SV`, and `uniform_TS` are the draws of whole responses.
-    A slot has `length` positions, `max_tokens` of them for a response. `experts_SCLK` are those that the token at each
-    position went through; None unless `routes` are recorded. Raises ValueError as `check` does: weights have come since
-    it was asked.
+    Raises ValueError as `check` does: weights have come since it was asked.
     """
 
     def __init__(
@@ -151,11 +70,18 @@ class DecodeMemory:
     ) -> None:
         self.check(config, slots, length, max_tokens, dtype, device, routes)
         self.cache = Cache(config, slots, length, dtype, device)
-        self.tokens_S = torch.zeros(slots, dtype=torch.long, device=device)
-        self.logits_SV = torch.zeros(slots, config.vocab_size, dtype=dtype, device=device)
-        self.uniform_TS = torch.zeros(max_tokens, slots, dtype=torch.float64, device=device)
+        # What reading the weights takes, a GPU computes so many rows in.
+        self.rows = slots if torch.device(device).type == "cpu" else max(slots, GPU_ROWS)
+        self.inputs_4R = torch.zeros(4, self.rows, dtype=torch.long, device=device)
+        self.uniform_ST = torch.zeros(slots, max_tokens, dtype=torch.float64, device=device)
         shape = slots, length, config.num_hidden_layers, config.num_experts_per_tok
         self.experts_SCLK = torch.zeros(shape, dtype=torch.int16, device=device) if routes else None
+
+    def copy(self, source: int, slots_M: Tensor, length: int) -> None:
+        """The first `length` positions of slot `source` to others."""
+        self.cache.copy(source, slots_M, length)
+        if self.experts_SCLK is not None:
+            self.experts_SCLK[slots_M, :length] = self.experts_SCLK[source, None, :length]
 
     @staticmethod
     def check(
@@ -168,8 +94,9 @@ class DecodeMemory:
         routes: bool = False,
     ) -> None:
         """Raises ValueError if the device has less memory left than the cache takes."""
-        entries = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        taken = 2 * entries * length * slots * stored_dtype(dtype, device).itemsize
+        groups, width = config.num_key_value_heads, config.head_dim
+        stored = stored_dtype(dtype, device, config.num_attention_heads // groups, width)
+        taken = 2 * config.num_hidden_layers * groups * width * length * slots * stored.itemsize
         taken += routes * 2 * config.num_hidden_layers * config.num_experts_per_tok * length * slots
         if torch.device(device).type == "cuda":
             # What torch holds and has not given out counts as taken for the driver.

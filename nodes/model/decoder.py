@@ -6,7 +6,7 @@ a cache. What stands on top is a language model's head (`CausalLM`) or one that 
 are named as in Hugging Face's checkpoints. Left out: dropout, sliding windows, attention weights as output.
 
 Shapes: B rows, S tokens of a row, D hidden width, H query heads, G key-value heads, K width of a head, V vocabulary,
-W words of a rank, P positions.
+W words of a rank, P positions, I inner width.
 """
 
 import math
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.nodes.model.config import ModelConfig, ModelError
-from penstock.nodes.model.kernels import Linear, linear, rms_norm
+from penstock.nodes.model.kernels import Linear, linear, multiplied, pack, packed, rms_norm, together
 from penstock.nodes.model.lora import Lora, LoraLinear, initial, is_adapter
 from penstock.nodes.model.mlp import Experts, Mlp, Route
 from penstock.nodes.model.words import WordEmbedding, Words, own_part, shared
@@ -158,6 +158,7 @@ class CausalLM(Decoder):
 
     head = "ForCausalLM"
     lm_head: "_Head | None"
+    _packed_head: Tensor | None = None
 
     def _add_head(self) -> None:
         config = self.config
@@ -177,7 +178,22 @@ class CausalLM(Decoder):
 
     def own_logits(self, hidden_BSD: Tensor) -> Tensor:
         """Unnormalised log-probabilities of the next token, of this rank's words, [B, S, W]."""
+        if self._packed_head is not None:
+            return multiplied(hidden_BSD, self._packed_head)
         return self.with_head(self.words.shared(hidden_BSD), linear)
+
+    def pack(self, rows: int) -> None:
+        """Compute with copies of the weights as they are now, in the order that suits passes of so many tokens. See
+        `kernels.pack`."""
+        for layer in self.model.layers.values():
+            assert isinstance(layer, _Layer)
+            attention, mlp = layer.self_attn, layer.mlp
+            pack((attention.q_proj, attention.k_proj, attention.v_proj), rows)
+            pack((attention.o_proj,), rows)
+            if isinstance(mlp, Mlp):
+                pack((mlp.gate_proj, mlp.up_proj), rows)
+                pack((mlp.down_proj,), rows)
+        self._packed_head = self.with_head(torch.empty(0), lambda _, weight_WD: packed(weight_WD.detach(), rows))
 
     def logits(self, hidden_BSD: Tensor) -> Tensor:
         """Unnormalised log-probabilities of the next token, [B, S, V]."""
@@ -273,9 +289,10 @@ class _Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         heads = (*x_BSD.shape[:2], -1, self.head_dim)
-        q_BSHK = _rotate(self.q_norm(self.q_proj(x_BSD).view(heads)), rope)
-        k_BSGK = _rotate(self.k_norm(self.k_proj(x_BSD).view(heads)), rope)
-        out_BSHK = attend(self.index, q_BSHK, k_BSGK, self.v_proj(x_BSD).view(heads))
+        q_BSHK, k_BSGK, v_BSGK = (x.view(heads) for x in together(x_BSD, self.q_proj, self.k_proj, self.v_proj))
+        both = torch.cat((self.q_norm(q_BSHK), self.k_norm(k_BSGK)), 2)
+        q_BSHK, k_BSGK = torch.split(_rotate(both, rope), [q_BSHK.shape[2], k_BSGK.shape[2]], 2)
+        out_BSHK = attend(self.index, q_BSHK, k_BSGK, v_BSGK)
         return self.o_proj(out_BSHK.flatten(2))  # type: ignore[no-any-return]
 
 

@@ -5,6 +5,8 @@ Trainer and generator use the same ones, so their results agree to the bit where
 Shapes: D hidden width; any number of dimensions before it, R rows in all.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,11 +22,51 @@ _PLAIN = (Tensor, nn.Parameter)
 class Linear(nn.Linear):
     """`nn.Linear`, without bias unless it is asked for."""
 
+    packed: Tensor | None = None
+    """What it multiplies with, if that is not the weight: see `pack`."""
+    joined: tuple[Tensor, Tensor | None] | None = None
+    """The same and the bias, of this map and of those that follow it."""
+
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        if self.packed is None:
+            return linear(x, self.weight, self.bias)
+        return multiplied(x, self.packed, self.bias)
+
+
+def together(x: Tensor, *maps: Linear) -> Sequence[Tensor]:
+    """What maps make of the same input; by one product, if they were packed as neighbours."""
+    if maps[0].joined is None:
+        return [each(x) for each in maps]
+    return torch.split(multiplied(x, *maps[0].joined), [each.out_features for each in maps], -1)
+
+
+def pack(maps: Sequence[Linear], rows: int) -> None:
+    """Make neighbours, whose input is the same, multiply with copies of their weights as they are now, in the order in
+    which oneDNN reads them for `rows` rows, if it has one: without gradients, and in other bits."""
+    # An adapter adds to what its map makes, so that it is packed by itself.
+    if len(maps) > 1 and all(type(each) is Linear for each in maps):
+        biases = [each.bias.detach() for each in maps if each.bias is not None]
+        weight = packed(torch.cat([each.weight.detach() for each in maps]), rows)
+        maps[0].joined = None if weight is None else (weight, torch.cat(biases) if biases else None)
+        return
+    for each in maps:
+        each.packed = packed(each.weight.detach(), rows)
+
+
+def packed(weight: Tensor, rows: int) -> Tensor | None:
+    """A copy of a weight for `multiplied`, which orders a plain one anew each time; None where there is no order."""
+    if _onednn is None or weight.device.type != "cpu" or weight.dtype not in _packed_dtypes():
+        return None
+    return torch.ops.mkldnn._reorder_linear_weight(weight, rows)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _packed_dtypes() -> tuple[torch.dtype, ...]:
+    wide = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return (torch.float32, torch.bfloat16) if wide else (torch.float32,)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -38,26 +80,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
-    return _matmul(x, weight, bias)
+    return multiplied(x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _matmul(x, weight, bias)
+        return multiplied(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         of_x, of_weight, of_bias = ctx.needs_input_grad
-        grad_x = _matmul(grad, weight.t()) if of_x else None
-        grad_weight = _matmul(rows.t(), x.reshape(-1, x.shape[-1]).t()) if of_weight else None
+        grad_x = multiplied(grad, weight.t()) if of_x else None
+        grad_weight = multiplied(rows.t(), x.reshape(-1, x.shape[-1]).t()) if of_weight else None
         return grad_x, grad_weight, rows.sum(0) if of_bias else None
 
 
-def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias by oneDNN, of a weight that may be packed."""
     assert _onednn is not None
     return _onednn(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 

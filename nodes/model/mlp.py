@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.nodes.model.config import ModelConfig
-from penstock.nodes.model.kernels import Linear, linear
+from penstock.nodes.model.kernels import Linear, linear, together
 from penstock.nodes.model.words import own_part, shared, summed
 
 # Rows of an expert come in multiples of it, so that a token's bits do not depend on how many others have chosen the
@@ -57,7 +57,8 @@ class Mlp(nn.Module):
         self.down_proj = Linear(width, config.hidden_size)
 
     def forward(self, x: Tensor, route: Route | None = None) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        gate, up = together(x, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
 class Experts(nn.Module):

@@ -248,7 +248,7 @@ class FaultyEngine(Engine):
         self.steps += 1
         if self.steps == self.bad:
             assert self.memory is not None
-            self.memory.logits_SV.fill_(torch.nan)
+            self.memory.cache.keys.fill_(torch.nan)
             raise FakeError(f"step {self.bad} was told to raise with {self.slots.live.sum()} responses in it")
         return finished
 

@@ -10,14 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.graph import Context, Metrics, Prompts, Rewards, Rollouts, Weights
 from penstock.graph.types import Replies
 from penstock.nodes import fake
 from penstock.nodes.fake import FakeEngine, FakePolicy, fake_environment, fake_generate, fake_score, fake_update
-from penstock.nodes.generate import generate, make_engine
+from penstock.nodes.generate import attention, generate, make_engine
+from penstock.nodes.generate.attention import attend
 from penstock.nodes.generate.engine import Engine
-from penstock.nodes.generate.kv_cache import Cache, DecodeMemory, Prefix, block_bounds
+from penstock.nodes.generate.kv_cache import Cache, DecodeMemory
 from penstock.nodes.generate.sampling import Sampler, keyed_uniform
 from penstock.nodes.learn.batching import Packed
 from penstock.nodes.learn.logprobs import packed_logprobs
@@ -110,9 +112,7 @@ def test_after_a_failed_step_and_a_reset_groups_are_the_bits_they_would_have_bee
     for _ in range(steps):
         engine.step()
     assert engine.memory is not None
-    for tensors in engine.memory.cache.blocks(0):
-        for tensor in tensors:
-            tensor.fill_(torch.nan)
+    engine.memory.cache.keys.fill_(torch.nan)
     with pytest.raises(FloatingPointError):
         engine.step()
     engine.reset()
@@ -122,22 +122,70 @@ def test_after_a_failed_step_and_a_reset_groups_are_the_bits_they_would_have_bee
     assert_equal(again, expected, range(12))
 
 
+def counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens that each pass of the engine computes; all of them are in the list when it has made its responses."""
+    passes, rows = [], engine.slots.rows
+
+    def count(num_rows: int, sampling: Any) -> Any:
+        inputs = rows(num_rows, sampling)
+        assert inputs.shape == (4, num_rows)
+        passes.append(int((inputs[2] >= 0).sum()))
+        return inputs
+
+    monkeypatch.setattr(engine.slots, "rows", count)
+    return passes
+
+
 def test_samples_may_outnumber_the_slots_and_a_prompt_is_computed_once(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But for its last token, which every sample goes on from."""
     engine = make_engine(replace(context, slots=16), samples=40)
-    num_calls, forward = 0, engine.model.forward
-
-    def counted(tokens_BS: Tensor, *args: Any) -> Tensor:
-        nonlocal num_calls
-        num_calls += tokens_BS.shape == (16, 8)  # neither a decode step nor the measurement of the mismatch
-        return forward(tokens_BS, *args)
-
-    monkeypatch.setattr(engine.model, "forward", counted)
-    made = run(engine, [1, 6, 14], weights())  # three prompts that are padded to the same length
-    assert num_calls == 1
+    passes = counted(engine, monkeypatch)
+    made = run(engine, [1, 4, 5], weights())
     assert len(made[1][0]) == 40
     assert len(set(made[1][0].texts)) > 20
+    responses = sum(int(rollouts.response_lengths_N.sum()) for rollouts, _ in made.values())
+    assert sum(passes) == sum(len(TEXTS[ordinal]) - 1 for ordinal in (1, 4, 5)) + responses
+    assert max(passes) <= 16
+
+
+def test_one_short_prompt_takes_one_pass_more_than_its_response_and_a_long_one_fills_passes(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for text, before in (("1+", 1), ("1" * 64, 4)):
+        engine = make_engine(replace(context, slots=16), samples=1)
+        passes = counted(engine, monkeypatch)
+        engine.submit(0, {"prompts": prompts(0, text), "behaviour": weights()})
+        rollouts = drain(engine)[0][0]
+        assert len(passes) == before + int(rollouts.response_lengths_N)
+        assert sum(passes[:before]) == len(text) - 1
+
+
+def test_a_conversation_goes_on_from_what_is_in_its_slots_with_the_bits_of_a_fresh_engine(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its weights are live; otherwise it is computed again, as by an engine that has not seen it."""
+    same = {"prompts": prompts(2), "behaviour": weights()}
+    engine = make_engine(context, samples=4)
+    engine.submit(0, same)
+    first = drain(engine)[0][0]
+    heard = Replies(("+1",) * 4, ("user",) * 4, torch.zeros(4, dtype=torch.bool))
+    then = {**same, "conversation": first, "replies": heard}
+    kept, fresh = engine, make_engine(context, samples=4)
+    tokens, results = [], []
+    for each, version in ((kept, 0), (fresh, 0), (kept, 1), (make_engine(context, samples=4), 1)):
+        passes = counted(each, monkeypatch)
+        each.submit(9, {**then, "behaviour": weights(version)})
+        results.append(drain(each)[9][0])
+        tokens.append(sum(passes))
+    assert equal(results[0], results[1])
+    assert equal(results[2], results[3])
+    said = results[0].response_lengths_N - first.response_lengths_N - 2
+    # Of each row: the last token of its first turn, the reply but for its last token, then a pass for each new token.
+    assert tokens[0] == int(said.sum()) + 4 * 2
+    assert tokens[1] > tokens[0]
+    assert tokens[2] == tokens[3]
 
 
 def test_other_keys_give_other_responses_and_the_same_key_the_same(context: Context) -> None:
@@ -318,66 +366,124 @@ def test_an_engine_that_has_released_its_memory_samples_the_same(context: Contex
         assert released.memory is None
 
 
-# The cache attends in blocks whose number changes no row; what it takes is known before any of it is taken.
+# Attention of rows over slots: by a compiled kernel, and without one.
 
 
 CACHE_CONFIG = ModelConfig(40, 32, 40, 2, 4, 2, 8, 64, initializer_range=0.2)
 SLOTS = 16
 
 
-def filled(length: int) -> tuple[Cache, Tensor, Tensor, Tensor]:
-    """A cache of random entries, and one step's queries, keys and values."""
+@pytest.fixture(params=["compiled", "plain"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "plain":
+        monkeypatch.setattr(attention, "compiled", lambda *_: None)
+    return str(request.param)
+
+
+def filled(length: int, dtype: torch.dtype, width: int = 8) -> tuple[Tensor, ...]:
+    """Queries, keys and values of a pass, of 4 heads over 2, and slots with random entries."""
     generator = torch.Generator().manual_seed(0)
-    cache = Cache(CACHE_CONFIG, SLOTS, length, torch.float32, "cpu")
-    for keys_XBK, values_XBK in cache.blocks(1):
-        keys_XBK.normal_(generator=generator)
-        values_XBK.normal_(generator=generator)
-    q, k, v = (torch.randn(SLOTS, 1, heads, 8, generator=generator) for heads in (4, 2, 2))
-    return cache, q, k, v
+    shapes = [(SLOTS, heads, width) for heads in (4, 2, 2)] + [(SLOTS, 2, length, width)] * 2
+    return tuple(torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)
 
 
-def test_blocks_beyond_a_row_do_not_change_its_bits() -> None:
-    assert block_bounds(1000)[:6] == [*block_bounds(300)[:5], (256, 512)]
-    cache, q_S1HK, k_S1GK, v_S1GK = filled(600)
-    outs = []
-    for reach in (41, 600):
-        cache.begin(torch.arange(25, 41), reach)
-        outs.append(cache.attend(1, q_S1HK, k_S1GK, v_S1GK))
-    assert torch.equal(outs[0], outs[1])
-
-
-def test_attention_by_blocks_is_attention() -> None:
-    cache, q_S1HK, k_S1GK, v_S1GK = filled(600)
-    positions_S = torch.arange(SLOTS) * 39 + 3
-    cache.begin(positions_S, 600)
-    out_S1HK = cache.attend(1, q_S1HK, k_S1GK, v_S1GK)
-    for row, position in enumerate(positions_S.tolist()):
-        pairs = zip(*((x.view(SLOTS, 2, -1, 8)[row] for x in block) for block in cache.blocks(1)), strict=True)
-        keys_GCK, values_GCK = (torch.cat(parts, 1)[:, : position + 1] for parts in pairs)
-        keys_HCK, values_HCK = (x.repeat_interleave(2, 0) for x in (keys_GCK, values_GCK))
-        expected_H1K = F.scaled_dot_product_attention(q_S1HK[row].transpose(0, 1), keys_HCK, values_HCK)
-        torch.testing.assert_close(out_S1HK[row].transpose(0, 1), expected_H1K)
-        assert torch.equal(keys_GCK[0, position], k_S1GK[row, 0, 0])
+@pytest.mark.parametrize("width", [6, 8, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_over_slots_is_attention(kernel: str, dtype: torch.dtype, width: int) -> None:
+    """Of rows of several slots, some of them of one, and some empty."""
+    q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK = filled(200, dtype, width)
+    slots_R, positions_R = torch.arange(SLOTS), torch.arange(SLOTS) * 12 + 3
+    slots_R[4:9], positions_R[4:9], positions_R[12] = 5, torch.arange(60, 65), -1
+    own = keys_SGCK.clone(), values_SGCK.clone()
+    out_RHK = attend(q_RHK, k_RGK, v_RGK, *own, slots_R, positions_R)
+    for row, (slot, position) in enumerate(zip(slots_R.tolist(), positions_R.tolist(), strict=True)):
+        if position < 0:
+            continue
+        assert torch.equal(own[0][slot, :, position], k_RGK[row])
+        keys_HCK, values_HCK = (x[slot, :, : position + 1].float().repeat_interleave(2, 0) for x in own)
+        expected_H1K = F.scaled_dot_product_attention(q_RHK[row, :, None].float(), keys_HCK, values_HCK)
+        error_HK = (out_RHK[row].float() - expected_H1K[:, 0]).abs()
+        assert error_HK.max() < (2e-6 if dtype == torch.float32 else 0.01)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_decoding_on_a_cache_equals_the_whole_forward(dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_beside_others_and_in_another_row(kernel: str, dtype: torch.dtype) -> None:
+    q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK = filled(200, dtype)
+    slots_R, positions_R = torch.arange(SLOTS), torch.arange(SLOTS) * 12 + 3
+    together = attend(q_RHK, k_RGK, v_RGK, keys_SGCK.clone(), values_SGCK.clone(), slots_R, positions_R)
+    order = torch.randperm(SLOTS, generator=torch.Generator().manual_seed(1))
+    moved = q_RHK[order], k_RGK[order], v_RGK[order]
+    other = attend(*moved, keys_SGCK.clone(), values_SGCK.clone(), slots_R[order], positions_R[order])
+    assert torch.equal(other, together[order])
+    for row in (0, 7):
+        alone_R = torch.full((SLOTS,), -1)
+        alone_R[row] = positions_R[row]
+        alone = attend(q_RHK, k_RGK, v_RGK, keys_SGCK.clone(), values_SGCK.clone(), slots_R, alone_R)
+        assert torch.equal(alone[row], together[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_passes_over_a_cache_are_the_whole_forward_and_a_prompt_has_the_bits_of_single_tokens(
+    kernel: str, dtype: torch.dtype
+) -> None:
     model = CausalLM(CACHE_CONFIG, dtype)
     model.init_weights(0)
     tokens_SC = torch.randint(0, 40, (SLOTS, 30), generator=torch.Generator().manual_seed(1))
-    cache, prefix = Cache(CACHE_CONFIG, SLOTS, 64, dtype, "cpu"), Prefix()
+
+    def step(cache: Cache, slots: list[int], positions: list[int]) -> Tensor:
+        slots_R, positions_R = torch.tensor(slots), torch.tensor(positions)
+        cache.begin(slots_R, positions_R)
+        hidden_R1D: Tensor = model(tokens_SC[slots_R, positions_R][:, None], positions_R[:, None], cache.attend)
+        return hidden_R1D[:, 0]
+
     with torch.no_grad():
         whole_SCD = model(tokens_SC)
-        model(tokens_SC[:, :10], None, prefix.attend)
-        order = torch.randperm(SLOTS)
-        cache.place(prefix, order, order)
-        for position in range(10, 30):
-            positions_S = torch.full((SLOTS,), position)
-            cache.begin(positions_S, position + 1)
-            step_S1D = model(tokens_SC[:, position, None], positions_S[:, None], cache.attend)
-            error_SD = (step_S1D[:, 0] - whole_SCD[:, position]).float().abs()
+    with torch.inference_mode():
+        model.pack(SLOTS)
+        caches = [Cache(CACHE_CONFIG, SLOTS, 64, dtype, "cpu") for _ in range(2)]
+        for position in range(30):
+            step_SD = step(caches[0], list(range(SLOTS)), [position] * SLOTS)
+            error_SD = (step_SD - whole_SCD[:, position]).float().abs()
             assert error_SD.max() < (1e-4 if dtype == torch.float32 else 0.15)
             assert error_SD.mean() < (1e-5 if dtype == torch.float32 else 0.02)
+        for begin in (0, 8, 16):
+            step(caches[1], [3] * 8 + [7] * 8, [*range(begin, begin + 8)] * 2)
+        caches[1].copy(7, torch.tensor([1, 2]), 24)
+        for whole, read in zip((caches[0].keys, caches[0].values), (caches[1].keys, caches[1].values), strict=True):
+            assert torch.equal(whole[:, [3, 7], :, :24], read[:, [3, 7], :, :24])
+            assert torch.equal(whole[:, [7, 7], :, :24], read[:, [1, 2], :, :24])
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what is computed, without views."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not any(view in str(func) for view in ("view", "split", "select", "unsqueeze", "chunk", "flatten")):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_layer_of_a_pass_is_at_most_sixteen_operations_one_of_them_attention_in_one_graph() -> None:
+    counts = []
+    for layers in (2, 3):
+        model = CausalLM(replace(CACHE_CONFIG, num_hidden_layers=layers))
+        model.init_weights(0)
+        model.pack(SLOTS)
+        cache = Cache(model.config, SLOTS, 64, torch.float32, "cpu")
+        tokens_R1, positions_R = torch.zeros(SLOTS, 1, dtype=torch.long), torch.zeros(SLOTS, dtype=torch.long)
+        cache.begin(torch.arange(SLOTS), positions_R)
+        with torch.inference_mode(), Operations() as seen:
+            expected = model(tokens_R1, positions_R[:, None], cache.attend)
+        counts.append(seen.names)
+    assert [sum("attend" in name for name in names) for names in counts] == [2, 3]
+    assert len(counts[1]) - len(counts[0]) <= 16
+    graph = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.inference_mode():
+        assert torch.equal(graph(tokens_R1, positions_R[:, None], cache.attend), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -385,7 +491,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_taken(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     cache = DecodeMemory(CACHE_CONFIG, SLOTS, 72, 8, dtype, "cpu").cache
-    taken = sum(x.numel() * x.element_size() for layer in range(2) for pair in cache.blocks(layer) for x in pair)
+    taken = cache.keys.nbytes + cache.values.nbytes
     for lacks in (0, 1):
         available = SimpleNamespace(available=taken - lacks)
         monkeypatch.setattr("psutil.virtual_memory", lambda available=available: available)
@@ -394,6 +500,12 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_taken(
                 pytest.raises(ValueError, match=r"fewer --slots .* max_prompt .* below 64") if lacks else nullcontext()
             ):
                 use(CACHE_CONFIG, SLOTS, 72, 8, dtype, "cpu")
+
+
+def test_without_a_compiler_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    with pytest.warns(attention.NoCompilerWarning, match="given '/nowhere/cc'.* needed a C compiler"):
+        assert attention.compiled.__wrapped__(2, 8, torch.float32) is None
 
 
 # Draws are keyed, follow the distribution, and the recorded log-probability is that of the distribution used.

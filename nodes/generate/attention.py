@@ -1,0 +1,207 @@
+"""Attention of one token per row over a cache of slots: one operation, `torch.ops.penstock.attend`, that writes the
+row's key and value and attends over the row's own positions; a row's bits depend on no other row.
+
+What computes it is chosen here, by device: on a CPU `attention.c`, compiled for this processor and these heads when an
+engine is made; without a C compiler, and on a GPU, torch's products over blocks of positions; on a GPU with flash
+attention its kernel for pages.
+
+Shapes: R rows, S slots, G key-value heads, H query heads, N query heads of a key-value head, C positions of a slot,
+K width of a head, B positions of a block or page.
+"""
+
+import ctypes
+import functools
+import inspect
+import math
+import os
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.graph.types import NodeWarning
+
+BLOCK = 64
+"""Positions of a block: products have the same shape whatever the lengths are."""
+PAGE = 256
+"""Positions of a page of a GPU's kernel; a slot has some of its own."""
+COMPILE_S = 60.0
+_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+_SOURCE = Path(__file__).with_name("attention.c")
+
+
+def attend(
+    q_RHK: Tensor,
+    k_RGK: Tensor,
+    v_RGK: Tensor,
+    keys_SGCK: Tensor,
+    values_SGCK: Tensor,
+    slots_R: Tensor,
+    positions_R: Tensor,
+) -> Tensor:
+    """Row r writes its key and value at position `positions_R[r]` of slot `slots_R[r]`, then sees all up to it; softmax
+    in float32. Rows of one slot see each other's. A row at position -1 is empty: what it gives means nothing, and it
+    changes at most the last position of its slot. Returns [R, H, K]."""
+    return _attend(q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R)  # type: ignore[no-any-return]
+
+
+def slot_memory(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
+    """Zeros of [..., G, C, K], as what computes attention on the device wants them to lie."""
+    if torch.device(device).type != "cuda":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    *more, groups, length, width = shape
+    pages = -(-length // PAGE)
+    return torch.zeros(*more, pages * PAGE, groups, width, dtype=dtype, device=device).transpose(-2, -3)
+
+
+def stored_dtype(dtype: torch.dtype, device: str, per_group: int, width: int) -> torch.dtype:
+    """How keys and values of a model in `dtype` are best kept."""
+    # torch's products in bfloat16 would round the scores, and to convert the cache at each step takes longer than the
+    # step.
+    on_cpu = torch.device(device).type == "cpu"
+    return torch.float32 if on_cpu and compiled(per_group, width, dtype) is None else dtype
+
+
+class NoCompilerWarning(NodeWarning):
+    """Attention on a CPU is slower than it could be."""
+
+
+@functools.cache
+def compiled(per_group: int, width: int, dtype: torch.dtype) -> Callable[..., int] | None:
+    """`attend` of attention.c for these heads; None for another dtype, or where it does not compile, of which it
+    warns."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return None
+    compiler = os.environ.get("CC", "cc")
+    lanes = math.gcd(width, 16)
+    given = [f"-DK={width}", f"-DN={per_group}", f"-DLANES={lanes}", *(["-DBF16"] if dtype == torch.bfloat16 else [])]
+    # Compiled by each process, in a third of a second: nobody else can have written what is loaded, and it is of this
+    # processor. What is loaded stays when its file goes.
+    with tempfile.TemporaryDirectory() as folder:
+        library = str(Path(folder) / "attention.so")
+        command = [compiler, *_FLAGS, *given, str(_SOURCE), "-o", library, "-lm"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S)
+            if done.returncode:
+                raise OSError(done.stderr.strip()[-500:] or f"status {done.returncode}")
+            function = ctypes.CDLL(library).attend
+        except (OSError, subprocess.TimeoutExpired) as error:
+            needed = "a C compiler with OpenMP: attention over long contexts takes about twice as long without one"
+            warnings.warn(f"generate: given {compiler!r} ({error}), needed {needed}", NoCompilerWarning, stacklevel=2)
+            return None
+    function.argtypes = [*[ctypes.c_void_p] * 8, *[ctypes.c_int64] * 6, ctypes.c_float, ctypes.c_int]
+    function.restype = ctypes.c_int
+    return function
+
+
+_library = torch.library.Library("penstock", "DEF")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor positions) -> Tensor"
+)
+_attend = torch.ops.penstock.attend.default
+
+
+@torch.library.impl(_library, "attend", "Meta")
+def _on_meta(q_RHK: Tensor, *_: Tensor) -> Tensor:
+    return q_RHK.new_empty(q_RHK.shape)
+
+
+@torch.library.impl(_library, "attend", "CPU")
+def _on_cpu(
+    q_RHK: Tensor,
+    k_RGK: Tensor,
+    v_RGK: Tensor,
+    keys_SGCK: Tensor,
+    values_SGCK: Tensor,
+    slots_R: Tensor,
+    positions_R: Tensor,
+) -> Tensor:
+    (rows, heads, width), (_, groups, length, _) = q_RHK.shape, keys_SGCK.shape
+    function = compiled(heads // groups, width, keys_SGCK.dtype)
+    if function is None or q_RHK.dtype != keys_SGCK.dtype:
+        return _by_blocks(q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R)
+    for tensor in (q_RHK, k_RGK, v_RGK):
+        assert tensor.stride()[1:] == (width, 1)
+    assert keys_SGCK.is_contiguous()
+    assert values_SGCK.is_contiguous()
+    out_RHK = torch.empty(q_RHK.shape, dtype=q_RHK.dtype)
+    tensors = q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R, out_RHK
+    strides = q_RHK.stride(0), k_RGK.stride(0), v_RGK.stride(0)
+    sizes = rows, groups, length, *strides, 1 / math.sqrt(width), torch.get_num_threads()
+    if function(*(tensor.data_ptr() for tensor in tensors), *sizes):
+        raise MemoryError(f"generate: no memory for the scores of {length} positions")
+    return out_RHK
+
+
+def _by_blocks(
+    q_RHK: Tensor,
+    k_RGK: Tensor,
+    v_RGK: Tensor,
+    keys_SGCK: Tensor,
+    values_SGCK: Tensor,
+    slots_R: Tensor,
+    positions_R: Tensor,
+) -> Tensor:
+    """By torch's own operations. Blocks beyond all rows are not computed on a CPU, and change no bit of any row: they
+    have weights of 0."""
+    (rows, _, width), (_, groups, length, _) = q_RHK.shape, keys_SGCK.shape
+    keys_SGCK[slots_R, :, positions_R] = k_RGK.to(keys_SGCK.dtype)
+    values_SGCK[slots_R, :, positions_R] = v_RGK.to(keys_SGCK.dtype)
+    # An empty row sees what nothing is wrong with: numbers that are none would spread in the slot that it writes to.
+    positions_R = positions_R.clamp(min=0)
+    reach = int(positions_R.max()) + 1 if q_RHK.device.type == "cpu" else length
+    if not torch.equal(slots_R, torch.arange(len(keys_SGCK), device=slots_R.device)):
+        keys_SGCK, values_SGCK = keys_SGCK[slots_R], values_SGCK[slots_R]
+    q_RGNK = q_RHK.float().reshape(rows, groups, -1, width) / math.sqrt(width)
+    scores_RGNC = torch.full((*q_RGNK.shape[:3], length), -math.inf, device=q_RHK.device)
+    bounds = [(begin, min(length, begin + BLOCK)) for begin in range(0, reach, BLOCK)]
+    for begin, end in bounds:
+        scores_RGNC[..., begin:end] = q_RGNK @ keys_SGCK[:, :, begin:end].float().transpose(2, 3)
+    hidden_RC = torch.arange(length, device=q_RHK.device) > positions_R[:, None]
+    weights_RGNC = scores_RGNC.masked_fill_(hidden_RC[:, None, None], -math.inf).softmax(-1)
+    out_RGNK = torch.zeros_like(q_RGNK)
+    for begin, end in bounds:
+        out_RGNK += weights_RGNC[..., begin:end] @ values_SGCK[:, :, begin:end].float()
+    return out_RGNK.to(q_RHK.dtype).view(q_RHK.shape)
+
+
+@torch.library.impl(_library, "attend", "CUDA")
+def _on_cuda(
+    q_RHK: Tensor,
+    k_RGK: Tensor,
+    v_RGK: Tensor,
+    keys_SGCK: Tensor,
+    values_SGCK: Tensor,
+    slots_R: Tensor,
+    positions_R: Tensor,
+) -> Tensor:
+    # It takes as long to import as torch, and not every run has a GPU.
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Of torch 2.11 it has no pages, and no flash attention takes float32.
+    paged = "block_table" in inspect.signature(varlen_attn).parameters and q_RHK.dtype != torch.float32
+    if not paged or keys_SGCK.shape[2] % PAGE:
+        return _by_blocks(q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R)
+    (_, groups, length, width), device = keys_SGCK.shape, q_RHK.device
+    keys_SGCK[slots_R, :, positions_R] = k_RGK
+    values_SGCK[slots_R, :, positions_R] = v_RGK
+    pages = length // PAGE
+    table_RP = slots_R[:, None] * pages + torch.arange(pages, device=device)
+    rows_R1 = torch.arange(len(q_RHK) + 1, device=device, dtype=torch.int32)
+    return varlen_attn(  # type: ignore[return-value]
+        q_RHK.contiguous(),
+        keys_SGCK.transpose(1, 2).reshape(-1, PAGE, groups, width),
+        values_SGCK.transpose(1, 2).reshape(-1, PAGE, groups, width),
+        rows_R1,
+        None,
+        1,
+        length,
+        enable_gqa=True,
+        seqused_k=(positions_R.clamp(min=0) + 1).int(),
+        block_table=table_RP.int(),
+        num_splits=1,  # so that a row's bits do not depend on the longest one
+    )
