@@ -1,4 +1,4 @@
-"""Tokens per second of our engine beside `transformers`' `generate` and beside the roofline of this machine, in one run.
+"""Tokens per second of our engine beside `transformers`' `generate` and beside this machine's roofline, in one run.
 
     python benchmarks/generate.py [--models 3M 25M 200M] [--threads 1] [--keep] [--tiny]
 
@@ -132,7 +132,10 @@ def bandwidth() -> float:
 def rate(rows: int, hidden: int, dtype: str) -> float:
     """FLOP/s of the fastest product of so many rows: with a weight that is packed for it, or plain."""
     width = 4 * hidden
-    x, weight = torch.randn(rows, hidden).to(getattr(torch, dtype)), torch.randn(width, hidden).to(getattr(torch, dtype))
+    x, weight = (
+        torch.randn(rows, hidden).to(getattr(torch, dtype)),
+        torch.randn(width, hidden).to(getattr(torch, dtype)),
+    )
     ordered = packed(weight, rows)
     with torch.inference_mode():
         times = [seconds(lambda: [linear(x, weight) for _ in range(20)])]
@@ -183,7 +186,9 @@ def case(folder: Path, name: str, dtype: str, batch: int, tokens: int, read: flo
 def lengths(folder: Path, name: str, dtype: str, count: int) -> dict[str, Any]:
     """Responses of lognormal lengths, by continuous and by static batching."""
     rng = random.Random(1)
-    wanted = {i: min(LENGTHS_MOST, max(1, round(rng.lognormvariate(math.log(16), LENGTHS_SIGMA)))) for i in range(count)}
+    wanted = {
+        i: min(LENGTHS_MOST, max(1, round(rng.lognormvariate(math.log(16), LENGTHS_SIGMA)))) for i in range(count)
+    }
     ours = Ours(folder, dtype, LENGTHS_SLOTS, LENGTHS_MOST)
     ours.end_after(wanted)
     prompts = dict(enumerate(texts(count)))

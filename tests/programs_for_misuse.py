@@ -332,6 +332,13 @@ def talks_oddly(policy: Policy, prompts: Prompts) -> Policy:
     return mine(policy, rollouts)
 
 
+@program
+def stops_nowhere(policy: Policy, prompts: Prompts) -> Policy:
+    # stop-never-matches: generate: option 'stop' given '' needed texts that are not empty
+    rollouts = generate(prompts, broadcast(policy), samples=4, stop=("7", ""))
+    return mine(policy, rollouts)
+
+
 @node(pool="trainer", clock="update")
 def mine(policy: Policy, rollouts: Rollouts) -> Policy:
     """An update of one's own."""

@@ -13,24 +13,51 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from penstock.graph import alternate, node, requires
+from penstock.graph.errors import Fault, GraphError
 from penstock.graph.node import NodeDef
 from penstock.graph.protocols import Stream
+from penstock.graph.requires import Call
 from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, Weights
-from penstock.nodes.generate.conversation import SampledGroup, SampledRow
+from penstock.nodes.generate.conversation import SampledGroup, SampledRow, never_said
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.kv_cache import room
 from penstock.nodes.generate.sampling import Sampler, scorable
-from penstock.nodes.open_model import same_words
+from penstock.nodes.open_model import same_words, spec_of
 from penstock.nodes.option_checks import count, not_negative, positive, share
 
 
 def make_engine(
-    context: Context, *, samples: int = 8, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+    context: Context,
+    *,
+    samples: int = 8,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    stop: tuple[str, ...] = (),
 ) -> Engine:
-    return Engine(context, Sampler(temperature, top_k, top_p), samples)
+    return Engine(context, Sampler(temperature, top_k, top_p), samples, stop)
 
 
-@requires(room, same_words, not_negative("temperature"), count(0, "top_k"), share("top_p"), positive("top_p"), scorable)
+def can_stop(call: Call) -> None:
+    """Requirement of a node that samples: its model can say each of its stop strings. Raises GraphError."""
+    given, spec = call.options.get("stop", ()), spec_of(call, "behaviour")
+    texts = given if isinstance(given, (tuple, list)) else [given]
+    told = [(text, never_said(text, None if spec is None else spec.tokenizer)) for text in texts]
+    if faults := [(text, needed) for text, needed in told if needed]:
+        what, where = f"{call.what}: option 'stop'", call.node.where
+        raise GraphError(*(Fault("stop-never-matches", what, repr(text), needed, where) for text, needed in faults))
+
+
+@requires(
+    room,
+    same_words,
+    not_negative("temperature"),
+    count(0, "top_k"),
+    share("top_p"),
+    positive("top_p"),
+    scorable,
+    can_stop,
+)
 @node(pool="generator", init=make_engine)
 def generate(
     engine: Engine,
@@ -43,6 +70,7 @@ def generate(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    stop: tuple[str, ...] = (),
 ) -> tuple[Engine, Rollouts, Metrics]:
     """`samples` responses to each prompt, sampled token by token with the live weights.
 
@@ -52,7 +80,8 @@ def generate(
     travels with the rollouts, and updates and other nodes that score them apply it: the policy is softmax(logits /
     temperature) wherever it is computed. Rollouts of temperature 0, and of `top_k` or `top_p`, cannot be scored:
     `check` refuses a program in which an update of a policy learns from them (see `scorable`). A response ends with a
-    stop token, or after `max_tokens`.
+    stop token, with the token that completes a text of `stop`, or after `max_tokens`. A stop string stays in the text,
+    with what else its last token says; a stop token does not.
 
     With a `conversation` (what this node made in the turn before) and the environment's `replies` to it, each row that
     is not done goes on for another turn of at most `max_tokens`, after its tokens as they were sampled and those of
@@ -65,7 +94,8 @@ def generate(
     of room), and once per batch, for its first group or else the next one that the live weights alone have made,
     `mismatch` (mean |difference| to the trainer's log-probabilities at equal weights, nats).
     """
-    given, made = (samples, Sampler(temperature, top_k, top_p)), (engine.samples, engine.sampler)
+    given = samples, Sampler(temperature, top_k, top_p), tuple(stop)
+    made = engine.samples, engine.sampler, engine.stop
     if given != made:
         raise ValueError(f"generate: given {given}, needed the options that its engine was made with: {made}")
     inputs = {"prompts": prompts, "behaviour": behaviour, "conversation": conversation, "replies": replies}

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from penstock.graph.types import Metrics, Prompts, Replies, Rollouts
 from penstock.nodes.generate.sampling import Sampler
 from penstock.nodes.learn.batching import behaviour_logprobs
-from penstock.nodes.tokenizer import Tokenizer
+from penstock.nodes.tokenizer import Tokenizer, TokenizerError
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 FloatArray = np.ndarray[Any, np.dtype[np.float32]]
@@ -32,7 +32,7 @@ NOT_SAMPLED = -1
 
 class Response(NamedTuple):
     """Tokens that follow a prompt, the log-probability (nats) and the version of each, and whether the newest turn
-    ended with a stop token."""
+    ended by itself: with a stop token or a stop string."""
 
     tokens: IntArray
     logprobs: FloatArray
@@ -47,6 +47,44 @@ class Response(NamedTuple):
             np.concatenate([self.versions, more.versions]),
             more.finished,
         )
+
+
+def never_said(text: Any, tokenizer: Tokenizer | None) -> str:
+    """What is needed of a stop string that can never match, or always does; otherwise nothing."""
+    if not isinstance(text, str) or not text:
+        return "texts that are not empty"
+    try:
+        # Thrice, so that what a tokenizer does at the beginning and the end of a text is not done to the second.
+        if tokenizer is None or text in tokenizer.decode(tokenizer.encode(3 * text)):
+            return ""
+    except TokenizerError:
+        pass
+    return "a text that the model can say, without special tokens and as its tokenizer writes it"
+
+
+class StopStrings:
+    """Texts that end a response: the newest token has completed one of them. Raises ValueError for one that the model
+    cannot say."""
+
+    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer) -> None:
+        for text in texts:
+            if needed := never_said(text, tokenizer):
+                raise ValueError(f"generate: option 'stop': given {text!r}, needed {needed}")
+        self.texts, self.tokenizer = tuple(texts), tokenizer
+        # A text of so many bytes has at most so many tokens, and some may say nothing.
+        self.reach = max(len(text.encode()) for text in texts) + 4
+        last = {text[-1] for text in texts}
+        said = tokenizer.backend.decode_batch([[token] for token in range(tokenizer.vocab_size)])
+        # Few tokens can complete one: only these are looked at. What a part of a character says is not known alone, and
+        # a space may be left out at the beginning.
+        self.completing = np.array([not text.strip() or "\ufffd" in text or bool(last & {*text}) for text in said])
+
+    def end(self, tokens: IntArray) -> bool:
+        """Whether the last of a response's tokens ends it."""
+        if not self.completing[tokens[-1]]:
+            return False
+        said = self.tokenizer.decode(tokens[-self.reach :].tolist())
+        return any(text in said for text in self.texts)
 
 
 EMPTY = Response(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32), np.zeros(0, dtype=np.int64), True)
@@ -136,7 +174,8 @@ class SampledGroup:
             if not row.open:
                 continue
             text = replies.texts[index]
-            tokens = np.array(tokenizer.encode_reply(text, replies.roles[index], finished[index]), dtype=np.int64)
+            after_stop = finished[index] and int(said[-1]) in tokenizer.stops
+            tokens = np.array(tokenizer.encode_reply(text, replies.roles[index], after_stop), dtype=np.int64)
             if not len(tokens):
                 told = f"given a reply without a token ({text!r}) to a row that is not done"
                 place = f"generate, group {conversation.ordinals[index]}, row {index}"
@@ -167,8 +206,9 @@ class SampledGroup:
         tokens = [np.concatenate([row.prompt, whole.tokens]) for row, whole in zip(self.rows, wholes, strict=True)]
         transcripts = []
         for row in self.rows:
+            said = [] if row.said is None else [row.said.tokens.tolist()]
             # The text of the newest turn is without the token that ended it.
-            said = [] if row.said is None else [row.said.tokens[: len(row.said.tokens) - row.said.finished].tolist()]
+            said = [tokens[:-1] if tokens[-1] in tokenizer.stops else tokens for tokens in said]
             transcripts.append([*row.transcript, *map(tokenizer.decode, said)])
         of_row = [index for index in range(len(self.prompts.texts)) for _ in range(self.samples)]
         return Rollouts(

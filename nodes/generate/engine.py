@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.graph.types import Context, NodeWarning, Prompts, Rollouts, Weights
-from penstock.nodes.generate.conversation import Response, SampledGroup, SampledRow
+from penstock.nodes.generate.conversation import Response, SampledGroup, SampledRow, StopStrings
 from penstock.nodes.generate.kv_cache import DecodeMemory, cache_length, needed_prompt
 from penstock.nodes.generate.sampling import Sampler, keyed_uniform, mismatch
 from penstock.nodes.model import ModelError
@@ -79,7 +79,7 @@ class Engine:
     Raises ValueError if the device has too little memory left.
     """
 
-    def __init__(self, context: Context, sampler: Sampler, samples: int = 1) -> None:
+    def __init__(self, context: Context, sampler: Sampler, samples: int = 1, stop: Sequence[str] = ()) -> None:
         if samples < 1 or context.slots < 1:
             raise ValueError(f"generate: given samples {samples} and {context.slots} slots, needed 1 or more of each")
         spec, ranks = weights_spec(context), Ranks.of(context)
@@ -91,7 +91,7 @@ class Engine:
         # With the same weights, as the trainer computes with them: the other one has copies in another order.
         tensors = [*model.parameters(), *model.buffers()]
         self.unpacked = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-        self.sampler, self.samples = sampler, samples
+        self.sampler, self.samples, self.stop = sampler, samples, tuple(stop)
         self.length = cache_length(spec.config.max_position_embeddings, context)
         num_slots = -(-context.slots // ROW_TILE) * ROW_TILE
         shape = model.attention_config, num_slots, self.length, context.max_tokens
@@ -100,7 +100,8 @@ class Engine:
         self.memory: DecodeMemory | None = None
         stops = np.zeros(spec.config.vocab_size, dtype=bool)
         stops[list(spec.tokenizer.stops)] = True
-        self.slots = EngineSlots(num_slots, self.length, context.max_tokens, stops)
+        strings = StopStrings(self.stop, spec.tokenizer) if stop else None
+        self.slots = EngineSlots(num_slots, self.length, context.max_tokens, stops, strings)
         self.queue: deque[Holder] = deque()
         self.settled: list[SampledGroup] = []
         self.warned = False
@@ -273,8 +274,10 @@ class EngineSlots:
     that others wait for is live, and has sampled nothing.
     """
 
-    def __init__(self, num_slots: int, length: int, max_tokens: int, stops: NDArray[np.bool_]) -> None:
-        self.max_tokens, self.stops = max_tokens, stops
+    def __init__(
+        self, num_slots: int, length: int, max_tokens: int, stops: NDArray[np.bool_], strings: StopStrings | None = None
+    ) -> None:
+        self.max_tokens, self.stops, self.strings = max_tokens, stops, strings
         self.live, self.fresh = (np.zeros(num_slots, dtype=bool) for _ in range(2))
         self.lengths, self.computed, self.begins = (np.zeros(num_slots, dtype=np.int64) for _ in range(3))
         self.tokens = np.zeros((num_slots, length), dtype=np.int64)
@@ -352,14 +355,14 @@ class EngineSlots:
         self.computed[slots] += 1
         taken = np.zeros(num_rows, dtype=bool)
         taken[slots] = True
-        spare = np.flatnonzero(~taken)
+        unused = np.flatnonzero(~taken)
         for slot in self._holders if self.unread else ():
-            if not len(spare):
+            if not len(unused):
                 break
             if slot in self.sources or sampling[slot]:
                 continue
             begin = int(self.computed[slot])
-            rows, spare = np.split(spare, [min(len(spare), int(self.lengths[slot]) - 1 - begin)])
+            rows, unused = np.split(unused, [min(len(unused), int(self.lengths[slot]) - 1 - begin)])
             at = np.arange(begin, begin + len(rows))
             inputs[0, rows], inputs[1, rows], inputs[2, rows] = self.tokens[slot, at], slot, at
             self.computed[slot] += len(rows)
@@ -379,9 +382,13 @@ class EngineSlots:
         self.lengths[slots] += 1
 
     def release(self) -> list[tuple[Holder, Response, int]]:
-        """End the step: give up the slots whose responses ended with it, by a stop token or at the bound."""
+        """End the step: give up the slots whose responses ended with it, by a stop token, a stop string or at the
+        bound. Returns the holder, the response and the slot of each."""
         slots = self._sampled
         stopped = self.stops[self.tokens[slots, self.lengths[slots] - 1]]
+        if self.strings is not None:
+            said = (self.tokens[slot, self.begins[slot] : self.lengths[slot]] for slot in slots)
+            stopped |= np.fromiter(map(self.strings.end, said), dtype=bool, count=len(slots))
         ends = stopped | (self.lengths[slots] - self.begins[slots] == self.max_tokens)
         ended = []
         for slot, finished in zip(slots[ends].tolist(), stopped[ends].tolist(), strict=True):

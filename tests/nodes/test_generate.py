@@ -18,6 +18,7 @@ from penstock.nodes import fake
 from penstock.nodes.fake import FakeEngine, FakePolicy, fake_environment, fake_generate, fake_score, fake_update
 from penstock.nodes.generate import attention, generate, make_engine
 from penstock.nodes.generate.attention import attend
+from penstock.nodes.generate.conversation import SampledGroup
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.kv_cache import Cache, DecodeMemory
 from penstock.nodes.generate.sampling import Sampler, keyed_uniform
@@ -25,6 +26,7 @@ from penstock.nodes.learn.batching import Packed
 from penstock.nodes.learn.logprobs import packed_logprobs
 from penstock.nodes.model import CausalLM, ModelConfig, ModelError
 from penstock.nodes.policy import LanguagePolicy, make_policy
+from penstock.nodes.tokenizer import Tokenizer
 from tests.nodes.tiny_model import TOKENIZER, model, weights
 
 TEXTS = ("1+2=", "37+58=", "abc" * 5, "9", "0123456789+-=abc0", "12-7=" * 9, "4+4=", "77-")
@@ -212,6 +214,38 @@ def test_a_response_ends_with_a_stop_token_or_at_the_bound(context: Context) -> 
     assert 0 < finished < 24 * 8
 
 
+def test_a_response_ends_with_the_token_that_completes_a_stop_string(context: Context) -> None:
+    """With the bits that it has without one until there, and as one that has ended by itself."""
+    behaviour, stop = weights(), ("1", "4a", "bc")
+    plain, stopped = (run(make_engine(context, samples=8, stop=s), range(16), behaviour) for s in ((), stop))
+    found = 0
+    for (whole, _), (cut, _) in ((plain[ordinal], stopped[ordinal]) for ordinal in plain):
+        for row in range(len(cut)):
+            begin, length = int(cut.prompt_lengths_N[row]), int(cut.response_lengths_N[row])
+            assert torch.equal(cut.tokens_NS[row, begin : begin + length], whole.tokens_NS[row, begin : begin + length])
+            assert torch.equal(cut.logprobs_NT[row, :length], whole.logprobs_NT[row, :length])
+            ends = [whole.texts[row].find(text) + len(text) for text in stop if text in whole.texts[row]]
+            assert cut.texts[row] == whole.texts[row][: min(ends, default=999)]
+            assert cut.finished_N[row] == (bool(ends) or bool(whole.finished_N[row]))
+            found += bool(ends)
+    assert 0 < found < 16 * 8
+
+
+def test_after_a_stop_string_the_reply_begins_with_the_end_of_the_turn(context: Context) -> None:
+    """As the template says it: the model has not said that token itself, as it has at a stop token."""
+    template = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    tokenizer = Tokenizer(TOKENIZER.backend, TOKENIZER.stops, TOKENIZER.pad, template)
+    said = run(make_engine(context, samples=16, stop=("4", "a")), [3], weights())[3][0]
+    heard = Replies(("77",) * 16, ("user",) * 16, torch.zeros(16, dtype=torch.bool))
+    rows = SampledGroup.go_on("tag", prompts(3), 16, said, heard, tokenizer, 1000).rows
+    reply, kinds = [*TOKENIZER.encode("77"), TOKENIZER.eos, *TOKENIZER.encode("=")], set()
+    for row, length, finished in zip(rows, said.response_lengths_N.tolist(), said.finished_N.tolist(), strict=True):
+        last = int(row.before.tokens[length - 1])
+        kinds.add((finished, last == TOKENIZER.eos))
+        assert row.before.tokens[length:].tolist() == ([] if last == TOKENIZER.eos else [TOKENIZER.eos]) + reply
+    assert {(True, True), (True, False)} <= kinds
+
+
 def test_each_token_records_the_version_that_made_it(context: Context) -> None:
     """Where tokens of the batch's first group are of two versions, mismatch is measured of the next group."""
     engine, behaviour, new = make_engine(context, samples=2), weights(), weights(5, seed=2)
@@ -355,6 +389,12 @@ def test_a_prompt_longer_than_its_room_is_an_error(context: Context, most: int, 
 def test_what_cannot_work_is_an_error(context: Context, changes: dict[str, Any], samples: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_engine(replace(context, **changes), samples=samples)
+
+
+@pytest.mark.parametrize("text", ["", "<eos>", "no letter of the alphabet"])
+def test_a_stop_string_that_the_model_cannot_say_is_an_error(context: Context, text: str) -> None:
+    with pytest.raises(ValueError, match=f"option 'stop': given '{text}', needed"):
+        make_engine(context, stop=("1", text))
 
 
 def test_an_engine_that_has_released_its_memory_samples_the_same(context: Context) -> None:
