@@ -6,7 +6,7 @@ a cache. What stands on top is a language model's head (`CausalLM`) or one that 
 are named as in Hugging Face's checkpoints. Left out: dropout, sliding windows, attention weights as output.
 
 Shapes: B rows, S tokens of a row, D hidden width, H query heads, G key-value heads, K width of a head, V vocabulary,
-W words of a rank, P positions, I inner width.
+W words of a rank, P positions.
 """
 
 import math
