@@ -89,6 +89,7 @@ class Context:
         mesh: axes of the ranks that run this pool together, as (axis, size), outermost first, row-major; () for one
             rank. With more than one rank, torch.distributed's default group has them all.
         rank: this rank's place in the mesh.
+        host_ranks: how many of these ranks are on this one's host.
         options: the options of the node, or the program's for a maker.
         weights: for each input that is weights, the carried value that they belong to.
     """
@@ -123,6 +124,7 @@ class Context:
     lora_targets: tuple[str, ...] = ()
     mesh: Axes = ()
     rank: int = 0
+    host_ranks: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     weights: "dict[str, Origin]" = field(default_factory=dict)
 

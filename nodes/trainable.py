@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -243,13 +244,15 @@ def _moment_bytes(parameter: Tensor) -> int:
 class Learner(MasterWeights[Model]):
     """A model that learns by AdamW. `updates` is the length of the run, for schedules of the learning rate; `context`
     says how the run was started, and keys what updates draw. `on_host`: do moments lie on the host, but for those that
-    a step is at?"""
+    a step is at? Raises ValueError for a host that has not the memory for those of its ranks."""
 
     def __init__(self, master: Model, tokenizer: Tokenizer, context: Context) -> None:
         super().__init__(_freeze_base(master), tokenizer, context)
         self.optimizer = torch.optim.AdamW(self.masters.values(), fused=True)
         self.updates = context.updates
         self.on_host = context.optimizer_state == "host"
+        if self.on_host:
+            self._check_host()
 
     def backward(
         self, items: Sequence[Packed], loss: Callable[[Model, Packed], tuple[Tensor, Figures]]
@@ -365,6 +368,16 @@ class Learner(MasterWeights[Model]):
         if self.device.type == "cuda":
             # A checkpoint reads them on the host.
             torch.cuda.current_stream(self.device).synchronize()
+
+    def _check_host(self) -> None:
+        sizes = [p.nbytes for p in self.masters.values() if p.requires_grad for _ in MOMENTS]
+        if self.device.type == "cuda":  # torch takes pinned memory by powers of two
+            sizes = [1 << (size - 1).bit_length() for size in sizes]
+        ranks, memory = self.context.host_ranks, psutil.virtual_memory().total
+        if (taken := ranks * sum(sizes)) > memory:
+            given = f"a host of {memory / 2**30:.1f} GiB and {ranks} ranks on it, whose AdamW moments lie there"
+            needed = f"{taken / 2**30:.1f} GiB, or --optimizer-state device"
+            raise ValueError(f"{self.context.node} [host-memory]: given {given}, needed {needed}")
 
     def _at_rest(self, moment: Tensor) -> Tensor:
         """A copy of its own, where moments lie between steps."""

@@ -125,6 +125,7 @@ SAID = {
     "stage": "what comes before it",
     "tp": "tensor parallelism",
     "pp": "the hops between stages",
+    "moments": "moments that come from the host and go back",
 }
 
 
@@ -182,7 +183,8 @@ def _why(found: Planned) -> str:
         parts += [f"steps of {', '.join(learners)} {about(reading.learns.seconds)}"] if learners else []
     parts.append(f"weight sync {about(best.sync.seconds)}")
     if best.offloads:
-        parts.append(f"moments to the host and back {about(best.switch.seconds)}")
+        what = "GPUs change their role" if best.training.trainer.host_state else "moments to the host and back"
+        parts.append(f"{what} {about(best.switch.seconds)}")
     generator, bound = best.generating.generator, best.training.steps.bound
     steps = f"most of a training step goes to {SAID.get(bound, bound)}"
     rows = min(generator.slots, -(-found.work.responses // best.generating.replicas))
@@ -199,6 +201,8 @@ def _pool(pool: PoolPlan, width: int) -> list[str]:
     how = [f"{pool.devices} {pool.kind}: {copies}({mesh})", pool.precision]
     how += [f"{pool.slots} slots"] if pool.slots else []
     how += [f"micro-batches of {pool.micro_tokens} tokens"] if pool.micro_tokens else []
+    how += ["layers computed again"] if pool.recompute == "layer" else []
+    how += ["AdamW's moments on the host"] if pool.optimizer_state else []
     how += ["weights sharded"] if pool.zero3 else []
     how += [f"experts over {pool.ep} ranks (ep)"] if pool.ep else []
     how += [f"sequences over {pool.cp} ranks (cp)"] if pool.cp else []

@@ -37,12 +37,13 @@ def machines(flags: MachineFlags, seen: Sequence[SeenGpu]) -> Cluster:
     if not (seen and path.exists()):
         return here.with_seen(seen)
     # What was measured here is better than a data sheet.
-    measured, (host,) = Cluster.read(path), here.hosts
+    measured = Cluster.read(path)
     own = measured.hosts[0]
     named = here.with_seen(seen)
     one, other = named.gpu_of(named.hosts[0]), measured.gpu_of(own)
     if one is None or other is None or not alike(one, other):
         return named
+    (host,) = named.hosts
     return here.model_copy(update={"hosts": (host.model_copy(update={"gpu": own.gpu}),), "gpus": measured.gpus})
 
 

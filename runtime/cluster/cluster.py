@@ -135,7 +135,7 @@ class Cpu(BaseModel):
 
 class Host(BaseModel):
     """One machine. `cores` are for ranks, of the kind `cpu`; `devices` as torch names them, CUDA devices of the kind
-    `gpu`. An "external" agent is started by others.
+    `gpu`. `memory_gib` is the host's own. An "external" agent is started by others.
 
     At `address` its ranks listen for those of other hosts that read values made here, or send or receive weights.
     """
@@ -147,6 +147,7 @@ class Host(BaseModel):
     devices: tuple[Annotated[str, AfterValidator(_device)], ...] = ()
     gpu: str = ""
     cpu: str = ""
+    memory_gib: float | None = Field(default=None, gt=0)
     agent: Literal["local", "external"] = "local"
     address: Annotated[str, AfterValidator(_address)] = ""
 
@@ -236,22 +237,28 @@ class Cluster(BaseModel):
             raise ClusterError(explain(error, str(path))) from error
 
     def with_seen(self, seen: Sequence[SeenGpu]) -> "Cluster":
-        """With the kind of the GPUs that torch sees on this machine, for its hosts that do not say theirs. Of a machine
-        with several kinds it is the one with least memory."""
+        """With the memory of this machine and the kind of the GPUs that torch sees on it, for its hosts that do not say
+        theirs. Of a machine with several kinds it is the one with least memory."""
         if not seen:
             return self
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         least = min(seen, key=lambda gpu: gpu.memory_gib)
         gpu, known = gpu_like(least.name, least.memory_gib), kind_of(least.name)
         named = known if known and alike(GPUS[known], gpu) else None
         kind = named or re.sub(r"\W+", "-", least.name)
+        here = [host for host in self.hosts if host.accelerators and host.agent == "local"]
         hosts = tuple(
-            host.model_copy(update={"gpu": kind})
-            if host.accelerators and not host.gpu and host.agent == "local"
+            host.model_copy(update={"gpu": host.gpu or kind, "memory_gib": self.memory_gib(host) or memory})
+            if host in here
             else host
             for host in self.hosts
         )
-        own = {} if named or hosts == self.hosts else {kind: gpu}
+        own = {} if named or all(host.gpu for host in here) else {kind: gpu}
         return self.model_copy(update={"hosts": hosts, "gpus": {**own, **self.gpus}})
+
+    def memory_gib(self, host: Host) -> float | None:
+        """A host's own memory, if it is said."""
+        return host.memory_gib or (self.cpus[host.cpu].memory_gib if host.cpu else None)
 
     def host(self, name: str) -> Host:
         return next(h for h in self.hosts if h.name == name)

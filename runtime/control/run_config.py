@@ -364,7 +364,8 @@ class RunConfig:
     ) -> RankSetup:
         """What rank `index` of a replica has to know, with a context for each node and argument that its pool holds."""
         rank = replica.ranks[index]
-        place = Context(device=rank.device, threads=rank.threads, mesh=replica.mesh, rank=index)
+        here = sum(other.host == rank.host for other in replica.ranks)
+        place = Context(device=rank.device, threads=rank.threads, mesh=replica.mesh, rank=index, host_ranks=here)
         holds = next(p.holds for p in self.plan.pools if replica in p.replicas)
         contexts = {name: context_of(name, self.graphs, self.flags, place) for name in holds}
         return RankSetup(

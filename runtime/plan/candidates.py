@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, partial
+from itertools import product
 from math import inf
 from typing import Any
 
@@ -27,7 +28,7 @@ from penstock.runtime.plan.collectives import SAFE, Cost
 from penstock.runtime.plan.decode_cost import Generator, generator_memory, rollout_s
 from penstock.runtime.plan.model_shape import Parallel, Shape
 from penstock.runtime.plan.roles import AskedError, Models
-from penstock.runtime.plan.train_cost import Memory, Trainer, beside_memory, packed, trainer_memory
+from penstock.runtime.plan.train_cost import Memory, Trainer, beside_memory, host_moments, packed, trainer_memory
 from penstock.runtime.plan.workload import BoolArray, FloatArray, IntArray, Workload
 
 # Copies of a generator's weights: on dedicated GPUs the next version arrives while it decodes with the last one.
@@ -39,16 +40,22 @@ SHARED_OUT = ("products", "attention", "elementwise", "logits")
 
 @dataclass(frozen=True, eq=False)
 class NodeGroup:
-    """Hosts that are alike: `each` GPUs of one kind."""
+    """Hosts that are alike: `each` GPUs of one kind, and `host_bytes` of memory of their own at least (inf: not
+    said)."""
 
     kind: str
     gpu: Gpu
     hosts: tuple[str, ...]
     each: int
+    host_bytes: float = inf
 
     @cached_property
     def gpus(self) -> int:
         return len(self.hosts) * self.each
+
+    def host_share(self, gpus: int) -> float:
+        """Bytes of its host's memory that each rank of a pool with so many GPUs may have at most."""
+        return self.host_bytes / min(gpus, self.each)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -100,7 +107,13 @@ def node_groups(cluster: Cluster) -> tuple[NodeGroup, ...]:
         given = f"{len(cluster.hosts)} hosts without GPUs"
         raise AskedError(f"cluster: given {given}, needed one or more with devices and their kind, gpu = …")
     return tuple(
-        NodeGroup(kind, gpu.in_hosts_of(each), tuple(host.name for host in hosts), each)
+        NodeGroup(
+            kind,
+            gpu.in_hosts_of(each),
+            tuple(host.name for host in hosts),
+            each,
+            min((cluster.memory_gib(host) or inf) * 2**30 for host in hosts),
+        )
         for (kind, each), hosts in alike.items()
         if (gpu := cluster.gpu_of(hosts[0]))
     )
@@ -109,9 +122,11 @@ def node_groups(cluster: Cluster) -> tuple[NodeGroup, ...]:
 @dataclass(frozen=True)
 class LastResorts:
     """What layouts have only where nothing fits without it. tp_over_hosts: tensor parallelism over whole hosts, which a
-    run has with the flag of this name. cp: sequences that several ranks share, which no run has."""
+    run has with the flag of this name. host_state: AdamW's moments lie on the host, of all that learns. cp: sequences
+    that several ranks share, which no run has."""
 
     tp_over_hosts: bool = False
+    host_state: bool = False
     cp: bool = False
 
     def tensor_sizes(self, nodes: NodeGroup, gpus: int) -> list[int]:
@@ -121,7 +136,7 @@ class LastResorts:
 
 
 # In the order in which they are tried: what a run has comes first.
-RESORTS = tuple(LastResorts(tp, cp) for cp in (False, True) for tp in (False, True))
+RESORTS = tuple(LastResorts(tp, host, cp) for cp, host, tp in product((False, True), repeat=3))
 
 
 def trainer_meshes(shape: Shape, nodes: NodeGroup, gpus: int, resorts: LastResorts = RESORTS[0]) -> Iterator[Parallel]:
@@ -171,9 +186,9 @@ def _divisors(number: int) -> list[int]:
 @dataclass(frozen=True)
 class Pins:
     """What is given: meshes, of which `beside` are those of pools with models beside the policy, which then have
-    dedicated GPUs; the generator's slots and replicas; the trainers' micro-batches and recomputation; and of GPUs that
-    trainer and generator share, whether moments are on the host while they decode, and whether both work at the same
-    time (`overlaps`)."""
+    dedicated GPUs; the generator's slots and replicas; of what learns the micro-batches, recomputation, and whether
+    AdamW's moments lie on the host (`host_state`); and of GPUs that trainer and generator share, whether moments are on
+    the host while they decode, and whether both work at the same time (`overlaps`)."""
 
     trainer: Axes | None = None
     generator: Axes | None = None
@@ -182,6 +197,7 @@ class Pins:
     replicas: int | None = None
     micro_tokens: int | None = None
     recompute: bool | None = None
+    host_state: bool | None = None
     offload: bool | None = None
     overlaps: bool = False
 
@@ -191,8 +207,8 @@ class Pins:
         meshes = self.trainer is not None or self.generator is not None or bool(self.beside)
         given = {
             "mesh": meshes or None, "slots": self.slots, "generators": self.replicas,
-            "micro-tokens": self.micro_tokens, "recompute": self.recompute, "offload": self.offload,
-            "lag": self.overlaps or None,
+            "micro-tokens": self.micro_tokens, "recompute": self.recompute,
+            "optimizer-state": self.host_state, "offload": self.offload, "lag": self.overlaps or None,
         }  # fmt: skip
         return " and ".join(f"--{name}" for name, value in given.items() if value is not None)
 
@@ -208,14 +224,15 @@ class Pins:
 @dataclass(frozen=True)
 class Training:
     """A layout of a trainer: seconds of an update's steps and further passes of the policy; of the passes and steps of
-    the models that are colocated with it; and the memory of a rank with all of it. On dedicated GPUs of models beside
-    the policy there are no steps of the policy."""
+    the models that are colocated with it; the memory of a rank with all of it, and the bytes of moments that it has on
+    its host. On dedicated GPUs of models beside the policy there are no steps of the policy."""
 
     trainer: Trainer
     steps: Cost
     reads: Cost
     learns: Cost
     memory: Memory
+    host_bytes: float = 0.0
 
     @cached_property
     def seconds(self) -> float:
@@ -367,9 +384,9 @@ class LayoutCandidates:
         self.context = float(self.work.slot_tokens or self.work.context) if DENSE_CACHE else mean
 
     @property
-    def recompute(self) -> float:
-        """The share of the forward pass that backward ones repeat."""
-        return float(self.pins.recompute is not False)
+    def recomputes(self) -> tuple[float, ...]:
+        """Shares of the forward pass that backward ones may repeat, the one with least memory first."""
+        return (1.0, 0.0) if self.pins.recompute is None else (float(self.pins.recompute),)
 
     def cuts(self, nodes: NodeGroup, gpus: int, pin: Axes | None = None) -> list[TrainerFamily]:
         """All trainers on `gpus` GPUs, whether they fit or not; with the mesh `pin`, if it is given."""
@@ -381,15 +398,15 @@ class LayoutCandidates:
                 for ep, cp in sharings(self.work.shape, mesh, self.resorts):
                     meshes[ep, cp, mesh.data, mesh.tp, mesh.pp].append(mesh)
         found = []
-        for (ep, cp, *_), alike in meshes.items():
-            for tokens in own or micro_tokens(self.work.context, self.work.micro_tokens):
-                first = Trainer(
-                    self.work.shape, nodes.gpu, alike[0], micro_tokens=tokens, recompute=self.recompute, zero3=False,
-                    ep=ep, cp=cp,
+        every = product(own or micro_tokens(self.work.context, self.work.micro_tokens), self.recomputes)
+        for ((ep, cp, *_), alike), (tokens, again) in product(meshes.items(), list(every)):
+            first = Trainer(
+                    self.work.shape, nodes.gpu, alike[0], micro_tokens=tokens, recompute=again, zero3=False,
+                    ep=ep, cp=cp, host_state=self.resorts.host_state,
                 )  # fmt: skip
-                steps_s = sum(first.least(part, backward=True) for part in self._minibatches) * self.work.epochs
-                passed_s = first.least(self._whole, backward=False)
-                found.append(TrainerFamily(first, tuple(alike), passed_s * SAFE, steps_s * SAFE))
+            steps_s = sum(first.least(part, backward=True) for part in self._minibatches) * self.work.epochs
+            passed_s = first.least(self._whole, backward=False)
+            found.append(TrainerFamily(first, tuple(alike), passed_s * SAFE, steps_s * SAFE))
         return found
 
     def trainers(self, nodes: NodeGroup, gpus: int, colocated: Models) -> FastestFirst:
@@ -401,14 +418,15 @@ class LayoutCandidates:
             for trainer in cut.layouts():
                 memory = trainer_memory(trainer, self.models.copies)
                 memory = memory + beside_memory(trainer, colocated) if colocated.count else memory
-                if memory.bytes > nodes.gpu.memory_bytes:
+                host_bytes = host_moments(trainer) + host_moments(trainer.all_learning()) * critics
+                if memory.bytes > nodes.gpu.memory_bytes or host_bytes > nodes.host_share(gpus):
                     continue
                 steps = trainer.steps(self._minibatches, self.work.epochs)
                 passed = trainer.passed(self._whole) if passes else Cost()
                 own = steps + passed * self.models.rereads if self.models.rereads else steps
                 own = own + trainer.followed() * self.models.followed if self.models.followed else own
                 learns = trainer.all_learning().steps(self._minibatches, self.work.epochs) if critics else Cost()
-                yield Training(trainer, own, passed * colocated.count, learns * critics, memory)
+                yield Training(trainer, own, passed * colocated.count, learns * critics, memory, host_bytes)
 
         cuts = self.cuts(nodes, gpus, self.pins.trainer)
         found = FastestFirst((cut.passed_s * passes + cut.steps_s * learners, partial(made, cut)) for cut in cuts)
@@ -418,16 +436,21 @@ class LayoutCandidates:
         return found
 
     def readers(self, nodes: NodeGroup, gpus: int, models: Models, pin: Axes | None = None) -> tuple[Training, ...]:
-        """Layouts of models on dedicated GPUs that fit and that no other one beats both in passes and in steps."""
+        """Layouts of models on dedicated GPUs that fit and that no other one beats both in passes and in steps: of
+        critics with each share of recomputation, since all that learns has one."""
         best: list[Training] = []
 
-        def beaten(reads_s: float, learns_s: float) -> bool:
+        def beaten(reads_s: float, learns_s: float, trainer: Trainer) -> bool:
             """Whether one that is kept is as fast both in passes and in steps."""
-            return any(each.reads.seconds <= reads_s and each.learns.seconds <= learns_s for each in best)
+            return any(
+                each.reads.seconds <= reads_s and each.learns.seconds <= learns_s
+                for each in best
+                if not models.critics or each.trainer.recompute == trainer.recompute
+            )
 
         def made(cut: TrainerFamily) -> Iterator[Training]:
             # What is kept by now may beat a whole family, which then is not made at all.
-            if beaten(cut.passed_s * models.count, cut.steps_s * models.critics):
+            if beaten(cut.passed_s * models.count, cut.steps_s * models.critics, cut.first):
                 return
             for trainer in (each.all_learning() for each in cut.layouts()):
                 passing = trainer if models.critics else replace(trainer, frozen=True)
@@ -435,15 +458,16 @@ class LayoutCandidates:
                 if models.count > 1:
                     critic = min(1, models.critics)
                     memory += beside_memory(passing, Models(models.frozen - 1 + critic, models.critics - critic))
-                if memory.bytes <= nodes.gpu.memory_bytes:
+                host_bytes = host_moments(trainer) * models.critics
+                if memory.bytes <= nodes.gpu.memory_bytes and host_bytes <= nodes.host_share(gpus):
                     reads = passing.passed(self._whole) * models.count
                     steps = trainer.steps(self._minibatches, self.work.epochs) if models.critics else Cost()
-                    yield Training(passing, Cost(), reads, steps * models.critics, memory)
+                    yield Training(passing, Cost(), reads, steps * models.critics, memory, host_bytes)
 
         cuts = self.cuts(nodes, gpus, pin)
         bounds = (cut.passed_s * models.count + cut.steps_s * models.critics for cut in cuts)
         for each in FastestFirst((bound, partial(made, cut)) for bound, cut in zip(bounds, cuts, strict=True)):
-            if not beaten(each.reads.seconds, each.learns.seconds):
+            if not beaten(each.reads.seconds, each.learns.seconds, each.trainer):
                 best.append(each)  # noqa: PERF401 - `beaten` and `made` read what is there by now
         # With a given mesh the table's bounds stay as they are: they are shared by pools without one.
         if pin is None:
@@ -472,7 +496,7 @@ class LayoutCandidates:
         """GPU-seconds of one pass and of one model's steps that no layout goes below."""
         work = self.work
         tokens = int(work.sequence_tokens.sum())
-        alone = Trainer(work.shape, nodes.gpu, Parallel(), micro_tokens=tokens, recompute=self.recompute)
+        alone = Trainer(work.shape, nodes.gpu, Parallel(), micro_tokens=tokens, recompute=min(self.recomputes))
         costs = alone.passed(self._whole), alone.update(work.sequence_tokens, work.epochs)
         passed, steps = (sum(cost.parts[part] for part in SHARED_OUT) * SAFE for cost in costs)
         return passed, steps

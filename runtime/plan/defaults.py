@@ -66,6 +66,7 @@ def planned_run(
         replicas=options.generators if "generators" in typed else None,
         micro_tokens=options.micro_tokens or None,
         recompute=None if options.recompute == "auto" else options.recompute == "layer",
+        host_state=None if options.optimizer_state == "auto" else options.optimizer_state == "host",
         offload=options.offload == "on" if "offload" in typed and options.offload != "auto" else None,
         # Who writes a lag wants both to work at the same time.
         overlaps="lag" in typed and roles.lag > 0,
@@ -92,6 +93,7 @@ def five_lines(found: Planned, made: RunPlan) -> list[str]:
     offload = ", moments on the host meanwhile" if best.offloads else ""
     micro = f"micro-batches of {options['micro_tokens']} tokens"
     micro += ", layers computed again" if options["recompute"] == "layer" else ""
+    micro += ", AdamW's moments on the host" if options["optimizer_state"] == "host" else ""
     behind = f"lag {lag}" + (" (GPUs that are shared are used in turn)" if made.lag is not None else "")
     given = f"{found.pins.flags} as given; " if found.pins.flags else ""
     beside = [f"{pool.name} {pool.shares or _gpus(pool)}" for pool in others if pool.devices]

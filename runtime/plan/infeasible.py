@@ -9,6 +9,9 @@ quarter … of the length. Each is named only where a search has found a whole p
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
+from math import inf
+from typing import NamedTuple
 
 from penstock.graph.protocols import num_ranks
 from penstock.runtime.cluster.capabilities import axis_lack
@@ -28,11 +31,11 @@ from penstock.runtime.plan.decode_cost import generator_memory
 from penstock.runtime.plan.model_shape import Parallel
 from penstock.runtime.plan.roles import AskedError, Models, PlanError, Roles
 from penstock.runtime.plan.search import Search
-from penstock.runtime.plan.train_cost import Memory, Trainer, trainer_memory
+from penstock.runtime.plan.train_cost import Memory, Trainer, host_moments, trainer_memory
 from penstock.runtime.plan.workload import Lengths, Listed, Lognormal
 
-# The code of a workload that fits nowhere.
-NO_FIT = "no-fit"
+# The codes of a workload that fits nowhere, and of moments that are more than the memory of their host.
+NO_FIT, HOST_MEMORY = "no-fit", "host-memory"
 MOST_GPUS = 4096
 # Tokens of a response.
 SHORTEST = 64
@@ -68,23 +71,30 @@ def refuse(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
     head = f"{model} does not fit on {total} GPU{'s' * (total > 1)} [{NO_FIT}]"
     free, lines = replace(candidates, pins=Pins()), [head]
     for role, layouts in ((roles.trainer, _trainers), (roles.generator, _generators)):
-        found = [(memory, mesh, nodes) for nodes in node_groups for memory, mesh in layouts(candidates, nodes)]
+        found = [(needs, nodes) for nodes in node_groups for needs in layouts(candidates, nodes)]
         if not found:
             raise PlanError(f"{role}: given no layout of {model}, needed heads that tp divides")
-        memory, mesh, nodes = min(found, key=lambda each: each[0].bytes / each[2].gpu.memory_bytes)
-        lacking = memory.bytes - nodes.gpu.memory_bytes
-        if lacking > 0:
-            given = f"given {nodes.gpu.memory_bytes / 1e9:.1f} GB of memory on each GPU, needed {memory}"
+        # What lacks memory of hosts alone is told before what lacks that of GPUs.
+        needs, nodes = min(
+            found, key=lambda each: (each[0].memory.bytes > each[1].gpu.memory_bytes, each[0].share(each[1]))
+        )
+        if needs.share(nodes) > 1:
+            lacking, where = needs.memory.bytes - nodes.gpu.memory_bytes, "GPU"
+            given = f"given {nodes.gpu.memory_bytes / 1e9:.1f} GB of memory on each GPU, needed {needs.memory}"
+            if lacking <= 0:
+                lacking, where = needs.host_bytes - nodes.host_bytes, "host"
+                given = f"given {nodes.host_bytes / 1e9:.1f} GB of memory of each host [{HOST_MEMORY}], "
+                given += f"needed {needs.host_bytes / 1e9:.1f} GB for AdamW's moments, which lie there"
             groups = (nodes, *_more_hosts(nodes))
             enough = next((each for each in groups if _any_fits(layouts(free, each), each)), None)
             # No number of hosts helps a replica that has one: only larger GPUs do.
             larger = sorted(GPUS.items(), key=lambda kind: kind[1].memory_gib)
             others = (replace(nodes, kind=kind, gpu=gpu.in_hosts_of(nodes.each)) for kind, gpu in larger)
             enough = enough or next((each for each in others if _any_fits(layouts(candidates, each), each)), None)
-            change = f"{lacking / 1e9:.1f} GB are lacking on each GPU"
+            change = f"{lacking / 1e9:.1f} GB are lacking on each {where}"
             if enough:
                 change = f"It would fit {f'without {candidates.pins.flags}' if enough is nodes else f'on {enough}'}"
-            lines.append(f"{role} ({mesh}): {given}. {change}")
+            lines.append(f"{role} ({needs.mesh}): {given}. {change}")
     if len(lines) > 1:
         return PlanError("\n".join(lines))
     alone = [n for i in node_groups for n in i.sizes if candidates.trainers(i, n, Models(0)).at(0)]
@@ -105,7 +115,11 @@ def enough(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
 
     def fits(asked: LayoutCandidates, groups: Sequence[NodeGroup]) -> bool:
         """Whether there is any plan, as far as a search finds one in its grace."""
-        return Search(roles, asked, tuple(groups)).run(time.monotonic(), second=False).best is not None
+        every = (
+            replace(asked, resorts=replace(asked.resorts, host_state=on_host)) for on_host in _states(asked, groups)
+        )
+        searches = (Search(roles, each, tuple(groups)) for each in every)
+        return any(search.run(time.monotonic(), second=False).best is not None for search in searches)
 
     if pinned and fits(free, node_groups):
         return f"All of it would fit without {candidates.pins.flags}"
@@ -145,25 +159,49 @@ def _more_hosts(nodes: NodeGroup) -> Iterator[NodeGroup]:
         yield replace(nodes, hosts=tuple(f"host{number}" for number in range(count)))
 
 
-def _trainers(candidates: LayoutCandidates, nodes: NodeGroup) -> Iterator[tuple[Memory, Parallel]]:
-    """The least memory of a trainer's rank with each mesh on all GPUs of a node group, or with the given one."""
-    work, pin = candidates.work, candidates.pins.trainer
+class Needs(NamedTuple):
+    """The least memory of a rank with a mesh, and what its ranks have of a host's."""
+
+    memory: Memory
+    mesh: Parallel
+    host_bytes: float = 0.0
+
+    def share(self, nodes: NodeGroup) -> float:
+        """Of what there is: no more than 1 where it fits."""
+        return max(self.memory.bytes / nodes.gpu.memory_bytes, self.host_bytes / nodes.host_bytes)
+
+
+def _states(candidates: LayoutCandidates, groups: Iterable[NodeGroup]) -> list[bool]:
+    """Whether AdamW's moments lie on the host: the least memory of GPUs first, and that alone where hosts have
+    enough."""
+    found = [on_host for on_host in (True, False) if candidates.pins.host_state in (None, on_host)]
+    return found if any(nodes.host_bytes < inf for nodes in groups) else found[:1]
+
+
+def _trainers(candidates: LayoutCandidates, nodes: NodeGroup) -> Iterator[Needs]:
+    """A trainer's, with each mesh on all GPUs of a node group, or with the given one."""
+    work, pin, states = candidates.work, candidates.pins.trainer, _states(candidates, (nodes,))
     for gpus in (nodes.gpus,) if pin is None else nodes.sizes:
         for mesh in trainer_meshes(work.shape, nodes, gpus, candidates.resorts):
-            for ep, cp in sharings(work.shape, mesh, candidates.resorts) if pin in (None, mesh.axes) else ():
+            if pin not in (None, mesh.axes):
+                continue
+            for (ep, cp), on_host in product(sharings(work.shape, mesh, candidates.resorts), states):
                 trainer = Trainer(
                     work.shape, nodes.gpu, mesh, micro_tokens=max(work.context, candidates.pins.micro_tokens or 0),
-                    recompute=candidates.recompute, zero3=mesh.fsdp > 1, ep=ep, cp=cp,
+                    recompute=max(candidates.recomputes), zero3=mesh.fsdp > 1, ep=ep, cp=cp,
+                    host_state=on_host,
                 )  # fmt: skip
-                yield trainer_memory(trainer, candidates.models.copies), mesh
+                memory = trainer_memory(trainer, candidates.models.copies)
+                held = host_moments(trainer) * min(gpus, nodes.each) if nodes.host_bytes < inf else 0.0
+                yield Needs(memory, mesh, held)
 
 
-def _generators(candidates: LayoutCandidates, nodes: NodeGroup) -> Iterator[tuple[Memory, Parallel]]:
-    """The same of a generator, with few slots, and with one copy of the weights, as on the trainer's GPUs."""
+def _generators(candidates: LayoutCandidates, nodes: NodeGroup) -> Iterator[Needs]:
+    """A generator's, with few slots, and with one copy of the weights, as on the trainer's GPUs."""
     for base in candidates.bases(nodes):
         few = replace(base, slots=min(FEWEST_SLOTS, candidates.slots))
-        yield generator_memory(few, candidates.context, SHARED), base.mesh
+        yield Needs(generator_memory(few, candidates.context, SHARED), base.mesh)
 
 
-def _any_fits(layouts: Iterable[tuple[Memory, Parallel]], nodes: NodeGroup) -> bool:
-    return any(memory.bytes <= nodes.gpu.memory_bytes for memory, _ in layouts)
+def _any_fits(layouts: Iterable[Needs], nodes: NodeGroup) -> bool:
+    return any(each.share(nodes) <= 1 for each in layouts)

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from penstock.graph.errors import Fault
 from penstock.graph.ir import Graph
 from penstock.graph.protocols import Axes
-from penstock.runtime.cluster.capabilities import axis_lack, model_lack, precision_lack
+from penstock.runtime.cluster.capabilities import OptimizerState, Recompute, axis_lack, model_lack, precision_lack
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.gpus import Precision
 from penstock.runtime.cluster.placement import html_table, spelled
@@ -22,7 +22,7 @@ from penstock.runtime.plan.model_shape import AXES
 from penstock.runtime.plan.roles import AskedError, PlanError, Roles, assumptions, roles_of
 from penstock.runtime.plan.search import Allocation, GpuSplit, Outcome, Search, Solution
 from penstock.runtime.plan.simulate import KEY, Costed, costed
-from penstock.runtime.plan.train_cost import Memory, beside_memory
+from penstock.runtime.plan.train_cost import Memory, beside_memory, recomputation
 from penstock.runtime.plan.workload import Workload
 
 # Where a slower clock measures: its GPUs are not of the plan.
@@ -53,6 +53,8 @@ class PoolPlan:
     zero3: bool | None = None
     ep: int | None = None
     cp: int | None = None
+    recompute: Recompute | None = None
+    optimizer_state: OptimizerState | None = None
     shares: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -132,6 +134,8 @@ class Planned:
         said = [*assumptions(self.roles, self.work), *([over] if self.best.tp_over_hosts else [])]
         if self.unfollowed:
             said.append(f"{', '.join(self.unfollowed)} where it is best, not where [pools] of --cluster says")
+        if (taken := self.best.host_bytes) and self.pins.host_state is None:
+            said.append(_on_the_host(self.best, taken))
         return (*said, *map(_what_if, self.lacks))
 
     @property
@@ -211,7 +215,7 @@ def plan(
         LayoutCandidates(work, roles.lag, slots, pinned, roles.models, generator_precision, resorts)
         for resorts in RESORTS
         # Of a model that runs can have, a plan is one that they can have, too.
-        if not resorts.cp or model_lack(work.shape)
+        if (not resorts.cp or model_lack(work.shape)) and pinned.host_state in (None, resorts.host_state)
     ]
     check_pins(roles, every[1], found)
     for candidates in every:
@@ -247,6 +251,16 @@ def _searched(
     return others, Search(roles, candidates, tuple(found), known=known).run(began + time_limit)
 
 
+def _on_the_host(best: Solution, taken: Mapping[str, float]) -> str:
+    """That moments lie on the host, what that takes of the host with most of them, and whether that is known to be
+    there."""
+    moved, nodes = best.training.steps.parts.get("moments", 0.0), best.split.trainer.nodes
+    said = f"nothing fits with AdamW's moments on the GPUs: they lie on the host ({max(taken.values()) / 1e9:.0f} GB)"
+    said += f", and go to the GPUs and back in {moved:.2g} s of the steps"
+    unsaid = "; the cluster does not say that a host has as much (memory_gib)"
+    return said + (unsaid if nodes.host_bytes == inf else "")
+
+
 def _what_if(lack: Fault) -> str:
     return f"what if a run could have {lack.given}: it needs {lack.needed} [{lack.code}]"
 
@@ -259,6 +273,8 @@ def _learning(roles: Roles, pool: str, group: Allocation, training: Training, ho
         training.memory if pool == first else beside_memory(trainer, roles.models_of((pool,))),
         group.nodes.gpu.memory_bytes, micro_tokens=trainer.micro_tokens, zero3=trainer.zero3,
         ep=trainer.ep if trainer.ep > 1 else None, cp=trainer.cp if trainer.cp > 1 else None,
+        recompute=None if trainer.frozen else recomputation(trainer),
+        optimizer_state="host" if trainer.host_state and not trainer.frozen else None,
         shares=None if pool == first else f"its GPUs are those of {first}",
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ that there are, whose hosts may have other names, and `RunPlan.graphs` are the g
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,31 @@ from penstock.runtime.cluster.capabilities import SHARED_LAG
 from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, alike, check_common_network
 from penstock.runtime.cluster.placement import Plan, PoolLayout, place_as, spelled
 from penstock.runtime.control.run_config import RunOptions
+from penstock.runtime.plan.infeasible import HOST_MEMORY
 from penstock.runtime.plan.model_shape import Shape
 from penstock.runtime.plan.planner import Planned
 from penstock.runtime.plan.roles import PlanError, Roles, roles_of
 from penstock.runtime.plan.search import Allocation, Solution
+from penstock.runtime.plan.train_cost import recomputation
 from penstock.runtime.record.typed_json import parse_json
 
 # Of the JSON of a plan.
 KEY = "run"
 # The options that every plan decides; some decide others, too.
 DECIDED = (
-    *("batch", "max_tokens", "device", "dtype", "generators", "mesh", "slots", "micro_tokens", "recompute", "offload"),
+    *(
+        "batch",
+        "max_tokens",
+        "device",
+        "dtype",
+        "generators",
+        "mesh",
+        "slots",
+        "micro_tokens",
+        "recompute",
+        "optimizer_state",
+        "offload",
+    ),
 )
 
 
@@ -49,6 +63,7 @@ class RunPlan:
         of their flag: the program's own as typed, its model's directory, the file of its cluster.
     lag: what the generator's weights may be behind; None: as the program says. Pools that share GPUs take turns.
     source: what `--cluster` said.
+    host_bytes: of each host's memory, what AdamW's moments take that lie there.
     """
 
     program: str
@@ -60,9 +75,13 @@ class RunPlan:
     source: str
     cluster: Cluster
     plan: Plan
+    host_bytes: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        plain = {name: getattr(self, name) for name in ("program", "roles", "options", "words", "lag", "source")}
+        plain = {
+            name: getattr(self, name)
+            for name in ("program", "roles", "options", "words", "lag", "source", "host_bytes")
+        }
         cluster = self.cluster.model_dump(mode="json")
         return {"format": 1, **plain, "model": asdict(self.model), "cluster": cluster, "plan": self.plan.to_json()}
 
@@ -85,6 +104,7 @@ class RunPlan:
             source=msgspec.convert(data["source"], str),
             cluster=Cluster.model_validate(data["cluster"]),
             plan=Plan.from_json(data["plan"]),
+            host_bytes=msgspec.convert(data["host_bytes"], dict[str, float]),
         )
 
     @staticmethod
@@ -192,6 +212,10 @@ class RunPlan:
             # A word says nothing of cores: its hosts have one for each GPU.
             if host.cores < planned.cores:
                 yield Fault("plan-cores", what, f"{host.cores} cores", f"at least the {planned.cores} planned for")
+            moments, memory = self.host_bytes.get(planned.name, 0.0), here.memory_gib(host)
+            if memory is not None and moments > memory * 2**30:
+                given = f"{memory * 2**30 / 1e9:.1f} GB of memory of its own"
+                yield Fault(HOST_MEMORY, what, given, f"{moments / 1e9:.1f} GB for AdamW's moments, which lie there")
             if planned.address and host.address and planned.address != host.address:
                 yield Fault("plan-address", what, f"address {host.address}", f"{planned.address}, as planned")
         for replica in self.plan.replicas:
@@ -248,13 +272,15 @@ def run_plan(
         "mesh": [f"{pool}={spelled(each.mesh)}" for pool, each in layouts.items() if num_ranks(each.mesh) > 1],
         "slots": generator.slots,
         "micro_tokens": best.training.trainer.micro_tokens,
-        "recompute": "layer" if best.training.trainer.recompute else "none",
+        "recompute": recomputation(best.training.trainer),
+        "optimizer_state": "host" if best.training.trainer.host_state else "device",
         "offload": "on" if best.offloads else "off",
         **({"tp_over_hosts": True} if best.tp_over_hosts else {}),
         **({"lora": lora.rank, "lora_targets": list(lora.targets)} if (lora := found.work.shape.lora) else {}),
     }
     lag = SHARED_LAG if best.split.shared and found.lag > SHARED_LAG and not found.pins.overlaps else None
-    made = RunPlan(program, found.work.shape, roles_facts(found.roles), options, words, lag, source, cluster, plan)
+    facts = roles_facts(found.roles)
+    made = RunPlan(program, found.work.shape, facts, options, words, lag, source, cluster, plan, best.host_bytes)
     # Weights that are sent each few updates only are older than that.
     if faults := [fault for graph in made.graphs(graphs) for fault in check(graph)]:
         raise PlanError("\n".join(map(str, faults)))

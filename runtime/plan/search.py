@@ -24,10 +24,11 @@ another one by an update's steps, t seconds or more, so that of each the share 1
 import heapq
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, reduce
-from itertools import product
+from itertools import count, product
 from math import inf
 from typing import Any, NamedTuple
 
@@ -150,6 +151,16 @@ class Solution:
         return self.bounds[0].cause
 
     @property
+    def host_bytes(self) -> Mapping[str, float]:
+        """Of each host's memory, what AdamW's moments take that lie there."""
+        hosts, found = self.split.hosts() or [(), ()], Counter[str]()
+        pools = zip((self.split.trainer, *self.split.dedicated), (self.training, *self.readings), strict=True)
+        for (own, training), names in zip(pools, (hosts[0], *hosts[2:]), strict=True):
+            if training.host_bytes:
+                found.update(dict.fromkeys(names, training.host_bytes * min(own.gpus, own.nodes.each)))
+        return found
+
+    @property
     def tp_over_hosts(self) -> bool:
         """Whether tensor parallelism of any pool crosses hosts."""
         trains = zip(self.split.dedicated, self.readings, strict=True)
@@ -269,7 +280,8 @@ class PartialPlan(NamedTuple):
 
     Then layouts of all but the generator: `readings` of the groups, and `train`, the `ordinal`th of those on
     the trainer's GPUs. Then some generators: `rows` of a `table`, the most promising first by what was known at the
-    table's `version`. `moved` are the bytes of the trainer's moments that are on the host while they decode.
+    table's `version`. `moved` are the bytes of the trainer's moments that are on the host while they decode; None: the
+    trainer's state stays.
     """
 
     groups: Groups
@@ -282,7 +294,7 @@ class PartialPlan(NamedTuple):
     table: GeneratorTable | None = None
     rows: tuple[int, ...] | IntArray = ()
     version: int = 0
-    moved: float = 0.0
+    moved: float | None = None
 
     @property
     def depth(self) -> int:
@@ -346,6 +358,8 @@ class Search:
 
     def __post_init__(self) -> None:
         self.models_of = cache(self.roles.models_of)
+        # Pools that share a host share its memory.
+        self.memory = {host: nodes.host_bytes for nodes in self.node_groups for host in nodes.hosts}
         # In which an environment answers all turns.
         self.wait_s = self.roles.turns * self.candidates.work.environment_s if self.roles.environment else 0.0
 
@@ -439,9 +453,19 @@ class Search:
         layouts = (
             readers(each.nodes, each.gpus, self.models_of(each.pools), pins.of(each.pools)) for each in dedicated
         )
-        if train := self._trainers(part).at(0):
-            for readings in product(*layouts):
-                self._push_trained(part._replace(readings=readings), train)
+        for readings in product(*layouts):
+            self._push_trained(part._replace(readings=readings))
+
+    def _with_trainer(self, part: PartialPlan) -> PartialPlan | None:
+        """With the fastest trainer from `ordinal` on that computes layers again as critics with their own GPUs do: a
+        run has one answer for all that learns."""
+        again = {reading.trainer.recompute for reading in part.readings if reading.learns.parts}
+        trainers = self._trainers(part)
+        for ordinal in count(part.ordinal):
+            train = trainers.at(ordinal)
+            if train is None or again <= {train.trainer.recompute}:
+                break
+        return part._replace(train=train, ordinal=ordinal) if train else None
 
     def _trainers(self, part: PartialPlan) -> FastestFirst:
         """All that fit on the trainer's GPUs, the fastest first."""
@@ -449,8 +473,12 @@ class Search:
             part.allocations[0].nodes, part.allocations[0].gpus, self.colocated(part.groups)
         )
 
-    def _push_trained(self, part: PartialPlan, train: Training) -> None:
-        """By what is known of rollouts, if the generator takes turns with the trainer on the same GPUs."""
+    def _push_trained(self, part: PartialPlan) -> None:
+        """With the next trainer; by what is known of rollouts, if the generator takes turns with it on the same
+        GPUs."""
+        found = self._with_trainer(part)
+        if found is None or (train := found.train) is None:
+            return
         if part.decodes:
             most = part.generator_sizes(part.decodes).stop - 1
             lower = self._fastest_period(part.decodes, False, train.seconds, _dedicated_s(part), most)
@@ -458,7 +486,7 @@ class Search:
             trainer = part.allocations[0]
             table = self.candidates.generators(trainer.nodes, (trainer.gpus,), self.candidates.shared_copies, None)
             lower = self._period(True, self._times(part, train, table, slice(None))).min(initial=inf)
-        self._push(part._replace(train=train), float(lower))
+        self._push(found, float(lower))
 
     def _open_trained(self, part: PartialPlan, train: Training) -> None:
         """All generators on dedicated GPUs; or all on this trainer's, whose moments stay or are on the host, and then
@@ -473,14 +501,14 @@ class Search:
         stays = Memory({name: parts[name] for name in STAY if name in parts})
         moments = parts["moments"] + parts.get("critic moments", 0.0)
         pins, copies = self.candidates.pins, self.candidates.shared_copies
-        for moved, beside in ((0.0, train.memory), (moments, stays)):
+        for moved, beside in ((None, train.memory), (moments, stays)):
+            offloads = moved is not None
             # What both need at the same time cannot leave.
-            if (moved and pins.overlaps) or (pins.offload is not None and pins.offload != bool(moved)):
+            if (offloads and pins.overlaps) or (pins.offload is not None and pins.offload != offloads):
                 continue
             table = self.candidates.generators(trainer.nodes, (trainer.gpus,), copies, beside)
             self._push_decoding(part._replace(moved=moved), train, table, np.arange(len(table.gpus)))
-        if following := self._trainers(part).at(part.ordinal + 1):
-            self._push_trained(part._replace(ordinal=part.ordinal + 1), following)
+        self._push_trained(part._replace(ordinal=part.ordinal + 1))
 
     def _push_decoding(self, part: PartialPlan, train: Training, table: GeneratorTable, rows: IntArray) -> None:
         """Rows that matter, by all that is known of rollouts."""
@@ -507,12 +535,15 @@ class Search:
         # The part may hold rows of several splits; those of the best plan's split have to beat that plan, not the
         # runner-up.
         if (lower, part.tie) < self._limit(split):
-            self._note(self._solution(part, train, table, split))
+            found = self._solution(part, train, table, split)
+            if all(found.host_bytes[host] <= self.memory[host] for host in found.host_bytes):
+                self._note(found)
         self._push_decoding(part, train, table, rows[1:])
         # A slower trainer may have a faster sync. On shared GPUs its memory decides which generators fit, so that
         # `_open_trained` has gone through all trainers there.
-        if not split.shared and (following := self._trainers(part).at(part.ordinal + 1)):
-            self._push_decoding(part._replace(ordinal=part.ordinal + 1), following, table, rows[:1])
+        following = None if split.shared else self._with_trainer(part._replace(ordinal=part.ordinal + 1))
+        if following is not None and following.train is not None:
+            self._push_decoding(following, following.train, table, rows[:1])
 
     def _solution(self, part: PartialPlan, train: Training, table: GeneratorTable, split: GpuSplit) -> Solution:
         """The whole plan with the first row, its sync by the resharding plan."""
@@ -529,10 +560,11 @@ class Search:
         times = replace(self._times(part, train, table, row), sync=sync.seconds)
         found = bounds(self.roles, times, lag, prompts, [each.pools for each in split.dedicated], shared=split.shared)
         alone = period_terms(self.roles, replace(times, others=0.0), lag, prompts, shared=split.shared)
-        switch = switch_cost(train.trainer.gpu, part.moved, part.moved) if split.shared else NO_SWITCH
+        moved = part.moved or 0.0
+        switch = switch_cost(train.trainer.gpu, moved, moved) if split.shared else NO_SWITCH
         return Solution(
             split, train, decode, part.readings, float(times.rollout), sync, switch, found, float(max(alone)),
-            part.moved > 0,
+            part.moved is not None,
         )  # fmt: skip
 
     def _least_memory(self, found: Solution) -> Solution:
@@ -558,7 +590,8 @@ class Search:
         into, out = (_rate(nodes, together) for nodes in (decodes, trainer.nodes))
         ranks = table.gpus[rows] // table.replicas[rows] / trainer.gpus
         sync = table.bytes[rows] * np.maximum(1 / into, ranks / out) * SAFE
-        switch_s = switch_cost(train.trainer.gpu, part.moved, part.moved).seconds if shared else 0.0
+        moved = part.moved or 0.0
+        switch_s = switch_cost(train.trainer.gpu, moved, moved).seconds if shared else 0.0
         steady, rollout, others = table.steady[rows], table.rollout[rows], table.others[rows]
         return Times(train.seconds, steady, rollout, sync, switch_s, _dedicated_s(part), others, self.wait_s)
 

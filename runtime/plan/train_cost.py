@@ -21,15 +21,17 @@ compute with. ZeRO-1, which no run has, keeps weights and gradients whole. Recom
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil, log2
+from math import ceil, log2, prod
 from typing import NamedTuple
 
 import numpy as np
 
+from penstock.runtime.cluster.capabilities import Recompute
 from penstock.runtime.cluster.gpus import BYTES, Gpu, Precision
 from penstock.runtime.plan.collectives import Cost, added, exchange_s, gather_s, reduce_s, send_s
 from penstock.runtime.plan.model_shape import Parallel, Shape, Stage, stages_of
 from penstock.runtime.plan.roles import Models
+from penstock.runtime.plan.sync_cost import Table, adapter_tensors, layer_tensors
 from penstock.runtime.plan.workload import IntArray
 
 
@@ -315,11 +317,13 @@ class Trainer:
         whole = self.local if self.shape.lora is None else self.shard * mesh.fsdp
         once = 0.0 if self.zero3 else gather_s(gpu, whole * 2, mesh.fsdp, mesh.tp)
         copies = reduce_s(gpu, self.shard * 2, mesh.dp, mesh.tp * mesh.fsdp)
-        # Moments come from the host and go back.
-        moved = 2 * 8.0 * self.shard / gpu.pcie if self.host_state else 0.0
-        return Cost({"optimizer": self.shard * OPTIMIZER_BYTES / gpu.bandwidth + moved, "dp": copies, "fsdp": once})
+        parts = {"optimizer": self.shard * OPTIMIZER_BYTES / gpu.bandwidth, "dp": copies, "fsdp": once}
+        # They come from the host and go back, one after the other.
+        return Cost({**parts, "moments": 2 * MOMENT_BYTES * self.shard / gpu.pcie} if self.host_state else parts)
 
 
+# Of a parameter: two in float32.
+MOMENT_BYTES = 8.0
 # Of moments that lie on the host, those on the GPU at once (`nodes/trainable.py`).
 BUCKET_BYTES = 256 << 20
 # CUDA's context, NCCL's buffers, what a link stages, fragments: what a process has no use of.
@@ -387,12 +391,13 @@ def step_memory(trainer: Trainer, place: int, copies: int = 0) -> Mapping[str, M
     copied = 4.0 * (not masters and size < 4)
     # On the host but for those of a bucket, or of the largest tensor: embedding or head.
     largest = shape.vocab * shape.hidden / mesh.tp / mesh.fsdp if shape.lora is None else 0.0
-    adam = 8.0 * shard * learns
-    adam = min(adam, max(float(BUCKET_BYTES), 8.0 * largest)) if trainer.host_state else adam
+    adam = MOMENT_BYTES * shard * learns
+    bucket = min(adam, max(float(BUCKET_BYTES), MOMENT_BYTES * largest)) if trainer.host_state else 0.0
     state = {
         "weights": (4 if masters and trains else size) * kept + (4 if masters else size) * adapters,
         "gradients": 4 * with_gradients * learns,
-        "moments": copied * shard * learns + adam,
+        "moments": copied * shard * learns + (0.0 if trainer.host_state else adam),
+        "moments in a step": bucket,
         "copies": ((0 if masters else size) * kept + (4 if masters or copied else 0) * shard) * copies,
         "reserved": RESERVED,
     }
@@ -443,6 +448,35 @@ def step_memory(trainer: Trainer, place: int, copies: int = 0) -> Mapping[str, M
         name: Memory({**state, "activations": own, "logits": logits, "unsharded blocks": masters * blocks})
         for name, (own, logits, blocks) in moments.items()
     }
+
+
+def recomputation(trainer: Trainer) -> Recompute:
+    """What a run calls it."""
+    return "layer" if trainer.recompute else "none"
+
+
+def host_moments(trainer: Trainer) -> float:
+    """Bytes of its host's memory that a rank's moments take where they lie there, on the stage that has most: torch
+    takes pinned memory for each tensor by powers of two."""
+    shape, mesh = trainer.shape, trainer.mesh
+    if trainer.frozen or not trainer.host_state:
+        return 0.0
+
+    def pinned(table: Table) -> int:
+        sizes = (prod(size) / (1 if rule is None else mesh.tp) / mesh.fsdp for size, rule in table.values())
+        return sum(2 << (ceil(MOMENT_BYTES / 2 * size) - 1).bit_length() for size in sizes)
+
+    if shape.lora is not None:
+        return float(pinned(adapter_tensors(shape)) * max(stage.layers for stage in trainer.stages))
+    words, dense = pinned({"": ((shape.vocab, shape.hidden), (0, 0))}), pinned(layer_tensors(shape, dense=True))
+    moe = pinned(layer_tensors(shape, dense=False)) if shape.experts else 0
+    held = (
+        (stage.layers - stage.moe_layers) * dense
+        + stage.moe_layers * moe
+        + words * ((place == 0) + (stage.head > 0 and not shape.tied))
+        for place, stage in enumerate(trainer.stages)
+    )
+    return float(max(held))
 
 
 def layer_bytes(trainer: Trainer, stage: Stage) -> float:

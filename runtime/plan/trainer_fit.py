@@ -6,6 +6,7 @@ that are kept at once, and where AdamW's moments lie. Pure but for the sizes of 
 they had its shape.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -20,10 +21,17 @@ from penstock.runtime.cluster.placement import Replica, decodes
 from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.plan.candidates import DEDICATED, SHARED, micro_tokens
 from penstock.runtime.plan.decode_cost import Generator, generator_memory
-from penstock.runtime.plan.infeasible import NO_FIT
+from penstock.runtime.plan.infeasible import HOST_MEMORY, NO_FIT
 from penstock.runtime.plan.model_shape import Parallel, ShapeError, read_shape
 from penstock.runtime.plan.roles import Models, is_copy, is_model, with_adapters
-from penstock.runtime.plan.train_cost import Memory, Trainer, beside_memory, logit_elements, trainer_memory
+from penstock.runtime.plan.train_cost import (
+    Memory,
+    Trainer,
+    beside_memory,
+    host_moments,
+    logit_elements,
+    trainer_memory,
+)
 
 # Of a model whose gradients a run computes: more tokens than these make a step no faster.
 MOST_TOKENS = 16384
@@ -35,12 +43,14 @@ ROUNDS = 4
 
 @dataclass(frozen=True)
 class Place:
-    """A trainer's rank: the layout, bytes that its GPU has for it, and copies that follow the policy."""
+    """A trainer's rank: the layout, bytes that its GPU has for it, copies that follow the policy, and the host of each
+    rank."""
 
     trainer: Trainer
     room: float
     copies: int = 0
     colocated: Models = Models(0)  # noqa: RUF009 - frozen
+    hosts: Sequence[str] = ()
 
     def memory(self, trainer: Trainer) -> Memory:
         own = trainer_memory(trainer, self.copies)
@@ -69,14 +79,14 @@ def fitted(config: RunConfig, cluster: Cluster) -> RunOptions:
     what it computes, moments are on the device, and 0 is left to the nodes. Moments go to the host where nothing else
     fits.
 
-    Raises ClusterError for a model that does not fit, unless recomputation and micro-batch are both given.
+    Raises ClusterError for a model that does not fit, unless recomputation and micro-batch are both given, and for
+    moments that are more than the memory of their host, where the cluster says it.
     """
     options = config.flags
     kept = replace(options, recompute="none") if options.recompute == "auto" else options
     kept = replace(kept, optimizer_state="device") if options.optimizer_state == "auto" else kept
     given_both = options.recompute != "auto" and options.micro_tokens > 0
-    decided = given_both and options.optimizer_state != "auto"
-    places = list(_places(config, cluster)) if options.device != "cpu" and options.model and not decided else []
+    places = list(_places(config, cluster)) if options.device != "cpu" and options.model else []
     if not places:
         return kept
     shares = tuple(SHARES.values()) if options.recompute == "auto" else (SHARES[options.recompute],)
@@ -87,6 +97,7 @@ def fitted(config: RunConfig, cluster: Cluster) -> RunOptions:
         tried = [replace(each, trainer=replace(each.trainer, host_state=on_host)) for each in places]
         found = fit(tried, max(given, longest), shares, given or MOST_TOKENS)
         if found is not None:
+            _require_host_memory(tried, cluster)
             break
     else:
         if given_both:
@@ -100,11 +111,29 @@ def fitted(config: RunConfig, cluster: Cluster) -> RunOptions:
     return replace(options, recompute=chosen, micro_tokens=tokens, logit_elements=elements, optimizer_state=where)
 
 
+def _require_host_memory(places: Sequence[Place], cluster: Cluster) -> None:
+    """Raises ClusterError for a host whose memory is less than the moments on it."""
+    taken = Counter[str]()
+    for place in places:
+        own, critic = host_moments(place.trainer), host_moments(place.trainer.all_learning())
+        for host in place.hosts:
+            taken[host] += round(own + critic * place.colocated.critics)
+    for host, needed in taken.items():
+        memory = (cluster.memory_gib(cluster.host(host)) or inf) * 2**30
+        if needed > memory:
+            given = f"given {memory / 1e9:.1f} GB of memory of host {host}, needed {needed / 1e9:.1f} GB"
+            raise ClusterError(
+                f"AdamW's moments on the host do not fit [{HOST_MEMORY}]: {given}: more hosts have less each"
+            )
+
+
 def _refusal(place: Place, least: Trainer) -> str:
     memory, shape = place.memory(least), least.shape
     given = f"{place.room / 1e9:.1f} GB for a rank of {least.mesh}"
     change = ""
-    for fsdp in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
+    if not least.host_state and place.memory(replace(least, host_state=True)).bytes <= place.room:
+        change = "It would fit with --optimizer-state host. "
+    for fsdp in () if change else (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
         wider = replace(least, mesh=replace(least.mesh, fsdp=least.mesh.fsdp * fsdp), zero3=True)
         if place.memory(wider).bytes <= place.room:
             change = f"It would fit with {wider.mesh}. "
@@ -150,7 +179,7 @@ def _places(config: RunConfig, cluster: Cluster) -> Iterator[Place]:
                 aside = replace(trainer, mesh=mesh)
                 parts = beside_memory(aside, Models(len(own - learning), len(own & learning))).parts
                 room -= sum(parts.values())
-        yield Place(trainer, room, len(held & copies), colocated)
+        yield Place(trainer, room, len(held & copies), colocated, [rank.host for rank in replica.ranks])
 
 
 def _gpu(replica: Replica, cluster: Cluster) -> Gpu | None:

@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.nodes import trainable
+from penstock.runtime.plan import train_cost
+
 from .memory_cases import agrees
 from .ranked import spawn
 
@@ -33,3 +36,7 @@ def test_the_memory_model_says_what_torchs_tracker_counts(
         spawn(2, f"{agrees.__module__}:agrees", *case, folder=tmp_path)
     else:
         agrees(0, tmp_path, *case)
+
+
+def test_the_moments_that_are_on_the_device_at_once_are_those_of_the_memory_model() -> None:
+    assert trainable.BUCKET_BYTES == train_cost.BUCKET_BYTES

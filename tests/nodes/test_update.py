@@ -4,8 +4,10 @@ import math
 import random
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, assert_type
 
 import pytest
@@ -344,6 +346,16 @@ def test_moments_that_lie_on_the_host_make_the_same_bits(bucket: int, monkeypatc
         for each in (device, again):
             policy_update.fn(each, *batch(3), loss=aipo, lr=1e-2)
         assert equal(device, again)
+
+
+def test_moments_that_are_more_than_the_memory_of_their_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = 2 * 8 * sum(p.numel() for p in policy().masters.values())
+    for total in (needed, needed - 1):
+        memory = SimpleNamespace(total=total)
+        monkeypatch.setattr("psutil.virtual_memory", lambda memory=memory: memory)
+        policy(host_ranks=2)
+        with nullcontext() if total == needed else pytest.raises(ValueError, match=r"policy \[host-memory\]"):
+            policy(optimizer_state="host", host_ranks=2)
 
 
 def test_the_runs_micro_batches_are_those_of_every_pass_that_asks_for_none() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.nodes import trainable
 from penstock.nodes.learn.update import policy_update
 
 from .rank_cases import OPTIONS, assert_near, assert_same_everywhere, assert_whole, goes_on, policy
@@ -20,6 +21,22 @@ def recomputed(rank: int, folder: Path, mesh: str) -> None:
         figures = [policy_update.fn(each, *batch(), **OPTIONS)[1] for each in (kept, again)]
     assert figures[0] == figures[1]
     assert equal(kept, again)
+
+
+def on_the_host(rank: int, folder: Path, mesh: str) -> None:
+    """Moments on the host, a few tensors at a time: the bits of those on the device. A state goes on with its moments
+    in the other place."""
+    trainable.BUCKET_BYTES = 20_000
+    places = ("device", "host")
+    for options in ({}, {"dtype": "bfloat16"}):
+        device, host = (policy(mesh, rank, **options, optimizer_state=place) for place in places)
+        for _ in range(2):
+            figures = [policy_update.fn(each, *batch(), **OPTIONS, epochs=2)[1] for each in (device, host)]
+            assert figures[0] == figures[1]
+        assert equal(device, host)
+        for learner, place in ((host, "device"), (device, "host")):
+            goes_on(learner, policy(mesh, rank, **options, seed=2, optimizer_state=place))
+        assert equal(device, host)
 
 
 def reduced_once(rank: int, folder: Path, mesh: str) -> None:

@@ -218,7 +218,7 @@ def test_a_first_run_on_gpus_needs_no_flags_and_says_in_five_lines_what_it_chose
     config, said = started("--cluster far.toml")
     assert len(said) == 5
     flags, plan = config.flags, config.plan
-    assert (flags.device, flags.dtype, flags.recompute) == ("cuda", "bfloat16", "layer")
+    assert (flags.device, flags.dtype, flags.recompute) == ("cuda", "bfloat16", "none")
     assert flags.micro_tokens > 0
     devices = {pool.name: {device for _, device in pool.places} for pool in plan.pools}
     assert "cuda:0" in devices["trainer"]

@@ -88,7 +88,7 @@ def test_whatever_is_planned_the_placement_takes(first: int, last: int, monkeypa
         for solution in _solutions(found):
             layouts = pool_layouts(found.roles, solution, cluster)
             slots = solution.generating.generator.slots
-            placed = place_as([graph], cluster, layouts, slots=slots, tp_over_hosts=False)
+            placed = place_as([graph], cluster, layouts, slots=slots, tp_over_hosts=solution.tp_over_hosts)
             planned += 1
             for pool in placed.pools:
                 kind: Kind = "generator" if pool.name == found.roles.generator else "trainer"

@@ -1,6 +1,7 @@
 """What a run leaves open is decided by memory: recomputation, micro-batches, chunks of logits."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -100,8 +101,14 @@ def test_moments_go_to_the_host_where_nothing_else_fits(model: str) -> None:
     assert found.optimizer_state == "host"
     both = replace(config.flags, recompute=found.recompute, micro_tokens=found.micro_tokens)
     assert fitted(replace(config, flags=both), narrow).optimizer_state == "host"
-    with pytest.raises(ClusterError, match="moments"):
+    with pytest.raises(ClusterError, match="--optimizer-state host"):
         fitted(replace(config, flags=replace(config.flags, optimizer_state="device")), narrow)
+    # The moments of both ranks lie on one host.
+    (host,) = narrow.hosts
+    for gib, codes in ((60.0, ["host-memory"]), (80.0, [])):
+        said = narrow.model_copy(update={"hosts": (host.model_copy(update={"memory_gib": gib}),)})
+        with nullcontext() if not codes else pytest.raises(ClusterError, match=rf"\[{codes[0]}\]"):
+            assert fitted(config, said) == found
 
 
 def test_a_model_that_does_not_fit_is_refused_unless_both_are_given(model: str) -> None:
