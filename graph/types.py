@@ -72,6 +72,7 @@ class Context:
         dtype: format of the model that computes.
         device: device of this rank.
         max_tokens: the longest response, in tokens.
+        segment: tokens after which a response pauses; 0 is never.
         batch: prompt groups per update.
         updates: updates of the run.
         slots: rows that a generator decodes at once.
@@ -108,6 +109,7 @@ class Context:
     dtype: str = "float32"
     device: str = "cpu"
     max_tokens: int = 16
+    segment: int = 0
     batch: int = 32
     updates: int = 100
     slots: int = 256

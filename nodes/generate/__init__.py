@@ -14,7 +14,7 @@ import torch
 
 from penstock.graph import alternate, node, requires
 from penstock.graph.errors import Fault, GraphError
-from penstock.graph.node import NodeDef
+from penstock.graph.node import NodeDef, Paused
 from penstock.graph.protocols import Stream
 from penstock.graph.requires import Call
 from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, Weights
@@ -35,7 +35,7 @@ def make_engine(
     top_p: float = 1.0,
     stop: tuple[str, ...] = (),
 ) -> Engine:
-    return Engine(context, Sampler(temperature, top_k, top_p), samples, stop)
+    return Engine(context, Sampler(temperature, top_k, top_p), samples, stop, context.segment)
 
 
 def can_stop(call: Call) -> None:
@@ -87,7 +87,8 @@ def generate(
     is not done goes on for another turn of at most `max_tokens`, after its tokens as they were sampled and those of
     the reply; the others pass through. A row without room for the reply and a turn (see `max_prefix` in `engine.py`)
     ends as it was, with `finished_N` False, so an environment should take an unfinished row for done. What comes out
-    is the whole conversation each time; `converse` plays all turns.
+    is the whole conversation each time; `converse` plays all turns. With `--segment N` the group pauses when each of
+    its rows has ended or said N tokens more, and goes on later.
 
     Metrics: `generated_tokens` (of the turn), `response_length` (tokens of a row in it), `stale_cache` (share of tokens
     whose cache holds entries of older weights), from the second turn on `outgrown` (share of rows that ended for want
@@ -244,5 +245,7 @@ def _fire(stream: Stream, inputs: Mapping[str, Any]) -> Any:
     stream.submit(tag, inputs)
     while True:
         results = dict(stream.step())
-        if tag in results:
-            return results[tag]
+        if isinstance(made := results.get(tag), Paused):
+            stream.submit(tag, {**inputs, "paused": made.value})
+        elif tag in results:
+            return made

@@ -96,7 +96,7 @@ class SampledRow:
 
     `before` is what followed the prompt in earlier turns, with the environment's reply to the last of them; its texts
     are the `transcript`. `rewards` are what the environment gave after each earlier turn. `said` is what the model says
-    in this turn, None until it has ended.
+    in this turn, None until it has ended or paused; `so_far` is what it had said of it before its newest segment.
 
     A row that is not `open` says nothing more. `outgrown` is the number of tokens of a conversation that was closed
     because it has no room for the reply and another turn, otherwise 0. `experts`, [S, layers, K], are those of all
@@ -107,14 +107,15 @@ class SampledRow:
     before: Response = EMPTY
     transcript: list[str] = field(default_factory=list)
     said: Response | None = None
+    so_far: Response = EMPTY
     open: bool = True
     outgrown: int = 0
     rewards: list[float | None] = field(default_factory=list)
     experts: Experts | None = None
 
     def say(self, said: Response, experts: Experts | None) -> None:
-        """End the turn. Of its tokens, those of earlier turns keep the experts that they were sampled with."""
-        self.said = said
+        """End the turn, or a segment: tokens of earlier ones keep the experts that they were sampled with."""
+        self.said = self.so_far.then(said)
         if experts is not None:
             earlier = experts[:0] if self.experts is None else self.experts
             self.experts = np.concatenate([earlier, experts[len(earlier) :]])
@@ -122,7 +123,13 @@ class SampledRow:
     @property
     def prefix(self) -> list[int]:
         """The tokens that the model goes on from."""
-        return [*self.prompt, *self.before.tokens.tolist()]
+        return [*self.prompt, *self.before.tokens.tolist(), *self.so_far.tokens.tolist()]
+
+    def ended(self, max_tokens: int) -> bool | None:
+        """Has it ended what it says in this turn, of `max_tokens` at most, or paused? None if it says nothing."""
+        if not self.open or self.said is None:
+            return None
+        return self.said.finished or len(self.said.tokens) == max_tokens
 
 
 @dataclass
@@ -190,6 +197,22 @@ class SampledGroup:
             row.transcript = [*row.transcript, text]
         return SampledGroup(tag, prompts, samples, rows)
 
+    def resume(self, paused: Rollouts, max_tokens: int) -> None:
+        """Let each row that is open go on from what it had said when the group `paused`."""
+        recorded_NT = behaviour_logprobs(paused, f"generate, group {paused.ordinals[0]}")
+        for index, row in enumerate(self.rows):
+            begin, skip = len(row.prompt), len(row.before.tokens)
+            length, finished = int(paused.response_lengths_N[index]), bool(paused.finished_N[index])
+            tokens = paused.tokens_NS[index, begin + skip : begin + length].numpy(force=True)
+            logprobs, versions = recorded_NT[index, skip:length], paused.versions_NT[index, skip:length]
+            if row.open:
+                said = tokens, logprobs.numpy(force=True), versions.numpy(force=True)
+                row.so_far = row.said = Response(*said, finished)
+                if paused.experts_NSLK is not None:
+                    row.experts = paused.experts_NSLK[index, : begin + length - 1].numpy(force=True)
+                if not row.ended(max_tokens):
+                    row.said = None
+
     @property
     def complete(self) -> bool:
         return all(row.said is not None or not row.open for row in self.rows)
@@ -229,8 +252,8 @@ class SampledGroup:
             experts_NSLK=_padded_experts([row.experts for row in self.rows]),
         )
 
-    def metrics(self) -> Metrics:
-        """Figures of this turn.
+    def metrics(self, segment: int = 0) -> Metrics:
+        """Figures of this turn, sampled in pieces of `segment` tokens.
 
         `generated_tokens`: how many were sampled. `response_length`: their mean by row. `stale_cache`: the share of
         them that were decoded on a cache with entries of older weights. `outgrown`, from the second turn on: the share
@@ -238,7 +261,11 @@ class SampledGroup:
         """
         said: list[Response] = [row.said for row in self.rows if row.said is not None]
         tokens = sum(len(response.tokens) for response in said)
-        stale = sum(int((response.versions != response.versions[0]).sum()) for response in said)
+        # Each piece begins with a cache of its own.
+        stale = 0
+        for versions in (response.versions for response in said):
+            steps = np.arange(len(versions))
+            stale += int((versions != versions[steps - steps % (segment or len(steps))]).sum())
         metrics = {
             "generated_tokens": float(tokens),
             "response_length": tokens / max(1, len(said)),

@@ -2,7 +2,7 @@
 
 A pass computes a fixed number of rows, each one token of some slot: slots that sample have a row each, and the others
 are for tokens of prompts. Weights may change between two steps; each token records the version that made it. Left out:
-segments of responses, speculative decoding.
+speculative decoding.
 
 What stands in a slot stays there when its response has ended, until another row needs the slot. A row that begins with
 the same tokens goes on from there, or from a copy: so the prompt of a group is computed once, and a conversation goes
@@ -32,6 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.graph.node import Paused
 from penstock.graph.types import Context, NodeWarning, Prompts, Rollouts, Weights
 from penstock.nodes.generate.conversation import Response, SampledGroup, SampledRow, StopStrings
 from penstock.nodes.generate.kv_cache import DecodeMemory, cache_length, needed_prompt
@@ -79,7 +80,9 @@ class Engine:
     Raises ValueError if the device has too little memory left.
     """
 
-    def __init__(self, context: Context, sampler: Sampler, samples: int = 1, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, context: Context, sampler: Sampler, samples: int = 1, stop: Sequence[str] = (), segment: int = 0
+    ) -> None:
         if samples < 1 or context.slots < 1:
             raise ValueError(f"generate: given samples {samples} and {context.slots} slots, needed 1 or more of each")
         spec, ranks = weights_spec(context), Ranks.of(context)
@@ -91,7 +94,7 @@ class Engine:
         # With the same weights, as the trainer computes with them: the other one has copies in another order.
         tensors = [*model.parameters(), *model.buffers()]
         self.unpacked = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-        self.sampler, self.samples, self.stop = sampler, samples, tuple(stop)
+        self.sampler, self.samples, self.stop, self.segment = sampler, samples, tuple(stop), segment
         self.length = cache_length(spec.config.max_position_embeddings, context)
         num_slots = -(-context.slots // ROW_TILE) * ROW_TILE
         shape = model.attention_config, num_slots, self.length, context.max_tokens
@@ -101,7 +104,7 @@ class Engine:
         stops = np.zeros(spec.config.vocab_size, dtype=bool)
         stops[list(spec.tokenizer.stops)] = True
         strings = StopStrings(self.stop, spec.tokenizer) if stop else None
-        self.slots = EngineSlots(num_slots, self.length, context.max_tokens, stops, strings)
+        self.slots = EngineSlots(num_slots, self.length, context.max_tokens, stops, strings, segment)
         self.queue: deque[Holder] = deque()
         self.settled: list[SampledGroup] = []
         self.warned = False
@@ -110,6 +113,7 @@ class Engine:
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
         """Queue a group of `prompts`, or the next turn of its `conversation` after `replies`, sampled with `behaviour`.
+        It goes on from what was `paused`.
 
         Raises ValueError for a prompt that cannot fit. A conversation that has outgrown its room is no error: its row
         ends there, and the first such row of a run is warned of.
@@ -125,7 +129,7 @@ class Engine:
                 if not 0 < len(row.prompt) <= self.max_prefix:
                     given = f"generate, group {ordinal}: given a prompt of {len(row.prompt)} tokens"
                     raise ValueError(f"{given}, needed {needed if row.prompt else 'at least one'}")
-            self.enqueue(group, inputs["behaviour"])
+            self.enqueue(group, inputs["behaviour"], inputs.get("paused"))
             return
         _check_settings(conversation, self.sampler)
         group = SampledGroup.go_on(tag, prompts, self.samples, conversation, replies, self.tokenizer, self.max_prefix)
@@ -136,12 +140,14 @@ class Engine:
             given = f"given a conversation of {group.rows[outgrown].outgrown} tokens"
             told = f"{place}: {given}, needed {needed}; it ends unfinished (the metric outgrown counts such rows)"
             warnings.warn(told, OutgrownWarning, stacklevel=2)
-        self.enqueue(group, inputs["behaviour"])
+        self.enqueue(group, inputs["behaviour"], inputs.get("paused"))
 
-    def enqueue(self, group: SampledGroup, behaviour: Weights) -> None:
-        """Queue the open rows of a group."""
+    def enqueue(self, group: SampledGroup, behaviour: Weights, paused: Rollouts | None = None) -> None:
+        """Queue the open rows of a group, each after what it has said before it was `paused`."""
         self.behaviour = behaviour
-        self.queue.extend(Holder(group, index) for index, row in enumerate(group.rows) if row.open)
+        if paused is not None:
+            group.resume(paused, self.context.max_tokens)
+        self.queue.extend(Holder(group, i) for i, row in enumerate(group.rows) if row.open and row.said is None)
         if group.complete:
             self.settled.append(group)
 
@@ -214,13 +220,14 @@ class Engine:
         placed = []
         while self.slots.free and self.queue:
             holder = self.queue.popleft()
-            placed.append((self.slots.take(holder, holder.row.prefix), self.context.key(*holder.key)))
+            slot = self.slots.take(holder, holder.row.prefix, len(holder.row.so_far.tokens))
+            placed.append((slot, self.context.key(*holder.key)))
             self._copy(memory)  # before the next row takes the slot that it is in
         if not placed:
             return
         # All uniforms of a response at once, since one step would have too few to be worth a kernel.
         slots_M, keys_M = self._to_device(np.array(placed, dtype=np.int64).T)
-        begins_M = self._to_device(self.slots.lengths[[slot for slot, _ in placed]])
+        begins_M = self._to_device(self.slots.begins[[slot for slot, _ in placed]])
         steps_T = torch.arange(self.context.max_tokens, device=begins_M.device)
         memory.uniform_ST.index_copy_(0, slots_M, keyed_uniform(keys_M[:, None], begins_M[:, None] + steps_T))
 
@@ -246,8 +253,11 @@ class Engine:
         return torch.from_numpy(values).to(self.context.device)
 
     def result(self, group: SampledGroup) -> Any:
-        """The outputs of the firing that a complete group is."""
-        rollouts, metrics = group.rollouts(self.tokenizer, self.sampler), group.metrics()
+        """The outputs of the firing that a complete group is, or what it goes on from where a row has paused."""
+        rollouts = group.rollouts(self.tokenizer, self.sampler)
+        if any(row.ended(self.context.max_tokens) is False for row in group.rows):
+            return Paused(rollouts)
+        metrics = group.metrics(self.segment)
         # Greedy and cut samples have log-probabilities that the trainer's cannot equal.
         comparable = self.sampler.temperature > 0 and not self.sampler.cuts
         self.unmeasured = self.unmeasured or group.prompts.ordinals[0] % self.context.batch == 0
@@ -266,20 +276,27 @@ class EngineSlots:
     """Which row of which group holds which slot, what stands in it, and how far that is computed.
 
     `tokens` [S, C] are a conversation, of which `lengths` are known and `computed` are in the cache; `begins` is where
-    the response begins. A slot that is `fresh` has the live weights' entries alone. `live` slots are held; the others
-    are listed in `free`, the one that was given up first at the front, and keep what stands in them. `sources` has the
-    slots that wait for a copy: of which slot, and of how many positions.
+    the response begins, `starts` where its segment does. A slot that is `fresh` has the live weights' entries alone.
+    `live` slots are held; the others are listed in `free`, the one that was given up first at the front, and keep what
+    stands in them. `sources` has the slots that wait for a copy: of which slot, and of how many positions.
 
     Invariants: at least the last token of a slot is not computed. A live slot samples once it is the only one. A slot
     that others wait for is live, and has sampled nothing.
     """
 
     def __init__(
-        self, num_slots: int, length: int, max_tokens: int, stops: NDArray[np.bool_], strings: StopStrings | None = None
+        self,
+        num_slots: int,
+        length: int,
+        max_tokens: int,
+        stops: NDArray[np.bool_],
+        strings: StopStrings | None = None,
+        segment: int = 0,
     ) -> None:
         self.max_tokens, self.stops, self.strings = max_tokens, stops, strings
+        self.segment = segment or max_tokens
         self.live, self.fresh = (np.zeros(num_slots, dtype=bool) for _ in range(2))
-        self.lengths, self.computed, self.begins = (np.zeros(num_slots, dtype=np.int64) for _ in range(3))
+        self.lengths, self.computed, self.begins, self.starts = (np.zeros(num_slots, dtype=np.int64) for _ in range(4))
         self.tokens = np.zeros((num_slots, length), dtype=np.int64)
         self._logprobs = np.zeros((num_slots, max_tokens), dtype=np.float32)
         self._versions = np.zeros((num_slots, max_tokens), dtype=np.int64)
@@ -298,7 +315,7 @@ class EngineSlots:
         """Use no entry for another row that is there now. Slots without a sampled token are taken from their holders,
         who are returned in the order in which they had got them."""
         self.fresh[:] = False
-        waiting = [slot for slot in self._holders if self.lengths[slot] == self.begins[slot]]
+        waiting = [slot for slot in self._holders if self.lengths[slot] == self.starts[slot]]
         self.live[waiting] = False
         self.free.extend(waiting)
         self.sources.clear()
@@ -315,8 +332,9 @@ class EngineSlots:
         left = (self.lengths - 1 - self.computed)[self.live].sum()
         return int(left - sum(self.lengths[slot] - 1 - self.computed[slot] for slot in self.sources))
 
-    def take(self, holder: Holder, prefix: Sequence[int]) -> int:
-        """Give a free slot to `holder`, who goes on from `prefix`; returns the slot."""
+    def take(self, holder: Holder, prefix: Sequence[int], said: int = 0) -> int:
+        """Give a free slot to `holder`, who goes on from `prefix`, of which the last `said` tokens are of the response
+        itself; returns the slot."""
         given, most = np.array(prefix, dtype=np.int64), len(prefix) - 1
         # How far each slot begins, or will begin, with the same tokens, all computed by the live weights.
         equal = np.concatenate([self.tokens[:, :most] == given[:most], np.zeros((len(self.live), 1), dtype=bool)], 1)
@@ -330,7 +348,8 @@ class EngineSlots:
             self.sources[slot], length = (best, int(shared[best])), 0
         self._holders[slot] = holder
         self.live[slot] = self.fresh[slot] = True
-        self.lengths[slot] = self.begins[slot] = len(given)
+        self.lengths[slot] = self.starts[slot] = len(given)
+        self.begins[slot] = len(given) - said
         self.computed[slot], self.tokens[slot, : len(given)] = length, given
         return slot
 
@@ -382,18 +401,19 @@ class EngineSlots:
         self.lengths[slots] += 1
 
     def release(self) -> list[tuple[Holder, Response, int]]:
-        """End the step: give up the slots whose responses ended with it, by a stop token, a stop string or at the
-        bound. Returns the holder, the response and the slot of each."""
+        """End the step: give up the slots whose responses ended with it, by a stop token, a stop string or at a bound.
+        Returns the holder, what was sampled in its segment, and the slot of each."""
         slots = self._sampled
         stopped = self.stops[self.tokens[slots, self.lengths[slots] - 1]]
         if self.strings is not None:
             said = (self.tokens[slot, self.begins[slot] : self.lengths[slot]] for slot in slots)
             stopped |= np.fromiter(map(self.strings.end, said), dtype=bool, count=len(slots))
         ends = stopped | (self.lengths[slots] - self.begins[slots] == self.max_tokens)
+        ends |= self.lengths[slots] - self.starts[slots] == self.segment
         ended = []
         for slot, finished in zip(slots[ends].tolist(), stopped[ends].tolist(), strict=True):
-            begin, end = int(self.begins[slot]), int(self.lengths[slot])
-            tokens, steps = self.tokens[slot, begin:end].copy(), slice(end - begin)
+            start, end = int(self.starts[slot]), int(self.lengths[slot])
+            tokens, steps = self.tokens[slot, start:end].copy(), slice(*(np.array([start, end]) - self.begins[slot]))
             logprobs, versions = self._logprobs[slot, steps].copy(), self._versions[slot, steps].copy()
             ended.append((self._holders.pop(slot), Response(tokens, logprobs, versions, finished), slot))
             self.free.append(slot)

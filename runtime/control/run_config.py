@@ -80,6 +80,9 @@ class RunOptions:
     """Fresh prompt groups per update."""
     max_tokens: Positive = Context.max_tokens
     """Longest response, in tokens."""
+    segment: Count = Context.segment
+    """Tokens after which a response pauses, and its group goes on where a generator has room, perhaps with newer
+    weights; 0 is never."""
     seed: Seed = Context.seed
     """Seed of everything random: two runs of one seed draw the same numbers."""
     model: Annotated[str, Shown("DIR", "a small base model, built once and cached")] = Context.model

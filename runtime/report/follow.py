@@ -77,6 +77,7 @@ class Work(Bar):
     end: int
     rank: int = 0
     turn: int = 0
+    segment: int = 0
     cause: Cause = ("", 0)
     outcome: str = ""
 
@@ -214,9 +215,9 @@ class Follow:
         """Every rank is asked. The log has no event for the beginning of work: it begins now, unless the rank turns out
         to be busy. `version` is the index of what is no firing."""
         at = (command.replica, name, index, time, time, kind, version if isinstance(command, Fire) else index)
-        turn = command.firing.turn if isinstance(command, Fire) else 0
+        turn, segment = command.firing[2:] if isinstance(command, Fire) else (0, 0)
         for rank in range(len(self.tables.replicas[command.replica].ranks)):
-            work = Work(*at, rank=rank, turn=turn, cause=cause)
+            work = Work(*at, rank=rank, turn=turn, segment=segment, cause=cause)
             self._open[answer(command, rank)] = work
             self.in_work[work.rank_id] += kind in IN_WORK
 

@@ -130,14 +130,18 @@ def first_usual(stage: StageHistory, step: NodeStep) -> int:
 
 
 def firings(work: Iterable[Work]) -> dict[tuple[str, int], float]:
-    """Seconds of each firing that was done, from its first rank's start to its last rank's end."""
-    spans: dict[tuple[str, int], tuple[int, int]] = {}
+    """Seconds of each firing that was done, from its first rank's start to its last rank's end; of one that has paused,
+    those of its segments."""
+    spans: dict[tuple[tuple[str, int], int], tuple[int, int]] = {}
     for item in work:
         if item.kind in ("group", "update") and item.outcome in ("", "dropped"):
-            key = (named(item.name, item.turn), item.index)
+            key = (named(item.name, item.turn), item.index), item.segment
             start, end = spans.get(key, (item.start, item.end))
             spans[key] = (min(start, item.start), max(end, item.end))
-    return {key: (end - start) / NS for key, (start, end) in spans.items()}
+    found: dict[tuple[str, int], float] = {}
+    for (firing, _), (start, end) in spans.items():
+        found[firing] = found.get(firing, 0.0) + (end - start) / NS
+    return found
 
 
 def named(node: str, turn: int) -> str:
@@ -412,7 +416,8 @@ def with_crowding(stage: StageHistory, durations: Durations, pool: str, crowd: C
         return durations
     works: dict[str, dict[tuple[str, int], float]] = {}
     for item, work in _integrals(group_work(stage, pool), crowd.pace):
-        works.setdefault(item.name, {})[named(item.name, item.turn), item.index] = work / NS
+        own, key = works.setdefault(item.name, {}), (named(item.name, item.turn), item.index)
+        own[key] = own.get(key, 0.0) + work / NS
     steps = stage.tables.steps
     shared = SharedPace({n: Empirical.of(own, first_usual(stage, steps[n])) for n, own in works.items()}, crowd)
     return replace(durations, nodes={**durations.nodes, **dict.fromkeys(works, shared)})

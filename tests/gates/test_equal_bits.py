@@ -125,6 +125,18 @@ def test_aipo_in_processes(tmp_path: Path, generators: int, lag: int) -> None:
     assert_equal_bits(final_state(run, UPDATES), real_loop(lag)[-1])
 
 
+@LAGS
+def test_responses_in_segments_on_two_generators_are_the_same_bits(tmp_path: Path, lag: int) -> None:
+    run = run_here(digits(tmp_path / "r", lag, replace(REAL, segment=2), generators=2))
+    assert_equal_bits(final_state(run, UPDATES), real_loop(lag)[-1])
+
+
+@pytest.mark.slow
+def test_responses_in_segments_are_the_same_bits_in_processes(tmp_path: Path) -> None:
+    run = run_to_end(digits(tmp_path / "r", 2, replace(REAL, segment=2), generators=2))
+    assert_equal_bits(final_state(run, UPDATES), real_loop(2)[-1])
+
+
 def ordered(path: Path, on: bool = True, **options: Any) -> Path:
     flags = replace(REAL, deterministic=on)
     return make_run(path, f"{FAULTS}ordered_digits", {"lag": 0, **LEARNING, **options}, flags)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.graph.protocols import rule_of
 from penstock.graph.types import Advantages, Context, Replies, Rollouts, Weights
-from penstock.nodes.generate import make_engine
+from penstock.nodes.generate import generate, make_engine
 from penstock.nodes.learn.logprobs import route_of
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.model import CausalLM, Lora, ModelConfig, ModelError, Scorer, load_model, read_config
@@ -310,6 +310,8 @@ def test_the_experts_of_a_conversation_stay_those_that_its_tokens_were_sampled_w
     behaviour, newer = (Weights(v, random_model(CONFIGS["qwen3_moe"], seed=3 + v).state_dict()) for v in (0, 1))
     engine = make_engine(context, samples=3)
     first = run(engine, [0], behaviour)[0][0]
+    pieces = generate.fn(make_engine(replace(context, segment=3), samples=3), prompts(0), behaviour, samples=3)[1]
+    assert torch.equal(pieces.experts_NSLK, first.experts_NSLK)
     replies = Replies(("1", "2", "3"), ("user",) * 3, torch.tensor([False, False, True]))
     inputs = {"prompts": prompts(0), "behaviour": newer, "conversation": first, "replies": replies}
     engine.submit("next", inputs)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.graph import Context, Metrics, Prompts, Rewards, Rollouts, Weights
+from penstock.graph.node import Paused
 from penstock.graph.types import Replies
 from penstock.nodes import fake
 from penstock.nodes.fake import FakeEngine, FakePolicy, fake_environment, fake_generate, fake_score, fake_update
@@ -188,6 +189,47 @@ def test_a_conversation_goes_on_from_what_is_in_its_slots_with_the_bits_of_a_fre
     assert tokens[0] == int(said.sum()) + 4 * 2
     assert tokens[1] > tokens[0]
     assert tokens[2] == tokens[3]
+
+
+@pytest.mark.parametrize("segment", [1, 3, 7])
+def test_a_response_in_segments_has_the_bits_of_an_unbroken_one(context: Context, segment: int) -> None:
+    """Each segment by another engine, and in a later turn, too."""
+
+    def sampled(pieces: int, **inputs: Any) -> tuple[Rollouts, Metrics, int]:
+        pauses = 0
+        while True:
+            engine = make_engine(replace(context, segment=pieces), samples=4)
+            engine.submit(2, {"prompts": prompts(2), "behaviour": weights(), **inputs})
+            made: Any = drain(engine)[2]
+            if not isinstance(made, Paused):
+                return *made, pauses
+            inputs["paused"], pauses = made.value, pauses + 1
+
+    whole, metrics, _ = sampled(0)
+    broken, of_pieces, pauses = sampled(segment)
+    assert equal(broken, whole)
+    assert of_pieces["generated_tokens"] == metrics["generated_tokens"]
+    assert pauses == -(-int(whole.response_lengths_N.max()) // segment) - 1
+    heard = Replies(("+1",) * 4, ("user",) * 4, torch.tensor([False, True, False, False]))
+    then = {"conversation": whole, "replies": heard}
+    assert equal(sampled(segment, **then)[0], sampled(0, **then)[0])
+    # Called outside of a run, the node goes on by itself.
+    engine = make_engine(replace(context, segment=segment), samples=4)
+    assert equal(generate.fn(engine, prompts(2), weights(), samples=4)[1], whole)
+
+
+def test_a_segment_is_sampled_with_the_weights_that_are_live_then(context: Context) -> None:
+    engine, new = make_engine(replace(context, segment=2), samples=2), weights(5, seed=2)
+    engine.submit(0, {"prompts": prompts(0), "behaviour": weights()})
+    paused: Any = drain(engine)[0]
+    assert isinstance(paused, Paused)
+    engine.submit(0, {"prompts": prompts(0), "behaviour": new, "paused": paused.value})
+    while isinstance(made := drain(engine)[0], Paused):
+        engine.submit(0, {"prompts": prompts(0), "behaviour": new, "paused": made.value})
+    rollouts, metrics = made
+    for row, length in enumerate(rollouts.response_lengths_N.tolist()):
+        assert rollouts.versions_NT[row, :length].tolist() == ([0, 0] + [5] * length)[:length]
+    assert metrics["stale_cache"] == 0  # each segment has a cache of its own
 
 
 def test_other_keys_give_other_responses_and_the_same_key_the_same(context: Context) -> None:

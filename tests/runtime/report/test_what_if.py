@@ -14,10 +14,12 @@ from penstock.runtime.report.run_history import StageHistory, read_facts
 from penstock.runtime.report.summary import make_report
 from penstock.runtime.report.what_if import (
     Case,
+    Crowding,
     Empirical,
     Fit,
     Table,
     crowding,
+    firings,
     fit,
     period,
     predict,
@@ -88,6 +90,12 @@ def test_what_a_group_owes_to_those_beside_it_is_fitted() -> None:
         now += took + 10
     mean = sum(n * n for n in (1, 2, 4)) / 7
     assert crowding(work).share == pytest.approx(50 * mean / (50 + 50 * mean), abs=0.01)
+    assert Crowding(1.0, 2.0).pace(0) == Crowding(1.0, 2.0).pace(1) == 2.0  # between two firings no work is done
+
+
+def test_a_firing_that_paused_lasted_as_long_as_its_segments() -> None:
+    pieces = [replace(firing(3, start, end), segment=i) for i, (start, end) in enumerate([(0, 40), (90, 100)])]
+    assert firings([*pieces, firing(4, 0, 30)]) == {("generate", 3): 50e-9, ("generate", 4): 30e-9}
 
 
 def test_a_replica_without_work_has_a_pace_also_where_all_of_a_groups_time_is_due_to_others() -> None:
