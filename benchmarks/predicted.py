@@ -8,7 +8,7 @@ from math import ceil
 import numpy as np
 from published import Row, mesh_of, nemo_layouts
 
-from penstock.runtime.cluster.gpus import Efficiency, Engine, Gpu, Precision
+from penstock.runtime.cluster.gpus import Efficiency, Gpu, HostTime, Precision
 from penstock.runtime.plan.collectives import Cost
 from penstock.runtime.plan.decode_cost import Generator, generator_memory
 from penstock.runtime.plan.model_shape import Parallel, Stage
@@ -170,7 +170,7 @@ def _pretrained(row: Row) -> Cost:
     return trainer.update(np.full(batch * mesh.data // cp, row.longest))
 
 
-def _with(gpu: Gpu, kernel: str, engine: Engine) -> Gpu:
+def _with(gpu: Gpu, kernel: str, engine: HostTime) -> Gpu:
     share = ATTENTION.get(kernel, gpu.efficiency.attention)
     efficiency: Efficiency = gpu.efficiency.model_copy(update={"attention": share})
     return gpu.model_copy(update={"efficiency": efficiency, "engine": engine})
