@@ -22,7 +22,7 @@ import numpy as np
 from predicted import PASSES, Recipe, slots_that_fit
 from report import publish
 
-from penstock.runtime.cluster.gpus import GPUS, Efficiency, Engine
+from penstock.runtime.cluster.gpus import GPUS, Efficiency, HostTime
 from penstock.runtime.plan.decode_cost import Generator
 from penstock.runtime.plan.model_shape import SHAPES, Parallel, Shape
 
@@ -109,10 +109,10 @@ STEPS = (
 CUDNN = Efficiency(attention=0.6)
 # Schedulers of both engines overlap with the GPU's work, and a step is one CUDA graph.
 HIDDEN = {
-    kind: gpu.model_copy(update={"engine": Engine(eager=False, step_ms=0, row_us=0)}) for kind, gpu in GPUS.items()
+    kind: gpu.model_copy(update={"engine": HostTime(eager=False, step_ms=0, row_us=0)}) for kind, gpu in GPUS.items()
 }
 # A step of pretraining has no stages. Megatron-Bridge's attention is cuDNN's, llm-foundry's FlashAttention-2.
-NO_STAGES = Engine(stage_s=0, eager=False)
+NO_STAGES = HostTime(stage_s=0, eager=False)
 TRAINERS = {
     (mosaic, kind): gpu.model_copy(update={"engine": NO_STAGES} | ({} if mosaic else {"efficiency": CUDNN}))
     for mosaic in (True, False)
