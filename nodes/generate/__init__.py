@@ -40,8 +40,9 @@ def make_engine(
 
 def can_stop(call: Call) -> None:
     """Requirement of a node that samples: its model can say each of its stop strings. Raises GraphError."""
-    given, spec = call.options.get("stop", ()), spec_of(call, "behaviour")
+    given = call.options.get("stop", ())
     texts = given if isinstance(given, (tuple, list)) else [given]
+    spec = spec_of(call, "behaviour") if texts else None
     told = [(text, never_said(text, None if spec is None else spec.tokenizer)) for text in texts]
     if faults := [(text, needed) for text, needed in told if needed]:
         what, where = f"{call.what}: option 'stop'", call.node.where
