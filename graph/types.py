@@ -136,19 +136,21 @@ class Context:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
     @property
+    def _evaluated(self) -> tuple[str, str]:
+        """The data that accuracy is measured on, and their split."""
+        return self.eval_data or self.data, self.eval_split or ("" if self.eval_data else self.data_split)
+
+    @property
     def apart(self) -> bool:
         """Is accuracy measured on data of its own? If not, a part of `data` is kept for that."""
-        of_eval = self.eval_split or ("" if self.eval_data else self.data_split)
-        return (self.eval_data or self.data, of_eval) != (self.data, self.data_split)
+        return self._evaluated != (self.data, self.data_split)
 
     def evaluation(self) -> "Context":
         """The context of what accuracy is measured on."""
         if not self.apart:
             return replace(self, split="evaluate")
-        split = self.eval_split or ("" if self.eval_data else self.data_split)
-        return replace(
-            self, split="whole", data=self.eval_data or self.data, data_split=split, eval_data="", eval_split=""
-        )
+        data, data_split = self._evaluated
+        return replace(self, split="whole", data=data, data_split=data_split, eval_data="", eval_split="")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

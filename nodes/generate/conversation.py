@@ -48,6 +48,10 @@ class Response(NamedTuple):
             more.finished,
         )
 
+    def after(self, count: int) -> "Response":
+        """What follows its first `count` tokens."""
+        return Response(self.tokens[count:], self.logprobs[count:], self.versions[count:], self.finished)
+
 
 def never_said(text: Any, tokenizer: Tokenizer | None) -> str:
     """What is needed of a stop string that can never match, or always does; otherwise nothing."""
@@ -125,11 +129,27 @@ class SampledRow:
         """The tokens that the model goes on from."""
         return [*self.prompt, *self.before.tokens.tolist(), *self.so_far.tokens.tolist()]
 
-    def ended(self, max_tokens: int) -> bool | None:
-        """Has it ended what it says in this turn, of `max_tokens` at most, or paused? None if it says nothing."""
-        if not self.open or self.said is None:
-            return None
-        return self.said.finished or len(self.said.tokens) == max_tokens
+    def paused(self, max_tokens: int) -> bool:
+        """Has it more to say in this turn, of `max_tokens` at most, than it has said?"""
+        said = self.said if self.open else None
+        return said is not None and not said.finished and len(said.tokens) < max_tokens
+
+
+def recorded_rows(rollouts: Rollouts, where: str) -> list[SampledRow]:
+    """Rows that have said `before` what rollouts have of them. Raises ValueError for rollouts without
+    log-probabilities, which names `where`."""
+    arrays = rollouts.tokens_NS, behaviour_logprobs(rollouts, where), rollouts.versions_NT
+    tokens_NS, logprobs_NT, versions_NT = (array.numpy(force=True) for array in arrays)
+    lengths = zip(rollouts.prompt_lengths_N.tolist(), rollouts.response_lengths_N.tolist(), strict=True)
+    rows = []
+    for index, (begin, length) in enumerate(lengths):
+        said, finished = tokens_NS[index, begin : begin + length], bool(rollouts.finished_N[index])
+        before = Response(said, logprobs_NT[index, :length], versions_NT[index, :length], finished)
+        row = SampledRow(tokens_NS[index, :begin].tolist(), before, rollouts.transcripts[index])
+        if rollouts.experts_NSLK is not None:
+            row.experts = rollouts.experts_NSLK[index, : begin + length - 1].numpy(force=True)
+        rows.append(row)
+    return rows
 
 
 @dataclass
@@ -164,30 +184,20 @@ class SampledGroup:
         if (given, heard) != (needed, needed):
             told = f"given a conversation of {given} rows and {heard} replies, needed {needed} of each"
             raise ValueError(f"{where}: {told}: {samples} samples of each prompt")
-        recorded_NT = behaviour_logprobs(conversation, where)
-        arrays = conversation.tokens_NS, recorded_NT, conversation.versions_NT
-        tokens_NS, logprobs_NT, versions_NT = (array.numpy(force=True) for array in arrays)
-        begins, lengths = conversation.prompt_lengths_N.tolist(), conversation.response_lengths_N.tolist()
-        finished, done = conversation.finished_N.tolist(), replies.done_N.tolist()
-        rewards, rows = conversation.rewarded(replies), []
-        for index, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
-            said, logprobs = tokens_NS[index, begin : begin + length], logprobs_NT[index, :length]
-            before = Response(said, logprobs, versions_NT[index, :length], finished[index])
-            row = SampledRow(tokens_NS[index, :begin].tolist(), before, conversation.transcripts[index])
+        done, rewards = replies.done_N.tolist(), conversation.rewarded(replies)
+        rows = recorded_rows(conversation, where)
+        for index, row in enumerate(rows):
             row.open, row.rewards = not done[index], rewards[index]
-            if conversation.experts_NSLK is not None:
-                row.experts = conversation.experts_NSLK[index, : begin + length - 1].numpy(force=True)
-            rows.append(row)
             if not row.open:
                 continue
             text = replies.texts[index]
-            after_stop = finished[index] and int(said[-1]) in tokenizer.stops
+            after_stop = row.before.finished and int(row.before.tokens[-1]) in tokenizer.stops
             tokens = np.array(tokenizer.encode_reply(text, replies.roles[index], after_stop), dtype=np.int64)
             if not len(tokens):
                 told = f"given a reply without a token ({text!r}) to a row that is not done"
                 place = f"generate, group {conversation.ordinals[index]}, row {index}"
                 raise ValueError(f"{place}: {told}, needed one that says something, or done")
-            size = begin + length + len(tokens)
+            size = len(row.prefix) + len(tokens)
             # An outgrown row must not end with a reply that nothing answers: it stays as it was, without it.
             if size > max_prefix:
                 row.open, row.outgrown, row.before = False, size, row.before._replace(finished=False)
@@ -199,18 +209,13 @@ class SampledGroup:
 
     def resume(self, paused: Rollouts, max_tokens: int) -> None:
         """Let each row that is open go on from what it had said when the group `paused`."""
-        recorded_NT = behaviour_logprobs(paused, f"generate, group {paused.ordinals[0]}")
-        for index, row in enumerate(self.rows):
-            begin, skip = len(row.prompt), len(row.before.tokens)
-            length, finished = int(paused.response_lengths_N[index]), bool(paused.finished_N[index])
-            tokens = paused.tokens_NS[index, begin + skip : begin + length].numpy(force=True)
-            logprobs, versions = recorded_NT[index, skip:length], paused.versions_NT[index, skip:length]
+        for row, recorded in zip(
+            self.rows, recorded_rows(paused, f"generate, group {paused.ordinals[0]}"), strict=True
+        ):
             if row.open:
-                said = tokens, logprobs.numpy(force=True), versions.numpy(force=True)
-                row.so_far = row.said = Response(*said, finished)
-                if paused.experts_NSLK is not None:
-                    row.experts = paused.experts_NSLK[index, : begin + length - 1].numpy(force=True)
-                if not row.ended(max_tokens):
+                row.so_far = row.said = recorded.before.after(len(row.before.tokens))
+                row.experts = recorded.experts
+                if row.paused(max_tokens):
                     row.said = None
 
     @property

@@ -255,7 +255,7 @@ class Engine:
     def result(self, group: SampledGroup) -> Any:
         """The outputs of the firing that a complete group is, or what it goes on from where a row has paused."""
         rollouts = group.rollouts(self.tokenizer, self.sampler)
-        if any(row.ended(self.context.max_tokens) is False for row in group.rows):
+        if any(row.paused(self.context.max_tokens) for row in group.rows):
             return Paused(rollouts)
         metrics = group.metrics(self.segment)
         # Greedy and cut samples have log-probabilities that the trainer's cannot equal.
@@ -412,8 +412,8 @@ class EngineSlots:
         ends |= self.lengths[slots] - self.starts[slots] == self.segment
         ended = []
         for slot, finished in zip(slots[ends].tolist(), stopped[ends].tolist(), strict=True):
-            start, end = int(self.starts[slot]), int(self.lengths[slot])
-            tokens, steps = self.tokens[slot, start:end].copy(), slice(*(np.array([start, end]) - self.begins[slot]))
+            begin, start, end = (int(each[slot]) for each in (self.begins, self.starts, self.lengths))
+            tokens, steps = self.tokens[slot, start:end].copy(), slice(start - begin, end - begin)
             logprobs, versions = self._logprobs[slot, steps].copy(), self._versions[slot, steps].copy()
             ended.append((self._holders.pop(slot), Response(tokens, logprobs, versions, finished), slot))
             self.free.append(slot)
