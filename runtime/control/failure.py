@@ -45,7 +45,7 @@ HELD_S = 1.0
 # Seconds after which no agent's heartbeat is waited for any more: the agent may be what is wrong.
 AGENTS_S = 5.0
 # The same for a doubtful failure: by then an agent that is gone is found to be silent, which is a better cause.
-DOUBT_S = 20.0
+DOUBT_S = 15.0
 
 
 @dataclass(frozen=True)

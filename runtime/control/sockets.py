@@ -102,7 +102,7 @@ class Tracker:
 
 
 # Seconds without a sign of life after which a peer is taken for dead.
-SILENCE = 15.0
+SILENCE = 10.0
 # Seconds that a process tries to reach its controller for the first time.
 JOIN_S = 60.0
 # Messages that may wait for one peer: past it the peer is stuck, and sending fails.

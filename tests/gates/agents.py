@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -45,9 +45,10 @@ class Agents:
     def kill(self, host: str) -> None:
         """SIGKILL to a host's agent alone."""
         for process in psutil.Process(self.processes[host].pid).children(recursive=True):
-            words = process.cmdline()
-            if words[:1] == [sys.executable] and "agent" in words:
-                process.kill()
+            with suppress(psutil.NoSuchProcess):  # a short-lived child, such as one that asks for the host's facts
+                words = process.cmdline()
+                if words[:1] == [sys.executable] and "agent" in words:
+                    process.kill()
 
     def ended(self, host: str) -> tuple[int, str]:
         """The exit status of a host's agent, and what it said: what was left there among it."""
