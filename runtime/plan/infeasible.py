@@ -2,15 +2,16 @@
 its searches.
 
 `refuse` has each role's least memory and what would make that role fit, in numbers. `enough` looks for what would make
-all of it fit: no given meshes, the fewest hosts of the kind with most memory, or the longest responses of half, a
-quarter … of the length. Each is named only where a search has found a whole plan.
+all of it fit: no given meshes, the fewest hosts of the kind with most memory, or the longest responses. Each is named
+only where a search has found a whole plan.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
 from penstock.graph.protocols import num_ranks
@@ -37,7 +38,7 @@ from penstock.runtime.plan.workload import Lengths, Listed, Lognormal
 # The codes of a workload that fits nowhere, and of moments that are more than the memory of their host.
 NO_FIT, HOST_MEMORY = "no-fit", "host-memory"
 MOST_GPUS = 4096
-# Tokens of a response.
+# Tokens of the shortest responses that are proposed, and of the steps between those that are.
 SHORTEST = 64
 
 
@@ -85,12 +86,12 @@ def refuse(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
                 lacking, where = needs.host_bytes - nodes.host_bytes, "host"
                 given = f"given {nodes.host_bytes / 1e9:.1f} GB of memory of each host [{HOST_MEMORY}], "
                 given += f"needed {needs.host_bytes / 1e9:.1f} GB for AdamW's moments, which lie there"
-            groups = (nodes, *_more_hosts(nodes))
-            enough = next((each for each in groups if _any_fits(layouts(free, each), each)), None)
+            unpinned = partial(layouts, free)
+            enough = nodes if _any_fits(unpinned, nodes) else next(_more_hosts(nodes, unpinned), None)
             # No number of hosts helps a replica that has one: only larger GPUs do.
             larger = sorted(GPUS.items(), key=lambda kind: kind[1].memory_gib)
             others = (replace(nodes, kind=kind, gpu=gpu.in_hosts_of(nodes.each)) for kind, gpu in larger)
-            enough = enough or next((each for each in others if _any_fits(layouts(candidates, each), each)), None)
+            enough = enough or next((each for each in others if _any_fits(partial(layouts, candidates), each)), None)
             change = f"{lacking / 1e9:.1f} GB are lacking on each {where}"
             if enough:
                 change = f"It would fit {f'without {candidates.pins.flags}' if enough is nodes else f'on {enough}'}"
@@ -124,39 +125,48 @@ def enough(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
     if pinned and fits(free, node_groups):
         return f"All of it would fit without {candidates.pins.flags}"
     shared = not candidates.resorts.cp and fits(replace(free, resorts=RESORTS[-1]), node_groups)
-    changes = []
+    changes: list[str] = []
+    until = (time.monotonic() + deadline) / 2  # the other half is for shorter responses
     widest = max(node_groups, key=lambda nodes: nodes.gpu.memory_bytes * nodes.each)
     others = [nodes for nodes in node_groups if nodes is not widest]
-    for grown in _more_hosts(widest):
-        # A trainer alone is checked in microseconds; most numbers of hosts that are too few end there.
-        if _any_fits(_trainers(free, grown), grown) and fits(free, (grown, *others)):
+    # A trainer alone is checked in microseconds; most numbers of hosts that are too few end there.
+    for grown in _more_hosts(widest, partial(_trainers, free)):
+        if fits(free, (grown, *others)):
             changes.append(f"on {grown}{f' and without {candidates.pins.flags}' * pinned}")
             break
-        if time.monotonic() > deadline:
+        if time.monotonic() > until:
             break
-    # By halves: the first length that fits is close enough for advice, and each try is a search.
-    longest = work.lengths.longest // 2
-    while longest >= SHORTEST and time.monotonic() < deadline:
-        if isinstance(work.lengths, Listed):
-            lengths: Lengths = Listed(tuple(min(length, longest) for length in work.lengths.lengths))
-        elif 2 * work.lengths.mean > longest:
-            break  # so little would be left that they were other responses
-        else:
-            lengths = Lognormal(work.lengths.mean, work.lengths.sigma, longest)
-        if fits(replace(candidates, work=replace(work, lengths=lengths)), node_groups):
-            changes.append(f"with --max-tokens {longest}")
-            break
-        longest //= 2
+
+    def shorter(longest: int) -> bool:
+        asked = replace(candidates, work=replace(work, lengths=_cut(work.lengths, longest)))
+        return time.monotonic() < deadline and fits(asked, node_groups)
+
+    if longest := _largest(work.lengths.longest, shorter):
+        cut = _cut(work.lengths, longest)
+        changes.append(f"with --max-tokens {longest}")
+        if isinstance(cut, Lognormal) and cut.mean != work.lengths.mean:
+            changes[-1] += f" and --lengths {cut.mean:g},{cut.sigma:g}"
     said = [f"All of it would fit {', or '.join(changes)}"] if changes else []
     if shared:
         said.append("It would fit with sequences that several ranks share (cp), which no run has [mesh-axis]")
     return "\n".join(said)
 
 
-def _more_hosts(nodes: NodeGroup) -> Iterator[NodeGroup]:
-    """The same with one host more, with two, and so on."""
-    for count in range(len(nodes.hosts) + 1, MOST_GPUS // nodes.each + 1):
-        yield replace(nodes, hosts=tuple(f"host{number}" for number in range(count)))
+def _cut(lengths: Lengths, longest: int) -> Lengths:
+    """The same responses where they end at `longest` tokens. A lognormal keeps its mean if the cut is twice as much,
+    and has else that of a fourth of the cut, as where only --max-tokens is given."""
+    if isinstance(lengths, Listed):
+        return Listed(tuple(min(length, longest) for length in lengths.lengths))
+    return Lognormal(lengths.mean if longest >= 2 * lengths.mean else longest / 4, lengths.sigma, longest)
+
+
+def _largest(below: int, fits: Callable[[int], bool]) -> int:
+    """The most tokens of a response, under `below` and in steps of SHORTEST, that fit; 0 if there are none."""
+    low, high = 0, ceil(below / SHORTEST)  # in steps: what fits, and what does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * SHORTEST) else (low, middle)
+    return low * SHORTEST
 
 
 class Needs(NamedTuple):
@@ -169,6 +179,22 @@ class Needs(NamedTuple):
     def share(self, nodes: NodeGroup) -> float:
         """Of what there is: no more than 1 where it fits."""
         return max(self.memory.bytes / nodes.gpu.memory_bytes, self.host_bytes / nodes.host_bytes)
+
+
+# What a role needs with each of its layouts on a node group.
+Layouts = Callable[[NodeGroup], Iterable[Needs]]
+
+
+def _more_hosts(nodes: NodeGroup, layouts: Layouts) -> Iterator[NodeGroup]:
+    """The same with more hosts, the fewest first, where a role of these layouts fits by itself. Where it does not on
+    the most that are looked at, it does on no fewer: a rank's share shrinks with their number."""
+
+    def of(count: int) -> NodeGroup:
+        return replace(nodes, hosts=tuple(f"host{number}" for number in range(count)))
+
+    most = MOST_GPUS // nodes.each
+    if most > len(nodes.hosts) and _any_fits(layouts, of(most)):
+        yield from (group for group in map(of, range(len(nodes.hosts) + 1, most + 1)) if _any_fits(layouts, group))
 
 
 def _states(candidates: LayoutCandidates, groups: Iterable[NodeGroup]) -> list[bool]:
@@ -203,5 +229,5 @@ def _generators(candidates: LayoutCandidates, nodes: NodeGroup) -> Iterator[Need
         yield Needs(generator_memory(few, candidates.context, SHARED), base.mesh)
 
 
-def _any_fits(layouts: Iterable[Needs], nodes: NodeGroup) -> bool:
-    return any(each.share(nodes) <= 1 for each in layouts)
+def _any_fits(layouts: Layouts, nodes: NodeGroup) -> bool:
+    return any(each.share(nodes) <= 1 for each in layouts(nodes))

@@ -35,6 +35,7 @@ from penstock.runtime.plan.candidates import (
     trainer_meshes,
 )
 from penstock.runtime.plan.collectives import Cost
+from penstock.runtime.plan.infeasible import SHORTEST
 from penstock.runtime.plan.model_shape import SHAPES, Parallel, Shape
 from penstock.runtime.plan.planner import Planned, plan
 from penstock.runtime.plan.roles import AskedError, Models, PlanError, Roles, roles_of
@@ -582,7 +583,25 @@ def test_so_many_hosts_or_so_short_responses_are_enough_and_one_less_host_is_not
     _refused(f"{int(hosts) - 1}x{each}x{kind}", model, longest)
     shorter = re.search(r"or with --max-tokens (\d+)$", said)
     assert (shorter is not None) == (longest > 4096)
-    assert shorter is None or _fitted(cluster, model, int(shorter[1])).best.period_s > 0
+    if shorter:
+        most = int(shorter[1])
+        assert _fitted(cluster, model, most).best.period_s > 0
+        _refused(cluster, model, most + SHORTEST)
+
+
+def test_responses_that_are_long_on_the_whole_are_to_be_short_on_the_whole() -> None:
+    """A cut below twice the mean comes with the mean of such responses."""
+    with pytest.raises(PlanError) as error:
+        plan(
+            _graph("aipo"),
+            read_cluster("1x8xH100"),
+            Workload(SHAPES["llama-70b"], 32, 8, Lognormal(20000, 0.7, 131072)),
+        )
+    found = re.search(r"with --max-tokens (\d+) and --lengths ([\d.]+),0.7$", str(error.value))
+    assert found is not None
+    longest, mean = int(found[1]), float(found[2])
+    work = Workload(SHAPES["llama-70b"], 32, 8, Lognormal(mean, 0.7, longest))
+    assert plan(_graph("aipo"), read_cluster("1x8xH100"), work, time_limit=5).best.period_s > 0
 
 
 def test_a_mesh_that_is_given_is_what_has_to_go_where_others_fit() -> None:
