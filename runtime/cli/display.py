@@ -307,8 +307,14 @@ class PlainDisplay(Display):
         self._stage: str | None = None
         self._said = -PLAIN_SECONDS
         self._failures: tuple[str, float] = "", -FAILURE_SECONDS
+        # Trackers tell from threads of their own.
+        self._lock = Lock()
 
     def tell(self, line: Line) -> None:
+        with self._lock:
+            self._tell(line)
+
+    def _tell(self, line: Line) -> None:
         self.progress.hear(line)
         if self.progress.stage != self._stage and line["kind"] != "summary":
             self._stage, self._said = self.progress.stage, -PLAIN_SECONDS

@@ -5,7 +5,6 @@ measure the machine, and writes a cluster file for `penstock plan --cluster this
 """
 
 import dataclasses
-import importlib.util
 import json
 import os
 import platform
@@ -34,6 +33,7 @@ from penstock.runtime.cluster.gpus import Gpu, HostTime, Tflops, gpu_like
 from penstock.runtime.plan.calibrate import fit_steps
 from penstock.runtime.record.errors import disk_fault, visible
 from penstock.runtime.record.folder import write_atomic
+from penstock.runtime.record.trackers import NAMES, lacks
 
 Verdict = Literal["ok", "note", "lack"]
 MARKS = {"ok": ("✓", "green"), "note": ("·", "yellow"), "lack": ("✗", "bold red")}
@@ -195,7 +195,7 @@ def check_sandbox() -> Iterator[Finding]:
 
 
 def check_files() -> Iterator[Finding]:
-    """Open files, the cache, TensorBoard."""
+    """Open files, the cache, trackers."""
     # Each rank has sockets and shared memory with each other one that it exchanges weights with.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     follows = f"many replicas will fail: ulimit -n {min(hard, 4096) if hard > 0 else 4096}"
@@ -210,9 +210,10 @@ def check_files() -> Iterator[Finding]:
     except OSError as error:
         follows = "the base model cannot be kept: set PENSTOCK_CACHE to a folder you can write to"
         yield Finding("cache", f"{cache}: {error.strerror}", "lack", follows)
-    board = importlib.util.find_spec("tensorboard") is not None
-    follows = "metrics.jsonl only; pip install 'penstock[track]' for TensorBoard"
-    yield _judge("TensorBoard", "installed" if board else "not installed", board, follows)
+    missing = [name for name in NAMES if lacks(name)]
+    present = ", ".join(name for name in NAMES if name not in missing) or "none"
+    follows = f"no --track {', '.join(missing)}: pip install 'penstock[{','.join(missing)}]'"
+    yield _judge("trackers", present, len(missing) < len(NAMES), follows)
 
 
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (

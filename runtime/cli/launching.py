@@ -17,6 +17,7 @@ from penstock import __version__
 from penstock.runtime.cli.display import Display, Line, clock, open_display, percent
 from penstock.runtime.cli.flags import StartFlags
 from penstock.runtime.cli.tracing import CommandError, Traced, usage_errors
+from penstock.runtime.cli.tracker_processes import TrackerProcesses
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.endpoints import tcp_endpoint
 from penstock.runtime.cluster.placement import Plan, spelled, why_not
@@ -30,6 +31,7 @@ from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.event_log import read_segments
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.metrics import LOST, read_rows
+from penstock.runtime.record.trackers import lacks
 from penstock.runtime.schedule.compile import Tables, check_rules
 from penstock.runtime.schedule.events import Event
 from penstock.runtime.schedule.replay import SegmentOrigin
@@ -105,21 +107,25 @@ def go(
     name, updates = config.graph.name, config.flags.updates
     # By its descriptor: the user may rename the folder while the run goes on.
     folder.hold()
-    with open_display(name, updates, relative(folder.path), plain=flags.plain or flags.in_process) as display:
-        if prepare is not None:
-            prepare(display)
-        with on_stop(carry_on):
-            if flags.in_process:  # in one process that has the terminal, so that a debugger works
-                command = [sys.executable, "-m", "penstock.runtime.cli.children", "run", str(folder.path)]
-                status = wait_handing_on(subprocess.Popen(command))
-                status = status if status in STATUS else FAILED
-            else:
-                status = launch(folder, cluster, display.tell)
-            errors = display.progress.errors
-            if (moved := folder.follow()) and status != DONE and moved not in errors:
-                errors.append(moved)
-            summary = finish(folder, status, errors, monotonic() - began, earlier, display.progress.cause)
-    drawn = draw(folder, summary)
+    with TrackerProcesses() as trackers:
+        with open_display(name, updates, relative(folder.path), plain=flags.plain or flags.in_process) as display:
+            if prepare is not None:
+                prepare(display)
+            trackers.start(folder, config.flags.track, display.tell)
+            with on_stop(carry_on):
+                if flags.in_process:  # in one process that has the terminal, so that a debugger works
+                    command = [sys.executable, "-m", "penstock.runtime.cli.children", "run", str(folder.path)]
+                    status = wait_handing_on(subprocess.Popen(command))
+                    status = status if status in STATUS else FAILED
+                else:
+                    status = launch(folder, cluster, display.tell)
+                errors = display.progress.errors
+                if (moved := folder.follow()) and status != DONE and moved not in errors:
+                    errors.append(moved)
+                summary = finish(folder, status, errors, monotonic() - began, earlier, display.progress.cause)
+        report, drawn = draw(folder, summary)
+        if trackers.trackers:
+            _end_trackers(trackers, folder, report, summary, errors, began)
     folder.release()
     # Nobody may read it any more: `main` sees to the exit status.
     with suppress(OSError):
@@ -130,25 +136,52 @@ def go(
     return status
 
 
-def draw(folder: RunFolder, summary: Mapping[str, Any]) -> str:
-    """Write `report.html`; where it is, or how to have it. Whatever comes of it, the run has ended as it has."""
+def _end_trackers(
+    trackers: TrackerProcesses,
+    folder: RunFolder,
+    report: Path | None,
+    summary: dict[str, Any],
+    errors: list[str],
+    began: float,
+) -> None:
+    """Give the trackers of a run the time that they have, and write into its summary what came of them, and how long
+    the command has taken, which `began` on the monotonic clock."""
+    summary["tracked"] = trackers.end(report, summary["updates"])
+    summary["command_s"] = round(monotonic() - began, 3)
+    found = [one["warning"] for one in summary["tracked"].values() if one["warning"]]
+    summary["warnings"] = [*summary.get("warnings", ()), *found]
+    with suppress(OSError):
+        for text in found:
+            print(visible(f"penstock: {text}"), file=sys.stderr)
+    try:
+        folder.write_json("summary.json", summary)
+    except RecordError as error:
+        errors.append(str(error))
+
+
+def draw(folder: RunFolder, summary: Mapping[str, Any]) -> tuple[Path | None, str]:
+    """Write `report.html`; its path, None for none, and in words where it is, or how to have it. Whatever comes of it,
+    the run has ended as it has."""
     from penstock.runtime.report.write import end_with_report  # templates and networkx, which a start can do without
 
     path, reason = end_with_report(folder, float(summary["wall_s"]), stopped=summary["status"] == "stopped")
     if path is not None:
-        return relative(path)
-    return f"{' '.join(reason.split())} (penstock report {quote(relative(folder.path))})"
+        return path, relative(path)
+    return None, f"{' '.join(reason.split())} (penstock report {quote(relative(folder.path))})"
 
 
 def require_start(config: RunConfig, cluster: Cluster, flags: StartFlags) -> None:
     """Before anything is written: raises CommandError for a run in one process whose plan has ranks that work together,
-    for processes whose controller could not listen where the cluster file says, and for options that cannot be
-    understood."""
+    for processes whose controller could not listen where the cluster file says, for trackers whose clients are not
+    installed, and for options that cannot be understood."""
     try:
         if config.flags.keep_best:
             read_best(config.flags.keep_best)
     except ValueError as error:
         raise CommandError(str(error), 2) from None
+    for tracker in config.flags.track:
+        if text := lacks(tracker):
+            raise CommandError(f"--track {tracker}: {text}")
     # Listening is tried before there is a folder: a port in use leaves none behind.
     if not flags.in_process and cluster.bind:
         try:
@@ -244,6 +277,9 @@ def summary_text(summary: Mapping[str, Any], updates: int, folder: str, report: 
         rows.append(("no number", f"{', '.join(wrong[:5])}{more}: null in metrics.jsonl"))
     rows += [("time", clock(summary.get("command_s", 0.0))), ("folder", folder)]
     rows += [("report", report)] if report else []
+    for name, one in summary.get("tracked", {}).items():
+        lacking = "" if one["complete"] else f" ({one['updates']} of {done} updates)"
+        rows.append(("tracked", f"{name}: {one['where'] or 'its client opened nothing'}{lacking}"))
     at = summary.get("checkpoint", 0)
     if summary["status"] == "stopped" or (summary["status"] == "failed" and at):
         begin = f"update {at}" if at else "the beginning"

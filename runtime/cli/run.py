@@ -57,8 +57,6 @@ def main(argv: Sequence[str]) -> int:
         raise CommandError(faults_text([*lacks, *traced.faults]))
     traced.sound()
     flags = absolute_paths(traced.flags)
-    if flags.tensorboard and find_spec("tensorboard") is None:
-        raise CommandError("--tensorboard: the package is not installed; needed: pip install 'penstock[track]'")
     found = chosen(replace(traced, flags=flags), cluster)
     config = configure(found.traced, cluster, flags.model, found.plan)
     require_devices(config.plan, cluster, config.flags.dtype, traced.gpus)

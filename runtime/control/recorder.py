@@ -32,9 +32,7 @@ from penstock.runtime.record.metrics import (
     MetricsFile,
     Row,
     Rows,
-    TensorBoard,
     keep_rows,
-    open_tensorboard,
     prefixes,
 )
 from penstock.runtime.record.timeline import Bar, Kind, Utilisation, microseconds, pool_of
@@ -108,9 +106,6 @@ class RunRecorder:
         # Rows of updates after the checkpoint are made again.
         kept = keep_rows(folder.metrics, start)
         self.metrics = MetricsFile(folder.metrics)
-        self.tensorboard: TensorBoard | None = open_tensorboard(
-            folder.path, required=config.flags.tensorboard, keep=kept
-        )
         elapsed = float(kept[-1]["time_s"]) if kept else 0.0
         steps = [s for s in Tables(config.graph, config.plan).steps.values() if s.per_update]
         self.rows = Rows({s.name: s.every for s in steps if not s.off_path}, now, elapsed)
@@ -241,8 +236,6 @@ class RunRecorder:
         self.consumed += self.row["groups"]
         self.updates = update + 1
         self.metrics.append(self.row)
-        if self.tensorboard is not None:
-            self.tensorboard.write(self.row)
         self.say({"kind": "row", "row": self.row})
         for name, value in self._not_finite(self.row).items():
             self.note(f"{name} is {value} in update {update}: null in metrics.jsonl, and nothing else follows from it")
@@ -314,8 +307,6 @@ class RunRecorder:
             thread.join()
         self.log.end({"status": status, "error": error})
         self.metrics.close()
-        if self.tensorboard is not None:
-            self.tensorboard.close()
         summary = {
             "status": status,
             "accuracy_before": self.accuracy.get("before"),

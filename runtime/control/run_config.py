@@ -30,6 +30,7 @@ from penstock.runtime.cluster.placement import Plan, Replica, model_hosts, place
 from penstock.runtime.control.rank_setup import RankSetup
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.trackers import Name as TrackerName
 from penstock.runtime.record.typed_json import ConfigFile
 from penstock.runtime.schedule.compile import Channel, Rules, Tables
 
@@ -68,6 +69,7 @@ UPDATES_ON_RESUME = OnResume(
 MESH_ON_RESUME = OnResume(
     "Another mesh for pools, such as trainer=fsdp4; their ranks take over the parts of those that were."
 )
+TRACK_ON_RESUME = OnResume("Trackers from now on; each goes on with its run, and one that is new gets all updates.")
 
 
 @dataclass(frozen=True)
@@ -187,8 +189,11 @@ class RunOptions:
     """Seconds that any piece of work may take before the run is stopped and the culprit named."""
     startup_deadline: Seconds = 120.0
     """Seconds for all processes to start."""
-    tensorboard: bool = False
-    """Insist on TensorBoard files; they are written anyway where the package is installed."""
+    track: Annotated[tuple[TrackerName, ...], Shown("TRACKER …", "none"), TRACK_ON_RESUME] = ()
+    """Trackers that get the metrics, the configuration and the report: tensorboard, wandb, trackio, mlflow; each as
+    its own client is configured."""
+    track_project: Annotated[str, Shown("NAME", "what the client's environment says, or penstock")] = ""
+    """Project, or experiment, of the run in its trackers."""
 
     @staticmethod
     def from_json(data: Any) -> "RunOptions":

@@ -8,14 +8,12 @@ resume left out), `seconds` (since the row before), `groups`, `update_s`, `sync_
 `reward_mean`, `loss`, `lag_mean`, `lag_max`, `ratio_mean`, `ratio_clipped`, `mismatch`, `tokens`, …
 
 - `Rows` assembles rows, `MetricsFile` appends them, `read_rows` and `read_undamaged` read them.
-- `TensorBoard` writes the same rows as scalars by update (the extra `track`).
+- `scalars` are the numbers of a row as trackers have them (`runtime.record.trackers`).
 - `schedule_figure` and `curves_figure` are figures for papers (the extra `figures`, matplotlib). They belong to no
   window: `figure.savefig("schedule.pdf")`.
 """
 
 import json
-import os
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
@@ -24,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.graph.ir import Firing, Graph
 from penstock.graph.types import Metrics
 from penstock.runtime.record.errors import RecordError
-from penstock.runtime.record.folder import AppendFile, RunFolder, make_folder, read_file, write_atomic
+from penstock.runtime.record.folder import AppendFile, RunFolder, read_file, write_atomic
 from penstock.runtime.record.timeline import Bar, excerpt, span
 from penstock.runtime.record.trace_formats import Drawing
 from penstock.runtime.record.typed_json import Figures, RowColumns, parse_json, require_shape
@@ -279,7 +277,7 @@ def _finite(value: Any) -> Any:
 
 
 def scalars(row: Row) -> Iterable[tuple[str, float]]:
-    """A row's numbers by path, nested ones joined with "/", as TensorBoard shows them."""
+    """A row's numbers by path, nested ones joined with "/"."""
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from ((f"{name}/{key}", number) for key, number in scalars(dict(value)))
@@ -363,50 +361,3 @@ def _figure() -> "Figure":
     except ImportError as error:
         raise ImportError("figures need matplotlib, which the extra has: pip install 'penstock[figures]'") from error
     return Figure(layout="constrained")
-
-
-class TensorBoard:
-    """Writes rows as TensorBoard's event files in `folder`/tensorboard, as scalars by update.
-
-    Replaces the event files of an earlier life of the run. Raises ImportError without the package tensorboard.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-untyped]
-        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
-
-        path = make_folder(folder / "tensorboard")
-        for old in path.glob("events.out.tfevents.*"):
-            old.unlink()
-        self._event, self._summary = Event, Summary
-        self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        # By the descriptor's number: TensorBoard takes no path that is not UTF-8.
-        self._writer = EventFileWriter(f"/proc/self/fd/{self._folder}", filename_suffix=f".{secrets.token_hex(8)}")
-
-    def write(self, row: Row) -> None:
-        """Plot a row's metrics at its update."""
-        values = [self._summary.Value(tag=name, simple_value=number) for name, number in scalars(row)]
-        self._writer.add_event(
-            self._event(wall_time=row["time_s"], step=row["update"], summary=self._summary(value=values))
-        )
-
-    def close(self) -> None:
-        """Write what is buffered."""
-        self._writer.close()
-        os.close(self._folder)
-
-
-def open_tensorboard(folder: Path, *, required: bool, keep: Iterable[Row] = ()) -> TensorBoard | None:
-    """A `TensorBoard` that begins with the rows that a resumed run keeps. Without the package tensorboard: None, or
-    RecordError if it is `required`."""
-    try:
-        board = TensorBoard(folder)
-    except ImportError:
-        if required:
-            needed = "the extra `track`: pip install 'penstock[track]'"
-            raise RecordError(f"--tensorboard: the package tensorboard is not installed; needed {needed}") from None
-        return None
-    for row in keep:
-        board.write(row)
-    return board

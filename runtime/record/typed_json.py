@@ -59,6 +59,7 @@ class Summary(TypedDict):
     measured: NotRequired[list[dict[str, Number]] | dict[str, Number]]
     dropped_frames: NotRequired[dict[str, Count]]
     warnings: NotRequired[list[Text]]
+    tracked: NotRequired[dict[str, dict[str, Any]]]
     records: NotRequired[Count]
     checkpoint: NotRequired[Count]
 

@@ -1,6 +1,5 @@
 """`penstock doctor`: what a machine has, what follows from what it lacks, and what is kept of how fast it is."""
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -17,6 +16,7 @@ from penstock.runtime.cli.tracing import CommandError, ask_child
 from penstock.runtime.cluster.cluster import Cluster, Host, read_cluster
 from penstock.runtime.cluster.gpus import GPUS
 from penstock.runtime.plan.decode_cost import EAGER_KERNELS
+from penstock.runtime.record import trackers
 
 from .conftest import Output, Patch
 
@@ -94,7 +94,7 @@ OLD_TORCH = {"installed": {**TORCH, "version": "2.1.0", "cuda": "13.0", "gloo": 
         (OLD_TORCH, "cuda:1", "note", "no bfloat16"),
         ({}, "/dev/shm", "lack", "--shm-size"),
         ({}, "cache", "note", "nearly full"),
-        ({}, "TensorBoard", "note", "penstock[track]"),
+        ({}, "trackers", "note", "penstock[tensorboard,wandb,trackio,mlflow]"),
     ],
 )
 def test_what_is_lacking_has_a_verdict_and_what_follows(
@@ -102,7 +102,7 @@ def test_what_is_lacking_has_a_verdict_and_what_follows(
 ) -> None:
     children |= answers
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage())
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     finding = found(name)
     assert (finding.verdict, follows in finding.follows) == (verdict, True)
 

@@ -19,7 +19,7 @@ from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.cluster.endpoints import ipc_endpoint
 from penstock.runtime.control.security import Join, Keys
 from penstock.runtime.record.errors import visible
-from penstock.runtime.record.metrics import open_tensorboard
+from penstock.runtime.record.trackers import TensorBoard, TrackedRun, lacks
 from penstock.runtime.tensor.checkpoint import StateFile, save_state
 from tests.runtime.report.runs import simulated_run
 
@@ -122,9 +122,10 @@ def test_a_run_may_lie_under_a_path_that_is_no_utf8(processes: Processes, tmp_pa
     kept = StateFile.open(path / f"{ODD}.safetensors")
     tensors, facts = kept.tensors(), kept.facts
     assert (tensors["a"].tolist(), facts) == ([1.0, 1.0], {"b": 1})
-    if board := open_tensorboard(path, required=False):
-        board.write({"update": 0, "version": 1, "time_s": 1.0, "loss": 0.5})
-        board.close()
+    if not lacks("tensorboard"):
+        board = TensorBoard(TrackedRun(path, "0123", "run", "", {}, {}, -1))
+        board.log(0, {"loss": 0.5})
+        board.close("done", 0, {}, None)
         assert [p.stat().st_size > 0 for p in (path / "tensorboard").iterdir()] == [True]
 
 

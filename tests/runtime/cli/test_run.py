@@ -25,6 +25,7 @@ from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.gpus import kind_of
 from penstock.runtime.control.launcher import DONE, FAILED, INTERRUPTED
 from penstock.runtime.control.run_config import RunConfig
+from penstock.runtime.record import trackers
 from penstock.runtime.record.checkpoints import FORMAT, begin_checkpoint, complete_checkpoint
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.event_log import LogError, LogWriter
@@ -181,14 +182,9 @@ def test_a_language_model_starts_from_the_base(processes: Processes, tmp_path: P
         raise CommandError("the base model could not be built")
 
     monkeypatch.setattr(run, "base_model", fail)
-    monkeypatch.setattr(run, "find_spec", lambda name: None)
-    for words, said in (
-        (["aipo"], "could not be built"),
-        (["toy", "--tensorboard"], r"pip install 'penstock\[track\]'"),
-    ):
-        with pytest.raises(CommandError, match=said):
-            run.main([*words, "--out", str(tmp_path / "run")])
-        assert not (tmp_path / "run").exists()
+    with pytest.raises(CommandError, match="could not be built"):
+        run.main(["aipo", "--out", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
 
 
 # A resume ------------------------------------------------------------------------------------------------------------
@@ -205,6 +201,22 @@ def finished(processes: Processes, out: Path) -> RunFolder:
 
 def resume(folder: RunFolder, *words: object) -> int:
     return run.resume([str(folder.path), "--plain", *map(str, words)])
+
+
+def test_a_tracker_without_its_client_is_refused_before_anything_is_written(
+    processes: Processes, finished: RunFolder, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    before = finished.config.read_bytes()
+    for name in trackers.NAMES:
+        match = rf"^--track {name}: .* pip install 'penstock\[{name}\]'$"
+        with pytest.raises(CommandError, match=match):
+            run.main(["toy", "--out", str(tmp_path / "new"), "--track", name])
+        with pytest.raises(CommandError, match=match):
+            resume(finished, "--updates", 9, "--track", name)
+    assert len(processes.configs) == 1
+    assert not (tmp_path / "new").exists()
+    assert finished.config.read_bytes() == before
 
 
 def test_a_finished_run_goes_on_with_more_updates(finished: RunFolder, processes: Processes) -> None:

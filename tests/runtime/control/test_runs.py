@@ -125,7 +125,7 @@ def test_rules_have_the_options_of_their_names() -> None:
 
 def test_a_resume_takes_the_options_that_say_so_and_no_others() -> None:
     marked = {name for name in defaults(RunOptions) if annotation(RunOptions, name, OnResume)}
-    assert marked == {"updates", "mesh", "keep", "keep_best", "recompute", "micro_tokens"}
+    assert marked == {"updates", "mesh", "keep", "keep_best", "recompute", "micro_tokens", "track"}
     assert {field.name for field in fields(ResumeFlags)} & defaults(RunOptions).keys() == set()
     flags: Any = with_changes(ResumeFlags)
     assert changes(flags("runs/r")) == {}
@@ -199,7 +199,6 @@ def run(
     lag: int = 1,
     stop_when: Callable[[Watched, Result], bool] | None = None,
 ) -> Watched:
-    from penstock.programs.toy import toy
 
     graph = trace(toy, {"lag": lag, **{f"{name}_ms": 0 for name in ("generate", "score", "update", "sync")}})
     plan = place([graph], Cluster(hosts=(Host(name="local", cores=1),)))
@@ -397,19 +396,6 @@ def test_a_run_of_another_format_is_refused_with_both_versions(folder: RunFolder
 
 
 # What the driver in one process hands on.
-
-
-def test_a_run_that_insists_on_tensorboard_does_not_begin_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graph = trace(toy, {})
-    plan = place([graph], Cluster(hosts=(Host(name="local", cores=1),)))
-    folder = RunFolder.create(tmp_path / "run")
-    RunConfig(graph, None, plan, RunOptions(updates=1, batch=1, tensorboard=True), "board").write(folder, {})
-    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
-    with pytest.raises(RecordError, match="--tensorboard: the package tensorboard is not installed"):
-        run_in_process(folder, lambda line: None)
-    folder.unlock()
 
 
 # What a recorder says and remembers, told by a scheduler and by ranks: the status, and the bars of the trace.

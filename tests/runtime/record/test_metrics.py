@@ -1,6 +1,5 @@
 import json
 import re
-import sys
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from penstock.runtime.record.metrics import (
     columns,
     combine,
     keep_rows,
-    open_tensorboard,
     prefixes,
     read_rows,
     read_undamaged,
@@ -235,26 +233,3 @@ def test_scalars_are_numbers_by_path() -> None:
         ("time_s", 3.0),
         ("pools/trainer/busy", 0.5),
     ]
-
-
-def test_tensorboard_shows_the_rows_that_count(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
-        EventAccumulator,
-    )
-
-    open_tensorboard(tmp_path, required=True).close()  # type: ignore[union-attr]
-    board = open_tensorboard(tmp_path, required=True, keep=[row(0, loss=3.0)])
-    assert board is not None
-    board.write(row(1, loss=2.0))
-    board.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(0, 3.0), (1, 2.0)]
-
-
-def test_tensorboard_is_left_out_unless_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in {"tensorboard", *(n for n in sys.modules if n.startswith("tensorboard"))}:
-        monkeypatch.setitem(sys.modules, name, None)
-    assert open_tensorboard(tmp_path, required=False) is None
-    with pytest.raises(RecordError, match=r"pip install 'penstock\[track\]'"):
-        open_tensorboard(tmp_path, required=True)

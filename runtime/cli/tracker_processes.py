@@ -1,0 +1,174 @@
+"""The trackers of a run, seen from its command: a process for each, which follows the run folder by itself.
+
+The command starts them, shows what they say, and at the end waits for them, each second of it counted. Nothing that a
+tracker does or fails to do changes how a run goes or ends: each is told of once by its name, on the display and in the
+summary's `warnings`.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock, Thread
+from time import monotonic
+from typing import IO, Any, Self
+
+from penstock.runtime.cli.display import Line
+from penstock.runtime.record.checkpoints import latest_checkpoint
+from penstock.runtime.record.errors import RecordError, visible
+from penstock.runtime.record.folder import AppendFile, RunFolder
+from penstock.runtime.record.metrics import keep_rows
+from penstock.runtime.record.trackers import without_secrets
+
+# Seconds after a run's end until trackers that have not ended are ended, and until they are waited for aloud.
+END_S, ALOUD_S = 60.0, 2.0
+# Bytes of what a client prints that are kept.
+LOG_BYTES = 1 << 20
+# Seconds for the last lines of a process that has ended: one of its own children may hold its pipe.
+LAST_LINES_S = 0.5
+
+
+class TrackerProcess:
+    """One tracker of a run whose next update is `first`. `where`, `logged` and `closed` are what it said last;
+    `warning` is what went wrong first, "" for nothing."""
+
+    def __init__(self, name: str, folder: RunFolder, first: int, tell: Callable[[Line], None]) -> None:
+        self.name, self._tell, self._lock = name, tell, Lock()
+        self.where, self.logged, self.closed, self.warning = "", -1, False, ""
+        self.ending = False
+        self._log = AppendFile(folder.logs / f"tracker-{name}.log")
+        command = [sys.executable, "-m", "penstock.runtime.record.track_run", name, str(folder.path), str(first)]
+        # A session of its own: Ctrl-C is the run's, whose last rows are still to come.
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        self._threads = [
+            Thread(target=self._hear, args=(self.process.stdout,), daemon=True),
+            Thread(target=self._keep, args=(self.process.stderr,), daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _hear(self, lines: IO[bytes]) -> None:
+        for line in lines:
+            said = json.loads(line)
+            self.where, self.logged = said.get("where", self.where), said.get("logged", self.logged)
+            self.closed = self.closed or "closed" in said
+            if "note" in said:
+                self._say({"level": "info", "text": f"{self.name}: {said['note']}"})
+            if "failed" in said:
+                self.warn(said["failed"])
+        if not self.ending:
+            status = self.process.wait()
+            how = f"signal {-status}" if status < 0 else f"status {status}"
+            self.warn(f"its process ended by {how}; logs/tracker-{self.name}.log has what it printed")
+
+    def _keep(self, output: IO[bytes]) -> None:
+        """What clients print goes to the log, without secrets."""
+        left = LOG_BYTES
+        for line in output:
+            text = bytearray(without_secrets(line.decode(errors="replace")).encode()[:left])
+            left -= len(text)
+            with suppress(RecordError):  # a full disk: the run itself says so
+                self._log.write(text)
+
+    def warn(self, text: str) -> None:
+        """Tell of what is wrong, if it is the first thing."""
+        with self._lock:
+            first, self.warning = not self.warning, self.warning or f"{self.name}: {text}"
+        if first:
+            self._say({"level": "warning", "text": f"{self.warning}; the run goes on"})
+
+    def _say(self, note: Line) -> None:
+        with suppress(OSError):  # the terminal is gone
+            self._tell({"kind": "note", **note})
+
+    def ask_to_end(self, report: Path | None) -> None:
+        """The run is over, and `report` is its page: the tracker is to hand over what is missing, and end."""
+        self.ending = True
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps({"report": str(report or "")}).encode() + b"\n")
+            self.process.stdin.close()
+
+    def end(self) -> None:
+        """Hear the last of it; end it if it goes on."""
+        self.ending = True
+        if self.process.poll() is None:
+            # Its client's processes, too.
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        for thread in self._threads:
+            thread.join(LAST_LINES_S)
+
+
+class TrackerProcesses:
+    """The trackers of one command. Leaving it ends all of them at once; `end` gives them time."""
+
+    def __init__(self) -> None:
+        self.trackers: list[TrackerProcess] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for tracker in self.trackers:
+            tracker.end()
+
+    def start(self, folder: RunFolder, names: Sequence[str], tell: Callable[[Line], None]) -> None:
+        """Begin to follow the run in `folder`, whose configuration is written."""
+        if not names:
+            return
+        # The controller drops these rows, too, but perhaps later than a tracker begins to read.
+        saved = latest_checkpoint(folder)
+        first = saved.update if saved else 0
+        keep_rows(folder.metrics, first)
+        self.trackers = [TrackerProcess(name, folder, first, tell) for name in dict.fromkeys(names)]
+
+    def end(self, report: Path | None, updates: int) -> dict[str, Any]:
+        """Give the trackers END_S seconds to hand over what they have not, and the `report`; Ctrl-C gives them none.
+        Returns by name where each run is to be found, and what its tracker has of its `updates` updates."""
+        for tracker in self.trackers:
+            tracker.ask_to_end(report)
+        began = monotonic()
+        why = f"did not end within {END_S:.0f} s after the run"
+        try:
+            if slow := self._wait(began + ALOUD_S):
+                aloud = f"waiting for {', '.join(slow)}, {END_S:.0f} s at most (Ctrl-C: no longer)"
+                print(visible(f"penstock: {aloud}"), file=sys.stderr, flush=True)
+                self._wait(began + END_S)
+        except (KeyboardInterrupt, OSError):
+            why = "was not waited for"
+        found = {}
+        for tracker in self.trackers:
+            ended = tracker.process.poll() is not None
+            tracker.end()
+            has = f"it has {tracker.logged + 1} of {updates} updates"
+            if not ended:
+                tracker.warn(f"{why}; {has}")
+            elif not tracker.closed:
+                tracker.warn(f"did not take all of the run; {has}")
+            found[tracker.name] = {
+                "where": tracker.where,
+                "updates": tracker.logged + 1,
+                "complete": tracker.closed,
+                "warning": tracker.warning,
+            }
+        return found
+
+    def _wait(self, until: float) -> list[str]:
+        """Until all have ended, or it is time; the names of those that have not ended."""
+        for tracker in self.trackers:
+            with suppress(subprocess.TimeoutExpired):
+                tracker.process.wait(max(0.0, until - monotonic()))
+        return [tracker.name for tracker in self.trackers if tracker.process.poll() is None]

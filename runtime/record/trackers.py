@@ -1,0 +1,264 @@
+"""Trackers: TensorBoard, Weights & Biases, trackio and MLflow behind one interface, each through its own client.
+
+A `Tracker` is one run in one tracker's store. It gets the rows of `metrics.jsonl` as numbers by name, with the update
+as the step, the run's config when it is made, and the report when the run has ended. Clients are configured by their
+own environment (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID, …), which nothing here writes down. What a run has
+to know to go on with the same tracked run is the tracker's `kept`, names and ids alone.
+
+- `lacks` says what is not installed.
+- `OPEN` opens a tracker by its name. Importing a client takes seconds, so only `runtime.record.track_run` does it, in a
+  process of its own.
+- `without_secrets` takes passwords and keys out of a text that is shown or written.
+
+Every method of a tracker may raise whatever its client raises, and may take as long as its network does.
+"""
+
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+from penstock.runtime.record.folder import make_folder
+
+Name = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+NAMES: tuple[Name, ...] = get_args(Name)
+TITLES: Mapping[str, str] = dict(zip(NAMES, ("TensorBoard", "Weights & Biases", "trackio", "MLflow"), strict=True))
+# The project of a run that names none.
+PROJECT = "penstock"
+# Where a run folder keeps what its trackers have to know, and what their clients write there.
+FOLDER = "trackers"
+Figures = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run as a tracker is told of it. `kept` and `logged` are what its tracker kept in an earlier life of the run,
+    and the last update that it was given; empty and -1 at first. `project` is "" where the user names none."""
+
+    folder: Path
+    id: str
+    name: str
+    project: str
+    config: Mapping[str, Any]
+    kept: Mapping[str, str]
+    logged: int
+
+
+class Tracker(Protocol):
+    """`where` is where people find the run. `logged` is the last update that the store is known to have when it is
+    opened, -1 for none."""
+
+    where: str
+    kept: dict[str, str]
+    logged: int
+
+    def log(self, update: int, figures: Figures) -> None:
+        """The figures of an update, which the store may show from now on."""
+
+    def close(self, status: str, update: int, figures: Figures, report: Path | None) -> None:
+        """The run's end: "done", "stopped" or "failed". `figures` are of the whole run, whose last update was
+        `update`; `report` is its page. Waits until the store has all of it."""
+
+
+def lacks(name: str) -> str:
+    """What a tracker needs that is not installed, and the command that installs it; "" for nothing."""
+    needed = [name]
+    # MLflow keeps runs in a database of this machine unless it is told of a server.
+    if name == "mlflow" and os.environ.get("MLFLOW_TRACKING_URI", "sqlite:").startswith("sqlite:"):
+        needed.append("sqlalchemy")
+    for package in needed:
+        if find_spec(package) is None:
+            return f"the package {package} is not installed; needed: pip install 'penstock[{name}]'"
+    return ""
+
+
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
+_IN_URL = re.compile(
+    r"(?<=://)[^/@\s'\"]+(?=@)|(?<=[?&])(\w*(?:token|key|secret|password)\w*=)[^&\s'\"]+", re.IGNORECASE
+)
+# Shorter values of the environment are words, which stand in any text.
+_SECRET_LENGTH = 8
+
+
+def without_secrets(text: str) -> str:
+    """`text` with *** for users and passwords in URLs, and for what the environment has in variables that are named as
+    keys, tokens and passwords are."""
+    values = {value for name, value in os.environ.items() if _SECRET_NAME.search(name)}
+    for value in sorted(values, key=len, reverse=True):
+        if len(value) >= _SECRET_LENGTH:
+            text = text.replace(value, "***")
+    return _IN_URL.sub(lambda found: f"{found[1] or ''}***", text)
+
+
+class TensorBoard:
+    """Event files in the run folder's `tensorboard`, those of earlier lives replaced. It has no artifacts: the report
+    stands in the same run folder."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        path = make_folder(run.folder / "tensorboard")
+        for old in path.glob("events.out.tfevents.*"):
+            old.unlink()
+        self.where, self.logged = str(path), -1
+        self.kept: dict[str, str] = {}
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # By the descriptor's number: TensorBoard takes no path that is not UTF-8.
+        self._writer = EventFileWriter(f"/proc/self/fd/{self._folder}", filename_suffix=f".{secrets.token_hex(8)}")
+        text = json.dumps(run.config, indent=1)
+        table = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[f"```json\n{text}\n```".encode()])
+        metadata = summary_pb2.SummaryMetadata(plugin_data={"plugin_name": "text"})
+        self._write(0, [self._summary.Value(tag="config", tensor=table, metadata=metadata)])
+
+    def log(self, update: int, figures: Figures) -> None:
+        self._write(update, [self._summary.Value(tag=name, simple_value=value) for name, value in figures.items()])
+        self._writer.flush()
+
+    def _write(self, update: int, values: list[Any]) -> None:
+        self._writer.add_event(self._event(wall_time=time.time(), step=update, summary=self._summary(value=values)))
+
+    def close(self, status: str, update: int, figures: Figures, report: Path | None) -> None:
+        self.log(update, figures)
+        self._writer.close()
+        os.close(self._folder)
+
+
+class WeightsAndBiases:
+    """A run of wandb, with the id of ours. Its files are in the run folder, or where WANDB_DIR says."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        self._client, self._report = wandb, f"report-{run.id}"
+        own = None if os.environ.get("WANDB_DIR") else str(make_folder(run.folder / FOLDER))
+        project = run.kept.get("project") or run.project or os.environ.get("WANDB_PROJECT") or PROJECT
+        # Nothing that only repeats what the run folder has, or that could hold a secret: the code, what git knows of
+        # its remote, what is printed.
+        settings = wandb.Settings(console="off", disable_code=True, disable_git=True, save_code=False)
+        self._run = wandb.init(
+            project=project,
+            name=run.kept.get("name", run.name),
+            id=run.kept.get("id", run.id),
+            resume="allow",
+            config=dict(run.config),
+            allow_val_change=True,
+            dir=own,
+            settings=settings,
+        )
+        self.kept = {"id": self._run.id, "name": str(self._run.name or run.name), "project": project}
+        # The server knows it; files of this machine alone begin at 0 in each life.
+        self.logged = run.logged if self._run.offline else self._run.starting_step - 1
+        local = self._run.settings.sync_dir
+        self.where = self._run.url or (f"{local} (wandb sync sends it)" if self._run.offline else "wandb is disabled")
+
+    def log(self, update: int, figures: Figures) -> None:
+        self._run.log(dict(figures), step=update, commit=True)
+
+    def close(self, status: str, update: int, figures: Figures, report: Path | None) -> None:
+        self._run.summary.update({**figures, "status": status})
+        if report is not None:
+            artifact = self._client.Artifact(self._report, type="report")
+            artifact.add_file(str(report), name=report.name)
+            self._run.log_artifact(artifact)
+        self._run.finish(exit_code=int(status == "failed"))
+
+
+class Trackio:
+    """A run of trackio: a database of this machine, a Space or a server, as its environment says. trackio goes on with
+    a run by its name, so that has a part of the id of ours."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import trackio
+        from trackio.utils import TRACKIO_DIR
+
+        self._client, self._report = trackio, f"report-{run.id}"
+        project = run.kept.get("project") or run.project or PROJECT
+        name = run.kept.get("name") or f"{run.name}-{run.id[:6]}"
+        quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        self._run = trackio.init(project, name=name, config=dict(run.config), resume="allow", **quiet)
+        self.kept = {"id": str(self._run.id), "name": name, "project": project}
+        # The step after the last one in the store, wherever that is: what is written is sent half a second later.
+        self.logged = int(self._run._next_step) - 1
+        remote = without_secrets(os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL") or "")
+        self.where = f"{project}/{name} in {remote or TRACKIO_DIR}"
+
+    def log(self, update: int, figures: Figures) -> None:
+        self._run.log(dict(figures), step=update)
+
+    def close(self, status: str, update: int, figures: Figures, report: Path | None) -> None:
+        if figures:
+            self._run.log(dict(figures), step=update)
+        if report is not None:
+            artifact = self._client.Artifact(self._report, type="report")
+            artifact.add_file(str(report))
+            self._client.log_artifact(artifact)
+        self._client.finish()
+
+
+class MLflow:
+    """A run of MLflow in the experiment of the project: in the store of MLFLOW_TRACKING_URI, else where the run began,
+    by default MLflow's database in the current folder."""
+
+    # Of one request.
+    METRICS, PARAMS, VALUE = 1000, 100, 6000
+
+    def __init__(self, run: TrackedRun) -> None:
+        import mlflow
+        from mlflow.entities import Metric, Param
+
+        self._metric = Metric
+        if (store := run.kept.get("store")) and "MLFLOW_TRACKING_URI" not in os.environ:
+            mlflow.set_tracking_uri(store)
+        store = mlflow.get_tracking_uri()
+        self._client = client = mlflow.MlflowClient()
+        project = run.kept.get("project") or run.project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        if found := run.kept.get("id"):
+            self._id = found
+            # Of each metric the newest value; a row's version is its update + 1.
+            self.logged = int(client.get_run(found).data.metrics.get("version", 0.0)) - 1
+            client.update_run(found, status="RUNNING")
+        else:
+            experiment = mlflow.set_experiment(project).experiment_id
+            self._id, self.logged = client.create_run(experiment, run_name=run.name).info.run_id, -1
+            params = [Param(self._named(name), str(value)[: self.VALUE]) for name, value in run.config.items()]
+            for at in range(0, len(params), self.PARAMS):
+                client.log_batch(self._id, params=params[at : at + self.PARAMS])
+        shown = without_secrets(store)
+        self.kept = {"id": self._id, "project": project} | ({"store": store} if shown == store else {})
+        self.where = f"run {self._id} of {project} in {shown}"
+
+    @staticmethod
+    def _named(name: str) -> str:
+        """MLflow takes letters, digits and a few signs."""
+        return re.sub(r"[^\w\-./ ]", "_", name)
+
+    def log(self, update: int, figures: Figures) -> None:
+        now = int(1000 * time.time())
+        metrics = [self._metric(self._named(name), value, now, update) for name, value in figures.items()]
+        # The version, from which another life knows what is there, goes last.
+        metrics.sort(key=lambda metric: bool(metric.key == "version"))
+        for at in range(0, len(metrics), self.METRICS):
+            self._client.log_batch(self._id, metrics=metrics[at : at + self.METRICS])
+
+    def close(self, status: str, update: int, figures: Figures, report: Path | None) -> None:
+        self.log(update, figures)
+        if report is not None:
+            self._client.log_artifact(self._id, str(report))
+        ends = {"done": "FINISHED", "stopped": "KILLED"}
+        self._client.set_terminated(self._id, status=ends.get(status, "FAILED"))
+
+
+OPEN: Mapping[str, Callable[[TrackedRun], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "trackio": Trackio,
+    "mlflow": MLflow,
+}

@@ -1,0 +1,422 @@
+"""Runs in trackers, through their real clients without a network; and clients that fail, hang and die."""
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from penstock.graph import trace
+from penstock.programs.toy import toy
+from penstock.runtime.cli import tracker_processes
+from penstock.runtime.cli.tracker_processes import TrackerProcesses
+from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.control.launcher import INTERRUPTED
+from penstock.runtime.control.run_config import RunConfig, RunOptions
+from penstock.runtime.record import track_run
+from penstock.runtime.record.checkpoints import begin_checkpoint, complete_checkpoint
+from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.metrics import MetricsFile
+from penstock.runtime.record.track_run import RowReader
+from penstock.runtime.record.trackers import NAMES, lacks, without_secrets
+
+Patch = pytest.MonkeyPatch
+ROOT = Path(__file__).parents[3]
+CUT = {"update": 3, "earlier": 0, "next": 0, "lost": [], "fates": {"consumed": 0}, "groups": []}
+SECRET = "0123456789abcdef" * 3
+# Seconds for a client to come up: MLflow makes a database, on a busy machine.
+DEADLINE = 120.0
+
+
+def row(update: int, loss: float) -> dict[str, Any]:
+    pools = {"trainer": {"busy": 0.25}}
+    return {"update": update, "version": update + 1, "time_s": float(update), "loss": loss, "kl": None, "pools": pools}
+
+
+class Life:
+    """A run folder that is written as a command and its controller write it, and its trackers."""
+
+    def __init__(self, path: Path, *names: str, **options: Any) -> None:
+        graph = trace(toy, {})
+        cluster = Cluster(hosts=(Host(name="local", cores=1),))
+        self.folder = RunFolder.create(path)
+        self.config = RunConfig.make(graph, None, cluster, RunOptions(track=names, **options))  # type: ignore[arg-type]
+        self.config.write(self.folder, {"program": "toy", "command": ["toy"]})
+        self.names = names
+        self.said: list[str] = []
+        self.trackers = TrackerProcesses()
+
+    def start(self) -> None:
+        self.trackers.start(self.folder, self.names, lambda line: self.said.append(str(line["text"])))
+
+    def rows(self, *rows: dict[str, Any]) -> None:
+        file = MetricsFile(self.folder.metrics)
+        for one in rows:
+            file.append(one)
+        file.close()
+
+    def end(self, updates: int, status: str = "done") -> dict[str, Any]:
+        summary = {"status": status, "accuracy_before": 0.25, "accuracy_after": 0.75, "updates": updates}
+        self.folder.write_json("summary.json", summary)
+        report = self.folder.path / "report.html"
+        report.write_text(f"<html>{updates}</html>")
+        found = self.trackers.end(report, updates)
+        self.folder.unlock()
+        return found
+
+    def heard(self, what: Callable[[], object]) -> None:
+        """Wait until something is so."""
+        until = time.monotonic() + DEADLINE
+        while not what():
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Callable[..., Life]]:
+    """Makes runs, of whose trackers nothing is left after the test."""
+    lives: list[Life] = []
+
+    def make(*names: str, **options: Any) -> Life:
+        lives.append(Life(tmp_path / f"run{len(lives)}", *names, **options))
+        return lives[-1]
+
+    yield make
+    for life in lives:
+        for tracker in life.trackers.trackers:
+            tracker.end()
+        life.folder.unlock()
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Clients without a network, whose files are the test's, with a key that must not be found anywhere."""
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(tracker_processes, "END_S", DEADLINE)
+    given = {"WANDB_MODE": "offline", "WANDB_API_KEY": SECRET, "HF_TOKEN": SECRET, "MLFLOW_TRACKING_TOKEN": SECRET}
+    given |= {f"WANDB_{kind}_DIR": str(home / kind) for kind in ("CACHE", "DATA", "CONFIG")}
+    given |= {"TRACKIO_DIR": str(home / "trackio"), "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
+    given |= {"MLFLOW_DISABLE_TELEMETRY": "true", "HOME": str(home)}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "WANDB_PROJECT", "WANDB_DIR", "TRACKIO_SPACE_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# What stores have, read back with the clients' own readers: (step, loss) of all rows in their order, the losses of
+# which steps, the config, the figures of the whole run, and the page that is the report.
+Stored = tuple[list[tuple[int, float]], dict[str, Any], dict[str, float], str | None]
+
+
+def kept(life: Life, name: str) -> Any:
+    return json.loads((life.folder.path / "trackers" / f"{name}.json").read_text())["kept"]
+
+
+def in_tensorboard(life: Life) -> Stored:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(life.folder.path / "tensorboard")).Reload()
+    text = events.Tensors("config")[0].tensor_proto.string_val[0].decode()
+    config = json.loads(text.removeprefix("```json\n").removesuffix("\n```"))
+    figures = {name: events.Scalars(name)[-1].value for name in ("accuracy_before", "accuracy_after")}
+    assert [e.value for e in events.Scalars("pools/trainer/busy")] == [0.25 for _ in events.Scalars("loss")]
+    return [(e.step, e.value) for e in events.Scalars("loss")], config, figures, None
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """The records of a .wandb file, which is a log of LevelDB: blocks of 32 KiB with a header before each part."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, part = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        part += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(part)
+            part = b""
+            yield record
+
+
+def in_wandb(life: Life) -> Stored:
+    losses: list[tuple[int, float]] = []
+    config: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
+    ids, report = set(), None
+    for path in sorted(life.folder.path.glob("trackers/wandb/offline-run-*/*.wandb"), key=os.path.getmtime):
+        for record in wandb_records(path):
+            match record.WhichOneof("record_type"):
+                case "run":
+                    ids.add(record.run.run_id)
+                    config |= {one.key: json.loads(one.value_json) for one in record.run.config.update}
+                case "history":
+                    read = {one.key or "/".join(one.nested_key): one.value_json for one in record.history.item}
+                    losses.append((record.history.step.num, json.loads(read["loss"])))
+                    assert read["pools/trainer/busy"] == "0.25"
+                case "summary":
+                    summary |= {one.key: json.loads(one.value_json) for one in record.summary.update}
+                case "artifact":
+                    (entry,) = record.artifact.manifest.contents
+                    assert entry.path == "report.html"
+                    report = Path(entry.local_path).read_text()
+    assert ids == {life.config.run}
+    return losses, config, {name: summary[name] for name in ("accuracy_before", "accuracy_after")}, report
+
+
+def in_trackio(life: Life) -> Stored:
+    from trackio.api import Api
+    from trackio.sqlite_storage import SQLiteStorage
+
+    at = kept(life, "trackio")
+    logs = SQLiteStorage.get_logs(at["project"], at["name"])
+    (run,) = [run for run in Api().runs(at["project"]) if run.name == at["name"]]
+    figures = {name: log[name] for log in logs for name in ("accuracy_before", "accuracy_after") if name in log}
+    files = [p for p in Path(os.environ["TRACKIO_DIR"]).rglob("*") if p.is_file() and p.stat().st_size < 100]
+    pages = [text for p in files if (text := p.read_bytes()).startswith(b"<html>")]
+    return [(log["step"], log["loss"]) for log in logs if "loss" in log], run.config, figures, max(pages).decode()
+
+
+def in_mlflow(life: Life) -> Stored:
+    import mlflow
+
+    at = kept(life, "mlflow")
+    client = mlflow.MlflowClient(at["store"])
+    run = client.get_run(at["id"])
+    assert run.info.status == "FINISHED"
+    assert client.get_experiment(run.info.experiment_id).name == "arith"
+    figures = {name: run.data.metrics[name] for name in ("accuracy_before", "accuracy_after")}
+    report = Path(client.download_artifacts(at["id"], "report.html")).read_text()
+    losses = [(one.step, one.value) for one in client.get_metric_history(at["id"], "loss")]
+    return losses, run.data.params, figures, report
+
+
+READ: dict[str, Callable[[Life], Stored]] = {
+    "tensorboard": in_tensorboard,
+    "wandb": in_wandb,
+    "trackio": in_trackio,
+    "mlflow": in_mlflow,
+}
+FIGURES = {"accuracy_before": 0.25, "accuracy_after": 0.75}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tracker_has_each_update_once_over_the_lives_of_a_run(name: str, made: Callable[..., Life]) -> None:
+    if lack := lacks(name):
+        pytest.skip(lack)
+    life = made(name, track_project="arith", lora=4)
+    life.start()
+    life.rows(*(row(update, 0.5) for update in range(5)))
+    found = life.end(5)[name]
+    assert (found["updates"], found["complete"], found["warning"], life.said) == (5, True, "", [])
+    losses, config, figures, report = READ[name](life)
+    assert losses == [(update, 0.5) for update in range(5)]
+    assert (config["program"], config["graph"]) == ("toy", life.config.graph.digest())
+    assert (str(config["flags/lora"]), figures) == ("4", FIGURES)
+    assert report in (None, "<html>5</html>")
+    first = kept(life, name)
+
+    # A life that begins at the checkpoint before update 3: its rows 3 and 4 come again, and are others.
+    complete_checkpoint(life.folder, begin_checkpoint(life.folder, "r", 3), CUT, {})
+    life.start()
+    life.rows(*(row(update, 1.5) for update in range(3, 8)))
+    found = life.end(8)[name]
+    assert (found["updates"], found["complete"], found["warning"]) == (8, True, "")
+    losses, config, figures, report = READ[name](life)
+    again = 3 if name == "tensorboard" else 5
+    assert losses == [(update, 0.5 if update < again else 1.5) for update in range(8)]
+    assert report in (None, "<html>8</html>")
+    assert (kept(life, name), figures) == (first, FIGURES)
+    assert [note.partition(" ")[0] for note in life.said] == [f"{name}:"] * (name != "tensorboard")
+
+    files = [path for path in life.folder.path.rglob("*") if path.is_file()]
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+    assert len(list(life.folder.logs.glob("tracker-*.log"))) == 1
+
+
+# A client that is none: what a test writes into its `log` is what happens to the tracker's process.
+CLIENT = """
+import os, signal, time
+from pathlib import Path
+
+class Artifact:
+    def __init__(self, name, type): pass
+    def add_file(self, path, name=None): pass
+
+class Settings:
+    def __init__(self, **given): pass
+
+class Run:
+    id, name, url, offline, starting_step, summary = "i", "n", "http://bob:{secret}@here", False, 0, {{}}
+    settings = type("S", (), {{"sync_dir": "here"}})
+    def log(self, figures, step, commit):
+        {log}
+        with open("logged", "a") as file:
+            print(step, file=file)
+    def log_artifact(self, artifact): pass
+    def finish(self, exit_code):
+        print("key", "{secret}")
+
+def init(**given):
+    return Run()
+"""
+
+
+@pytest.fixture
+def client(tmp_path: Path, monkeypatch: Patch) -> Callable[[str], Path]:
+    """Puts a client of that name before the real one; returns the file with the steps that it has taken."""
+
+    def put(log: str) -> Path:
+        (tmp_path / "wandb.py").write_text(CLIENT.format(log=log, secret=SECRET))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT / "src")]))
+        return tmp_path / "home" / "logged"
+
+    return put
+
+
+FAILS_ONCE = """
+        if step == 2 and not Path("failed").exists():
+            Path("failed").touch()
+            raise ConnectionError(f"no way to http://bob:{os.environ['WANDB_API_KEY']}@here")"""
+
+
+def test_a_client_is_given_again_what_it_failed_to_take_alone(made: Callable[..., Life], client: Any) -> None:
+    logged = client(FAILS_ONCE)
+    life = made("wandb")
+    life.start()
+    life.rows(*(row(update, 0.5) for update in range(4)))
+    life.heard(lambda: life.said)
+    found = life.end(4)["wandb"]
+    assert logged.read_text().split() == ["0", "1", "2", "3"]
+    assert (found["updates"], found["complete"]) == (4, True)
+    (said,) = life.said
+    assert said.startswith("wandb: ConnectionError: ")
+    # Neither what is raised nor what is printed brings a secret into the run folder.
+    files = [path for path in life.folder.path.rglob("*") if path.is_file()]
+    assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
+    assert SECRET not in json.dumps(found) + said
+    assert (life.folder.logs / "tracker-wandb.log").read_text() == "key ***\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "ended"), [("time.sleep(1000)", False), ("raise KeyError", True), ("os.kill(os.getpid(), 9)", True)]
+)
+def test_a_client_that_hangs_fails_or_dies_is_told_of_once_and_left_behind(
+    log: str, ended: bool, made: Callable[..., Life], client: Any, monkeypatch: Patch
+) -> None:
+    client(log)
+    life = made("wandb")
+    life.start()
+    life.rows(row(0, 0.5), row(1, 0.5))
+    if ended:
+        life.heard(lambda: life.said)
+    else:
+        monkeypatch.setattr(tracker_processes, "END_S", 1.0)
+        monkeypatch.setattr(tracker_processes, "ALOUD_S", 0.5)
+    found = life.end(2)["wandb"]
+    assert (found["updates"], found["complete"]) == (0, False)
+    (said,) = life.said
+    assert said.startswith("wandb: ")
+    assert found["warning"] in said
+    (tracker,) = life.trackers.trackers
+    assert tracker.process.returncode is not None
+    assert not psutil.pid_exists(tracker.process.pid)
+
+
+def test_a_client_that_does_not_come_back_is_told_of_while_the_run_goes_on(
+    made: Callable[..., Life], tmp_path: Path, monkeypatch: Patch
+) -> None:
+    told: list[dict[str, Any]] = []
+    life = made("wandb")
+    monkeypatch.setattr(track_run, "SLOW_S", 0.0)
+    monkeypatch.setattr(track_run, "LOOK_S", 0.01)
+    follower = track_run.Follower("wandb", life.folder, 0, told.append)
+    follower.busy_since = time.monotonic()
+    track_run.tell_slowness(follower)  # returns once it has told
+    assert [list(line) for line in told] == [["failed"]]
+
+
+def test_a_tracker_ends_with_a_command_that_is_killed(made: Callable[..., Life], client: Any) -> None:
+    logged = client("pass")
+    life = made("wandb")
+    life.start()
+    life.rows(row(0, 0.5))
+    life.heard(logged.exists)
+    (tracker,) = life.trackers.trackers
+    assert tracker.process.stdin is not None
+    tracker.process.stdin.close()  # as the kernel does
+    assert tracker.process.wait(DEADLINE) in (0, 1)
+
+
+def test_rows_are_read_once_and_anew_from_another_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    reader = RowReader(path)
+
+    def read() -> list[int]:
+        return [row["update"] for rows in reader.unread() for row in rows]
+
+    assert read() == []
+    path.write_bytes(b'{"update": 0}\n{"upd')
+    assert (read(), read()) == ([0], [])
+    with path.open("ab") as file:
+        file.write(b'ate": 1}\n{"update": 2}\n')
+    assert (read(), read()) == ([1, 2], [])
+    (tmp_path / "other").write_bytes(b'{"update": 0}\n')
+    (tmp_path / "other").replace(path)
+    assert read() == [0]
+    path.write_bytes(b'{"update": 0}\n')  # the same file, from its beginning
+    reader.restart()
+    assert read() == [0]
+
+
+def test_secrets_are_taken_out_of_texts(monkeypatch: Patch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "a-long-secret")
+    monkeypatch.setenv("KEYBOARD_LAYOUT", "de")  # too short to be one
+    assert (
+        without_secrets("de: http://u:p@h/a-long-secret?write_token=abc&x=1")
+        == "de: http://***@h/***?write_token=***&x=1"
+    )
+    assert without_secrets("sqlite:////tmp/mlflow.db") == "sqlite:////tmp/mlflow.db"
+
+
+@pytest.mark.slow
+def test_a_run_from_the_command_line_is_in_all_trackers_that_are_installed(tmp_path: Path) -> None:
+    names = [name for name in NAMES if not lacks(name)]
+    if not names:
+        pytest.skip("no tracker's client is installed")
+    out = tmp_path / "run"
+
+    def penstock(*words: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "penstock.runtime.cli.main", *words, "--plain"]
+        return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
+
+    def summary() -> Any:
+        return json.loads((out / "summary.json").read_text())
+
+    stopped = penstock("run", "toy", "--updates", "4000", "--out", str(out), "--track", *names)
+    until = time.monotonic() + DEADLINE
+    try:
+        while not (out / "metrics.jsonl").exists() or (out / "metrics.jsonl").read_bytes().count(b"\n") < 3:
+            assert time.monotonic() < until
+            assert stopped.poll() is None
+            time.sleep(0.1)
+    finally:
+        stopped.send_signal(signal.SIGINT)
+        assert stopped.wait(DEADLINE) == INTERRUPTED
+    done = summary()["updates"]
+    assert penstock("resume", str(out), "--updates", str(done + 5)).wait(DEADLINE) == 0
+    tracked = {name: (one["updates"], one["complete"], one["warning"]) for name, one in summary()["tracked"].items()}
+    assert tracked == dict.fromkeys(names, (done + 5, True, ""))
