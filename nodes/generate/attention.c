@@ -1,8 +1,8 @@
 /* Attention of one token per row over the cache of the row's slot: `attend` of attention.py, for a CPU.
 
-   Compiled where it runs, with K (width of a head), N (query heads of a key-value head), LANES (floats of a vector,
-   which divide K) and, if the cache is in bfloat16, BF16. A row is computed by one thread, its positions in order, so
-   its bits depend on nothing but its own numbers. */
+   Compiled where it runs, with K (width of a head), N (query heads of a key-value head), LANES (floats of a vector, a
+   power of 2 up to 16) and, if the cache is in bfloat16, BF16. LANES divides K, and in bfloat16 2 * LANES does. A row is
+   computed by one thread, its positions in order, so its bits depend on nothing but its own numbers. */
 
 #include <math.h>
 #include <stdint.h>
@@ -10,20 +10,23 @@
 #include <string.h>
 
 #define PARTS (K / LANES)
-/* Positions whose scores are computed side by side. */
-#define TILE 4
 
 typedef float vector __attribute__((vector_size(4 * LANES)));
+typedef int32_t lanes_vector __attribute__((vector_size(4 * LANES)));
 
 #ifdef BF16
 typedef uint16_t stored;
-typedef uint16_t narrow_vector __attribute__((vector_size(2 * LANES)));
 typedef uint32_t bits_vector __attribute__((vector_size(4 * LANES)));
 
-static inline vector load(const stored *from) {
-    narrow_vector narrow;
-    memcpy(&narrow, from, sizeof narrow);
-    return (vector)(__builtin_convertvector(narrow, bits_vector) << 16);
+/* The numbers of a head in vectors, of which the first two have the even and the odd ones of its first 2 * LANES, and so
+   on: two numbers that lie side by side are the halves of a lane, and either is a float by one operation. */
+static inline void load(vector to[PARTS], const stored *from) {
+#pragma GCC unroll 16
+    for (int p = 0; p < PARTS; p += 2) {
+        bits_vector pairs;
+        memcpy(&pairs, from + p * LANES, sizeof pairs);
+        to[p] = (vector)(pairs << 16), to[p + 1] = (vector)(pairs & 0xffff0000);
+    }
 }
 
 static inline stored rounded(float x) {
@@ -32,24 +35,69 @@ static inline stored rounded(float x) {
     /* What is no number stays none. */
     return x != x ? 0x7fc0 : (stored)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+
+/* Where lane i of vector p lies. */
+static inline int place(int p, int i) { return (p & ~1) * LANES + 2 * i + (p & 1); }
 #else
 typedef float stored;
 
-static inline vector load(const stored *from) {
-    vector wide;
-    memcpy(&wide, from, sizeof wide);
-    return wide;
-}
+static inline void load(vector to[PARTS], const stored *from) { memcpy(to, from, K * sizeof(float)); }
 
 static inline stored rounded(float x) { return x; }
+
+static inline int place(int p, int i) { return p * LANES + i; }
 #endif
 
-static inline float sum(vector x) {
-    float lanes[LANES];
-    memcpy(lanes, &x, sizeof lanes);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-    return lanes[0];
+/* Of two vectors, side by side as lanes 0 to 2 * LANES - 1, each in blocks of 2 * half lanes: the first halves of blocks
+   0 of both, then of blocks 1, and so on. */
+#define FROM(half, i) ((i) / (half) / 2 * 2 * (half) + (i) % (half) + (i) / (half) % 2 * LANES)
+#define ROW(h) {FROM(h, 0), FROM(h, 1), FROM(h, 2), FROM(h, 3), FROM(h, 4), FROM(h, 5), FROM(h, 6), FROM(h, 7), \
+                FROM(h, 8), FROM(h, 9), FROM(h, 10), FROM(h, 11), FROM(h, 12), FROM(h, 13), FROM(h, 14), FROM(h, 15)}
+static const int32_t HALVES[4][16] = {ROW(1), ROW(2), ROW(4), ROW(8)};
+
+static inline vector picked(vector a, vector b, lanes_vector from) {
+#ifdef __clang__
+    vector found;
+    for (int i = 0; i < LANES; i++) found[i] = from[i] < LANES ? a[from[i]] : b[from[i] - LANES];
+    return found;
+#else
+    return __builtin_shuffle(a, b, from);
+#endif
+}
+
+/* Lane i of the result is the sum of the lanes of `parts[i]`. Each round folds the blocks of two vectors into one: there
+   are half as many vectors, with twice as many blocks of half as many lanes. */
+static inline __attribute__((always_inline)) void fold(vector parts[LANES], int half, int row) {
+    lanes_vector first;
+    memcpy(&first, HALVES[row], sizeof first);
+#pragma GCC unroll 8
+    for (int i = 0; i < half; i++)
+        parts[i] = picked(parts[i], parts[i + half], first) + picked(parts[i], parts[i + half], first + half);
+}
+
+static inline __attribute__((always_inline)) vector sums(vector parts[LANES]) {
+    if (LANES > 8) fold(parts, 8, 3);
+    if (LANES > 4) fold(parts, 4, 2);
+    if (LANES > 2) fold(parts, 2, 1);
+    if (LANES > 1) fold(parts, 1, 0);
+    return parts[0];
+}
+
+/* Scores of LANES positions, whose keys begin at `key`. Where there are but `count`, the last one stands in for others,
+   whose scores nobody reads. */
+static inline __attribute__((always_inline)) void score(float *to, const vector query[PARTS], const stored *key,
+                                                        int64_t count) {
+    vector parts[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+        vector each[PARTS];
+        load(each, key + (i < count ? i : count - 1) * K);
+        parts[i] = query[0] * each[0];
+#pragma GCC unroll 16
+        for (int p = 1; p < PARTS; p++) parts[i] += query[p] * each[p];
+    }
+    vector found = sums(parts);
+    memcpy(to, &found, sizeof found);
 }
 
 /* e^x for x <= 0, by the polynomial of Cephes' expf: within 2 units in the last place. */
@@ -80,7 +128,8 @@ int attend(const stored *q, const stored *k, const stored *v, stored *keys, stor
                 memcpy(keys + place, k + row * k_row + g * K, K * sizeof(stored));
                 memcpy(values + place, v + row * v_row + g * K, K * sizeof(stored));
             }
-        float *weights = malloc(sizeof(float) * N * C);
+        int64_t stride = (C + LANES - 1) / LANES * LANES;
+        float *weights = malloc(sizeof(float) * N * stride);
         if (!weights) {
 #pragma omp atomic write
             failed = 1;
@@ -94,34 +143,19 @@ int attend(const stored *q, const stored *k, const stored *v, stored *keys, stor
                 continue;
             }
             const stored *key = keys + (slots[row] * G + g) * C * K, *value = values + (slots[row] * G + g) * C * K;
-            vector query[N][PARTS], total[N][PARTS];
-            for (int n = 0; n < N; n++)
-                for (int p = 0; p < PARTS; p++)
-                    query[n][p] = load(q + row * q_row + (g * N + n) * K + p * LANES) * scale;
-            int64_t c = 0;
-            for (; c + TILE <= length; c += TILE) {
-                vector scores[N][TILE];
-                memset(scores, 0, sizeof scores);
-                for (int i = 0; i < TILE; i++)
-                    for (int p = 0; p < PARTS; p++) {
-                        vector part = load(key + (c + i) * K + p * LANES);
-                        for (int n = 0; n < N; n++) scores[n][i] += query[n][p] * part;
-                    }
-                for (int n = 0; n < N; n++)
-                    for (int i = 0; i < TILE; i++) weights[n * C + c + i] = sum(scores[n][i]);
+            vector query[N][PARTS], total[N][PARTS], each[PARTS];
+            for (int n = 0; n < N; n++) {
+                load(query[n], q + row * q_row + (g * N + n) * K);
+                for (int p = 0; p < PARTS; p++) query[n][p] *= scale;
             }
-            for (; c < length; c++) {
-                vector scores[N];
-                memset(scores, 0, sizeof scores);
-                for (int p = 0; p < PARTS; p++) {
-                    vector part = load(key + c * K + p * LANES);
-                    for (int n = 0; n < N; n++) scores[n] += query[n][p] * part;
-                }
-                for (int n = 0; n < N; n++) weights[n * C + c] = sum(scores[n]);
-            }
+            int64_t whole = length / LANES * LANES;
+            for (int64_t c = 0; c < whole; c += LANES)
+                for (int n = 0; n < N; n++) score(weights + n * stride + c, query[n], key + c * K, LANES);
+            for (int n = 0; n < N && whole < length; n++)
+                score(weights + n * stride + whole, query[n], key + whole * K, length - whole);
             float inverse[N];
             for (int n = 0; n < N; n++) {
-                float *w = weights + n * C, most = -INFINITY, mass = 0;
+                float *w = weights + n * stride, most = -INFINITY, mass = 0;
 #pragma omp simd reduction(max : most)
                 for (int64_t i = 0; i < length; i++) most = w[i] > most ? w[i] : most;
 #pragma omp simd reduction(+ : mass)
@@ -129,14 +163,14 @@ int attend(const stored *q, const stored *k, const stored *v, stored *keys, stor
                 inverse[n] = 1 / mass;
             }
             memset(total, 0, sizeof total);
-            for (c = 0; c < length; c++)
-                for (int p = 0; p < PARTS; p++) {
-                    vector part = load(value + c * K + p * LANES);
-                    for (int n = 0; n < N; n++) total[n][p] += weights[n * C + c] * part;
-                }
+            for (int64_t c = 0; c < length; c++) {
+                load(each, value + c * K);
+                for (int n = 0; n < N; n++)
+                    for (int p = 0; p < PARTS; p++) total[n][p] += weights[n * stride + c] * each[p];
+            }
             for (int n = 0; n < N; n++)
                 for (int p = 0; p < PARTS; p++)
-                    for (int i = 0; i < LANES; i++) to[n * K + p * LANES + i] = rounded(total[n][p][i] * inverse[n]);
+                    for (int i = 0; i < LANES; i++) to[n * K + place(p, i)] = rounded(total[n][p][i] * inverse[n]);
         }
         free(weights);
     }

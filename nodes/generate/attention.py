@@ -77,8 +77,9 @@ def compiled(per_group: int, width: int, dtype: torch.dtype) -> Callable[..., in
     if dtype not in (torch.float32, torch.bfloat16):
         return None
     compiler = os.environ.get("CC", "cc")
-    lanes = math.gcd(width, 16)
-    given = [f"-DK={width}", f"-DN={per_group}", f"-DLANES={lanes}", *(["-DBF16"] if dtype == torch.bfloat16 else [])]
+    narrow = dtype == torch.bfloat16
+    lanes = math.gcd(width // 2 if narrow else width, 16)  # rotary positions need an even width
+    given = [f"-DK={width}", f"-DN={per_group}", f"-DLANES={lanes}", *(["-DBF16"] if narrow else [])]
     # Compiled by each process, in a third of a second: nobody else can have written what is loaded, and it is of this
     # processor. What is loaded stays when its file goes.
     with tempfile.TemporaryDirectory() as folder:

@@ -472,7 +472,7 @@ def filled(length: int, dtype: torch.dtype, width: int = 8) -> tuple[Tensor, ...
     return tuple(torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)
 
 
-@pytest.mark.parametrize("width", [6, 8, 64])
+@pytest.mark.parametrize("width", [6, 8, 20, 64, 80])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_over_slots_is_attention(kernel: str, dtype: torch.dtype, width: int) -> None:
     """Of rows of several slots, some of them of one, and some empty."""
