@@ -9,8 +9,9 @@ from math import inf
 from typing import Any
 
 from penstock.graph.errors import Fault
-from penstock.graph.imports import path_of, short
-from penstock.graph.ir import Graph, Input, Node, Ref
+from penstock.graph.imports import imported, path_of, short
+from penstock.graph.ir import PRECISIONS, Graph, Input, Node, Ref
+from penstock.graph.node import NodeDef
 from penstock.graph.protocols import Source
 from penstock.graph.requires import View, calls
 from penstock.graph.trace import ANY
@@ -316,6 +317,35 @@ def starving(node: Node) -> Fault | None:
     return Fault("weights-too-seldom", f"{node.name}: weights too seldom for their lag", given, needed, node.where)
 
 
+def _precisions(view: View) -> Iterator[Fault]:
+    """Weights of eight bits go to nodes that compute with them; those of a value to a pool are in one format."""
+    chosen: dict[tuple[str, str], Node] = {}
+    for node in view.graph.nodes:
+        if node.construct != "broadcast":
+            continue
+        what = f"{node.name}: option 'precision'"
+        if node.precision not in ("", *PRECISIONS):
+            needed = f'{" or ".join(PRECISIONS)}, or "" for the format of the model'
+            yield Fault("bad-precision", what, repr(node.precision), needed, node.where)
+            continue
+        for reader in view.readers(node.name):
+            channel = node.inputs[0].ref.node, reader.pool
+            first = chosen.setdefault(channel, node)
+            if first.precision != node.precision:
+                given = f"{node.precision!r} beside {first.name} ({first.where}) with {first.precision!r}"
+                needed = f"one format for the weights of {channel[0]!r} that go to pool {reader.pool!r}"
+                yield Fault("bad-precision", what, given, needed, node.where)
+            # Not `load`: where a graph is only looked at, nothing of the user's is to run.
+            definition = imported(reader.op) if node.precision else None
+            if isinstance(definition, NodeDef) and node.precision not in definition.precisions:
+                able = ", ".join(definition.precisions) or "none"
+                given = f"weights in {node.precision} (from {node.name}, {node.where})"
+                needed = (
+                    f"a precision that {short(reader.op)} computes in: {able}; or a broadcast of its own without one"
+                )
+                yield Fault("no-precision", f"{reader.name} reads {node.name}", given, needed, reader.where)
+
+
 MODEL = path_of(Model)
 
 
@@ -387,6 +417,7 @@ RULES: tuple[Callable[[View], Iterator[Fault]], ...] = (
     _numbers,
     _places,
     _every,
+    _precisions,
     _delays,
     _turns,
     calls,

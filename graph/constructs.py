@@ -7,7 +7,7 @@ who takes turns.
 import dataclasses
 from collections.abc import Callable
 from math import inf
-from typing import Any, ParamSpec, TypeVar, cast, overload
+from typing import Any, Literal, ParamSpec, TypeVar, cast, overload
 
 from penstock.graph.errors import Fault, caller, fault, nearest
 from penstock.graph.imports import encode
@@ -29,12 +29,13 @@ C = TypeVar("C")
 Q = ParamSpec("Q")
 
 
-def broadcast(value: Any, *, lag: int = 0, every: int = 1) -> Weights:
+def broadcast(value: Any, *, lag: int = 0, every: int = 1, precision: Literal["", "int8", "fp8"] = "") -> Weights:
     """The weights of a carried value for another pool, at most `lag` updates old: the feedback edge of a program.
 
-    Send only every `every`-th version. `every` must be ≤ `lag` + 1.
+    Send only every `every`-th version. `every` must be ≤ `lag` + 1. With a `precision` the sender converts matrices to
+    eight bits with a scale per row, and whoever reads them computes in that: int8 on CPUs, fp8 (e4m3) on GPUs.
     """
-    return cast(Weights, recording("broadcast").edge("broadcast", value, lag, every))
+    return cast(Weights, recording("broadcast").edge("broadcast", value, lag, every, precision))
 
 
 def delay(value: A, *, lag: int = 0) -> A:

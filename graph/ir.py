@@ -19,6 +19,8 @@ from penstock.graph.errors import Fault, GraphError
 Json = Any
 Clock = Literal["group", "update"]
 Construct = Literal["call", "keep", "broadcast", "delay"]
+# Formats of eight bits, with a scale for each row of a matrix, that a generator may compute in.
+PRECISIONS = ("int8", "fp8")
 
 
 class Firing(NamedTuple):
@@ -95,7 +97,8 @@ class Node:
     ago. `every`: a per-update node fires, and a broadcast sends, at each `every`th update only. `turns` is set on the
     nodes of a bounded cycle within a group (`alternate`): the most often that they fire for one group. `given` names
     what a call writes by keyword: the inputs behind one that it left out, and the options that it wrote, in its order;
-    the others have their defaults.
+    the others have their defaults. `precision`: the format of `PRECISIONS` in which a broadcast's weights travel and
+    are computed with; "" is that of the model.
     """
 
     name: str
@@ -113,6 +116,7 @@ class Node:
     turns: int | None = None
     where: str = ""
     given: tuple[str, ...] = ()
+    precision: str = ""
 
     @property
     def label(self) -> str:
@@ -144,6 +148,8 @@ class Node:
         data["outputs"] = [[o.name, o.type] for o in self.outputs]
         data["options"] = dict(self.options)
         data["given"] = list(self.given)
+        if not self.precision:
+            del data["precision"]
         return data
 
 

@@ -33,7 +33,8 @@ class NodeDef(Generic[P, T]):
 
     `bound` are inputs and options that every call of this node is given, by name (see `given`). `answering` is the node
     that stands for this one as the second of `alternate`, None where it can be that itself. `written` is how a program
-    says this one, for messages.
+    says this one, for messages. `precisions` are the formats of eight bits that it computes with weights in, of
+    `ir.PRECISIONS`.
     """
 
     __name__: str
@@ -50,6 +51,7 @@ class NodeDef(Generic[P, T]):
         # Quoted, since the documentation's parser takes `node` for this module and for the function in it.
         self.answering: "NodeDef[..., Any] | None" = None  # noqa: UP037
         self.written: str = fn.__name__
+        self.precisions: tuple[str, ...] = ()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         recorder = current.get()

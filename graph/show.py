@@ -91,6 +91,7 @@ def _link(graph: Graph, ref: Ref, head: Node, back: bool) -> Link:
         node = graph[ref.node]
         exactly = "delay" if node.construct == "delay" else "lag"
         lag = f", {exactly}={node.lag}" + (f", every {node.every} updates" if node.every > 1 else "")
+        lag += f", {node.precision}" if node.precision else ""
         ref = node.inputs[0].ref
     # A value that updates change has no box: the node that makes its next value stands for it.
     maker = graph.producer(ref.node)
@@ -203,6 +204,7 @@ def _statement(graph: Graph, node: Node, names: dict[Ref, str], *, returned: boo
         function = "alternate"
     words += [f"lag={node.lag}"] if not node.fires else []
     words += [f"every={node.every}"] if not node.fires and node.every > 1 else []
+    words += [f"precision={node.precision!r}"] if node.precision else []
     targets = ", ".join(names[ref] for ref in outputs)
     start = "    return " if returned else f"    {targets} = " if targets else "    "
     opening = f"{start}{function}("

@@ -119,13 +119,16 @@ class TraceRecorder:
         self.nodes.append(Node(name, construct, inputs, outputs, construct=construct, **fields))
         return tuple(Handle(self, Ref(name, output.name)) for output in outputs)
 
-    def edge(self, construct: Literal["broadcast", "delay"], value: Any, lag: Any, every: Any = 1) -> Handle:
+    def edge(
+        self, construct: Literal["broadcast", "delay"], value: Any, lag: Any, every: Any = 1, precision: Any = ""
+    ) -> Handle:
         """Record how a carried value is read: the handle of its weights, or of the value as it was."""
         ref = self.ref(value, construct, ANY)
         type_ = self.declare(Weights) if construct == "broadcast" else self.type_of(ref)
         lag, every = encode(lag, f"{construct}: option 'lag'"), encode(every, f"{construct}: option 'every'")
         inputs, outputs = (Input("value", ANY, ref),), (Output("out", type_),)
-        return self.record(construct, inputs, outputs, clock="update", lag=lag, every=every)[0]
+        said = {"lag": lag, "every": every, "precision": encode(precision, f"{construct}: option 'precision'")}
+        return self.record(construct, inputs, outputs, clock="update", **said)[0]
 
     def weights(self, value: Any, what: str) -> Handle:
         """Weights as they are, or those of a carried value by a broadcast without a lag, one for each value.

@@ -163,10 +163,12 @@ class Origin:
     Attributes:
         maker: import path of the value's maker.
         context: the context that the maker gets, except for where it runs.
+        precision: the format that `broadcast` sends them in, "" for the model's own.
     """
 
     maker: str
     context: Context
+    precision: str = ""
 
 
 class Model:
@@ -275,7 +277,8 @@ class Weights:
 
     Attributes:
         version: the version of the carried value.
-        tensors: the logical tensors by name; on a rank of a mesh, this rank's share of each.
+        tensors: the logical tensors by name; on a rank of a mesh, this rank's share of each. Of those that `broadcast`
+            sends in a precision of its own, the elements are NAME, and the scales of their rows NAME.scale.
         about: what the carried value says of them (`graph.protocols.Described`), the same for all versions.
     """
 

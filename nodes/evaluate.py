@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.graph import node, requires
+from penstock.graph.ir import PRECISIONS
 from penstock.graph.types import Context, Metrics, Weights
 from penstock.nodes.data import open_prompts
 from penstock.nodes.generate import make_engine
 from penstock.nodes.generate.kv_cache import room
+from penstock.nodes.open_model import computes
 from penstock.nodes.option_checks import count
 from penstock.nodes.score import Rule, math_answer, score
 
@@ -51,7 +53,7 @@ def _make_examiner(context: Context, *, problems: int, by: Rule) -> Examiner:
     return Examiner(context, problems, by)
 
 
-@requires(count(1, "problems"), room)
+@requires(count(1, "problems"), room, computes)
 @node(pool="examiner", clock="update", init=_make_examiner)
 def measure(
     examiner: Examiner, behaviour: Weights, *, problems: int = 100, by: Rule = math_answer
@@ -67,3 +69,6 @@ def measure(
         for done, metrics in examiner.step():
             if done is tag:
                 return examiner, metrics
+
+
+measure.precisions = PRECISIONS

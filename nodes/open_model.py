@@ -25,6 +25,7 @@ from penstock.nodes.model import (
     read_config,
     torch_dtype,
 )
+from penstock.nodes.model.eight_bit import FP8_TILE, require_products
 from penstock.nodes.model.hf import digest, read_adapters
 from penstock.nodes.model.tensor_parallel import (
     CausalLMPart,
@@ -122,6 +123,35 @@ def check_decoding(config: ModelConfig, mesh: Axes) -> None:
         needed = f"the axis {TENSOR} alone: replicas are more of its pool"
         raise ModelError(f"generate: given a mesh of {ranks}, needed {needed}")
     part_config(config, ranks.count, 0)
+
+
+def check_precision(spec: ModelSpec, precision: str, parts: int = 1) -> None:
+    """Whether `parts` ranks can decode with a model whose layers' weights have eight bits. Raises ModelError."""
+    if spec.lora is not None:
+        needed = "all weights, sent in it: adapters are, and their base is not"
+        raise ModelError(f"given {precision} with adapters of {spec.lora}, needed {needed}; or no precision")
+    config = spec.config
+    width = config.moe_intermediate_size if config.family.experts else config.intermediate_size
+    heads, groups = config.num_attention_heads // parts, max(1, config.num_key_value_heads // parts)
+    sizes = {config.hidden_size, heads * config.head_dim, groups * config.head_dim, width // parts}
+    if precision == "fp8" and (odd := sorted(size for size in sizes if size % FP8_TILE)):
+        given = f"given fp8 with matrices {', '.join(map(str, odd))} wide (on each of {parts} ranks)"
+        raise ModelError(f"{given}, needed multiples of {FP8_TILE}")
+
+
+def computes(call: Call) -> None:
+    """Requirement of a node that decodes: its model can in the precision of its weights, and so can this machine's CPU,
+    where it is int8. Raises GraphError at the line of the call."""
+    origin = None if call.context is None else call.context.weights.get("behaviour")
+    spec = spec_of(call, "behaviour") if origin is not None and origin.precision else None
+    if origin is None or spec is None:
+        return
+    try:
+        check_precision(spec, origin.precision)
+        if origin.precision == "int8":
+            require_products("int8", "cpu")
+    except ModelError as error:
+        raise call.lack(*str(error).removeprefix("given ").split(", needed ", 1), input="behaviour", code="no-precision") from None
 
 
 def run_spec(context: Context, lora: Lora | None = None) -> ModelSpec:

@@ -14,6 +14,7 @@ import torch
 
 from penstock.graph import alternate, node, requires
 from penstock.graph.errors import Fault, GraphError
+from penstock.graph.ir import PRECISIONS
 from penstock.graph.node import NodeDef, Paused
 from penstock.graph.protocols import Stream
 from penstock.graph.requires import Call
@@ -22,7 +23,7 @@ from penstock.nodes.generate.conversation import SampledGroup, SampledRow, never
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.kv_cache import room
 from penstock.nodes.generate.sampling import Sampler, scorable
-from penstock.nodes.open_model import same_words, spec_of
+from penstock.nodes.open_model import computes, same_words, spec_of
 from penstock.nodes.option_checks import count, not_negative, positive, share
 
 
@@ -58,6 +59,7 @@ def can_stop(call: Call) -> None:
     positive("top_p"),
     scorable,
     can_stop,
+    computes,
 )
 @node(pool="generator", init=make_engine)
 def generate(
@@ -94,7 +96,8 @@ def generate(
     Metrics: `generated_tokens` (of the turn), `response_length` (tokens of a row in it), `stale_cache` (share of tokens
     whose cache holds entries of older weights), from the second turn on `outgrown` (share of rows that ended for want
     of room), and once per batch, for its first group or else the next one that the live weights alone have made,
-    `mismatch` (mean |difference| to the trainer's log-probabilities at equal weights, nats).
+    `mismatch` (mean |difference| to the trainer's log-probabilities at equal weights, nats; not of weights that came in
+    eight bits).
     """
     given = samples, Sampler(temperature, top_k, top_p), tuple(stop)
     made = engine.samples, engine.sampler, engine.stop
@@ -201,7 +204,7 @@ def make_replier(
     return Replier(context, Sampler(temperature, top_k, top_p), **answers)
 
 
-@requires(room, not_negative("temperature"), count(0, "top_k"), share("top_p"), positive("top_p"))
+@requires(room, not_negative("temperature"), count(0, "top_k"), share("top_p"), positive("top_p"), computes)
 @node(pool="generator", init=make_replier)
 def reply(
     replier: Replier,
@@ -238,6 +241,7 @@ def reply(
 
 # `generate.of(judge)` as the second node of `alternate` is this node with the judge's weights.
 generate.answering = reply
+generate.precisions = reply.precisions = PRECISIONS
 
 
 def _fire(stream: Stream, inputs: Mapping[str, Any]) -> Any:

@@ -38,9 +38,10 @@ from penstock.nodes.generate.conversation import Response, SampledGroup, Sampled
 from penstock.nodes.generate.kv_cache import DecodeMemory, cache_length, needed_prompt
 from penstock.nodes.generate.sampling import Sampler, keyed_uniform, mismatch
 from penstock.nodes.model import ModelError
+from penstock.nodes.model.eight_bit import require_products
 from penstock.nodes.model.hf import point_at
 from penstock.nodes.model.mlp import RouteRecorder
-from penstock.nodes.open_model import about_adapters, check_decoding, open_part, weights_spec
+from penstock.nodes.open_model import about_adapters, check_decoding, check_precision, open_part, weights_spec
 from penstock.nodes.parallel.mesh import Ranks
 
 # Slots come in multiples of it: element-wise kernels treat the last, odd elements of a tensor differently.
@@ -89,6 +90,12 @@ class Engine:
         check_decoding(spec.config, ranks.mesh)
         self.spec, self.tokenizer, self.context = spec, spec.tokenizer, context
         self.model = model = open_part(spec, context, ranks)
+        origin = context.weights.get("behaviour")
+        self.precision = origin.precision if origin is not None else ""
+        if self.precision:
+            check_precision(spec, self.precision, ranks.count)
+            require_products(self.precision, context.device)
+            model.narrow(self.precision)
         # A model without experts has nothing to record.
         self.records = model.replays_routing = context.replay_routing and spec.config.family.experts
         # With the same weights, as the trainer computes with them: the other one has copies in another order.
@@ -258,8 +265,9 @@ class Engine:
         if any(row.paused(self.context.max_tokens) for row in group.rows):
             return Paused(rollouts)
         metrics = group.metrics(self.segment)
-        # Greedy and cut samples have log-probabilities that the trainer's cannot equal.
-        comparable = self.sampler.temperature > 0 and not self.sampler.cuts
+        # Greedy and cut samples have log-probabilities that the trainer's cannot equal, and the trainer's weights are
+        # not here where these have eight bits.
+        comparable = self.sampler.temperature > 0 and not self.sampler.cuts and not self.precision
         self.unmeasured = self.unmeasured or group.prompts.ordinals[0] % self.context.batch == 0
         if comparable and self.unmeasured and group.versions == {self.version}:
             self.unmeasured = False

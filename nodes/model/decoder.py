@@ -88,10 +88,17 @@ class Decoder(nn.Module):
             if self.lora is not None and isinstance(module, Linear) and name.endswith(self.lora.targets):
                 self.model.layers.set_submodule(name, LoraLinear(module, self.lora))
 
+    def narrow(self, precision: str) -> None:
+        """Compute a layer's products in eight bits (`eight_bit`); those of embedding, head and routers stay."""
+        for name, module in self.model.layers.named_modules():
+            if isinstance(module, Linear) and not name.endswith("mlp.gate"):
+                module.narrow(precision)
+
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """What of the parameters a carried value with this model learns, keeps and sends: its adapters, where it has
         some; the others are its base's, which never changes."""
-        named = dict(self.named_parameters())
+        # The name of a weight's scales is that under which they travel.
+        named = {name.replace(".row_scales", ".weight.scale"): p for name, p in self.named_parameters()}
         return named if self.lora is None else {name: p for name, p in named.items() if is_adapter(name)}
 
     def forward(

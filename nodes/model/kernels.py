@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.nodes.model.eight_bit import Narrow, narrow_parameters, product
+
 _onednn = None
 if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
     _onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
@@ -26,18 +28,30 @@ class Linear(nn.Linear):
     """What it multiplies with, if that is not the weight: see `pack`."""
     joined: tuple[Tensor, Tensor | None] | None = None
     """The same and the bias, of this map and of those that follow it."""
+    row_scales: nn.Parameter | None
+    """Of a weight of eight bits, [out]: see `narrow`."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
+        self.register_parameter("row_scales", None)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.row_scales is not None:
+            return together(x, self)[0]
         if self.packed is None:
             return linear(x, self.weight, self.bias)
         return multiplied(x, self.packed, self.bias)
 
+    def narrow(self, precision: str) -> None:
+        """Compute in eight bits from now on, with elements and scales that are still to come."""
+        self.weight, self.row_scales = narrow_parameters(self.weight, precision)
+
 
 def together(x: Tensor, *maps: Linear) -> Sequence[Tensor]:
     """What maps make of the same input; by one product, if they were packed as neighbours."""
+    if maps[0].row_scales is not None:
+        rows = Narrow.of(x.flatten(0, -2), maps[0].weight.dtype)
+        return [product(x, rows, each.weight, each.row_scales, each.bias) for each in maps]
     if maps[0].joined is None:
         return [each(x) for each in maps]
     return torch.split(multiplied(x, *maps[0].joined), [each.out_features for each in maps], -1)
@@ -46,6 +60,8 @@ def together(x: Tensor, *maps: Linear) -> Sequence[Tensor]:
 def pack(maps: Sequence[Linear], rows: int) -> None:
     """Make neighbours, whose input is the same, multiply with copies of their weights as they are now, in the order in
     which oneDNN reads them for `rows` rows, if it has one: without gradients, and in other bits."""
+    if maps[0].row_scales is not None:
+        return  # its kernels read it as it is
     # An adapter adds to what its map makes, so that it is packed by itself.
     if len(maps) > 1 and all(type(each) is Linear for each in maps):
         biases = [each.bias.detach() for each in maps if each.bias is not None]

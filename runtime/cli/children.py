@@ -15,14 +15,16 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any
 
 from penstock.graph import GraphError, Program, check, load, trace
 from penstock.graph.check import by_place
 from penstock.graph.errors import Fault, defined
-from penstock.graph.imports import reach, resolve
+from penstock.graph.imports import imported, reach, resolve
 from penstock.graph.ir import Argument, Graph
+from penstock.graph.node import NodeDef
 from penstock.graph.program import trace_evaluation
 from penstock.graph.protocols import Pinned, Source, num_ranks
 from penstock.graph.requires import Check, opened, requirements
@@ -161,7 +163,8 @@ def _trace(program: Program[..., Any], options: dict[str, Any], flags: Any) -> t
     batch, groups = getattr(flags, "batch", None), getattr(flags, "eval_groups", None) or None
     unmeasured = isinstance(flags, RunFlags) and not flags.eval_groups
     try:
-        graphs["graph"] = trace(program, options, batch=batch)
+        precision = getattr(flags, "generator_precision", "")
+        graphs["graph"] = in_precision(trace(program, options, batch=batch), precision)
         faults += check(graphs["graph"], batch=batch)
     except GraphError as error:
         faults += error.faults
@@ -169,13 +172,37 @@ def _trace(program: Program[..., Any], options: dict[str, Any], flags: Any) -> t
         return graphs, faults
     try:
         if "graph" in graphs:
-            graphs["evaluation"] = trace_evaluation(program, graphs["graph"], EVALUATION, batch=groups)
+            measured = trace_evaluation(program, graphs["graph"], EVALUATION, batch=groups)
+            graphs["evaluation"] = in_precision(measured, precision, graphs["graph"])
         else:  # which values it measures cannot be said, but what is wrong with itself can
             graphs["evaluation"] = trace(program.evaluation, {}, EVALUATION, batch=groups)
         faults += check(graphs["evaluation"], batch=groups)
     except GraphError as error:
         faults += error.faults
     return graphs, faults
+
+
+def in_precision(graph: Graph, precision: str, trained: Graph | None = None) -> Graph:
+    """The graph whose broadcasts to nodes that compute in formats of eight bits have one: their own; else that of the
+    same value and pool in the graph that is `trained`, whose channel they share; else `precision`."""
+    sent = {
+        (node.inputs[0].ref.node, node.pool): node.precision
+        for node in (trained.nodes if trained is not None else ())
+        if node.construct == "broadcast"
+    }
+    able = {
+        item.ref.node
+        for node in graph.nodes
+        if isinstance(definition := imported(node.op), NodeDef) and definition.precisions
+        for item in node.inputs
+    }
+    nodes = (
+        replace(node, precision=node.precision or sent.get((node.inputs[0].ref.node, node.pool)) or precision)
+        if node.construct == "broadcast" and node.name in able
+        else node
+        for node in graph.nodes
+    )
+    return graph.replace(nodes=tuple(nodes))
 
 
 def try_inputs(graphs: Sequence[Graph], flags: RunOptions, sources: dict[str, Source] | None = None) -> list[Fault]:

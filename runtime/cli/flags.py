@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from penstock.graph.errors import nearest
 from penstock.runtime.cli.tracing import CommandError, usage_errors
+from penstock.runtime.cluster.capabilities import GeneratorPrecision
 from penstock.runtime.control.run_config import (
     Count,
     OnResume,
@@ -33,6 +34,7 @@ Field = tuple[str, Any, Any]
 
 # What --model is for an untrained model, and --plan where nothing is planned.
 NEW, NO_PLAN = "new", "none"
+AS_PROGRAM = Shown("{int8,fp8}", "as the program says")
 
 
 def unknown_flags(words: Sequence[str], names: Iterable[str], command: str) -> str:
@@ -199,6 +201,8 @@ class CheckFlags(MachineFlags, ProgramFlags):
     """Their alpha."""
     lora_targets: Annotated[tuple[str, ...], Shown("NAME …", "all linear maps of a layer")] = RunOptions.lora_targets
     """Linear maps that they are of."""
+    generator_precision: Annotated[GeneratorPrecision, AS_PROGRAM] = RunOptions.generator_precision
+    """What its generators are to compute in."""
 
 
 @dataclass(frozen=True)
@@ -226,9 +230,8 @@ class Planning:
     """Most responses that a generator decodes at once."""
     calibrate: Annotated[str, Shown("RUN", "none")] = ""
     """A finished run's folder on GPUs of the cluster: the host's time and the shares of rates are fitted to it."""
-    generator_precision: Literal["bf16", "fp8"] = "bf16"
-    """Of a generator's weights. A run converts fp8 weights to bf16 before it computes; with fp8 a plan is of an engine
-    that does not."""
+    generator_precision: Annotated[GeneratorPrecision, AS_PROGRAM] = RunOptions.generator_precision
+    """What generators compute in, where the program's broadcast does not say."""
     lora: Count = RunOptions.lora
     """Rank of the adapters that the policy learns and sends in place of all its weights; 0 is none."""
     lora_targets: Annotated[tuple[str, ...], Shown("NAME …", "all linear maps of a layer")] = RunOptions.lora_targets

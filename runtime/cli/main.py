@@ -165,10 +165,14 @@ def check(argv: Sequence[str]) -> int:
     """`penstock check PROGRAM`: all faults at once, each with what was given, what is needed, and the line."""
     traced = trace_program("check", argv)
     faults, planned = [*traced.faults], traced.plan is not None
-    if planned:
-        from penstock.runtime.cli.planned import machines, plan_lacks
+    graphs = [graph for graph in (traced.graph, traced.evaluation) if graph is not None]
+    if planned or any(node.precision for graph in graphs for node in graph.nodes):
+        from penstock.runtime.cli.planned import machines, plan_lacks, precision_lacks
+        from penstock.runtime.control.run_config import choose_device
 
-        faults = [*plan_lacks(traced, machines(traced.flags, traced.gpus)), *faults]
+        cluster = machines(traced.flags, traced.gpus)
+        device = "cuda" if planned else choose_device("auto", graphs, cluster)
+        faults = [*plan_lacks(traced, cluster), *faults, *precision_lacks(graphs, cluster, device)]
     if traced.flags.json:
         print(json.dumps({"program": traced.path, "ok": not faults, "faults": list(map(asdict, faults))}))
     elif faults:

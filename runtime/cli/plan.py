@@ -61,8 +61,7 @@ def search(graph: Graph, flags: Planning, batch: int) -> Planned:
     # A search keeps all that it makes: looking for garbage finds none, and takes a third of its time.
     with uncollected():
         return plan(
-            graph, cluster, work, slots=flags.slots, meshes=meshes, generator_precision=flags.generator_precision,
-            confidence=confidence, time_limit=flags.time_limit,
+            graph, cluster, work, slots=flags.slots, meshes=meshes, confidence=confidence, time_limit=flags.time_limit,
         )  # fmt: skip
 
 

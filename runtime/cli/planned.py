@@ -8,14 +8,16 @@ flags that it decides, and the lines that say what was chosen; `plan_lacks` what
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from penstock.graph.errors import Fault
-from penstock.graph.ir import Graph
+from penstock.graph.ir import PRECISIONS, Graph
 from penstock.runtime.cli.base_model import PROFILE, cache_folder
 from penstock.runtime.cli.flags import NEW, NO_PLAN, MachineFlags, RunFlags, with_plan
-from penstock.runtime.cli.tracing import CommandError, Traced
-from penstock.runtime.cluster.capabilities import Dtype, dtype_lack
+from penstock.runtime.cli.tracing import CommandError, Traced, faults_text
+from penstock.runtime.cluster.capabilities import Dtype, dtype_lack, precision_lack, precision_on_cpu_lack
 from penstock.runtime.cluster.cluster import Cluster, SeenGpu, alike
+from penstock.runtime.cluster.gpus import Precision
 from penstock.runtime.cluster.placement import Plan
 
 
@@ -108,10 +110,27 @@ def device_lacks(plan: Plan, cluster: Cluster, dtype: Dtype, seen: Sequence[Seen
         yield lack
 
 
+def precision_lacks(graphs: Sequence[Graph], cluster: Cluster, device: str) -> Iterator[Fault]:
+    """Broadcasts in a precision that the machines do not compute in, on a `device` as `choose_device` names it."""
+    # Of a kind without figures its ranks say what it lacks.
+    kinds = {host.gpu: cluster.gpu_of(host) for host in cluster.hosts if host.accelerators and host.gpu}
+    for node in (node for graph in graphs for node in graph.nodes if node.precision in PRECISIONS):
+        own = cast(Precision, node.precision)
+        lacks = [precision_lack("generator", own, gpu, kind) for kind, gpu in kinds.items()]
+        for lack in filter(None, [precision_on_cpu_lack(own)] if device == "cpu" else lacks):
+            yield replace(lack, what=f"{node.name}: option 'precision'", where=node.where)
+
+
 def require_devices(plan: Plan, cluster: Cluster, dtype: Dtype, seen: Sequence[SeenGpu]) -> None:
     """Raises CommandError for `device_lacks`."""
     if lacks := tuple(device_lacks(plan, cluster, dtype, seen)):
         raise CommandError("\n".join(map(str, lacks)))
+
+
+def require_precision(graphs: Sequence[Graph], cluster: Cluster, device: str) -> None:
+    """Raises CommandError for `precision_lacks`."""
+    if lacks := tuple(precision_lacks(graphs, cluster, device)):
+        raise CommandError(faults_text(lacks))
 
 
 def _graphs(traced: Traced) -> list[Graph]:

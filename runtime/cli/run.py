@@ -20,7 +20,7 @@ from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.cli.display import Display
 from penstock.runtime.cli.flags import NEW, FolderFlags, RunFlags, StartFlags, changes, read_flags, with_changes
 from penstock.runtime.cli.launching import asked, configure, decided, go, require_start
-from penstock.runtime.cli.planned import chosen, machines, plan_lacks, require_devices
+from penstock.runtime.cli.planned import chosen, machines, plan_lacks, require_devices, require_precision
 from penstock.runtime.cli.tracing import CommandError, faults_text, require_inputs, trace_program
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import read_meshes, spelled, why_no_turns
@@ -60,6 +60,7 @@ def main(argv: Sequence[str]) -> int:
     found = chosen(replace(traced, flags=flags), cluster)
     config = configure(found.traced, cluster, flags.model, found.plan)
     require_devices(config.plan, cluster, config.flags.dtype, traced.gpus)
+    require_precision(config.graphs, cluster, config.flags.device)
     require_start(config, cluster, flags)
     needs_base = traced.base and not flags.model
     if needs_base and not is_made_up(flags.data):
@@ -147,6 +148,7 @@ def resume(argv: Sequence[str]) -> int:
         require_start(config, cluster, flags)
         seen = require_inputs(config.graphs, config.flags)
         require_devices(config.plan, cluster, config.flags.dtype, seen)
+        require_precision(config.graphs, cluster, config.flags.device)
         if config != before:
             config.write(folder, {**was, "cluster": cluster.model_dump(mode="json")})
         # It tells how the last life ended, and this one may be killed before it can tell.

@@ -53,8 +53,7 @@ _LEARNS = Capability(axes=(STAGE, DATA, FSDP, TENSOR), over_hosts=(STAGE, DATA, 
 CAPABILITIES: Mapping[Kind, Capability] = {
     "trainer": _LEARNS,
     "beside": _LEARNS,
-    # Weights that travel in fp8 or int8 are computed with in the run's dtype (`RunOptions.wire`).
-    "generator": Capability(axes=(TENSOR,), replicas=True, shared_heads=True),
+    "generator": Capability(axes=(TENSOR,), replicas=True, shared_heads=True, precisions=("bf16", "fp8", "int8")),
     "small": Capability(),
 }
 
@@ -66,6 +65,8 @@ MIXTURES = ("qwen3_moe",)
 # Formats of the model that computes, of weights on their way ("" is the first), and how they go.
 Dtype = Literal["float32", "bfloat16", "float16"]
 Wire = Literal["", "bfloat16", "int8", "fp8", "fp8_block"]
+# What a generator computes in, if that is not the run's dtype.
+GeneratorPrecision = Literal["", "int8", "fp8"]
 Transport = Literal["auto", "messages", "shm", "cuda_ipc", "nccl"]
 # Whether the backward pass computes layers again; "auto" is decided before a run begins.
 Recompute = Literal["auto", "none", "layer"]
@@ -166,14 +167,25 @@ def spread_lack(kind: Kind, mesh: Axes, hosts: Sequence[str], tp_over_hosts: boo
 
 
 def precision_lack(kind: Kind, precision: Precision, gpu: Gpu | None = None, name: str = "GPUs") -> Fault | None:
-    """What keeps replicas of this kind of pool from computing with weights of a precision: on any GPU, or on this kind
-    of GPU, which is called `name`."""
-    row = CAPABILITIES[kind]
+    """What keeps replicas of this kind of pool from computing with weights of a precision: on any device, or on this
+    kind of GPU, which is called `name`. Of GPUs without figures the device itself says it."""
+    row, what = CAPABILITIES[kind], f"a {kind}'s weights"
     if precision not in row.precisions:
         needed = f"one of {', '.join(row.precisions)}: narrower weights travel (--wire), and are widened on arrival"
-        return Fault("no-precision", f"a {kind}'s weights", precision, needed)
-    if gpu is not None and not getattr(gpu.tflops, precision):
-        return Fault("no-precision", f"a {kind}'s weights", f"{precision} on {name}", "a format that it computes in")
+        return Fault("no-precision", what, precision, needed)
+    if gpu is not None and not gpu.computes(precision):
+        able = [each for each in row.precisions if gpu.computes(each)]
+        needed = f"{' or '.join(able)}, which it computes in" if able else "a format that it computes in"
+        return Fault("no-precision", what, f"{precision} on {name}", needed)
+    return None
+
+
+def precision_on_cpu_lack(precision: Precision) -> Fault | None:
+    """The same of a CPU, which emulates floats of eight bits."""
+    if precision in ("fp8", "fp4"):
+        return Fault(
+            "no-precision", "a generator's weights", f"{precision} on a CPU", "int8, or a GPU that computes in it"
+        )
     return None
 
 

@@ -32,11 +32,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Precision = Literal["fp32", "bf16", "fp8", "fp4"]
+Precision = Literal["fp32", "bf16", "fp8", "fp4", "int8"]
 # GPUs of a host, as most have them.
 HOST = 8
 # Of an element.
-BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5}
+BYTES: dict[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "fp4": 0.5, "int8": 1.0}
 
 
 class Efficiency(BaseModel):
@@ -111,7 +111,7 @@ class Gpu(BaseModel):
 
     def computes(self, precision: Precision) -> bool:
         """Whether its tensor cores do, as the data sheet says."""
-        return bool(getattr(self.tflops, precision))
+        return bool(getattr(self.tflops, precision, 0.0))
 
     def flops(self, precision: Precision) -> float:
         """Per second, in matrix products. What a kind does not compute in, it converts to bfloat16 first."""

@@ -24,7 +24,15 @@ from msgspec import Meta
 from penstock import __version__
 from penstock.graph.ir import Graph
 from penstock.graph.types import Context, Origin
-from penstock.runtime.cluster.capabilities import Dtype, Offload, OptimizerState, Recompute, Transport, Wire
+from penstock.runtime.cluster.capabilities import (
+    Dtype,
+    GeneratorPrecision,
+    Offload,
+    OptimizerState,
+    Recompute,
+    Transport,
+    Wire,
+)
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import Plan, Replica, model_hosts, place, read_meshes, why_no_turns
 from penstock.runtime.control.rank_setup import RankSetup
@@ -146,7 +154,11 @@ class RunOptions:
     proof: Literal["full", "sampled", "off"] = "full"
     """How much of each weight sync is proved to have arrived as it was sent: all tensors, one in eight, none."""
     wire: Annotated[Wire, Shown("FORMAT", "the run's dtype")] = ""
-    """Format in which weights travel: bfloat16; int8 or fp8 with a scale per row; fp8_block, a scale per 128 × 128."""
+    """Format in which weights travel, but for those with a precision of their own: bfloat16; int8 or fp8 with a scale
+    per row; fp8_block, a scale per 128 × 128."""
+    generator_precision: Annotated[GeneratorPrecision, Shown("{int8,fp8}", "as the program says")] = ""
+    """What generators compute in, where the program's broadcast does not say: int8 on CPUs, fp8 on GPUs. Weights travel
+    in it, too."""
     delta: Count = 0
     """Between hosts, send what changed since the last sync, and everything at least each DELTA-th time; 0 always sends
     everything. Losing nothing, it pays on links slower than a few GB/s."""
@@ -393,7 +405,8 @@ def context_of(name: str, graphs: Sequence[Graph], flags: RunOptions, place: Con
             # Of one name in two graphs there is one value, which is made as the first of them says.
             made = next((a for g in graphs for a in g.carried if a.name == carried), None)
             if made is not None:
-                weights[item.name] = Origin(made.maker, context_of(carried, graphs, flags, Context()))
+                context = context_of(carried, graphs, flags, Context())
+                weights[item.name] = Origin(made.maker, context, graph[item.ref.node].precision)
     seen = {option: getattr(flags, option) for option in NODE_OPTIONS}
     own = replace(place, **seen, node=name, options=dict(graph.options), weights=weights)
     return own.evaluation() if held_out else own

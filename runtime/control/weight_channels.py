@@ -109,10 +109,12 @@ class LocalChannels:
         return self.receivers[channel]
 
     def _publisher(self, channel: str, value: Carried, **more: Any) -> WeightPublisher:
-        return WeightPublisher(channel, value, rank=self.rank, device=self.device, wire=self.wire, **more)
+        wire = self.channels[channel].precision or self.wire
+        return WeightPublisher(channel, value, rank=self.rank, device=self.device, wire=wire, **more)
 
     def _new_receiver(self, channel: str, **more: Any) -> WeightReceiver:
-        return WeightReceiver(channel, rank=self.rank, device=self.device, **more)
+        restores = not self.channels[channel].precision
+        return WeightReceiver(channel, rank=self.rank, device=self.device, restores=restores, **more)
 
     def _ended(self, moved: Moved | Exception, received: Send | None = None) -> None:
         """A transfer is over: what was `received` has arrived; of what was sent only a failure is told."""

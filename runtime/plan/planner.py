@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import inf
-from typing import Any, get_args
+from typing import Any, Literal, cast, get_args
 
 from penstock.graph.errors import Fault
 from penstock.graph.ir import Graph
@@ -198,18 +198,21 @@ def plan(
     slots: int = 256,
     meshes: Mapping[str, Axes] | None = None,
     pins: Pins | None = None,
-    generator_precision: Precision = "bf16",
+    generator_precision: Precision | Literal[""] = "",
     confidence: Confidence = NOT_CALIBRATED,
     time_limit: float = 120.0,
 ) -> Planned:
-    """`pins` are given beside the `meshes`. Raises PlanError for a program that is not covered, and for a workload that
-    fits nowhere, with the numbers."""
+    """`pins` are given beside the `meshes`; a `generator_precision` of "" is what the program says, or bf16. Raises
+    PlanError for a program that is not covered, and for a workload that fits nowhere, with the numbers."""
     began, roles, found = time.monotonic(), roles_of(graph), node_groups(cluster)
+    sent = graph[roles.cycle[1]]
+    asked = f"{sent.where}: {sent.name}: precision" if sent.precision else "--generator-precision"
+    generator_precision = generator_precision or cast(Precision, sent.precision or "bf16")
     if not any(nodes.gpu.computes(generator_precision) for nodes in found):
         kinds = ", ".join(dict.fromkeys(nodes.kind for nodes in found))
         able = " or ".join(p for p in get_args(Precision) if any(nodes.gpu.computes(p) for nodes in found))
         given = f"given GPUs of kind {kinds}, which do not compute in it"
-        raise AskedError(f"--generator-precision {generator_precision} [no-precision]: {given}, needed {able}")
+        raise AskedError(f"{asked} {generator_precision} [no-precision]: {given}, needed {able}")
     pinned = _pins(roles, meshes or {}, pins or Pins())
     every = [
         LayoutCandidates(work, roles.lag, slots, pinned, roles.models, generator_precision, resorts)

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from penstock.graph.check import check
 from penstock.graph.errors import Fault
-from penstock.graph.ir import Graph
+from penstock.graph.ir import PRECISIONS, Graph
 from penstock.graph.protocols import num_ranks
 from penstock.runtime.cluster.capabilities import SHARED_LAG
 from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, alike, check_common_network
@@ -267,7 +267,8 @@ def run_plan(
         "batch": found.work.prompts,
         "max_tokens": max_tokens,
         "device": "cuda",
-        "dtype": {"bf16": "bfloat16", "fp32": "float32"}[generator.precision],
+        "dtype": {"fp32": "float32"}.get(generator.precision, "bfloat16"),
+        **({"generator_precision": generator.precision} if generator.precision in PRECISIONS else {}),
         "generators": best.generating.replicas,
         "mesh": [f"{pool}={spelled(each.mesh)}" for pool, each in layouts.items() if num_ranks(each.mesh) > 1],
         "slots": generator.slots,

@@ -71,7 +71,8 @@ class Rules:
 class Channel:
     """How one carried value's weights get to one pool; `node` is the broadcast that publishes them.
 
-    `every`: only versions that are multiples of it are published.
+    `every`: only versions that are multiples of it are published. `precision`: the format in which they travel and are
+    read, "" if it is theirs.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Channel:
     pool: str
     replicas: tuple[Replica, ...]
     every: int = 1
+    precision: str = ""
 
     def replica(self, name: str) -> Replica:
         """The one of this name, be it the source or a receiver."""
@@ -241,7 +243,8 @@ def _channels(graph: Graph, plan: Plan) -> tuple[dict[str, Channel], Edges]:
             # Broadcasts of one value to one pool share a channel, which sends what any of them may need.
             known = channels.get(name)
             every, publisher = (node.every, node.name) if known is None else (gcd(known.every, node.every), known.node)
-            channels[name] = Channel(name, carried, home, publisher, pool.name, pool.replicas, every)
+            # `check` has seen to it that all of them have one precision.
+            channels[name] = Channel(name, carried, home, publisher, pool.name, pool.replicas, every, node.precision)
             edges.setdefault(reader.name, []).append((name, node.lag or 0))
     return channels, edges
 

@@ -8,7 +8,8 @@ would make of the whole. Work goes strip by strip, each small enough for a core'
 
 A reader needs its own dtype at every step, and the step must not wait for it. So floats are made when a version
 arrives, beside the shadow, and change places with it. In memory that is two more copies of what changed its dtype on
-the way: int8 in a bfloat16 run takes 2 · (1 + 2) bytes per weight rather than 2 · 2.
+the way: int8 in a bfloat16 run takes 2 · (1 + 2) bytes per weight rather than 2 · 2. A reader that computes in the
+wire's format (`broadcast(…, precision=…)`) has none of it, and takes 2 · 1.
 """
 
 import math

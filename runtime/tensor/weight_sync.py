@@ -260,7 +260,7 @@ class WeightReceiver:
     version before are written over by the next sync, so that readers take the mapping anew at each step. `add` sums
     over the replica's ranks, as for a publisher; without it each rank must hold everything. `allocate` gives the
     memory, such as `one_sided.SharedMemory`. Readers get tensors in the sender's dtypes: see `quantise` for what that
-    takes.
+    takes. Unless it `restores` them, readers get what has travelled: elements, and scales by NAME.scale.
     """
 
     def __init__(
@@ -273,6 +273,7 @@ class WeightReceiver:
         device: Device = "cpu",
         add: Add | None = None,
         allocate: Allocate | None = None,
+        restores: bool = True,
     ) -> None:
         self.channel = channel
         self.mesh = Mesh.of(mesh, ranks)
@@ -286,6 +287,7 @@ class WeightReceiver:
         self._filled: Fence | None = None  # the version that arrived
         self._add = add
         self._allocate = allocate
+        self._restores = restores
         self._restorer: Restorer | None = None
         self._arena: DoubleBuffer | None = None
         self._prover: Checksums | None = None
@@ -366,7 +368,7 @@ class WeightReceiver:
             read = target_layout(source, rules_from_json(self.description["wanted"]), self.mesh)
             target = converted(read, wire)
             self._copies = reshard(converted(source, wire), target).receives(self._rank)
-            if wire:
+            if wire and self._restores:
                 self._restorer = Restorer(read, target, wire, self._rank, self._device)
             self._arena = DoubleBuffer(target, self._rank, self._device, self._allocate)
             # A rank alone proves all that it has, as if it were the whole replica.

@@ -31,8 +31,9 @@ from penstock.runtime.tensor.reshard import ReshardPlan, distinct_regions, resha
 # What the name of a matrix's scales ends with.
 SCALE = ".scale"
 
-# Matrices whose name has one of these in it are not quantised: embeddings, norms, and heads over words or values.
-KEPT = ("embed", "norm", "head", "score")
+# Matrices whose name has one of these in it are not quantised: embeddings, norms, heads over words or values, and the
+# routers of experts, which are small and whose choices would change.
+KEPT = ("embed", "norm", "head", "score", "mlp.gate.")
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
