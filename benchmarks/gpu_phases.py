@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from penstock.graph.types import Advantages, Context, Rollouts
 from penstock.nodes import calibrate
 from penstock.nodes.learn.update import aipo_update
-from penstock.nodes.model import CausalLM, Lora, ModelConfig, save_model
+from penstock.nodes.model import CausalLM, Lora, ModelConfig, eight_bit, save_model
 from penstock.nodes.model.lora import initial
 from penstock.nodes.policy import LanguagePolicy
 from penstock.nodes.tokenizer import byte_tokenizer
@@ -77,7 +77,8 @@ def smoke(device: str) -> Iterator[Figures]:
 def decode(device: str) -> Iterator[Figures]:
     """Steps of the engine with all slots in work, in bfloat16 with random weights: milliseconds of the median step, the
     kernels that one launches (a CPU's operations), and tokens/s over those of a step that only reads the weights and
-    the cache (all slots up to the context) at the measured bandwidth and multiplies at the measured rate."""
+    the cache (all slots up to the context) at the measured bandwidth and multiplies at the measured rate. Then the
+    first cases with weights of eight bits."""
     bandwidth, flops = rates(device)
     yield {"read_gb_s": bandwidth / 1e9, "bf16_tflops": flops / 1e12}
     models = {"1B": ONE_B, "8B": replace(MODELS["8B"], max_position_embeddings=8192)}
@@ -101,15 +102,40 @@ def decode(device: str) -> Iterator[Figures]:
             least = max((read + cache) / bandwidth, slots * read / flops)  # two FLOPs a weight of two bytes
             per_s = slots / found["ms"] * 1e3
             yield {key: {**found, "tokens_per_s": round(per_s), "of_the_roofline": round(per_s * least / slots, 3)}}
+        yield from in_eight_bits(device, name, config, tensors, cases[:3])
         del tensors
 
 
+def in_eight_bits(
+    device: str, name: str, config: ModelConfig, tensors: Mapping[str, Tensor], cases: list[tuple[int, int]]
+) -> Iterator[Figures]:
+    """The same with weights that have travelled in fp8, or in int8 to a CPU; and how far a product of a layer is from
+    that of the floats, over its largest value."""
+    precision, key = "int8" if device == "cpu" else "fp8", next(n for n in tensors if n.endswith("q_proj.weight"))
+    layout = Layout.whole(_entries(tensors))
+    wire = converted(layout, precision)
+    parts = allocate(wire, 0, device)
+    Converter(layout, wire, 0).convert(tensors, parts)
+    narrow = {each: part.tensor for each, part in parts.items()}
+    x = torch.randn(64, tensors[key].shape[1], device=device).bfloat16()
+    exact = x.float() @ tensors[key].float().t()
+    made = eight_bit.product(x, eight_bit.Narrow.of(x, narrow[key].dtype), narrow[key], narrow[f"{key}.scale"], None)
+    yield {f"{name}, {precision}: a product": float((made.float() - exact).abs().max() / exact.abs().max())}
+    for slots, context in cases:
+        gc.collect()
+        try:
+            found = decode_steps(device, config, narrow, slots, context, precision)
+        except (RuntimeError, ValueError) as error:
+            found = {"error": first_line(error)}
+        yield {f"{name}, {precision}, {slots} slots, {context} tokens": found}
+
+
 def decode_steps(
-    device: str, config: ModelConfig, tensors: Mapping[str, Tensor], slots: int, context: int
-) -> dict[str, float]:
+    device: str, config: ModelConfig, tensors: Mapping[str, Tensor], slots: int, context: int, precision: str = ""
+) -> dict[str, Any]:
     """A step after a prompt of `context` tokens in each slot. Raises ValueError where the cache does not fit."""
     with tempfile.TemporaryDirectory() as folder:
-        engine = Generator(Path(folder), config, device, slots, context)
+        engine = Generator(Path(folder), config, device, slots, context, precision)
     engine.fill(tensors)
     for _ in range(WARM):
         engine.step()

@@ -64,11 +64,15 @@ class Generator:
     """The engine of a run, all of whose slots get a prompt of about `context` tokens and go on from there. Raises
     ValueError where its cache does not fit on the device."""
 
-    def __init__(self, folder: Path, config: ModelConfig, device: str, slots: int, context: int) -> None:
+    def __init__(
+        self, folder: Path, config: ModelConfig, device: str, slots: int, context: int, precision: str = ""
+    ) -> None:
         facts = {"architectures": ["LlamaForCausalLM"], **config.to_json("bfloat16")}
         (folder / "config.json").write_text(json.dumps(facts))  # without a tokenizer's file: single bytes
         self.device, self.slots, self.context = device, slots, context
         made = Context(node="generate", model=str(folder), dtype="bfloat16", device=device, slots=slots)
+        if precision:
+            made = replace(made, weights={"behaviour": types.Origin(types.Policy.maker, made, precision)})
         # Longer than any measurement: no row ends in it, but for one in 128,256 that samples the end.
         self.engine = make_engine(replace(made, max_tokens=512, options={"max_prompt": context}), samples=16)
         self.behaviour = types.Weights(0, {})

@@ -151,7 +151,9 @@ def computes(call: Call) -> None:
         if origin.precision == "int8":
             require_products("int8", "cpu")
     except ModelError as error:
-        raise call.lack(*str(error).removeprefix("given ").split(", needed ", 1), input="behaviour", code="no-precision") from None
+        raise call.lack(
+            *str(error).removeprefix("given ").split(", needed ", 1), input="behaviour", code="no-precision"
+        ) from None
 
 
 def run_spec(context: Context, lora: Lora | None = None) -> ModelSpec:

@@ -310,3 +310,10 @@ def averaged(policy: Policy, average: Average, prompts: Prompts, *, lag: int = 0
     rollouts = generate(prompts, broadcast(policy, lag=lag), samples=4)
     learnt = aipo_update(policy, rollouts, group_advantage(score(rollouts, by=more_digits)), lr=1e-3)
     return {"policy": learnt, "average": averages.ema(average, learnt, decay=0.5)}
+
+
+@program
+def in_int8(policy: Policy, prompts: Prompts, *, lag: int = 0) -> Policy:
+    """Its generator computes in eight bits."""
+    rollouts = generate(prompts, broadcast(policy, lag=lag, precision="int8"), samples=4)
+    return aipo_update(policy, rollouts, group_advantage(score(rollouts, by=more_digits)), lr=1e-3)

@@ -216,6 +216,16 @@ def test_formats_cross_meshes(tmp_path: Path, wire: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_generator_of_two_ranks_computes_in_int8_what_four_trainer_ranks_have_sent(tmp_path: Path) -> None:
+    """Each rank of the sender holds a part of the rows and of the columns."""
+    flags = model_flags(updates=3, batch=4, max_tokens=8, generator_precision="int8")
+    meshes = ("trainer=fsdp2xtp2", "generator=tp2")
+    run = run_to_end(make_run(tmp_path / "r", f"{FAULTS}in_int8", {"lag": 1}, flags, meshes=meshes))
+    assert all(0 < abs(row["ratio_mean"] - 1) < 0.1 for row in rows(run))
+    assert all("mismatch" not in row for row in rows(run))
+
+
+@pytest.mark.slow
 def test_deltas_over_tcp_between_two_agents_are_sent_proved_and_learnt_with(tmp_path: Path) -> None:
     """In bfloat16 an update changes few of the values; of any four syncs in a row one is full."""
     flags = model_flags(updates=20, batch=32, max_tokens=8, slots=128, wire="bfloat16", delta=4)

@@ -296,6 +296,33 @@ def relayed(policy: Policy, prompts: Prompts) -> Any:
     return broadcast(policy)
 
 
+# Weights of eight bits -------------------------------------------------------------------------------------
+
+
+@program
+def too_narrow(policy: Policy, prompts: Prompts) -> Any:
+    # bad-precision: broadcast: option 'precision' given 'int4'
+    rollouts = generate(prompts, broadcast(policy, precision="int4"))  # type: ignore[arg-type]
+    return {"policy": learn(policy, rollouts, score(rollouts))}
+
+
+@program
+def not_computed(policy: Policy, prompts: Prompts) -> Any:
+    behaviour = broadcast(policy, precision="fp8")
+    # no-precision: generate reads broadcast given weights in fp8
+    rollouts = generate(prompts, behaviour)
+    return {"policy": learn(policy, rollouts, score(rollouts))}
+
+
+@program
+def two_formats(policy: Policy, prompts: Prompts) -> Any:
+    rollouts = generate(prompts, broadcast(policy))
+    # bad-precision: broadcast_2: option 'precision' given 'int8' beside broadcast
+    # no-precision: generate_2 reads broadcast_2
+    note(generate(prompts, broadcast(policy, precision="int8")))
+    return {"policy": learn(policy, rollouts, score(rollouts))}
+
+
 # All at once, in the order of the lines -------------------------------------------------------------------
 
 

@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from penstock.graph.protocols import rule_of
 from penstock.graph.types import Context, Origin, Policy, Weights
 from penstock.nodes.generate import make_engine
 from penstock.nodes.model import CausalLM, ModelError
-from penstock.nodes.model.tensor_parallel import tensor_parallel
+from penstock.nodes.model.tensor_parallel import part_of, tensor_parallel
 from penstock.nodes.policy import make_policy
 from penstock.runtime.tensor.layout import Mesh, sharded
+from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver, sync_in_process
 
 from .test_generate import run
 from .tiny_model import CONFIG, TOKENIZER, save
@@ -84,3 +86,42 @@ def own_parts(model: CausalLM, rank: int, ranks: int, about: Mapping[str, str] =
         box_slices = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
         found[tensor.name] = parameters[tensor.name][box_slices].detach().contiguous()
     return Weights(0, found, dict(about))
+
+
+def in_int8(rank: int, folder: Path, groups: str) -> None:
+    """A generator's ranks hold the slices of the elements and scales that one rank has, and sample alike."""
+    if rank == 0:
+        save(make(1, config=replace(CONFIG, num_key_value_heads=int(groups))), folder / "model")
+        TOKENIZER.save(folder / "model")
+    dist.barrier()
+    ranks = dist.get_world_size()
+    context = Context(node="generate", seed=3, model=str(folder / "model"), slots=32, max_tokens=8)
+    origin = Origin(Policy.maker, replace(context, node="policy"), "int8")
+    context = replace(context, weights={"behaviour": origin})
+    publisher = WeightPublisher("w", make_policy(replace(context, node="policy")), wire="int8")
+    digests, mesh = publisher.publish(0), (("tp", ranks),)
+    whole = WeightReceiver("w", restores=False)
+    own = WeightReceiver("w", rank=rank, mesh=mesh, add=add, restores=False)
+    for receiver in (whole, own):
+        receiver.describe(publisher.description)
+        sync_in_process(publisher, receiver, 0, digests)
+        receiver.swap(0)
+    rules = tensor_parallel(replace(CONFIG, num_key_value_heads=int(groups)))
+    for name, tensor in whole.weights.tensors.items():
+        # A scale is of a row, which ranks that have a part of its columns share.
+        rule = rule_of(name.removesuffix(".scale"), rules)
+        if name.endswith(".scale") and rule is not None and rule[0] == 1:
+            rule = None
+        assert torch.equal(own.weights.tensors[name], tensor[part_of(tensor.shape, rule, ranks, rank)]), name
+    parted = make_engine(replace(context, mesh=mesh, rank=rank), samples=3)
+    ours = run(parted, range(6), own.weights)
+    tokens = torch.cat([rollouts.tokens_NS.flatten() for rollouts, _ in ours.values()])
+    every = [torch.empty_like(tokens) for _ in range(ranks)]
+    dist.all_gather(every, tokens)
+    assert all(torch.equal(each, tokens) for each in every)
+
+
+def add(own: torch.Tensor) -> torch.Tensor:
+    summed = own.clone()
+    dist.all_reduce(summed)
+    return summed

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.cli.main import VERBS
+from penstock.runtime.cli.main import VERBS, main
 from penstock.runtime.control.security import Keys
 from tests.runtime.report.runs import simulated_run
 
@@ -15,6 +15,11 @@ from .conftest import Patch, Refuse
 LANGUAGE = Path(__file__).parents[2] / "programs_for_language.py"
 WORK = "--model qwen3-4b --batch 8 --lengths 200,0.7 --max-tokens 1024"
 H100 = f"--cluster 1x8xH100 {WORK}"
+FP8_ON_CPU = (
+    r"aipo\.py:\d+: broadcast: option 'precision' \[no-precision\].*given +fp8 on a CPU.*needed +int8, or a GPU"
+)
+INT8_OF_ADAPTERS = r"aipo\.py:\d+: generate: input 'behaviour' \[no-precision\].*given +int8 with adapters of rank 2"
+NOT_COMPUTED = (("fp8", FP8_ON_CPU), ("int8 --lora 2", INT8_OF_ADAPTERS))
 FILE = '[[hosts]]\nname = "a"\ncores = 8\ndevices = ["cuda:0", "cuda:1"]\ngpu = "H100"\n'
 
 
@@ -50,6 +55,7 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         ("run aipo --data d.jsonl", 2, "needed --model DIR"),
         ("run dapo --versions pinned --model new", 2, 'versions="pinned": given the filter keep'),
         ("run curriculum --on-failure replace --model new", 2, 'on_failure="replace": given choose'),
+        *((f"run aipo --generator-precision {words}", 1, said) for words, said in NOT_COMPUTED),
         ("run aipo --mesh generator=tp8", 1, "mesh-cut.*given 4 attention heads"),
         ("resume nowhere", 1, "no such folder"),
         *((f"{verb} .", 1, "holds no run") for verb in ("resume", "report", "replay", "watch", "watch --once")),
@@ -105,6 +111,16 @@ def test_a_command_line_that_cannot_work_says_what_is_needed(
     found = refuse(*words.replace("{L}", str(LANGUAGE)).split())
     assert (found[0], re.search(said, found[1]) is not None) == (status, True), found
     assert sorted(path for path in tmp_path.rglob("*") if path.name != "cache") == before
+
+
+@pytest.mark.parametrize(("words", "said"), NOT_COMPUTED)
+def test_check_refuses_a_precision_that_a_run_does(
+    words: str, said: str, here: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["check", "aipo", "--generator-precision", *words.split()])
+    assert leaving.value.code == 1
+    assert re.search(said, " ".join(capsys.readouterr().out.split()))
 
 
 @pytest.fixture(scope="module")

@@ -122,7 +122,15 @@ class DestinationRank:
     """What a generator's rank does at a sync. `damage` is done to what arrived."""
 
     def __init__(
-        self, folder: Path, source: Axes, mesh: Axes, rank: int, shared: bool, delta: int = 0, transport: Any = "auto"
+        self,
+        folder: Path,
+        source: Axes,
+        mesh: Axes,
+        rank: int,
+        shared: bool,
+        delta: int = 0,
+        transport: Any = "auto",
+        restores: bool = True,
     ) -> None:
         store = FileStore(str(folder / "bridge"))
         self.bridge = ReplicaLink(
@@ -132,7 +140,7 @@ class DestinationRank:
         self.opened: Transport | None = None
         self.memory = SharedMemory(RUN, f"{folder.name}-{rank}") if shared else None
         add = adder(folder, "generator", mesh, rank)
-        self.receiver = WeightReceiver(CHANNEL, rank=rank, mesh=mesh, add=add, allocate=self.memory)
+        self.receiver = WeightReceiver(CHANNEL, rank=rank, mesh=mesh, add=add, allocate=self.memory, restores=restores)
         self.damage: Callable[[Any], None] = lambda parts: None
 
     def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
@@ -179,7 +187,8 @@ class Both:
     def __init__(self, folder: Path, source: Axes, target: Axes, shared: bool, **options: Any) -> None:
         if "pp" in dict(source):
             options["stages"] = STAGES
-        same = {key: options[key] for key in ("delta", "transport") if key in options}
+        same = {key: options[key] for key in ("delta", "transport", "restores") if key in options}
+        options.pop("restores", None)
         makers = [partial(SourceRank, folder, source, target, rank, **options) for rank in range(size(source))]
         self.sources: list[SourceRank] = sound(together(*makers))
         ranks = range(size(target))

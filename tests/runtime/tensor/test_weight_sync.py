@@ -489,6 +489,32 @@ def test_what_arrives_is_the_quantised_gathered_tensor_to_the_bit_and_back_in_fl
             assert digest(dict(destination.receiver.weights.tensors)) == digest(expected)
 
 
+@SHARED
+@WIRES
+@pytest.mark.parametrize(("source", "target"), [MESHES[0], MESHES[1], ((("fsdp", 3),), (("dp", 2), ("tp", 2)))])
+def test_readers_of_a_precision_have_the_parts_that_were_proved_and_no_floats_of_them(
+    tmp_path: Path, source: Axes, target: Axes, wire: str, shared: bool
+) -> None:
+    """A rank of two has the slices of what one would have: rows share their scales, whoever holds which of their
+    columns on either side."""
+    both = Both(tmp_path, source, target, shared, wire=wire, restores=False)
+    sound(both.move(0, both.publish(0)))
+    floats = wholes(0)
+    layout = Layout.whole((n, t.shape, str(t.dtype).removeprefix("torch.")) for n, t in floats.items())
+    whole = allocate(converted(layout, wire), 0, "cpu")
+    Converter(layout, converted(layout, wire), 0).convert(floats, whole)
+    for destination in both.destinations:
+        receiver = destination.receiver
+        arena = receiver._arena
+        assert arena is not None
+        assert receiver._restorer is None
+        assert receiver.weights.tensors.keys() == whole.keys() >= {name + SCALE for name in QUANTISED}
+        for name, tensor in receiver.weights.tensors.items():
+            assert tensor.data_ptr() == arena.live[name].tensor.data_ptr()
+            sent = whole[name].cut(arena.live[name].region)
+            assert (tensor.dtype, digest({"": tensor.contiguous()})) == (sent.dtype, digest({"": sent.contiguous()}))
+
+
 def test_live_floats_stay_while_the_next_version_is_restored(tmp_path: Path) -> None:
     both = Both(tmp_path, *MESHES[0], False, wire="int8")
     sound(both.move(0, both.publish(0)))
