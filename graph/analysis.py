@@ -78,7 +78,8 @@ def period_bound(
     before the update: b groups, through stages of s servers and d seconds each, take Σd and the dearest way to fill
     b - 1 places with hops of s places and d seconds (at a stage, group g waits for group g - s). For one stage that
     is (ceil(b / s) - 1) · d. The sum is divided by the updates that the cycle spans: 1 for a carried value, `lag`
-    more for a broadcast. A stretch that serves m further updates' batches before the cycle closes spans m more.
+    more for a broadcast. A stretch that serves m further updates' batches before the cycle closes spans m more. Of an
+    update that accumulates, the parts from each one on follow the groups of that one.
 
     A pool. The work of its nodes per update, over its servers.
 
@@ -126,14 +127,23 @@ def _cycle_bound(
     graph: Graph, span: int, cycle: Sequence[str], batch: int, seconds: Mapping[str, float], servers: Mapping[str, int]
 ) -> Bound:
     """The bound of one cycle, which begins at a carried value."""
-    # The times in series, and the waiting of the batch's last group at each stretch of per-group nodes.
-    base = sum(seconds.get(name, 0.0) for name in cycle)
+    # The times in series, and the waiting of the batch's last group at each stretch of per-group nodes. Of an update in
+    # parts that is the last one.
+    parts = {name: graph[name].accumulate / batch for name in cycle if name in graph and graph[name].accumulate}
+    base = sum(seconds.get(name, 0.0) * parts.get(name, 1.0) for name in cycle)
     clocks = groupby(cycle, key=lambda name: name in graph and graph[name].clock == "group")
     stretches = [[(servers[name], seconds[name]) for name in names] for per_group, names in clocks if per_group]
     further = [min(FURTHER, max(s for s, _ in stages)) for stages in stretches]
     fills = [_fill(stages, batch * (more + 1) - 1) for stages, more in zip(stretches, further, strict=True)]
     once = base + sum(fill[batch - 1] for fill in fills)
     ratios = [once / span]
+    for name in parts:
+        # The last stretch before it gives it its groups, and the n-th of its parts has those of the first n.
+        before = cycle[: list(cycle).index(name)]
+        number = sum(per_group for per_group, _ in groupby(before, lambda n: n in graph and graph[n].clock == "group"))
+        for groups in range(graph[name].accumulate, batch, graph[name].accumulate) if number else ():
+            fill, rest = fills[number - 1], seconds[name] * (batch - groups) / batch
+            ratios.append((once - fill[batch - 1] + fill[groups - 1] + rest) / span)
     for fill, more in zip(fills, further, strict=True):
         ratios += [(once - fill[batch - 1] + fill[batch * (m + 1) - 1]) / (span + m) for m in range(1, more + 1)]
     return Bound(max(ratios), tuple(cycle), span)

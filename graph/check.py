@@ -308,6 +308,43 @@ def _every(view: View) -> Iterator[Fault]:
             yield Fault("reader-too-often", _input(reader, item), given, needed, reader.where)
 
 
+def _accumulates(view: View) -> Iterator[Fault]:
+    """Updates that take their batch in parts: nothing that they read may need the whole of it."""
+    for node in view.graph.nodes:
+        if node.accumulate == 0:
+            continue
+        what = f"{node.name}: accumulate"
+        if _not_whole(node.accumulate, 1):
+            needed = "a whole number of prompt groups, at least 1; or 0, the whole batch at once"
+            yield Fault("bad-accumulate", what, repr(node.accumulate), needed, node.where)
+            continue
+        if type(view.batch) is int and view.batch % node.accumulate:
+            given = f"parts of {node.accumulate} groups of a batch of {view.batch}"
+            yield Fault("indivisible-batch", what, given, f"a number that divides {view.batch}", node.where)
+        if not any(view.per_group(item.ref) for item in node.inputs):
+            reads = ", ".join(str(item.ref) for item in node.inputs)
+            yield Fault("accumulate-nothing", what, reads, "an input per group, of which it takes parts", node.where)
+        if node.name not in view.makers.values():
+            needed = "a node that makes a carried value's next value, in which it adds up what the parts give"
+            yield Fault("accumulate-nothing", what, "a node that updates no value", needed, node.where)
+        options = dict(node.options)
+        for name in ("epochs", "minibatches"):
+            if type(options.get(name, 1)) is int and options.get(name, 1) > 1:
+                needed = f"{name}=1: a step before the batch is whole would be one on a part of it"
+                yield Fault("accumulate-steps", what, f"{name}={options[name]}", needed, node.where)
+        for item in node.inputs:
+            maker = view.nodes.get(item.ref.node)
+            if maker is None or view.per_group(item.ref):
+                continue
+            given = f"{str(item.ref)!r}, which {maker.name} makes once per update"
+            needed = "values per group, and carried ones as they are, which are there before the batch is whole"
+            if maker.construct == "broadcast" and not view.changing(maker.inputs[0].ref):
+                continue  # of a value that never changes
+            if not maker.fires:
+                given = f"{maker.inputs[0].ref.node!r} through {maker.name}, whose versions change between the parts"
+            yield Fault("accumulate-whole-batch", f"{_input(node, item)}, in parts", given, needed, node.where)
+
+
 def starving(node: Node) -> Fault | None:
     """The fault of a broadcast that sends so seldom that some update would wait for ever; None if there is none."""
     if node.construct != "broadcast" or type(node.lag) is not int or node.every <= node.lag + 1:
@@ -417,6 +454,7 @@ RULES: tuple[Callable[[View], Iterator[Fault]], ...] = (
     _numbers,
     _places,
     _every,
+    _accumulates,
     _precisions,
     _delays,
     _turns,

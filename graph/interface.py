@@ -14,7 +14,7 @@ from penstock.graph.errors import Fault, defined, fault
 from penstock.graph.imports import names_function
 from penstock.graph.ir import Json
 from penstock.graph.protocols import Stream
-from penstock.graph.types import Context, Metrics
+from penstock.graph.types import BatchPart, Context, Metrics
 
 # The default of an option that has none.
 REQUIRED = inspect.Parameter.empty
@@ -42,7 +42,8 @@ class Interface:
 
     `returns` is the return annotation, for messages. `stream`: the state is a `Stream`, which works on several firings
     at once and keeps nothing between them. `context` names the keyword-only parameter that the run fills with the
-    node's `Context`, "" if there is none.
+    node's `Context`, `part` the one that it fills with the `BatchPart` of an update that accumulates; "" if there is
+    none.
     """
 
     inputs: tuple[Port, ...]
@@ -53,6 +54,7 @@ class Interface:
     returns: str
     stream: bool = False
     context: str = ""
+    part: str = ""
 
     def gathered(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs by the names of the node's parameters: those of a list together."""
@@ -83,7 +85,7 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
 def interface(function: Callable[..., Any], *, stateful: bool) -> Interface:
     """Read a node's signature. Raises GraphError at the function's line."""
     sig, where = signature(function), defined(function)
-    inputs, options, context = [], {}, ""
+    inputs, options, context, part = [], {}, "", ""
     # The state comes first, and is no edge: it stays in the worker.
     parameters = list(sig.parameters.values())
     for parameter in parameters[1:] if stateful else parameters:
@@ -91,6 +93,8 @@ def interface(function: Callable[..., Any], *, stateful: bool) -> Interface:
         kinds = (parameter.annotation, *get_args(parameter.annotation))
         if parameter.kind is parameter.KEYWORD_ONLY and Context in kinds:
             context = parameter.name
+        elif parameter.kind is parameter.KEYWORD_ONLY and BatchPart in kinds:
+            part = parameter.name
         elif parameter.kind is parameter.KEYWORD_ONLY:
             options[parameter.name] = parameter.default
         elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
@@ -107,7 +111,7 @@ def interface(function: Callable[..., Any], *, stateful: bool) -> Interface:
     if stream and (lists := [port.name for port in inputs if port.several]):
         given = f"a list of inputs, {lists[0]!r}, of a node whose state is a Stream"
         raise fault("stream-with-list", f"{function.__name__}: signature", given, "an input for each value", where)
-    return Interface(tuple(inputs), options, outputs, bundle, metrics, returns, stream, context)
+    return Interface(tuple(inputs), options, outputs, bundle, metrics, returns, stream, context, part)
 
 
 def type_of(annotation: Any, what: str, where: str) -> Any:

@@ -94,11 +94,12 @@ class Node:
     their firings pass on in order; the state of a `stream` works on several firings at once, which do not depend on
     each other.
     `lag` is set on constructs that read a carried value as it was up to (broadcast) or exactly (delay) `lag` updates
-    ago. `every`: a per-update node fires, and a broadcast sends, at each `every`th update only. `turns` is set on the
-    nodes of a bounded cycle within a group (`alternate`): the most often that they fire for one group. `given` names
-    what a call writes by keyword: the inputs behind one that it left out, and the options that it wrote, in its order;
-    the others have their defaults. `precision`: the format of `PRECISIONS` in which a broadcast's weights travel and
-    are computed with; "" is that of the model.
+    ago. `every`: a per-update node fires, and a broadcast sends, at each `every`th update only. `accumulate`: an update
+    fires in parts, each on so many groups of its batch; 0 is once on all of them. `turns` is set on the nodes of a
+    bounded cycle within a group (`alternate`): the most often that they fire for one group. `given` names what a call
+    writes by keyword: the inputs behind one that it left out, and the options that it wrote, in its order; the others
+    have their defaults. `precision`: the format of `PRECISIONS` in which a broadcast's weights travel and are computed
+    with; "" is that of the model.
     """
 
     name: str
@@ -113,6 +114,7 @@ class Node:
     stream: bool = False
     lag: int | None = None
     every: int = 1
+    accumulate: int = 0
     turns: int | None = None
     where: str = ""
     given: tuple[str, ...] = ()
@@ -148,8 +150,10 @@ class Node:
         data["outputs"] = [[o.name, o.type] for o in self.outputs]
         data["options"] = dict(self.options)
         data["given"] = list(self.given)
-        if not self.precision:
-            del data["precision"]
+        # So that graphs of versions that did not know them have the same digest.
+        for name in ("precision", "accumulate"):
+            if not data[name]:
+                del data[name]
         return data
 
 

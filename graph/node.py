@@ -46,6 +46,7 @@ class NodeDef(Generic[P, T]):
         self.fn, self.path, self.pool, self.init = fn, path_of(fn), pool, init
         self.clock: Clock = clock
         self.period = 1
+        self.part_groups = 0
         self.label = ""
         self.bound: Mapping[str, Any] = {}
         # Quoted, since the documentation's parser takes `node` for this module and for the function in it.
@@ -95,6 +96,19 @@ class NodeDef(Generic[P, T]):
             needed = f"one that fires per update: {self.__name__}.per_update.every({updates!r})"
             raise fault("every-per-group", f"{self.__name__}.every({updates!r})", "a node that fires per group", needed)
         return self._changed(period=updates)
+
+    def accumulate(self, groups: int) -> Self:
+        """This update, fired in parts as its batch arrives: each on the next `groups` prompt groups that it takes, once
+        these are there. Gradients add up, and the last part makes the one step, so that it learns the same. With 0 it
+        fires once, on the whole batch.
+
+        Raises GraphError for a node that cannot: its function has no keyword-only parameter `part: BatchPart | None`.
+        """
+        if self.clock != "update" or not self.interface.part:
+            given = f"a node per {self.clock}" + ("" if self.interface.part else ", which knows of no parts of a batch")
+            needed = "an update that takes its batch in parts, such as policy_update or aipo_update"
+            raise fault("cannot-accumulate", f"{self.__name__}.accumulate({groups!r})", given, needed)
+        return self._changed(part_groups=groups)
 
     def given(self, **values: Any) -> "NodeDef[..., T]":
         """This node with some of its inputs and options, by name, which a call then leaves out.
@@ -257,7 +271,9 @@ def node(
     `pool` is a label for the planner. `clock` says how often it fires: once per prompt group, or once per update, on
     the whole batch. `init(context, **options)` makes it stateful: the function's first parameter is the state, and it
     returns `(state, outputs)` or `(state, outputs, metrics)`. A keyword-only parameter `context: Context | None = None`
-    is no option: a run fills it with what its flags say.
+    is no option: a run fills it with what its flags say. Nor is `part: BatchPart | None = None`, by which an update
+    says that it can `accumulate`: called with a part that is not the last, it adds it up in the carried value, which is
+    otherwise as it was, and returns that and no figures.
 
         @node(pool="scorer")
         def shorter_is_better(rollouts: Rollouts, rewards: Rewards, *, weight: float = 0.01) -> Rewards:

@@ -178,6 +178,7 @@ class TraceRecorder:
             stateful=definition.init is not None and not interface.stream,
             stream=interface.stream,
             every=encode(definition.period, f"{definition.__name__}.every"),
+            accumulate=encode(definition.part_groups, f"{definition.__name__}.accumulate"),
             where=caller(),
             given=(*by_keyword, *(key for key in kwargs if key in interface.options)),
         )

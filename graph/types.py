@@ -157,6 +157,19 @@ class Context:
 
 
 @dataclass(frozen=True)
+class BatchPart:
+    """Which part of its batch an update that accumulates is called with (`NodeDef.accumulate`): `number`, from 0, of
+    `count`. The last call makes the next value."""
+
+    number: int
+    count: int
+
+    @property
+    def last(self) -> bool:
+        return self.number == self.count - 1
+
+
+@dataclass(frozen=True)
 class Origin:
     """The carried value that weights belong to.
 

@@ -250,23 +250,28 @@ class Learner(MasterWeights[Model]):
         super().__init__(_freeze_base(master), tokenizer, context)
         self.optimizer = torch.optim.AdamW(self.masters.values(), fused=True)
         self.updates = context.updates
+        # Of an update that takes its batch in parts: the normaliser and the sums over tokens of each part so far.
+        self.parts: list[tuple[float, dict[str, float]]] = []
         self.on_host = context.optimizer_state == "host"
         if self.on_host:
             self._check_host()
 
     def backward(
-        self, items: Sequence[Packed], loss: Callable[[Model, Packed], tuple[Tensor, Figures]]
+        self, items: Sequence[Packed], loss: Callable[[Model, Packed], tuple[Tensor, Figures]], *, last: bool = True
     ) -> list[Figures]:
-        """Add the gradient of each micro-batch's loss to the masters'; what `loss` gave beside it, in order.
+        """Add the gradient of each micro-batch's loss to the masters'; what `loss` gave beside it, in order. Workers
+        keep them until the call that has the `last` ones of a term.
 
         Workers call `loss` at the same time, each with a model of its own: it changes nothing.
         """
         try:
-            found = self.workers.backward(loss, items) if items else []
+            found = self.workers.backward(loss, items, last=last)
         except BaseException:
             # What other micro-batches have added would be in the next attempt, too.
             self._forget_gradients()
             raise
+        if not last:
+            return found
         for name, gradient in self.workers.collect().items():
             master = self.masters[name]
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
@@ -409,6 +414,7 @@ class Learner(MasterWeights[Model]):
         return f"elements of {first} that are NaN or infinite: {count}{more}"
 
     def _forget_gradients(self) -> None:
+        self.parts = []
         self.workers.collect()
         self.optimizer.zero_grad()
 

@@ -33,6 +33,7 @@ def grpo(
     clip: float = 0.2,
     kl: float = 0.0,
     lr: float = 1e-4,
+    accumulate: int = 0,
 ) -> dict[str, Policy]:
     """Group-relative policy optimisation (DeepSeekMath, section 4.1).
 
@@ -42,6 +43,7 @@ def grpo(
         clip: bound of the policy's ratio around 1, PPO's epsilon.
         kl: weight of the divergence from the frozen first policy; 0 leaves that policy out.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.
+        accumulate: prompt groups of which an update takes a part of its batch as they arrive; 0 waits for all.
     """
     behaviour = broadcast(policy, lag=lag)
     rollouts = generate(prompts, behaviour, samples=samples)
@@ -49,5 +51,6 @@ def grpo(
     advantage = group_advantage(rewards, normalize=True)
     close = reference_logprobs(reference, rollouts) if kl else None
     loss = partial(ppo, clip_low=clip, clip_high=clip)
-    learnt = policy_update(policy, rollouts, advantage, close, loss=loss, average="sequence_mean", kl=kl, lr=lr)
+    update = policy_update.accumulate(accumulate)
+    learnt = update(policy, rollouts, advantage, close, loss=loss, average="sequence_mean", kl=kl, lr=lr)
     return {"policy": learnt, "reference": reference}

@@ -22,7 +22,7 @@ from penstock.graph import (
     program,
 )
 from penstock.graph.protocols import Carried
-from penstock.graph.types import Prompts
+from penstock.graph.types import BatchPart, Prompts
 from penstock.nodes.carried import carried
 from penstock.nodes.fake import FakePolicy, FakePrompts, fake_environment, fake_generate, fake_score, fake_update
 from penstock.nodes.generate import converse
@@ -254,6 +254,101 @@ def endless(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
     # unbounded-turns: speak: turns given no bound
     talk, answer = alternate(speak, reply, prompts, broadcast(policy))
     return learn(policy, grade(talk, answer))
+
+
+# Parts of a batch -------------------------------------------------------------------------------------------
+
+
+class Summing(FakePolicy):
+    """One that adds up what parts of a batch give, until its next value is made of the sum."""
+
+    maker: ClassVar[str] = f"{__file__}:make_summing"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.parts: list[Tensor] = []
+
+
+def make_summing(context: Context) -> Carried:
+    return Summing(context)
+
+
+@node(pool="trainer", clock="update")
+def add_up(
+    policy: Summing, rewards: Rewards, *, ms: float = 0.0, breaks_at: int = -1, part: BatchPart | None = None
+) -> tuple[Summing, Metrics]:
+    time.sleep(ms / 1000)
+    if part is not None and part.number == breaks_at:
+        raise ArithmeticError(f"part {part.number} of {part.count}")
+    policy.parts.append(rewards.values_N.double().sum())
+    if part is not None and not part.last:
+        return policy, {}
+    total, count = torch.stack(policy.parts).sum(), len(policy.parts)
+    policy.parts = []
+    policy.values_W = policy.values_W + 1e-3 * total.float()
+    policy.version += 1
+    return policy, {"total": float(total), "parts": float(count)}
+
+
+@program
+def accumulating(
+    policy: Summing, prompts: FakePrompts, *, lag: int = 1, accumulate: int = 1, ms: float = 0.0, breaks_at: int = -1
+) -> Summing:
+    rollouts = fake_generate(prompts, broadcast(policy, lag=lag), ms=3.0, jitter_ms=10.0)
+    return add_up.accumulate(accumulate)(policy, fake_score(rollouts), ms=ms, breaks_at=breaks_at)
+
+
+@program
+def accumulates_what_cannot(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
+    rollouts = fake_generate(prompts, broadcast(policy))
+    # cannot-accumulate: fake_update.accumulate(2) given a node per update, which knows of no parts of a batch
+    return fake_update.accumulate(2)(policy, rollouts, fake_score(rollouts))
+
+
+@program
+def accumulates_parts_that_do_not_divide(policy: Summing, prompts: FakePrompts) -> Summing:
+    # indivisible-batch: add_up: accumulate given parts of 3 groups of a batch of 4 … a number that divides 4
+    return add_up.accumulate(3)(policy, fake_score(fake_generate(prompts, broadcast(policy))))
+
+
+@program
+def accumulates_less_than_nothing(policy: Summing, prompts: FakePrompts) -> Summing:
+    # bad-accumulate: add_up: accumulate given -1
+    return add_up.accumulate(-1)(policy, fake_score(fake_generate(prompts, broadcast(policy))))
+
+
+@program
+def accumulates_what_needs_all(policy: Summing, prompts: FakePrompts) -> Summing:
+    rewards = fake_score.per_update.on("trainer")(fake_generate(prompts, broadcast(policy)))
+    # accumulate-nothing: add_up: accumulate given policy, fake_score needed an input per group
+    # accumulate-whole-batch: add_up: input 'rewards', in parts given 'fake_score', which fake_score makes once per up
+    return add_up.accumulate(2)(policy, rewards)
+
+
+@program
+def accumulates_sums_of_nothing(policy: FakePolicy, summing: Summing, prompts: FakePrompts) -> dict[str, Any]:
+    rollouts = fake_generate(prompts, broadcast(policy))
+    rewards = fake_score(rollouts)
+    # unused-output: add_up: output 'out'
+    # accumulate-nothing: add_up: accumulate given a node that updates no value
+    add_up.accumulate(2)(summing, rewards)
+    return {"policy": fake_update(policy, rollouts, rewards), "summing": summing}
+
+
+@node(pool="trainer", clock="update")
+def add_up_with(
+    policy: Summing, rewards: Rewards, weights: Weights, *, part: BatchPart | None = None
+) -> tuple[Summing, Metrics]:
+    return add_up.fn(policy, rewards, part=part)  # type: ignore[no-any-return]
+
+
+@program
+def accumulates_with_moving_weights(policy: Summing, other: FakePolicy, prompts: FakePrompts) -> dict[str, Any]:
+    rollouts = fake_generate(prompts, broadcast(policy))
+    rewards = fake_score(rollouts)
+    # accumulate-whole-batch: input 'weights', in parts given 'other' through broadcast_2, whose versions change
+    learnt = add_up_with.accumulate(2)(policy, rewards, broadcast(other))
+    return {"policy": learnt, "other": fake_update.on("elsewhere")(other, rollouts, rewards)}
 
 
 # What is refused, and what constructs are compared with ----------------------------------------------------------

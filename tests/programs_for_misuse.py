@@ -384,3 +384,19 @@ def rescores_odd_samples(policy: Policy, reference: Reference, prompts: Prompts)
 @node(pool="scorer")
 def drift(rewards: Rewards, close: Logprobs) -> Rewards:
     return rewards
+
+
+@program
+def accumulates_over_several_steps(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts, advantage = compared(policy, prompts)
+    # accumulate-steps: policy_update: accumulate given epochs=3 needed epochs=1
+    # accumulate-steps: policy_update: accumulate given minibatches=2 needed minibatches=1
+    return policy_update.accumulate(2)(policy, rollouts, advantage, loss=ppo, epochs=3, minibatches=2)
+
+
+@program
+def accumulates_beside_a_term(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts, advantage = compared(policy, prompts)
+    more = [term(rollouts, advantage, loss=aipo, weight=0.5)]
+    # accumulate-whole-batch: input 'beside[0]', in parts given 'term', which term makes once per update … per group
+    return policy_update.accumulate(2)(policy, rollouts, advantage, beside=more, loss=ppo)

@@ -19,7 +19,7 @@ from penstock.runtime.cli.launching import finish
 from penstock.runtime.cli.simulate import timing
 from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.cluster.cluster import Cluster, Host
-from penstock.runtime.cluster.placement import place
+from penstock.runtime.cluster.placement import Plan, place
 from penstock.runtime.control.launcher import FAILED
 from penstock.runtime.control.run_config import EVALUATION, RunOptions
 from penstock.runtime.record.folder import RunFolder
@@ -105,7 +105,7 @@ PROCESSES = pytest.mark.parametrize("processes", [False, pytest.param(True, mark
 # Every one of them ------------------------------------------------------------------------------------------
 
 
-ALL = ["filtered", "clocks", "seldom", "moved", "curriculum", "talking", "composed"]
+ALL = ["filtered", "clocks", "seldom", "moved", "curriculum", "talking", "composed", "accumulating"]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -131,6 +131,7 @@ def test_misuse_of_a_construct_is_told_at_its_line(name: str) -> None:
         ),
         ("clocks", {"every": 4, "look": 5}, ["# trainer, every 4 updates", "# watcher, every 5 updates"]),
         ("seldom", {}, ["broadcast(policy, lag=3, every=2)"]),
+        ("accumulating", {}, ["# trainer, per update, in parts of 1 groups"]),
         ("moved", {}, ["rewards = fake_score(rollouts)                 # trainer, per update"]),
         ("curriculum", {}, ["past_seen = delay(seen, lag=1)", "choose(prompts, past_seen)"]),
         (
@@ -237,6 +238,57 @@ def test_nobody_waits_for_a_node_that_only_measures() -> None:
     assert period_bound(made, {n.name: seconds.get(n.name, 0.0) for n in made.nodes}, BATCH).seconds == 1.0
     watched = [bar.index for bar in found.bars if bar.name == "watch"]
     assert watched == list(range(4, 40, 5))
+
+
+# Parts of a batch -----------------------------------------------------------------------------------------------
+
+
+def test_parts_are_in_the_graphs_digest_and_a_whole_batch_is_not() -> None:
+    digests = [graph("accumulating", accumulate=n).replace(options=()).digest() for n in (0, 1, 3)]
+    assert len(set(digests)) == 3
+    assert all("accumulate" not in data for data in graph("accumulating", accumulate=0).to_json()["nodes"])
+
+
+def test_an_update_in_parts_works_while_the_rest_is_generated() -> None:
+    """One group a second, and two seconds of an update of three groups: whole it takes 3 + 2, and in parts the last
+    one alone comes after the last group. With a slow trainer all parts follow the first group."""
+    cases = [(0, 0, 2.0, 5.0), (0, 3, 2.0, 5.0), (0, 1, 2.0, 3 + 2 / 3), (0, 1, 6.0, 7.0), (2, 1, 6.0, 6.0)]
+    for lag, accumulate, update_s, period_s in cases:
+        made = graph("accumulating", lag=lag, accumulate=accumulate)
+        pools = place([made], Cluster(hosts=(Host(name="local", cores=4),))).pools
+        plan = Plan(tuple(replace(p, replicas=tuple(replace(r, capacity=1) for r in p.replicas)) for p in pools))
+        seconds = {n.name: {"fake_generate": 1.0, "add_up": update_s}.get(n.name, 0.0) for n in made.nodes if n.fires}
+        found = simulate(Tables(made, plan), Rules(batch=BATCH, end=40), Durations(seconds))
+        assert found.period_s == pytest.approx(period_s)
+        assert period_bound(made, seconds, BATCH).seconds == pytest.approx(period_s)
+
+
+@PROCESSES
+def test_parts_of_a_batch_make_one_value_and_one_row(tmp_path: Path, processes: bool) -> None:
+    whole = run(tmp_path, "accumulating", lag=0, accumulate=0)
+    parts = run(tmp_path, "accumulating", processes=processes, lag=0, accumulate=1)
+    assert_equal_bits(final_state(parts, UPDATES), final_state(whole, UPDATES))
+    for one, other, count in zip(rows(whole), rows(parts), (3.0,) * UPDATES, strict=True):
+        assert (one["total"], one["parts"], one["groups"]) == (other["total"], 1.0, BATCH)
+        assert (other["parts"], other["groups"]) == (count, BATCH)
+    fired = [work for stage in read_facts(RunFolder(parts)).training for work in stage.followed.work]
+    segments = [work.segment for work in sorted(fired, key=lambda w: w.start) if work.name == "add_up"]
+    assert segments == [0, 1, 2] * UPDATES
+
+
+def test_a_part_that_fails_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    error = failed(tmp_path, "accumulating", accumulate=1, breaks_at=1)["error"]
+    assert "add_up[0.0.1] on trainer/0 rank 0" in error
+    assert "part 1 of 3" in error
+
+
+def test_a_run_that_is_stopped_between_parts_takes_them_again(tmp_path: Path) -> None:
+    whole = run(tmp_path, "accumulating", lag=0)
+    folder = prepared(tmp_path, "accumulating", lag=0, ms=20.0)
+    stop_after(folder, 2)
+    assert status_here(folder)[0] == "done"
+    assert_equal_bits(final_state(folder, UPDATES), final_state(whole, UPDATES))
+    assert [row["parts"] for row in rows(folder)] == [3.0] * UPDATES
 
 
 # Steps ----------------------------------------------------------------------------------------------------------

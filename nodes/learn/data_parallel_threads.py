@@ -63,8 +63,11 @@ class DataParallelThreads(Generic[Model]):
         found = [each.result() for each in shares]
         return [found[index % count][index // count] for index in range(len(items))]
 
-    def backward(self, loss: Callable[[Model, Item], tuple[Tensor, Result]], items: Sequence[Item]) -> list[Result]:
-        """Add up the gradients of the items' losses; what `loss` gave beside each, in order."""
+    def backward(
+        self, loss: Callable[[Model, Item], tuple[Tensor, Result]], items: Sequence[Item], *, last: bool = True
+    ) -> list[Result]:
+        """Add up the gradients of the items' losses; what `loss` gave beside each, in order. Whether they are the
+        `last` ones before `collect` matters to `Shards` alone."""
 
         def work(model: Model, item: Item) -> Result:
             total, found = loss(model, item)

@@ -23,7 +23,7 @@ from penstock.graph.deferred import shape_of, widened
 from penstock.graph.imports import encode, names_function, path_of, resolve, short
 from penstock.graph.protocols import Array
 from penstock.graph.requires import Call
-from penstock.graph.types import Advantages, AnyPolicy, LearningRate, Logprobs, Metrics, Rollouts
+from penstock.graph.types import Advantages, AnyPolicy, BatchPart, LearningRate, Logprobs, Metrics, Rollouts
 from penstock.nodes.learn.batching import (
     Aggregation,
     Packed,
@@ -147,6 +147,7 @@ def policy_update(
     epochs: int = 1,
     minibatches: int = 1,
     lr: float | Schedule = 1e-4,
+    part: BatchPart | None = None,
     **options: Unpack[UpdateOptions],
 ) -> tuple[AnyPolicy, Metrics]:
     """The next version of the policy: `epochs` · `minibatches` AdamW steps on a loss of single tokens.
@@ -166,6 +167,9 @@ def policy_update(
     steps are taken, the update makes one version. Raises ValueError for what does not fit together, FloatingPointError
     for a gradient that is not finite: the steps before it stay taken.
 
+    It can `accumulate` in one step on one term: each part of the batch adds to the gradient and to the sums, and the
+    last one divides, clips and takes the step.
+
     Metrics: those of `update_metrics` and `lr`. With terms beside it, `loss` is the weighted sum of all terms,
     NAME_loss that of each term by itself, the first one included, and the other metrics of a term are NAME_tokens,
     NAME_entropy and so on; without a name they are of the first term.
@@ -179,6 +183,11 @@ def policy_update(
     if len(set(names)) < len(names):
         raise ValueError(f"{learner.context.node}: given terms {', '.join(names)}, needed {SAME}")
     rate_or_schedule = lr if rate is None else rate.value
+    if part is not None:
+        if (epochs, minibatches, len(parts)) != (1, 1, 1):
+            given = f"epochs={epochs}, minibatches={minibatches} and {len(parts)} terms for a part of a batch"
+            raise ValueError(f"{learner.context.node}: given {given}, needed one of each: a step has the whole batch")
+        return policy, accumulate(learner, packed_logprobs, parts, part, rate_or_schedule, options)
     taken, figures = descend(learner, packed_logprobs, parts, epochs, minibatches, rate_or_schedule, options)
     metrics, *others = map(update_metrics, taken)
     if others:
@@ -229,6 +238,7 @@ def aipo_update(
     *,
     rho: float = 4.0,
     lr: float | Schedule = 1e-4,
+    part: BatchPart | None = None,
     **options: Unpack[UpdateOptions],
 ) -> tuple[AnyPolicy, Metrics]:
     """`policy_update` with AIPO's loss, averaged over tokens (LlamaRL, arXiv 2505.24034, section 6).
@@ -236,7 +246,7 @@ def aipo_update(
     `rho` bounds each token's importance ratio π / μ from above.
     """
     loss = partial(aipo, rho=rho)
-    return policy_update.fn(policy, rollouts, advantage, loss=loss, lr=lr, **options)  # type: ignore[no-any-return]
+    return policy_update.fn(policy, rollouts, advantage, loss=loss, lr=lr, part=part, **options)  # type: ignore[no-any-return]
 
 
 def _scored(rollouts: Rollouts, advantage: Advantages, reference: Logprobs | None, proximal: Logprobs | None) -> Scored:
@@ -264,8 +274,11 @@ class Part:
         lengths_N: Tensor,
         scale: float,
         micro_tokens: int | None,
+        *,
+        last: bool = True,
     ) -> Sums:
-        """Add `scale` times the gradient of the weighted sum of token losses to the learner's; the sums over tokens."""
+        """Add `scale` times the gradient of the weighted sum of token losses to the learner's; the sums over tokens,
+        none of rows without a sampled token. `last`: no rows of the same term follow before the step."""
         # Only for losses that ask: whole groups pack worse.
         whole_groups = reads_groups(self.loss)
         group_N = group_rows(self.rows.ordinals).to(lengths_N.device) if whole_groups else None
@@ -299,7 +312,9 @@ class Part:
             sums = token_sums(logprobs_P, entropy_P, clipped_P, sampled, learner.version)
             return total * scale, {"loss": total.detach().double(), **sums}
 
-        found = learner.backward(learner.pack(self.rows, micro_tokens, whole_groups=whole_groups), loss)
+        items = learner.pack(self.rows, micro_tokens, whole_groups=whole_groups)
+        if not (found := learner.backward(items, loss, last=last)):
+            return {}
         # One copy from the device for all micro-batches.
         table = torch.stack([torch.stack(list(sums.values())) for sums in found]).tolist()
         return add_up([dict(zip(found[0], row, strict=True)) for row in table])
@@ -350,6 +365,37 @@ def descend(
     return taken, {"grad_norm": sum(norms) / len(norms), "optimizer_steps": float(len(norms)), "lr": rate}
 
 
+def accumulate(
+    learner: Learner[Model],
+    forward: Forward[Model],
+    terms: Sequence[Part],
+    part: BatchPart,
+    lr: float | Schedule,
+    options: UpdateOptions,
+) -> Metrics:
+    """One part of an update that takes its batch in parts, on a single term of the loss; the metrics of the update from
+    the last part, none from the others. Raises ValueError as `descend` does, for the batch as a whole."""
+    (term,) = terms
+    term.rows.check()
+    rate, lengths_N = learner.rate(lr), term.rows.sampled_N.to(learner.device)
+    if len(learner.parts) != part.number:
+        given = f"part {part.number} of {part.count} after {len(learner.parts)}"
+        raise ValueError(f"{learner.context.node}: given {given}, needed the parts of a batch in order")
+    sums = term.backward(learner, forward, lengths_N, term.weight, options["micro_tokens"], last=part.last)
+    divisor = normaliser(lengths_N, aggregation=term.average, max_tokens=learner.context.max_tokens)
+    learner.parts.append((divisor, sums))
+    if not part.last:
+        return {}
+    taken, learner.parts = learner.parts, []
+    if not (found := [sums for _, sums in taken if sums]):
+        given = f"{part.count} parts of a batch without a sampled token (all versions are -1)"
+        raise ValueError(f"{learner.context.node}: given {given}, needed at least one")
+    unit, whole = sum(divisor for divisor, _ in taken), add_up(found)
+    norm = learner.apply(options, lr=rate, normaliser=unit)
+    metrics = update_metrics([{**whole, "loss": whole["loss"] / unit, "epoch": 0}])
+    return {**metrics, "grad_norm": norm, "optimizer_steps": 1.0, "lr": rate}
+
+
 def loss_name(loss: Loss) -> str:
     """What a loss function is called."""
     while isinstance(loss, partial):
@@ -391,8 +437,9 @@ def token_sums(
 
 
 def add_up(parts: Sequence[Sums]) -> Sums:
-    """The sums of several micro-batches, or of several steps, as one."""
-    joined = {name: [part[name] for part in parts] for name in parts[0]}
+    """The sums of several micro-batches, parts of a batch or steps as one; what one of them lacks, it has none of."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    joined = {name: [part[name] for part in parts if name in part] for name in names}
     return {name: max(values) if name.endswith("_max") else sum(values) for name, values in joined.items()}
 
 

@@ -51,15 +51,18 @@ class Shards(Generic[Model]):
     With `zero` 3, weights are gathered for each micro-batch and gradients reduced after each (ZeRO, Rajbhandari et al.,
     2020, arXiv 1910.02054, section 5). With 1, a step gathers weights once and reduces gradients after its last
     micro-batch: both are whole until then, and micro-batches are summed before ranks are. Copies of the model ("dp")
-    add their gradients after the last micro-batch in any case.
+    add their gradients after the last micro-batch in any case. The last one is that of the last call of `backward`
+    before `collect`.
 
     `parameters` are this rank's parts as plain tensors, by name: changed in place, they change the model.
     """
 
     def __init__(self, model: Model, ranks: Ranks, dtype: torch.dtype, zero: int = 3) -> None:
         self.model, self.ranks, self.rules, self.zero = model, ranks, tensor_parallel(model.config), zero
-        # Backward passes that are still to come.
+        # Backward passes that are still to come, 1 at the least between two calls whose gradients are one sum.
         self._left = 0
+        # Does again what such a call has done with one of its micro-batches, which then does not count.
+        self._again: Callable[[], object] | None = None
         self.count = ranks.shares
         self._wholes = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
         self._stage = PipelineStage(model, ranks, dtype) if ranks.size(STAGE) > 1 else None
@@ -74,8 +77,11 @@ class Shards(Generic[Model]):
         with torch.no_grad():
             return self._share(lambda item, counts: work(self.model, item), items)
 
-    def backward(self, loss: Callable[[Model, Packed], tuple[Tensor, Result]], items: Sequence[Packed]) -> list[Result]:
-        """Add up the gradients of the items' losses. Returns the second output of `loss` for each item, in order."""
+    def backward(
+        self, loss: Callable[[Model, Packed], tuple[Tensor, Result]], items: Sequence[Packed], *, last: bool = True
+    ) -> list[Result]:
+        """Add up the gradients of the items' losses. Returns the second output of `loss` for each item, in order. What
+        is reduced after the last micro-batch waits for a call that has the `last` ones."""
 
         def work(item: Packed, counts: bool) -> Result:
             total, found = loss(self.model, item)
@@ -84,7 +90,14 @@ class Shards(Generic[Model]):
             (total if counts else total * 0).backward()  # type: ignore[no-untyped-call]
             return found
 
-        return self._share(work, items)
+        if items and not last:
+            sizes = token_counts(items)
+            smallest = sizes.index(min(sizes))
+            self._again = lambda: self._share(lambda item, _: work(item, False), [items[smallest]])
+        elif not items and last and self._again is not None:
+            # The gradients of the calls before are still to be reduced.
+            self._again()
+        return self._share(work, items, last=last)
 
     def collect(self) -> dict[str, Tensor]:
         """This rank's parts of the gradients since the last call, summed over all ranks, float32, by name."""
@@ -93,6 +106,7 @@ class Shards(Generic[Model]):
             if isinstance(part.grad, DTensor):
                 total[name] = part.grad.to_local().float()
             part.grad = None
+        self._again = None
         if self._left:  # a step that failed: what it has added up is nobody's
             self._left = 0
             for module in self._wrapped():
@@ -163,7 +177,9 @@ class Shards(Generic[Model]):
     def _wrapped(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
-    def _share(self, work: Callable[[Packed, bool], Result], items: Sequence[Packed]) -> list[Result]:
+    def _share(
+        self, work: Callable[[Packed, bool], Result], items: Sequence[Packed], *, last: bool = True
+    ) -> list[Result]:
         """Results of all items, in order, on every rank."""
         if not items:
             return []
@@ -174,7 +190,8 @@ class Shards(Generic[Model]):
         own, rounds = shares[self.ranks.share()], max(map(len, shares))
         smallest = costs.index(min(costs))
         todo = [(items[index], True) for index in own] + [(items[smallest], False) for _ in range(rounds - len(own))]
-        self._left = len(todo) if torch.is_grad_enabled() else 0
+        if torch.is_grad_enabled():
+            self._left = len(todo) + (not last)
         try:
             found = (
                 self._stage.run(work, todo, self._before_backward) if self._stage else [work(*each) for each in todo]

@@ -304,7 +304,7 @@ def place(
     if generators < 1:
         raise ClusterError(f"generators: given {generators}, needed at least 1 replica")
     roles = _roles(graphs, cluster)
-    overlapping = any(node.lag for graph in graphs for node in graph.nodes)
+    overlapping = any(node.lag or node.accumulate for graph in graphs for node in graph.nodes)
     check_pools(meshes, [role.name for role in roles if role.models], [role.name for role in roles])
     _check_names(cluster, roles)
     for role in roles:
@@ -517,7 +517,7 @@ def _threads(role: _Role, host: Host, roles: Sequence[_Role], generators: int, o
 
     An update's threads never wait for each other, so they take the time that generators leave over; those of a
     generator meet at every operation, and would stall where another process has the core. Without a lag the two take
-    turns, and generators have all cores as well.
+    turns, unless updates accumulate, and generators have all cores as well.
     """
     if not (role.updates or role.generates):
         return 1

@@ -254,21 +254,33 @@ class Executor:
             # What has left the device comes back while the inputs are fetched.
             self.resting.call(firing)
             inputs = self._inputs(held, command)
-            if firing.segment:
+            if firing.segment and held.stream:
                 inputs["paused"] = self.values.get((firing, held.node.outputs[0].name), self._handles)
             if held.stream:
                 held.state.submit(firing, inputs)
                 held.submitted[firing] = began
                 return []
             self.resting.settle(firing.node)
-            result = held.call(inputs)
+            part = held.part(command)
+            result = held.call(inputs, part)
             if isinstance(held.definition, Filter) and not isinstance(result, Dropped):
                 result = tuple(self._inputs(held, command).values())  # whatever the predicate did to its own
         except RAISED as error:
             return [self._failure(firing, began, error)]
+        if part is not None and not part.last:
+            return [self._taken(held, firing, result, began)]
         answer = self._answer(held, firing, result, began, inputs)
         self.resting.fired(firing)
         return [answer]
+
+    def _taken(self, held: Held, firing: Firing, result: Any, began: float) -> Result:
+        """An update has taken a part of its batch, and the next value is still to come."""
+        try:
+            held.definition.split(result, stateful=held.stateful)
+        except Exception as error:
+            return self._failure(firing, began, error)
+        done = Done(firing, self.setup.replica, self.setup.rank, paused=True)
+        return Result(done, {}, {}, began, monotonic())
 
     def _publish(self, channel: str, version: int) -> Result:
         replica, rank, began = self.setup.replica, self.setup.rank, monotonic()

@@ -24,7 +24,7 @@ from penstock.graph.imports import arguments, load, reach
 from penstock.graph.ir import Argument, Firing, Graph, Node
 from penstock.graph.node import Filter, NodeDef
 from penstock.graph.protocols import Carried, Source, Stream
-from penstock.graph.types import Batchable
+from penstock.graph.types import Batchable, BatchPart
 from penstock.runtime.control.rank_setup import InputRead, RankSetup, input_reads
 from penstock.runtime.schedule.admission import needed_version
 from penstock.runtime.schedule.compile import channel_name
@@ -75,8 +75,8 @@ class HeldInput(NamedTuple):
 class Held:
     """A node that this rank runs.
 
-    `several` of the `inputs` may be one parameter's. `submitted` says when each firing that is in a stream was asked
-    for.
+    `several` of the `inputs` may be one parameter's. `batch`: groups of an update. `submitted` says when each firing
+    that is in a stream was asked for.
     """
 
     node: Node
@@ -87,6 +87,7 @@ class Held:
     stream: bool
     answers: bool
     several: bool
+    batch: int
     submitted: dict[Firing, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -102,14 +103,22 @@ class Held:
         """May its batch be read as it is used? What has a state may keep rows for longer than they can be read."""
         return self.definition.init is None
 
-    def call(self, inputs: Mapping[str, Any]) -> Any:
+    def part(self, fire: Fire) -> BatchPart | None:
+        """Which part of its batch an update is fired with; None for any other firing."""
+        if not self.node.accumulate:
+            return None
+        # With trainer and generator in turns on the same GPUs it has all groups at once.
+        return BatchPart(fire.firing.segment, self.batch // len(fire.groups))
+
+    def call(self, inputs: Mapping[str, Any], part: BatchPart | None = None) -> Any:
         """What the node's function returns, as it returns it."""
         if isinstance(self.definition, Filter):
             return self.definition.run(None, inputs, self.options)
         if self.several:
             inputs = self.definition.interface.gathered(inputs)
         state = () if self.definition.init is None else (self.state,)
-        return self.definition.fn(*state, **inputs, **self.options)
+        parts = {} if part is None else {self.definition.interface.part: part}
+        return self.definition.fn(*state, **inputs, **self.options, **parts)
 
 
 class Instances:
@@ -171,7 +180,8 @@ class Instances:
             # Only the node itself sees its context: `init` has had it already.
             options[definition.interface.context] = self.setup.contexts[node.name]
         several = isinstance(definition, NodeDef) and any(port.several for port in definition.interface.inputs)
-        return Held(node, definition, options, tuple(inputs), state, isinstance(state, Stream), node.answers, several)
+        stream, batch = isinstance(state, Stream), self.setup.contexts[node.name].batch
+        return Held(node, definition, options, tuple(inputs), state, stream, node.answers, several, batch)
 
 
 T = TypeVar("T")

@@ -224,14 +224,16 @@ class RunRecorder:
             self._fired(event.replica, firing, result, "group")
         else:
             self._fired(event.replica, firing, result, "update")
-            if firing.node not in self.rows.nodes:
+            if event.paused:
+                self.rows.part(firing.index, firing.node, result.ended - result.began)
+            elif firing.node not in self.rows.nodes:
                 self.rows.trailing(firing.index, firing.node, metrics)
             elif self.rows.update(firing.index, firing.node, metrics, result.ended - result.began):
                 self._update(firing.index, now)
 
     def _update(self, update: int, now: float) -> None:
         lost = {fate: count - self.counted[fate] for fate, count in self._lost().items()}
-        self.row = self.rows.row(update, now, self._pools(now), lost)
+        self.row = self.rows.row(update, now, self._pools(now), lost, self.ledger.groups)
         self.counted = self._lost()
         self.consumed += self.row["groups"]
         self.updates = update + 1

@@ -375,10 +375,11 @@ class LayoutCandidates:
         # Tables of one node group share what is known of rollouts.
         self._tables: defaultdict[NodeGroup, list[GeneratorTable]] = defaultdict(list)
         self._rollouts: defaultdict[NodeGroup, dict[int, float]] = defaultdict(dict)
-        # What an update learns from: all of it, and each minibatch.
+        # What an update learns from: all of it, each minibatch, and the parts in which it comes.
         self._whole = packed(self.work.sequence_tokens)[0]
         # Packed once: every layout's steps follow from these few numbers, not from all lengths.
         self._minibatches = packed(self.work.sequence_tokens, self.work.minibatches)
+        self._parts = packed(self.work.sequence_tokens, self.work.minibatches * self.work.parts)
         # Tokens that each slot's cache has room for.
         mean = self.work.prompt_tokens + float(np.mean(self.work.response_tokens))
         self.context = float(self.work.slot_tokens or self.work.context) if DENSE_CACHE else mean
@@ -421,7 +422,7 @@ class LayoutCandidates:
                 host_bytes = host_moments(trainer) + host_moments(trainer.all_learning()) * critics
                 if memory.bytes > nodes.gpu.memory_bytes or host_bytes > nodes.host_share(gpus):
                     continue
-                steps = trainer.steps(self._minibatches, self.work.epochs)
+                steps = trainer.steps(self._parts, self.work.epochs, self.work.parts)
                 passed = trainer.passed(self._whole) if passes else Cost()
                 own = steps + passed * self.models.rereads if self.models.rereads else steps
                 own = own + trainer.followed() * self.models.followed if self.models.followed else own

@@ -79,7 +79,8 @@ class Roles:
     policy. `turns` are those of a conversation with the pool `environment`; 1 where there is none.
 
     `filters` drop groups, and others take their places. `baselines` decode, too, with so many samples each, but nothing
-    is learnt from their responses. `buffer` adds past groups. `followers` make the next values of copies of the policy.
+    is learnt from their responses. `buffer` adds past groups. The update of the policy takes its batch in parts of
+    `accumulate` groups; 0 is as a whole. `followers` make the next values of copies of the policy.
     `outside` are pools that decode on a slower clock, beside the training, on machines of their own. `holds` are the
     frozen models and the critics of each pool beside the policy.
     """
@@ -108,6 +109,7 @@ class Roles:
     followers: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()
     holds: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
+    accumulate: int = 0
 
     def nodes_of(self, pool: str) -> tuple[str, ...]:
         return self.nodes.get(pool, ())
@@ -191,6 +193,7 @@ def roles_of(graph: Graph) -> Roles:
         followers=tuple(node.name for node in followers),
         outside=outside,
         holds=holds,
+        accumulate=update.accumulate,
     )
 
 
@@ -208,6 +211,9 @@ def work_of(
     kept: float = KEPT,
 ) -> Workload:
     """What an update of `prompts` groups has to do, of which samples, epochs and minibatches are the program's."""
+    if roles.accumulate and prompts % roles.accumulate:
+        given = f"{roles.cycle[-1]} in parts of {roles.accumulate} groups, and a batch of {prompts}"
+        raise AskedError(f"--batch [indivisible-batch]: given {given}, needed a multiple of {roles.accumulate}")
     return Workload(
         shape,
         prompts,
@@ -222,6 +228,7 @@ def work_of(
         sum(samples for _, samples in roles.baselines),
         roles.buffer.adds(prompts) if roles.buffer else 0,
         int(dict(graph.options).get("max_prompt", MAX_PROMPT)) + max_tokens,
+        prompts // roles.accumulate if roles.accumulate else 1,
     )
 
 
@@ -365,5 +372,8 @@ def assumptions(roles: Roles, work: Workload) -> tuple[str, ...]:
         said.append(f"{node} makes {more} to each prompt, as long as those that are learnt from")
     if roles.buffer is not None:
         said.append(f"{roles.buffer.node} adds {work.replayed} past groups to each update, as long as fresh ones")
+    if roles.accumulate:
+        parts = f"parts of {roles.accumulate} groups as they arrive"
+        said.append(f"{roles.cycle[-1]} takes its batch in {parts}; on GPUs that it shares with the generator, at once")
     apart = "decodes on machines of its own, which are not of this plan, and nobody waits for it"
     return (*said, *(f"{pool} {apart}" for pool in roles.outside))

@@ -191,8 +191,8 @@ class Outcome:
 class Times:
     """Seconds of a batch, or lower bounds of them. `train` has the work of colocated models in it; `dedicated` are the
     passes of each group with GPUs of its own, and the steps of its critics, for which only the next batch waits. `wait`
-    is what an environment takes to answer all turns. `steady`, `rollout` and `others` are as in `GeneratorTable`;
-    `switch` is of the GPUs that both stages share."""
+    is what an environment takes to answer all turns. `arrivals` are those of the update's parts. `steady`, `rollout`
+    and `others` are as in `GeneratorTable`; `switch` is of the GPUs that both stages share."""
 
     train: Seconds
     steady: Seconds
@@ -202,6 +202,7 @@ class Times:
     dedicated: tuple[tuple[Seconds, Seconds], ...] = ()
     others: Seconds = 0.0
     wait: Seconds = 0.0
+    arrivals: tuple[float, ...] = ()
 
 
 def period_terms(
@@ -218,11 +219,18 @@ def period_terms(
     around = around + generates
     if shared:
         return [around + times.train + learn]
+    trains = times.train
+    if times.arrivals:
+        # The parts from each one on follow its groups; those before the last one come before the rollout's end.
+        rest = [(1 - part / len(times.arrivals)) * times.train for part in range(len(times.arrivals))]
+        early = [(1 - came) * times.rollout if came < 1 else 0.0 for came in times.arrivals]
+        trains = reduce(np.maximum, (steps - seconds for steps, seconds in zip(rest, early, strict=True)))
     # Of each other batch in work the share that falls into a rollout slows it.
-    cycle = times.train + lag * times.others * np.maximum(0.0, 1 - times.train / times.rollout)
+    cycle = trains + lag * times.others * np.maximum(0.0, 1 - times.train / times.rollout)
     if least:
-        # The sum is linear in the steps until they take as long as the rollout, so that its least is at an end.
-        cycle = np.minimum(cycle, np.maximum(times.train, times.rollout))
+        # The sum is linear in the steps until they take as long as the rollout, so that its least is at an end. In
+        # parts it is convex, and no less than what the parts take alone.
+        cycle = trains if times.arrivals else np.minimum(cycle, np.maximum(times.train, times.rollout))
     groups = (reads + learns for reads, learns in times.dedicated)
     return [(around + cycle) / (1 + lag), times.train, times.steady, times.sync, *groups]
 
@@ -593,7 +601,8 @@ class Search:
         moved = part.moved or 0.0
         switch_s = switch_cost(train.trainer.gpu, moved, moved).seconds if shared else 0.0
         steady, rollout, others = table.steady[rows], table.rollout[rows], table.others[rows]
-        return Times(train.seconds, steady, rollout, sync, switch_s, _dedicated_s(part), others, self.wait_s)
+        dedicated, arrivals = _dedicated_s(part), self.candidates.work.arrivals
+        return Times(train.seconds, steady, rollout, sync, switch_s, dedicated, others, self.wait_s, arrivals)
 
     def _next_bounds(self, part: PartialPlan, nodes: NodeGroup, pools: tuple[str, ...]) -> FloatArray:
         """[sizes]: for each number of GPUs of a node group that come next, the trainer's or those of `pools`."""
@@ -644,7 +653,8 @@ class Search:
         place = np.searchsorted(nodes.sizes_N, gpus, "right") - 1
         steady, rollout, others, share = (column[place] for column in fastest)
         sync = share * SAFE / _rate(nodes, gpus <= nodes.each)
-        times = Times(train, steady, rollout, sync, 0.0, dedicated, others, self.wait_s)
+        arrivals = self.candidates.work.arrivals
+        times = Times(train, steady, rollout, sync, 0.0, dedicated, others, self.wait_s, arrivals)
         # Shared GPUs have no sum of the steady seconds, which are infinite where there is no generator.
         return np.where((place >= 0) & np.isfinite(steady), self._period(shared, times), inf)
 

@@ -4,7 +4,8 @@
 How long each kind of work takes:
 
 - generating: row by row, with sampled lengths, by the event model of `decode_cost.Slots` (`DecodingReplica`);
-- an update: the steps on the sequences of its own batch;
+- an update: the steps on the sequences of its own batch; in parts, each has its share, and the last one the optimizer's
+  step too; on GPUs that are shared it takes the batch whole;
 - a frozen model's pass: that of its batch; where it takes groups one by one, each group's share of it by tokens;
 - a sync: the wire's seconds, to all replicas at once, beside other work;
 - GPUs that trainer and generator share: they take turns, so that the schedule is that of lag 0 whatever the lag is; the
@@ -332,6 +333,8 @@ class Scene:
 
     def run(self, updates: int) -> "Simulated":
         graph = relagged(self.graph, self.roles, self.lag)
+        if self.plan.shared:
+            graph = graph.replace(nodes=tuple(replace(node, accumulate=0) for node in graph.nodes))
         tables = Tables(graph, self.places(graph))
         rules = Rules(self.plan.work.prompts, updates)
         return Simulated(self, simulate(tables, rules, self.durations(), verdicts=self.verdicts))
@@ -386,7 +389,8 @@ class Scene:
         if roles.turns > 1:
             answers = [name for name in roles.nodes_of(roles.environment) if name not in self.given]
             nodes |= dict.fromkeys(answers, work.environment_s)
-        steps, own, dedicated = self._steps(plan.trainer), list[NodeSeconds](), list[list[NodeSeconds]]()
+        parts = 1 if plan.shared else work.parts
+        steps, own, dedicated = self._steps(plan.trainer, parts), list[NodeSeconds](), list[list[NodeSeconds]]()
         for reader in plan.readers:
             here = {node for pool in reader.pools for node in roles.nodes_of(pool)}
             reading, learning = ([n for n in names if n in here] for names in (roles.readers, roles.learners))
@@ -409,12 +413,15 @@ class Scene:
         nodes[roles.cycle[-1]] = update_s
         if plan.shared:
             nodes |= dict.fromkeys((*roles.readers, *roles.learners), 0.0)
-        return Durations(nodes, publish=plan.leaves_s, wire=plan.sync_s)
+        once = {roles.cycle[-1]: plan.trainer.once().seconds}
+        return Durations(nodes, publish=plan.leaves_s, wire=plan.sync_s, steps=once)
 
-    def _steps(self, trainer: Trainer) -> NodeSeconds:
+    def _steps(self, trainer: Trainer, parts: int = 1) -> NodeSeconds:
         """An update of the policy or of a critic."""
         work = self.plan.work
-        return self._of_update(lambda sequences: trainer.update(sequences, work.epochs, work.minibatches).seconds)
+        return self._of_update(
+            lambda sequences: trainer.update(sequences, work.epochs, work.minibatches, parts).seconds
+        )
 
     def _reads(self, reader: Trainer, nodes: float) -> NodeSeconds:
         """A model's pass over a batch; so many nodes that read with it share it."""

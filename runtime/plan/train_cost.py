@@ -187,19 +187,20 @@ class Trainer:
         """Of the slowest stage."""
         return self.slowest.layers
 
-    def update(self, sequences: IntArray, epochs: int = 1, minibatches: int = 1) -> Cost:
+    def update(self, sequences: IntArray, epochs: int = 1, minibatches: int = 1, parts: int = 1) -> Cost:
         """Seconds of all optimizer steps on sequences of these lengths (prompt and response): `epochs` times one on
         each of the `minibatches`, shared out evenly by tokens over the data-parallel ranks and packed into
-        micro-batches."""
-        return self.steps(packed(sequences, minibatches), epochs)
+        micro-batches. Each batch comes in so many parts."""
+        return self.steps(packed(sequences, minibatches * parts), epochs, parts)
 
-    def steps(self, parts: Sequence[PackedBatch], epochs: int = 1) -> Cost:
-        """Seconds of a step on each part, `epochs` times."""
+    def steps(self, parts: Sequence[PackedBatch], epochs: int = 1, each: int = 1) -> Cost:
+        """Seconds of a step on `each` so many parts, `epochs` times."""
         total = Cost()
-        for part in parts:
+        for number, part in enumerate(parts, 1):
             micro, tokens, squares = self._shared_out(part)
             one = self._micro_batch(tokens, squares, backward=True)
-            total = total + self._pipeline(one, micro, backward=True) + self._once()
+            total = total + self._pipeline(one, micro, backward=True)
+            total = total if number % each else total + self.once()
         return total * epochs + self._stage()
 
     def logprobs(self, sequences: IntArray) -> Cost:
@@ -307,7 +308,7 @@ class Trainer:
         bubble = sum(parts.values()) * self.filling
         return Cost({**{name: seconds * micro for name, seconds in parts.items()}, "bubble": bubble})
 
-    def _once(self) -> Cost:
+    def once(self) -> Cost:
         """What a step does once: the optimizer, gradients between copies, and with ZeRO-1 a gather and a reduction, of
         which one is taken to be hidden."""
         gpu, mesh = self.gpu, self.mesh

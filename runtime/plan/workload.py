@@ -179,7 +179,8 @@ class Workload:
     `epochs` is how often each response is trained on, `minibatches` the optimizer's steps in each epoch, and
     `micro_tokens` the most tokens in a micro-batch of a data-parallel rank (a longer sequence is one by itself).
     `environment_s` are the seconds in which an environment answers a turn of a conversation; its lengths are of all its
-    turns. `slot_tokens` is what a generator's slot has room for; 0 for the longest sequence.
+    turns. `slot_tokens` is what a generator's slot has room for; 0 for the longest sequence. `parts`: in how many parts
+    the update of the policy takes its batch.
     """
 
     shape: Shape
@@ -195,6 +196,7 @@ class Workload:
     baselines: Annotated[int, Field(ge=0)] = 0
     replayed: Annotated[int, Field(ge=0)] = 0
     slot_tokens: Annotated[int, Field(ge=0)] = 0
+    parts: Size = 1
 
     def __post_init__(self) -> None:
         # The program says the one, its user the other. All other limits are those of flags, and of what is read.
@@ -256,6 +258,16 @@ class Workload:
         for dropped, replacement in self.replacements.items():
             ends[replacement] += ends[dropped]
         return int(ends.max())
+
+    @cached_property
+    def arrivals(self) -> tuple[float, ...]:
+        """Of each of the update's parts, the share of a rollout at which the last of its groups is there, if all
+        responses begin at once: about that of the longest one so far. None of an update that takes its batch whole."""
+        if self.parts == 1:
+            return ()
+        ends = np.maximum.accumulate(self.response_tokens.reshape(self.drawn, self.rows).max(axis=1))
+        last = [ceil(self.drawn * part / self.parts - 1e-9) - 1 for part in range(1, self.parts + 1)]
+        return tuple((ends[last] / ends[-1]).tolist())
 
     @property
     def context(self) -> int:

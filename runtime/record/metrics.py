@@ -14,7 +14,7 @@ resume left out), `seconds` (since the row before), `groups`, `update_s`, `sync_
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,8 +86,8 @@ class Rows:
     """Assembles rows from what nodes report. Time is passed in, in seconds on one clock.
 
     `nodes` says of each per-update node that a row waits for how many updates lie between two of its firings. `groups`
-    are the metrics of groups that no update has taken yet, by ordinal, then by node and turn. Updates take groups in
-    ordinal order: a group that an update has passed over is lost, and its metrics count nowhere.
+    are the metrics of groups that no update has taken yet, by ordinal, then by node and turn. Those of a group that is
+    lost count nowhere.
 
     `nodes` are the per-update nodes, each with how often it fires: an update's row is complete when all that fire at
     it have reported. `elapsed` is the `time_s` of the last row that a resumed run keeps.
@@ -99,6 +99,7 @@ class Rows:
         self.groups: dict[int, dict[tuple[str, int], Metrics]] = {}
         self._batches: dict[int, tuple[int, ...]] = {}
         self._updates: dict[int, dict[str, tuple[Metrics, float]]] = {}
+        self._part_s: dict[tuple[int, str], float] = {}
         self._sync = self._generated = 0.0
         self._trailing: dict[str, list[tuple[int, Metrics]]] = {}
 
@@ -118,18 +119,23 @@ class Rows:
             self.groups.setdefault(firing.index, {})[firing.node, firing.turn] = others
 
     def batch(self, update: int, ordinals: Sequence[int]) -> None:
-        """The groups that an update takes."""
-        if ordinals:
-            self._batches[update] = tuple(ordinals)
+        """Groups that an update takes, some or all of them."""
+        taken = self._batches.get(update, ())
+        if more := [ordinal for ordinal in ordinals if ordinal not in taken]:
+            self._batches[update] = tuple(sorted((*taken, *more)))
 
     def synced(self, seconds: float) -> None:
         """Weights went live everywhere, `seconds` after they were published; counts for the next row."""
         self._sync = max(self._sync, seconds)
 
+    def part(self, update: int, node: str, seconds: float) -> None:
+        """A node has taken a part of its update's batch, and not the last one, in so many seconds."""
+        self._part_s[update, node] = self._part_s.get((update, node), 0.0) + seconds
+
     def update(self, update: int, node: str, metrics: Metrics, seconds: float) -> bool:
         """A per-update node has reported after `seconds`. Returns whether that completes the update's row."""
         reports = self._updates.setdefault(update, {})
-        reports[node] = (metrics, seconds)
+        reports[node] = (metrics, seconds + self._part_s.pop((update, node), 0.0))
         return all(name in reports for name, every in self.nodes.items() if (update + 1) % every == 0)
 
     def trailing(self, update: int, node: str, metrics: Metrics) -> None:
@@ -181,17 +187,23 @@ class Rows:
             self.trailing(update, node, {name: float(value) for name, value in metrics.items()})
 
     def row(
-        self, update: int, now: float, pools: Mapping[str, Mapping[str, float]], lost: Mapping[str, int] | None = None
+        self,
+        update: int,
+        now: float,
+        pools: Mapping[str, Mapping[str, float]],
+        lost: Mapping[str, int] | None = None,
+        overtaken: Container[int] = (),
     ) -> Row:
         """The row of a complete update at time `now`. `pools` are the seconds of each pool by state since the row
-        before (see `timeline.pool_means`), and `lost` the counts of `LOST`."""
+        before (see `timeline.pool_means`), and `lost` the counts of `LOST`. Groups before its last one are lost, but
+        for those that are `overtaken`: they are for later updates, too."""
         ordinals = self._batches.pop(update, ())
         reports = self._updates.pop(update)
         parts = [self.groups.pop(ordinal, {}) for ordinal in ordinals]
         # Sorted: means are sums of floats, which must not depend on the order in which firings were done.
         figures = combine([part[key] for part in parts for key in sorted(part)])
-        # Groups that this update has passed over are lost, those after its last one are for later updates.
-        self.groups = {g: part for g, part in self.groups.items() if not ordinals or g > ordinals[-1]}
+        last = ordinals[-1] if ordinals else -1
+        self.groups = {g: part for g, part in self.groups.items() if g > last or g in overtaken}
         for metrics, _ in reports.values():
             figures.update(metrics)
         seconds, update_s = now - self._last, sum(duration for _, duration in reports.values())

@@ -182,7 +182,8 @@ class Follow:
         self._queued(work)
         self.found.work.append(work)
         step = self.tables.steps.get(work.name)
-        if work.kind == "update" and step is not None and not step.off_path and not outcome:
+        part = isinstance(event, Done) and event.paused  # of an update, and not the last one
+        if work.kind == "update" and step is not None and not step.off_path and not (outcome or part):
             self.found.ends[work.index] = max(time, self.found.ends.get(work.index, time))
 
     def _queued(self, work: Work) -> None:
@@ -203,8 +204,11 @@ class Follow:
             version = min((self._live.get((channel, fire.replica), 0) for channel in channels), default=None)
             if version is not None and step.weights:
                 self._versions[firing.index] = min(version, self._versions.get(firing.index, version))
-        elif fire.groups and firing.index not in self.found.batches:
-            self.found.batches[firing.index] = len(fire.groups)
+        elif fire.groups:
+            # Those of the parts before it are as many, each.
+            taken = (firing.segment + 1) * len(fire.groups)
+            self.found.batches[firing.index] = max(taken, self.found.batches.get(firing.index, 0))
+            # Of several steps that take the groups of an update only the first one still finds their versions.
             self.found.lags.update(firing.index - self._versions.pop(g) for g in fire.groups if g in self._versions)
         kind: Kind = "update" if step.per_update else "group"
         self._ask(time, fire, kind, firing.node, firing.index, cause, version)

@@ -99,6 +99,7 @@ class Report:
             in_work = sum(slot_time([(w, 1) for w in work if w.rank_id == lane], 1) for lane in lanes)
             bounds = node.name in marked or (found is not None and found.pool == pool and bool(work))
             clock = f"per {node.clock}" + (f", every {node.every}" if node.every > 1 else "")
+            clock += f", in parts of {node.accumulate}" if node.accumulate else ""
             middle = median((w.end - w.start) / NS for w in work) if work else None
             num = sum(w.rank == 0 for w in work)
             times.append(NodeTime(node.name, pool, clock, num, middle, in_work / (wall * ranks), bounds))

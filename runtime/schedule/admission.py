@@ -162,9 +162,8 @@ def publish_weights(state: State, channels: tuple[Channel, ...]) -> None:
         return
     for channel in channels:
         sent, version = state.channels[channel.name], state.version(channel.carried)
-        maker = state.tables.makers.get(channel.carried)
         # An update in work gives the version's memory to the next one (donation).
-        donated = maker is not None and Firing(maker, version) in state.running
+        donated = channel.carried in state.tables.makers and state.donates(channel.carried, version)
         if donated or state.room(channel.source) <= 0:
             continue
         if sent.may_publish(version) and _is_read(state, channel, version):

@@ -13,7 +13,7 @@ from typing import Literal
 from penstock.graph.check import starving
 from penstock.graph.errors import GraphError
 from penstock.graph.ir import Graph, Node
-from penstock.runtime.cluster.placement import Plan, Replica
+from penstock.runtime.cluster.placement import Plan, Replica, why_no_turns
 
 
 def _readers_of(nodes: Sequence[Node], name: str) -> list[Node]:
@@ -99,9 +99,10 @@ class NodeStep:
     weights: (channel, lag) of the lagged edges it reads. fixed: channels it reads of values that never change.
     readers: the steps that read its output.
     publishes: the channels of the carried values that it makes. private: its pool runs nothing but per-group steps.
-    every: it fires at each `every`th update. filters: it may drop its group. delays: (carried value, lag) that it reads
-    delayed. off_path: it is off the critical path: it reads nothing but weights and no step reads it, so that later
-    updates do not wait for it.
+    every: it fires at each `every`th update. accumulate: it fires in parts, each on so many groups of the batch; 0 is
+    once on all of them, also where it takes turns with the generator on the same GPUs. filters: it may drop its group.
+    delays: (carried value, lag) that it reads delayed. off_path: it is off the critical path: it reads nothing but
+    weights and no step reads it, so that later updates do not wait for it.
     turns: the most turns of a group in a bounded cycle (0: it is in none), with `partner`, the other step in it;
     `answers` is the one that says whether there is another turn; it may read what it `recalls`, its own output of the
     turn before. where: "file:line" of its call.
@@ -124,6 +125,7 @@ class NodeStep:
     publishes: tuple[str, ...]
     private: bool
     every: int
+    accumulate: int
     off_path: bool
     filters: bool
     delays: tuple[tuple[str, int], ...]
@@ -148,6 +150,7 @@ class Tables:
     lagged: whether some step reads weights that change, at most `max_lag` updates old. num_weighted: how many per-group
     steps do.
     makers: the step that makes the next value of each carried value that changes.
+    piece: how many groups an update takes at once; 0 is its whole batch.
 
     Raises ValueError for what cannot work, as `check` does.
     """
@@ -198,6 +201,7 @@ class Tables:
         self.num_group_steps = len(per_group)
         self.num_weighted = sum(bool(s.weights) for s in per_group)
         self.takes_groups = any(s.groups for s in per_update)
+        self.piece = gcd(*(s.accumulate for s in per_update))
 
 
 def channel_name(carried: str, pool: str) -> str:
@@ -261,6 +265,8 @@ def _steps(
     shared |= {plan.pool_of(c.carried).name for c in channels.values()}
     delays = {n.name for n in graph.nodes if n.construct == "delay"}
     partners = {n.name: _partner(nodes, n) for n in nodes}
+    # Parts would be at work on the GPUs that generate the rest of the batch.
+    turns = any(n.accumulate for n in nodes) and not why_no_turns(graph, plan)
     # What a node reads of its own update or group, but for what the turns make.
     own = {
         n.name: list(dict.fromkeys(i.ref.node for i in n.inputs if not i.back and i.ref.node != partners[n.name]))
@@ -294,6 +300,7 @@ def _steps(
             publishes=tuple(c.name for c in channels.values() if c.carried in made),
             private=pools[node.name] not in shared,
             every=node.every,
+            accumulate=0 if turns else node.accumulate,
             off_path=per_update[node.name] and plain,
             filters=node.construct == "keep",
             delays=tuple((graph[r].inputs[0].ref.node, graph[r].lag or 0) for r in reads if r in delays),
@@ -323,6 +330,11 @@ def check_rules(tables: Tables, rules: Rules) -> None:
     thinned = [f"{c.node} with every=…" for c in tables.channels.values() if c.every > 1]
     delayed = [f"{s.name}, which reads {carried!r} delayed" for s in steps for carried, _ in s.delays]
     unequal = len({lag for _, lag in lags}) > 1
+    for step in steps:
+        if step.accumulate and rules.batch % step.accumulate:
+            where = f" (written at {step.where})" if step.where else ""
+            parts = f"given parts of {step.accumulate} groups of a batch of {rules.batch}"
+            raise ValueError(f"{step.name}: accumulate{where}: {parts}; needed a number that divides {rules.batch}")
     # A replica keeps one version live, and a resumed run makes none older than its checkpoint. So pinned groups of an
     # update need one version, and a checkpoint must not have to wait for a group that reads something delayed, which
     # waits for an update in its turn.

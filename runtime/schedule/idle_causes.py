@@ -77,7 +77,7 @@ def cause(scheduler: Scheduler, replica: str, *, detailed: bool = False) -> str:
         return "rest"
     ledger, batch = scheduler.ledger, scheduler.rules.batch
     if waiting:
-        takes = any(step.groups for step in waiting) and scheduler.batch is None
+        takes = any(step.groups for step in waiting) and not scheduler.whole
         return "straggler" if takes and ledger.finished >= batch - max(1, batch // 10) else "data"
     to_come = ledger.before(ledger.next) < scheduler.total
     made = all(step.source or step.name in group.made for group in ledger.groups.values() for step in group_steps)

@@ -10,10 +10,10 @@ Invariants, checked after each event of the tests by `tests/runtime/schedule/che
     lagged edge; with pinned versions only while it is just that, or the start. A per-update step of update u
     reads a version in u - lag … u (in a run resumed after u: … start), and no swap happens under it.
 4.  Update u consumes the next `batch` kept groups in ordinal order, once, after update u - 1. It begins when all of
-    them are finished. In order "ready" they are the finished ones of the earliest deadlines, taken as soon as all that
-    are left can be consumed by theirs. A checkpoint falls between two updates and is copied before the next one begins;
-    it is complete when all ranks have written it, and one is written at a time. A step with every=k takes part where
-    u + 1 is a multiple of k.
+    them are finished, but for the parts of a step that accumulates. In order "ready" they are the finished ones of the
+    earliest deadlines, taken as soon as all that are left can be consumed by theirs. A checkpoint falls between two
+    updates and is copied before the next one begins; it is complete when all ranks have written it, and one is written
+    at a time. A step with every=k takes part where u + 1 is a multiple of k.
 5.  The version of a carried value that changes is the number of updates that are over for it, whether they made a
     next value or left it as it was; no reader of version u is in work while the update that donates it is, and no
     version goes while a reader to come needs it.
@@ -35,8 +35,11 @@ Invariants, checked after each event of the tests by `tests/runtime/schedule/che
     once if it was not turn 0, and only then read by others.
 13. A group that reads a delayed value starts when its version is at least needed_version(before(g), lag, batch), and is
     told the update that it is for: before(g) // batch.
-14. A firing that has paused goes on in segment 1, 2, … on any replica, from what the segment before has left. That is
-    freed when the segment that reads it is over.
+14. A per-group firing that has paused goes on in segment 1, 2, … on any replica, from what the segment before has left.
+    That is freed when the segment that reads it is over.
+15. A step that accumulates fires in segments 0, 1, … for the parts of its update's batch: the n-th on the n-th groups
+    taken, in order "strict" once all up to these are finished. Only the last one waits for what other steps do with the
+    update, and makes the next version; a checkpoint may fall before it, and has nothing of the parts.
 """
 
 from collections.abc import Mapping, Sequence

@@ -112,6 +112,8 @@ class Durations:
 
     publish: the snapshot, on the trainer. wire: the transfer to one replica, beside other work. swap: between steps.
     segments: seconds after which a node's firing pauses, and goes on where there is room; none is never.
+    An update that accumulates has equal shares of its node's seconds in each of its parts, but for those of `steps`, by
+    node, which the last part alone has: what it does once.
     """
 
     nodes: Mapping[str, Duration] = field(default_factory=dict)
@@ -119,6 +121,7 @@ class Durations:
     wire: float = 0.0
     swap: float = 0.0
     segments: Mapping[str, float] = field(default_factory=dict)
+    steps: Mapping[str, float] = field(default_factory=dict)
 
     def of(self, firing: Firing) -> float | Batching:
         given = self.nodes.get(firing.node, 0.0)
@@ -126,6 +129,14 @@ class Durations:
             return given
         turn = f".{firing.turn}" if firing.turn else ""
         return given(firing.node + turn, firing.index)
+
+    def of_part(self, firing: Firing, parts: int) -> float | Batching:
+        """Of one of several parts of an update."""
+        whole = self.of(firing)
+        if not isinstance(whole, int | float):
+            return whole
+        once = min(self.steps.get(firing.node, 0.0), whole)
+        return (whole - once) / parts + once * (firing.segment == parts - 1)
 
     def check(self, tables: Tables) -> None:
         """Raises ValueError for a node without a duration, one that does not exist, and less than no time."""
@@ -323,7 +334,7 @@ class _Clock:
         """Account for the time until now, in which each replica did one thing and no queue changed."""
         seconds = self.now - self._replicas.now
         self._replicas.let(self.now, partial(cause, self.scheduler))
-        kept = self.scheduler.ledger.finished - len(self.scheduler.batch or ())
+        kept = self.scheduler.ledger.finished - len(self.scheduler.taken)
         for depths, step in self._queues:
             waiting = kept if step.per_update else len(self.scheduler.ready[step.name])
             depths[waiting] = depths.get(waiting, 0.0) + seconds
@@ -387,7 +398,8 @@ class _Clock:
     def _fire(self, command: Fire) -> None:
         firing, replica = command.firing, command.replica
         step = self.tables.steps[firing.node]
-        seconds = self.durations.of(firing)
+        parts = self.scheduler.num_parts(step)
+        seconds = self.durations.of(firing) if parts == 1 else self.durations.of_part(firing, parts)
         version: int | None = firing.index
         kind: Kind = "update" if step.per_update else "source" if step.source else "group"
         if not step.per_update:
@@ -402,9 +414,9 @@ class _Clock:
             self.result.lags.update(firing.index - made_with for made_with in known)
         if isinstance(seconds, int | float):
             piece = self.durations.segments.get(firing.node, inf)
-            left = seconds - (firing.segment and firing.segment * piece)
+            left = seconds if step.per_update else seconds - (firing.segment and firing.segment * piece)
             bar = self._bar(min(left, piece), replica, firing.node, firing.index, kind, version)
-            self._answer(command, bar, paused=left > piece)
+            self._answer(command, bar, paused=firing.segment < parts - 1 if step.accumulate else left > piece)
         else:
             self._begun[firing] = command, self._bar(inf, replica, firing.node, firing.index, kind, version)
             engine = self._owners[id(seconds)], replica

@@ -138,18 +138,27 @@ class Ledger:
             return None
         return tuple(self._kept.popleft() for _ in range(batch))
 
-    def take_ready(self, batch: int, update: int, deadline: Callable[[GroupState], int]) -> tuple[int, ...] | None:
-        """`batch` finished ordinals for `update`, those of the earliest deadlines, once all that is left can still be
-        consumed in time: of groups with a deadline up to update + k there are at most k batches.
+    def take_ready(
+        self,
+        count: int,
+        batch: int,
+        update: int,
+        deadline: Callable[[GroupState], int],
+        before: tuple[int, ...] = (),
+    ) -> tuple[int, ...] | None:
+        """`count` finished ordinals for `update`, beside those that it took `before`: those of the earliest deadlines,
+        once all that is left can still be consumed in time. So of groups with a deadline up to update + k there are at
+        most k batches, and what this one has room for yet.
 
         A deadline is the last update that may consume a group. Earliest deadline first is in time if any order is.
         """
-        if self.finished < batch:
+        if self.finished - len(before) < count:
             return None
-        order = sorted((deadline(group), ordinal) for ordinal, group in self.groups.items())
-        taken = [ordinal for _, ordinal in order if self.groups[ordinal].finished][:batch]
+        order = sorted((deadline(group), ordinal) for ordinal, group in self.groups.items() if ordinal not in before)
+        taken = [ordinal for _, ordinal in order if self.groups[ordinal].finished][:count]
         left = [last for last, ordinal in order if ordinal not in taken]
-        if any(last <= update + place // batch for place, last in enumerate(left)):
+        full = len(before) + count
+        if any(last < update + (full + place) // batch for place, last in enumerate(left)):
             return None
         return tuple(sorted(taken))
 
@@ -159,7 +168,7 @@ class Ledger:
         self.finished -= len(ordinals)
         groups = [self.groups.pop(g) for g in ordinals]
         # Those below a pending group are counted for it.
-        del self.lost[: bisect_left(self.lost, min(ordinals[-1], self.first))]
+        del self.lost[: bisect_left(self.lost, min(max(ordinals), self.first))]
         return groups
 
     def to_json(self) -> dict[str, Any]:
@@ -203,8 +212,10 @@ class State:
     load: firings in work on each replica, sources not counted. queues: the replicas of each pool by their room.
     channels: the state of each weight channel.
     running: what is in work, and on which replica.
-    update: the update that is due or in work, on the groups of `batch` (None until they are finished).
-    done: the steps on the critical path that this update is done with. off_path: for each step off it, the update that
+    update: the update that is due or in work. taken: the groups that it has so far, in the order in which they are
+    finished and taken: its whole batch at once, unless a step accumulates.
+    done: the steps on the critical path that this update is done with. parts: of those that accumulate and are not
+    done, how many parts are. off_path: for each step off it, the update that
     it fires at next.
     between: the values that steps of this update made for later ones, and where they are.
     verdicts: of firings in work, what some rank has said: "failed", "dropped", "again", "paused".
@@ -228,8 +239,9 @@ class State:
         self.load = dict.fromkeys(tables.replicas, 0)
         self.queues = {pool: LeastLoadedQueue(replicas) for pool, replicas in tables.by_pool.items()}
         self.update = rules.start
-        self.batch: tuple[int, ...] | None = None
+        self.taken: tuple[int, ...] = ()
         self.done: set[str] = set()
+        self.parts: dict[str, int] = {}
         self.off_path = {s.name: s.due(rules.start) for s in tables.steps.values() if s.off_path}
         self.between: dict[Firing, str] = {}
         self.running: dict[Firing, str] = {}
@@ -338,6 +350,11 @@ class State:
         """Will the run end with the next checkpoint?"""
         return self.checkpoint is not None and self.checkpoint.final
 
+    @property
+    def whole(self) -> bool:
+        """Has the current update all of its groups?"""
+        return len(self.taken) == self.rules.batch
+
     def room(self, replica: Replica) -> int:
         return replica.capacity - self.load[replica.name]
 
@@ -360,6 +377,15 @@ class State:
     def next_update(self, step: NodeStep) -> int:
         """The update that a per-update step fires at next, or is firing at."""
         return self.off_path[step.name] if step.off_path else step.due(self.update + (step.name in self.done))
+
+    def num_parts(self, step: NodeStep) -> int:
+        """How often a per-update step fires for one update."""
+        return self.rules.batch // step.accumulate if step.accumulate else 1
+
+    def donates(self, carried: str, version: int) -> bool:
+        """Is the firing in work that gives a version's memory to the next one?"""
+        step = self.tables.steps[self.tables.makers[carried]]
+        return Firing(step.name, version, segment=self.num_parts(step) - 1) in self.running
 
     def firing(self, step: NodeStep, ordinal: int) -> Firing:
         """The next firing of a per-group step for a pending group, or the one in work."""
@@ -386,7 +412,8 @@ class State:
         return self.ledger.before(ordinal) // self.rules.batch
 
     def begun(self) -> bool:
-        """Has the current update fired any of its steps?"""
+        """Is the current update at one of its steps, or past one? Between two parts of a step it is not: nothing has
+        changed yet that a checkpoint has, and a run that resumes begins with the first part."""
         return bool(self.done) or any(f.node in self.tables.critical for f in self.running)
 
     def first_unfired(self, step: NodeStep) -> int:

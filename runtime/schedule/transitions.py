@@ -8,10 +8,11 @@ both are there. The step that speaks fires for turn 0 as any step does. When it 
 that turn; it asks for another turn, or ends them. What a turn has made stays until the next one has read it; what the
 last one has made is the group's, as if there had been no other.
 
-*Segments* are pieces of one firing: a step that has paused goes on where any replica has room, from what it has left.
-What the last segment makes is kept as if there had been no other.
+*Segments* are pieces of one firing: a per-group step that has paused goes on where any replica has room, from what it
+has left. What the last segment makes is kept as if there had been no other.
 
-*Updates* consume a batch each. A step on the critical path fires at the current update, one off it at its own pace.
+*Updates* consume a batch each. A step on the critical path fires at the current update, one off it at its own pace. One
+that accumulates fires in parts, as soon as the groups of each are taken; its last part is as another step's firing.
 
 *Checkpoints* fall between two updates, when nothing that changes state is in work: then every rank copies its part
 aside. Free-running admissions go on meanwhile: they are later than the checkpoint and not in it. When all have copied,
@@ -134,7 +135,7 @@ def group_failed(state: State, firing: Firing, replica: str, verdicts: Collectio
     # More often than one group may be tried: else a bound below the retries would make them useless.
     limit = max(state.rules.failures * state.rules.batch * updates, state.rules.retries + 1)
     if state.failures >= limit:
-        waiting = state.update + (state.batch is not None)
+        waiting = state.update + state.whole
         given = f"given {state.failures} failed firings of groups for update {waiting}"
         needed = f"needed an update before {state.rules.failures * updates} batches of them have failed (--failures)"
         state.fail(f"{given}; {needed}. The last failure was {state.raised}")
@@ -159,8 +160,8 @@ def _drop(state: State, group: GroupState, firing: Firing) -> None:
     # Groups of so many updates are under way at once, and any of them may be dropped.
     updates = 1 + state.tables.max_lag
     if state.drops >= state.rules.drops * state.rules.batch * updates:
-        kept = state.ledger.finished - len(state.batch or ())
-        waiting = state.update + (state.batch is not None)
+        kept = state.ledger.finished - len(state.taken)
+        waiting = state.update + state.whole
         where = f" (written at {place})" if (place := state.tables.steps[firing.node].where) else ""
         given = f"{state.drops} groups dropped for update {waiting}, the last by {firing}{where}, and {kept} kept"
         needed = f"{state.rules.batch} kept ones before {state.rules.drops * updates} batches are dropped (--drops)"
@@ -190,28 +191,43 @@ def _release(state: State, group: GroupState) -> None:
 
 
 def assemble(state: State) -> bool:
-    """Take the batch of the current update when its groups are finished; true if that made it complete."""
-    if not state.tables.takes_groups or state.batch is not None or state.update >= state.rules.end:
+    """Take groups of the current update that are finished: its batch at once, or in pieces where a step accumulates;
+    true if some were taken."""
+    if not state.tables.takes_groups or state.update >= state.rules.end:
         return False
-    batch, update = state.rules.batch, state.update
-    ready = state.rules.order == "ready"
-    state.batch = state.ledger.take_ready(batch, update, state.deadline) if ready else state.ledger.take(batch)
-    return state.batch is not None
+    batch, ledger, before = state.rules.batch, state.ledger, state.taken
+    piece = state.tables.piece or batch
+    while not state.whole:
+        if state.rules.order == "ready":
+            found = ledger.take_ready(piece, batch, state.update, state.deadline, state.taken)
+        else:
+            found = ledger.take(piece)
+        if found is None:
+            break
+        state.taken += found
+    return state.taken != before
 
 
 def start_updates(state: State, steps: tuple[NodeStep, ...]) -> None:
     """Start the steps of a pool that are due and whose inputs are there."""
     in_flight = state.checkpoint is None or state.begun()
     # An update begins with its whole batch: so one that has begun can always be finished.
-    current = in_flight and (state.batch is not None or not state.tables.takes_groups)
+    current = in_flight and (state.whole or not state.tables.takes_groups)
     for step in steps:
-        firing, replica = Firing(step.name, state.next_update(step)), state.tables.by_pool[step.pool][0]
+        part, parts = state.parts.get(step.name, 0), state.num_parts(step)
+        firing, replica = Firing(step.name, state.next_update(step), segment=part), state.tables.by_pool[step.pool][0]
+        groups = state.taken
+        if step.accumulate:
+            groups = groups[part * step.accumulate :][: step.accumulate]
         due = firing.index <= state.update and firing.index < state.rules.end and firing not in state.running
         if not due or state.room(replica) <= 0:
             continue
         if step.off_path:
             # While a checkpoint is due it starts only to let go of versions that are in the checkpoint's way.
             ready = in_flight or not drained(state)
+        elif part < parts - 1:
+            # It changes nothing that another step reads.
+            ready = in_flight and len(groups) == step.accumulate
         else:
             ready = current and all(state.over(name) for name in (*step.updates, *step.after))
             ready = ready and all(reclaimable(state, channel) for channel in step.publishes)
@@ -220,11 +236,16 @@ def start_updates(state: State, steps: tuple[NodeStep, ...]) -> None:
             # New enough, and not about to change.
             ready = ready and receiver.live >= needed_version(firing.index, lag) and not receiver.swapping
         if ready and state.has_fixed(step, replica.name):
-            state.fire(step, firing, replica.name, state.batch or () if step.groups else ())
+            state.fire(step, firing, replica.name, groups if step.groups else ())
 
 
 def update_done(state: State, step: NodeStep, firing: Firing, replica: str) -> None:
-    """A per-update firing is done."""
+    """A per-update firing is done. Of a part that is not the last, what it has made stays in its node."""
+    if firing.segment < state.num_parts(step) - 1:
+        state.parts[step.name] = firing.segment + 1
+        return
+    state.parts.pop(step.name, None)
+    firing = kept_as(firing, paused=False)
     if step.readers:
         state.between[firing] = replica
     elif not step.makes:
@@ -239,13 +260,13 @@ def end_updates(state: State) -> None:
     """Consume the batch of an update that is over, and free what was made between its steps."""
     # Several may be over at once: one at which no step is due is over when its batch is there.
     while _is_over(state):
-        for group in state.ledger.consume(state.batch) if state.batch else ():
+        for group in state.ledger.consume(state.taken) if state.taken else ():
             _release(state, group)
         for made, holder in state.between.items():
             state.free(made, holder)
         state.between.clear()
         state.done.clear()
-        state.update, state.batch, state.drops, state.failures = state.update + 1, None, 0, 0
+        state.update, state.taken, state.drops, state.failures = state.update + 1, (), 0, 0
 
 
 def _is_over(state: State) -> bool:
@@ -255,7 +276,7 @@ def _is_over(state: State) -> bool:
     if state.checkpoint is not None and not state.begun():
         return False
     assemble(state)
-    if state.tables.takes_groups and state.batch is None:
+    if state.tables.takes_groups and not state.whole:
         return False
     left = [state.tables.steps[name] for name in state.tables.critical if name not in state.done]
     return all(reclaimable(state, channel) for step in left for channel in step.publishes)

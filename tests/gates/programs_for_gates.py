@@ -198,11 +198,13 @@ def more_digits(prompt: str, response: str, answer: str) -> float:
 
 
 @program
-def digits(policy: Policy, prompts: Prompts, *, samples: int = 4, lag: int = 0, lr: float = 1e-3) -> Policy:
+def digits(
+    policy: Policy, prompts: Prompts, *, samples: int = 4, lag: int = 0, lr: float = 1e-3, accumulate: int = 0
+) -> Policy:
     """AIPO with that reward."""
     rollouts = generate(prompts, broadcast(policy, lag=lag), samples=samples)
     advantage = group_advantage(score(rollouts, by=more_digits))
-    return aipo_update(policy, rollouts, advantage, lr=lr)
+    return aipo_update.accumulate(accumulate)(policy, rollouts, advantage, lr=lr)
 
 
 def ordered(pool: str) -> Metrics:

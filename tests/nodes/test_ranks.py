@@ -286,5 +286,20 @@ def test_gradients_that_are_reduced_once_a_step_are_one_ranks(ranks: int, mesh: 
     spawn(ranks, f"{TRAINING}:reduced_once", mesh, folder=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "mesh"),
+    [
+        (2, "fsdp=2"),
+        (2, "pp=2"),
+        pytest.param(2, "dp=2", marks=slow),
+        pytest.param(2, "tp=2", marks=slow),
+        pytest.param(4, "dp=2,fsdp=2", marks=slow),
+        pytest.param(4, "pp=2,fsdp=2", marks=slow),
+    ],
+)
+def test_parts_of_a_batch_are_one_ranks_step_on_all_of_it(ranks: int, mesh: str, tmp_path: Path) -> None:
+    spawn(ranks, f"{TRAINING}:accumulated", mesh, folder=tmp_path)
+
+
 def test_a_step_gathers_and_reduces_once_where_weights_stay_whole(tmp_path: Path) -> None:
     spawn(2, f"{TRAINING}:counted", "fsdp=2", folder=tmp_path)

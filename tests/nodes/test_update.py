@@ -26,7 +26,7 @@ from penstock.graph import (
     program,
     trace,
 )
-from penstock.graph.types import LearningRate, TokenAdvantages
+from penstock.graph.types import BatchPart, LearningRate, TokenAdvantages
 from penstock.nodes import trainable
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.data import Demonstrations
@@ -49,7 +49,7 @@ from penstock.nodes.learn.losses import (
 )
 from penstock.nodes.learn.optimizer import Schedule, cosine, linear
 from penstock.nodes.learn.sft import demonstrated, rollouts_of, sft_update
-from penstock.nodes.learn.update import aipo_update, policy_update
+from penstock.nodes.learn.update import aipo_update, policy_update, term
 from penstock.nodes.policy import make_reference
 from penstock.nodes.reward_model import best_and_worst, bradley_terry_accuracy, bradley_terry_loss, dpo_loss
 from penstock.nodes.score import math_answer, score
@@ -64,6 +64,7 @@ from tests.nodes.updating import (
     conversation,
     equal,
     gradients,
+    in_parts,
     policy,
     unpacked,
 )
@@ -150,6 +151,49 @@ def test_an_update_steps_along_its_formula_however_it_is_packed(name: str, avera
     _, metrics = policy_update.fn(learner, rollouts, advantage, None, proximal, **options)
     assert_same(gradients(learner), needed)
     assert metrics["loss"] == pytest.approx(mean.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("rows", [[[0], [1], [2], [3], [4]], [[0, 1, 2], [3, 4]], [[2, 3, 4, 0, 1]]])
+@pytest.mark.parametrize("average", ["token_mean", "sequence_mean", "constant"])
+def test_parts_of_a_batch_are_one_step_on_all_of_it(rows: list[list[int]], average: str) -> None:
+    options: dict[str, Any] = {"loss": partial(aipo, rho=RHO), "average": average, "weight": 0.5, "clip_norm": 0.1}
+    # Twice: what the first update has added up is not in the second one.
+    whole, ours, again = policy(max_tokens=7), policy(max_tokens=7), policy(max_tokens=7)
+    for _ in range(2):
+        _, needed = policy_update.fn(whole, *conversation(), **options)
+        given = in_parts(ours, *conversation(), rows, **options)
+        assert given == in_parts(again, *conversation(), rows, **options)
+        assert given.keys() == needed.keys()
+        assert given == pytest.approx(needed, rel=1e-4)
+    assert ours.version == whole.version == 2
+    assert equal(ours, again)
+    for name, tensor in whole.masters.items():
+        torch.testing.assert_close(ours.masters[name], tensor, rtol=1e-4, atol=2e-5, msg=name)
+
+
+def test_parts_begin_with_the_first_and_a_failed_one_leaves_nothing() -> None:
+    learner, (rollouts, advantage) = policy(), batch()
+    options = {"loss": partial(aipo, rho=RHO)}
+    with pytest.raises(ValueError, match="part 1 of 2 after 0"):
+        policy_update.fn(learner, rollouts, advantage, part=BatchPart(1, 2), **options)
+    for wrong in ({"epochs": 2}, {"minibatches": 2}, {"beside": (term.fn(rollouts, loss=imitate),)}):
+        with pytest.raises(ValueError, match="a step has the whole batch"):
+            policy_update.fn(learner, rollouts, advantage, part=BatchPart(0, 2), **options, **wrong)
+    infinite = Advantages(advantage.values_N * torch.inf)
+    before = {name: tensor.clone() for name, tensor in learner.state()[0].items()}
+    policy_update.fn(learner, rollouts, infinite, part=BatchPart(0, 2), **options)
+    with pytest.raises(FloatingPointError, match="The weights are as they were"):
+        policy_update.fn(learner, rollouts, advantage, part=BatchPart(1, 2), **options)
+    silent = replace(rollouts, versions_NT=torch.full_like(rollouts.versions_NT, -1))
+    policy_update.fn(learner, silent, advantage, part=BatchPart(0, 2), **options)
+    with pytest.raises(ValueError, match="2 parts of a batch without a sampled token"):
+        policy_update.fn(learner, silent, advantage, part=BatchPart(1, 2), **options)
+    assert all(torch.equal(before[name], tensor) for name, tensor in learner.state()[0].items())
+    other = policy()
+    assert in_parts(learner, rollouts, advantage, [[0, 1, 2, 3, 4]], **options) == pytest.approx(
+        policy_update.fn(other, rollouts, advantage, **options)[1]
+    )
+    assert equal(learner, other)
 
 
 def test_samples_and_demonstrations_are_joined_and_only_samples_have_ratios() -> None:

@@ -11,7 +11,7 @@ from penstock.nodes import trainable
 from penstock.nodes.learn.update import policy_update
 
 from .rank_cases import OPTIONS, assert_near, assert_same_everywhere, assert_whole, goes_on, policy
-from .updating import batch, equal
+from .updating import batch, conversation, equal, in_parts
 
 
 def recomputed(rank: int, folder: Path, mesh: str) -> None:
@@ -64,6 +64,29 @@ def reduced_once(rank: int, folder: Path, mesh: str) -> None:
     goes_on(first, policy(mesh, rank, zero=1, seed=2))
 
 
+def accumulated(rank: int, folder: Path, mesh: str) -> None:
+    """A batch in parts, of which one has nothing to learn from: one rank's step on all of it, within rounding; and
+    twice the same, to the bit."""
+    # The response of row 1 has no sampled token; the last part is it alone, and at another update a micro-batch.
+    cases: list[dict[str, Any]] = [{"zero": 3}, {"zero": 1}, {"zero": 1, "lora": 4}]
+    for options in cases:
+        first, second, one = policy(mesh, rank, **options), policy(mesh, rank, **options), policy(**options)
+        for rows in ([[0, 2], [3, 4], [1]], [[1], [0, 2, 4], [3]]):
+            ours, again = (in_parts(each, *conversation(), rows, **OPTIONS) for each in (first, second))
+            assert ours == again
+            assert_near(ours, policy_update.fn(one, *conversation(), **OPTIONS)[1])
+            assert_same_everywhere(ours)
+        assert equal(first, second)
+        assert_whole(first, one)
+        # Adapters go on with the base that they are of.
+        goes_on(first, policy(mesh, rank, **{**options, "seed": 1 if "lora" in options else 2}))
+    half = [policy(mesh, rank, zero=zero, dtype="bfloat16") for zero in (1, 1)]
+    assert in_parts(half[0], *batch(), [[0, 1], [2, 3, 4]], **OPTIONS) == in_parts(
+        half[1], *batch(), [[0, 1], [2, 3, 4]], **OPTIONS
+    )
+    assert equal(*half)
+
+
 class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what is gathered and reduced."""
 
@@ -85,11 +108,15 @@ def counted(rank: int, folder: Path, mesh: str) -> None:
         with Collectives() as mode:
             policy_update.fn(learner, *batch(), **OPTIONS)
         found.append(mode.counts)
+    # In parts, gradients are reduced with the last one alone.
+    with Collectives() as mode:
+        in_parts(learner, *batch(), [[0, 1], [2], [3, 4]], **OPTIONS)
+    found.append(mode.counts)
     # Embedding, head, and the final norm are gathered by themselves.
     rounds, ends, layers = len(learner.pack(batch()[0], 12)) // 2, 3, len(learner.model.model.layers)
     assert rounds > 1
     reduced, gathered = ([counts[name] for counts in found] for name in ("_reduce_scatter_base_", "_allgather_base_"))
-    assert reduced == [rounds * (layers + ends), layers + ends]
+    assert reduced == [rounds * (layers + ends), layers + ends, layers + ends]
     # A layer is gathered for the forward and the backward pass of each; the backward pass of the others follows at once
     # or needs no weights.
-    assert gathered == [rounds * (2 * layers + ends), layers + ends]
+    assert gathered == [rounds * (2 * layers + ends), layers + ends, 3 * (layers + ends)]

@@ -1,11 +1,14 @@
 """A tiny policy, a batch of random responses, and the same gradients by hand: what tests of updates share."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.graph.types import Advantages, Context, Rollouts
+from penstock.graph.types import Advantages, BatchPart, Context, Metrics, Rollouts
+from penstock.nodes.learn.update import policy_update
 from penstock.nodes.policy import LanguagePolicy, make_policy
 
 from .rollouts import LENGTHS, first_gradients, random_rollouts
@@ -35,6 +38,23 @@ def conversation() -> tuple[Rollouts, Advantages]:
     versions_NT = rollouts.versions_NT.clone()
     versions_NT[2, 1:3] = versions_NT[1] = -1
     return replace(rollouts, versions_NT=versions_NT), advantage
+
+
+def in_parts(
+    learner: LanguagePolicy, rollouts: Rollouts, advantage: Advantages, rows: Sequence[Sequence[int]], **options: Any
+) -> Metrics:
+    """One update that takes these rows in parts. Its metrics, after parts that have none and change no weight."""
+    before = {name: tensor.clone() for name, tensor in learner.state()[0].items()}
+    for number, own in enumerate(rows):
+        part = BatchPart(number, len(rows))
+        given = rollouts.take(own), Advantages(advantage.values_N[list(own)])
+        made, metrics = policy_update.fn(learner, *given, part=part, **options)
+        figures: Metrics = metrics
+        assert made is learner
+        assert part.last or not metrics
+        same = all(torch.equal(before[name], tensor) for name, tensor in learner.state()[0].items() if name in before)
+        assert same != part.last
+    return figures
 
 
 def unpacked(learner: LanguagePolicy, rollouts: Rollouts) -> list[Tensor]:

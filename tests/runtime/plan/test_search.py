@@ -664,11 +664,23 @@ def test_models_beside_the_policy_take_seconds_and_memory(name: str, passes: int
         assert (each.memory.bytes > alone[each.trainer].memory.bytes) == bool(roles.beside)
 
 
+def test_of_an_update_in_parts_those_follow_the_rollout_whose_groups_come_last() -> None:
+    """The first half of the groups is there after three of four seconds, or with the rest."""
+    roles = roles_of(_graph("aipo"))
+    for train, came, lag, expected in (
+        (1.0, 0.75, 0, 4.5), (3.0, 0.75, 0, 6.0), (3.0, 1.0, 0, 7.0), (3.0, 0.75, 1, 3.0), (1.0, 0.75, 1, 2.25),
+    ):  # fmt: skip
+        times = Times(train=train, steady=0.0, rollout=4.0, arrivals=(came, 1.0))
+        assert bounds(roles, times, lag, 8, shared=False)[0].seconds == expected
+        assert bounds(roles, times, lag, 8, shared=True)[0].seconds == 4.0 + train
+
+
 @pytest.mark.parametrize("others", [0.0, 1.0, 3.5])
 @pytest.mark.parametrize("lag", [0, 1, 2, 3])
-def test_no_slower_steps_go_below_the_least_period(lag: int, others: float) -> None:
+@pytest.mark.parametrize("arrivals", [(), (0.4, 0.9, 1.0)])
+def test_no_slower_steps_go_below_the_least_period(lag: int, others: float, arrivals: tuple[float, ...]) -> None:
     roles = roles_of(_graph("aipo"))
-    times = [Times(train=n / 4, steady=0.5, rollout=4.0, others=others) for n in range(1, 30)]
+    times = [Times(train=n / 4, steady=0.5, rollout=4.0, others=others, arrivals=arrivals) for n in range(1, 30)]
     seconds = [bounds(roles, each, lag, 8, shared=False)[0].seconds for each in times]
     for number, each in enumerate(times):
         least = max(map(float, period_terms(roles, each, lag, 8, shared=False, least=True)))

@@ -78,6 +78,24 @@ def test_where_pools_take_turns_one_replica_takes_the_planners_sum(slots: int, s
     assert set(result.lags) == {0}
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_update_in_parts_takes_them_beside_generation_but_on_shared_gpus(shared: bool) -> None:
+    made = trace(load("grpo"), {"lag": 0, "accumulate": 4})
+    plan = costed(slots=8, shared=shared)
+    plan = replace(plan, work=replace(plan.work, parts=4))
+    result = Scene(made, plan, seed=None).run(8).result
+    bars = [bar for bar in result.bars if bar.name == "policy_update" and bar.index == 3]
+    seconds, once = [bar.end - bar.start for bar in bars], plan.trainer.once().seconds
+    work = plan.work
+    whole = plan.trainer.update(work.sequence_tokens, parts=1 if shared else 4).seconds + plan.returns_s
+    if shared:
+        assert seconds == pytest.approx([whole])
+        return
+    assert seconds == pytest.approx([(whole - once) / 4] * 3 + [(whole - once) / 4 + once])
+    rollout, _ = parts(plan)
+    assert result.period_s == pytest.approx(plan.sync_s + rollout + seconds[-1], rel=1e-6)
+
+
 def test_no_lag_takes_less_than_the_pools_work() -> None:
     plan = costed()
     steady = plan.generator.rollout(np.tile(plan.work.response_tokens, 24), 100, plan.work.samples).max() / 24

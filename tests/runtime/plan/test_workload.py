@@ -11,9 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
+from penstock.graph import load, trace
 from penstock.runtime.cluster.gpus import GPUS, HostTime
 from penstock.runtime.plan.decode_cost import Generator, Lines, rollout
 from penstock.runtime.plan.model_shape import SHAPES, Parallel
+from penstock.runtime.plan.roles import AskedError, roles_of, work_of
+from penstock.runtime.plan.train_cost import Trainer
 from penstock.runtime.plan.workload import LengthError, Listed, Lognormal, Workload, fitted, given_lengths, read_lengths
 
 
@@ -121,6 +124,31 @@ def test_a_workload_counts_and_refuses() -> None:
     assert work.context == 4224
     with pytest.raises(ValueError, match="given 9 minibatches of 8 responses"):
         Workload(SHAPES["llama-8b"], 1, 8, work.lengths, minibatches=9)
+
+
+def test_groups_of_a_part_are_there_with_the_longest_response_so_far() -> None:
+    lengths = Listed((10, 30, 20, 40))
+    assert Workload(SHAPES["llama-8b"], 4, 1, lengths).arrivals == ()
+    work = Workload(SHAPES["llama-8b"], 4, 1, lengths, parts=4)
+    ends = np.maximum.accumulate(work.response_tokens) / 40
+    assert work.arrivals == tuple(ends.tolist())
+    assert Workload(SHAPES["llama-8b"], 4, 1, lengths, parts=2).arrivals == (ends[1], 1.0)
+
+
+def test_a_program_in_parts_is_costed_so_and_a_batch_that_they_do_not_divide_is_refused() -> None:
+    graph = trace(load("grpo"), {"accumulate": 4})
+    found = work_of(graph, roles_of(graph), SHAPES["llama-8b"], 16, Lognormal(100, 0.7, 256), 256)
+    assert found.parts == 4
+    with pytest.raises(AskedError, match="in parts of 4 groups, and a batch of 18"):
+        work_of(graph, roles_of(graph), SHAPES["llama-8b"], 18, Lognormal(100, 0.7, 256), 256)
+    trainer = Trainer(SHAPES["llama-8b"], GPUS["H100"], Parallel(pp=2))
+    whole, parts = (trainer.update(found.sequence_tokens, parts=n) for n in (1, 4))
+    once, stage = trainer.once().seconds, whole.parts["stage"]
+    # One optimizer step; each part fills the pipeline anew.
+    assert parts.parts["optimizer"] == whole.parts["optimizer"] > 0
+    assert parts.parts["bubble"] > whole.parts["bubble"]
+    assert trainer.update(found.sequence_tokens, minibatches=4).seconds == pytest.approx(parts.seconds + 3 * once)
+    assert parts.seconds > once + stage
 
 
 @pytest.mark.parametrize(

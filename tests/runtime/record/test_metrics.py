@@ -138,6 +138,28 @@ def test_figures_of_a_group_that_an_update_passes_over_are_forgotten_and_count_n
         assert set(rows.groups) == {lost, taken + 1}
 
 
+def test_figures_of_a_group_that_is_overtaken_are_in_the_row_of_its_update(rows: Rows) -> None:
+    for ordinal in range(3):
+        rows.group(Firing("score", ordinal), {"reward_mean": float(ordinal)})
+    rows.batch(0, (2,))
+    assert rows.update(0, "learn", {}, seconds=1.0)
+    assert rows.row(0, 1.0, {}, overtaken={1})["reward_mean"] == 2.0
+    assert set(rows.groups) == {1}  # 0 was dropped
+    rows.batch(1, (1,))
+    assert made(rows, 1)["reward_mean"] == 1.0
+
+
+def test_an_update_in_parts_has_one_row(rows: Rows) -> None:
+    for ordinal in range(4):
+        rows.group(Firing("score", ordinal), {"reward_mean": float(ordinal)})
+    rows.batch(0, (3, 1))
+    rows.part(0, "learn", 2.0)
+    rows.batch(0, (0, 2))
+    row = made(rows, 0, tokens=6.0)
+    assert (row["groups"], row["update_s"], row["train_tokens_per_s"], row["reward_mean"]) == (4, 3.0, 2.0, 1.5)
+    assert made(rows, 1)["update_s"] == 1.0
+
+
 def test_an_update_without_groups_leaves_those_of_the_next_one(rows: Rows) -> None:
     rows.group(Firing("generate", 0), {"tokens": 3.0})
     rows.batch(0, ())

@@ -54,6 +54,7 @@ class Facts:
     source: bool = False
     stateful: bool = False
     every: int = 1
+    accumulate: int = 0
     turns: int = 0
     hears: str = ""
     heard_by: str = ""
@@ -87,7 +88,8 @@ def read_facts(graph: Graph, plan: Plan) -> tuple[dict[str, Facts], dict[str, in
     calls = [n for n in graph.nodes if n.construct in ("call", "keep")]
     for n in calls:
         turns = n.turns or 0
-        facts[n.name] = Facts(n.name, pools[n.name], n.clock == "update", False, n.stateful, n.every, turns)
+        kind = n.clock == "update", False, n.stateful, n.every, n.accumulate
+        facts[n.name] = Facts(n.name, pools[n.name], *kind, turns)
     backs = [(n.name, i.ref.node) for n in calls for i in n.inputs if i.back]
     for speaks, answers in [(a, b) for a, b in backs if a != b]:
         facts[speaks].heard_by, facts[answers].hears = answers, speaks
@@ -199,7 +201,10 @@ class Checker:
         self.debris: set[tuple[Firing, str]] = set()
         self.awaited: dict[Answer, set[int]] = {}
         self.published: dict[str, int] = defaultdict(lambda: -1)
-        self.batch: tuple[int, ...] | None = None
+        # The groups that the update has so far, in pieces; and the parts that are done, of those that accumulate.
+        self.taken: tuple[int, ...] = ()
+        self.piece = gcd(*(f.accumulate for f in self.facts.values())) or rules.batch
+        self.parts: dict[str, int] = defaultdict(int)
         self.cut: Lineage | None = None
         self.committed: Lineage | None = None
         self.finish: Finish | None = None
@@ -330,6 +335,10 @@ class Checker:
     def _update_done(self, facts: Facts, firing: Firing, work: Work) -> None:
         if work.failed:
             return
+        if firing.segment < self._last_part(facts.name):
+            self.parts[facts.name] += 1
+            return
+        self.parts[facts.name], firing = 0, firing._replace(segment=0)
         if facts.readers or not facts.makes:
             self.books.values[firing] = work.replica
         if facts.off_path:
@@ -347,10 +356,10 @@ class Checker:
             left = [channel for channel, maker in makers.items() if maker and not self.facts[maker].due(update)]
             if not all(map(self._spare, left)):
                 return
-            for ordinal in self.batch or ():
+            for ordinal in self.taken:
                 self.books.fates[ordinal], self.books.consumed[ordinal] = "consumed", update
                 self._versions_fit(ordinal, update)
-            self.books.update, self.batch, self.drops, self.failures = update + 1, None, 0, 0
+            self.books.update, self.taken, self.drops, self.failures = update + 1, (), 0, 0
             self.applied = dict.fromkeys(self.applied, self.books.update)
 
     def _versions_fit(self, ordinal: int, update: int) -> None:
@@ -376,20 +385,30 @@ class Checker:
 
     def _batch_ready(self) -> bool:
         nodes = {n for n, f in self.facts.items() if not f.per_update}
-        if self.batch is None:
-            kept = self._pending()
+        while len(self.taken) < self.rules.batch:
+            kept = [g for g in self._pending() if g not in self.taken]
             if self.rules.order == "ready":
                 kept = [g for g in sorted(kept, key=self._deadline) if set(self.books.made[g]) == nodes]
-            kept = sorted(kept[: self.rules.batch])
-            whole = len(kept) == self.rules.batch and all(set(self.books.made[g]) == nodes for g in kept)
-            if whole and (self.rules.order == "strict" or self._in_time(set(self._pending()) - set(kept))):
-                self.batch = tuple(kept)
-        return self.batch is not None
+            taken = {*self.taken, *(kept := sorted(kept[: self.piece]))}
+            there = len(kept) == self.piece and all(set(self.books.made[g]) == nodes for g in kept)
+            if not there or (self.rules.order == "ready" and not self._in_time(taken)):
+                return False
+            self.taken += tuple(kept)
+        return True
 
-    def _in_time(self, left: set[int]) -> bool:
-        """May each of the groups that an update leaves still be consumed by its deadline?"""
-        after, deadlines = range(self.rules.end - self.books.update), [self._deadline(g) for g in left]
-        return all(sum(d <= self.books.update + k for d in deadlines) <= k * self.rules.batch for k in after)
+    def _in_time(self, taken: set[int]) -> bool:
+        """May each of the groups that an update leaves still be consumed by its deadline, some perhaps by this one?"""
+        room, batch = self.rules.batch - len(taken), self.rules.batch
+        after, deadlines = (
+            range(self.rules.end - self.books.update),
+            [self._deadline(g) for g in self._pending() if g not in taken],
+        )
+        return all(sum(d <= self.books.update + k for d in deadlines) <= room + k * batch for k in after)
+
+    def _last_part(self, name: str) -> int:
+        """The number of a node's last part, of those that take an update's batch."""
+        accumulate = self.facts[name].accumulate
+        return self.rules.batch // accumulate - 1 if accumulate else 0
 
     def _deadline(self, ordinal: int) -> int:
         weighted = {n: f for n, f in self.facts.items() if f.weights and not f.per_update}
@@ -609,16 +628,23 @@ class Checker:
         fits = firing.index == update < self.rules.end and self._due(facts.name)
         self._true(fits, 4, f"{firing} while update {update} is in work")
         self._true(not self.cutting or self._begun(), 4, f"{firing} begins an update while a cut is due")
-        if facts.groups:
-            fits = self._batch_ready() and command.groups == self.batch
-            self._true(fits, 4, f"{firing} takes {command.groups}, next are {self.batch}")
+        whole, last = self._batch_ready(), firing.segment == self._last_part(facts.name)
+        if facts.accumulate:
+            fits = firing.segment == self.parts[facts.name] and not self._working(facts.name)
+            self._true(fits, 15, f"{firing} after {self.parts[facts.name]} parts")
+            part = self.taken[firing.segment * facts.accumulate :][: facts.accumulate]
+            fits = len(part) == facts.accumulate and command.groups == part
+            self._true(fits, 15, f"{firing} takes {command.groups}, next are {part}")
+        elif facts.groups:
+            fits = whole and command.groups == self.taken
+            self._true(fits, 4, f"{firing} takes {command.groups}, next are {self.taken}")
         reads = [Firing(read, ordinal) for read in facts.groups for ordinal in command.groups]
         for read in [*reads, *(Firing(name, update) for name in facts.updates)]:
             self._true(read in self.books.values, 7, f"{firing} reads {read}, which is not there")
         for carried in facts.carried:
             self._true(self._version(carried) == update, 5, f"{firing} reads version {self._version(carried)}")
         # No one reads the version that this update donates.
-        for carried in facts.makes:
+        for carried in facts.makes if last else ():
             for other in self.facts.values():
                 waits = carried in other.carried and other is not facts and self._due(other.name)
                 self._true(not waits, 5, f"{firing} donates {carried} before {other.name} has read it")
@@ -637,7 +663,8 @@ class Checker:
         read = any(self._may_read(facts, channel, version) for facts in self.facts.values())
         self._true(read, 10, f"{command}, and nobody reads it")
         self._true(version > self.published[channel], 5, f"{command} again")
-        donated = carried in self.makers and Firing(self.makers[carried], version) in self.running
+        maker = self.makers.get(carried)
+        donated = maker and Firing(maker, version, segment=self._last_part(maker)) in self.running
         self._true(not donated, 5, f"{command} while it is being donated")
         unsent = any(a.sending or a.staged < self.published[channel] for a in held)
         self._true(not unsent, 5, f"{command} over a snapshot that is still to be sent")
@@ -760,6 +787,8 @@ class Checker:
             self._true(self.pinned or self.cut is not None or self._moving(), 9, "the cut could be written")
             return
         for facts in self.facts.values():
+            if facts.accumulate:
+                self._true(not self._could_accumulate(facts), 15, f"{facts.name} could take a part")
             if facts.off_path:
                 self._true(not self._could_fire(facts), 9, f"{facts.name} could start")
             elif not facts.per_update and not self.pinned:
@@ -808,6 +837,15 @@ class Checker:
         held = [(self.buffers[channel][replica.name], lag) for channel, lag in facts.weights]
         has = all(self._fits(a.live, update, lag) and not a.swapping for a, lag in held)
         return has and self._load(replica.name) < replica.capacity
+
+    def _could_accumulate(self, facts: Facts) -> bool:
+        """Is there room, and are the groups there, for a part that is not the last?"""
+        part, replica = self.parts[facts.name], self._able(facts)[0]
+        if part >= self._last_part(facts.name) or self.books.update >= self.rules.end or self._working(facts.name):
+            return False
+        fixed = all(self.buffers[channel][replica.name].live >= self.start for channel in facts.fixed)
+        there = len(self.taken) >= (part + 1) * facts.accumulate
+        return there and fixed and self._due(facts.name) and self._load(replica.name) < replica.capacity
 
     def _could_start(self, facts: Facts, ordinal: int) -> bool:
         """May a group start on some replica, which does not leave it to others?"""

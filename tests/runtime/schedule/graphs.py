@@ -16,11 +16,13 @@ def call(
     clock: Clock = "group",
     stateful: bool = False,
     every: int = 1,
+    accumulate: int = 0,
 ) -> Node:
     """A node that reads the default output of each name in `reads`."""
     inputs = tuple(Input(f"x{i}", ITEM, Ref(r)) for i, r in enumerate(reads))
     out = (Output("out", ITEM),)
-    return Node(name, f"tests:{name}", inputs, out, pool=pool, clock=clock, stateful=stateful, every=every)
+    more = {"pool": pool, "clock": clock, "stateful": stateful, "every": every, "accumulate": accumulate}
+    return Node(name, f"tests:{name}", inputs, out, **more)  # type: ignore[arg-type]
 
 
 def broadcast(name: str, carried: str, lag: int, pool: str = "generator", every: int = 1) -> Node:
@@ -68,13 +70,13 @@ def graph(name: str, carried: Mapping[str, str], sources: Sequence[str], nodes: 
     return Graph(name, f"tests:{name}", tuple(arguments), tuple(nodes), results)
 
 
-def aipo(lag: int = 1) -> Graph:
+def aipo(lag: int = 1, accumulate: int = 0) -> Graph:
     nodes = (
         broadcast("broadcast", "policy", lag),
         call("generate", ["prompts", "broadcast"], "generator"),
         call("score", ["generate"]),
         call("advantage", ["score"]),
-        call("update", ["policy", "generate", "advantage"], "trainer", "update"),
+        call("update", ["policy", "generate", "advantage"], "trainer", "update", accumulate=accumulate),
     )
     return graph("aipo", {"policy": "update"}, ["prompts"], nodes)
 

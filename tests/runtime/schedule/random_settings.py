@@ -118,15 +118,26 @@ class Draft:
         stateful = self.rng.random() < 0.2
         self.add(call(f"trailing_{index}", edges, pool, "update", stateful, self.rng.choice([1, 1, 2, 3])))
 
-    def updates(self) -> None:
-        """The next values: of the policy from all that is unread, others perhaps at some updates only."""
+    def updates(self, part: int) -> None:
+        """The next values: of the policy from all that is unread, others perhaps at some updates only. Those that need
+        nothing but groups may take them in parts of `part`."""
         rng, reads = self.rng, self.unread
         for name in self.changing:
             every = self.slow.get(name, 1)
             chained = [f"update_{self.changing[0]}"] if name != self.changing[0] and rng.random() < 0.4 else []
             between = [b for b, beat in self.between.items() if every % beat == 0]
             groups = sorted(reads) if every == 1 or rng.random() < 0.3 else []
-            self.add(call(f"update_{name}", [name, *groups, *between, *chained], "trainer", "update", every=every))
+            accumulate = part if groups and every == 1 and not (between or chained) else 0
+            self.add(
+                call(
+                    f"update_{name}",
+                    [name, *groups, *between, *chained],
+                    "trainer",
+                    "update",
+                    every=every,
+                    accumulate=accumulate,
+                )
+            )
             reads = {rng.choice(self.values)}
         if rng.random() < 0.2:
             self.carried["average"] = "blend"
@@ -134,8 +145,9 @@ class Draft:
             self.add(call("blend", ["average", read], "trainer", "update", every=rng.choice([1, 2])))
 
 
-def random_graph(rng: Random, lags: Sequence[int], pinned: bool) -> Graph:
-    """One to four steps per group, at most three carried values that change, and what goes with them."""
+def random_graph(rng: Random, lags: Sequence[int], pinned: bool, part: int) -> Graph:
+    """One to four steps per group, at most three carried values that change, and what goes with them; updates may be in
+    parts of `part` groups."""
     draft = Draft(rng, lags, pinned)
     for index in range(rng.randint(1, 4)):
         draft.group_node(index)
@@ -145,7 +157,7 @@ def random_graph(rng: Random, lags: Sequence[int], pinned: bool) -> Graph:
         draft.watch()
     for index in range(0 if draft.weightless else rng.choice([0, 0, 0, 1, 2])):
         draft.trailing(index)
-    draft.updates()
+    draft.updates(part)
     return graph("random", draft.carried, draft.sources, draft.nodes)
 
 
@@ -170,14 +182,16 @@ def random_setting(rng: Random) -> Setting:
     """Any graph, plan and rules the scheduler must cope with."""
     pinned = rng.random() < 0.35
     lags = [rng.choice([0, 1, 2, 4])] if pinned or rng.random() < 0.5 else [0, 1, 2, 3, 4]
-    graph = random_graph(rng, lags, pinned)
+    batch = rng.randint(1, 4)
+    part = rng.choice([0, *(groups for groups in (1, 2, 3, 4) if batch % groups == 0)])
+    graph = random_graph(rng, lags, pinned, part)
     firing = [n for n in graph.nodes if n.fires and n.clock == "group"]
     fails = {n.name: rng.choice([0.05, 0.2]) for n in firing if not n.stateful and rng.random() < 0.3}
     filters = {n.name for n in firing if n.construct == "keep"}
     drops = {n.name: 0.3 for n in firing if n.name in filters or rng.random() < 0.15}
     exact = pinned or any(n.construct == "delay" for n in graph.nodes)
     rules = Rules(
-        batch=rng.randint(1, 4),
+        batch=batch,
         end=rng.randint(1, 9),
         versions="pinned" if pinned else "free",
         retries=rng.choice([0, 50]) if pinned else rng.choice([0, 1, 3]),

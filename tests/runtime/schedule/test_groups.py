@@ -177,15 +177,21 @@ def test_groups_that_are_ready_overtake_while_all_others_can_be_in_time() -> Non
             group.finished = rng.random() < 0.7
         ledger.finished = sum(group.finished for group in ledger.groups.values())
         finished = [g for g, group in ledger.groups.items() if group.finished]
-        # By hand: some of the finished ones such that the others, `batch` an update, end by their deadlines.
+        # Some of its places an update may have taken already.
+        before = tuple(rng.sample(finished, rng.randint(0, min(batch - 1, len(finished)))))
+        count = rng.randint(1, batch - len(before))
+        room = batch - len(before) - count
+        # By hand: some of the finished ones such that the others, in what room is left and then `batch` an update, end
+        # by their deadlines.
         able = [
             taken
-            for taken in combinations(finished, batch)
+            for taken in combinations([g for g in finished if g not in before], count)
             if all(
-                sum(deadlines[g] <= update + k for g in ledger.groups if g not in taken) <= k * batch for k in range(5)
+                sum(deadlines[g] <= update + k for g in ledger.groups if g not in (*before, *taken)) <= room + k * batch
+                for k in range(5)
             )
         ]
-        taken = ledger.take_ready(batch, update, lambda group, known=deadlines: known[group.ordinal])  # type: ignore[misc]
+        taken = ledger.take_ready(count, batch, update, lambda group, d=deadlines: d[group.ordinal], before)  # type: ignore[misc]
         assert (taken in able) if able else taken is None
 
 

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.graph import load, trace
 from penstock.graph.ir import Graph, Node
-from penstock.runtime.cluster.placement import Plan, Pool
+from penstock.runtime.cluster.placement import Plan, Pool, Rank
 from penstock.runtime.schedule.compile import Rules, Tables, check_rules
 
 from .graphs import actor_critic, aipo, broadcast, call, delay, evaluate, graph, keep, place, sft
@@ -82,6 +83,32 @@ def test_plans_and_graphs_that_cannot_work_are_refused(made: Graph, plan: Plan, 
 def test_rules_that_cannot_work(rules: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Rules(**rules)  # type: ignore[arg-type]
+
+
+def test_parts_that_do_not_divide_the_batch_are_refused() -> None:
+    made = aipo(accumulate=3)
+    check_rules(tables(made), Rules(batch=6, end=1))
+    with pytest.raises(ValueError, match=r"update: accumulate: given parts of 3 groups of a batch of 4; needed a num"):
+        check_rules(tables(made), Rules(batch=4, end=1))
+
+
+@pytest.mark.parametrize(("lag", "device", "parts"), [(0, "cuda:0", 0), (0, "cpu", 2), (1, "cuda:0", 2)])
+def test_an_update_that_takes_turns_with_its_generator_takes_the_batch_whole(lag: int, device: str, parts: int) -> None:
+    made = trace(load("grpo"), {"lag": lag, "accumulate": 2})
+    ranks = Rank(device=device), Rank(device="cuda:1" if device != "cpu" else "cpu")
+    pools = place(made).pools
+
+    def on(rank: Rank) -> Plan:
+        """All on one device, but for the generator."""
+        return Plan(
+            tuple(
+                replace(p, replicas=(replace(p.replicas[0], ranks=(rank if p.name == "generator" else ranks[0],)),))
+                for p in pools
+            )
+        )
+
+    assert Tables(made, on(ranks[0])).steps["policy_update"].accumulate == parts
+    assert Tables(made, on(ranks[1])).steps["policy_update"].accumulate == 2
 
 
 def program(lag: int, *nodes: Node, every: int = 1) -> Graph:

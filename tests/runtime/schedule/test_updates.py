@@ -8,11 +8,11 @@ import pytest
 
 from penstock.graph.ir import Firing, Graph, Node
 from penstock.runtime.schedule.compile import Rules
-from penstock.runtime.schedule.events import Abort, Checkpoint, Commit, Copied, Finish, Free, Publish, Save
+from penstock.runtime.schedule.events import Abort, Checkpoint, Commit, Copied, Done, Finish, Fire, Free, Publish, Save
 from penstock.runtime.schedule.idle_causes import cause
 from penstock.runtime.schedule.scheduler import Scheduler
 
-from .graphs import aipo, broadcast, call, graph
+from .graphs import aipo, broadcast, call, graph, keep
 from .world import World, world
 
 
@@ -119,6 +119,104 @@ def test_a_pool_whose_first_weights_are_not_due_waits_for_data_and_not_for_its_s
     assert cause(made.scheduler, "generator/0") == "start"
     made.until(lambda c: isinstance(c, Publish) and (c.channel, c.version) == ("policy>evaluator", 2))
     assert cause(made.scheduler, "evaluator/0") == "start"
+
+
+# Parts of a batch -----------------------------------------------------------------------------------------------
+
+
+def parts_of(made: World, node: str = "update") -> list[tuple[int, int, tuple[int, ...]]]:
+    """(update, part, groups) of each part that a node was fired for."""
+    return [(fire.firing.index, fire.firing.segment, fire.groups) for fire in made.fired(node)]
+
+
+def test_a_part_fires_as_soon_as_its_groups_and_those_before_them_are_finished() -> None:
+    made = world(aipo(lag=0, accumulate=2), Rules(batch=4, end=2))
+    made.until_fired("generate", 3)
+    made.exhaust(but="node='generate', index=1")
+    assert parts_of(made) == []  # groups 2 and 3 are finished, but they are the second part's
+    made.step(made.at("generate", 1))
+    made.exhaust(but="node='generate', index=1")
+    assert parts_of(made)[:2] == [(0, 0, (0, 1)), (0, 1, (2, 3))]
+    made.end()
+    assert parts_of(made) == [(u, p, (4 * u + 2 * p, 4 * u + 2 * p + 1)) for u in range(2) for p in range(2)]
+    assert made.published("policy>generator") == [0, 1]
+
+
+def test_one_part_is_in_work_at_a_time_and_the_last_one_makes_the_version() -> None:
+    made = world(aipo(lag=0, accumulate=1), Rules(batch=3, end=2))
+    made.exhaust(but="node='update'")
+    assert parts_of(made) == [(0, 0, (0,))]
+    for part in range(3):
+        assert made.published("policy>generator") == [0]
+        made.step(made.pending[0])
+        made.exhaust(but="node='update'")
+        assert parts_of(made)[-1] == ((0, part + 1, (part + 1,)) if part < 2 else (1, 0, (3,)))
+    assert made.published("policy>generator") == [0, 1]
+
+
+def test_parts_are_of_the_groups_that_a_filter_keeps() -> None:
+    nodes = [*aipo(0).nodes[:2], keep("keep", ["generate"]), call("judge", ["keep"])]
+    learn = call("update", ["policy", "judge"], "trainer", "update", accumulate=2)
+    made = world(graph("kept", {"policy": "update"}, ["prompts"], [*nodes, learn]), Rules(batch=4, end=1))
+    for ordinal in (1, 2):
+        made.until_fired("keep", ordinal)
+        made.drop(made.at("keep", ordinal))
+    made.end()
+    assert parts_of(made) == [(0, 0, (0, 3)), (0, 1, (4, 5))]
+
+
+def test_parts_take_what_is_ready_as_long_as_all_others_can_be_in_time() -> None:
+    made = world(aipo(lag=1, accumulate=1), Rules(batch=2, end=4, order="ready"), capacity=8)
+    made.until_fired("generate", 0)
+    made.exhaust(but="node='generate', index=0")
+    # With weights of version 0 group 0 must be in update 1, which keeps a place for it.
+    assert [groups for _, _, groups in parts_of(made)] == [(1,), (2,), (3,)]
+    made.end()
+    assert made.checker.books.consumed[0] == 1
+    assert sorted(made.checker.books.consumed) == list(range(8))
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_a_checkpoint_falls_between_parts_and_a_run_that_resumes_begins_with_the_first(final: bool) -> None:
+    made = world(aipo(lag=0, accumulate=2), Rules(batch=4, end=2))
+    made.until(lambda c: isinstance(c, Fire) and c.firing == Firing("update", 0), but=["node='generate', index=3"])
+    assert not [c for c in made.feed(Checkpoint(final)) if isinstance(c, Save)]  # not under a part
+    found = made.step(next(e for e in made.pending if "node='update'" in str(e)))
+    assert len([c for c in found if isinstance(c, Save)]) == 3
+    made.until(lambda c: isinstance(c, Commit), but=["node='generate', index=3"])
+    assert saved(made) == [0]
+    assert len(parts_of(made)) == 1
+    resumed = made.resumed()
+    resumed.end()
+    assert parts_of(resumed)[:2] == [(0, 0, (0, 1)), (0, 1, (2, 3))]
+    if not final:  # the run itself goes on where it was
+        made.end()
+        assert parts_of(made)[:2] == [(0, 0, (0, 1)), (0, 1, (2, 3))]
+
+
+def test_steps_that_take_their_batch_whole_wait_beside_one_in_parts() -> None:
+    nodes = [
+        *aipo(0).nodes[:4],
+        call("measure", ["policy", "generate"], "trainer", "update"),
+        call("update", ["policy", "generate", "advantage"], "trainer", "update", accumulate=1),
+        call("learn", ["critic", "advantage"], "trainer", "update", accumulate=2),
+    ]
+    made = world(graph("both", {"policy": "update", "critic": "learn"}, ["prompts"], nodes), Rules(batch=4, end=3))
+    made.end()
+    of_first = [(c.firing.node, c.firing.segment) for told in made.told for c in told if isinstance(c, Fire)]
+    order = [each for each in of_first if each[0] in ("measure", "update", "learn")][:7]
+    # It reads the policy that the last part changes.
+    assert order.index(("measure", 0)) < order.index(("update", 3))
+    assert order.index(("update", 0)) < order.index(("measure", 0))
+    assert {parts for parts in parts_of(made, "learn") if parts[0] == 0} == {(0, 0, (0, 1)), (0, 1, (2, 3))}
+
+
+def test_a_part_that_fails_ends_the_run() -> None:
+    made = world(aipo(lag=0, accumulate=2), Rules(batch=4, end=2, retries=3, on_failure="replace"))
+    made.until(lambda c: isinstance(c, Fire) and c.firing == Firing("update", 0, segment=1))
+    failing = next(event for event in made.pending if "node='update'" in str(event))
+    assert isinstance(failing, Done)
+    assert made.fail(failing) == [Finish("failed", "update[0.0.1] raised")]
 
 
 # Off the critical path ------------------------------------------------------------------------------------------

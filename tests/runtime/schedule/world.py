@@ -102,12 +102,12 @@ class World:
         """After some events the scheduler looks at a part of what there is: a look at everything finds nothing more."""
         state = self.scheduler
         if not state.ended:
-            before, state.out = (state.update, state.batch, state.ledger.next), []
+            before, state.out = (state.update, state.taken, state.ledger.next), []
             end_updates(state)
             state.say_freed()
             state._dispatch()
             assert not state.out, f"{event} left to be done: {state.out}"
-            assert (state.update, state.batch, state.ledger.next) == before, f"{event} left an update or groups"
+            assert (state.update, state.taken, state.ledger.next) == before, f"{event} left an update or groups"
 
     # What ranks do ----------------------------------------------------------------------------------------
 
