@@ -4,6 +4,7 @@ Arrays are of any library that the workers use, so that a graph needs none. A ca
 says so by `Sharding`: plain data, of which the runtime makes regions of tensors.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -110,15 +111,30 @@ class Releasing(Protocol):
 # A mesh as (axis, size), outermost first; ranks count row-major: the last axis runs fastest. () is one rank.
 Axes = tuple[tuple[str, int], ...]
 
-# The axes that mean something to a model: stages of a pipeline, copies, shards of each tensor, shares of each layer.
-# All but "dp" cut; over any other axis tensors are replicated.
-STAGE, DATA, FSDP, TENSOR = "pp", "dp", "fsdp", "tp"
+# The axes that mean something to a model: stages of a pipeline, copies, shards of each tensor, experts dealt out, shares
+# of each layer. All but "dp" cut; over any other axis tensors are replicated.
+STAGE, DATA, FSDP, EXPERT, TENSOR = "pp", "dp", "fsdp", "ep", "tp"
 
 
 def stage_of_layer(layer: int, layers: int, stages: int) -> int:
     """The pipeline stage that holds a layer: layers are cut into runs of nearly equal length. `stages` is at most
     `layers`, so that no stage is empty. The trainer cuts by it, and the planner counts by it."""
     return layer * stages // layers
+
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def expert_of(name: str) -> int | None:
+    """The number of the expert that a tensor is of; None for one that all tokens use."""
+    found = _EXPERT.search(name)
+    return None if found is None else int(found[1])
+
+
+def place_of_expert(expert: int, experts: int, ranks: int) -> int:
+    """The place on the axis "ep", of so many ranks, that has an expert: experts are dealt out in runs of one length.
+    The number of ranks divides that of experts."""
+    return expert * ranks // experts
 
 
 # The dimension that tensor parallelism cuts, and into how many units at most (0: no limit); None: replicated.
@@ -147,7 +163,8 @@ class Sharding:
     """The tensors that `Carried.weights` gives on each rank of a replica, as parts of logical ones.
 
     `mesh` is the replica's; "tp" cuts by `rules` (see `rule_of`), then "fsdp" cuts dimension 0, "pp" keeps a tensor
-    to its `stages`. `shapes` are those of the whole tensors. `wanted` are the rules by which a receiving
+    to its `stages`. Of the `experts` of a layer (0: there are none) each is at one place of "ep", which cuts other
+    tensors together with "fsdp". `shapes` are those of the whole tensors. `wanted` are the rules by which a receiving
     replica with an axis "tp" cuts the same tensors.
     """
 
@@ -156,6 +173,7 @@ class Sharding:
     rules: Mapping[str, Rule]
     wanted: Mapping[str, Rule]
     stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    experts: int = 0
 
 
 @runtime_checkable

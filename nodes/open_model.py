@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from penstock.graph.errors import Fault, GraphError
 from penstock.graph.imports import imported, short
-from penstock.graph.protocols import STAGE, TENSOR, Axes, num_ranks, rule_of
+from penstock.graph.protocols import EXPERT, STAGE, TENSOR, Axes, num_ranks, rule_of
 from penstock.graph.requires import Call, opened
 from penstock.graph.types import Context, Rollouts
 from penstock.nodes.model import (
@@ -29,6 +29,8 @@ from penstock.nodes.model.eight_bit import FP8_TILE, require_products
 from penstock.nodes.model.hf import digest, read_adapters
 from penstock.nodes.model.tensor_parallel import (
     CausalLMPart,
+    CausalLMWithOwnExperts,
+    check_experts,
     check_tensor_parallel,
     part_config,
     part_of,
@@ -103,8 +105,10 @@ class ModelSpec:
         if decodes:
             check_decoding(self.config, mesh)
             return
-        # Any number of shards and copies, but heads that "tp" divides, and a layer for each stage.
+        # Any number of shards and copies, but heads that "tp" divides, experts that "ep" does, and a layer for each
+        # stage.
         ranks = Ranks(mesh)
+        check_experts(self.config, ranks.size(EXPERT))
         check_tensor_parallel(self.config, ranks.size(TENSOR), shared_heads=False)
         check_stages(self.config, ranks.size(STAGE))
 
@@ -119,10 +123,11 @@ def check_stages(config: ModelConfig, stages: int) -> None:
 def check_decoding(config: ModelConfig, mesh: Axes) -> None:
     """Whether a generator's ranks can decode with a model. Raises ModelError."""
     ranks = Ranks(mesh)
-    if ranks.count > ranks.size(TENSOR):
-        needed = f"the axis {TENSOR} alone: replicas are more of its pool"
+    if ranks.count > max(ranks.size(TENSOR), ranks.size(EXPERT)):
+        needed = f"the axis {TENSOR} or the axis {EXPERT} alone: replicas are more of its pool"
         raise ModelError(f"generate: given a mesh of {ranks}, needed {needed}")
-    part_config(config, ranks.count, 0)
+    check_experts(config, ranks.size(EXPERT))
+    part_config(config, ranks.size(TENSOR), 0)
 
 
 def check_precision(spec: ModelSpec, precision: str, parts: int = 1) -> None:
@@ -211,6 +216,8 @@ def open_part(spec: ModelSpec, context: Context, ranks: Ranks) -> CausalLM:
     """A rank's part of a model to decode with, in the dtype and on the device of `context`. Its own weights come later,
     as those of a carried value; the base of adapters is read now."""
     given = spec.config, torch_dtype(context.dtype), context.device
+    if ranks.size(EXPERT) > 1:  # which no model with adapters has
+        return CausalLMWithOwnExperts(*given, ranks.count, ranks.rank).requires_grad_(False)
     parts = ranks.count
     model = CausalLM(*given, lora=spec.lora) if parts == 1 else CausalLMPart(*given, parts, ranks.rank, spec.lora)
     if spec.lora is not None:

@@ -95,7 +95,7 @@ class SequenceModel(Generic[Model]):
         config, stages = self.model.config, self.ranks.size(STAGE)
         cut = stages_of(config, self.shapes, stages) if stages > 1 else {}
         rules = tensor_parallel(config)
-        return Sharding(self.ranks.mesh, self.shapes, rules, rules, cut)
+        return Sharding(self.ranks.mesh, self.shapes, rules, rules, cut, config.num_experts)
 
     def export(self, folder: str) -> Callable[[], None] | None:
         """Write an HF directory: configuration, weights in the run's dtype, tokenizer. Of adapters it is peft's, and

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.nodes.model.config import ModelConfig, ModelError
+from penstock.nodes.model.expert_parallel import Dealt
 from penstock.nodes.model.kernels import Linear, linear, multiplied, pack, packed, rms_norm, together
 from penstock.nodes.model.lora import Lora, LoraLinear, initial, is_adapter
 from penstock.nodes.model.mlp import Experts, Mlp, Route
@@ -132,6 +133,12 @@ class Decoder(nn.Module):
     def share_words(self, words: Words) -> None:
         """Compute with embedding and head that have these words alone; the ranks of `words` do so together."""
         self.words = self.model.embed_tokens.words = words
+
+    def deal_experts(self, dealt: Dealt) -> None:
+        """Have this rank's experts of each layer alone. Other models have no experts to deal."""
+        for module in self.modules():
+            if isinstance(module, Experts):
+                module.deal(dealt)
 
     def recompute_layers(self) -> None:
         """From now on a layer keeps its input alone, and computes the rest again in the backward pass; to the bit."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.nodes.model.config import ModelConfig
+from penstock.nodes.model.expert_parallel import Dealt
 from penstock.nodes.model.kernels import Linear, linear, together
 from penstock.nodes.model.words import own_part, shared, summed
 
@@ -70,9 +71,17 @@ class Experts(nn.Module):
         super().__init__()
         self.index, self.count, self.normed = index, config.num_experts_per_tok, config.norm_topk_prob
         self.gate = Linear(config.hidden_size, config.num_experts)
-        self.experts = nn.ModuleList(Mlp(config, config.moe_intermediate_size) for _ in range(config.num_experts))
+        self.experts = ExpertMlps(config)
         # The ranks that each have a part of every expert's inner width, if several do and learn.
         self.sharers: dist.ProcessGroup | None = None
+        # How the experts lie on several ranks, if each has some of them.
+        self.dealt: Dealt | None = None
+
+    def deal(self, dealt: Dealt) -> None:
+        """Keep this rank's experts alone; the others are those of other ranks."""
+        self.dealt = dealt
+        for other in set(range(len(self.experts))) - set(dealt.own(len(self.experts))):
+            del self.experts[str(other)]
 
     def forward(self, x: Tensor, route: Route | None = None) -> Tensor:
         x_ND = x.flatten(0, -2)
@@ -87,12 +96,27 @@ class Experts(nn.Module):
             x_ND, top_NK = shared(x_ND, self.sharers), shared(top_NK, self.sharers)
         # Tokens by expert, in order.
         order_M = chosen_NK.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen_NK.flatten(), minlength=len(self.experts)).tolist()
-        parts = torch.split(x_ND[order_M // self.count], counts)
-        out_MD = torch.cat([_rows(expert, part) for expert, part in zip(self.experts, parts, strict=True)])
+        counts_E = torch.bincount(chosen_NK.flatten(), minlength=probs_NE.shape[1])
+        rows_MD = x_ND[order_M // self.count]
+        if self.dealt is None:
+            out_MD = self.experts(rows_MD, counts_E.tolist())
+        else:
+            out_MD = self.dealt.outputs(rows_MD, counts_E, self.experts)
         out_NKD = out_MD[order_M.argsort()].view(*chosen_NK.shape, -1)
         out_ND = (out_NKD * top_NK[..., None]).sum(1).to(x.dtype)
         return (out_ND if self.sharers is None else summed(out_ND, self.sharers)).view_as(x)
+
+
+class ExpertMlps(nn.ModuleDict):
+    """The experts of a layer that are here, by their numbers."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__({str(i): Mlp(config, config.moe_intermediate_size) for i in range(config.num_experts)})
+
+    def forward(self, x_MD: Tensor, counts: list[int]) -> Tensor:
+        """What they make of rows in their order, of which each has so many."""
+        parts = torch.split(x_MD, counts)
+        return torch.cat([_rows(expert, part) for expert, part in zip(self.values(), parts, strict=True)])
 
 
 def _rows(expert: nn.Module, x: Tensor) -> Tensor:

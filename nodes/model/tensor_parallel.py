@@ -1,5 +1,5 @@
-"""How models are cut over ranks, as plain data: tensor parallelism, pipeline stages. And one rank's
-part of a language model for generation (`CausalLMPart`).
+"""How models are cut over ranks, as plain data: tensor parallelism, experts, pipeline stages. And one rank's part of a
+language model for generation (`CausalLMPart`, `CausalLMWithOwnExperts`).
 
 Tensor parallelism is that of Megatron-LM (Shoeybi et al., 2019, section 3). The matrices that widen (queries, keys,
 values, gate, up) are cut by output rows, those that narrow (attention output, down) by input columns, embedding and
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from penstock.graph.protocols import Rule, stage_of_layer
 from penstock.nodes.model.config import ModelConfig, ModelError
 from penstock.nodes.model.decoder import CausalLM
+from penstock.nodes.model.expert_parallel import Gather
 from penstock.nodes.model.lora import TARGETS, A, B, Lora
 from penstock.nodes.model.words import Words
 
@@ -81,6 +82,13 @@ def check_tensor_parallel(config: ModelConfig, parts: int, *, shared_heads: bool
         raise ModelError(f"tensor parallelism: given {config.vocab_size} words over tp {parts}, needed some for each")
 
 
+def check_experts(config: ModelConfig, ranks: int) -> None:
+    """Raises ModelError for a model whose experts cannot be dealt out evenly over so many ranks."""
+    if config.num_experts % ranks or (ranks > 1 and not config.num_experts):
+        given = f"{config.num_experts} experts" if config.num_experts else f"a {config.model_type} without experts"
+        raise ModelError(f"expert parallelism: given {given}, needed a number of experts that ep {ranks} divides")
+
+
 def part_config(config: ModelConfig, parts: int, part: int) -> ModelConfig:
     """The shapes of one rank's part by `tensor_parallel`, as a configuration: heads, inner width and vocabulary.
 
@@ -141,6 +149,23 @@ class CausalLMPart(CausalLM):
     @property
     def attention_config(self) -> ModelConfig:
         return replace(self._heads, vocab_size=self.config.vocab_size)
+
+
+class CausalLMWithOwnExperts(CausalLM):
+    """Part `part` of `parts`, which are the ranks of the default group in order: each has a share of every layer's
+    experts, and all of the rest. They compute the same tokens, and sample from logits that have the bits of one rank's.
+    No gradient goes through it. Raises ModelError for experts that cannot be dealt out so.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str, parts: int, part: int) -> None:
+        check_experts(config, parts)
+        super().__init__(config, dtype, device, unread=True)
+        self.deal_experts(Gather(parts, part))
+        # The others never had memory. Buffers have theirs.
+        buffers = dict(self.named_buffers())
+        self.to_empty(device=device)
+        for name, buffer in buffers.items():
+            setattr(self, name, buffer)
 
 
 def _sum(module: nn.Module, given: tuple[Tensor, ...], own: Tensor) -> Tensor:

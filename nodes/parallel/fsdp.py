@@ -2,7 +2,9 @@
 
 The same interface as `DataParallelThreads`, for ranks in place of threads: all ranks are given the same micro-batches,
 each works on its share, and every rank gets all results. torch's own tools cut the weights: tensor parallelism by
-DTensor, then FSDP2 (HSDP over an axis "dp"). Over "pp" each rank has some of the layers (`PipelineStage`).
+DTensor, then FSDP2 (HSDP over an axis "dp"). Over "pp" each rank has some of the layers (`PipelineStage`), over "ep"
+some of each layer's experts, to which tokens travel (`Exchange`): these are cut over "fsdp", and all other weights over
+"fsdp" and "ep" together.
 
 Invariant: the float32 shards are the master weights; what is computed with is gathered layer by layer, in the run's
 dtype.
@@ -29,14 +31,27 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from penstock.graph.protocols import DATA, FSDP, STAGE, TENSOR, Axes, Rule, num_ranks, rule_of
+from penstock.graph.protocols import (
+    DATA,
+    EXPERT,
+    FSDP,
+    STAGE,
+    TENSOR,
+    Axes,
+    Rule,
+    expert_of,
+    num_ranks,
+    place_of_expert,
+    rule_of,
+)
 from penstock.nodes.learn.batching import Packed, token_counts
 from penstock.nodes.learn.data_parallel_threads import count_not_finite
 from penstock.nodes.model import CausalLM, Decoder
 from penstock.nodes.model.decoder import Norm
+from penstock.nodes.model.expert_parallel import Exchange
 from penstock.nodes.model.lora import is_adapter
 from penstock.nodes.model.mlp import Experts
-from penstock.nodes.model.tensor_parallel import check_tensor_parallel, stages_of, tensor_parallel
+from penstock.nodes.model.tensor_parallel import check_experts, check_tensor_parallel, stages_of, tensor_parallel
 from penstock.nodes.model.words import Words
 from penstock.nodes.parallel.mesh import AXES, Ranks, assign, gather
 from penstock.nodes.parallel.pipeline import PipelineStage
@@ -151,8 +166,15 @@ class Shards(Generic[Model]):
         held = stages_of(self.model.config, self._wholes, count) if count > 1 else {}
         for name in names:
             shape, dtype = self._wholes[name]
+            expert, experts, over = expert_of(name), self.model.config.num_experts, self.ranks.size(EXPERT)
+            place = None if expert is None or over == 1 else place_of_expert(expert, experts, over)
             # The first rank that has parts of it.
-            owner = next(r for r in range(self.ranks.count) if self.ranks.place(STAGE, r) in held.get(name, (0,)))
+            owner = next(
+                rank
+                for rank in range(self.ranks.count)
+                if self.ranks.place(STAGE, rank) in held.get(name, (0,))
+                and place in (None, self.ranks.place(EXPERT, rank))
+            )
             tensor = torch.empty(0, dtype=dtype)
             if name in self._parts:
                 tensor = _gathered(self._parts[name])
@@ -206,32 +228,42 @@ class Shards(Generic[Model]):
 
 
 def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, Rule], zero: int) -> None:
-    """Cut a model: tensor parallelism within each layer, then FSDP2: each layer, the embedding and the head by itself,
-    the rest as one more. Then each rank gets the parts that are its own.
+    """Cut a model: experts are dealt out, tensor parallelism within each layer, then FSDP2: each layer's experts where
+    they are dealt out, each layer, the embedding and the head by itself, the rest as one more. Then each rank gets the
+    parts that are its own.
 
-    Raises ValueError for a group of another size, ModelError for heads that "tp" does not divide.
+    Raises ValueError for a group of another size, ModelError for heads that "tp", or experts that "ep" does not divide.
     """
     if dist.get_world_size() != ranks.count:
         raise ValueError(f"given a mesh of {ranks.count} ranks in a group of {dist.get_world_size()}, needed as many")
-    mesh, layers = _device_mesh(ranks.mesh, model.device.type), list(model.model.layers.children())
     check_tensor_parallel(model.config, ranks.size(TENSOR), shared_heads=False)
+    check_experts(model.config, ranks.size(EXPERT))
+    mesh, layers = _device_mesh(ranks.mesh, model.device.type), list(model.model.layers.children())
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    outer = mesh[DATA, FSDP] if ranks.size(DATA) > 1 else mesh[FSDP]
     source, buffers = _unread(model), dict(model.named_buffers())
+    # A mesh of its own: experts are not cut over the axis that deals them out.
+    of_experts, dealt = mesh, list[nn.Module]()
+    if ranks.size(EXPERT) > 1:
+        of_experts = _device_mesh(ranks.mesh, model.device.type, with_experts=True)
+        model.deal_experts(Exchange(of_experts.get_group(EXPERT)))
+        dealt = [module.experts for module in model.modules() if isinstance(module, Experts)]
     if ranks.size(TENSOR) > 1:
         for layer in layers:
-            parallelize_module(layer, mesh[TENSOR], _tensor_plan(layer, rules), src_data_rank=None)
+            plan = _tensor_plan(layer, rules, of_experts[TENSOR])
+            parallelize_module(layer, mesh[TENSOR], plan, src_data_rank=None)
         _cut_words(model, mesh[TENSOR], rules)
     embedding, head = model.model.embed_tokens, getattr(model, "lm_head", None)
     # An embedding that is the head, too, is needed until the backward pass has begun.
     tied = isinstance(model, CausalLM) and model.config.tie_word_embeddings
     ends = [end for end in (embedding, head) if end is not None and any(True for _ in end.parameters())]
-    for each in (*layers, *ends, model):
+    for each in (*dealt, *layers, *ends, model):
         # The backward pass begins with the head, and with what else is outside of layers.
         keeps = each in (head, model) or (tied and each is embedding) or zero == 1
+        own = of_experts if each in dealt else mesh
+        outer = own[DATA, FSDP] if ranks.size(DATA) > 1 else own[FSDP]
         module = fully_shard(each, mesh=outer, mp_policy=precision, reshard_after_forward=not keeps)
         # A loss has its weight already: gradients are summed over ranks, not averaged. gloo has no other reduction.
-        if ranks.shares > 1:  # else torch would divide by 1
+        if outer.size() > 1:  # else torch would divide by 1
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         # The gradient of a look-up needs no weights.
@@ -287,8 +319,9 @@ def _gathered(part: DTensor) -> Tensor:
     return whole.contiguous()
 
 
-def _tensor_plan(layer: nn.Module, rules: Mapping[str, Rule]) -> dict[str, ParallelStyle]:
-    """How each linear map of a layer is cut. Attention and MLP get their input once, for all of their maps."""
+def _tensor_plan(layer: nn.Module, rules: Mapping[str, Rule], of_experts: DeviceMesh) -> dict[str, ParallelStyle]:
+    """How each linear map of a layer is cut, those of experts over `of_experts`. Attention and MLP get their input
+    once, for all of their maps."""
     plan: dict[str, ParallelStyle] = {
         "self_attn": PrepareModuleInput(
             input_layouts=(Replicate(), None, None), desired_input_layouts=(Replicate(), None, None)
@@ -297,7 +330,7 @@ def _tensor_plan(layer: nn.Module, rules: Mapping[str, Rule]) -> dict[str, Paral
     }
     for name, module in layer.named_modules():
         if isinstance(module, Experts):
-            plan[name] = _OfExperts(rules)
+            plan[name] = _OfExperts(rules, of_experts)
         elif isinstance(module, nn.Linear) and not (name.startswith("mlp.") and isinstance(plan["mlp"], _OfExperts)):
             if is_adapter(f"{name}.weight"):
                 continue  # it is cut with the map that it belongs to
@@ -321,9 +354,9 @@ class _OfHeads(ParallelStyle):
 class _OfExperts(ParallelStyle):
     """Each rank has a part of every expert's inner width; their outputs are summed once, and so are their gradients."""
 
-    def __init__(self, rules: Mapping[str, Rule]) -> None:
+    def __init__(self, rules: Mapping[str, Rule], mesh: DeviceMesh) -> None:
         super().__init__()
-        self.rules = rules
+        self.rules, self.mesh = rules, mesh
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Experts)
@@ -332,7 +365,7 @@ class _OfExperts(ParallelStyle):
             if isinstance(each, nn.Linear):
                 rule = rule_of(f"{name}.weight", self.rules)
                 assert rule is not None
-                _distribute(each, device_mesh, rule[0])
+                _distribute(each, self.mesh, rule[0])
         return module
 
 
@@ -360,12 +393,18 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
 
 
 @lru_cache
-def _device_mesh(axes: Axes, device: str) -> DeviceMesh:
-    """All axes of a model, outermost first, whatever the order of `axes`; one mesh for all models of this process."""
+def _device_mesh(axes: Axes, device: str, *, with_experts: bool = False) -> DeviceMesh:
+    """All axes of a model, outermost first, whatever the order of `axes`; one mesh for all models of this process.
+    "fsdp" has the ranks of "ep", too, unless it is `with_experts`."""
     names, sizes = [name for name, _ in axes], dict(axes)
     ranks = torch.arange(num_ranks(axes)).view([size for _, size in axes])
     ranks = ranks.permute([names.index(name) for name in AXES if name in names])
-    mesh = DeviceMesh(device, ranks.reshape([sizes.get(name, 1) for name in AXES]), mesh_dim_names=AXES)
+    if not with_experts:
+        sizes[FSDP] = sizes.get(FSDP, 1) * sizes.pop(EXPERT, 1)
+    own = tuple(name for name in AXES if name != EXPERT or with_experts)
+    # In the order of their numbers, whichever of "fsdp" and "ep" is the outer one: torch sorts the ranks of a group.
+    ranks = ranks.reshape([sizes.get(name, 1) for name in own]).sort(own.index(FSDP)).values
+    mesh = DeviceMesh(device, ranks, mesh_dim_names=own)
     # Its groups wait as long as the default group does: torch would give them half an hour.
     timeout = c10d._get_default_group()._get_backend(torch.device(device)).options._timeout
     for group in mesh.get_all_groups():

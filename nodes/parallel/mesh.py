@@ -1,8 +1,9 @@
 """The ranks that train or run one model together: axes of a mesh, and this rank's place; which rank works on which
 micro-batches (`assign`); and the exchange of what they have found (`gather`).
 
-Over "dp" and "fsdp" ranks work on micro-batches of their own; over "fsdp" the weights are cut, over "dp" they are
-replicated. Over "tp" ranks share each micro-batch, and cut the matrices; over "pp" each has some of the layers.
+Over "dp", "fsdp" and "ep" ranks work on micro-batches of their own; over "fsdp" the weights are cut, over "dp" they are
+replicated, over "ep" each rank has some of the experts, and a cut of the rest. Over "tp" ranks share each micro-batch,
+and cut the matrices; over "pp" each has some of the layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +15,11 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
-from penstock.graph.protocols import DATA, FSDP, STAGE, TENSOR, Axes, described, num_ranks
+from penstock.graph.protocols import DATA, EXPERT, FSDP, STAGE, TENSOR, Axes, described, num_ranks
 from penstock.graph.types import Context
 
 # The axes of a model, outermost first.
-AXES = (STAGE, DATA, FSDP, TENSOR)
+AXES = (STAGE, DATA, FSDP, EXPERT, TENSOR)
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,12 @@ class Ranks:
     @property
     def shares(self) -> int:
         """How many different micro-batches are worked on at the same time."""
-        return self.size(DATA) * self.size(FSDP)
+        return self.size(DATA) * self.size(FSDP) * self.size(EXPERT)
 
     def share(self, rank: int | None = None) -> int:
         """Which of them a rank works on."""
-        return self.place(DATA, rank) * self.size(FSDP) + self.place(FSDP, rank)
+        copy = self.place(DATA, rank) * self.size(FSDP) + self.place(FSDP, rank)
+        return copy * self.size(EXPERT) + self.place(EXPERT, rank)
 
     def speakers(self) -> list[int]:
         """For each share the rank that speaks for it: the first of the last stage that have the same."""

@@ -323,7 +323,7 @@ def layout_of(value: Carried) -> Layout | None:
         return None
     own = value.sharding()
     tensors = [(name, shape, "float32") for name, shape in own.shapes.items()]
-    return sharded(tensors, Mesh(own.mesh), own.rules, own.stages or None)
+    return sharded(tensors, Mesh(own.mesh), own.rules, own.stages or None, experts=own.experts)
 
 
 class CheckpointShard:

@@ -17,13 +17,26 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import prod
 from operator import sub
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.graph.protocols import FSDP, STAGE, TENSOR, Axes, Rule, described, num_ranks, rule_of
+from penstock.graph.protocols import (
+    EXPERT,
+    FSDP,
+    STAGE,
+    TENSOR,
+    Axes,
+    Rule,
+    described,
+    expert_of,
+    num_ranks,
+    place_of_expert,
+    rule_of,
+)
 
 __all__ = [
     "ITEMSIZE",
@@ -201,13 +214,21 @@ class Mesh:
         return [axis for axis, _ in self.axes].index(name)
 
     def extent(self, name: str) -> int:
-        """The size of an axis; 1 for one that is not there."""
-        return dict(self.axes).get(name, 1)
+        """The size of an axis; 1 for one that is not there. Of several joined by "+", the product."""
+        axes = dict(self.axes)
+        return prod(axes.get(each, 1) for each in name.split("+"))
 
     def coordinates(self) -> IntArray:
         """[axis, rank]: the coordinate of each rank on each axis."""
         shape = tuple(size for _, size in self.axes)
         return np.indices(shape, np.int64).reshape(len(shape), self.size)
+
+    def along(self, name: str, coordinates: IntArray) -> IntArray:
+        """[rank]: where ranks with these coordinates are on an axis, or on several joined by "+", outermost first."""
+        found = np.zeros(coordinates.shape[1], np.int64)
+        for each in name.split("+"):
+            found = found * self.extent(each) + coordinates[self.axis(each)]
+        return found
 
     def __str__(self) -> str:
         return described(self.axes)
@@ -216,7 +237,7 @@ class Mesh:
 @dataclass(frozen=True, slots=True)
 class Split:
     """A dimension cut over an axis of n ranks as `torch.chunk` does: parts of the rounded-up length, the last ones
-    short or empty.
+    short or empty. Several axes that cut as one are joined by "+", outermost first.
 
     With `units` the dimension is that many indivisible ones, such as heads: they are dealt out as `chunk` would, and
     where there are fewer than ranks, each is on n / units neighbours.
@@ -268,7 +289,7 @@ class Placement:
         start = np.zeros((coordinates.shape[1], len(shape)), np.int64)
         stop = start + np.array(shape, np.int64)
         for split in self.splits:
-            along, dim, parts = coordinates[self.mesh.axis(split.axis)], split.dim, self.mesh.extent(split.axis)
+            along, dim, parts = self.mesh.along(split.axis, coordinates), split.dim, self.mesh.extent(split.axis)
             start[:, dim], stop[:, dim] = split.apply(start[:, dim], stop[:, dim], along, parts)
         return RankRegions(np.flatnonzero(here), start, stop)
 
@@ -283,7 +304,7 @@ class Placement:
             if not set(kept) <= set(range(axes.get(axis, 0))):
                 found.append(f"only at {kept} of axis {axis!r} of {self.mesh}")
         for index, split in enumerate(self.splits):
-            if split.axis not in axes:
+            if not axes.keys() >= set(split.axis.split("+")):
                 found.append(f"split over axis {split.axis!r} of {self.mesh}")
             elif split.dim >= len(shape):
                 found.append(f"split of dimension {split.dim} of shape {shape}")
@@ -446,13 +467,20 @@ def sharded(
     rules: Mapping[str, Rule] | None = None,
     stages: Mapping[str, Sequence[int]] | None = None,
     hosts: Sequence[str] = (),
+    experts: int = 0,
+    cuts: Sequence[str] = (FSDP, EXPERT),
 ) -> Layout:
     """Every (name, shape, dtype) on a mesh whose axes are named as in `graph.protocols`, in any order.
 
-    `rules` are for `rule_of`; `stages` gives the stages that hold a tensor.
-    Raises `LayoutError` with every tensor that the mesh needs a rule or a stage for and that has none.
+    `rules` are for `rule_of`; `stages` gives the stages that hold a tensor. Over "ep" each of a layer's `experts` is at
+    one place. The axes of `cuts` together cut dimension 0 of other tensors, the outermost first; of experts those but
+    "ep" do.
+    Raises `LayoutError` with every tensor that the mesh needs a rule or a stage for and that has none, and with every
+    expert that "ep" cannot place.
     """
     axes = dict(mesh.axes)
+    if EXPERT in axes and experts % axes[EXPERT]:
+        raise LayoutError(f"no layout on {mesh}: given {experts} experts, needed a multiple of {axes[EXPERT]}")
     faults: list[str] = []
     placements: dict[Placement, Placement] = {}
     layouts = []
@@ -465,14 +493,19 @@ def sharded(
                 splits = () if rule is None else (Split(TENSOR, *rule),)
             except LookupError as error:
                 faults.append(f"  {error.args[0]}")
-        if FSDP in axes and len(shape):
-            # Last: FSDP2 cuts what tensor parallelism has left.
-            splits = (*splits, Split(FSDP, 0))
+        expert = expert_of(name) if EXPERT in axes else None
+        # Last: FSDP2 cuts what tensor parallelism has left.
+        if len(shape) and (over := [axis for axis in cuts if axis in axes and (expert is None or axis != EXPERT)]):
+            splits = (*splits, Split("+".join(sorted(over, key=mesh.axis)), 0))
+        if expert is not None and not experts > expert:
+            faults.append(f"  {name}: given {experts} experts")
+        elif expert is not None:
+            only = ((EXPERT, (place_of_expert(expert, experts, axes[EXPERT]),)),)
         if STAGE in axes:
             if stages is None or name not in stages:
                 faults.append(f"  {name}: no stage")
             else:
-                only = ((STAGE, tuple(stages[name])),)
+                only = (*only, (STAGE, tuple(stages[name])))
         placement = Placement(mesh, splits, only)
         # One object for equal placements: signatures are then found by identity.
         layouts.append(TensorLayout(name, tuple(shape), dtype, placements.setdefault(placement, placement)))

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.graph.protocols import TENSOR, Axes, Carried, Described, Rule, Sharded
+from penstock.graph.protocols import EXPERT, TENSOR, Axes, Carried, Described, Rule, Sharded
 from penstock.graph.types import Weights
 from penstock.runtime.tensor.buffers import (
     Allocate,
@@ -78,8 +78,9 @@ class LocalTransport:
         self._sent.clear()
 
 
-def source_layout(carried: Carried, ranks: int, add: Add) -> tuple[Layout, Mapping[str, Rule]]:
-    """How the value's weights lie on its ranks, and the rules that receivers cut them by.
+def source_layout(carried: Carried, ranks: int, add: Add) -> tuple[Layout, Mapping[str, Rule], int]:
+    """How the value's weights lie on its ranks, the rules that receivers cut them by, and the number of a layer's
+    experts, which they may deal out.
 
     The ranks tell each other the dtypes (through `add`), since a rank may hold nothing of a tensor. Raises
     `LayoutError` for what cannot travel, or does not lie as the sharding says.
@@ -90,7 +91,7 @@ def source_layout(carried: Carried, ranks: int, add: Add) -> tuple[Layout, Mappi
     if unknown := [f"{name} ({dtype})" for name, (_, dtype) in own.items() if dtype not in ITEMSIZE]:
         raise LayoutError(f"dtypes that do not travel: {', '.join(unknown)}; needed one of {', '.join(ITEMSIZE)}")
     if not isinstance(carried, Sharded):
-        return Layout.whole([(name, *entry) for name, entry in own.items()], ranks), {}
+        return Layout.whole([(name, *entry) for name, entry in own.items()], ranks), {}, 0
     sharding = carried.sharding()
     mesh, shapes = Mesh(tuple(sharding.mesh)), sharding.shapes
     if mesh.size != ranks:
@@ -110,11 +111,13 @@ def source_layout(carried: Carried, ranks: int, add: Add) -> tuple[Layout, Mappi
         raise LayoutError("\n".join(["the ranks do not hold one dtype of each tensor:", *wrong]))
     # The sharding names no dtypes: it may be made before the weights are.
     entries = [(name, tuple(shape), said[name][0]) for name, shape in shapes.items()]
-    return sharded(entries, mesh, sharding.rules, sharding.stages), sharding.wanted
+    layout = sharded(entries, mesh, sharding.rules, sharding.stages, experts=sharding.experts)
+    return layout, sharding.wanted, sharding.experts
 
 
 # What a sender's weights look like, as JSON: "layout", the format on the "wire", the rules by which receivers want them
-# ("wanted"), the mode of their checksums ("proof"), and what the carried value says of them ("about").
+# ("wanted"), how many "experts" a layer has, the mode of their checksums ("proof"), and what the carried value says of
+# them ("about").
 Description = dict[str, Any]
 
 
@@ -158,7 +161,7 @@ class WeightPublisher:
         if ranks > 1 and add is None and isinstance(carried, Sharded):
             raise ValueError(f"{channel}: given weights in parts on {ranks} ranks, needed `add`, to sum over them")
         self.channel = channel
-        self._source, self._wanted = source_layout(carried, ranks, add or alone)
+        self._source, self._wanted, self._experts = source_layout(carried, ranks, add or alone)
         self.layout = converted(self._source, wire)
         self._wire = wire
         self._convert: Convert | None = None
@@ -176,7 +179,7 @@ class WeightPublisher:
         self._names = tuple(t.name for t in self.layout.tensors)
         wanted = rules_to_json(self._wanted)
         about = dict(carried.about()) if isinstance(carried, Described) else {}
-        described = {"wire": wire, "wanted": wanted, "proof": proof, "about": about}
+        described = {"wire": wire, "wanted": wanted, "experts": self._experts, "proof": proof, "about": about}
         self.description = {"layout": self._source.to_json(), **described}
         self._snapshots: list[WeightSnapshot] = []
         self._sending: Counter[int] = Counter()  # transfers under way, by version
@@ -223,7 +226,8 @@ class WeightPublisher:
         # One object for ever: transports know by its identity which buckets they have made for it.
         with self._lock:  # two replicas may ask at once
             if mesh not in self._copies:
-                target = converted(target_layout(self._source, self._wanted, mesh), self._wire)
+                read = target_layout(self._source, self._wanted, mesh, self._experts)
+                target = converted(read, self._wire)
                 self._copies[mesh] = reshard(self.layout, target).sends(self._rank)
             return self._copies[mesh]
 
@@ -254,7 +258,8 @@ class WeightPublisher:
 
 class WeightReceiver:
     """One rank's part of a channel's weights: on a `mesh` (axis, size), what its axis "tp" leaves to it of each
-    tensor, by the rules of the sender; without a mesh, all of it on each of `ranks` ranks.
+    tensor, by the rules of the sender, and the experts that its axis "ep" deals to it; without a mesh, all of it on
+    each of `ranks` ranks.
 
     `weights` is one object for ever, changed by `swap` alone: version -1 and no tensors at first. The tensors of the
     version before are written over by the next sync, so that readers take the mapping anew at each step. `add` sums
@@ -277,7 +282,7 @@ class WeightReceiver:
     ) -> None:
         self.channel = channel
         self.mesh = Mesh.of(mesh, ranks)
-        if add is None and self.mesh.extent(TENSOR) > 1:
+        if add is None and self.mesh.extent(TENSOR) * self.mesh.extent(EXPERT) > 1:
             raise ValueError(f"{channel}: given weights in parts on {self.mesh}, needed `add`, to sum over them")
         self.weights = Weights(-1, {})
         self._rank = rank
@@ -365,7 +370,8 @@ class WeightReceiver:
         """The arena, and what checks it; made for the first version."""
         if self._arena is None or self._prover is None:
             source, wire = Layout.from_json(self.description["layout"]), self.description["wire"]
-            read = target_layout(source, rules_from_json(self.description["wanted"]), self.mesh)
+            wanted = rules_from_json(self.description["wanted"])
+            read = target_layout(source, wanted, self.mesh, self.description["experts"])
             target = converted(read, wire)
             self._copies = reshard(converted(source, wire), target).receives(self._rank)
             if wire and self._restores:

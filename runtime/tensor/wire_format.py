@@ -7,7 +7,8 @@ tensors like any others, NAME in eight bits and NAME.scale in float32, with a sc
 and checksums need to know nothing of it.
 
 A receiving replica's layout (`target_layout`) and plan (`plan_of`) follow from its mesh and what the sender says of its
-weights as JSON: the layout, and the rules by which a replica with an axis "tp" splits the tensors.
+weights as JSON: the layout, the rules by which a replica with an axis "tp" splits the tensors, and the number of a
+layer's experts, which one with an axis "ep" deals out.
 """
 
 from collections import Counter
@@ -15,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.graph.protocols import TENSOR, Rule
+from penstock.graph.protocols import EXPERT, TENSOR, Rule
 from penstock.runtime.tensor.layout import (
     Holding,
     Layout,
@@ -119,18 +120,20 @@ def scale_holding(held: Holding, shape: tuple[int, ...], format: Format) -> List
     return ListedRegions(tuple(dict.fromkeys((rank, format.scales(Region(tuple(a), tuple(b)))) for rank, a, b in rows)))
 
 
-def target_layout(source: Layout, wanted: Mapping[str, Rule], mesh: Mesh) -> Layout:
-    """The same tensors on a receiving replica: cut over its axis "tp" by the rules, whole over any other; whole on
-    each rank if there are no rules."""
-    # Only tensor parallelism cuts a receiver's weights: over other axes each rank reads all of them.
-    axes = tuple((name if name == TENSOR and size > 1 else f"{name} (whole)", size) for name, size in mesh.axes)
-    return sharded([(t.name, t.shape, t.dtype) for t in source.tensors], Mesh(axes), wanted or {"": None})
+def target_layout(source: Layout, wanted: Mapping[str, Rule], mesh: Mesh, experts: int = 0) -> Layout:
+    """The same tensors on a receiving replica: cut over its axis "tp" by the rules, each of a layer's `experts` at one
+    place of its axis "ep", whole over any other; whole on each rank if there are no rules and no experts."""
+    # Nothing else cuts a receiver's weights: over other axes each rank reads all of them.
+    own = {TENSOR, EXPERT} if experts else {TENSOR}
+    axes = tuple((name if name in own and size > 1 else f"{name} (whole)", size) for name, size in mesh.axes)
+    tensors = [(t.name, t.shape, t.dtype) for t in source.tensors]
+    return sharded(tensors, Mesh(axes), wanted or {"": None}, experts=experts, cuts=())
 
 
 def plan_of(description: Mapping[str, Any], mesh: Mesh) -> ReshardPlan:
     """The plan from a sender, whose description of its weights this is (`sync`), to a replica on `mesh`."""
     source, wire = Layout.from_json(description["layout"]), description["wire"]
-    target = target_layout(source, rules_from_json(description["wanted"]), mesh)
+    target = target_layout(source, rules_from_json(description["wanted"]), mesh, description["experts"])
     return reshard(converted(source, wire), converted(target, wire))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock.graph.protocols import expert_of
 from penstock.graph.types import Context, Weights
 from penstock.nodes.distill import policy_logprobs
 from penstock.nodes.generate import make_engine
@@ -32,7 +33,7 @@ from .updating import batch
 
 def config_of(family: str, base: ModelConfig = CONFIG, **changes: Any) -> ModelConfig:
     """A small model of a family."""
-    experts: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 14}
+    experts: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 14}
     own = experts if FAMILIES[family].experts else {}
     return replace(base, model_type=family, **{**own, **changes})
 
@@ -94,6 +95,44 @@ def engine(rank: int, folder: Path, groups: str, family: str) -> None:
         assert metrics.get("mismatch", 0.0) < 1e-4
 
 
+def dealt_engine(rank: int, folder: Path, dtype: str) -> None:
+    """Ranks with a share of the experts each sample the bits of one rank, and record the same routing."""
+    made = random_model(CONFIGS["qwen3_moe"]).to(getattr(torch, dtype))
+    if rank == 0:
+        directory("qwen3_moe", folder)
+    dist.barrier()
+    model = str(folder / "qwen3_moe")
+    context = Context(
+        node="generate", seed=3, model=model, slots=32, max_tokens=8, dtype=dtype, batch=1, replay_routing=True
+    )
+    mesh = (("ep", dist.get_world_size()),)
+    whole = Weights(0, made.state_dict())
+    parted = make_engine(replace(context, mesh=mesh, rank=rank), samples=3)
+    own = dict(parted.model.named_parameters())
+    assert all(own[name].shape == whole.tensors[name].shape for name in own)
+    held = {expert for name in own if (expert := expert_of(name)) is not None}
+    assert held == set(range(6)[rank * 6 // mesh[0][1] : (rank + 1) * 6 // mesh[0][1]])
+    ours = run(parted, range(6), Weights(0, {name: whole.tensors[name] for name in own}))
+    theirs = run(make_engine(context, samples=3), range(6), whole)
+    assert ours.keys() == theirs.keys()
+    for ordinal, (rollouts, metrics) in ours.items():
+        one, figures = theirs[ordinal]
+        assert torch.equal(rollouts.tokens_NS, one.tokens_NS)
+        assert torch.equal(rollouts.logprobs_NT, one.logprobs_NT)
+        assert torch.equal(rollouts.experts_NSLK, one.experts_NSLK)
+        assert metrics["mismatch"] == figures["mismatch"]
+
+
+def dealt_logprobs(rank: int, folder: Path, mesh: str, dtype: str) -> None:
+    """Log-probabilities of a policy whose experts are dealt out have the bits of one rank's."""
+    if rank == 0:
+        directory("qwen3_moe", folder)
+    dist.barrier()
+    given: dict[str, Any] = {"model": str(folder / "qwen3_moe"), "dtype": dtype, "micro_tokens": 12}
+    found = [policy_logprobs.fn(each, batch()[0]).logprobs_NT for each in (policy(mesh, rank, **given), policy(**given))]
+    assert torch.equal(*found)
+
+
 def replayed(rank: int, folder: Path, mesh: str) -> None:
     """Over ranks, pipeline stages included, tokens go through the experts that were recorded."""
     if rank == 0:
@@ -102,7 +141,7 @@ def replayed(rank: int, folder: Path, mesh: str) -> None:
     given: dict[str, Any] = {"model": str(folder / "qwen3_moe"), "replay_routing": True}
     rollouts, advantage = batch()
     draw = torch.rand(
-        *rollouts.tokens_NS.shape, CONFIG.num_hidden_layers, 5, generator=torch.Generator().manual_seed(1)
+        *rollouts.tokens_NS.shape, CONFIG.num_hidden_layers, 6, generator=torch.Generator().manual_seed(1)
     )
     other = replace(rollouts, experts_NSLK=(draw.topk(3).indices + 1).to(torch.int16))
     parted, one, plain = policy(mesh, rank, **given), policy(**given), policy(**given)

@@ -178,7 +178,7 @@ def assert_boxes(parted: SequenceModel[Any], one: SequenceModel[Any], rank: int,
     assert facts.shapes == {name: tuple(tensor.shape) for name, tensor in whole.items()}
     named = [(name, shape, "float32") for name, shape in facts.shapes.items()]
     mesh = Mesh(tuple(facts.mesh))
-    for tensor in sharded(named, mesh, facts.rules, facts.stages).tensors:
+    for tensor in sharded(named, mesh, facts.rules, facts.stages, experts=facts.experts).tensors:
         boxes = tensor.held_by(rank)
         for box in boxes:
             piece = whole[tensor.name][tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
@@ -198,7 +198,7 @@ def assert_gradients_near(parted: LanguagePolicy, one: LanguagePolicy) -> None:
     """The moments, which are means of gradients: each rank's box of one rank's."""
     given, whole, facts = parted.state()[0], one.state()[0], parted.sharding()
     named = [(name, shape, "float32") for name, shape in facts.shapes.items()]
-    for tensor in sharded(named, Mesh(tuple(facts.mesh)), facts.rules, facts.stages).tensors:
+    for tensor in sharded(named, Mesh(tuple(facts.mesh)), facts.rules, facts.stages, experts=facts.experts).tensors:
         for box in tensor.held_by(dist.get_rank()):
             name = f"exp_avg.{tensor.name}"
             piece = whole[name][tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
