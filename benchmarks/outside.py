@@ -126,8 +126,9 @@ def trained() -> Iterator[tuple[str, str, float, float]]:
     for row in TRAINED:
         shape = MPT.get(row.model) or SHAPES[row.model]
         recipe = Recipe(
-            shape, TRAINERS[row.model in MPT, row.kind], row.mesh, precision=row.precision,  # type: ignore[arg-type]
-            micro_tokens=row.micro * row.length, recompute=row.recompute, zero3=row.zero3, ep=row.ep, cp=row.cp,
+            shape, TRAINERS[row.model in MPT, row.kind], replace(row.mesh, ep=max(1, row.ep // row.mesh.tp)),
+            precision=row.precision,  # type: ignore[arg-type]
+            micro_tokens=row.micro * row.length, recompute=row.recompute, zero3=row.zero3, cp=row.cp,
             chunks=row.chunks, fused=PASSES["eager" if row.model in MPT else "compile"],
         )  # fmt: skip
         sequences = np.full(row.micro * row.accumulated * row.mesh.data // row.cp, row.length)

@@ -192,7 +192,7 @@ def _reinforced(row: Row) -> Prediction:
     precision: Precision = "fp8" if row.mode.endswith("FP8") else "bf16"
     recompute = float(row.shape.name not in KEEPS_ACTIVATIONS)
     trainer = Recipe(
-        row.shape, gpu, mesh, precision, row.longest, recompute, zero3=False, cp=cp, ep=ep
+        row.shape, gpu, replace(mesh, ep=max(1, ep // mesh.tp)), precision, row.longest, recompute, zero3=False, cp=cp
     )  # fmt: skip
     # One pass by the policy before its update, one by the reference; then an update's steps.
     forced = sampled == batch and row.release >= FIRST_FORCED

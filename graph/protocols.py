@@ -111,8 +111,8 @@ class Releasing(Protocol):
 # A mesh as (axis, size), outermost first; ranks count row-major: the last axis runs fastest. () is one rank.
 Axes = tuple[tuple[str, int], ...]
 
-# The axes that mean something to a model: stages of a pipeline, copies, shards of each tensor, experts dealt out, shares
-# of each layer. All but "dp" cut; over any other axis tensors are replicated.
+# The axes that mean something to a model: stages of a pipeline, copies, shards of each tensor, shares of the experts,
+# shares of each layer. All but "dp" cut; over any other axis tensors are replicated.
 STAGE, DATA, FSDP, EXPERT, TENSOR = "pp", "dp", "fsdp", "ep", "tp"
 
 

@@ -1,11 +1,11 @@
-"""Experts dealt out over ranks: rank r of R has E / R of a layer's E whole experts, in runs (expert parallelism: GShard,
-Lepikhin et al., 2021, arXiv 2006.16668, section 3). What a token's K experts make of it comes back to the token's own
-rank, which adds it up in the order of one rank: so outputs have the bits that they have without it. Gradients of experts
-are sums over the tokens of all ranks, and equal those of one rank within rounding.
+"""Experts dealt out over ranks: rank r of R has E / R of a layer's E whole experts, in runs (expert parallelism;
+GShard, Lepikhin et al., 2021, arXiv 2006.16668, section 3). What a token's K experts make of it comes back to the
+token's own rank, which adds it up in the order of one rank: outputs have the bits that they have there. Gradients of
+experts are sums over the tokens of all ranks, and equal those of one rank within rounding.
 
 Where ranks have tokens of their own (`Exchange`), rows go to their experts and back by two all-to-alls. Where all have
-the same ones (`Gather`), as those of a generator, nothing is sent there, and each rank sends all others what its experts
-have made.
+the same ones (`Gather`), as those of a generator, nothing is sent there, and each rank sends all others what its
+experts have made.
 
 Shapes: D hidden width, E experts of a layer, O those of a rank, R ranks, M rows: a token has one for each of its
 experts. Rows come in the order of their experts.

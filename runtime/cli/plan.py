@@ -124,6 +124,7 @@ SAID = {
     "stage": "what comes before it",
     "tp": "tensor parallelism",
     "pp": "the hops between stages",
+    "ep": "tokens that go to their experts and back",
     "moments": "moments that come from the host and go back",
 }
 
@@ -203,7 +204,6 @@ def _pool(pool: PoolPlan, width: int) -> list[str]:
     how += ["layers computed again"] if pool.recompute == "layer" else []
     how += ["AdamW's moments on the host"] if pool.optimizer_state else []
     how += ["weights sharded"] if pool.zero3 else []
-    how += [f"experts over {pool.ep} ranks (ep)"] if pool.ep else []
     how += [f"sequences over {pool.cp} ranks (cp)"] if pool.cp else []
     how += [pool.shares] if pool.shares else []
     parts = sorted(((n, size) for n, size in pool.memory.parts.items() if size), key=lambda part: -part[1])

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from penstock.graph.errors import Fault
-from penstock.graph.protocols import DATA, FSDP, STAGE, TENSOR, Axes, described
+from penstock.graph.protocols import DATA, EXPERT, FSDP, STAGE, TENSOR, Axes, described
 from penstock.runtime.cluster.gpus import Gpu, Precision
 
 # What a pool does: it updates a policy, decodes, holds a model beside the policy (a reference, a critic, a reward
@@ -32,6 +32,7 @@ class Capability:
     """What replicas of one kind of pool may be.
 
     axes: those of its mesh, outermost first; none: one rank.
+    one_axis: has a mesh one of them alone?
     over_hosts: the axes that may cross hosts, or () where a replica has one host. `tp` is not among them: its ranks
         wait for each other several times a layer.
     replicas: may there be several? Else more GPUs are a larger mesh.
@@ -41,6 +42,7 @@ class Capability:
     """
 
     axes: tuple[str, ...] = ()
+    one_axis: bool = False
     over_hosts: tuple[str, ...] = ()
     replicas: bool = False
     shared_heads: bool = False
@@ -48,12 +50,14 @@ class Capability:
     precisions: tuple[Precision, ...] = ("bf16",)
 
 
-_LEARNS = Capability(axes=(STAGE, DATA, FSDP, TENSOR), over_hosts=(STAGE, DATA, FSDP))
+_LEARNS = Capability(axes=(STAGE, DATA, FSDP, EXPERT, TENSOR), over_hosts=(STAGE, DATA, FSDP, EXPERT))
 
 CAPABILITIES: Mapping[Kind, Capability] = {
     "trainer": _LEARNS,
     "beside": _LEARNS,
-    "generator": Capability(axes=(TENSOR,), replicas=True, shared_heads=True, precisions=("bf16", "fp8", "int8")),
+    "generator": Capability(
+        axes=(EXPERT, TENSOR), one_axis=True, replicas=True, shared_heads=True, precisions=("bf16", "fp8", "int8")
+    ),
     "small": Capability(),
 }
 
@@ -120,18 +124,22 @@ class Sizes(Protocol):
 def axis_lack(kind: Kind, mesh: Axes) -> Fault | None:
     """What a mesh has that replicas of this kind of pool cannot."""
     row = CAPABILITIES[kind]
-    others = [name for name, size in mesh if size > 1 and name not in row.axes]
+    used = [name for name, size in mesh if size > 1]
+    others = [name for name in used if name not in row.axes]
+    others = others or (used if row.one_axis and len(used) > 1 else [])
     if not others:
         return None
     needed = f"the axes {', '.join(row.axes)}" if row.axes else "one rank: it has no model"
+    if row.one_axis:
+        needed = f"one of the axes {', '.join(row.axes)}"
     more = "; more GPUs are more replicas" if row.replicas else ""
     return Fault("mesh-axis", f"a {kind}'s mesh", f"{', '.join(others)} in {described(mesh)}", needed + more)
 
 
 def cut_lack(kind: Kind, sizes: Sizes, mesh: Axes) -> Fault | None:
-    """What of a model a mesh does not divide: heads and width over `tp`, whole layers over `pp`."""
+    """What of a model a mesh does not divide: heads and width over `tp`, experts over `ep`, whole layers over `pp`."""
     row, axes, lacks = CAPABILITIES[kind], dict(mesh), []
-    tp, pp = axes.get(TENSOR, 1), axes.get(STAGE, 1)
+    tp, ep, pp = axes.get(TENSOR, 1), axes.get(EXPERT, 1), axes.get(STAGE, 1)
     shared = row.shared_heads and tp % sizes.kv_heads == 0
     # Over tp each rank has a part of every expert.
     inner = sizes.expert_inner if sizes.experts else sizes.inner
@@ -141,11 +149,13 @@ def cut_lack(kind: Kind, sizes: Sizes, mesh: Axes) -> Fault | None:
     # The vocabulary is cut into equal pieces, of which the last one may be smaller.
     if -(-sizes.vocab // tp) * (tp - 1) >= sizes.vocab:
         lacks.append(f"{sizes.vocab} words over tp {tp}")
+    if ep > 1 and (not sizes.experts or sizes.experts % ep):
+        lacks.append(f"{sizes.experts or 'no'} experts over ep {ep}")
     lacks += [f"{sizes.layers} layers over pp {pp}"] if pp > sizes.layers else []
     lacks += [f"tied embeddings over pp {pp}"] if sizes.tied and pp > 1 else []
     if not lacks:
         return None
-    needed = "numbers that tp divides, a layer for each stage, and a head of its own where there are stages"
+    needed = "numbers that tp and ep divide, a layer for each stage, and a head of its own where there are stages"
     return Fault("mesh-cut", f"a {kind}'s mesh {described(mesh)}", ", ".join(lacks), needed)
 
 

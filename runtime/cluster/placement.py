@@ -29,7 +29,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock.graph.ir import Graph, Node
-from penstock.graph.protocols import DATA, FSDP, STAGE, TENSOR, Axes, num_ranks
+from penstock.graph.protocols import DATA, EXPERT, FSDP, STAGE, TENSOR, Axes, num_ranks
 from penstock.graph.types import Context
 from penstock.runtime.cluster.capabilities import CAPABILITIES, Kind, axis_lack, spread_lack
 from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, check_common_network, nearest
@@ -173,6 +173,7 @@ AXES = {
     STAGE: "pipeline stages",
     DATA: "copies of the model",
     FSDP: "shards of each tensor",
+    EXPERT: "shares of the experts",
     TENSOR: "shares of each layer",
 }
 

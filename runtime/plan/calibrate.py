@@ -168,7 +168,7 @@ def calibrate(folder: Path, cluster: Cluster, prompt_tokens: int) -> Calibration
     roles, flags = roles_of(stage.origin.graph), facts.config.flags
     shape = with_adapters(shape, stage.origin.graph, roles.cycle[0], flags.lora, flags.lora_targets)
     gpu = next(g for host in cluster.hosts if host.gpu == kind and (g := cluster.gpu_of(host)))
-    meshes = {pool.name: Parallel(**dict(pool.replicas[0].mesh)) for pool in stage.origin.plan.pools}
+    meshes = {pool.name: Parallel.of(pool.replicas[0].mesh) for pool in stage.origin.plan.pools}
     precision: Precision = "fp32" if flags.dtype == "float32" else "bf16"
     generator = Generator(shape, gpu, meshes[roles.generator], flags.slots, precision)
     mesh = meshes[roles.trainer]

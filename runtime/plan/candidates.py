@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.graph.protocols import STAGE, Axes
-from penstock.runtime.cluster.capabilities import CAPABILITIES, DENSE_CACHE, cut_lack, model_lack
+from penstock.graph.protocols import EXPERT, STAGE, Axes
+from penstock.runtime.cluster.capabilities import CAPABILITIES, DENSE_CACHE, cut_lack
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.cluster.gpus import Gpu, Precision
 from penstock.runtime.plan.collectives import SAFE, Cost
@@ -140,26 +140,23 @@ RESORTS = tuple(LastResorts(tp, host, cp) for cp, host, tp in product((False, Tr
 
 
 def trainer_meshes(shape: Shape, nodes: NodeGroup, gpus: int, resorts: LastResorts = RESORTS[0]) -> Iterator[Parallel]:
-    """Every cut of `gpus` ranks over dp, fsdp, tp and pp; tp stays within a host, unless it is a last resort."""
+    """Every cut of `gpus` ranks over dp, fsdp, tp and pp, and of experts over ranks of fsdp. tp stays within a host,
+    unless it is a last resort."""
     if gpus > nodes.each and not CAPABILITIES["trainer"].over_hosts:
         return
     for tp in resorts.tensor_sizes(nodes, gpus):
         for pp in _divisors(gpus // tp) if gpus % tp == 0 else ():
             data = gpus // tp // pp
             for fsdp in _divisors(data):
-                mesh = Parallel(dp=data // fsdp, fsdp=fsdp, tp=tp, pp=pp)
-                if cut_lack("trainer", shape, mesh.axes) is None:
-                    yield mesh
+                for ep in _divisors(fsdp) if shape.experts else (1,):
+                    mesh = Parallel(dp=data // fsdp, fsdp=fsdp, tp=tp, pp=pp, ep=ep)
+                    if cut_lack("trainer", shape, mesh.axes) is None:
+                        yield mesh
 
 
-def sharings(shape: Shape, mesh: Parallel, resorts: LastResorts = RESORTS[0]) -> Iterator[tuple[int, int]]:
-    """`ep` and `cp` of a trainer: experts over ranks of `fsdp` beyond those of `tp`, which has them anyway; sequences
-    over ranks of `fsdp`. Of a model that runs can have, experts lie as other weights do."""
-    spread = shape.experts and model_lack(shape)
-    experts = {max(1, share * mesh.tp) if share > 1 else 1 for share in _divisors(mesh.fsdp)} if spread else {1}
-    for ep in sorted(each for each in experts if each == 1 or shape.experts % each == 0):
-        for cp in _divisors(mesh.fsdp) if resorts.cp else (1,):
-            yield ep, cp
+def sharings(mesh: Parallel, resorts: LastResorts) -> Sequence[int]:
+    """`cp` of a trainer: over how many ranks of `fsdp` sequences are cut."""
+    return _divisors(mesh.fsdp) if resorts.cp else (1,)
 
 
 def micro_tokens(longest: int, most: int) -> list[int]:
@@ -396,14 +393,14 @@ class LayoutCandidates:
         own = [max(self.work.context, pins.micro_tokens)] if pins.micro_tokens else []
         for mesh in trainer_meshes(self.work.shape, nodes, gpus, self.resorts):
             if pin is None or pin == mesh.axes:
-                for ep, cp in sharings(self.work.shape, mesh, self.resorts):
-                    meshes[ep, cp, mesh.data, mesh.tp, mesh.pp].append(mesh)
+                for cp in sharings(mesh, self.resorts):
+                    meshes[cp, mesh.data, mesh.tp, mesh.pp, mesh.ep].append(mesh)
         found = []
         every = product(own or micro_tokens(self.work.context, self.work.micro_tokens), self.recomputes)
-        for ((ep, cp, *_), alike), (tokens, again) in product(meshes.items(), list(every)):
+        for ((cp, *_), alike), (tokens, again) in product(meshes.items(), list(every)):
             first = Trainer(
                     self.work.shape, nodes.gpu, alike[0], micro_tokens=tokens, recompute=again, zero3=False,
-                    ep=ep, cp=cp, host_state=self.resorts.host_state,
+                    cp=cp, host_state=self.resorts.host_state,
                 )  # fmt: skip
             steps_s = sum(first.least(part, backward=True) for part in self._minibatches) * self.work.epochs
             passed_s = first.least(self._whole, backward=False)
@@ -553,6 +550,13 @@ class LayoutCandidates:
             for tp in self.resorts.tensor_sizes(nodes, nodes.gpus)
             for pp in (_divisors(len(nodes.hosts)) if staged and tp == nodes.each else (1,))
             if cut_lack("generator", shape, (mesh := Parallel(tp=tp, pp=pp)).axes) is None and pin in (None, mesh.axes)
+        ]
+        # Experts over the GPUs of a host, each of which has all of the rest.
+        meshes += [
+            mesh
+            for ep in (_divisors(min(nodes.each, nodes.gpus))[1:] if shape.experts and EXPERT in row.axes else ())
+            if cut_lack("generator", shape, (mesh := Parallel(fsdp=ep, ep=ep)).axes) is None
+            and pin in (None, mesh.axes)
         ]
         return [Generator(shape, gpu, mesh, 1, self.precision) for mesh in meshes]
 

@@ -61,12 +61,12 @@ def send_s(gpu: Gpu, nbytes: Seconds, stride: int) -> Seconds:
     return nbytes / (gpu.nvlink if inside else gpu.nic) + (gpu.latency_s if inside else gpu.network_s)
 
 
-def exchange_s(gpu: Gpu, nbytes: float, ranks: int) -> float:
-    """Seconds of an all-to-all between neighbours in which each sends `nbytes`, its own part included, evenly to all.
-    What leaves the domain leaves over the rank's own NIC, beside what stays."""
+def exchange_s(gpu: Gpu, nbytes: float, ranks: int, stride: int = 1) -> float:
+    """Seconds of an all-to-all between ranks that are `stride` apart, in which each sends `nbytes`, its own part
+    included, evenly to all. What leaves the domain leaves over the rank's own NIC, beside what stays."""
     if ranks == 1:
         return 0.0
-    inside = min(ranks, gpu.nvlink_gpus)
+    inside = _within(gpu, ranks, stride)
     stays = nbytes * (inside - 1) / ranks / gpu.nvlink
     leaves = nbytes * (ranks - inside) / ranks / gpu.nic
     return max(stays, leaves) + gpu.latency_s + gpu.network_s * (inside < ranks)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from penstock.runtime.cluster.gpus import BYTES, Gpu, Precision
-from penstock.runtime.plan.collectives import Cost, reduce_s, send_s
+from penstock.runtime.plan.collectives import Cost, gather_s, reduce_s, send_s
 from penstock.runtime.plan.model_shape import Parallel, Shape, stages_of
 from penstock.runtime.plan.train_cost import (
     ADAPTER_KERNELS,
@@ -213,8 +213,9 @@ LOGIT_PASSES = 3
 
 @dataclass(frozen=True)
 class Generator:
-    """A replica that decodes on `mesh.tp * mesh.pp` GPUs, at most `slots` rows at once. Weights are in `precision`, the
-    cache in bfloat16."""
+    """A replica that decodes on `mesh.tp * mesh.pp` GPUs, at most `slots` rows at once; or on `mesh.ep`, each of which
+    has a share of the experts and all of the rest, and computes the same rows. Weights are in `precision`, the cache in
+    bfloat16."""
 
     shape: Shape
     gpu: Gpu
@@ -226,8 +227,16 @@ class Generator:
     def bytes_each(self) -> float:
         """Of weights on each rank, all that travel to it: of adapters these alone."""
         shape, mesh = self.shape, self.mesh
-        held = shape.parameters / mesh.tp if shape.lora is None else shape.layers * shape.adapted(mesh.tp)
+        held = (shape.dense_parameters + shape.expert_parameters / mesh.ep) / mesh.tp
+        held = held if shape.lora is None else shape.layers * shape.adapted(mesh.tp)
         return held * BYTES[self.precision] / mesh.pp
+
+    @cached_property
+    def multiplied(self) -> float:
+        """Weights that a token is multiplied with on a rank, those of experts counted as often as they are slower."""
+        whole, dense = weighted(self.shape, self.gpu), self.shape.dense_parameters
+        dense -= 0 if self.shape.tied else self.shape.vocab * self.shape.hidden
+        return (dense + (whole - dense) / self.mesh.ep) / self.mesh.tp
 
     @cached_property
     def unevenness(self) -> float:
@@ -252,11 +261,11 @@ class Generator:
         if not tokens:
             return 0.0
         shape, gpu, mesh = self.shape, self.gpu, self.mesh
-        products = 2.0 * weighted(shape, gpu) * tokens / mesh.tp / gpu.flops(self.precision)
+        products = 2.0 * self.multiplied * tokens / gpu.flops(self.precision)
         attention = attention_flops(shape, tokens**2) / mesh.tp / gpu.attention_flops
         elements = elementwise_bytes(shape) * tokens / mesh.tp / gpu.bandwidth
         # Stages work on different prompts at once, so that a token costs its share of one stage's time.
-        reduced: float = self._reduced_s(tokens)
+        reduced: float = self._reduced_s(tokens) + self._gathered_s(tokens)
         return (products + attention + elements + reduced) / mesh.pp
 
     def rollout(
@@ -287,9 +296,9 @@ class Generator:
         # The embedding is looked up. Of the experts those are read that a token uses, routed evenly: 1 - (1 - k/E)^n.
         used = shape.dense_parameters - (0 if shape.tied else shape.vocab * shape.hidden)
         touched = 1.0 - (1.0 - shape.active / shape.experts) ** at_once if shape.experts else 0.0
-        weights = (used + shape.expert_parameters * touched) * BYTES[self.precision] / mesh.tp
+        weights = (used + shape.expert_parameters * touched / mesh.ep) * BYTES[self.precision] / mesh.tp
         rate = gpu.flops(self.precision) * gpu.efficiency.decode
-        products = 2.0 * weighted(shape, gpu) * rows / mesh.tp / rate
+        products = 2.0 * self.multiplied * rows / rate
         cached = context * cache_bytes(shape, mesh.tp) / gpu.bandwidth
         # A latent cache is read as it is, by each head (DeepSeek-V2, section 2.1.2: up-projections are absorbed).
         width = shape.qk_width + shape.value_width
@@ -302,6 +311,7 @@ class Generator:
                 "weights": np.maximum(weights / gpu.bandwidth, products / mesh.pp) * self.unevenness,
                 "logits": rows * shape.vocab * 4 * LOGIT_PASSES / mesh.tp / gpu.bandwidth,
                 "tp": self._reduced_s(at_once),
+                **({"ep": self._gathered_s(at_once)} if mesh.ep > 1 else {}),
                 "pp": mesh.pp * send_s(gpu, at_once * shape.hidden * 2, mesh.tp) if mesh.pp > 1 else 0.0,
             },
         )
@@ -324,6 +334,11 @@ class Generator:
         """Two all-reduces of the activations in each layer, and one of the logits' maxima, which is left out."""
         return 2 * self.shape.layers * reduce_s(self.gpu, tokens * self.shape.hidden * 2, self.mesh.tp)
 
+    def _gathered_s(self, tokens: Any) -> Any:
+        """What each rank's experts have made, to all, in each layer that has some."""
+        made = tokens * self.shape.active * self.shape.hidden * 2
+        return self.shape.moe_layers * gather_s(self.gpu, made, self.mesh.ep)
+
 
 def rollout_s(work: Workload, generator: Generator, replicas: int) -> float:
     """Seconds of a batch by itself, simulated over its lengths: with the tail, and with replacements of
@@ -336,7 +351,7 @@ def generator_memory(generator: Generator, context: float, copies: int = 2) -> M
     """Of a rank of the fullest stage with all slots in use, `context` tokens in each on average. Of two `copies` of the
     weights one is in use while the next version arrives."""
     shape, mesh = generator.shape, generator.mesh
-    fullest = max(stage.parameters for stage in stages_of(shape, mesh.pp))
+    fullest = max(stage.dense + stage.experts / mesh.ep for stage in stages_of(shape, mesh.pp))
     weights = fullest / mesh.tp * BYTES[generator.precision]
     # Of adapters alone a next version arrives.
     weights = weights * copies if shape.lora is None else weights + shape.layers * shape.adapted(mesh.tp) * 2 * copies

@@ -211,10 +211,10 @@ def _trainers(candidates: LayoutCandidates, nodes: NodeGroup) -> Iterator[Needs]
         for mesh in trainer_meshes(work.shape, nodes, gpus, candidates.resorts):
             if pin not in (None, mesh.axes):
                 continue
-            for (ep, cp), on_host in product(sharings(work.shape, mesh, candidates.resorts), states):
+            for cp, on_host in product(sharings(mesh, candidates.resorts), states):
                 trainer = Trainer(
                     work.shape, nodes.gpu, mesh, micro_tokens=max(work.context, candidates.pins.micro_tokens or 0),
-                    recompute=max(candidates.recomputes), zero3=mesh.fsdp > 1, ep=ep, cp=cp,
+                    recompute=max(candidates.recomputes), zero3=mesh.fsdp > 1, cp=cp,
                     host_state=on_host,
                 )  # fmt: skip
                 memory = trainer_memory(trainer, candidates.models.copies)

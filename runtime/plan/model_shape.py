@@ -4,15 +4,15 @@ that are read.
 `Shape` has the sizes that FLOPs, bytes and tensors follow from, of dense and mixture-of-experts decoders of the Llama,
 Qwen and DeepSeek families: read from the `config.json` of a model directory, or one of the names in `SHAPES`.
 
-`Parallel` has the sizes of a mesh's axes. Ranks count with `tp` fastest, then `fsdp`, `dp`, and `pp` slowest, so that
-tensor parallelism stays within a machine where it can.
+`Parallel` has the sizes of a mesh's axes. Ranks count with `tp` fastest, then `ep`, `fsdp`, `dp`, and `pp` slowest, so
+that tensor parallelism stays within a machine where it can.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import Field
 
@@ -340,19 +340,27 @@ SHAPES: dict[str, Shape] = {
 
 
 # Of a mesh, outermost first.
-AXES = ("pp", "dp", "fsdp", "tp")
+AXES = ("pp", "dp", "fsdp", "ep", "tp")
 Size = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """Sizes of the axes: copies of the model (`dp`), shards of each tensor (`fsdp`), shares of each layer (`tp`),
-    pipeline stages (`pp`)."""
+    """Copies of the model (`dp`), shards of each tensor (`fsdp`), shares of each layer (`tp`), pipeline stages (`pp`).
+    Of the ranks that have shards, `ep` neighbours share out the experts, which the others of them cut: their number
+    divides `fsdp`."""
 
     dp: Size = 1
     fsdp: Size = 1
     tp: Size = 1
     pp: Size = 1
+    ep: Size = 1
+
+    @classmethod
+    def of(cls, axes: Axes) -> Self:
+        """From a plan's mesh, whose axis "fsdp" has the ranks beyond those of "ep"."""
+        sizes = dict(axes)
+        return cls(**{**sizes, "fsdp": sizes.get("fsdp", 1) * sizes.get("ep", 1)})
 
     @property
     def ranks(self) -> int:
@@ -371,7 +379,8 @@ class Parallel:
     @property
     def axes(self) -> Axes:
         """As a plan's mesh says it, outermost first; axes of one rank are left out."""
-        return tuple((name, getattr(self, name)) for name in AXES if getattr(self, name) > 1)
+        sizes = {name: getattr(self, name) for name in AXES} | {"fsdp": self.fsdp // self.ep}
+        return tuple((name, size) for name, size in sizes.items() if size > 1)
 
     def divides(self, shape: Shape) -> bool:
         """Whether a model can be cut so: heads over `tp`, layers over `pp`."""

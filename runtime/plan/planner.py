@@ -51,7 +51,6 @@ class PoolPlan:
     slots: int | None = None
     micro_tokens: int | None = None
     zero3: bool | None = None
-    ep: int | None = None
     cp: int | None = None
     recompute: Recompute | None = None
     optimizer_state: OptimizerState | None = None
@@ -275,7 +274,7 @@ def _learning(roles: Roles, pool: str, group: Allocation, training: Training, ho
         pool, roles.nodes_of(pool), group.gpus, group.nodes.kind, hosts, 1, trainer.mesh.axes, trainer.precision,
         training.memory if pool == first else beside_memory(trainer, roles.models_of((pool,))),
         group.nodes.gpu.memory_bytes, micro_tokens=trainer.micro_tokens, zero3=trainer.zero3,
-        ep=trainer.ep if trainer.ep > 1 else None, cp=trainer.cp if trainer.cp > 1 else None,
+        cp=trainer.cp if trainer.cp > 1 else None,
         recompute=None if trainer.frozen else recomputation(trainer),
         optimizer_state="host" if trainer.host_state and not trainer.frozen else None,
         shares=None if pool == first else f"its GPUs are those of {first}",

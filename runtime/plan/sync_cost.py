@@ -114,13 +114,20 @@ def stages(shape: Shape, count: int) -> dict[str, tuple[int, ...]]:
 
 
 @lru_cache(maxsize=64)
-def layout(shape: Shape, mesh: Parallel, dtype: str) -> Layout:
-    """On one mesh: matrices are of `dtype`, norms and biases bf16."""
+def layout(shape: Shape, mesh: Parallel, dtype: str, *, decodes: bool = False) -> Layout:
+    """On one mesh: matrices are of `dtype`, norms and biases bf16. A layer's experts are one tensor, which `ep` cuts;
+    what else there is has a rank that `decodes` whole."""
     axes, every = Mesh(mesh.axes or (("replica", 1),)), tensors(shape)
     listed = [(name, size, dtype if len(size) > 1 else "bfloat16") for name, (size, _) in every.items()]
     # Rules are found by the ends of names: those of a layer's tensors once, not of each layer.
     rules = {name.split(".", 3)[-1] if ".layers." in name else name: rule for name, (_, rule) in every.items()}
-    return sharded(listed, axes, rules, stages(shape, mesh.pp))
+    held = stages(shape, mesh.pp)
+    if not decodes or mesh.ep == 1:
+        return sharded(listed, axes, rules, held)
+    routed = [each for each in listed if ".experts." in each[0]]
+    others = [each for each in listed if each not in routed]
+    parts = sharded(routed, axes, rules, held), sharded(others, axes, rules, held, cuts=())
+    return Layout(parts[0].tensors + parts[1].tensors)
 
 
 # What travels: no narrower format than fp8 does yet.
@@ -139,7 +146,7 @@ class Traffic:
 @lru_cache(maxsize=256)
 def traffic(shape: Shape, trainer: Parallel, generator: Parallel, precision: Precision) -> Traffic:
     """What a sync from the trainer's mesh to one replica of a generator moves, from its resharding plan."""
-    plan = reshard(layout(shape, trainer, DTYPE[precision]), layout(shape, generator, DTYPE[precision]))
+    plan = reshard(layout(shape, trainer, DTYPE[precision]), layout(shape, generator, DTYPE[precision], decodes=True))
     # The first and the last rank have what others have, and the embedding or the head besides.
     ends = {0, plan.destinations - 1}
     peers = max(len({route.source for route in plan.routes(destination=rank)}) for rank in ends)

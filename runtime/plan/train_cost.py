@@ -116,8 +116,8 @@ class Trainer:
     gradients, masters and moments where there are some. `zero3`: weights are gathered for each micro-batch and their
     gradients reduced (FSDP); else once a step (ZeRO-1, Megatron's distributed optimizer).
 
-    `ep`: over how many neighbours of a stage the experts of a layer are dealt out, so that tokens travel to them;
-    `cp`: over how many ranks of `fsdp` each sequence is cut (ring attention, Liu et al., 2023). No run has either.
+    Where experts are dealt out (`mesh.ep`), tokens travel to them. `cp`: over how many ranks of `fsdp` each sequence is
+    cut (ring attention, Liu et al., 2023), which no run has.
     `logit_elements`: logits that are there at once; 0: what suits the GPU. `host_state`: moments lie on the host.
     """
 
@@ -129,7 +129,6 @@ class Trainer:
     recompute: float = 1.0
     frozen: bool = False
     zero3: bool = True
-    ep: int = 1
     cp: int = 1
     logit_elements: int = 0
     host_state: bool = False
@@ -159,8 +158,8 @@ class Trainer:
         return max(map(self.held, self.stages))
 
     def held(self, stage: Stage) -> float:
-        """Parameters of a rank of a stage whose weights are gathered: `tp` cuts all, or experts lie over `ep`."""
-        return stage.dense / self.mesh.tp + stage.experts / max(self.mesh.tp, self.ep)
+        """Parameters of a rank of a stage whose weights are gathered: `tp` cuts all, and `ep` deals out experts."""
+        return (stage.dense + stage.experts / self.mesh.ep) / self.mesh.tp
 
     @cached_property
     def shard(self) -> float:
@@ -242,10 +241,10 @@ class Trainer:
         hop = send_s(gpu, tokens * shape.hidden * 2, mesh.stage) if mesh.pp > 1 else 0.0
         travels = {"tp": self._tensor_s(tokens, backward), "pp": hop * (1 + backward)}
         times = 2 + (2 + 2 * self.recompute if backward else 0)
-        if self.ep > 1:
-            # Tokens go to their experts and back, in each layer that has experts.
-            sent = tokens / mesh.tp * shape.active * shape.hidden * 2
-            travels["ep"] = times * self.slowest.moe_layers * exchange_s(gpu, sent, self.ep)
+        if mesh.ep > 1:
+            # Tokens go to their experts and back, in each layer that has experts; each rank of tp sends all of them.
+            sent = tokens * shape.active * shape.hidden * 2
+            travels["ep"] = times * self.slowest.moe_layers * exchange_s(gpu, sent, mesh.ep, mesh.tp)
         if self.cp > 1:
             # Keys and values go around the ring, beside attention.
             keys = tokens * self.cp * shape.cache_width * 2 / min(mesh.tp, shape.kv_heads)
@@ -302,11 +301,21 @@ class Trainer:
         if self.zero3:
             # All weights of a stage are gathered for forward and again for backward, and their gradients reduced.
             times = (2 if self.weights_fixed else 3) if backward else 1
-            each = gather_s(self.gpu, self.local * 2 / self.layers, self.mesh.fsdp, self.mesh.tp)
+            each = self._gather_s(2 / self.layers)
             parts["fsdp"] = max(0.0, times * self.layers * each - alone.seconds)
         # Stages wait for the first micro-batch to come and for the last one to return.
         bubble = sum(parts.values()) * self.filling
         return Cost({**{name: seconds * micro for name, seconds in parts.items()}, "bubble": bubble})
+
+    def _gather_s(self, nbytes: float) -> float:
+        """Seconds in which a rank of the fullest stage gathers its weights, of so many bytes each: of experts that are
+        dealt out, from the ranks that have the same."""
+        gpu, mesh, stage = self.gpu, self.mesh, max(self.stages, key=self.held)
+        if mesh.ep == 1:
+            return gather_s(gpu, self.local * nbytes, mesh.fsdp, mesh.tp)
+        experts = stage.experts / mesh.ep / mesh.tp * nbytes
+        dense = gather_s(gpu, stage.dense / mesh.tp * nbytes, mesh.fsdp, mesh.tp)
+        return dense + gather_s(gpu, experts, mesh.fsdp // mesh.ep, mesh.tp * mesh.ep)
 
     def once(self) -> Cost:
         """What a step does once: the optimizer, gradients between copies, and with ZeRO-1 a gather and a reduction, of
@@ -427,6 +436,8 @@ def step_memory(trainer: Trainer, place: int, copies: int = 0) -> Mapping[str, M
     if trainer.frozen:
         works = size * tokens * 3 * (width + inner)
     works += tokens * trainer.recompute * (whole - own) * learns
+    # Rows as they come and go, beside those in the order of the experts.
+    works += size * tokens * 2 * shape.active * width * (mesh.ep > 1)
     # Embedding, head and each layer are gathered by themselves, into a buffer of all ranks' parts and from there into
     # the weights. A head that is the embedding is kept from the look-up to the end.
     gathers = 2.0 if mesh.fsdp > 1 else 1.0

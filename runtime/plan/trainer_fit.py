@@ -194,4 +194,4 @@ def _gpu(replica: Replica, cluster: Cluster) -> Gpu | None:
 
 
 def _parallel(replica: Replica) -> Parallel:
-    return Parallel(**dict(replica.mesh))
+    return Parallel.of(replica.mesh)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from penstock.graph.types import Context
-from penstock.nodes.model import CausalLM, load_model
+from penstock.nodes.model import CausalLM, load_model, save_model
+from penstock.nodes.open_model import initial_model
 from penstock.nodes.score import math_answer
 from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.tensor import offload
@@ -301,6 +302,41 @@ def test_a_run_goes_on_on_another_mesh_and_on_fewer_hosts(tmp_path: Path, mesh: 
     )
     assert_close(reads_back(run_here(digits(tmp_path / "alone"))), reads_back(moved))
     assert len(list((moved / "checkpoints" / f"{UPDATES:08d}").glob("trainer-0-*.safetensors"))) == ranks
+
+
+def mixture(folder: Path) -> str:
+    """The directory of an untrained mixture that says the words of arithmetic."""
+    config, tokenizer = initial_model("arithmetic")
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    made = CausalLM(replace(config, model_type="qwen3_moe", **experts))  # type: ignore[arg-type]
+    made.init_weights(1)
+    save_model(made, made.state_dict(), folder)
+    tokenizer.save(folder)
+    return str(folder)
+
+
+@pytest.mark.slow
+def test_a_generator_with_a_share_of_the_experts_changes_no_bit_of_a_run(tmp_path: Path) -> None:
+    flags = replace(REAL, model=mixture(tmp_path / "model"), replay_routing=True)
+    alone, together = (
+        digits(tmp_path / name, flags=flags, meshes=m) for name, m in (("a", ()), ("b", ("generator=ep2",)))
+    )
+    assert_equal_bits(final_state(run_here(alone), UPDATES), final_state(run_to_end(together), UPDATES))
+
+
+@pytest.mark.slow
+def test_experts_that_are_dealt_out_learn_within_rounding_and_go_on_on_another_mesh(tmp_path: Path) -> None:
+    """Weights go from ranks with two experts each to ranks with three, and on after a resume to one with all."""
+    flags = replace(REAL, model=mixture(tmp_path / "model"))
+    meshes = "trainer=ep3", "generator=ep2"
+    moved = run_to_end(digits(tmp_path / "r", flags=replace(flags, updates=2), meshes=meshes))
+    done = penstock(
+        "resume", str(moved), "--updates", str(UPDATES), "--mesh", "trainer=fsdp2", "generator=1", "--plain"
+    )
+    assert done.returncode == 0, done.stderr
+    alone = run_here(digits(tmp_path / "alone", flags=flags))
+    assert_close(reads_back(alone), reads_back(moved))
+    assert [row["tokens"] for row in rows(alone)] == [row["tokens"] for row in rows(moved)]
 
 
 def test_ranks_that_work_together_need_processes(tmp_path: Path) -> None:

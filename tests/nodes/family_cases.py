@@ -129,8 +129,9 @@ def dealt_logprobs(rank: int, folder: Path, mesh: str, dtype: str) -> None:
         directory("qwen3_moe", folder)
     dist.barrier()
     given: dict[str, Any] = {"model": str(folder / "qwen3_moe"), "dtype": dtype, "micro_tokens": 12}
-    found = [policy_logprobs.fn(each, batch()[0]).logprobs_NT for each in (policy(mesh, rank, **given), policy(**given))]
-    assert torch.equal(*found)
+    both = policy(mesh, rank, **given), policy(**given)
+    ours, theirs = (policy_logprobs.fn(each, batch()[0]).logprobs_NT for each in both)
+    assert torch.equal(ours, theirs)
 
 
 def replayed(rank: int, folder: Path, mesh: str) -> None:

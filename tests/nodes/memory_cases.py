@@ -158,7 +158,7 @@ def agrees(rank: int, folder: Path, mesh: str, tied: str, groups: str, dtype: st
         found, most = counted(config, how, Lora(int(lora), 16.0) if int(lora) else None)
         shape = shape_of(config.to_json(), "tiny")
         trainer = Trainer(
-            shape.with_lora(int(lora)) if int(lora) else shape, GPUS["H100"], Parallel(**dict(how.mesh)),
+            shape.with_lora(int(lora)) if int(lora) else shape, GPUS["H100"], Parallel.of(how.mesh),
             "fp32" if dtype == "float32" else "bf16", TOKENS, float(again == "layer"), logit_elements=1 << bits,
         )  # fmt: skip
         moments = step_memory(trainer, rank if "pp" in mesh else 0)

@@ -18,6 +18,7 @@ from penstock.graph.protocols import Axes
 from penstock.nodes.generate import make_engine
 from penstock.nodes.model import CausalLM, ModelConfig, Scorer
 from penstock.nodes.model.tensor_parallel import (
+    check_experts,
     check_tensor_parallel,
     part_config,
     stages_of,
@@ -64,7 +65,12 @@ def test_a_neighbour_is_one_further_along_an_axis_alone(rank: int) -> None:
 @pytest.mark.parametrize(
     ("make", "given"),
     [
-        (lambda: Ranks((("ep", 2),)), "given a mesh of ep 2, needed each of the axes"),
+        (lambda: Ranks((("cp", 2),)), "given a mesh of cp 2, needed each of the axes"),
+        (lambda: check_experts(CONFIG, 2), "given a llama without experts, needed a number of experts that ep 2"),
+        (
+            lambda: check_experts(replace(CONFIG, model_type="qwen3_moe", num_experts=6), 4),
+            "given 6 experts, needed a number of experts that ep 4 divides",
+        ),
         (lambda: Ranks((("tp", 2), ("tp", 2))), "given a mesh of tp 2 × tp 2, needed each of the axes"),
         (lambda: Ranks((("tp", 0),)), "given a mesh of tp 0, needed sizes of 1 or more"),
         (lambda: Ranks((("tp", 2),), 2), "given a mesh of tp 2 and rank 2, needed a rank of 0 to 1"),
@@ -88,7 +94,7 @@ def test_a_neighbour_is_one_further_along_an_axis_alone(rank: int) -> None:
         ),
         (
             lambda: make_engine(Context(mesh=(("fsdp", 2), ("tp", 2)))),
-            "given a mesh of fsdp 2 × tp 2, needed the axis tp alone",
+            "given a mesh of fsdp 2 × tp 2, needed the axis tp or the axis ep alone",
         ),
     ],
 )

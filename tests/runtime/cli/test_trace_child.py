@@ -291,7 +291,9 @@ def model_dir(tmp_path: Path) -> Callable[..., str]:
         ("trainer=tp3", "tensor parallelism: given 4 attention heads, 2 key-value heads, .*needed numbers that tp 3"),
         ("trainer=fsdp2xtp4", "given 2 key-value heads, needed numbers that tp 4 divides$"),
         ("generator=tp8", "given 4 attention heads, needed numbers that tp 8 divides"),
-        ("generator=fsdp2", "given a mesh of fsdp 2, needed the axis tp alone: replicas are more of its pool"),
+        ("generator=fsdp2", "given a mesh of fsdp 2, needed the axis tp or the axis ep alone: replicas are more"),
+        ("generator=ep2", "given a llama without experts"),
+        ("trainer=fsdp2xep2", "given a llama without experts"),
         ("trainer=pp9", "pipeline: given 9 stages, needed 1 to 2, the number of layers"),
     ],
 )

@@ -313,7 +313,7 @@ def test_the_layout_of_weights_crosses_once_and_digests_with_each_version(folder
     assert len(said) > 3
     first, *others = said
     assert first is not None
-    assert json.loads(first.layout).keys() == {"layout", "wire", "wanted", "proof", "about"}
+    assert json.loads(first.layout).keys() == {"layout", "wire", "wanted", "experts", "proof", "about"}
     for manifest in others:
         assert manifest is not None
         assert (manifest.layout, manifest.digests.keys()) == ("", first.digests.keys())

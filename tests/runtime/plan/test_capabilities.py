@@ -24,6 +24,7 @@ SMALL = [
     Shape("tied", 100, 64, 4, 8, 8, 8, 96, tied=True),
     Shape("odd width", 100, 64, 3, 8, 4, 8, 90),
     Shape("few words", 5, 64, 2, 4, 4, 16, 64),
+    Shape("mixture", 100, 64, 4, 8, 4, 8, 96, False, 6, 2, 32, family="qwen3_moe"),
 ]
 SIZES = (1, 2, 3, 4, 8)
 
@@ -31,7 +32,7 @@ SIZES = (1, 2, 3, 4, 8)
 def _config(shape: Shape) -> ModelConfig:
     return ModelConfig.from_json(
         {
-            "model_type": "llama",
+            "model_type": shape.family,
             "vocab_size": shape.vocab,
             "hidden_size": shape.hidden,
             "intermediate_size": shape.inner,
@@ -41,6 +42,8 @@ def _config(shape: Shape) -> ModelConfig:
             "head_dim": shape.head_dim,
             "tie_word_embeddings": shape.tied,
             "max_position_embeddings": 128,
+            **({"num_experts": shape.experts, "num_experts_per_tok": shape.active} if shape.experts else {}),
+            **({"moe_intermediate_size": shape.expert_inner} if shape.experts else {}),
         }
     )
 
@@ -58,15 +61,17 @@ def _nodes_take(shape: Shape, kind: Kind, mesh: Axes) -> bool:
 @pytest.mark.parametrize("kind", ["trainer", "generator"])
 def test_nodes_take_exactly_the_meshes_of_the_table(shape: Shape, kind: Kind) -> None:
     taken = set()
-    for pp, dp, fsdp, tp in product(SIZES, (1, 2), (1, 2), SIZES):
-        mesh = tuple((name, size) for name, size in zip(("pp", "dp", "fsdp", "tp"), (pp, dp, fsdp, tp), strict=True))
+    axes = ("pp", "dp", "fsdp", "ep", "tp")
+    for sizes in product(SIZES, (1, 2), (1, 2), (1, 2, 3, 4), SIZES):
+        mesh = tuple(zip(axes, sizes, strict=True))
         mesh = tuple(axis for axis in mesh if axis[1] > 1)
         lack = axis_lack(kind, mesh) or cut_lack(kind, shape, mesh)
         assert (lack is None) == _nodes_take(shape, kind, mesh), (mesh, lack)
         taken |= {mesh} if lack is None else set()
     # Some of each: neither says no to everything.
     assert {(), (("tp", 2),)} <= taken or shape.name == "few words"
-    assert len(taken) < len(SIZES) * 4 * len(SIZES)
+    assert len(taken) < len(SIZES) * 4 * 4 * len(SIZES) / 2
+    assert {dict(mesh).get("ep", 1) for mesh in taken} == ({1, 2, 3} if shape.experts else {1})
 
 
 @pytest.mark.parametrize(
@@ -79,6 +84,9 @@ def test_nodes_take_exactly_the_meshes_of_the_table(shape: Shape, kind: Kind) ->
         ("trainer", (("tp", 4),), "aabb", True, None),
         ("generator", (("tp", 4),), "aaaa", False, None),
         ("generator", (("tp", 4),), "aabb", False, "mesh-hosts"),
+        ("trainer", (("fsdp", 2), ("ep", 2)), "aabb", False, None),
+        ("trainer", (("fsdp", 2), ("ep", 2)), "abab", False, None),
+        ("generator", (("ep", 4),), "aabb", False, "mesh-hosts"),
     ],
 )
 def test_tensor_parallel_ranks_stay_within_a_host(
@@ -88,8 +96,13 @@ def test_tensor_parallel_ranks_stay_within_a_host(
     assert (lack and lack.code) == code
 
 
-def test_a_generator_has_tensor_parallelism_alone_and_small_work_no_mesh() -> None:
-    for kind, mesh in (("generator", (("fsdp", 2),)), ("generator", (("pp", 2), ("tp", 2))), ("small", (("dp", 2),))):
+def test_a_generator_has_tensor_parallelism_or_experts_alone_and_small_work_no_mesh() -> None:
+    for kind, mesh in (
+        ("generator", (("fsdp", 2),)),
+        ("generator", (("pp", 2), ("tp", 2))),
+        ("generator", (("ep", 2), ("tp", 2))),
+        ("small", (("dp", 2),)),
+    ):
         lack = axis_lack(kind, mesh)  # type: ignore[arg-type]
         assert lack is not None
         assert lack.code == "mesh-axis"

@@ -165,7 +165,7 @@ def test_a_stage_holds_what_the_trainer_gives_it_on_models_and_stages_that_are_d
 
 def test_experts_over_ranks_save_gathers_and_memory_and_cost_exchanges() -> None:
     alone = replace(TRAINER, shape=SHAPES["qwen3-30b-a3b"], micro_tokens=4096)
-    spread = replace(alone, ep=8)
+    spread = replace(alone, mesh=replace(alone.mesh, ep=8))
     assert spread.shard == alone.shard == alone.shape.parameters / 8
     dense, experts = alone.shape.dense_parameters, alone.shape.expert_parameters
     assert (alone.local, spread.local) == pytest.approx((dense + experts, dense + experts / 8))
@@ -176,7 +176,28 @@ def test_experts_over_ranks_save_gathers_and_memory_and_cost_exchanges() -> None
     assert spread.update(BATCH).parts["products"] == alone.update(BATCH).parts["products"]
     before, after = (step_memory(each, 0)["layer backward"].parts for each in (alone, spread))
     assert after["unsharded blocks"] < before["unsharded blocks"] / 2
-    assert {**after, "unsharded blocks": 0} == {**before, "unsharded blocks": 0}
+    # Rows of a micro-batch as they come and go.
+    assert after["activations"] - before["activations"] == 2 * 4096 * 2 * alone.shape.active * alone.shape.hidden
+    apart = {"unsharded blocks": 0, "activations": 0}
+    assert {**after, **apart} == {**before, **apart}
+
+
+def test_a_generators_ranks_share_out_experts_and_each_has_the_rest() -> None:
+    shape = SHAPES["qwen3-30b-a3b"]
+    one, four = (Generator(shape, H100, Parallel(fsdp=ep, ep=ep), 64) for ep in (1, 4))
+    assert (four.mesh.ranks, four.mesh.axes) == (4, (("ep", 4),))
+    dense, experts = shape.dense_parameters, shape.expert_parameters
+    assert (one.bytes_each, four.bytes_each) == pytest.approx((2 * (dense + experts), 2 * (dense + experts / 4)))
+    held = [generator_memory(each, 1000.0, 1).parts for each in (one, four)]
+    assert held[0]["weights"] - held[1]["weights"] == pytest.approx(2 * 0.75 * experts)
+    assert {**held[0], "weights": 0} == {**held[1], "weights": 0}
+    before, after = (each.step(64, 64_000).parts for each in (one, four))
+    assert after["weights"] < before["weights"] / 2
+    assert after["cache"] == before["cache"]
+    assert after["ep"] > 0
+    assert "ep" not in before
+    moved = traffic(shape, Parallel(fsdp=4), four.mesh, "bf16")
+    assert moved.received == pytest.approx(four.bytes_each, rel=1e-3)
 
 
 def test_ranks_that_share_sequences_share_their_activations_and_their_work() -> None:

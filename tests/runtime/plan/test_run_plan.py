@@ -152,7 +152,7 @@ def _rank(run: Any) -> Any:
         lambda run: run["words"].update(lag=3),
         lambda run: _rank(run)["ranks"].pop(),
         lambda run: _rank(run)["ranks"][0].update(threads=0),
-        lambda run: _rank(run)["mesh"][0].__setitem__(0, "ep"),
+        lambda run: _rank(run)["mesh"][0].__setitem__(0, "cp"),
     ],
 )
 def test_a_damaged_plan_is_refused(ppo: RunPlan, tmp_path: Path, damage: Callable[[Any], object]) -> None:

@@ -546,16 +546,15 @@ def test_sequences_that_fit_no_rank_are_shared_only_where_that_is_a_what_if_anyw
 def test_experts_are_dealt_out_where_that_is_faster() -> None:
     (nodes,) = node_groups(read_cluster("4x8xH100"))
     own = _work("qwen3-30b-a3b")
-    other = replace(own, shape=replace(own.shape, family="a mixture that no run has"))
-    # Those of a run lie as other weights do.
-    assert {each.trainer.ep for each in LayoutCandidates(own, 1).trainers(nodes, 32, Models(0))} == {1}
-    found = list(LayoutCandidates(other, 1).trainers(nodes, 32, Models(0)))
-    assert {each.trainer.ep for each in found} >= {1, 2, 8, 32}
-    assert found[0].trainer.ep > 1
+    found = list(LayoutCandidates(own, 1).trainers(nodes, 32, Models(0)))
+    assert {each.trainer.mesh.ep for each in found} >= {1, 2, 8, 32}
+    assert found[0].trainer.mesh.ep > 1
     for each in found:
-        trainer = each.trainer
-        assert trainer.shape.experts % trainer.ep == 0
-        assert (trainer.mesh.fsdp * trainer.mesh.tp) % trainer.ep == 0
+        mesh = each.trainer.mesh
+        assert own.shape.experts % mesh.ep == mesh.fsdp % mesh.ep == 0
+        assert Parallel.of(mesh.axes) == mesh
+    dense = LayoutCandidates(_work(), 1).trainers(nodes, 32, Models(0))
+    assert {each.trainer.mesh.ep for each in dense} == {1}
 
 
 def _fitted(cluster: str, model: str, longest: int = 4096, meshes: dict[str, Axes] | None = None) -> Planned:

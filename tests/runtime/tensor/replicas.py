@@ -35,10 +35,12 @@ SHAPES = {
     "norm.weight": (96,),
     "scale": (3,),
     "step": (),
+    **{f"mlp.experts.{expert}.up.weight": (37, 33) for expert in range(4)},
 }
+EXPERTS = 4
 RULES: dict[str, Rule] = {
     "embed.weight": (0, 0), "q.weight": (0, 4), "k.weight": (0, 2), "o.weight": (1, 4),
-    "norm.weight": None, "scale": None, "step": None,
+    "norm.weight": None, "scale": None, "step": None, "up.weight": (0, 0),
 }  # fmt: skip
 STAGES = {name: (0,) if name in ("embed.weight", "q.weight") else (1,) for name in SHAPES}
 TRAINER: dict[str, Rule] = {**RULES, "embed.weight": None}
@@ -58,7 +60,7 @@ class ShardedPolicy:
         self.mesh = mesh
         self.stages = stages or {}
         named = [(name, shape, "bfloat16") for name, shape in SHAPES.items()]
-        layout = sharded(named, Mesh(mesh), TRAINER, self.stages)
+        layout = sharded(named, Mesh(mesh), TRAINER, self.stages, experts=EXPERTS)
         self.regions = {t.name: t.held_by(rank)[0] for t in layout.tensors if t.held_by(rank)}
         self.tensors: dict[str, Tensor] = {}
         self.advance(0)
@@ -71,7 +73,7 @@ class ShardedPolicy:
         return self.tensors
 
     def sharding(self) -> Sharding:
-        return Sharding(self.mesh, SHAPES, TRAINER, RULES, self.stages)
+        return Sharding(self.mesh, SHAPES, TRAINER, RULES, self.stages, EXPERTS)
 
     def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
         return self.tensors, {}
@@ -208,10 +210,14 @@ class Both:
     def parts(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """What each destination rank should hold of these whole tensors."""
         named = [(n, tuple(t.shape), "bfloat16") for n, t in tensors.items()]
-        mesh = Mesh(tuple((name if name == "tp" else "copies", n) for name, n in self.target))
-        layout = sharded(named, mesh, RULES)
+        mesh = Mesh(tuple((name if name in ("tp", "ep") else "copies", n) for name, n in self.target))
+        layout = sharded(named, mesh, RULES, experts=EXPERTS, cuts=())
         return [
-            {t.name: tensors[t.name][t.held_by(rank)[0].slices(Region.whole(t.shape))] for t in layout.tensors}
+            {
+                t.name: tensors[t.name][held[0].slices(Region.whole(t.shape))]
+                for t in layout.tensors
+                if (held := t.held_by(rank))
+            }
             for rank in range(mesh.size)
         ]
 
@@ -219,7 +225,8 @@ class Both:
         for destination, expected in zip(self.destinations, self.parts(wholes(version)), strict=True):
             weights = destination.receiver.weights
             assert weights.version == version
-            assert {n: torch.equal(weights.tensors[n], t) for n, t in expected.items()} == dict.fromkeys(SHAPES, True)
+            assert weights.tensors.keys() == expected.keys()
+            assert all(torch.equal(weights.tensors[name], tensor) for name, tensor in expected.items())
 
 
 def link_of(folder: Path, index: int, sources: int, mesh: Any, transport: TransportChoice) -> ReplicaLink:

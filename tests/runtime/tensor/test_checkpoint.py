@@ -101,14 +101,27 @@ def test_what_is_no_state_is_named(tmp_path: Path) -> None:
 # Shards of a checkpoint --------------------------------------------------------------------------------------
 
 
-SHAPES = {"up.weight": (7, 6), "down.weight": (6, 7), "norm.weight": (5,)}
+SHAPES = {
+    "up.weight": (7, 6),
+    "down.weight": (6, 7),
+    "norm.weight": (5,),
+    "experts.0.up.weight": (3, 2),
+    "experts.1.up.weight": (3, 2),
+}
 RULES = {"up.weight": (0, 0), "down.weight": (1, 0), "norm.weight": None}
 WHOLE = {
     f"{kind}.{name}": torch.arange(float(torch.Size(shape).numel())).view(shape) + 100 * index
     for index, kind in enumerate(("master", "exp_avg"))
     for name, shape in SHAPES.items()
 }
-MESHES: list[Axes] = [(), (("fsdp", 2),), (("fsdp", 3), ("tp", 2)), (("dp", 2), ("fsdp", 2)), (("tp", 4),)]
+MESHES: list[Axes] = [
+    (),
+    (("fsdp", 2),),
+    (("fsdp", 3), ("tp", 2)),
+    (("dp", 2), ("fsdp", 2)),
+    (("tp", 4),),
+    (("ep", 2), ("fsdp", 2)),
+]
 
 
 class Whole:
@@ -137,7 +150,7 @@ class Parts(Whole):
         self.mesh = mesh
 
     def sharding(self) -> Sharding:
-        return Sharding(self.mesh, SHAPES, RULES, RULES)
+        return Sharding(self.mesh, SHAPES, RULES, RULES, experts=2)
 
     def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
         return {**self.own(), "seed": torch.tensor([7])}, {"version": 3}

@@ -198,6 +198,31 @@ def test_a_stage_holds_its_tensors_only() -> None:
     assert [bool(layout.by_name["b"].held_by(rank)) for rank in range(4)] == [True] * 4
 
 
+@pytest.mark.parametrize("mesh", [(("fsdp", 2), ("ep", 2)), (("ep", 2), ("dp", 3), ("fsdp", 2))])
+def test_an_expert_is_at_one_place_and_what_is_none_is_cut_over_both_axes(mesh: Any) -> None:
+    tensors = [("gate.weight", (10, 3), "int8"), *((f"m.experts.{i}.up", (5, 2), "int8") for i in range(4))]
+    layout, own = sharded(tensors, Mesh(mesh), experts=4), Mesh(mesh)
+    places = dict(zip((name for name, _ in mesh), own.coordinates().tolist(), strict=True))
+    for rank in range(own.size):
+        fsdp, ep = places["fsdp"][rank], places["ep"][rank]
+        # 10 rows in four parts, the outer axis first.
+        part = fsdp * 2 + ep if mesh[0][0] == "fsdp" else ep * 2 + fsdp
+        assert layout.by_name["gate.weight"].held_by(rank) == (Region((3 * part, 0), (min(10, 3 * part + 3), 3)),)
+        for expert in range(4):
+            rows = Region((3 * fsdp, 0), (min(5, 3 * fsdp + 3), 2))
+            assert layout.by_name[f"m.experts.{expert}.up"].held_by(rank) == ((rows,) if expert // 2 == ep else ())
+    assert Layout.from_json(layout.to_json()) == layout
+    whole = sharded(tensors, Mesh((("ep", 4),)), experts=4, cuts=())
+    assert [bool(whole.by_name["m.experts.2.up"].held_by(rank)) for rank in range(4)] == [False, False, True, False]
+    assert all(whole.by_name["gate.weight"].held_by(rank) == (Region.whole((10, 3)),) for rank in range(4))
+
+
+@pytest.mark.parametrize("experts", [0, 3, 2])
+def test_experts_that_an_axis_cannot_deal_out_are_refused(experts: int) -> None:
+    with pytest.raises(LayoutError, match=f"given {experts} experts"):
+        sharded([("m.experts.2.up", (5, 2), "int8")], Mesh((("ep", 2),)), experts=experts)
+
+
 def test_all_tensors_without_a_rule_or_a_stage_are_named() -> None:
     tensors = [("column.weight", (4, 4), "int8"), ("unheard", (4,), "int8")]
     with pytest.raises(LayoutError) as caught:
