@@ -132,7 +132,7 @@ class RunOptions:
     """Replicas of the generator."""
     mesh: Annotated[tuple[str, ...], Shown("POOL=MESH …"), MESH_ON_RESUME] = ()
     """Ranks of a pool's replicas, such as trainer=fsdp2xtp2 generator=tp2; one each by default. Axes: dp copies of the
-    model, fsdp shards of each tensor, tp shares of each layer, pp pipeline stages."""
+    model, fsdp shards of each tensor, ep shares of the experts, tp shares of each layer, pp pipeline stages."""
     tp_over_hosts: bool = False
     """Let the axis tp of a replica on several hosts cross them. Its ranks wait for each other in every layer, which
     networks are slow for."""

@@ -16,7 +16,7 @@ slow = pytest.mark.slow
         (2, "ep=2"),
         pytest.param(3, "ep=3", marks=slow),
         pytest.param(4, "fsdp=2,ep=2", marks=slow),
-        pytest.param(4, "ep=2,fsdp=2", marks=slow),
+        (4, "ep=2,fsdp=2"),
         pytest.param(4, "dp=2,ep=2", marks=slow),
         pytest.param(4, "ep=2,tp=2", marks=slow),
         pytest.param(4, "pp=2,ep=2", marks=slow),
