@@ -9,7 +9,7 @@ import numpy as np
 from published import Row, mesh_of, nemo_layouts
 
 from penstock.runtime.cluster.gpus import Efficiency, Gpu, HostTime, Precision
-from penstock.runtime.plan.collectives import Cost
+from penstock.runtime.plan.collectives import Cost, exchange_s
 from penstock.runtime.plan.decode_cost import Generator, generator_memory
 from penstock.runtime.plan.model_shape import Parallel, Stage
 from penstock.runtime.plan.sync_cost import switch_cost, tensors
@@ -94,6 +94,11 @@ class Recipe(Trainer):
         # With one scale for a tensor, gathers carry fp8; reductions stay in bfloat16.
         narrow = 0.75 if self.precision == "fp8" and not self.rowwise else 1.0
         return super()._tensor_s(tokens, backward) * narrow * (ASYNC_TP if self.async_tp else 1.0)
+
+    def _exchange_s(self, tokens: float) -> float:
+        # Whole experts lie over the ranks of tp, too, each of which sends its own tokens (sequence parallelism).
+        sent = tokens / self.mesh.tp * self.shape.active * self.shape.hidden * 2
+        return exchange_s(self.gpu, sent, self.mesh.ep * self.mesh.tp)
 
     def _micro_batch(self, tokens: float, squares: float, *, backward: bool) -> Cost:
         cost = super()._micro_batch(tokens, squares, backward=backward)

@@ -242,9 +242,8 @@ class Trainer:
         travels = {"tp": self._tensor_s(tokens, backward), "pp": hop * (1 + backward)}
         times = 2 + (2 + 2 * self.recompute if backward else 0)
         if mesh.ep > 1:
-            # Tokens go to their experts and back, in each layer that has experts; each rank of tp sends all of them.
-            sent = tokens * shape.active * shape.hidden * 2
-            travels["ep"] = times * self.slowest.moe_layers * exchange_s(gpu, sent, mesh.ep, mesh.tp)
+            # Tokens go to their experts and back, in each layer that has experts.
+            travels["ep"] = times * self.slowest.moe_layers * self._exchange_s(tokens)
         if self.cp > 1:
             # Keys and values go around the ring, beside attention.
             keys = tokens * self.cp * shape.cache_width * 2 / min(mesh.tp, shape.kv_heads)
@@ -294,6 +293,11 @@ class Trainer:
         # Left out: one of the embedding forward, and one of the head backward.
         times = 2 + (2 + 2 * self.recompute if backward else 0)
         return times * self.layers * reduce_s(self.gpu, tokens * self.shape.hidden * 2, self.mesh.tp)
+
+    def _exchange_s(self, tokens: float) -> float:
+        """An all-to-all of each token's rows. Every rank of `tp` sends all of them."""
+        sent = tokens * self.shape.active * self.shape.hidden * 2
+        return exchange_s(self.gpu, sent, self.mesh.ep, self.mesh.tp)
 
     def _pipeline(self, alone: Cost, micro: int, *, backward: bool) -> Cost:
         """All micro-batches through the pipeline, with gathers of weights as far as they take longer than the rest."""

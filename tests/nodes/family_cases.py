@@ -9,11 +9,12 @@ import torch.distributed as dist
 
 from penstock.graph.protocols import expert_of
 from penstock.graph.types import Context, Weights
-from penstock.nodes.distill import policy_logprobs
+from penstock.nodes.distill import policy_logprobs, reference_logprobs
 from penstock.nodes.generate import make_engine
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.model import CausalLM, ModelConfig
 from penstock.nodes.model.families import FAMILIES
+from penstock.nodes.policy import make_reference
 
 from .part_cases import own_parts
 from .rank_cases import (
@@ -23,6 +24,7 @@ from .rank_cases import (
     assert_near,
     assert_same_everywhere,
     assert_whole,
+    context,
     goes_on,
     policy,
 )
@@ -121,6 +123,31 @@ def dealt_engine(rank: int, folder: Path, dtype: str) -> None:
         assert torch.equal(rollouts.logprobs_NT, one.logprobs_NT)
         assert torch.equal(rollouts.experts_NSLK, one.experts_NSLK)
         assert metrics["mismatch"] == figures["mismatch"]
+
+
+def dealt_in_other_ways(rank: int, folder: Path, mesh: str) -> None:
+    """With layers that are computed again, weights that stay whole, a batch that leaves a rank without work of its own,
+    a reference beside the policy, and masters of another precision."""
+    if rank == 0:
+        directory("qwen3_moe", folder)
+    dist.barrier()
+    given: dict[str, Any] = {"model": str(folder / "qwen3_moe")}
+    rollouts, advantage = (part.take([2]) for part in batch())
+    for more in ({"recompute": "layer"}, {"zero": 1}, {"optimizer_state": "host"}):
+        parted, one = policy(mesh, rank, **given, **more), policy(**given)
+        for learnt in (batch(), (rollouts, advantage)):
+            ours, theirs = (policy_update.fn(each, *learnt, **OPTIONS)[1] for each in (parted, one))
+            assert_same_everywhere(ours)
+            assert_near(ours, theirs)
+        assert_whole(parted, one)
+    references: Any = [make_reference(context(*place, **given)) for place in ((mesh, rank), ())]
+    ours, theirs = (reference_logprobs.fn(each, batch()[0], micro_tokens=12).logprobs_NT for each in references)
+    assert torch.equal(ours, theirs)
+    half, alone = (policy(*place, **given, dtype="bfloat16") for place in ((mesh, rank), ()))
+    assert {p.dtype for p in half.workers.parameters.values()} == {torch.float32}
+    assert {tensor.dtype for tensor in half.weights().values()} == {torch.bfloat16}
+    ours, theirs = (policy_update.fn(each, *batch(), **OPTIONS)[1] for each in (half, alone))
+    assert abs(ours["loss"] - theirs["loss"]) < 0.02
 
 
 def dealt_logprobs(rank: int, folder: Path, mesh: str, dtype: str) -> None:

@@ -41,3 +41,8 @@ def test_log_probabilities_have_the_bits_of_one_rank(dtype: str, tmp_path: Path)
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, "ep=2"), pytest.param(4, "pp=2,ep=2", marks=slow)])
 def test_routing_is_replayed_where_experts_are_dealt_out(ranks: int, mesh: str, tmp_path: Path) -> None:
     spawn(ranks, f"{CASES}:replayed", mesh, folder=tmp_path)
+
+
+@pytest.mark.parametrize(("ranks", "mesh"), [(2, "ep=2"), pytest.param(4, "fsdp=2,ep=2", marks=slow)])
+def test_experts_over_ranks_go_with_all_that_a_trainer_has(ranks: int, mesh: str, tmp_path: Path) -> None:
+    spawn(ranks, f"{CASES}:dealt_in_other_ways", mesh, folder=tmp_path)
