@@ -131,9 +131,14 @@ def expert_of(name: str) -> int | None:
     return None if found is None else int(found[1])
 
 
+def experts_at(place: int, experts: int, ranks: int) -> range:
+    """The experts of a layer that a place on the axis "ep", of so many ranks, has: runs of one length. The number of
+    ranks divides that of experts."""
+    return range(place * experts // ranks, (place + 1) * experts // ranks)
+
+
 def place_of_expert(expert: int, experts: int, ranks: int) -> int:
-    """The place on the axis "ep", of so many ranks, that has an expert: experts are dealt out in runs of one length.
-    The number of ranks divides that of experts."""
+    """The inverse of `experts_at`."""
     return expert * ranks // experts
 
 

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.graph.protocols import experts_at
+
 # (rows, [M, D], how many of them are of each of this rank's experts) → what these make of them, [M, D].
 Compute = Callable[[Tensor, list[int]], Tensor]
 
@@ -33,10 +35,6 @@ class Dealt(Protocol):
         """What the experts make of all rows, [M, D] in their order; `counts_E` are the rows of each expert."""
 
 
-def _run(experts: int, ranks: int, rank: int) -> range:
-    return range(rank * experts // ranks, (rank + 1) * experts // ranks)
-
-
 @dataclass(frozen=True)
 class Exchange:
     """Ranks of `group` that have tokens of their own. All call it equally often, with gradients or without."""
@@ -44,18 +42,20 @@ class Exchange:
     group: dist.ProcessGroup
 
     def own(self, experts: int) -> range:
-        return _run(experts, self.group.size(), self.group.rank())
+        return experts_at(self.group.rank(), experts, self.group.size())
 
     def outputs(self, rows_MD: Tensor, counts_E: Tensor, compute: Compute) -> Tensor:
         sent_RO = counts_E.view(self.group.size(), -1)
         taken_RO = torch.empty_like(sent_RO)
         dist.all_to_all_single(taken_RO, sent_RO, group=self.group)
-        sent, taken = sent_RO.sum(1).tolist(), taken_RO.sum(1).tolist()
+        # One wait for the device.
+        of_sent, of_taken = torch.stack((sent_RO, taken_RO)).tolist()
+        sent, taken = list(map(sum, of_sent)), list(map(sum, of_taken))
         arrived_MD = _AllToAll.apply(rows_MD, sent, taken, self.group)  # type: ignore[no-untyped-call]
         # They arrive by rank, and by expert among those of a rank.
         own_O = torch.arange(taken_RO.shape[1], device=rows_MD.device)
         order_M = own_O.repeat(len(taken)).repeat_interleave(taken_RO.flatten()).argsort(stable=True)
-        made_MD = compute(arrived_MD[order_M], taken_RO.sum(0).tolist())
+        made_MD = compute(arrived_MD[order_M], list(map(sum, zip(*of_taken, strict=True))))
         return _AllToAll.apply(made_MD[order_M.argsort()], taken, sent, self.group)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -68,7 +68,7 @@ class Gather:
     rank: int
 
     def own(self, experts: int) -> range:
-        return _run(experts, self.ranks, self.rank)
+        return experts_at(self.rank, experts, self.ranks)
 
     def outputs(self, rows_MD: Tensor, counts_E: Tensor, compute: Compute) -> Tensor:
         own, counts = self.own(len(counts_E)), counts_E.tolist()

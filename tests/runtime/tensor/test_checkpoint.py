@@ -105,8 +105,8 @@ SHAPES = {
     "up.weight": (7, 6),
     "down.weight": (6, 7),
     "norm.weight": (5,),
-    "experts.0.up.weight": (3, 2),
-    "experts.1.up.weight": (3, 2),
+    "mlp.experts.0.up.weight": (3, 2),
+    "mlp.experts.1.up.weight": (3, 2),
 }
 RULES = {"up.weight": (0, 0), "down.weight": (1, 0), "norm.weight": None}
 WHOLE = {
