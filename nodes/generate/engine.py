@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.graph.node import Paused
+from penstock.graph.protocols import TENSOR
 from penstock.graph.types import Context, NodeWarning, Prompts, Rollouts, Weights
 from penstock.nodes.generate.conversation import Response, SampledGroup, SampledRow, StopStrings
 from penstock.nodes.generate.kv_cache import DecodeMemory, cache_length, needed_prompt
@@ -93,7 +94,7 @@ class Engine:
         origin = context.weights.get("behaviour")
         self.precision = origin.precision if origin is not None else ""
         if self.precision:
-            check_precision(spec, self.precision, ranks.count)
+            check_precision(spec, self.precision, ranks.size(TENSOR))
             require_products(self.precision, context.device)
             model.narrow(self.precision)
         # A model without experts has nothing to record.
