@@ -126,7 +126,7 @@ def layout(shape: Shape, mesh: Parallel, dtype: str, *, decodes: bool = False) -
         return sharded(listed, axes, rules, held)
     routed = [each for each in listed if ".experts." in each[0]]
     others = [each for each in listed if each not in routed]
-    parts = sharded(routed, axes, rules, held), sharded(others, axes, rules, held, cuts=())
+    parts = sharded(routed, axes, rules, held), sharded(others, axes, rules, held, sharding_axes=())
     return Layout(parts[0].tensors + parts[1].tensors)
 
 

@@ -468,12 +468,12 @@ def sharded(
     stages: Mapping[str, Sequence[int]] | None = None,
     hosts: Sequence[str] = (),
     experts: int = 0,
-    cuts: Sequence[str] = (FSDP, EXPERT),
+    sharding_axes: Sequence[str] = (FSDP, EXPERT),
 ) -> Layout:
     """Every (name, shape, dtype) on a mesh whose axes are named as in `graph.protocols`, in any order.
 
     `rules` are for `rule_of`; `stages` gives the stages that hold a tensor. Over "ep" each of a layer's `experts` is at
-    one place. The axes of `cuts` together cut dimension 0 of other tensors, the outermost first; of experts those but
+    one place. The `sharding_axes` together cut dimension 0 of other tensors, the outermost first; of experts those but
     "ep" do.
     Raises `LayoutError` with every tensor that the mesh needs a rule or a stage for and that has none, and with every
     expert that "ep" cannot place.
@@ -495,7 +495,8 @@ def sharded(
                 faults.append(f"  {error.args[0]}")
         expert = expert_of(name) if EXPERT in axes else None
         # Last: FSDP2 cuts what tensor parallelism has left.
-        if len(shape) and (over := [axis for axis in cuts if axis in axes and (expert is None or axis != EXPERT)]):
+        over = [axis for axis in sharding_axes if axis in axes and (expert is None or axis != EXPERT)]
+        if len(shape) and over:
             splits = (*splits, Split("+".join(sorted(over, key=mesh.axis)), 0))
         if expert is not None and not experts > expert:
             faults.append(f"  {name}: given {experts} experts")

@@ -127,7 +127,7 @@ def target_layout(source: Layout, wanted: Mapping[str, Rule], mesh: Mesh, expert
     own = {TENSOR, EXPERT} if experts else {TENSOR}
     axes = tuple((name if name in own and size > 1 else f"{name} (whole)", size) for name, size in mesh.axes)
     tensors = [(t.name, t.shape, t.dtype) for t in source.tensors]
-    return sharded(tensors, Mesh(axes), wanted or {"": None}, experts=experts, cuts=())
+    return sharded(tensors, Mesh(axes), wanted or {"": None}, experts=experts, sharding_axes=())
 
 
 def plan_of(description: Mapping[str, Any], mesh: Mesh) -> ReshardPlan:

@@ -211,7 +211,7 @@ class Both:
         """What each destination rank should hold of these whole tensors."""
         named = [(n, tuple(t.shape), "bfloat16") for n, t in tensors.items()]
         mesh = Mesh(tuple((name if name in ("tp", "ep") else "copies", n) for name, n in self.target))
-        layout = sharded(named, mesh, RULES, experts=EXPERTS, cuts=())
+        layout = sharded(named, mesh, RULES, experts=EXPERTS, sharding_axes=())
         return [
             {
                 t.name: tensors[t.name][held[0].slices(Region.whole(t.shape))]

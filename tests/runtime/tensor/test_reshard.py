@@ -212,7 +212,7 @@ def test_an_expert_is_at_one_place_and_what_is_none_is_cut_over_both_axes(mesh: 
             rows = Region((3 * fsdp, 0), (min(5, 3 * fsdp + 3), 2))
             assert layout.by_name[f"m.experts.{expert}.up"].held_by(rank) == ((rows,) if expert // 2 == ep else ())
     assert Layout.from_json(layout.to_json()) == layout
-    whole = sharded(tensors, Mesh((("ep", 4),)), experts=4, cuts=())
+    whole = sharded(tensors, Mesh((("ep", 4),)), experts=4, sharding_axes=())
     assert [bool(whole.by_name["m.experts.2.up"].held_by(rank)) for rank in range(4)] == [False, False, True, False]
     assert all(whole.by_name["gate.weight"].held_by(rank) == (Region.whole((10, 3)),) for rank in range(4))
 
