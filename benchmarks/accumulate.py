@@ -4,9 +4,9 @@
 
 The trainer is real: AIPO's update of the small untrained model, in a process of its own. The generator is not, so that
 it takes no cores from the trainer, as on machines of its own: it has room for `ROOM` groups at once, sleeps for as long
-as a group's longest response has tokens, and hands out random ones. Whole and parted runs alternate; the table has the median seconds between two rows of
-`metrics.jsonl` after the first `WARM`. Beside it is what the simulator expects of the same lengths, with the median
-seconds that the whole updates took.
+as a group's longest response has tokens, and hands out random ones. Whole and parted runs alternate; the table has the
+median seconds between two rows of `metrics.jsonl` after the first `WARM`. Beside it is what the simulator expects of
+the same lengths, with the median seconds that the whole updates took.
 """
 
 import argparse

@@ -239,7 +239,9 @@ def _assumptions(
         yield "A group takes as long however many others its generator has in work: the run does not tell otherwise."
     if not same:
         yield "Replicas are as fast as those of the run and take nothing from each other; responses are as long."
-    if any(work.segment for work in stage.followed.work):
+    if any(step.accumulate for step in stage.tables.steps.values()):
+        yield "The parts of an update take equal shares of its seconds."
+    if any(work.segment and work.kind == "group" for work in stage.followed.work):
         yield "A response that paused (--segment) is as long here, and does not pause."
     if "--in-process" in facts.asked.get("command", ()):
         yield "The run did one thing at a time, in one process: its seconds include the waits for each other."
