@@ -327,6 +327,9 @@ def _accumulates(view: View) -> Iterator[Fault]:
         if node.name not in view.makers.values():
             needed = "a node that makes a carried value's next value, in which it adds up what the parts give"
             yield Fault("accumulate-nothing", what, "a node that updates no value", needed, node.where)
+        if node.stateful:
+            needed = "sums in the carried value: a checkpoint between two parts has states, and nothing of the parts"
+            yield Fault("accumulate-state", what, "a node that passes a state on", needed, node.where)
         options = dict(node.options)
         for name in ("epochs", "minibatches"):
             if type(options.get(name, 1)) is int and options.get(name, 1) > 1:

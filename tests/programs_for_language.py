@@ -335,6 +335,24 @@ def accumulates_sums_of_nothing(policy: FakePolicy, summing: Summing, prompts: F
     return {"policy": fake_update(policy, rollouts, rewards), "summing": summing}
 
 
+def make_count(context: Context, **options: Any) -> list[int]:
+    return []
+
+
+@node(pool="trainer", clock="update", init=make_count)
+def count_up(
+    counts: list[int], policy: Summing, rewards: Rewards, *, part: BatchPart | None = None
+) -> tuple[list[int], Summing, Metrics]:
+    made, metrics = add_up.fn(policy, rewards, part=part)
+    return [*counts, len(rewards.values_N)], made, metrics
+
+
+@program
+def accumulates_in_a_state(policy: Summing, prompts: FakePrompts) -> Summing:
+    # accumulate-state: count_up: accumulate given a node that passes a state on needed sums in the carried value
+    return count_up.accumulate(2)(policy, fake_score(fake_generate(prompts, broadcast(policy))))
+
+
 @node(pool="trainer", clock="update")
 def add_up_with(
     policy: Summing, rewards: Rewards, weights: Weights, *, part: BatchPart | None = None
