@@ -67,7 +67,7 @@ def written(node: Node, *, brief: bool = False) -> list[str]:
 def clock(node: Node) -> str:
     if node.clock == "update" and node.every > 1:
         return f"every {node.every} updates"
-    parts = f", in parts of {node.accumulate} groups" if node.accumulate else ""
+    parts = f", in parts of {node.accumulate} group{'s' * (node.accumulate != 1)}" if node.accumulate else ""
     return f"per {node.clock}" + (f", at most {node.turns} turns" if node.turns is not None else "") + parts
 
 

@@ -131,7 +131,7 @@ def test_misuse_of_a_construct_is_told_at_its_line(name: str) -> None:
         ),
         ("clocks", {"every": 4, "look": 5}, ["# trainer, every 4 updates", "# watcher, every 5 updates"]),
         ("seldom", {}, ["broadcast(policy, lag=3, every=2)"]),
-        ("accumulating", {}, ["# trainer, per update, in parts of 1 groups"]),
+        ("accumulating", {}, ["# trainer, per update, in parts of 1 group"]),
         ("moved", {}, ["rewards = fake_score(rollouts)                 # trainer, per update"]),
         ("curriculum", {}, ["past_seen = delay(seen, lag=1)", "choose(prompts, past_seen)"]),
         (

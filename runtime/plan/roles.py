@@ -373,7 +373,7 @@ def assumptions(roles: Roles, work: Workload) -> tuple[str, ...]:
     if roles.buffer is not None:
         said.append(f"{roles.buffer.node} adds {work.replayed} past groups to each update, as long as fresh ones")
     if roles.accumulate:
-        parts = f"parts of {roles.accumulate} groups as they arrive"
+        parts = f"parts of {roles.accumulate} group{'s' * (roles.accumulate > 1)} as they arrive"
         said.append(f"{roles.cycle[-1]} takes its batch in {parts}; on GPUs that it shares with the generator, at once")
     apart = "decodes on machines of its own, which are not of this plan, and nobody waits for it"
     return (*said, *(f"{pool} {apart}" for pool in roles.outside))
