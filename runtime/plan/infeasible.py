@@ -138,7 +138,9 @@ def enough(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
             break
 
     def shorter(longest: int) -> bool:
-        asked = replace(candidates, work=replace(work, lengths=_cut(work.lengths, longest)))
+        # A slot of a generator has room for the longest prompt and so many tokens.
+        slot = max(0, work.slot_tokens - work.lengths.longest + longest) if work.slot_tokens else 0
+        asked = replace(candidates, work=replace(work, lengths=_cut(work.lengths, longest), slot_tokens=slot))
         return time.monotonic() < deadline and fits(asked, node_groups)
 
     if longest := _largest(work.lengths.longest, shorter):

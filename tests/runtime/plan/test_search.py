@@ -603,6 +603,23 @@ def test_responses_that_are_long_on_the_whole_are_to_be_short_on_the_whole() -> 
     assert plan(_graph("aipo"), read_cluster("1x8xH100"), work, time_limit=5).best.period_s > 0
 
 
+def test_where_a_slot_of_the_generator_is_too_long_shorter_responses_are_named_too() -> None:
+    """A slot has room for the longest prompt and the longest response: what ends earlier needs less of it."""
+    prompt, longest = 1024, 260_000
+
+    def found(most: int) -> Planned:
+        work = Workload(SHAPES["qwen3-4b"], 8, 8, Lognormal(1000, 0.7, most), slot_tokens=prompt + most)
+        return plan(_graph("aipo"), read_cluster("1x1xA6000"), work, time_limit=0.1)
+
+    with pytest.raises(PlanError, match=r"generator .*: given") as error:
+        found(longest)
+    said = re.search(r"with --max-tokens (\d+)$", str(error.value))
+    assert said is not None
+    assert found(int(said[1])).best.period_s > 0
+    with pytest.raises(PlanError, match="does not fit"):
+        found(int(said[1]) + SHORTEST)
+
+
 def test_a_mesh_that_is_given_is_what_has_to_go_where_others_fit() -> None:
     said = _refused("1x8xH100", "llama-70b", meshes={"trainer": (("dp", 8),)})
     assert said.splitlines()[-1] == "All of it would fit without --mesh"
