@@ -106,8 +106,17 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
         "faults": [dataclasses.asdict(fault) for fault in dict.fromkeys(faults)],
         "base": base,
         "gpus": gpus(),
-        **{key: graph.to_json() for key, graph in graphs.items()},
+        **{key: graph.to_json() for key, graph in graphs.items() if not faults or _is_read(graph)},
     }
+
+
+def _is_read(graph: Graph) -> bool:
+    """Can the parent read it? Not with a number that is none, such as `every=2.0`, of which a fault tells."""
+    try:
+        Graph.from_json(graph.to_json())
+    except ValueError:
+        return False
+    return True
 
 
 def inputs(graphs: Sequence[Any], flags: Any) -> list[SeenGpu]:

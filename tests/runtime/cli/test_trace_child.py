@@ -52,6 +52,11 @@ def mistyped(policy: FakePolicy, prompts: FakePrompts):
     return rollouts
 
 @program
+def no_numbers(policy: FakePolicy, prompts: FakePrompts):
+    rollouts = fake_generate(prompts, broadcast(policy, lag="1"))
+    return fake_update.every(2.0)(policy, rollouts, fake_score(rollouts))
+
+@program
 def raising(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1):
     return {}["no such key"]
 
@@ -140,6 +145,12 @@ def test_all_faults_are_found_at_once(file: str) -> None:
     assert told[:2] == ["batch", "fake_generate: option 'by'"]
     assert told.count("broadcast: lag") == told.count("fake_generate: option 'nope'") == 1
     assert {"the next 'policy'", "fake_generate_2: input 'behaviour'"} < set(told)
+
+
+def test_numbers_that_are_none_are_faults_and_their_graph_stays_in_the_child(file: str) -> None:
+    traced = trace_program("check", [f"{file}:no_numbers"])
+    assert {"bad-every", "bad-lag"} <= {fault.code for fault in traced.faults}
+    assert traced.graph is None
 
 
 @pytest.mark.parametrize(
