@@ -76,8 +76,8 @@ class Ours:
         take, record, wanted = slots.take, slots.record, dict[int, int]()
         slots.stops[0] = True
 
-        def taken(holder: Any, prefix: Any) -> int:
-            slot = take(holder, prefix)
+        def taken(holder: Any, prefix: Any, said: int = 0) -> int:
+            slot = take(holder, prefix, said)
             wanted[slot] = lengths[holder.key[0]]
             return slot
 

@@ -30,8 +30,9 @@ CORES = len(os.sched_getaffinity(0))
 ALPHABET = "0123456789+-*/=?. abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ,:#$'\n"
 
 
-def write_model(folder: Path, hidden: int, layers: int) -> int:
-    """An untrained Llama with a tokenizer of characters, as transformers writes them; the number of parameters."""
+def write_model(folder: Path, hidden: int, layers: int, positions: int = 128) -> int:
+    """An untrained Llama for sequences of `positions` tokens, with a tokenizer of characters, as transformers writes
+    them; the number of parameters."""
     import torch
     from tokenizers import Tokenizer, decoders
     from tokenizers.models import BPE
@@ -47,7 +48,7 @@ def write_model(folder: Path, hidden: int, layers: int) -> int:
         num_hidden_layers=layers,
         num_attention_heads=max(1, hidden // 64),
         num_key_value_heads=max(1, hidden // 64),
-        max_position_embeddings=128,
+        max_position_embeddings=positions,
         pad_token_id=0,
         eos_token_id=1,
         bos_token_id=None,
