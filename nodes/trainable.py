@@ -18,7 +18,7 @@ from penstock.graph.protocols import STAGE, Sharding
 from penstock.graph.types import Context, Rollouts
 from penstock.nodes.learn.batching import MicroBatches, Packed, pack
 from penstock.nodes.learn.data_parallel_threads import DataParallelThreads
-from penstock.nodes.learn.optimizer import Schedule, UpdateOptions
+from penstock.nodes.learn.optimizer import AdamW, Schedule, UpdateOptions
 from penstock.nodes.model import Decoder, ModelError, save_model, torch_dtype
 from penstock.nodes.model.hf import check_names, check_shape, read_adapters, save_adapters
 from penstock.nodes.model.tensor_parallel import stages_of, tensor_parallel
@@ -248,7 +248,7 @@ class Learner(MasterWeights[Model]):
 
     def __init__(self, master: Model, tokenizer: Tokenizer, context: Context) -> None:
         super().__init__(_freeze_base(master), tokenizer, context)
-        self.optimizer = torch.optim.AdamW(self.masters.values(), fused=True)
+        self.optimizer = AdamW(self.masters.values())
         self.updates = context.updates
         # Of an update that takes its batch in parts: the normaliser and the sums over tokens of each part so far.
         self.parts: list[tuple[float, dict[str, float]]] = []
@@ -316,9 +316,8 @@ class Learner(MasterWeights[Model]):
         scale = min(1.0, options["clip_norm"] / (norm + 1e-6)) / normaliser
         for gradient in gradients.values():
             gradient.mul_(scale)
-        self.optimizer.param_groups[0].update(
-            lr=lr, betas=tuple(options["betas"]), weight_decay=options["weight_decay"]
-        )
+        self.optimizer.lr, self.optimizer.weight_decay = lr, options["weight_decay"]
+        self.optimizer.betas = options["betas"][0], options["betas"][1]
         if self.on_host:
             self._step_in_buckets()
         else:

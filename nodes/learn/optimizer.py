@@ -1,4 +1,4 @@
-"""What updates tell their optimizer: AdamW's options, declared once for all updates, and learning rates that change.
+"""AdamW, its options, declared once for all updates, and learning rates that change.
 
     policy_update(policy, rollouts, advantage, loss=ppo, lr=partial(cosine, peak=1e-5, warmup=20), weight_decay=0.01)
 
@@ -10,8 +10,12 @@ Its own options are bound with functools.partial.
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
+
+import torch
+from torch import Tensor
 
 from penstock.graph import requires
 from penstock.graph.imports import imported, names_function, short
@@ -22,6 +26,59 @@ P = ParamSpec("P")
 R = TypeVar("R")
 # (the update's number from 0, the run's updates) → its learning rate.
 Schedule = Callable[[int, int], float]
+
+
+class AdamW:
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), with the bits of `torch.optim.AdamW(fused=True)`.
+
+    `state` has, of each parameter that a step has changed, its moments `exp_avg` and `exp_avg_sq`, of its shape, and
+    the number of its steps, `step`. All parameters are float32 and on one device. torch's own class imports its
+    compiler when it is made and steps, which takes a second of a run's start and 100 MB.
+    """
+
+    EPSILON = 1e-8
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.parameters = list(parameters)
+        self.state: defaultdict[Tensor, dict[str, Tensor]] = defaultdict(dict)
+        self.lr, self.betas, self.weight_decay = 1e-3, (0.9, 0.999), 0.0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Change the parameters that have a gradient."""
+        changed = [parameter for parameter in self.parameters if parameter.grad is not None]
+        if not changed:
+            return
+        for parameter in changed:
+            if not self.state[parameter]:
+                self.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+        states = [self.state[parameter] for parameter in changed]
+        firsts, seconds, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+        torch._foreach_add_(steps, 1)
+        torch._fused_adamw_(
+            changed,
+            [parameter.grad for parameter in changed if parameter.grad is not None],
+            firsts,
+            seconds,
+            [],
+            steps,
+            lr=self.lr,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            weight_decay=self.weight_decay,
+            eps=self.EPSILON,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
 class UpdateOptions(TypedDict, total=False):

@@ -71,7 +71,8 @@ class Decoder(nn.Module):
             self._add_adapters()
         self.source: Callable[[str, tuple[slice, ...]], Tensor] | None = None
         if not unread:
-            self.to_empty(device=device)
+            # As `to_empty` does it, whose `empty_like` of a tensor without memory imports sympy: half a second.
+            self._apply(lambda each: torch.empty(each.shape, dtype=each.dtype, device=device))  # type: ignore[no-untyped-call]
         angles_PF = torch.outer(torch.arange(config.max_position_embeddings).float(), rope_frequencies(config))
         # The table's sine carries the signs of `_rotate`: one fused operation instead of a negation and two products.
         scale = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor

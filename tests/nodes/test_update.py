@@ -3,6 +3,8 @@
 import math
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -47,7 +49,7 @@ from penstock.nodes.learn.losses import (
     reinforce,
     tis,
 )
-from penstock.nodes.learn.optimizer import Schedule, cosine, linear
+from penstock.nodes.learn.optimizer import AdamW, Schedule, cosine, linear
 from penstock.nodes.learn.sft import demonstrated, rollouts_of, sft_update
 from penstock.nodes.learn.update import aipo_update, policy_update, term
 from penstock.nodes.policy import make_reference
@@ -390,6 +392,46 @@ def test_moments_that_lie_on_the_host_make_the_same_bits(bucket: int, monkeypatc
         for each in (device, again):
             policy_update.fn(each, *batch(3), loss=aipo, lr=1e-2)
         assert equal(device, again)
+
+
+def test_adamw_has_the_bits_of_torchs() -> None:
+    """Of parameters that have a gradient in some steps only, too."""
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(shape)) for shape in ((33, 7), (5,), (64, 129))]
+    theirs = [torch.nn.Parameter(each.detach().clone()) for each in ours]
+    optimizer = AdamW(ours)
+    optimizer.lr, optimizer.betas, optimizer.weight_decay = 3e-3, (0.9, 0.95), 0.02
+    oracle = torch.optim.AdamW(theirs, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.02, fused=True)
+    for step in range(6):
+        for number, (own, other) in enumerate(zip(ours, theirs, strict=True)):
+            own.grad = None if number == 1 and step % 2 == 0 else torch.randn_like(own)
+            other.grad = None if own.grad is None else own.grad.clone()
+        optimizer.step()
+        oracle.step()
+    for own, other in zip(ours, theirs, strict=True):
+        assert torch.equal(own, other)
+        assert {name: each.tolist() for name, each in optimizer.state[own].items()} == {
+            name: each.tolist() for name, each in oracle.state[other].items()
+        }
+
+
+def test_a_run_starts_and_learns_without_torchs_compiler() -> None:
+    """Its import takes a second, and sympy's half a second."""
+    code = """
+import sys, torch
+from penstock.nodes.learn.optimizer import AdamW
+from penstock.nodes.model import CausalLM
+from penstock.nodes.model.config import ModelConfig
+config = ModelConfig(16, 8, 8, 1, 1, 1, 8)
+for device in ("meta", "cpu"):
+    model = CausalLM(config, device=device)
+weight = torch.nn.Parameter(torch.ones(3))
+weight.grad = torch.ones(3)
+AdamW([weight]).step()
+print(*sorted({"sympy", "torch._dynamo"} & sys.modules.keys()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == []
 
 
 def test_moments_that_are_more_than_the_memory_of_their_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
