@@ -12,8 +12,8 @@ from penstock.runtime.schedule.events import Abort, Checkpoint, Commit, Copied, 
 from penstock.runtime.schedule.idle_causes import cause
 from penstock.runtime.schedule.scheduler import Scheduler
 
-from .graphs import aipo, broadcast, call, graph, keep
-from .world import World, world
+from .graphs import aipo, broadcast, call, graph, keep, place
+from .world import Setting, World, world
 
 
 def beside(*nodes: Node, lag: int = 1) -> Graph:
@@ -209,6 +209,19 @@ def test_steps_that_take_their_batch_whole_wait_beside_one_in_parts() -> None:
     assert order.index(("measure", 0)) < order.index(("update", 3))
     assert order.index(("update", 0)) < order.index(("measure", 0))
     assert {parts for parts in parts_of(made, "learn") if parts[0] == 0} == {(0, 0, (0, 1)), (0, 1, (2, 3))}
+
+
+def test_a_version_is_copied_aside_under_any_part_but_the_one_that_donates_it() -> None:
+    """On a trainer with room for both: when an earlier version arrives late, the snapshot is free."""
+    for part in range(2):
+        made, rules = aipo(lag=3, accumulate=1), Rules(batch=2, end=6)
+        run = World(Setting(made, place(made, capacity={"trainer": 2, "generator": 16}), rules))
+        run.until(lambda c: isinstance(c, Publish) and c.version == 1)
+        late = ["Arrived(channel='policy>generator', version=1"]
+        run.until(lambda c, p=part: isinstance(c, Fire) and c.firing == Firing("update", 2, segment=p), but=late)  # type: ignore[misc]
+        found = run.step(next(event for event in run.pending if late[0] in str(event)))
+        assert [c.version for c in found if isinstance(c, Publish)] == [2][part:]
+        run.end()
 
 
 def test_a_part_that_fails_ends_the_run() -> None:
