@@ -15,7 +15,7 @@ from math import ceil, inf
 from typing import NamedTuple
 
 from penstock.graph.protocols import num_ranks
-from penstock.runtime.cluster.capabilities import axis_lack
+from penstock.runtime.cluster.capabilities import Kind, axis_lack, cut_lack
 from penstock.runtime.cluster.gpus import GPUS
 from penstock.runtime.cluster.placement import spelled
 from penstock.runtime.plan.candidates import (
@@ -51,7 +51,8 @@ def check_pins(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence
             continue
         ranks = num_ranks(axes)
         given = f"--mesh {pool}={spelled(axes)}: given {ranks} ranks"
-        if lack := axis_lack("generator" if pool == roles.generator else "trainer", axes):
+        kind: Kind = "generator" if pool == roles.generator else "trainer"
+        if lack := axis_lack(kind, axes) or cut_lack(kind, candidates.work.shape, axes):
             raise AskedError(f"--mesh {pool}={spelled(axes)} [{lack.code}]: given {lack.given}, needed {lack.needed}")
         if ranks > largest.gpus:
             raise AskedError(f"{given}, needed at most the {largest.gpus} GPUs of kind {largest.kind}")
@@ -60,8 +61,9 @@ def check_pins(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence
         else:
             known = any(candidates.cuts(nodes, ranks, axes) for nodes in node_groups if ranks in nodes.sizes)
         if not known:
-            needed = "whole hosts, a divisor of one or any part of a single one, tp within a host or over whole ones, "
-            needed += "and heads and layers that it divides"
+            needed = (
+                "whole hosts, a divisor of one or any part of a single one, and tp within a host or over whole ones"
+            )
             raise AskedError(f"{given} for {candidates.work.shape.name}, needed {needed}")
 
 

@@ -57,6 +57,7 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         ("run curriculum --on-failure replace --model new", 2, 'on_failure="replace": given choose'),
         *((f"run aipo --generator-precision {words}", 1, said) for words, said in NOT_COMPUTED),
         ("run aipo --mesh generator=tp8", 1, "mesh-cut.*given 4 attention heads"),
+        ("run aipo --mesh trainer=fsdp2xep2", 1, "mesh-cut.*given a llama without experts"),
         ("resume nowhere", 1, "no such folder"),
         *((f"{verb} .", 1, "holds no run") for verb in ("resume", "report", "replay", "watch", "watch --once")),
         (f"run toy --generators {10**6}", 1, f"--generators {10**6}: given {10**6} ranks on a host .*needed at most"),
@@ -88,6 +89,8 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         (f"simulate aipo {H100} --duration generate=1", 2, "needed one of score, group_advantage before '='"),
         (f"simulate aipo {H100} --updates 0", 2, "--updates: given 0"),
         ("simulate aipo --cluster 1x8xH100 --model llama-405b", 1, "llama-405b does not fit on 8 GPUs"),
+        (f"plan aipo {H100} --mesh trainer=ep2", 2, "mesh-cut.*given no experts over ep 2"),
+        (f"plan aipo {H100} --mesh generator=ep2xtp2", 2, "mesh-axis.*needed one of the axes ep, tp"),
         (f"simulate aipo {H100} --mesh trainer=fsdp16", 2, "given 16 ranks, needed at most"),
         # simulate with given seconds
         ("simulate aipo", 2, "no duration of generate, score, .*; needed all, such as --duration g.*simulate --from"),

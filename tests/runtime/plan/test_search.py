@@ -635,7 +635,8 @@ def test_a_cluster_without_gpus_is_refused() -> None:
     ("pool", "axes", "fault"),
     [
         ("trainer", (("fsdp", 16),), "given 16 ranks, needed at most the 8 GPUs"),
-        ("generator", (("tp", 3),), "given 3 ranks for qwen3-4b, needed"),
+        ("generator", (("tp", 3),), r"\[mesh-cut\]: given 32 heads over tp 3"),
+        ("trainer", (("ep", 2),), r"\[mesh-cut\]: given no experts over ep 2"),
         ("scorer", (("tp", 2),), "no such pool with a model, needed one of: trainer, generator"),
     ],
 )
