@@ -14,7 +14,7 @@ from penstock.graph.ir import Argument, Graph, Input, Json, Node, Ref
 from penstock.graph.node import NodeDef
 from penstock.graph.protocols import Source
 from penstock.graph.trace import ANY
-from penstock.graph.types import Context, Rollouts
+from penstock.graph.types import Context, Prefixes, Rollouts
 
 
 class View:
@@ -52,7 +52,7 @@ class View:
         return self.nodes[ref.node].clock == "group"
 
 
-ROLLOUTS = path_of(Rollouts)
+ROLLOUTS, PREFIXES = path_of(Rollouts), path_of(Prefixes)
 
 
 class Call:
@@ -115,11 +115,30 @@ class Call:
                     {i.type for i in node.inputs} & {o.type for o in node.outputs}
                 ):
                     counts.add(None)
-                behind += [(i.ref.node, counted or type(count) is int) for i in node.inputs if not i.back]
+                # What goes on from a prefix has so many rows of its own.
+                inputs = [i for i in node.inputs if not i.back and i.type != PREFIXES]
+                behind += [(i.ref.node, counted or type(count) is int) for i in inputs]
             elif argument is not None and argument.kind == "source" and not counted:
                 # Nothing on this path says how many rows a group of the source has.
                 counts.add(None)
         return counts.pop() if len(counts) == 1 else None
+
+    def behind(self, name: str) -> list[str]:
+        """The nodes that sample, from which an input comes: those with an option `samples`, and none behind them."""
+        pending, seen, found = [self._inputs[name].node] if name in self._inputs else [], set[str](), []
+        while pending:
+            if (step := pending.pop()) in seen or (node := self.view.nodes.get(step)) is None:
+                continue
+            seen.add(step)
+            if type(dict(node.options).get("samples")) is int:
+                found.append(step)
+            else:
+                pending += [item.ref.node for item in node.inputs if not item.back]
+        return found
+
+    def branched(self, name: str) -> bool:
+        """Does an input come from responses that go on from prefixes?"""
+        return any(item.type == PREFIXES for step in self.behind(name) for item in self.view.nodes[step].inputs)
 
     def weights_of(self, name: str) -> Argument | None:
         """The carried value whose weights an input is; None for any other input."""
@@ -129,16 +148,16 @@ class Call:
             return None
         return self.view.arguments.get(sent.inputs[0].ref.node)
 
-    def readers(self, type_: type, *, sure: bool = False) -> Iterator[Node]:
-        """The nodes that read what this call makes of a type, as it is or through nodes that pass such values on.
+    def readers(self, *types: type, sure: bool = False) -> Iterator[Node]:
+        """The nodes that read what this call makes of some types, as it is or through nodes that pass such values on.
 
         A node with several inputs of the type passes any of them on, or compares one with another; `sure` leaves out
         what is behind such a node.
         """
-        path = path_of(type_)
+        paths = {path_of(type_) for type_ in types}
 
         def fits(given: str) -> bool:
-            return path in self.view.bases.get(given, {given})
+            return not paths.isdisjoint(self.view.bases.get(given, {given}))
 
         found: dict[str, Node] = {}
         pending = [Ref(self.node.name, output.name) for output in self.node.outputs if fits(output.type)]

@@ -9,7 +9,7 @@ worker that holds it, and the `pool` label it belongs to by default.
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -384,6 +384,11 @@ class Rollouts(Batchable):
             stands for a turn without a reward.
         experts_NSLK: of each token the experts that it went through in each layer as it was sampled, counted from 1,
             int16 [N, S, layers, experts of a token]; 0 where none are recorded. None without `--replay-routing`.
+        prefixes_N: the number of the prefix that each row goes on from (`Prefixes.numbers_N`), int64 [N]; -1 for rows
+            without. None if no row has one.
+        prefix_lengths_N: tokens at the begin of each response that are of its prefix, int64 [N]. They keep log μ and
+            versions, and are context: `sampled_N` and losses leave them out. 0 for rows without a prefix, and where
+            prefixes are learnt from, too. None if no row has a prefix.
     """
 
     ordinals: tuple[int, ...]
@@ -402,6 +407,8 @@ class Rollouts(Batchable):
     cut_N: Array = None
     turn_rewards: "tuple[list[float | None], ...]" = ()
     experts_NSLK: Array = None
+    prefixes_N: Array = None
+    prefix_lengths_N: Array = None
 
     derived: ClassVar[tuple[str, ...]] = ("sampled_N",)
 
@@ -418,13 +425,12 @@ class Rollouts(Batchable):
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
         """One value with the rows of all parts. Rows without log-probabilities get NaN if other rows have them."""
-        if len({part.logprobs_NT is None for part in parts}) > 1:
-            parts = [
-                part if part.logprobs_NT is not None else replace(part, logprobs_NT=part.versions_NT * math.nan)
-                for part in parts
-            ]
-        if len({part.replayed_N is None for part in parts}) > 1:
-            parts = [p if p.replayed_N is not None else replace(p, replayed_N=p.response_lengths_N < 0) for p in parts]
+        for name, without in _WITHOUT.items():
+            if len({getattr(part, name) is None for part in parts}) > 1:
+                parts = [
+                    part if getattr(part, name) is not None else replace(part, **{name: without(part)})
+                    for part in parts
+                ]
         if len({part.experts_NSLK is None for part in parts}) > 1:
             like = next(part.experts_NSLK for part in parts if part.experts_NSLK is not None)
             parts = [
@@ -437,12 +443,22 @@ class Rollouts(Batchable):
 
     @property
     def sampled_N(self) -> Array:
-        """Tokens of each response that a policy sampled, int64 [N]: none of an environment's."""
+        """Tokens of each response that a policy sampled, int64 [N]: none of an environment's, none of a prefix."""
         if self.versions_NT is None:
             return None
         # Counted by a sum of ones, since a graph imports no array library.
         place_NT = (self.versions_NT * 0 + 1).cumsum(1)
-        return ((place_NT <= self.response_lengths_N[:, None]) & (self.versions_NT >= 0)).sum(1)
+        sampled_NT = (place_NT <= self.response_lengths_N[:, None]) & (self.versions_NT >= 0)
+        if self.prefix_lengths_N is not None:
+            sampled_NT = sampled_NT & (place_NT > self.prefix_lengths_N[:, None])
+        return sampled_NT.sum(1)
+
+    def place(self, row: int) -> str:
+        """What errors call a row: its group, its prefix if it goes on from one, and its number in the group."""
+        before = [other for other in range(row) if self.ordinals[other] == self.ordinals[row]]
+        number = -1 if self.prefixes_N is None else int(self.prefixes_N[row])
+        prefix = f", prefix {number}" if number >= 0 else ""
+        return f"group {self.ordinals[row]}{prefix}, row {len(before)}"
 
     def turns(self) -> list[int]:
         """Turns of the model in each row."""
@@ -461,6 +477,46 @@ class Rollouts(Batchable):
         """Response lengths in tokens, float [N]."""
         lengths_N: Vector = self.response_lengths_N * 1.0
         return lengths_N
+
+
+# What stands for a column in rows without it, where they are joined with rows that have it.
+_WITHOUT: Mapping[str, Callable[[Rollouts], Array]] = {
+    "logprobs_NT": lambda part: part.versions_NT * math.nan,
+    "replayed_N": lambda part: part.response_lengths_N < 0,
+    "prefixes_N": lambda part: part.response_lengths_N * 0 - 1,
+    "prefix_lengths_N": lambda part: part.response_lengths_N * 0,
+}
+
+
+@dataclass
+class Prefixes(Batchable):
+    """Beginnings of responses: the sub-prompts of a group, which `generate(…, after=prefixes)` goes on from.
+
+    Attributes:
+        ordinals: the prompt group of each, N.
+        numbers_N: the number of each among those of its group, int64 [N]: what keys the draws that follow it.
+        rows_N: the row of the group's rollouts that each is the begin of, int64 [N].
+        tokens_NS: the prompt and the begin of the response, as they were sampled, int64 [N, S], padded on the right.
+        prompt_lengths_N: where the response starts in `tokens_NS`, int64 [N].
+        lengths_N: tokens of the response that the prefix has, int64 [N]; 0 is the prompt alone.
+        logprobs_NT: log μ of these tokens, nats, float [N, T].
+        versions_NT: version of the weights that sampled each, int64 [N, T]; -1 for tokens that no policy sampled.
+        temperature_N: temperature that they were sampled at, float [N].
+        cut_N: whether they were sampled from a part of the vocabulary, bool [N].
+        experts_NSLK: as in `Rollouts`.
+    """
+
+    ordinals: tuple[int, ...]
+    numbers_N: Array
+    rows_N: Array
+    tokens_NS: Array
+    prompt_lengths_N: Array
+    lengths_N: Array
+    logprobs_NT: Array
+    versions_NT: Array
+    temperature_N: Array
+    cut_N: Array
+    experts_NSLK: Array = None
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.graph import node, requires
 from penstock.graph.requires import Call
-from penstock.graph.types import Advantages, Rewards, Rollouts
+from penstock.graph.types import Advantages, Metrics, Prefixes, Rewards, Rollouts, TokenAdvantages
 from penstock.nodes.learn.batching import group_rows
 from penstock.nodes.learn.losses import segment_lengths, segment_max, segment_mean
 
@@ -96,9 +96,15 @@ By = Callable[[Rollouts], Sequence[Hashable]]
 
 def named_rows(call: Call) -> None:
     """What sub-groups require: rollouts, of which they are told."""
-    if call.options["by"] is not None and "rollouts" in call.left_out:
-        needed = "the rollouts, as the input `rollouts`"
+    if "rollouts" not in call.left_out:
+        return
+    needed = "the rollouts, as the input `rollouts`"
+    if call.options["by"] is not None:
         raise call.lack("sub-groups of no rollouts", needed, "by", code="missing-rollouts")
+    if call.branched("rewards"):
+        given = "rewards of responses that go on from prefixes, without these"
+        needed += ": those of one prefix are compared with each other"
+        raise call.lack(given, needed, input="rewards", code="missing-rollouts")
 
 
 @requires(several_samples, named_rows)
@@ -112,12 +118,12 @@ def group_advantage(
     deviation, as in GRPO (arXiv 2402.03300, section 4.1.2); a group whose rewards are all equal has advantage 0 either
     way. Raises ValueError for a group of one, whose advantage is always 0.
 
-    `by(rollouts)` names the sub-group of each row; then rows are compared with those of their sub-group only, and one
-    that is alone in it has advantage 0.
+    Rollouts that go on from prefixes have a sub-group for each. `by(rollouts)` names the sub-group of each row, too.
+    Rows are compared with those of their sub-group only, and one that is alone in it has advantage 0.
     """
-    values_N = _samples(rewards, "group_advantage")
+    values_N = _samples(rewards, "group_advantage", rollouts)
     make = grpo_advantages if normalize else group_mean_advantages
-    return Advantages(make(values_N, _groups(values_N, rollouts, by)))
+    return Advantages(make(values_N, _groups(values_N, rollouts, by)) if len(values_N) else values_N)
 
 
 @requires(several_samples, named_rows)
@@ -125,10 +131,44 @@ def group_advantage(
 def leave_one_out_advantage(rewards: Rewards, rollouts: Rollouts | None = None, *, by: By | None = None) -> Advantages:
     """A = r − mean of the rewards of the same prompt's other samples (RLOO, arXiv 2402.14740).
 
-    With `by`, of the other samples of the same sub-group, as in `group_advantage`. Raises ValueError for a row alone.
+    With sub-groups, of the other samples of the same one, as in `group_advantage`. Raises ValueError for a row alone.
     """
-    values_N = _samples(rewards, "leave_one_out_advantage")
-    return Advantages(rloo_advantages(values_N, _groups(values_N, rollouts, by)))
+    values_N = _samples(rewards, "leave_one_out_advantage", rollouts)
+    return Advantages(rloo_advantages(values_N, _groups(values_N, rollouts, by)) if len(values_N) else values_N)
+
+
+@requires(several_samples)
+@node(pool="scorer")
+def vine_advantage(
+    rewards: Rewards, rollouts: Rollouts, prefixes: Prefixes, vines: Rollouts, outcomes: Rewards
+) -> tuple[TokenAdvantages, Metrics]:
+    """The advantage of each step of a response, by Monte-Carlo values (VinePPO, arXiv 2410.01679, equations 5 and 6).
+
+    `prefixes` cut `rollouts` into steps; `vines` are responses that go on from each, and `outcomes` their rewards,
+    whose mean is the value of that state. All tokens of a step have A = V(state after it) − V(state before it), where
+    the state after the last step is worth the response's reward, and the prompt the mean reward of the other responses
+    to it: a prefix of 0 tokens has a value of its own. Metric: `state_value`, the mean of the prefixes' values.
+
+    Raises ValueError for a single response, for a prefix that nothing goes on from, and for vines of others.
+    """
+    values_N = _samples(rewards, "vine_advantage")
+    numbers = prefixes.numbers_N.tolist()
+    if vines.prefixes_N is None or len(outcomes.values_N) != len(vines) or {*vines.prefixes_N.tolist()} != {*numbers}:
+        given = f"{len(vines)} vines with {len(outcomes.values_N)} outcomes, of {len(numbers)} prefixes"
+        raise ValueError(f"vine_advantage: given {given}, needed one or more, with an outcome each, after each prefix")
+    of_K = torch.tensor([numbers.index(number) for number in vines.prefixes_N.tolist()], dtype=torch.long)
+    outcomes_K = torch.as_tensor(outcomes.values_N, dtype=torch.float32)
+    states_M = segment_mean(outcomes_K, of_K, len(numbers)) if numbers else outcomes_K
+    others_N = (values_N.sum() - values_N) / (len(values_N) - 1)
+    advantages_NT = torch.zeros(rollouts.versions_NT.shape, dtype=torch.float32)
+    for row, length in enumerate(rollouts.response_lengths_N.tolist()):
+        own = [m for m, of in enumerate(prefixes.rows_N.tolist()) if of == row]
+        bounds = [0, *prefixes.lengths_N[own].tolist(), length]
+        worth = [float(others_N[row]), *states_M[own].tolist(), float(values_N[row])]
+        for step in range(len(own) + 1):
+            advantages_NT[row, bounds[step] : bounds[step + 1]] = worth[step + 1] - worth[step]
+    metrics = {"state_value": float(states_M.mean())} if numbers else {}
+    return TokenAdvantages(advantages_NT), metrics
 
 
 @node(pool="scorer")
@@ -157,22 +197,23 @@ def batch_normalized(advantage: Advantages) -> Advantages:
     return Advantages(whiten(advantage.values_N, torch.ones_like(advantage.values_N, dtype=torch.bool)))
 
 
-def _samples(rewards: Rewards, name: str) -> Tensor:
-    """The rewards of a group that can be compared with each other, float32 [N]."""
+def _samples(rewards: Rewards, name: str, rollouts: Rollouts | None = None) -> Tensor:
+    """The rewards of a group that can be compared with each other, float32 [N]. A group may have no prefix."""
     values_N = torch.as_tensor(rewards.values_N, dtype=torch.float32)
-    if len(values_N) < 2:
+    may_be_empty = rollouts is not None and rollouts.prefixes_N is not None
+    if len(values_N) < 2 and not (may_be_empty and not len(values_N)):
         raise ValueError(f"{name}: given {len(values_N)} sample for a prompt, needed {OTHERS}")
     return values_N
 
 
 def _groups(values_N: Tensor, rollouts: Rollouts | None, by: By | None) -> Tensor:
     """Which rows are compared with each other, int64 [N]."""
-    if by is None:
-        return torch.zeros(len(values_N), dtype=torch.long)
-    if rollouts is None:
+    if by is not None and rollouts is None:
         raise ValueError("advantage: given sub-groups (by) of no rollouts, needed the input `rollouts`")
-    names = list(by(rollouts))
-    if len(names) != len(values_N):
+    prefixes_N = None if rollouts is None else rollouts.prefixes_N
+    prefixes = [-1] * len(values_N) if prefixes_N is None else prefixes_N.tolist()
+    names = [None] * len(prefixes) if rollouts is None or by is None else list(by(rollouts))
+    if len(names) != len(values_N) or len(prefixes) != len(values_N):
         given = f"by={getattr(by, '__name__', repr(by))}: given {len(names)} names of sub-groups"
         raise ValueError(f"{given}, needed {len(values_N)}, one for each row")
-    return group_rows(names)
+    return group_rows(list(zip(prefixes, names, strict=True)))

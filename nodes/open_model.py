@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from penstock.graph.errors import Fault, GraphError
 from penstock.graph.imports import imported, short
 from penstock.graph.protocols import EXPERT, STAGE, TENSOR, Axes, num_ranks, rule_of
-from penstock.graph.requires import Call, opened
-from penstock.graph.types import Context, Rollouts
+from penstock.graph.requires import PREFIXES, Call, opened
+from penstock.graph.types import Context, Prefixes, Rollouts
 from penstock.nodes.model import (
     CausalLM,
     Decoder,
@@ -282,7 +282,8 @@ def reads_tokens(definition: N) -> N:
 
 
 def same_words(call: Call) -> None:
-    """What sampling requires of the nodes that read its tokens (`reads_tokens`): models with the same words.
+    """What sampling requires of the nodes that read its tokens (`reads_tokens`), or go on from them: models with the
+    same words.
 
     It is looked at for a run, where the models are known. Raises GraphError at the line of the reader.
     """
@@ -291,13 +292,18 @@ def same_words(call: Call) -> None:
     if origin is None or own is None:
         return
     lacks = []
-    for reader in call.readers(Rollouts):
-        if not getattr(imported(reader.op), "reads_tokens", False):
-            continue
-        for argument in [call.view.arguments.get(item.ref.node) for item in reader.inputs]:
-            context = None if argument is None else call.view.contexts.get(argument.name)
-            theirs = None if argument is None or context is None else opened(argument.maker)
-            if argument is None or context is None or theirs is None:
+    for reader in call.readers(Rollouts, Prefixes):
+        models: list[tuple[str, Context]] = []
+        if getattr(imported(reader.op), "reads_tokens", False):
+            names = [item.ref.node for item in reader.inputs if item.ref.node in call.view.arguments]
+            makers = [(call.view.arguments[name].maker, call.view.contexts.get(name)) for name in names]
+            models = [(maker, context) for maker, context in makers if context is not None]
+        elif any(item.type == PREFIXES for item in reader.inputs) and reader.name in call.view.contexts:
+            weights = call.view.contexts[reader.name].weights.get("behaviour")
+            models = [(weights.maker, weights.context)] if weights is not None else []
+        for maker, context in models:
+            theirs = opened(maker)
+            if theirs is None:
                 continue
             if theirs.spec is own.spec and replace(context, node=origin.context.node) == origin.context:
                 continue  # the same model, whose tokenizer need not be read twice
@@ -307,7 +313,7 @@ def same_words(call: Call) -> None:
             )
             if given != needed:
                 said = f"tokens of {origin.context.node!r}, whose tokenizer has {len(given)}, by {call.node.name}"
-                words = f"those of {argument.name!r}, which it reads them with; that one has {len(needed)}"
+                words = f"those of {context.node!r}, which it reads them with; that one has {len(needed)}"
                 lacks.append(Fault("other-tokenizer", f"{reader.name}: rollouts", said, words, reader.where))
     if lacks:
         raise GraphError(*lacks)

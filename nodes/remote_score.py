@@ -82,7 +82,9 @@ class RemoteScorer:
                 row.cancel()
         values_N = torch.tensor([value for value, _ in answers], dtype=torch.float32)
         tries = sum(tried for _, tried in answers)
-        return Rewards(values_N), {"reward_mean": float(values_N.mean()), "asked_again": tries / len(answers)}
+        # A group without a prefix to go on from has no rows.
+        metrics = {"reward_mean": float(values_N.mean()), "asked_again": tries / len(answers)} if answers else {}
+        return Rewards(values_N), metrics
 
     async def _row(self, rollouts: Rollouts, row: int) -> tuple[float, int]:
         """The reward of a row, and how often it was asked for again."""
@@ -106,7 +108,7 @@ class RemoteScorer:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
         name = getattr(getattr(self.by, "func", self.by), "__qualname__", self.by)
-        place = f"{name} on group {rollouts.ordinals[row]}, row {row}"
+        place = f"{name} on {rollouts.place(row)}"
         shown = "prompt {!r}, response {!r}, answer {!r}".format(*given)
         raise ScoreError(f"{place}: {self.retries + 1} calls failed, the last with {why} ({shown})") from cause
 

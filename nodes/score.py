@@ -240,11 +240,9 @@ def score(rollouts: Rollouts, *, by: Rule = math_answer) -> tuple[Rewards, Metri
     """The reward of each response by the rule `by`. A rule that raises fails the group: it is never a zero reward."""
     values = [_reward(by, rollouts, row) for row in range(len(rollouts))]
     values_N = torch.tensor(values, dtype=torch.float32)
-    metrics = {
-        "reward_mean": float(values_N.mean()),
-        "finished": float(rollouts.finished_N.float().mean()),
-    }
-    return Rewards(values_N), metrics
+    # A group without a prefix to go on from has no rows.
+    means = {"reward_mean": values_N, "finished": rollouts.finished_N.float()} if len(values_N) else {}
+    return Rewards(values_N), {name: float(each.mean()) for name, each in means.items()}
 
 
 @node(pool="scorer", clock="update")
@@ -256,7 +254,7 @@ def accuracy(rewards: Rewards) -> Metrics:
 def _reward(by: Rule, rollouts: Rollouts, row: int) -> float:
     prompt, response, answer = rollouts.prompts[row], rollouts.texts[row], rollouts.answers[row]
     name = getattr(getattr(by, "func", by), "__qualname__", by)
-    place = f"{name} on group {rollouts.ordinals[row]}, row {row}"
+    place = f"{name} on {rollouts.place(row)}"
     shown = f"prompt {prompt!r}, response {response!r}, answer {answer!r}"
     # Whatever a user's rule raises is told with the row: a traceback alone does not say which response it was.
     try:

@@ -18,7 +18,7 @@ from penstock.graph.ir import PRECISIONS
 from penstock.graph.node import NodeDef, Paused
 from penstock.graph.protocols import Stream
 from penstock.graph.requires import Call
-from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts, Weights
+from penstock.graph.types import Context, Metrics, Prefixes, Prompts, Replies, Rollouts, Weights
 from penstock.nodes.generate.conversation import SampledGroup, SampledRow, never_said
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.kv_cache import room
@@ -35,8 +35,9 @@ def make_engine(
     top_k: int = 0,
     top_p: float = 1.0,
     stop: tuple[str, ...] = (),
+    learn_prefix: bool = False,
 ) -> Engine:
-    return Engine(context, Sampler(temperature, top_k, top_p), samples, stop, context.segment)
+    return Engine(context, Sampler(temperature, top_k, top_p), samples, stop, context.segment, learn_prefix)
 
 
 def can_stop(call: Call) -> None:
@@ -50,9 +51,23 @@ def can_stop(call: Call) -> None:
         raise GraphError(*(Fault("stop-never-matches", what, repr(text), needed, where) for text, needed in faults))
 
 
+def one_turn(call: Call) -> None:
+    """Requirement of a node that goes on from prefixes: it samples one turn, and something to learn a prefix from is
+    given. Raises GraphError."""
+    given = "after" not in call.left_out
+    if given and call.node.turns is not None:
+        needed = "responses of one turn: no prefix says what an environment had replied"
+        raise call.lack("prefixes in a conversation", needed, input="after", code="prefix-in-conversation")
+    if call.options.get("learn_prefix") and not given:
+        raise call.lack(
+            "True without prefixes", "prefixes, as the input `after`", "learn_prefix", code="missing-prefixes"
+        )
+
+
 @requires(
     room,
     same_words,
+    one_turn,
     not_negative("temperature"),
     count(0, "top_k"),
     share("top_p"),
@@ -68,12 +83,14 @@ def generate(
     behaviour: Weights,
     conversation: Rollouts | None = None,
     replies: Replies | None = None,
+    after: Prefixes | None = None,
     *,
     samples: int = 8,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
     stop: tuple[str, ...] = (),
+    learn_prefix: bool = False,
 ) -> tuple[Engine, Rollouts, Metrics]:
     """`samples` responses to each prompt, sampled token by token with the live weights.
 
@@ -93,17 +110,23 @@ def generate(
     is the whole conversation each time; `converse` plays all turns. With `--segment N` the group pauses when each of
     its rows has ended or said N tokens more, and goes on later.
 
+    `after` some prefixes (`cut` makes them) it samples `samples` responses that begin with each, token by token as they
+    were sampled: `max_tokens` bound prefix and continuation together, and texts are of both. Each prefix draws by its
+    own number, also where two have equal tokens. Its tokens keep log μ and versions, and nothing is learnt from them
+    unless `learn_prefix` says so. A group without a prefix gets no rows.
+
     Metrics: `generated_tokens` (of the turn), `response_length` (tokens of a row in it), `stale_cache` (share of tokens
     whose cache holds entries of older weights), from the second turn on `outgrown` (share of rows that ended for want
     of room), and once per batch, for its first group or else the next one that the live weights alone have made,
     `mismatch` (mean |difference| to the trainer's log-probabilities at equal weights, nats; not of weights that came in
     eight bits).
     """
-    given = samples, Sampler(temperature, top_k, top_p), tuple(stop)
-    made = engine.samples, engine.sampler, engine.stop
+    given = samples, Sampler(temperature, top_k, top_p), tuple(stop), learn_prefix
+    made = engine.samples, engine.sampler, engine.stop, engine.learn_prefix
     if given != made:
         raise ValueError(f"generate: given {given}, needed the options that its engine was made with: {made}")
     inputs = {"prompts": prompts, "behaviour": behaviour, "conversation": conversation, "replies": replies}
+    inputs["after"] = after
     rollouts, metrics = _fire(engine, inputs)
     return engine, rollouts, metrics
 

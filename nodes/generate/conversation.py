@@ -8,7 +8,7 @@ response.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from penstock.graph.types import Metrics, Prompts, Replies, Rollouts
+from penstock.graph.types import Metrics, Prefixes, Prompts, Replies, Rollouts
 from penstock.nodes.generate.sampling import Sampler
 from penstock.nodes.learn.batching import behaviour_logprobs
 from penstock.nodes.tokenizer import Tokenizer, TokenizerError
@@ -100,7 +100,8 @@ class SampledRow:
 
     `before` is what followed the prompt in earlier turns, with the environment's reply to the last of them; its texts
     are the `transcript`. `rewards` are what the environment gave after each earlier turn. `said` is what the model says
-    in this turn, None until it has ended or paused; `so_far` is what it had said of it before its newest segment.
+    in this turn, None until it has ended or paused; `so_far` is what it had said of it before its newest segment, of
+    which the first `begun` tokens are a prefix: another firing has sampled them.
 
     A row that is not `open` says nothing more. `outgrown` is the number of tokens of a conversation that was closed
     because it has no room for the reply and another turn, otherwise 0. `experts`, [S, layers, K], are those of all
@@ -112,6 +113,7 @@ class SampledRow:
     transcript: list[str] = field(default_factory=list)
     said: Response | None = None
     so_far: Response = EMPTY
+    begun: int = 0
     open: bool = True
     outgrown: int = 0
     rewards: list[float | None] = field(default_factory=list)
@@ -123,6 +125,11 @@ class SampledRow:
         if experts is not None:
             earlier = experts[:0] if self.experts is None else self.experts
             self.experts = np.concatenate([earlier, experts[len(earlier) :]])
+
+    @property
+    def sampled(self) -> Response | None:
+        """What it has sampled itself in this turn."""
+        return None if self.said is None else self.said.after(self.begun)
 
     @property
     def prefix(self) -> list[int]:
@@ -152,16 +159,93 @@ def recorded_rows(rollouts: Rollouts, where: str) -> list[SampledRow]:
     return rows
 
 
+def begun_rows(prefixes: Prefixes) -> list[SampledRow]:
+    """A row for each prefix, which has said this much of its response and goes on. Raises ValueError, with what was
+    given and is needed, for arrays that do not fit together."""
+    rows = len(prefixes.ordinals)
+    tokens_NS, logprobs_NT, versions_NT = prefixes.tokens_NS, prefixes.logprobs_NT, prefixes.versions_NT
+    arrays: dict[str, tuple[Any, int]] = {"tokens_NS": (tokens_NS, 2)}
+    arrays |= {"logprobs_NT": (logprobs_NT, 2), "versions_NT": (versions_NT, 2)}
+    arrays |= {name: (getattr(prefixes, name), 1) for name in ("numbers_N", "prompt_lengths_N", "lengths_N")}
+    for name, (array, dims) in arrays.items():
+        shape = list(getattr(array, "shape", ()))
+        if len(shape) != dims or shape[0] != rows:
+            needed = f"{dims} axes, the first of {rows} rows, one for each prefix"
+            raise ValueError(f"given {name} of shape {shape}, needed {needed}")
+    widths = tokens_NS.shape[1], min(logprobs_NT.shape[1], versions_NT.shape[1])
+    found = []
+    lengths = zip(prefixes.prompt_lengths_N.tolist(), prefixes.lengths_N.tolist(), strict=True)
+    for row, (prompt, length) in enumerate(lengths):
+        if prompt < 1 or length < 0 or prompt + length > widths[0] or length > widths[1]:
+            given = f"prefix {row} of {prompt} + {length} tokens in arrays of {widths[0]} and {widths[1]}"
+            raise ValueError(f"given {given}, needed a prompt of 1 or more tokens, and all tokens in them")
+        tokens = tokens_NS[row, prompt : prompt + length].numpy(force=True)
+        logprobs, versions = (array[row, :length].numpy(force=True) for array in (logprobs_NT, versions_NT))
+        said = Response(tokens, logprobs, versions, finished=False)
+        made = SampledRow(tokens_NS[row, :prompt].tolist(), so_far=said, begun=length)
+        if prefixes.experts_NSLK is not None:
+            made.experts = prefixes.experts_NSLK[row, : prompt + length - 1].numpy(force=True)
+        found.append(made)
+    return found
+
+
 @dataclass
 class SampledGroup:
     """A firing of `generate` in work: `samples` rows for each of its prompts. A firing has one prompt, unless a caller
-    has joined several. Of a firing of `reply`, `earlier` is what it said in the turn before."""
+    has joined several. Of a firing of `reply`, `earlier` is what it said in the turn before.
+
+    A firing that goes on from prefixes has a prompt for each of them, and `prefixes` are their numbers; `context` says
+    that nothing is learnt from their tokens.
+    """
 
     tag: Any
     prompts: Prompts
     samples: int
     rows: list[SampledRow]
     earlier: Replies | None = None
+    prefixes: tuple[int, ...] | None = None
+    context: bool = True
+
+    @staticmethod
+    def branch(
+        tag: Any, prompts: Prompts, samples: int, prefixes: Prefixes, tokenizer: Tokenizer, max_tokens: int
+    ) -> "SampledGroup":
+        """`samples` responses after each of `prefixes`, none of which may be a whole response of `max_tokens`.
+
+        Raises ValueError for prefixes of other prompts or of another tokenizer, for two of one number, and for one that
+        has ended or leaves no room for a token.
+        """
+        where = f"generate, group {prompts.ordinals[0]}"
+        if strange := sorted({*prefixes.ordinals} - {*prompts.ordinals}):
+            raise ValueError(f"{where}: given a prefix of group {strange[0]}, needed prefixes of its own prompt")
+        try:
+            begun = begun_rows(prefixes)
+        except ValueError as error:
+            raise ValueError(f"{where}: prefixes: {error}") from None
+        numbers = tuple(prefixes.numbers_N.tolist())
+        named = list(zip(prefixes.ordinals, numbers, strict=True))
+        if twice := [f"{number} of group {ordinal}" for ordinal, number in named if named.count((ordinal, number)) > 1]:
+            needed = "a number for each of a group, 0 or more: it keys the draws"
+            raise ValueError(f"{where}: given prefix {twice[0]} twice, needed {needed}")
+        of = [prompts.ordinals.index(ordinal) for ordinal in prefixes.ordinals]
+        encoded = {index: tokenizer.encode_prompt(prompts.texts[index]) for index in set(of)}
+        for (ordinal, number), index, row in zip(named, of, begun, strict=True):
+            said = row.so_far.tokens.tolist()
+            place = f"generate, group {ordinal}, prefix {number}"
+            if number < 0:
+                raise ValueError(f"{place}: given a negative number, needed 0 or more")
+            if row.prompt != encoded[index] or not all(0 <= token < tokenizer.vocab_size for token in said):
+                given = f"a prompt of {len(row.prompt)} tokens that are not those of {prompts.texts[index]!r:.40}"
+                raise ValueError(f"{place}: given {given}, needed prefixes of this prompt by the model's own tokenizer")
+            if ends := [step for step, token in enumerate(said) if token in tokenizer.stops]:
+                given = f"a prefix that has ended: token {ends[0] + 1} of {len(said)} is a stop token"
+                raise ValueError(f"{place}: given {given}, needed one that goes on")
+            if len(said) >= max_tokens:
+                needed = f"at most {max_tokens - 1}: a response of max_tokens {max_tokens} has one more"
+                raise ValueError(f"{place}: given a prefix of {len(said)} tokens, needed {needed}")
+        own = Prompts(prompts.ordinals, prompts.texts, prompts.answers).take(of)
+        rows = [replace(row) for row in begun for _ in range(samples)]
+        return SampledGroup(tag, own, samples, rows, prefixes=numbers)
 
     @staticmethod
     def go_on(
@@ -224,9 +308,9 @@ class SampledGroup:
 
     @property
     def versions(self) -> set[int]:
-        """The versions of weights that sampled its tokens, in this turn and in earlier ones."""
-        parts = [part.versions for row in self.rows for part in (row.before, row.said) if part is not None]
-        return set(np.concatenate(parts).tolist()) - {NOT_SAMPLED}
+        """The versions of weights that sampled its tokens, in this turn and in earlier ones, but for prefixes."""
+        parts = [part.versions for row in self.rows for part in (row.before, row.sampled) if part is not None]
+        return set(np.concatenate([EMPTY.versions, *parts]).tolist()) - {NOT_SAMPLED}
 
     def rollouts(self, tokenizer: Tokenizer, sampler: Sampler) -> Rollouts:
         """The whole conversations, with the turns before this one. `sampler` has sampled all of them."""
@@ -244,18 +328,27 @@ class SampledGroup:
             prompts=tuple(self.prompts.texts[index] for index in of_row),
             answers=tuple(self.prompts.answers[index] for index in of_row),
             texts=tuple(transcript[-1] for transcript in transcripts),
-            tokens_NS=_padded(tokens),
-            prompt_lengths_N=torch.tensor([len(row.prompt) for row in self.rows]),
-            response_lengths_N=torch.tensor([len(whole.tokens) for whole in wholes]),
-            logprobs_NT=_padded([whole.logprobs for whole in wholes]),
-            versions_NT=_padded([whole.versions for whole in wholes]),
-            finished_N=torch.tensor([whole.finished for whole in wholes]),
+            tokens_NS=_padded(tokens, torch.long),
+            prompt_lengths_N=torch.tensor([len(row.prompt) for row in self.rows], dtype=torch.long),
+            response_lengths_N=torch.tensor([len(whole.tokens) for whole in wholes], dtype=torch.long),
+            logprobs_NT=_padded([whole.logprobs for whole in wholes], torch.float32),
+            versions_NT=_padded([whole.versions for whole in wholes], torch.long),
+            finished_N=torch.tensor([whole.finished for whole in wholes], dtype=torch.bool),
             transcripts=tuple(transcripts),
             turn_rewards=tuple(row.rewards for row in self.rows),
             temperature_N=torch.full((len(wholes),), sampler.temperature),
             cut_N=torch.full((len(wholes),), sampler.cuts),
             experts_NSLK=_padded_experts([row.experts for row in self.rows]),
+            **self._columns(),
         )
+
+    def _columns(self) -> dict[str, Tensor]:
+        """Of rollouts that go on from prefixes."""
+        if self.prefixes is None:
+            return {}
+        lengths = [row.begun * self.context for row in self.rows]
+        numbers_N = torch.tensor(self.prefixes, dtype=torch.long).repeat_interleave(self.samples)
+        return {"prefixes_N": numbers_N, "prefix_lengths_N": torch.tensor(lengths, dtype=torch.long)}
 
     def metrics(self, segment: int = 0) -> Metrics:
         """Figures of this turn, sampled in pieces of `segment` tokens.
@@ -264,7 +357,7 @@ class SampledGroup:
         them that were decoded on a cache with entries of older weights. `outgrown`, from the second turn on: the share
         of rows that had no room for the turn.
         """
-        said: list[Response] = [row.said for row in self.rows if row.said is not None]
+        said = [response for row in self.rows if (response := row.sampled) is not None]
         tokens = sum(len(response.tokens) for response in said)
         # Each piece begins with a cache of its own.
         stale = 0
@@ -281,8 +374,10 @@ class SampledGroup:
         return metrics
 
 
-def _padded(rows: Sequence[np.ndarray[Any, Any]]) -> Tensor:
+def _padded(rows: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> Tensor:
     """Rows of different lengths, filled up with zeros."""
+    if not rows:
+        return torch.zeros(0, 0, dtype=dtype)
     return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
 
 
@@ -293,4 +388,4 @@ def _padded_experts(rows: Sequence[Experts | None]) -> Tensor | None:
         return None
     each = [known[:0] if experts is None else experts for experts in rows]
     # A row's last token has none.
-    return _padded([np.pad(experts, ((0, 1), (0, 0), (0, 0))) for experts in each])
+    return _padded([np.pad(experts, ((0, 1), (0, 0), (0, 0))) for experts in each], torch.int16)

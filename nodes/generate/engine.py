@@ -34,7 +34,7 @@ from torch import Tensor
 
 from penstock.graph.node import Paused
 from penstock.graph.protocols import TENSOR
-from penstock.graph.types import Context, NodeWarning, Prompts, Rollouts, Weights
+from penstock.graph.types import Context, NodeWarning, Prefixes, Prompts, Rollouts, Weights
 from penstock.nodes.generate.conversation import Response, SampledGroup, SampledRow, StopStrings
 from penstock.nodes.generate.kv_cache import DecodeMemory, cache_length, needed_prompt
 from penstock.nodes.generate.sampling import Sampler, keyed_uniform, mismatch
@@ -66,11 +66,11 @@ class Holder:
     @property
     def key(self) -> tuple[int, ...]:
         """What keys the draws of the row: the ordinal of its group, the number of the sample, and the number of the
-        prompt among those of that ordinal, if that is not 0."""
+        prompt among those of that ordinal, if that is not 0; of a prefix, its own number."""
         prompt, sample = divmod(self.index, self.group.samples)
-        ordinals = self.group.prompts.ordinals
+        ordinals, prefixes = self.group.prompts.ordinals, self.group.prefixes
         # A first prompt adds nothing, so that a group of one prompt draws the same alone and joined with others.
-        before = ordinals[:prompt].count(ordinals[prompt])
+        before = ordinals[:prompt].count(ordinals[prompt]) if prefixes is None else prefixes[prompt]
         return (ordinals[prompt], sample, before) if before else (ordinals[prompt], sample)
 
 
@@ -83,7 +83,13 @@ class Engine:
     """
 
     def __init__(
-        self, context: Context, sampler: Sampler, samples: int = 1, stop: Sequence[str] = (), segment: int = 0
+        self,
+        context: Context,
+        sampler: Sampler,
+        samples: int = 1,
+        stop: Sequence[str] = (),
+        segment: int = 0,
+        learn_prefix: bool = False,
     ) -> None:
         if samples < 1 or context.slots < 1:
             raise ValueError(f"generate: given samples {samples} and {context.slots} slots, needed 1 or more of each")
@@ -103,6 +109,7 @@ class Engine:
         tensors = [*model.parameters(), *model.buffers()]
         self.unpacked = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
         self.sampler, self.samples, self.stop, self.segment = sampler, samples, tuple(stop), segment
+        self.learn_prefix = learn_prefix
         self.length = cache_length(spec.config.max_position_embeddings, context)
         num_slots = -(-context.slots // ROW_TILE) * ROW_TILE
         shape = model.attention_config, num_slots, self.length, context.max_tokens
@@ -120,26 +127,34 @@ class Engine:
         self.version, self.unmeasured = -1, False
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
-        """Queue a group of `prompts`, or the next turn of its `conversation` after `replies`, sampled with `behaviour`.
-        It goes on from what was `paused`.
+        """Queue a group of `prompts`, or what follows its prefixes (`after`), or the next turn of its `conversation`
+        after `replies`, sampled with `behaviour`. It goes on from what was `paused`.
 
-        Raises ValueError for a prompt that cannot fit. A conversation that has outgrown its room is no error: its row
-        ends there, and the first such row of a run is warned of.
+        Raises ValueError for a prompt that cannot fit, and as `SampledGroup.branch`. A conversation that has outgrown
+        its room is no error: its row ends there, and the first such row of a run is warned of.
         """
         prompts: Prompts = inputs["prompts"]
-        conversation, replies = inputs.get("conversation"), inputs.get("replies")
+        conversation, replies, after = (inputs.get(name) for name in ("conversation", "replies", "after"))
         needed = needed_prompt(self.length, self.context)
         if conversation is None or replies is None:
-            encoded = [self.tokenizer.encode_prompt(text) for text in prompts.texts]
-            rows = [SampledRow(tokens) for tokens in encoded for _ in range(self.samples)]
-            group = SampledGroup(tag, prompts, self.samples, rows)
-            for ordinal, row in zip(prompts.ordinals, group.rows[:: self.samples], strict=True):
+            if after is None:
+                encoded = [self.tokenizer.encode_prompt(text) for text in prompts.texts]
+                rows = [SampledRow(tokens) for tokens in encoded for _ in range(self.samples)]
+                group = SampledGroup(tag, prompts, self.samples, rows)
+            else:
+                group = self._branched(tag, prompts, after)
+            for ordinal, row in zip(group.prompts.ordinals, group.rows[:: self.samples], strict=True):
                 if not 0 < len(row.prompt) <= self.max_prefix:
                     given = f"generate, group {ordinal}: given a prompt of {len(row.prompt)} tokens"
                     raise ValueError(f"{given}, needed {needed if row.prompt else 'at least one'}")
             self.enqueue(group, inputs["behaviour"], inputs.get("paused"))
             return
-        _check_settings(conversation, self.sampler)
+        if after is not None:
+            needed = "prefixes for a first turn alone"
+            raise ValueError(
+                f"generate, group {prompts.ordinals[0]}: given prefixes and a conversation, needed {needed}"
+            )
+        _check_settings(conversation, self.sampler, "a conversation", "all turns of a row are sampled alike")
         group = SampledGroup.go_on(tag, prompts, self.samples, conversation, replies, self.tokenizer, self.max_prefix)
         outgrown = next((index for index, row in enumerate(group.rows) if row.outgrown), None)
         if outgrown is not None and not self.warned:
@@ -149,6 +164,21 @@ class Engine:
             told = f"{place}: {given}, needed {needed}; it ends unfinished (the metric outgrown counts such rows)"
             warnings.warn(told, OutgrownWarning, stacklevel=2)
         self.enqueue(group, inputs["behaviour"], inputs.get("paused"))
+
+    def _branched(self, tag: Any, prompts: Prompts, after: Prefixes) -> SampledGroup:
+        """What follows each prefix. Raises ValueError as `SampledGroup.branch`, for a prefix that a stop string has
+        ended, and for one that is to be learnt from and was sampled otherwise."""
+        group = SampledGroup.branch(tag, prompts, self.samples, after, self.tokenizer, self.context.max_tokens)
+        group.context = not self.learn_prefix
+        if self.learn_prefix:
+            _check_settings(after, self.sampler, "prefixes", "what is learnt from is sampled as its row is")
+        if self.slots.strings is not None:
+            for prefix, row in enumerate(group.rows[:: self.samples]):
+                said = row.so_far.tokens
+                if any(self.slots.strings.end(said[: step + 1]) for step in range(len(said))):
+                    place = f"generate, group {group.prompts.ordinals[prefix]}, prefix {int(after.numbers_N[prefix])}"
+                    raise ValueError(f"{place}: given a prefix that a stop string has ended, needed one that goes on")
+        return group
 
     def enqueue(self, group: SampledGroup, behaviour: Weights, paused: Rollouts | None = None) -> None:
         """Queue the open rows of a group, each after what it has said before it was `paused`."""
@@ -269,7 +299,7 @@ class Engine:
         # Greedy and cut samples have log-probabilities that the trainer's cannot equal, and the trainer's weights are
         # not here where these have eight bits.
         comparable = self.sampler.temperature > 0 and not self.sampler.cuts and not self.precision
-        self.unmeasured = self.unmeasured or group.prompts.ordinals[0] % self.context.batch == 0
+        self.unmeasured = self.unmeasured or any(o % self.context.batch == 0 for o in group.prompts.ordinals[:1])
         if comparable and self.unmeasured and group.versions == {self.version}:
             self.unmeasured = False
             metrics["mismatch"] = mismatch(self.unpacked, rollouts)
@@ -430,15 +460,15 @@ class EngineSlots:
         return ended
 
 
-def _check_settings(conversation: Rollouts, sampler: Sampler) -> None:
-    """Raises ValueError unless a conversation was sampled as its next turn will be."""
+def _check_settings(given: Rollouts | Prefixes, sampler: Sampler, what: str, why: str) -> None:
+    """Raises ValueError unless what there is of some rows was sampled as the rest of them will be."""
     told = "temperature {:g}{}".format
-    kinds = zip(conversation.temperature_N.tolist(), conversation.cut_N.tolist(), strict=True)
-    given = {told(temperature, CUT * cut) for temperature, cut in kinds}
+    kinds = zip(given.temperature_N.tolist(), given.cut_N.tolist(), strict=True)
+    found = {told(temperature, CUT * cut) for temperature, cut in kinds}
     needed = told(sampler.temperature, CUT * sampler.cuts)
-    if given - {needed}:
-        where, said = f"generate, group {conversation.ordinals[0]}", f"a conversation of {'; '.join(sorted(given))}"
-        raise ValueError(f"{where}: given {said}, needed {needed}: all turns of a row are sampled alike")
+    if found - {needed}:
+        where, said = f"generate, group {given.ordinals[0]}", f"{what} of {'; '.join(sorted(found))}"
+        raise ValueError(f"{where}: given {said}, needed {needed}: {why}")
 
 
 class OutgrownWarning(NodeWarning):

@@ -110,10 +110,13 @@ def token_counts(items: Sequence[Packed]) -> Sequence[int]:
 
 
 def sampled_mask(rollouts: Rollouts) -> Tensor:
-    """Which tokens of each response the policy sampled, bool [N, T]: no padding, and none of an environment's."""
+    """Which tokens of each response the policy sampled, bool [N, T]: no padding, none of an environment's, and none of
+    the prefix that a row goes on from."""
     versions_NT: Tensor = rollouts.versions_NT
     steps_T = torch.arange(versions_NT.shape[1], device=versions_NT.device)
     within_NT: Tensor = steps_T < rollouts.response_lengths_N.to(versions_NT.device)[:, None]
+    if rollouts.prefix_lengths_N is not None:
+        within_NT = within_NT & (steps_T >= rollouts.prefix_lengths_N.to(versions_NT.device)[:, None])
     # An environment's tokens have no version: no policy chose them.
     return within_NT & (versions_NT >= 0)
 

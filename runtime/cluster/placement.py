@@ -505,12 +505,45 @@ def decodes(graph: Graph, node: Node) -> bool:
 
 
 def samples_of(graph: Graph, node: Node) -> int:
-    """The rows of one group, by the option of that name; 0 for a node without it. One that answers another has a row
-    for each of that one's."""
+    """The rows of one group at most, by the option of that name; 0 for a node without it. One that answers another has
+    a row for each of that one's, and one that goes on from prefixes so many for each of these."""
+    return len(begun_shares(graph, node))
+
+
+def begun_shares(graph: Graph, node: Node) -> tuple[float, ...]:
+    """For each row of one group, the share of its response that stands before: 0 but for rows that go on from a prefix,
+    of which those of one response are spread evenly over it."""
     samples = dict(node.options).get("samples", 0)
     if not samples and node.answers and node.inputs and node.inputs[0].ref.node in graph:
-        return samples_of(graph, graph[node.inputs[0].ref.node])
-    return samples if isinstance(samples, int) else 0
+        return begun_shares(graph, graph[node.inputs[0].ref.node])
+    samples = samples if isinstance(samples, int) else 0
+    begins = [0.0]
+    if (cutter := cutter_of(graph, node)) is not None:
+        most, rollouts = most_prefixes(cutter) or 1, _maker(graph, cutter, ":Rollouts")
+        before = begun_shares(graph, rollouts) if rollouts is not None else (0.0,)
+        begins = [share + (1 - share) * (at + 1) / (most + 1) for share in before for at in range(most)]
+    return tuple(share for share in begins for _ in range(samples))
+
+
+def cutter_of(graph: Graph, node: Node) -> Node | None:
+    """The node that makes the prefixes that a node goes on from; None if it goes on from none."""
+    return _maker(graph, node, ":Prefixes")
+
+
+def most_prefixes(cutter: Node) -> int:
+    """Prefixes of each response at most, by the option `most`; 0 for a node that does not say it."""
+    most = dict(cutter.options).get("most")
+    return most if type(most) is int and most > 0 else 0
+
+
+def _maker(graph: Graph, node: Node, kind: str) -> Node | None:
+    """The node that makes a node's input of this type, through filters and what else hands it on."""
+    item = next((item for item in node.inputs if item.type.endswith(kind) and not item.back), None)
+    if item is None or item.ref.node not in graph:
+        return None
+    maker = graph[item.ref.node]
+    passes = maker.construct == "keep" or (kind == ":Rollouts" and not samples_of(graph, maker))
+    return _maker(graph, maker, kind) or maker if passes else maker
 
 
 def _threads(role: _Role, host: Host, roles: Sequence[_Role], generators: int, overlapping: bool) -> int:

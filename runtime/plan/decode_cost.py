@@ -134,18 +134,20 @@ def rollout(
     samples: int = 1,
     prefill_s: float = 0.0,
     replacements: Mapping[int, int] = MappingProxyType({}),
+    prefixes: IntArray | None = None,
 ) -> FloatArray:
     """Decodes a batch on so many replicas. Returns [responses], the seconds at which each ends.
 
     lengths: [responses], in tokens. A prompt of `prompt` tokens takes `prefill_s`, once for `samples` responses that
     follow each other: a group. `replacements`: groups that filters drop, and the later group that takes the place of
-    each; those are the last groups of the batch.
+    each; those are the last groups of the batch. `prefixes`: [responses], tokens of each that are in the cache before.
 
     Responses wait in one line, for the replica whose slot is free first. With replacements each replica has a line of
     its own, since a group that takes another one's place joins the shortest. The first response of a group to get a
     slot brings the prompt.
     """
     tokens, begun = lengths.tolist(), len(lengths) - samples * len(replacements)
+    contexts = [prompt] * len(tokens) if prefixes is None else (prefixes + prompt).tolist()
     filled = min(begun, replicas * slots)
     waits = len(tokens) - filled
     # One deque, which all replicas have: who is free first takes the next response.
@@ -162,7 +164,7 @@ def rollout(
         engine, line = engines[number], waiting[number]
         while line and engine.free:
             row = line.popleft()
-            engine.take(row, tokens[row], prompt, 0.0 if row % samples else prefill_s)
+            engine.take(row, tokens[row], contexts[row], 0.0 if row % samples else prefill_s)
             waits -= 1
         if len(engine):
             heapq.heappush(events, (engine.due, number))
@@ -171,7 +173,7 @@ def rollout(
     for number, engine in enumerate(engines):
         rows = range(number, filled, replicas)
         for row in rows:
-            engine.take(row, tokens[row], prompt, 0.0)
+            engine.take(row, tokens[row], contexts[row], 0.0)
         engine.now = sum(row % samples == 0 for row in rows) * prefill_s
         fill(number)
     # Once no response waits for a slot, replicas go on by themselves.
@@ -275,12 +277,13 @@ class Generator:
         samples: int = 1,
         replicas: int = 1,
         replacements: Mapping[int, int] = MappingProxyType({}),
+        prefixes: IntArray | None = None,
     ) -> FloatArray:
         """[responses]: the seconds at which each ends, of all of them in order on so many replicas. A prompt is
         computed once for its `samples`, on the replica that gets the first of them."""
         return rollout(
             responses, self.lines, slots=self.slots, replicas=replicas, prompt=prompt_tokens, samples=samples,
-            prefill_s=self.prefill_s(prompt_tokens), replacements=replacements,
+            prefill_s=self.prefill_s(prompt_tokens), replacements=replacements, prefixes=prefixes,
         )  # fmt: skip
 
     def _step(self, rows: Any, context: float) -> dict[str, Any]:
@@ -343,7 +346,8 @@ class Generator:
 def rollout_s(work: Workload, generator: Generator, replicas: int) -> float:
     """Seconds of a batch by itself, simulated over its lengths: with the tail, and with replacements of
     dropped groups."""
-    ends = generator.rollout(work.response_tokens, work.prompt_tokens, work.rows, replicas, work.replacements)
+    prefixes = work.prefix_tokens if work.begun else None
+    ends = generator.rollout(work.response_tokens, work.prompt_tokens, work.rows, replicas, work.replacements, prefixes)
     return float(ends.max())
 
 

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from penstock.graph.ir import Argument, Graph, Node
 from penstock.graph.types import MAX_PROMPT, LoraPolicy
-from penstock.runtime.cluster.placement import decodes, samples_of
+from penstock.runtime.cluster.placement import begun_shares, cutter_of, decodes, most_prefixes, samples_of
 from penstock.runtime.plan.model_shape import Shape
 from penstock.runtime.plan.workload import Lengths, Workload
 
@@ -82,7 +82,7 @@ class Roles:
     is learnt from their responses. `buffer` adds past groups. The update of the policy takes its batch in parts of
     `accumulate` groups; 0 is as a whole. `followers` make the next values of copies of the policy.
     `outside` are pools that decode on a slower clock, beside the training, on machines of their own. `holds` are the
-    frozen models and the critics of each pool beside the policy.
+    frozen models and the critics of each pool beside the policy. `begun` are as of `Workload`.
     """
 
     graph: str
@@ -110,6 +110,7 @@ class Roles:
     outside: tuple[str, ...] = ()
     holds: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
     accumulate: int = 0
+    begun: tuple[float, ...] = ()
 
     def nodes_of(self, pool: str) -> tuple[str, ...]:
         return self.nodes.get(pool, ())
@@ -167,6 +168,7 @@ def roles_of(graph: Graph) -> Roles:
         pool: tuple(node.name for node in fires if node.pool == pool) for pool in dict.fromkeys(n.pool for n in fires)
     }
     options, names = dict(update.options), tuple(node.name for node in readers)
+    begun = tuple(share for node in (decoder, *baselines) for share in begun_shares(graph, node))
     followed = sum(1 / node.every for node in followers)
     return Roles(
         graph=graph.name,
@@ -194,6 +196,7 @@ def roles_of(graph: Graph) -> Roles:
         outside=outside,
         holds=holds,
         accumulate=update.accumulate,
+        begun=begun if any(begun) else (),
     )
 
 
@@ -229,6 +232,7 @@ def work_of(
         roles.buffer.adds(prompts) if roles.buffer else 0,
         int(dict(graph.options).get("max_prompt", MAX_PROMPT)) + max_tokens,
         prompts // roles.accumulate if roles.accumulate else 1,
+        roles.begun,
     )
 
 
@@ -312,6 +316,11 @@ def _decoders(graph: Graph) -> list[Node]:
         raise _uncovered(graph, given, "exactly one whose responses are learnt from")
     first = trained[0]
     others = [node for node in found if node != first]
+    for node in found:
+        cutter = cutter_of(graph, node)
+        if cutter is not None and not most_prefixes(cutter):
+            given = f"{cutter.name}, which makes prefixes, without an option `most`"
+            raise _uncovered(graph, given, "one that says how many prefixes a response has at most")
     for node in others:
         if node.pool != first.pool or _weights(graph, node) != _weights(graph, first) or node.turns or first.turns:
             given = f"{node.name} in pool {node.pool} beside {first.name}"
@@ -367,9 +376,17 @@ def assumptions(roles: Roles, work: Workload) -> tuple[str, ...]:
     if roles.filters:
         many = f"{work.drawn} are drawn for the {work.prompts} of an update"
         said.append(f"{', '.join(roles.filters)} leaves {work.kept:.0%} of the groups (--kept), so that {many}")
+    begun = roles.begun[roles.samples :]
     for node, samples in roles.baselines:
+        shares, begun = begun[:samples], begun[samples:]
         more = f"{samples} more response{'s' if samples > 1 else ''}"
-        said.append(f"{node} makes {more} to each prompt, as long as those that are learnt from")
+        length = "as long as those that are learnt from"
+        if any(shares):
+            left = 1 - sum(shares) / samples
+            length = (
+                f"which go on from prefixes that are in the cache ({left:.0%} of each is new, on average), beside them"
+            )
+        said.append(f"{node} makes {more} to each prompt, {length}")
     if roles.buffer is not None:
         said.append(f"{roles.buffer.node} adds {work.replayed} past groups to each update, as long as fresh ones")
     if roles.accumulate:

@@ -67,13 +67,17 @@ class Responses:
     _kept: list[int] = field(default_factory=list, compare=False, repr=False)
 
     def of(self, ordinal: int) -> list[int]:
-        """[rows]: of one group."""
+        """[rows]: of one group, with the prefixes that they go on from."""
         batch, place = divmod(ordinal, self.work.drawn)
         lengths: list[int] = self.batch(batch)[place].tolist()
         return lengths
 
     def spoken(self, ordinal: int, turn: int) -> list[tuple[int, int]]:
-        """[rows]: tokens of one turn of a group, and those of the turns before it."""
+        """[rows]: tokens of one turn of a group, and those before it, of earlier turns or of a prefix."""
+        if self.work.begun:
+            lengths = self.of(ordinal)
+            begins = self.work.begins(np.array(lengths)).tolist()
+            return [(length - begin, begin) for length, begin in zip(lengths, begins, strict=True)]
         # What earlier turns have said is in the cache by now.
         before = [length * turn // self.turns for length in self.of(ordinal)]
         until = [length * (turn + 1) // self.turns for length in self.of(ordinal)]
@@ -82,7 +86,7 @@ class Responses:
     def batch(self, number: int) -> IntArray:
         """[drawn, rows]: of groups that follow each other: those of an update, where nothing is dropped."""
         if number not in self._batches:
-            work, lengths = self.work, self.work.response_tokens
+            work, lengths = self.work, self.work.response_tokens + self.work.prefix_tokens
             # Without a seed every update has the same responses: those whose cost the planner has summed.
             if self.seed is not None:
                 lengths = work.lengths.at(draws(number * work.responses, work.responses, self.seed))

@@ -174,7 +174,9 @@ class Workload:
     """One update: `prompts` prompts of `prompt_tokens` each, `samples` responses to each of them to learn from.
 
     `kept` is the share of the prompts that filters keep, so that more are drawn. Beside its samples each prompt has
-    `baselines` responses that nothing is learnt from. `replayed` past prompts are learnt from once more.
+    `baselines` responses that nothing is learnt from. `replayed` past prompts are learnt from once more. `begun` is the
+    share of each of a prompt's responses, `samples` before `baselines`, that is a prefix which it goes on from, in the
+    cache of the response that has it; () where none does.
 
     `epochs` is how often each response is trained on, `minibatches` the optimizer's steps in each epoch, and
     `micro_tokens` the most tokens in a micro-batch of a data-parallel rank (a longer sequence is one by itself).
@@ -197,6 +199,7 @@ class Workload:
     replayed: Annotated[int, Field(ge=0)] = 0
     slot_tokens: Annotated[int, Field(ge=0)] = 0
     parts: Size = 1
+    begun: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = ()
 
     def __post_init__(self) -> None:
         # The program says the one, its user the other. All other limits are those of flags, and of what is read.
@@ -229,14 +232,28 @@ class Workload:
 
     @cached_property
     def response_tokens(self) -> IntArray:
-        """[responses]: the length of each, those of a prompt beside each other."""
-        return self.lengths.take(self.responses)
+        """[responses]: tokens that are generated of each, those of a prompt beside each other."""
+        return self.lengths.take(self.responses) - self.prefix_tokens
+
+    @cached_property
+    def prefix_tokens(self) -> IntArray:
+        """[responses]: tokens of each that stand before it goes on."""
+        return self.begins(self.lengths.take(self.responses))
+
+    def begins(self, lengths: IntArray) -> IntArray:
+        """Of whole responses to prompts, those of a prompt beside each other: the tokens that stand before."""
+        if not self.begun:
+            return np.zeros_like(lengths)
+        shares = np.tile(np.array(self.begun), len(lengths) // self.rows)
+        # A response goes on by a token at least.
+        begins: IntArray = np.minimum((lengths * shares).astype(np.int64), lengths - 1)
+        return begins
 
     @cached_property
     def seen_tokens(self) -> FloatArray:
         """[responses]: the tokens in the cache, summed over the steps of each."""
         lengths = self.response_tokens.astype(np.float64)
-        return np.asarray(lengths * self.prompt_tokens + lengths * (lengths - 1) / 2)
+        return np.asarray(lengths * (self.prompt_tokens + self.prefix_tokens) + lengths * (lengths - 1) / 2)
 
     @cached_property
     def sequence_tokens(self) -> IntArray:

@@ -30,7 +30,17 @@ TWO_CORES = Cluster(hosts=(Host(name="local", cores=2),))
 ELSEWHERE = {"sft", "tool_sft", "evaluate", "toy", "rlhf", "distill", "tool_use", "reward_model"}
 NAMES = [m.name for m in iter_modules(penstock.programs.__path__) if m.name not in ELSEWHERE]
 TINY = model_flags(updates=2, drops=500)
-SMALL = {"samples": 4, "max_length": 6, "buffer": 2, "high": 4, "turns": 2, "look": 2, "minibatches": 2}
+SMALL = {
+    "samples": 4,
+    "max_length": 6,
+    "buffer": 2,
+    "high": 4,
+    "turns": 2,
+    "look": 2,
+    "minibatches": 2,
+    "vines": 2,
+    "states": 1,
+}
 TOOL = RunOptions(updates=12, batch=8, max_tokens=24, slots=64, data="calculator")
 
 

@@ -47,7 +47,7 @@ def _drawn(number: int) -> tuple[Graph, Cluster, Workload]:
     graph = _graph(draw.choice(PROGRAMS), draw.randrange(3))
     roles = roles_of(graph)
     lengths = Lognormal(longest / draw.choice((4, 8)), 0.7, longest)
-    size = {"prompts": draw.choice((8, 16, 64)), "micro_tokens": draw.choice((4096, 16384))}
+    size: dict[str, Any] = {"prompts": draw.choice((8, 16, 64)), "micro_tokens": draw.choice((4096, 16384))}
     model = draw.choice(DENSE if number % 10 else EXPERTS)
     work = Workload(SHAPES[model], samples=roles.samples, lengths=lengths, **size)
     return graph, read_cluster(word), replace(work, slot_tokens=2048 + longest, kept=0.7 if roles.filters else 1.0)
