@@ -3,6 +3,7 @@
 import os
 import resource
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from time import sleep
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from penstock.nodes.generate import generate
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.sampling import Sampler
 from penstock.nodes.learn.update import aipo_update
+from penstock.nodes.prefixes import Said, after_tokens, cut
 from penstock.nodes.score import score
 from penstock.runtime.tensor.buffers import Shards
 from penstock.runtime.tensor.layout import Copy
@@ -205,6 +207,23 @@ def digits(
     rollouts = generate(prompts, broadcast(policy, lag=lag), samples=samples)
     advantage = group_advantage(score(rollouts, by=more_digits))
     return aipo_update.accumulate(accumulate)(policy, rollouts, advantage, lr=lr)
+
+
+@program
+def branches(policy: Policy, prompts: Prompts, *, samples: int = 4, lag: int = 0, lr: float = 1e-3) -> Policy:
+    """Two responses go on from each of some places, and from places in these; some groups may have none."""
+    behaviour = broadcast(policy, lag=lag)
+    rollouts = generate(prompts, behaviour, samples=samples)
+    first = cut(rollouts, at=partial(after_tokens, tokens=2), most=2)
+    second = cut(generate.named("vines")(prompts, behaviour, after=first, samples=2), at=after_places, most=1)
+    leaves = generate.named("leaves")(prompts, behaviour, after=second, samples=2, learn_prefix=True)
+    advantage = group_advantage(score(leaves, by=more_digits), leaves)
+    return aipo_update(policy, leaves, advantage, lr=lr)
+
+
+def after_places(said: Said) -> list[int]:
+    """At the least likely token."""
+    return [said.logprobs.index(min(said.logprobs))] if len(said.texts) > 1 else []
 
 
 def ordered(pool: str) -> Metrics:

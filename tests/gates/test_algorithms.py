@@ -78,7 +78,7 @@ def test_the_greedy_baseline_of_remax_is_reported_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ppo", "curriculum", "guessing", "moving_reference", "remax"])
+@pytest.mark.parametrize("name", ["ppo", "curriculum", "guessing", "moving_reference", "remax", "vineppo"])
 def test_an_algorithm_of_several_pools_runs_in_processes(tmp_path: Path, name: str) -> None:
     assert_all_consumed(run_to_end(tiny(tmp_path / "r", name, 2)), 4)
 
@@ -114,6 +114,7 @@ def base() -> str:
         ("sequence_weighting", {"level": "token", "bound": "mask"}),
         ("decoupled_ppo", {"lr": 1e-4}),
         ("remax", {}),
+        ("vineppo", {}),
     ],
 )
 def test_an_algorithm_makes_the_base_better(program: str, options: dict[str, Any], base: str, tmp_path: Path) -> None:

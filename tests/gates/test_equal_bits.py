@@ -166,6 +166,24 @@ def test_responses_in_segments_are_the_same_bits_in_processes(tmp_path: Path) ->
     assert_equal_bits(final_state(run, UPDATES), real_loop(2)[-1])
 
 
+@LAGS
+def test_what_goes_on_from_prefixes_is_the_same_bits_however_it_is_run(tmp_path: Path, lag: int) -> None:
+    """In one process; with processes, two generators and segments."""
+    options = {"lag": lag, **LEARNING}
+    alone, spread = (
+        make_run(tmp_path / name, f"{FAULTS}branches", options, at_lag(flags, lag), generators=count)
+        for name, count, flags in (("a", 1, REAL), ("b", 2, replace(REAL, segment=2)))
+    )
+    first, second = final_state(run_here(alone), UPDATES), final_state(run_to_end(spread), UPDATES)
+    assert_equal_bits(first, second)
+    counts = [
+        [{name: value for name, value in row.items() if name.endswith("prefixes")} for row in rows(run)]
+        for run in (alone, spread)
+    ]
+    assert counts[0] == counts[1]
+    assert any(value for row in counts[0] for value in row.values())
+
+
 def ordered(path: Path, on: bool = True, **options: Any) -> Path:
     flags = replace(REAL, deterministic=on)
     return make_run(path, f"{FAULTS}ordered_digits", {"lag": 0, **LEARNING, **options}, flags)

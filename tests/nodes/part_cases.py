@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,7 @@ from penstock.nodes.generate import make_engine
 from penstock.nodes.model import CausalLM, ModelError
 from penstock.nodes.model.tensor_parallel import part_of, tensor_parallel
 from penstock.nodes.policy import make_policy
+from penstock.nodes.prefixes import after_tokens, cut
 from penstock.runtime.tensor.layout import Mesh, sharded
 from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver, sync_in_process
 
@@ -34,9 +36,10 @@ def engine(rank: int, folder: Path, groups: str, tied: str, dtype: str) -> None:
     context = Context(node="generate", seed=3, model=str(folder / "model"), slots=32, max_tokens=8, dtype=dtype)
     ranks = dist.get_world_size()
     parted = make_engine(replace(context, mesh=(("tp", ranks),), rank=rank), samples=3)
-    ours = run(parted, range(6), own_parts(model, rank, ranks))
+    own, alone = own_parts(model, rank, ranks), make_engine(context, samples=3)
+    ours = run(parted, range(6), own)
     whole = Weights(0, model.state_dict())
-    theirs = run(make_engine(context, samples=3), range(6), whole)
+    theirs = run(alone, range(6), whole)
     assert ours.keys() == theirs.keys()
     for ordinal, (rollouts, metrics) in ours.items():
         if dtype == "float32":  # rounding cannot make another word of a draw
@@ -45,6 +48,13 @@ def engine(rank: int, folder: Path, groups: str, tied: str, dtype: str) -> None:
             torch.testing.assert_close(rollouts.logprobs_NT, theirs[ordinal][0].logprobs_NT, rtol=1e-4, atol=1e-4)
         assert metrics.get("mismatch", 0.0) < (1e-4 if dtype == "float32" else 0.05)
     assert any("mismatch" in metrics for _, metrics in ours.values())
+    if dtype == "float32":
+        rows = theirs[4][0]
+        prefixes, _ = cut.fn(rows, at=partial(after_tokens, tokens=2), context=context)
+        assert len(prefixes)
+        more = {"after": prefixes}
+        branched = [run(*each, more)[4][0] for each in ((parted, [4], own), (alone, [4], whole))]
+        assert torch.equal(branched[0].tokens_NS, branched[1].tokens_NS)
     tokens = torch.cat([rollouts.tokens_NS.flatten() for rollouts, _ in ours.values()])
     every = [torch.empty_like(tokens) for _ in range(ranks)]
     dist.all_gather(every, tokens)

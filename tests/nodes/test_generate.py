@@ -1,9 +1,9 @@
 """Responses are a function of weights, key and slots alone: not of neighbours, slots, order or timing."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,9 +37,11 @@ def prompts(ordinal: int, text: str | None = None) -> Prompts:
     return Prompts((ordinal,), (TEXTS[ordinal % len(TEXTS)] if text is None else text,), ("0",))
 
 
-def run(engine: Engine, ordinals: Iterable[int], behaviour: Weights) -> dict[int, tuple[Rollouts, Metrics]]:
+def run(
+    engine: Engine, ordinals: Iterable[int], behaviour: Weights, more: Mapping[str, Any] = MappingProxyType({})
+) -> dict[int, tuple[Rollouts, Metrics]]:
     for ordinal in ordinals:
-        engine.submit(ordinal, {"prompts": prompts(ordinal), "behaviour": behaviour})
+        engine.submit(ordinal, {"prompts": prompts(ordinal), "behaviour": behaviour, **more})
     return drain(engine)
 
 

@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import programs
-from penstock.graph import broadcast, keep, load, program, trace
+from penstock.graph import broadcast, keep, load, node, program, trace
 from penstock.graph.ir import Firing, Graph
-from penstock.graph.types import Logprobs, Policy, Prompts, Reference, Rewards, Rollouts
+from penstock.graph.types import Logprobs, Policy, Prefixes, Prompts, Reference, Rewards, Rollouts
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.distill import reference_logprobs
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.losses import ppo
 from penstock.nodes.learn.update import policy_update
+from penstock.nodes.prefixes import after_tokens, cut
 from penstock.nodes.score import math_answer, mixed, score
 from penstock.runtime.cluster.cluster import read_cluster
 from penstock.runtime.cluster.gpus import GPUS
@@ -208,6 +209,7 @@ def _work(roles: Roles, prompts: int = 8) -> Workload:
         kept=0.7 if roles.filters else 1.0,
         baselines=sum(samples for _, samples in roles.baselines),
         replayed=roles.buffer.adds(prompts) if roles.buffer else 0,
+        begun=roles.begun,
     )  # fmt: skip
 
 
@@ -228,7 +230,9 @@ def test_every_program_that_generates_has_a_plan(name: str) -> None:
     assert {node for pool in found.pools for node in pool.nodes} == fired
 
 
-@pytest.mark.parametrize("name", ["dapo", "remax", "replay", "curriculum", "ema", "moving_reference", "guessing"])
+@pytest.mark.parametrize(
+    "name", ["dapo", "remax", "replay", "curriculum", "ema", "moving_reference", "guessing", "vineppo"]
+)
 def test_a_program_is_simulated_with_about_the_planners_period(name: str) -> None:
     found = _simulated(name)
     assert 0.7 < found.result.steady_s / found.scene.plan.period_s < 1.4
@@ -240,6 +244,61 @@ def test_groups_are_generated_and_learnt_from_in_different_numbers() -> None:
     assert (remax.rows, remax.responses, remax.learnt) == (5, 8 * 5, 8 * 4)
     assert (replay.responses, replay.learnt) == (8 * 8, (8 + 16) * 8)
     assert _roles("replay", take=500, capacity=20).buffer.adds(8) == 20  # type: ignore[union-attr]
+
+
+def test_what_goes_on_from_prefixes_is_generated_behind_them() -> None:
+    """Each of 8 responses is cut twice, at its thirds, and 4 responses go on from each place."""
+    roles = _roles("vineppo", samples=8, states=2, vines=4)
+    work = _work(roles, 16)
+    thirds = [0.0] * 8 + [third for _ in range(8) for third in (1 / 3, 2 / 3) for _ in range(4)]
+    assert roles.begun == pytest.approx(tuple(thirds))
+    assert (work.rows, work.responses, work.learnt) == (8 + 64, 16 * 72, 16 * 8)
+    assert work.response_tokens.min() >= 1
+    whole = work.response_tokens + work.prefix_tokens
+    assert (np.sort(whole) == np.sort(work.lengths.take(work.responses))).all()
+    shares = (work.prefix_tokens / whole).reshape(16, 72)
+    assert not shares[:, :8].any()
+    assert (np.abs(shares - np.array(roles.begun)) <= 1 / whole.reshape(16, 72)).all()
+    generator = Generator(SHAPE, GPUS["H100"], Parallel(), 64)
+    none, some, all_ = (rollout_s(work_, generator, 1) for work_ in (_alone(work), work, replace(work, begun=())))
+    assert none < some < all_
+    spoken = Responses(work).spoken(3, 0)
+    assert [before for _, before in spoken[:8]] == [0] * 8
+    assert all(new > 0 < before for new, before in spoken[8:] if new + before > 2)
+
+
+def _alone(work: Workload) -> Workload:
+    """Without what goes on from prefixes."""
+    return replace(work, baselines=0, begun=())
+
+
+@node(pool="scorer")
+def unbounded(rollouts: Rollouts) -> Prefixes:
+    prefixes: Prefixes = cut.fn(rollouts, at=after_tokens)[0]
+    return prefixes
+
+
+@program
+def branches(policy: Policy, prompts: Prompts, *, bounded: bool = True, depth: int = 1) -> Policy:
+    """Learns from what goes on from prefixes, or from prefixes in that."""
+    behaviour = broadcast(policy)
+    rollouts = generate(prompts, behaviour, samples=2)
+    for _ in range(depth):
+        prefixes = cut(rollouts, at=after_tokens, most=3) if bounded else unbounded(rollouts)
+        rollouts = generate(prompts, behaviour, after=prefixes, samples=2)
+    advantage = group_advantage(score(rollouts, by=math_answer), rollouts)
+    return policy_update(policy, rollouts, advantage, loss=ppo)
+
+
+def test_a_tree_is_planned_and_prefixes_without_a_bound_are_not() -> None:
+    one = roles_of(trace(branches))
+    assert (one.samples, one.baselines) == (2 * 3 * 2, (("generate", 2),))
+    assert one.begun == pytest.approx((0.25, 0.25, 0.5, 0.5, 0.75, 0.75) * 2 + (0.0, 0.0))
+    two = roles_of(trace(branches, {"depth": 2}))
+    assert two.samples == 2 * 3 * 2 * 3 * 2
+    assert max(two.begun) == pytest.approx(1 - 1 / 16)
+    with pytest.raises(PlanError, match="given unbounded, which makes prefixes, without an option `most`"):
+        roles_of(trace(branches, {"bounded": False}))
 
 
 def test_a_dropped_group_is_replaced_only_once_it_is_done() -> None:
