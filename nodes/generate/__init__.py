@@ -59,9 +59,7 @@ def one_turn(call: Call) -> None:
         needed = "responses of one turn: no prefix says what an environment had replied"
         raise call.lack("prefixes in a conversation", needed, input="after", code="prefix-in-conversation")
     if call.options.get("learn_prefix") and not given:
-        raise call.lack(
-            "True without prefixes", "prefixes, as the input `after`", "learn_prefix", code="missing-prefixes"
-        )
+        raise call.lack("True without prefixes", "prefixes, as the input `after`", "learn_prefix", code="missing-input")
 
 
 @requires(

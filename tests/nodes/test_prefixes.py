@@ -358,7 +358,7 @@ def talk_after(policy: Policy, prompts: Prompts) -> Policy:
     [
         (no_rollouts, {"missing-rollouts"}),
         (single_vine, {"too-few-samples"}),
-        (none_learnt, {"missing-prefixes"}),
+        (none_learnt, {"missing-input"}),
         (cut_talk, {"prefix-in-conversation", "out-of-range"}),
         (talk_after, {"prefix-in-conversation"}),
     ],
