@@ -83,6 +83,7 @@ class Context:
         logit_elements: most logits that are kept at once; 0 is what suits the device.
         zero: what "fsdp" shards all the time: 3 weights and gradients, too; 1 the optimizer's state and masters only.
         optimizer_state: where AdamW's moments lie but for a step: on the "device", or on the "host".
+        invariant: are log-probabilities of a generator those of a trainer, to the bit?
         replay_routing: do generators record the experts of each token, and policies use them?
         lora: rank of the adapters that a policy learns in place of all weights; 0 is none.
         lora_alpha: alpha of these; 0 is twice the rank.
@@ -120,6 +121,7 @@ class Context:
     logit_elements: int = 0
     zero: int = 3
     optimizer_state: str = "device"
+    invariant: bool = False
     replay_routing: bool = False
     lora: int = 0
     lora_alpha: float = 0.0

@@ -146,10 +146,19 @@ def check_precision(spec: ModelSpec, precision: str, parts: int = 1) -> None:
 
 def computes(call: Call) -> None:
     """Requirement of a node that decodes: its model can in the precision of its weights, and so can this machine's CPU,
-    where it is int8. Raises GraphError at the line of the call."""
+    where it is int8; and with `--invariant`, if that is given. Raises GraphError at the line of the call."""
     origin = None if call.context is None else call.context.weights.get("behaviour")
-    spec = spec_of(call, "behaviour") if origin is not None and origin.precision else None
+    asked = origin is not None and (origin.precision or origin.context.invariant)
+    spec = spec_of(call, "behaviour") if asked else None
     if origin is None or spec is None:
+        return
+    if origin.context.invariant:
+        try:
+            CausalLM(spec.config, torch_dtype(origin.context.dtype), "meta").be_invariant()
+        except ModelError as error:
+            said = str(error).removeprefix("--invariant: given ").split(", needed ", 1)
+            raise call.lack(*said, input="behaviour", code="not-invariant") from None
+    if not origin.precision:
         return
     try:
         check_precision(spec, origin.precision)

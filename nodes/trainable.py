@@ -19,7 +19,7 @@ from penstock.graph.types import Context, Rollouts
 from penstock.nodes.learn.batching import MicroBatches, Packed, pack
 from penstock.nodes.learn.data_parallel_threads import DataParallelThreads
 from penstock.nodes.learn.optimizer import AdamW, Schedule, UpdateOptions
-from penstock.nodes.model import Decoder, ModelError, save_model, torch_dtype
+from penstock.nodes.model import CausalLM, Decoder, ModelError, save_model, torch_dtype
 from penstock.nodes.model.hf import check_names, check_shape, read_adapters, save_adapters
 from penstock.nodes.model.tensor_parallel import stages_of, tensor_parallel
 from penstock.nodes.open_model import about_adapters
@@ -55,6 +55,8 @@ class SequenceModel(Generic[Model]):
         model.logit_elements = context.logit_elements or model.logit_elements
         if context.recompute == "layer":
             model.recompute_layers()
+        if context.invariant and isinstance(model, CausalLM):
+            model.be_invariant()
         self.workers = _workers(model, self.ranks, context)
 
     @property

@@ -13,9 +13,7 @@ import ctypes
 import functools
 import inspect
 import math
-import os
 import subprocess
-import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,13 +22,12 @@ import torch
 from torch import Tensor
 
 from penstock.graph.types import NodeWarning
+from penstock.nodes.model.compiled import compile_c, compiler
 
 BLOCK = 64
 """Positions of a block: products have the same shape whatever the lengths are."""
 PAGE = 256
 """Positions of a page of a GPU's kernel; a slot has some of its own."""
-COMPILE_S = 60.0
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
 _SOURCE = Path(__file__).with_name("attention.c")
 
 
@@ -76,24 +73,15 @@ def compiled(per_group: int, width: int, dtype: torch.dtype) -> Callable[..., in
     warns."""
     if dtype not in (torch.float32, torch.bfloat16):
         return None
-    compiler = os.environ.get("CC", "cc")
     narrow = dtype == torch.bfloat16
     lanes = math.gcd(width // 2 if narrow else width, 16)  # rotary positions need an even width
     given = [f"-DK={width}", f"-DN={per_group}", f"-DLANES={lanes}", *(["-DBF16"] if narrow else [])]
-    # Compiled by each process, in a third of a second: nobody else can have written what is loaded, and it is of this
-    # processor. What is loaded stays when its file goes.
-    with tempfile.TemporaryDirectory() as folder:
-        library = str(Path(folder) / "attention.so")
-        command = [compiler, *_FLAGS, *given, str(_SOURCE), "-o", library, "-lm"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S)
-            if done.returncode:
-                raise OSError(done.stderr.strip()[-500:] or f"status {done.returncode}")
-            function = ctypes.CDLL(library).attend
-        except (OSError, subprocess.TimeoutExpired) as error:
-            needed = "a C compiler with OpenMP: attention over long contexts takes about twice as long without one"
-            warnings.warn(f"generate: given {compiler!r} ({error}), needed {needed}", NoCompilerWarning, stacklevel=2)
-            return None
+    try:
+        function = compile_c(_SOURCE, given).attend
+    except (OSError, subprocess.TimeoutExpired) as error:
+        needed = "a C compiler with OpenMP: attention over long contexts takes about twice as long without one"
+        warnings.warn(f"generate: given {compiler()!r} ({error}), needed {needed}", NoCompilerWarning, stacklevel=2)
+        return None
     function.argtypes = [*[ctypes.c_void_p] * 8, *[ctypes.c_int64] * 6, ctypes.c_float, ctypes.c_int]
     function.restype = ctypes.c_int
     return function

@@ -50,6 +50,8 @@ ROW_TILE = 16
 CUT = ", cut to a part of the vocabulary"
 # A shorter beginning is computed sooner than copied.
 SHORTEST_COPY = 8
+# Nats by which the log-probabilities of a generator and of a trainer may differ on average, by the rounding of a dtype.
+MOST_MISMATCH = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,8 @@ class Engine:
             check_precision(spec, self.precision, ranks.size(TENSOR))
             require_products(self.precision, context.device)
             model.narrow(self.precision)
+        if context.invariant:
+            model.be_invariant()
         # A model without experts has nothing to record.
         self.records = model.replays_routing = context.replay_routing and spec.config.family.experts
         # With the same weights, as the trainer computes with them: the other one has copies in another order.
@@ -124,7 +128,7 @@ class Engine:
         self.settled: list[SampledGroup] = []
         self.warned = False
         self.behaviour = Weights(-1, {})
-        self.version, self.unmeasured = -1, False
+        self.version, self.unmeasured, self.mismatched = -1, False, False
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
         """Queue a group of `prompts`, or what follows its prefixes (`after`), or the next turn of its `conversation`
@@ -229,7 +233,8 @@ class Engine:
             hidden_RD = self._pass(memory, sampling)
             # All slots, sampling or not: a row's bits must not depend on how many there are.
             uniform_S = memory.uniform_ST.gather(1, memory.inputs_4R[3, :num_slots, None])[:, 0]
-            tokens_S, logprobs_S = self.sampler(self.model.logits(hidden_RD[:num_slots]), uniform_S)
+            logits_SV = self.model.logits(hidden_RD[:num_slots])
+            tokens_S, logprobs_S = self.sampler(logits_SV, uniform_S, self.model.invariant)
             # The one wait for the device in a step.
             slots.record(sampling, tokens_S.numpy(force=True), logprobs_S.numpy(force=True), self.version)
         for holder, response, slot in slots.release():
@@ -302,7 +307,15 @@ class Engine:
         self.unmeasured = self.unmeasured or any(o % self.context.batch == 0 for o in group.prompts.ordinals[:1])
         if comparable and self.unmeasured and group.versions == {self.version}:
             self.unmeasured = False
-            metrics["mismatch"] = mismatch(self.unpacked, rollouts)
+            measured = metrics["mismatch"] = mismatch(self.unpacked, rollouts)
+            most = 0.0 if self.model.invariant else MOST_MISMATCH[self.model.dtype]
+            if measured > most and not self.mismatched:
+                self.mismatched = True
+                place = f"generate, group {group.prompts.ordinals[0]}, version {self.version}"
+                told = f"{place}: given a mismatch of {measured:.3g} nats to the trainer's log-probabilities"
+                warnings.warn(
+                    f"{told}, needed at most {most:g}; ratios are wrong by as much", MismatchWarning, stacklevel=2
+                )
         return rollouts, metrics
 
     @property
@@ -469,6 +482,10 @@ def _check_settings(given: Rollouts | Prefixes, sampler: Sampler, what: str, why
     if found - {needed}:
         where, said = f"generate, group {given.ordinals[0]}", f"{what} of {'; '.join(sorted(found))}"
         raise ValueError(f"{where}: given {said}, needed {needed}: {why}")
+
+
+class MismatchWarning(NodeWarning):
+    """A generator's log-probabilities are further from the trainer's than rounding takes them."""
 
 
 class OutgrownWarning(NodeWarning):

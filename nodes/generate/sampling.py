@@ -17,7 +17,7 @@ from penstock.graph.requires import Call
 from penstock.graph.types import Logprobs, Policy, Rollouts
 from penstock.nodes.learn.batching import behaviour_logprobs, pack, sampled_mask
 from penstock.nodes.learn.logprobs import packed_logprobs
-from penstock.nodes.model import CausalLM
+from penstock.nodes.model import CausalLM, invariant
 
 # splitmix64 (Steele, Lea and Flood 2014), as signed 64-bit numbers; torch's int64 wraps around.
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -58,12 +58,17 @@ class Sampler:
     def cuts(self) -> bool:
         return self.top_k > 0 or self.top_p < 1
 
-    def __call__(self, logits_SV: Tensor, uniform_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens (int64 [S]) and their log-probabilities (float32 [S], nats) in the distribution sampled from."""
+    def __call__(self, logits_SV: Tensor, uniform_S: Tensor, by_rows: bool = False) -> tuple[Tensor, Tensor]:
+        """Tokens (int64 [S]) and their log-probabilities (float32 [S], nats) in the distribution sampled from;
+        `by_rows` as a trainer computes them with `--invariant`."""
         if self.temperature == 0:
             tokens_S = logits_SV.argmax(-1)
             return tokens_S, torch.zeros_like(tokens_S, dtype=torch.float32)
-        logprobs_SV = self.logprobs(logits_SV)
+        if by_rows and not self.cuts:
+            temperature_S = torch.full((len(logits_SV),), self.temperature)
+            logprobs_SV = invariant.log_softmax(logits_SV, temperature_S)
+        else:
+            logprobs_SV = self.logprobs(logits_SV)
         mass_SV = logprobs_SV.exp().cumsum(-1, dtype=torch.float64)
         # The sum is in float64: with float32 the rounding of a large vocabulary would move draws to other tokens.
         # A uniform below 1 gives a target below the last entry, so the draw is a token of positive probability.

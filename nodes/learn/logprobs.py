@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.nodes.learn.batching import Packed
-from penstock.nodes.model import CausalLM, Decoder
+from penstock.nodes.model import CausalLM, Decoder, invariant
 from penstock.nodes.model.decoder import LOGIT_ELEMENTS
 from penstock.nodes.model.kernels import linear
 from penstock.nodes.model.mlp import Route, replay
@@ -32,7 +32,7 @@ def packed_logprobs(model: CausalLM, packed: Packed) -> tuple[Tensor, Tensor]:
     def compute(hidden_PD: Tensor, weight_WD: Tensor) -> tuple[Tensor, Tensor]:
         given, most = (hidden_PD, weight_WD, packed.targets_P, packed.temperature_P), model.logit_elements
         if words.parts == 1:
-            return token_logprobs(*given, chunk_elements=most)
+            return token_logprobs(*given, chunk_elements=most, by_rows=model.invariant)
         return logprobs_over_ranks(*given, words, chunk_elements=most)
 
     return model.with_head(words.shared(hidden_PD), compute)
@@ -70,19 +70,21 @@ def token_logprobs(
     temperature_P: Tensor | None = None,
     *,
     chunk_elements: int = LOGIT_ELEMENTS,
+    by_rows: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log π of each target (with a gradient) and the entropy of each distribution (without); both float32, nats.
 
     Logits are divided by `temperature_P` in float32, as a generator does it; None: by 1.
     Where the logits fit in one chunk autograd keeps them; else they are computed by chunks of tokens and once
-    more in the backward pass, so that memory does not grow with tokens × vocabulary.
+    more in the backward pass, so that memory does not grow with tokens × vocabulary. `by_rows`: as a generator computes
+    them with `--invariant`.
     """
-    if hidden_PD.shape[0] * weight_VD.shape[0] <= chunk_elements:
+    if not by_rows and hidden_PD.shape[0] * weight_VD.shape[0] <= chunk_elements:
         logprobs_PV = torch.log_softmax(_logits(hidden_PD, weight_VD, temperature_P), dim=-1)
         # No view: see `CausalLM.with_head`.
         return _gather(logprobs_PV, targets_P).clone(), _entropy(logprobs_PV.detach())
     size = max(1, chunk_elements // weight_VD.shape[0])
-    given = hidden_PD, weight_VD, targets_P, temperature_P, size
+    given = hidden_PD, weight_VD, targets_P, temperature_P, size, by_rows
     logprobs_P, entropy_P = _Chunked.apply(*given)  # type: ignore[no-untyped-call]
     return logprobs_P, entropy_P
 
@@ -92,12 +94,21 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_PD: Tensor, weight_VD: Tensor, targets_P: Tensor, temperature_P: Tensor | None, size: int
+        ctx: Any,
+        hidden_PD: Tensor,
+        weight_VD: Tensor,
+        targets_P: Tensor,
+        temperature_P: Tensor | None,
+        size: int,
+        by_rows: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropies = [], []
         for rows in _chunks(len(targets_P), size):
             temperature_C = None if temperature_P is None else temperature_P[rows]
-            logprobs_CV = torch.log_softmax(_logits(hidden_PD[rows], weight_VD, temperature_C), dim=-1)
+            if by_rows:
+                logprobs_CV = invariant.log_softmax(invariant.linear(hidden_PD[rows], weight_VD), temperature_C)
+            else:
+                logprobs_CV = torch.log_softmax(_logits(hidden_PD[rows], weight_VD, temperature_C), dim=-1)
             logprobs.append(_gather(logprobs_CV, targets_P[rows]))
             entropies.append(_entropy(logprobs_CV))
             del logprobs_CV  # before the next chunk's are there
@@ -109,7 +120,7 @@ class _Chunked(torch.autograd.Function):
         return torch.cat(logprobs), entropy_P
 
     @staticmethod
-    def backward(ctx: Any, grad_P: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad_P: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         """∂ log π(y) / ∂ logit_v = (1[v = y] − π(v)) / T."""
         hidden_PD, weight_VD, targets_P, temperature_P = ctx.saved_tensors
         grad_hidden_PD = torch.empty_like(hidden_PD)
@@ -128,7 +139,7 @@ class _Chunked(torch.autograd.Function):
                 grad_weight_VD += grad_CV.T @ hidden_CD
             del grad_CV
         grad_weight_VD = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_PD, grad_weight_VD, None, None, None
+        return grad_hidden_PD, grad_weight_VD, None, None, None, None
 
 
 def logprobs_over_ranks(

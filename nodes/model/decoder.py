@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from penstock.nodes.model import invariant
 from penstock.nodes.model.config import ModelConfig, ModelError
 from penstock.nodes.model.expert_parallel import Dealt
 from penstock.nodes.model.kernels import Linear, linear, multiplied, pack, packed, rms_norm, together
@@ -50,6 +51,8 @@ class Decoder(nn.Module):
     """Logits that a pass over many tokens keeps at once."""
     replays_routing: bool = False
     """Do the tokens of rollouts go through the experts that their generator has recorded?"""
+    invariant: bool = False
+    """Are the bits of a token's pass those of the tokens before it alone? See `be_invariant`."""
 
     def __init__(
         self,
@@ -96,6 +99,19 @@ class Decoder(nn.Module):
             if isinstance(module, Linear) and not name.endswith("mlp.gate"):
                 module.narrow(precision)
 
+    def be_invariant(self) -> None:
+        """Compute from now on what is the same to the bit in a pass over a token and over many (`model/invariant.py`).
+
+        Raises ModelError for experts, another dtype than float32 and bfloat16, and a machine without a C compiler.
+        """
+        if self.config.family.experts:
+            raise ModelError(f"--invariant: given a {self.config.model_type}, needed a model without experts")
+        invariant.require_kernels(self.dtype)
+        self.invariant = True
+        for module in self.modules():
+            if isinstance(module, (Linear, Norm)):
+                module.invariant = True
+
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """What of the parameters a carried value with this model learns, keeps and sends: its adapters, where it has
         some; the others are its base's, which never changes."""
@@ -115,7 +131,8 @@ class Decoder(nn.Module):
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         rope = (self.cos_PK[positions_BS].unsqueeze(-2), self.sin_PK[positions_BS].unsqueeze(-2))
-        hidden_BSD: Tensor = self.model(tokens_BS, rope, attend or attend_causal, route)
+        ordinary = invariant.attend_causal if self.invariant else attend_causal
+        hidden_BSD: Tensor = self.model(tokens_BS, rope, attend or ordinary, route)
         return hidden_BSD
 
     @property
@@ -195,11 +212,13 @@ class CausalLM(Decoder):
         """Unnormalised log-probabilities of the next token, of this rank's words, [B, S, W]."""
         if self._packed_head is not None:
             return multiplied(hidden_BSD, self._packed_head)
-        return self.with_head(self.words.shared(hidden_BSD), linear)
+        return self.with_head(self.words.shared(hidden_BSD), invariant.linear if self.invariant else linear)
 
     def pack(self, rows: int) -> None:
         """Compute with copies of the weights as they are now, in the order that suits passes of so many tokens. See
         `kernels.pack`."""
+        if self.invariant:
+            return
         for layer in self.model.layers.values():
             assert isinstance(layer, _Layer)
             attention, mlp = layer.self_attn, layer.mlp
@@ -278,6 +297,8 @@ class _Layer(nn.Module):
 class Norm(nn.RMSNorm):
     """Root-mean-square norm of so wide a last dimension, computed in float32."""
 
+    invariant: bool = False
+
     def __init__(self, width: int, config: ModelConfig) -> None:
         super().__init__(width, config.rms_norm_eps)
         # The ranks that each norm some of the heads with it, if several do.
@@ -285,6 +306,8 @@ class Norm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight if self.sharers is None else shared(self.weight, self.sharers)
+        if self.invariant:
+            return invariant.rms_norm(x, weight, self.eps)  # type: ignore[arg-type]
         return rms_norm(x, weight, self.eps)  # type: ignore[arg-type]
 
 
@@ -306,7 +329,9 @@ class _Attention(nn.Module):
         heads = (*x_BSD.shape[:2], -1, self.head_dim)
         q_BSHK, k_BSGK, v_BSGK = (x.view(heads) for x in together(x_BSD, self.q_proj, self.k_proj, self.v_proj))
         q_BSHK, k_BSGK = self.q_norm(q_BSHK), self.k_norm(k_BSGK)
-        if torch.is_grad_enabled():
+        if self.o_proj.invariant:
+            q_BSHK, k_BSGK = invariant.rotate(q_BSHK, *rope), invariant.rotate(k_BSGK, *rope)
+        elif torch.is_grad_enabled():
             q_BSHK, k_BSGK = _rotate(q_BSHK, rope), _rotate(k_BSGK, rope)
         else:
             # The same bits by fewer operations, which cost a step of a few tokens more than a pass over them.

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.nodes.model import invariant
 from penstock.nodes.model.eight_bit import Narrow, narrow_parameters, product
 
 _onednn = None
@@ -30,6 +31,8 @@ class Linear(nn.Linear):
     """The same and the bias, of this map and of those that follow it."""
     row_scales: nn.Parameter | None
     """Of a weight of eight bits, [out]: see `narrow`."""
+    invariant: bool = False
+    """Are a row's bits those of the row alone? See `invariant`."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -38,6 +41,8 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.row_scales is not None:
             return together(x, self)[0]
+        if self.invariant:
+            return invariant.linear(x, self.weight, self.bias)
         if self.packed is None:
             return linear(x, self.weight, self.bias)
         return multiplied(x, self.packed, self.bias)
@@ -60,7 +65,7 @@ def together(x: Tensor, *maps: Linear) -> Sequence[Tensor]:
 def pack(maps: Sequence[Linear], rows: int) -> None:
     """Make neighbours, whose input is the same, multiply with copies of their weights as they are now, in the order in
     which oneDNN reads them for `rows` rows, if it has one: without gradients, and in other bits."""
-    if maps[0].row_scales is not None:
+    if maps[0].row_scales is not None or maps[0].invariant:
         return  # its kernels read it as it is
     # An adapter adds to what its map makes, so that it is packed by itself.
     if len(maps) > 1 and all(type(each) is Linear for each in maps):

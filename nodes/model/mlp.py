@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.nodes.model import invariant
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.expert_parallel import Dealt
 from penstock.nodes.model.kernels import Linear, linear, together
@@ -59,7 +60,8 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor, route: Route | None = None) -> Tensor:
         gate, up = together(x, self.gate_proj, self.up_proj)
-        return self.down_proj(F.silu(gate) * up)  # type: ignore[no-any-return]
+        inner = invariant.gated(gate, up) if self.down_proj.invariant else F.silu(gate) * up
+        return self.down_proj(inner)  # type: ignore[no-any-return]
 
 
 class Experts(nn.Module):

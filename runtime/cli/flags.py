@@ -203,6 +203,8 @@ class CheckFlags(MachineFlags, ProgramFlags):
     """Linear maps that they are of."""
     generator_precision: Annotated[GeneratorPrecision, AS_PROGRAM] = RunOptions.generator_precision
     """What its generators are to compute in."""
+    invariant: bool = RunOptions.invariant
+    """Log-probabilities are to be the same bits in generators and trainer."""
 
 
 @dataclass(frozen=True)

@@ -166,13 +166,14 @@ def check(argv: Sequence[str]) -> int:
     traced = trace_program("check", argv)
     faults, planned = [*traced.faults], traced.plan is not None
     graphs = [graph for graph in (traced.graph, traced.evaluation) if graph is not None]
-    if planned or any(node.precision for graph in graphs for node in graph.nodes):
-        from penstock.runtime.cli.planned import machines, plan_lacks, precision_lacks
+    if planned or traced.flags.invariant or any(node.precision for graph in graphs for node in graph.nodes):
+        from penstock.runtime.cli.planned import invariance_lacks, machines, plan_lacks, precision_lacks
         from penstock.runtime.control.run_config import choose_device
 
         cluster = machines(traced.flags, traced.gpus)
         device = "cuda" if planned else choose_device("auto", graphs, cluster)
         faults = [*plan_lacks(traced, cluster), *faults, *precision_lacks(graphs, cluster, device)]
+        faults += invariance_lacks(graphs, device, ()) if traced.flags.invariant else ()
     if traced.flags.json:
         print(json.dumps({"program": traced.path, "ok": not faults, "faults": list(map(asdict, faults))}))
     elif faults:

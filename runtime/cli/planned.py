@@ -15,10 +15,17 @@ from penstock.graph.ir import PRECISIONS, Graph
 from penstock.runtime.cli.base_model import PROFILE, cache_folder
 from penstock.runtime.cli.flags import NEW, NO_PLAN, MachineFlags, RunFlags, with_plan
 from penstock.runtime.cli.tracing import CommandError, Traced, faults_text
-from penstock.runtime.cluster.capabilities import Dtype, dtype_lack, precision_lack, precision_on_cpu_lack
+from penstock.runtime.cluster.capabilities import (
+    Dtype,
+    dtype_lack,
+    invariance_lack,
+    precision_lack,
+    precision_on_cpu_lack,
+)
 from penstock.runtime.cluster.cluster import Cluster, SeenGpu, alike
 from penstock.runtime.cluster.gpus import Precision
-from penstock.runtime.cluster.placement import Plan
+from penstock.runtime.cluster.placement import Plan, read_meshes
+from penstock.runtime.control.run_config import RunOptions
 
 
 @dataclass(frozen=True)
@@ -121,15 +128,29 @@ def precision_lacks(graphs: Sequence[Graph], cluster: Cluster, device: str) -> I
             yield replace(lack, what=f"{node.name}: option 'precision'", where=node.where)
 
 
+def invariance_lacks(graphs: Sequence[Graph], device: str, meshes: Sequence[str]) -> Iterator[Fault]:
+    """What keeps log-probabilities of a run on a `device` from being the same bits wherever they are computed."""
+    what = "--invariant"
+    if device != "cpu":
+        yield Fault("not-invariant", what, f"the device {device}", "--device cpu: kernels of GPUs add up as they like")
+    yield from filter(None, (invariance_lack(pool, mesh) for pool, mesh in read_meshes(meshes).items()))
+    for node in (node for graph in graphs for node in graph.nodes if node.precision):
+        given, needed = f"weights in {node.precision} (from {node.name})", "a broadcast without a precision"
+        yield Fault("not-invariant", what, given, f"{needed}: the trainer computes in its own", node.where)
+
+
 def require_devices(plan: Plan, cluster: Cluster, dtype: Dtype, seen: Sequence[SeenGpu]) -> None:
     """Raises CommandError for `device_lacks`."""
     if lacks := tuple(device_lacks(plan, cluster, dtype, seen)):
         raise CommandError("\n".join(map(str, lacks)))
 
 
-def require_precision(graphs: Sequence[Graph], cluster: Cluster, device: str) -> None:
-    """Raises CommandError for `precision_lacks`."""
-    if lacks := tuple(precision_lacks(graphs, cluster, device)):
+def require_precision(graphs: Sequence[Graph], cluster: Cluster, flags: RunOptions) -> None:
+    """Raises CommandError for `precision_lacks` and `invariance_lacks`."""
+    lacks = [*precision_lacks(graphs, cluster, flags.device)]
+    if flags.invariant:
+        lacks += invariance_lacks(graphs, flags.device, flags.mesh)
+    if lacks:
         raise CommandError(faults_text(lacks))
 
 

@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     found = chosen(replace(traced, flags=flags), cluster)
     config = configure(found.traced, cluster, flags.model, found.plan)
     require_devices(config.plan, cluster, config.flags.dtype, traced.gpus)
-    require_precision(config.graphs, cluster, config.flags.device)
+    require_precision(config.graphs, cluster, config.flags)
     require_start(config, cluster, flags)
     needs_base = traced.base and not flags.model
     if needs_base and not is_made_up(flags.data):
@@ -148,7 +148,7 @@ def resume(argv: Sequence[str]) -> int:
         require_start(config, cluster, flags)
         seen = require_inputs(config.graphs, config.flags)
         require_devices(config.plan, cluster, config.flags.dtype, seen)
-        require_precision(config.graphs, cluster, config.flags.device)
+        require_precision(config.graphs, cluster, config.flags)
         if config != before:
             config.write(folder, {**was, "cluster": cluster.model_dump(mode="json")})
         # It tells how the last life ended, and this one may be killed before it can tell.

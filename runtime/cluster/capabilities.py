@@ -11,7 +11,7 @@ What builds a feature changes its row here in the same commit, and nothing else 
 themselves what they cannot do; `tests/runtime/plan/test_capabilities.py` compares that with these rows.
 
 A lack is a `Fault`, whose code docs/check-errors.md has: `mesh-axis`, `mesh-cut`, `mesh-hosts`,
-`no-precision`, `model-kind`.
+`no-precision`, `not-invariant`, `model-kind`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -196,6 +196,15 @@ def precision_on_cpu_lack(precision: Precision) -> Fault | None:
         return Fault(
             "no-precision", "a generator's weights", f"{precision} on a CPU", "int8, or a GPU that computes in it"
         )
+    return None
+
+
+def invariance_lack(pool: str, mesh: Axes) -> Fault | None:
+    """What keeps log-probabilities of a pool's ranks from being the same bits as those of one (`RunOptions.invariant`):
+    sums over ranks, and passes from stage to stage that nothing has shown."""
+    if cut := [f"{name}{size}" for name, size in mesh if size > 1 and name in (TENSOR, STAGE)]:
+        given = f"{pool}={'x'.join(cut)}"
+        return Fault("not-invariant", "--invariant", given, f"a {pool} without {TENSOR} and {STAGE}")
     return None
 
 

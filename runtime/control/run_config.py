@@ -181,6 +181,9 @@ class RunOptions:
     deterministic: bool = False
     """PyTorch computes in an order that never varies, or an operation that has none fails. A GPU needs it for equal
     bits, and is slower; a CPU has them without."""
+    invariant: bool = Context.invariant
+    """Log-probabilities that generators record are those of the trainer to the bit, whatever the batch and the threads;
+    on CPUs, with a C compiler. Slower."""
     optimizer_state: OptimizerState = "auto"
     """Where AdamW's moments lie: on the GPU; or on the host, from where a step fetches some at a time. auto takes the
     host where nothing else fits a GPU whose kind is known. The bits are the same."""

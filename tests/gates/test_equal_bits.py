@@ -258,6 +258,20 @@ def test_aipo_in_int8_keeps_its_ratios_near_one_and_is_the_same_in_one_process(t
     assert any(row["ratio_max"] > 1 for row in rows(runs[0]))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_that_is_invariant_has_no_mismatch_and_ratios_of_one(tmp_path: Path, dtype: Any) -> None:
+    flags = model_flags(updates=3, batch=4, max_tokens=8, dtype=dtype, invariant=True)
+    run = run_here(make_run(tmp_path / "r", "aipo", {"lag": 0}, flags))
+    assert all(row["mismatch"] == 0.0 and row["ratio_mean"] == row["ratio_max"] == 1.0 for row in rows(run))
+
+
+@pytest.mark.slow
+def test_shards_of_a_trainer_are_invariant_too(tmp_path: Path) -> None:
+    flags = model_flags(updates=3, batch=4, max_tokens=8, invariant=True)
+    run = run_to_end(make_run(tmp_path / "r", "aipo", {"lag": 0}, flags, meshes=("trainer=fsdp2",), generators=2))
+    assert all(row["mismatch"] == 0.0 and row["ratio_mean"] == row["ratio_max"] == 1.0 for row in rows(run))
+
+
 @pytest.mark.slow
 def test_a_run_has_the_same_bits_with_a_chain_and_without(tmp_path: Path) -> None:
     """Each generator but the last passes weights on: over messages, and to agents of another host."""

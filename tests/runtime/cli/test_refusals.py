@@ -19,7 +19,12 @@ FP8_ON_CPU = (
     r"aipo\.py:\d+: broadcast: option 'precision' \[no-precision\].*given +fp8 on a CPU.*needed +int8, or a GPU"
 )
 INT8_OF_ADAPTERS = r"aipo\.py:\d+: generate: input 'behaviour' \[no-precision\].*given +int8 with adapters of rank 2"
-NOT_COMPUTED = (("fp8", FP8_ON_CPU), ("int8 --lora 2", INT8_OF_ADAPTERS))
+INVARIANT_INT8 = r"aipo\.py:\d+: --invariant \[not-invariant\].*given +weights in int8 \(from broadcast\)"
+NOT_COMPUTED = (
+    ("--generator-precision fp8", FP8_ON_CPU),
+    ("--generator-precision int8 --lora 2", INT8_OF_ADAPTERS),
+    ("--invariant --generator-precision int8", INVARIANT_INT8),
+)
 FILE = '[[hosts]]\nname = "a"\ncores = 8\ndevices = ["cuda:0", "cuda:1"]\ngpu = "H100"\n'
 
 
@@ -55,7 +60,9 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         ("run aipo --data d.jsonl", 2, "needed --model DIR"),
         ("run dapo --versions pinned --model new", 2, 'versions="pinned": given the filter keep'),
         ("run curriculum --on-failure replace --model new", 2, 'on_failure="replace": given choose'),
-        *((f"run aipo --generator-precision {words}", 1, said) for words, said in NOT_COMPUTED),
+        *((f"run aipo {words}", 1, said) for words, said in NOT_COMPUTED),
+        ("run aipo --invariant --mesh generator=tp2", 1, r"not-invariant.*given +generator=tp2"),
+        ("run aipo --invariant --dtype float16", 1, r"aipo.py:\d+: generate: .*not-invariant.*given +float16"),
         ("run aipo --mesh generator=tp8", 1, "mesh-cut.*given 4 attention heads"),
         ("run aipo --mesh trainer=fsdp2xep2", 1, "mesh-cut.*given a llama without experts"),
         ("resume nowhere", 1, "no such folder"),
@@ -121,7 +128,7 @@ def test_check_refuses_a_precision_that_a_run_does(
     words: str, said: str, here: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as leaving:
-        main(["check", "aipo", "--generator-precision", *words.split()])
+        main(["check", "aipo", *words.split()])
     assert leaving.value.code == 1
     assert re.search(said, " ".join(capsys.readouterr().out.split()))
 

@@ -1,0 +1,204 @@
+/* What a row of a model's forward pass is made of, for a CPU: `invariant.py` says of what each function is.
+
+   Compiled where it runs; with BF16 the tensors are of bfloat16, and all is computed in float32 and rounded once. The
+   numbers of a row are added up in one order, which depends on how many they are and on nothing else: not on the rows
+   beside it, the threads, or where in memory it lies. So each loop whose order matters stands here once, and works on
+   lanes that are written out. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LANES 16
+/* A tile of a product has so many rows of both matrices, whatever is left of them. */
+#define TALL 6
+#define WIDE 4
+/* Rows of an input that stay in the cache while all weights pass by. */
+#define CHUNK 96
+
+typedef float vector __attribute__((vector_size(4 * LANES)));
+
+#ifdef BF16
+typedef uint16_t stored;
+typedef uint16_t narrow_vector __attribute__((vector_size(2 * LANES)));
+typedef uint32_t bits_vector __attribute__((vector_size(4 * LANES)));
+
+static inline vector load(const stored *from) {
+    narrow_vector narrow;
+    memcpy(&narrow, from, sizeof narrow);
+    return (vector)(__builtin_convertvector(narrow, bits_vector) << 16);
+}
+
+static inline float wide(stored x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float found;
+    memcpy(&found, &bits, 4);
+    return found;
+}
+
+static inline stored rounded(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    /* What is no number stays none. */
+    return x != x ? 0x7fc0 : (stored)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+#else
+typedef float stored;
+
+static inline vector load(const stored *from) {
+    vector found;
+    memcpy(&found, from, sizeof found);
+    return found;
+}
+
+static inline float wide(stored x) { return x; }
+
+static inline stored rounded(float x) { return x; }
+#endif
+
+static inline float sum(const float lanes[LANES]) {
+    float parts[LANES];
+    memcpy(parts, lanes, sizeof parts);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) parts[i] += parts[i + half];
+    return parts[0];
+}
+
+/* e^x for x <= 0, by the polynomial of Cephes' expf: within 2 units in the last place. */
+static inline float exponential(float x) {
+    float bounded = x < -87.0f ? -87.0f : x, whole = rintf(bounded * 1.44269504f), power;
+    float r = fmaf(whole, 2.12194440e-4f, fmaf(whole, -0.693359375f, bounded));
+    float p = fmaf(1.9875691500e-4f, r, 1.3981999507e-3f);
+    p = fmaf(fmaf(fmaf(fmaf(p, r, 8.3334519073e-3f), r, 4.1665795894e-2f), r, 1.6666665459e-1f), r, 5.0000001201e-1f);
+    int32_t exponent = ((int32_t)whole + 127) << 23;
+    memcpy(&power, &exponent, 4);
+    return (fmaf(p * r, r, r) + 1.0f) * power;
+}
+
+/* Products of TALL rows of floats, of a multiple of LANES, with WIDE rows of K weights. Never inlined: the compiler may
+   make other code of it where it knows more. */
+static __attribute__((noinline)) void tile(const float *const x[TALL], const stored *const w[WIDE], int64_t K,
+                                           float found[TALL][WIDE]) {
+    vector totals[TALL][WIDE];
+    memset(totals, 0, sizeof totals);
+    int64_t k = 0;
+    for (; k + LANES <= K; k += LANES) {
+        vector each[WIDE];
+        for (int j = 0; j < WIDE; j++) each[j] = load(w[j] + k);
+        for (int i = 0; i < TALL; i++) {
+            vector row;
+            memcpy(&row, x[i] + k, sizeof row);
+            for (int j = 0; j < WIDE; j++) totals[i][j] += row * each[j];
+        }
+    }
+    if (k < K)
+        for (int j = 0; j < WIDE; j++) {
+            stored rest[LANES] = {0};
+            memcpy(rest, w[j] + k, (K - k) * sizeof(stored));
+            vector last = load(rest);
+            for (int i = 0; i < TALL; i++) {
+                vector row;
+                memcpy(&row, x[i] + k, sizeof row);
+                totals[i][j] += row * last;
+            }
+        }
+    for (int i = 0; i < TALL; i++)
+        for (int j = 0; j < WIDE; j++) {
+            float lanes[LANES];
+            memcpy(lanes, &totals[i][j], sizeof lanes);
+            found[i][j] = sum(lanes);
+        }
+}
+
+/* out [R, O] = x [R, K] w [O, K]^T + bias, which may be null. Returns 1 where memory is lacking, otherwise 0. */
+int linear(const stored *x, const stored *w, const stored *bias, stored *out, int64_t R, int64_t O, int64_t K,
+           int threads) {
+    int64_t padded = (K + LANES - 1) / LANES * LANES;
+    float *rows = malloc(sizeof(float) * (R < CHUNK ? R : CHUNK) * padded);
+    if (!rows) return 1;
+#pragma omp parallel num_threads(threads)
+    for (int64_t first = 0; first < R; first += CHUNK) {
+        int64_t count = R - first < CHUNK ? R - first : CHUNK;
+#pragma omp for
+        for (int64_t r = 0; r < count; r++) {
+            for (int64_t k = 0; k < K; k++) rows[r * padded + k] = wide(x[(first + r) * K + k]);
+            memset(rows + r * padded + K, 0, (padded - K) * sizeof(float));
+        }
+#pragma omp for
+        for (int64_t o = 0; o < O; o += WIDE) {
+            const stored *weights[WIDE];
+            for (int j = 0; j < WIDE; j++) weights[j] = w + (o + j < O ? o + j : O - 1) * K;
+            for (int64_t r = 0; r < count; r += TALL) {
+                const float *given[TALL];
+                float found[TALL][WIDE];
+                for (int i = 0; i < TALL; i++) given[i] = rows + (r + i < count ? r + i : count - 1) * padded;
+                tile(given, weights, K, found);
+                for (int i = 0; i < TALL && r + i < count; i++)
+                    for (int j = 0; j < WIDE && o + j < O; j++)
+                        out[(first + r + i) * O + o + j] =
+                            rounded(bias ? found[i][j] + wide(bias[o + j]) : found[i][j]);
+            }
+        }
+    }
+    free(rows);
+    return 0;
+}
+
+/* out [R, D] = x / sqrt(mean(x^2) + eps) * w. */
+void norm(const stored *x, const stored *w, stored *out, int64_t R, int64_t D, float eps, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t r = 0; r < R; r++) {
+        const stored *row = x + r * D;
+        float squares[LANES] = {0};
+        int64_t d = 0;
+        for (; d + LANES <= D; d += LANES)
+            for (int i = 0; i < LANES; i++) squares[i] = fmaf(wide(row[d + i]), wide(row[d + i]), squares[i]);
+        for (int i = 0; d + i < D; i++) squares[i] = fmaf(wide(row[d + i]), wide(row[d + i]), squares[i]);
+        float inverse = 1.0f / sqrtf(sum(squares) / D + eps);
+        for (d = 0; d < D; d++) out[r * D + d] = rounded(wide(row[d]) * inverse * wide(w[d]));
+    }
+}
+
+/* out = silu(gate) * up, of n numbers. */
+void gated(const stored *gate, const stored *up, stored *out, int64_t n, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < n; i++) {
+        float x = wide(gate[i]), e = exponential(x < 0 ? x : -x), share = 1.0f / (1.0f + e);
+        out[i] = rounded(x * (x < 0 ? e * share : share) * wide(up[i]));
+    }
+}
+
+/* x [R, H, K], each pair (x[i], x[i + K / 2]) turned by the angle of its row: cos and sin are [R, K]. */
+void rotate(const stored *x, const stored *cos, const stored *sin, stored *out, int64_t R, int64_t H, int64_t K,
+            int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t r = 0; r < R; r++)
+        for (int64_t h = 0; h < H; h++) {
+            const stored *from = x + (r * H + h) * K, *c = cos + r * K, *s = sin + r * K;
+            stored *to = out + (r * H + h) * K;
+            for (int64_t k = 0; k < K / 2; k++) {
+                float a = wide(from[k]), b = wide(from[k + K / 2]);
+                to[k] = rounded(fmaf(a, wide(c[k]), b * wide(s[k])));
+                to[k + K / 2] = rounded(fmaf(b, wide(c[k + K / 2]), a * wide(s[k + K / 2])));
+            }
+        }
+}
+
+/* out [R, V] = log softmax(logits / temperature), where each row has its temperature. */
+void log_softmax(const stored *logits, const float *temperature, float *out, int64_t R, int64_t V, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t r = 0; r < R; r++) {
+        float *row = out + r * V, most = -INFINITY, lanes[LANES] = {0};
+        for (int64_t v = 0; v < V; v++) {
+            row[v] = wide(logits[r * V + v]) / temperature[r];
+            most = row[v] > most ? row[v] : most;
+        }
+        int64_t v = 0;
+        for (; v + LANES <= V; v += LANES)
+            for (int i = 0; i < LANES; i++) lanes[i] += exponential(row[v + i] - most);
+        for (int i = 0; v + i < V; i++) lanes[i] += exponential(row[v + i] - most);
+        float mass = logf(sum(lanes));
+        for (v = 0; v < V; v++) row[v] = row[v] - most - mass;
+    }
+}
