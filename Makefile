@@ -7,7 +7,7 @@ BIN := .venv/bin
 # many tests come first; but not of the slow ones, where a single one takes longest, and would be left to the end.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile --durations 20 --durations-min 10
 
-.PHONY: help demo test slow lint docs format clean
+.PHONY: help demo test slow vllm lint docs format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ test: .venv/developing  ## the test suite, without what is marked slow
 
 slow: .venv/developing  ## the tests that are marked slow
 	$(PYTEST) --no-loadscope-reorder -m slow
+
+vllm: .venv/developing  ## the tests that need vLLM, which is installed for them and removed again
+	sh scripts/vllm.sh
 
 lint: .venv/developing  ## linter, formatter and type checker
 	$(BIN)/ruff check .

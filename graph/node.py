@@ -299,6 +299,11 @@ class Paused:
     value: Any
 
 
+class UntrustedError(RuntimeError):
+    """A `Stream` raises it where nothing that it makes can be trusted any more: the run stops at once, and no firing is
+    tried again."""
+
+
 class Filter:
     """The definition of a `keep`, with the methods of a `NodeDef` that a worker calls. Its outputs are its inputs."""
 

@@ -76,6 +76,11 @@ class Context:
         batch: prompt groups per update.
         updates: updates of the run.
         slots: rows that a generator decodes at once.
+        engine: what generators decode with that say nothing else, "penstock" or "vllm".
+        mismatch_limit: mean difference of another engine's log-probabilities to the trainer's, in nats, that a run
+            goes on with; 0 is what suits the format.
+        versions: "pinned" where groups use exactly the version of their update, so that a run is repeatable.
+        deterministic: is everything to be computed in an order that never varies?
         split: "train"; "evaluate", the part of `data` that training never sees; or "whole", all of it in turn.
         threads: threads of this rank.
         recompute: "layer": of an update, what is within a layer is computed again for the backward pass and not kept.
@@ -114,6 +119,10 @@ class Context:
     batch: int = 32
     updates: int = 100
     slots: int = 256
+    engine: str = "penstock"
+    mismatch_limit: float = 0.0
+    versions: str = "free"
+    deterministic: bool = False
     split: str = "train"
     threads: int = 1
     recompute: str = "none"

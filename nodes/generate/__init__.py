@@ -21,6 +21,8 @@ from penstock.graph.requires import Call
 from penstock.graph.types import Context, Metrics, Prefixes, Prompts, Replies, Rollouts, Weights
 from penstock.nodes.generate.conversation import SampledGroup, SampledRow, never_said
 from penstock.nodes.generate.engine import Engine
+from penstock.nodes.generate.engines import OURS, can_decode, engine_of
+from penstock.nodes.generate.groups import GroupStream
 from penstock.nodes.generate.kv_cache import room
 from penstock.nodes.generate.sampling import Sampler, scorable
 from penstock.nodes.open_model import computes, same_words, spec_of
@@ -37,7 +39,17 @@ def make_engine(
     stop: tuple[str, ...] = (),
     learn_prefix: bool = False,
 ) -> Engine:
+    """Our own engine."""
     return Engine(context, Sampler(temperature, top_k, top_p), samples, stop, context.segment, learn_prefix)
+
+
+def open_engine(context: Context, *, engine: str = "", **options: Any) -> GroupStream:
+    """The engine that a call of `generate` says, or else the run. Raises ImportError for one that is not installed."""
+    if engine_of(context, engine) == OURS:
+        return make_engine(context, **options)
+    from penstock.nodes.generate.vllm_engine import make_vllm_engine  # which imports vLLM
+
+    return make_vllm_engine(context, **options)
 
 
 def can_stop(call: Call) -> None:
@@ -73,10 +85,11 @@ def one_turn(call: Call) -> None:
     scorable,
     can_stop,
     computes,
+    can_decode,
 )
-@node(pool="generator", init=make_engine)
+@node(pool="generator", init=open_engine)
 def generate(
-    engine: Engine,
+    stream: GroupStream,
     prompts: Prompts,
     behaviour: Weights,
     conversation: Rollouts | None = None,
@@ -89,7 +102,8 @@ def generate(
     top_p: float = 1.0,
     stop: tuple[str, ...] = (),
     learn_prefix: bool = False,
-) -> tuple[Engine, Rollouts, Metrics]:
+    engine: Literal["", "penstock", "vllm"] = "",
+) -> tuple[GroupStream, Rollouts, Metrics]:
     """`samples` responses to each prompt, sampled token by token with the live weights.
 
     The model is that of the carried value whose weights `behaviour` is: its shape, and its tokenizer.
@@ -118,15 +132,17 @@ def generate(
     of room), and once per batch, for its first group or else the next one that the live weights alone have made,
     `mismatch` (mean |difference| to the trainer's log-probabilities at equal weights, nats; not of weights that came in
     eight bits).
+
+    `engine` is what samples; "" is that of the run (`--engine`).
     """
     given = samples, Sampler(temperature, top_k, top_p), tuple(stop), learn_prefix
-    made = engine.samples, engine.sampler, engine.stop, engine.learn_prefix
+    made = stream.samples, stream.sampler, stream.stop, stream.learn_prefix
     if given != made:
         raise ValueError(f"generate: given {given}, needed the options that its engine was made with: {made}")
     inputs = {"prompts": prompts, "behaviour": behaviour, "conversation": conversation, "replies": replies}
     inputs["after"] = after
-    rollouts, metrics = _fire(engine, inputs)
-    return engine, rollouts, metrics
+    rollouts, metrics = _fire(stream, inputs)
+    return stream, rollouts, metrics
 
 
 Replied = TypeVar("Replied")

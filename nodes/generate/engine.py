@@ -23,8 +23,7 @@ are values on the host.
 import copy
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,17 +31,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.graph.node import Paused
 from penstock.graph.protocols import TENSOR
-from penstock.graph.types import Context, NodeWarning, Prefixes, Prompts, Rollouts, Weights
-from penstock.nodes.generate.conversation import Response, SampledGroup, SampledRow, StopStrings
-from penstock.nodes.generate.kv_cache import DecodeMemory, cache_length, needed_prompt
+from penstock.graph.types import Context, Metrics, NodeWarning, Rollouts
+from penstock.nodes.generate.conversation import Response, SampledGroup, StopStrings
+from penstock.nodes.generate.groups import GroupStream, Holder
+from penstock.nodes.generate.kv_cache import DecodeMemory
 from penstock.nodes.generate.sampling import Sampler, keyed_uniform, mismatch
-from penstock.nodes.model import ModelError
 from penstock.nodes.model.eight_bit import require_products
 from penstock.nodes.model.hf import point_at
 from penstock.nodes.model.mlp import RouteRecorder
-from penstock.nodes.open_model import about_adapters, check_decoding, check_precision, open_part, weights_spec
+from penstock.nodes.open_model import check_decoding, check_precision, open_part
 from penstock.nodes.parallel.mesh import Ranks
 
 # Slots come in multiples of it: element-wise kernels treat the last, odd elements of a tensor differently.
@@ -54,29 +52,7 @@ SHORTEST_COPY = 8
 MOST_MISMATCH = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
-@dataclass(frozen=True)
-class Holder:
-    """A row of a group, which waits for a slot or has one."""
-
-    group: SampledGroup
-    index: int
-
-    @property
-    def row(self) -> SampledRow:
-        return self.group.rows[self.index]
-
-    @property
-    def key(self) -> tuple[int, ...]:
-        """What keys the draws of the row: the ordinal of its group, the number of the sample, and the number of the
-        prompt among those of that ordinal, if that is not 0; of a prefix, its own number."""
-        prompt, sample = divmod(self.index, self.group.samples)
-        ordinals, prefixes = self.group.prompts.ordinals, self.group.prefixes
-        # A first prompt adds nothing, so that a group of one prompt draws the same alone and joined with others.
-        before = ordinals[:prompt].count(ordinals[prompt]) if prefixes is None else prefixes[prompt]
-        return (ordinals[prompt], sample, before) if before else (ordinals[prompt], sample)
-
-
-class Engine:
+class Engine(GroupStream):
     """State of the node `generate`: a `Stream`, for the model whose weights `behaviour` is, or for this rank's part of
     it. Weights come with the firings; where these are adapters, it reads their base, and computes with both: nothing is
     merged, so that its log-probabilities are the trainer's. Its memory on the device is taken at the first step.
@@ -93,11 +69,9 @@ class Engine:
         segment: int = 0,
         learn_prefix: bool = False,
     ) -> None:
-        if samples < 1 or context.slots < 1:
-            raise ValueError(f"generate: given samples {samples} and {context.slots} slots, needed 1 or more of each")
-        spec, ranks = weights_spec(context), Ranks.of(context)
+        super().__init__(context, sampler, samples, stop, segment, learn_prefix)
+        spec, ranks = self.spec, Ranks.of(context)
         check_decoding(spec.config, ranks.mesh)
-        self.spec, self.tokenizer, self.context = spec, spec.tokenizer, context
         self.model = model = open_part(spec, context, ranks)
         origin = context.weights.get("behaviour")
         self.precision = origin.precision if origin is not None else ""
@@ -112,9 +86,6 @@ class Engine:
         # With the same weights, as the trainer computes with them: the other one has copies in another order.
         tensors = [*model.parameters(), *model.buffers()]
         self.unpacked = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-        self.sampler, self.samples, self.stop, self.segment = sampler, samples, tuple(stop), segment
-        self.learn_prefix = learn_prefix
-        self.length = cache_length(spec.config.max_position_embeddings, context)
         num_slots = -(-context.slots // ROW_TILE) * ROW_TILE
         shape = model.attention_config, num_slots, self.length, context.max_tokens
         self.size = *shape, model.dtype, context.device, self.records
@@ -122,76 +93,8 @@ class Engine:
         self.memory: DecodeMemory | None = None
         stops = np.zeros(spec.config.vocab_size, dtype=bool)
         stops[list(spec.tokenizer.stops)] = True
-        strings = StopStrings(self.stop, spec.tokenizer) if stop else None
-        self.slots = EngineSlots(num_slots, self.length, context.max_tokens, stops, strings, segment)
-        self.queue: deque[Holder] = deque()
-        self.settled: list[SampledGroup] = []
-        self.warned = False
-        self.behaviour = Weights(-1, {})
+        self.slots = EngineSlots(num_slots, self.length, context.max_tokens, stops, self.strings, segment)
         self.version, self.unmeasured, self.mismatched = -1, False, False
-
-    def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
-        """Queue a group of `prompts`, or what follows its prefixes (`after`), or the next turn of its `conversation`
-        after `replies`, sampled with `behaviour`. It goes on from what was `paused`.
-
-        Raises ValueError for a prompt that cannot fit, and as `SampledGroup.branch`. A conversation that has outgrown
-        its room is no error: its row ends there, and the first such row of a run is warned of.
-        """
-        prompts: Prompts = inputs["prompts"]
-        conversation, replies, after = (inputs.get(name) for name in ("conversation", "replies", "after"))
-        needed = needed_prompt(self.length, self.context)
-        if conversation is None or replies is None:
-            if after is None:
-                encoded = [self.tokenizer.encode_prompt(text) for text in prompts.texts]
-                rows = [SampledRow(tokens) for tokens in encoded for _ in range(self.samples)]
-                group = SampledGroup(tag, prompts, self.samples, rows)
-            else:
-                group = self._branched(tag, prompts, after)
-            for ordinal, row in zip(group.prompts.ordinals, group.rows[:: self.samples], strict=True):
-                if not 0 < len(row.prompt) <= self.max_prefix:
-                    given = f"generate, group {ordinal}: given a prompt of {len(row.prompt)} tokens"
-                    raise ValueError(f"{given}, needed {needed if row.prompt else 'at least one'}")
-            self.enqueue(group, inputs["behaviour"], inputs.get("paused"))
-            return
-        if after is not None:
-            needed = "prefixes for a first turn alone"
-            raise ValueError(
-                f"generate, group {prompts.ordinals[0]}: given prefixes and a conversation, needed {needed}"
-            )
-        _check_settings(conversation, self.sampler, "a conversation", "all turns of a row are sampled alike")
-        group = SampledGroup.go_on(tag, prompts, self.samples, conversation, replies, self.tokenizer, self.max_prefix)
-        outgrown = next((index for index, row in enumerate(group.rows) if row.outgrown), None)
-        if outgrown is not None and not self.warned:
-            self.warned = True
-            place = f"generate, group {prompts.ordinals[outgrown // self.samples]}, row {outgrown}"
-            given = f"given a conversation of {group.rows[outgrown].outgrown} tokens"
-            told = f"{place}: {given}, needed {needed}; it ends unfinished (the metric outgrown counts such rows)"
-            warnings.warn(told, OutgrownWarning, stacklevel=2)
-        self.enqueue(group, inputs["behaviour"], inputs.get("paused"))
-
-    def _branched(self, tag: Any, prompts: Prompts, after: Prefixes) -> SampledGroup:
-        """What follows each prefix. Raises ValueError as `SampledGroup.branch`, for a prefix that a stop string has
-        ended, and for one that is to be learnt from and was sampled otherwise."""
-        group = SampledGroup.branch(tag, prompts, self.samples, after, self.tokenizer, self.context.max_tokens)
-        group.context = not self.learn_prefix
-        if self.learn_prefix:
-            _check_settings(after, self.sampler, "prefixes", "what is learnt from is sampled as its row is")
-        if self.slots.strings is not None:
-            for prefix, row in enumerate(group.rows[:: self.samples]):
-                said = row.so_far.tokens
-                if any(self.slots.strings.end(said[: step + 1]) for step in range(len(said))):
-                    place = f"generate, group {group.prompts.ordinals[prefix]}, prefix {int(after.numbers_N[prefix])}"
-                    raise ValueError(f"{place}: given a prefix that a stop string has ended, needed one that goes on")
-        return group
-
-    def enqueue(self, group: SampledGroup, behaviour: Weights, paused: Rollouts | None = None) -> None:
-        """Queue the open rows of a group, each after what it has said before it was `paused`."""
-        self.behaviour = behaviour
-        if paused is not None:
-            group.resume(paused, self.context.max_tokens)
-        self.queue.extend(Holder(group, i) for i, row in enumerate(group.rows) if row.open and row.said is None)
-        if group.complete:
-            self.settled.append(group)
 
     def busy(self) -> bool:
         return bool(self.settled or self.queue or self.slots.live.any())
@@ -248,10 +151,7 @@ class Engine:
 
     def _renew(self) -> None:
         """Compute with the newest weights from now on."""
-        needed = about_adapters(self.spec.lora, self.spec.base)
-        if self.behaviour.about != needed:
-            given = f"{self.behaviour.about or 'all weights'}, needed {needed or 'all weights'}"
-            raise ModelError(f"generate: weights of version {self.behaviour.version}: given {given} as here")
+        self.check_weights()
         self.version = self.behaviour.version
         point_at(self.model, self.behaviour.tensors, f"weights of version {self.version}")
         self.model.pack(self.size[1])
@@ -295,33 +195,23 @@ class Engine:
     def _to_device(self, values: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(values).to(self.context.device)
 
-    def result(self, group: SampledGroup) -> Any:
-        """The outputs of the firing that a complete group is, or what it goes on from where a row has paused."""
-        rollouts = group.rollouts(self.tokenizer, self.sampler)
-        if any(row.paused(self.context.max_tokens) for row in group.rows):
-            return Paused(rollouts)
-        metrics = group.metrics(self.segment)
-        # Greedy and cut samples have log-probabilities that the trainer's cannot equal, and the trainer's weights are
-        # not here where these have eight bits.
-        comparable = self.sampler.temperature > 0 and not self.sampler.cuts and not self.precision
+    def measured(self, group: SampledGroup, rollouts: Rollouts) -> Metrics:
         self.unmeasured = self.unmeasured or any(o % self.context.batch == 0 for o in group.prompts.ordinals[:1])
-        if comparable and self.unmeasured and group.versions == {self.version}:
-            self.unmeasured = False
-            measured = metrics["mismatch"] = mismatch(self.unpacked, rollouts)
-            most = 0.0 if self.model.invariant else MOST_MISMATCH[self.model.dtype]
-            if measured > most and not self.mismatched:
-                self.mismatched = True
-                place = f"generate, group {group.prompts.ordinals[0]}, version {self.version}"
-                told = f"{place}: given a mismatch of {measured:.3g} nats to the trainer's log-probabilities"
-                warnings.warn(
-                    f"{told}, needed at most {most:g}; ratios are wrong by as much", MismatchWarning, stacklevel=2
-                )
-        return rollouts, metrics
-
-    @property
-    def max_prefix(self) -> int:
-        """Tokens of the longest prompt, or conversation so far, that a turn has room after."""
-        return self.length - self.context.max_tokens
+        # The trainer's weights are not here where these have eight bits.
+        comparable = self.comparable and not self.precision
+        if not (comparable and self.unmeasured and group.versions == {self.version}):
+            return {}
+        self.unmeasured = False
+        measured = mismatch(self.unpacked, rollouts)
+        most = 0.0 if self.model.invariant else MOST_MISMATCH[self.model.dtype]
+        if measured > most and not self.mismatched:
+            self.mismatched = True
+            place = f"generate, group {group.prompts.ordinals[0]}, version {self.version}"
+            told = f"{place}: given a mismatch of {measured:.3g} nats to the trainer's log-probabilities"
+            warnings.warn(
+                f"{told}, needed at most {most:g}; ratios are wrong by as much", MismatchWarning, stacklevel=2
+            )
+        return {"mismatch": measured}
 
 
 class EngineSlots:
@@ -473,20 +363,5 @@ class EngineSlots:
         return ended
 
 
-def _check_settings(given: Rollouts | Prefixes, sampler: Sampler, what: str, why: str) -> None:
-    """Raises ValueError unless what there is of some rows was sampled as the rest of them will be."""
-    told = "temperature {:g}{}".format
-    kinds = zip(given.temperature_N.tolist(), given.cut_N.tolist(), strict=True)
-    found = {told(temperature, CUT * cut) for temperature, cut in kinds}
-    needed = told(sampler.temperature, CUT * sampler.cuts)
-    if found - {needed}:
-        where, said = f"generate, group {given.ordinals[0]}", f"{what} of {'; '.join(sorted(found))}"
-        raise ValueError(f"{where}: given {said}, needed {needed}: {why}")
-
-
 class MismatchWarning(NodeWarning):
     """A generator's log-probabilities are further from the trainer's than rounding takes them."""
-
-
-class OutgrownWarning(NodeWarning):
-    """A conversation has no room for another turn."""

@@ -142,14 +142,20 @@ MICRO_TOKENS = 8192
 
 
 @torch.no_grad()
-def mismatch(model: CausalLM, rollouts: Rollouts) -> float:
-    """Mean |log μ recorded − log π of the trainer's packed forward, at the same temperature| over sampled tokens, nats.
+def mismatch(model: CausalLM, rollouts: Rollouts, version: int | None = None) -> float:
+    """Mean |log μ recorded − log π of the trainer's packed forward, at the same temperature| over sampled tokens, those
+    of a `version` if it is given, nats.
 
     `model` must hold the weights that sampled every one: across versions the difference is drift, not mismatch. Raises
     ValueError for rollouts without log μ.
     """
     recorded_NT, total = behaviour_logprobs(rollouts, "mismatch").to(model.device), 0.0
+    counted_NT = sampled_mask(rollouts)
+    if version is not None:
+        counted_NT = counted_NT & (rollouts.versions_NT == version)
+    weight_NT = counted_NT.to(model.device)
     for packed in pack(rollouts, MICRO_TOKENS, device=model.device):
         logprobs_P, _ = packed_logprobs(model, packed)
-        total += float((logprobs_P - recorded_NT[packed.sequence_P, packed.step_P]).abs().sum())
-    return total / int(sampled_mask(rollouts).sum())
+        at = packed.sequence_P, packed.step_P
+        total += float(((logprobs_P - recorded_NT[at]).abs() * weight_NT[at]).sum())
+    return total / int(counted_NT.sum())

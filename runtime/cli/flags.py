@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from penstock.graph.errors import nearest
 from penstock.runtime.cli.tracing import CommandError, usage_errors
-from penstock.runtime.cluster.capabilities import GeneratorPrecision
+from penstock.runtime.cluster.capabilities import Engine, GeneratorPrecision
 from penstock.runtime.control.run_config import (
     Count,
     OnResume,
@@ -195,6 +195,10 @@ class CheckFlags(MachineFlags, ProgramFlags):
     """Problems that it is to run with."""
     eval_data: Annotated[str, Shown("FILE", "problems of --data that training never sees")] = ""
     """Problems that it is to be measured on."""
+    engine: Engine = RunOptions.engine
+    """What its generators are to decode with."""
+    versions: Literal["free", "pinned"] = RunOptions.versions
+    """Which versions of weights its groups are to use."""
     lora: Count = RunOptions.lora
     """Rank of the adapters that its policies are to learn; 0 is none."""
     lora_alpha: Annotated[float, Meta(ge=0), Shown("ALPHA", "twice the rank")] = RunOptions.lora_alpha

@@ -16,10 +16,11 @@ from typing import Any, cast
 from penstock import __version__
 from penstock.runtime.cli.display import Display, Line, clock, open_display, percent
 from penstock.runtime.cli.flags import StartFlags
-from penstock.runtime.cli.tracing import CommandError, Traced, usage_errors
+from penstock.runtime.cli.tracing import CommandError, Traced, faults_text, usage_errors
 from penstock.runtime.cli.tracker_processes import TrackerProcesses
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.endpoints import tcp_endpoint
+from penstock.runtime.cluster.interpreters import interpreter_lacks
 from penstock.runtime.cluster.placement import Plan, spelled, why_not
 from penstock.runtime.control.launcher import DONE, FAILED, INTERRUPTED, Launcher
 from penstock.runtime.control.listener import Listener, WireError
@@ -172,8 +173,9 @@ def draw(folder: RunFolder, summary: Mapping[str, Any]) -> tuple[Path | None, st
 
 def require_start(config: RunConfig, cluster: Cluster, flags: StartFlags) -> None:
     """Before anything is written: raises CommandError for a run in one process whose plan has ranks that work together,
-    for processes whose controller could not listen where the cluster file says, for trackers whose clients are not
-    installed, and for options that cannot be understood."""
+    or interpreters of their own, for interpreters here that lack what ranks need, for processes whose controller could
+    not listen where the cluster file says, for trackers whose clients are not installed, and for options that cannot be
+    understood."""
     try:
         if config.flags.keep_best:
             read_best(config.flags.keep_best)
@@ -182,6 +184,12 @@ def require_start(config: RunConfig, cluster: Cluster, flags: StartFlags) -> Non
     for tracker in config.flags.track:
         if text := lacks(tracker):
             raise CommandError(f"--track {tracker}: {text}")
+    if faults := tuple(interpreter_lacks(config.graphs, config.plan, cluster, config.flags.engine)):
+        raise CommandError(faults_text(faults))
+    for pool in config.plan.pools if flags.in_process else ():
+        if pool.python:
+            given = f"--in-process with pools.{pool.name}.python ({pool.python})"
+            raise CommandError(f"{given}, needed one interpreter for all: leave one of the two out")
     # Listening is tried before there is a folder: a port in use leaves none behind.
     if not flags.in_process and cluster.bind:
         try:

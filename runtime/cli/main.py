@@ -163,6 +163,8 @@ def show(argv: Sequence[str]) -> int:
 
 def check(argv: Sequence[str]) -> int:
     """`penstock check PROGRAM`: all faults at once, each with what was given, what is needed, and the line."""
+    from penstock.runtime.cli.flags import CheckFlags
+
     traced = trace_program("check", argv)
     faults, planned = [*traced.faults], traced.plan is not None
     graphs = [graph for graph in (traced.graph, traced.evaluation) if graph is not None]
@@ -174,6 +176,10 @@ def check(argv: Sequence[str]) -> int:
         device = "cuda" if planned else choose_device("auto", graphs, cluster)
         faults = [*plan_lacks(traced, cluster), *faults, *precision_lacks(graphs, cluster, device)]
         faults += invariance_lacks(graphs, device, ()) if traced.flags.invariant else ()
+    if graphs and (traced.flags.cluster or traced.flags.engine != CheckFlags.engine):
+        from penstock.runtime.cli.planned import engine_lacks
+
+        faults += engine_lacks(traced)
     if traced.flags.json:
         print(json.dumps({"program": traced.path, "ok": not faults, "faults": list(map(asdict, faults))}))
     elif faults:

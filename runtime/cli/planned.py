@@ -24,7 +24,8 @@ from penstock.runtime.cluster.capabilities import (
 )
 from penstock.runtime.cluster.cluster import Cluster, SeenGpu, alike
 from penstock.runtime.cluster.gpus import Precision
-from penstock.runtime.cluster.placement import Plan, read_meshes
+from penstock.runtime.cluster.interpreters import interpreter_lacks
+from penstock.runtime.cluster.placement import Plan, place, read_meshes
 from penstock.runtime.control.run_config import RunOptions
 
 
@@ -100,6 +101,12 @@ def plan_lacks(traced: Traced, cluster: Cluster) -> Iterator[Fault]:
         yield from lacks
     else:
         yield from device_lacks(made.on(graphs, cluster), cluster, made.options["dtype"], traced.gpus)
+
+
+def engine_lacks(traced: Traced) -> Iterator[Fault]:
+    """What the interpreters of this machine lack for a program's pools, as --cluster and --engine have them."""
+    cluster, graphs = machines(traced.flags, traced.gpus), _graphs(traced)
+    yield from interpreter_lacks(graphs, place(graphs, cluster), cluster, traced.flags.engine)
 
 
 def device_lacks(plan: Plan, cluster: Cluster, dtype: Dtype, seen: Sequence[SeenGpu]) -> Iterator[Fault]:

@@ -40,8 +40,9 @@ def nearest(given: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"
 
 
-def explain(error: ValidationError, where: str) -> str:
-    """A pydantic error as lines of `where: key: given …, needed …`, the nearest key for an unknown one."""
+def explain(error: ValidationError, where: str, table: "type[BaseModel] | None" = None) -> str:
+    """A pydantic error as lines of `where: key: given …, needed …`, the nearest key for an unknown one; those of no
+    table inside are keys of `table`, a cluster file's by default."""
     faults = error.errors()
     inside = {str(fault["loc"][0]) for fault in faults if len(fault["loc"]) > 1}
     lines = []
@@ -49,7 +50,7 @@ def explain(error: ValidationError, where: str) -> str:
         path = ".".join(str(part) for part in fault["loc"])
         if fault["type"] == "extra_forbidden":
             # The innermost part of the path that has keys of its own; others are numbers, or the user's names.
-            inner = next((TABLES[part] for part in fault["loc"][-2::-1] if part in TABLES), Cluster)
+            inner = next((TABLES[part] for part in fault["loc"][-2::-1] if part in TABLES), table or Cluster)
             lines.append(f"{where}: unknown key {path!r}; {nearest(str(fault['loc'][-1]), inner.model_fields)}")
         elif fault["type"] == "missing":
             lines.append(f"{where}: {path}: missing")
@@ -94,6 +95,24 @@ def _hosts(given: object) -> object:
     if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         raise ValueError(f"given {given!r}, needed the name of a host, or of several that differ")
     return given
+
+
+def _python(given: str) -> str:
+    if given and not os.path.isabs(given):
+        raise ValueError(f"given {given!r}, needed the whole path of an interpreter, such as /opt/vllm/bin/python")
+    return given
+
+
+def _pool(given: object) -> object:
+    """A pool as users write it: a host, several, or a table."""
+    if isinstance(given, PoolTable):
+        return given
+    if not isinstance(given, dict):
+        return _hosts(given)
+    try:
+        return PoolTable.model_validate(given)
+    except ValidationError as error:
+        raise ValueError(explain(error, "its table", PoolTable)) from None
 
 
 class ClusterError(ValueError):
@@ -163,6 +182,16 @@ class Host(BaseModel):
         return tuple(d for d in self.devices if d != "cpu")
 
 
+class PoolTable(BaseModel):
+    """A pool with more to say than where it runs. `python` is the interpreter of its ranks, on each of its hosts; ""
+    is the command's own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    hosts: Annotated[str | tuple[str, ...], BeforeValidator(lambda given: _hosts(given) if given else ())] = ()
+    python: Annotated[str, AfterValidator(_python)] = ""
+
+
 class Cluster(BaseModel):
     """Hosts, where the controller listens, on which host each pool that is named runs, or on which hosts its replicas
     do in turn, kinds of GPUs beside those of `cluster.gpus`, and kinds of CPUs."""
@@ -171,7 +200,7 @@ class Cluster(BaseModel):
 
     hosts: tuple[Host, ...] = Field(min_length=1)
     bind: str = ""
-    pools: dict[str, Annotated[str | tuple[str, ...], BeforeValidator(_hosts)]] = Field(default_factory=dict)
+    pools: dict[str, Annotated[PoolTable | str | tuple[str, ...], BeforeValidator(_pool)]] = Field(default_factory=dict)
     gpus: dict[str, Gpu] = Field(default_factory=dict)
     cpus: dict[str, Cpu] = Field(default_factory=dict)
 
@@ -269,7 +298,13 @@ class Cluster(BaseModel):
 
     def _names_of(self, pool: str) -> tuple[str, ...]:
         said = self.pools.get(pool, ())
-        return (said,) if isinstance(said, str) else said
+        hosts = said.hosts if isinstance(said, PoolTable) else said
+        return (hosts,) if isinstance(hosts, str) else hosts
+
+    def python_of(self, pool: str) -> str:
+        """The interpreter of a pool's ranks; "" for the one that starts the run."""
+        said = self.pools.get(pool)
+        return said.python if isinstance(said, PoolTable) else ""
 
     def gpu_of(self, host: Host) -> Gpu | None:
         """The kind of a host's GPUs; None for a host without any. Raises ClusterError for a kind that is not said."""

@@ -81,11 +81,13 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """A process group: the nodes and program arguments it holds, and its replicas ("pool/0", "pool/1", …)."""
+    """A process group: the nodes and program arguments it holds, and its replicas ("pool/0", "pool/1", …). `python` is
+    the interpreter of its ranks, "" for the one that starts the run."""
 
     name: str
     holds: tuple[str, ...]
     replicas: Annotated[tuple[Replica, ...], Meta(min_length=1)]
+    python: str = ""
 
     @property
     def places(self) -> list[tuple[str, str]]:
@@ -119,10 +121,11 @@ class Plan:
             mesh = {"mesh": [list(axis) for axis in r.mesh]} if r.mesh else {}
             return {"name": r.name, "capacity": r.capacity, **mesh, "ranks": [asdict(rank) for rank in r.ranks]}
 
-        pools = [
-            {"name": p.name, "holds": list(p.holds), "replicas": [replica(r) for r in p.replicas]} for p in self.pools
-        ]
-        return {"format": 1, "pools": pools}
+        def pool(p: Pool) -> dict[str, Any]:
+            python = {"python": p.python} if p.python else {}
+            return {"name": p.name, "holds": list(p.holds), **python, "replicas": [replica(r) for r in p.replicas]}
+
+        return {"format": 1, "pools": list(map(pool, self.pools))}
 
     def _repr_html_(self) -> str:
         """The pools as a table, for notebooks."""
@@ -329,7 +332,8 @@ def place(
         return Replica(f"{role.name}/{index}", ranks, role.capacity(slots), mesh)
 
     def pool(role: _Role) -> Pool:
-        return Pool(role.name, role.holds, tuple(replica(role, index) for index in range(role.replicas(generators))))
+        replicas = tuple(replica(role, index) for index in range(role.replicas(generators)))
+        return Pool(role.name, role.holds, replicas, cluster.python_of(role.name))
 
     return Plan(tuple(map(pool, roles)))
 
@@ -452,12 +456,12 @@ def place_as(
     def pool(role: _Role) -> Pool:
         if (layout := layouts.get(role.name)) is None:
             ranks = (Rank(cluster.hosts_of(role.name)[0].name),)
-            return Pool(role.name, role.holds, (Replica(f"{role.name}/0", ranks, role.capacity(slots)),))
+            only = (Replica(f"{role.name}/0", ranks, role.capacity(slots)),)
+            return Pool(role.name, role.holds, only, cluster.python_of(role.name))
         if len(layout.replicas) > 1 and not CAPABILITIES[role.kind].replicas:
             raise ClusterError(f"plan: given {len(layout.replicas)} replicas of {role.name}, needed one")
-        return Pool(
-            role.name, role.holds, tuple(replica(role, i, layout.mesh, each) for i, each in enumerate(layout.replicas))
-        )
+        replicas = tuple(replica(role, i, layout.mesh, each) for i, each in enumerate(layout.replicas))
+        return Pool(role.name, role.holds, replicas, cluster.python_of(role.name))
 
     return Plan(tuple(map(pool, roles)))
 

@@ -2,9 +2,9 @@
 
 `python -m penstock.runtime.control.agent JOIN_FILE`, started by the launcher, or `penstock agent` on another host.
 
-The ranks are forked by a child of the agent, `python -m penstock.runtime.control.worker` (`process.serve_forks`). Each
-is in a session of its own, has stdout and stderr in `logs/<pool>-<replica>-<rank>.out` and `.err`, and in its
-environment
+The ranks are forked by a child of the agent, `python -m penstock.runtime.control.worker` (`process.serve_forks`), and
+those of a pool with an interpreter of its own by a child that runs in that. Each is
+in a session of its own, has stdout and stderr in `logs/<pool>-<replica>-<rank>.out` and `.err`, and in its environment
     PENSTOCK_JOIN      the file to connect with: `Join.read(Path(os.environ["PENSTOCK_JOIN"]))`
     PENSTOCK_FOLDER    the run folder on this host
     PENSTOCK_REPLICA, PENSTOCK_RANK, PENSTOCK_RUN, PENSTOCK_PARENT
@@ -14,16 +14,17 @@ environment
 import json
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import NoReturn
 
 from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Heartbeat, Launch, Note, signal_name
-from penstock.runtime.control.process import FOLDER, PACKET_BYTES, die_with_parent, kill, start, tail
+from penstock.runtime.control.process import FOLDER, PACKET_BYTES, borrowed, die_with_parent, kill, start, tail
 from penstock.runtime.control.rendezvous import INTERVAL
 from penstock.runtime.control.security import Join
 from penstock.runtime.control.signals import on_stop
@@ -38,15 +39,26 @@ LAST_S = 10.0
 ALONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
-WORKER = ("-m", "penstock.runtime.control.worker")
+WORKER_MODULE = "penstock.runtime.control.worker"
+WORKER = ("-m", WORKER_MODULE)
 # Seconds that ranks have to end by themselves after a goodbye.
 LEAVE_S = 3.0
 
 
-class Agent:
-    """The ranks of one host, forked by a child of this process, with which they end.
+@dataclass
+class _Forks:
+    """A child that forks ranks, the socket to it, and the names of its ranks that have not ended."""
 
-    `worker` is the program of that child (see `serve_forks`); `silence` is how long the controller may be out of reach.
+    door: socket.socket
+    child: "subprocess.Popen[bytes]"
+    ranks: set[str] = field(default_factory=set)
+
+
+class Agent:
+    """The ranks of one host, forked by children of this process, with which they end.
+
+    `worker` is the program of such a child (see `serve_forks`); `silence` is how long the controller may be out of
+    reach.
     """
 
     def __init__(self, join: Join, join_file: Path, worker: Sequence[str] = WORKER, silence: float = SILENCE) -> None:
@@ -57,16 +69,25 @@ class Agent:
         self._logs = make_folder(Path(join.folder) / "logs")
         self._log = self._logs / f"ranks-{join.host}.err"
         self._stderr: dict[str, Path] = {}  # of each rank that has not ended
-        self._door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # By interpreter; "" is this process's, whose imports begin before the first rank is asked for.
+        self._forks = {"": self._serving((*worker, *join.modules))}
+
+    def _serving(self, command: Sequence[str], python: str = "") -> "_Forks":
+        """Start a child that forks ranks. Raises OSError for an interpreter that cannot be started."""
+        door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Room for the orders of some hundred ranks: the child reads none before it has imported torch.
-        self._door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        command = (*worker, *join.modules)
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         with theirs, os.fdopen(open_append(self._log), "ab") as stderr:
-            environment = {**ALONE, FOLDER: join.folder}
-            self._child = start(command, join.run, environment=environment, stdin=theirs.fileno(), stderr=stderr)
+            environment, own = {**ALONE, FOLDER: self._join.folder}, theirs.fileno()
+            try:
+                child = start(command, self._join.run, python=python, environment=environment, stdin=own, stderr=stderr)
+            except OSError:
+                door.close()
+                raise
         # It is read until nothing is left, between two heartbeats.
-        self._door.setblocking(False)
-        self._client.watch(self._door.fileno())
+        door.setblocking(False)
+        self._client.watch(door.fileno())
+        return _Forks(door, child)
 
     def run(self) -> str:
         """Until the controller says goodbye (""), or cannot be reached any more: then why. No rank outlives it, and no
@@ -97,12 +118,15 @@ class Agent:
             self._client.send(Note("error", f"the agent of host {self._join.host} was {by}, and with it its ranks"))
             raise
         finally:
-            self._door.shutdown(socket.SHUT_WR)  # upon which the child kills those that are left
+            for forks in self._forks.values():
+                forks.door.shutdown(socket.SHUT_WR)  # upon which the child kills those that are left
             self._await_ends(LAST_S)
-            kill(self._child)
-            self._child.wait(timeout=LAST_S)
+            for forks in self._forks.values():
+                kill(forks.child)
+                forks.child.wait(timeout=LAST_S)
             self._tell_ended()
-            self._door.close()
+            for forks in self._forks.values():
+                forks.door.close()
             sweep(None, folders)
             self._client.close()
 
@@ -121,8 +145,21 @@ class Agent:
         }
         assert name not in self._stderr, name
         self._stderr[name] = stderr
+        if launch.python not in self._forks:
+            try:
+                command = borrowed(WORKER_MODULE, *self._join.modules)
+                self._forks[launch.python] = self._serving(command, launch.python)
+            except OSError as error:
+                pool = launch.replica.rpartition("/")[0]
+                given = f"pools.{pool}.python: given {launch.python!r} ({error.strerror}) on host {self._join.host}"
+                with os.fdopen(open_append(stderr), "w") as file:
+                    file.write(f"{given}, needed an interpreter that can be started there\n")
+                self._exited(name, 0, 1)
+                return
+        forks = self._forks[launch.python]
+        forks.ranks.add(name)
         with suppress(ConnectionError):  # that the child has ended is found by `_tell_ended`
-            self._door.send(json.dumps([name, environment, str(stdout), str(stderr)]).encode())
+            forks.door.send(json.dumps([name, environment, str(stdout), str(stderr)]).encode())
 
     def _await_ends(self, seconds: float) -> None:
         """Tell of ranks that end, until all have or the time is up."""
@@ -134,21 +171,26 @@ class Agent:
 
     def _tell_ended(self) -> None:
         """Tell the controller of ranks that have ended since the last call, and of those that will never begin."""
-        packet = b"more"
-        while packet:
-            try:
-                packet = self._door.recv(PACKET_BYTES)
-            except BlockingIOError:
-                return
-            except ConnectionError:  # the child has ended before it had read all; what it said before that follows
-                continue
-            if packet:
-                self._exited(*json.loads(packet))
-        self._client.unwatch(self._door.fileno())  # its end would be news again and again
-        if self._stderr:
-            status = self._child.wait(timeout=LAST_S)
-            for name in [*self._stderr]:
-                self._exited(name, self._child.pid, status)
+        for forks in self._forks.values():
+            packet = b"more"
+            while packet:
+                try:
+                    packet = forks.door.recv(PACKET_BYTES)
+                except BlockingIOError:
+                    break
+                except ConnectionError:  # the child has ended before it had read all; what it said before that follows
+                    continue
+                if packet:
+                    name, pid, status = json.loads(packet)
+                    forks.ranks.discard(name)
+                    self._exited(name, pid, status)
+            else:
+                self._client.unwatch(forks.door.fileno())  # its end would be news again and again
+                if forks.ranks:
+                    status = forks.child.wait(timeout=LAST_S)
+                    for name in sorted(forks.ranks):
+                        self._exited(name, forks.child.pid, status)
+                    forks.ranks.clear()
 
     def _exited(self, name: str, pid: int, status: int) -> None:
         """Tell of a rank's end; `status` is negative for a signal."""

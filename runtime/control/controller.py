@@ -163,7 +163,8 @@ class Controller:
             case AgentReady(host=host):
                 for (name, index), place in self.ranks.items():
                     if place.host == host:
-                        self.server.send(peer, Launch(name, index, place.threads))
+                        python = next(p.python for p in self.config.plan.pools if p.name == pool_of(name))
+                        self.server.send(peer, Launch(name, index, place.threads, python))
             # A rank is set up once: a second answer could put others in the place of restored values.
             case Ready(replica, rank) if (replica, rank) in self.pids:
                 self.server.drop("unexpected", peer, "a second Ready")

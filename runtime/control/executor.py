@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from penstock.graph.ir import Firing, Node
-from penstock.graph.node import Dropped, Filter, Paused
+from penstock.graph.node import Dropped, Filter, Paused, UntrustedError
 from penstock.graph.protocols import Offloadable, Releasing
 from penstock.graph.types import Model, Rewards, Rollouts
 from penstock.runtime.control.checkpointing import Checkpointing, restore
@@ -235,6 +235,8 @@ class Executor:
         """One step of a stream. If it raises, every firing in it has failed, and it forgets them."""
         try:
             finished = held.state.step()
+        except UntrustedError as error:
+            return [Result(Abort(f"{self.setup.replica} rank {self.setup.rank}: {error}"))]
         except RAISED as error:
             # A stream that raised may have torn any of its firings: it answers for none of them.
             held.state.reset()

@@ -207,11 +207,12 @@ class Goodbye(Packable, frozen=True):
 
 
 class Launch(Packable, frozen=True):
-    """Start a rank with this many CPU threads."""
+    """Start a rank with this many CPU threads, in an interpreter of its own if `python` names one."""
 
     replica: str
     rank: int
     threads: int = 1
+    python: str = ""
 
 
 Question = Post | Count | Look

@@ -25,6 +25,7 @@ from pathlib import Path
 from time import sleep
 from typing import IO, NoReturn
 
+import penstock
 from penstock.runtime.control.messages import shortened, signal_name
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import open_append, open_regular
@@ -42,20 +43,40 @@ _TAIL_LINES, _TAIL_BYTES = 12, 4000
 _LOOKS, _LOOK_S = 250, 0.02
 
 
+# Run by another interpreter: make this package known to it, and nothing else of where it stands, such as a torch beside
+# it. Arguments: the package's folder, a module of it, and that module's arguments.
+_BORROWED = """
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from runpy import run_module
+folder, module = sys.argv.pop(1), sys.argv.pop(1)
+spec = spec_from_file_location("penstock", folder + "/__init__.py", submodule_search_locations=[folder])
+sys.modules["penstock"] = package = module_from_spec(spec)
+spec.loader.exec_module(package)
+run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
+def borrowed(module: str, *arguments: str) -> tuple[str, ...]:
+    """The command by which another interpreter runs a module of this package, wherever the package is installed."""
+    return ("-c", _BORROWED, str(Path(penstock.__file__).parent), module, *arguments)
+
+
 def start(
     command: Sequence[str],
     run: str,
     *,
+    python: str = "",
     environment: Mapping[str, str] | None = None,
     stdin: int = subprocess.DEVNULL,
     stdout: int | IO[bytes] = subprocess.DEVNULL,
     stderr: int | IO[bytes] = subprocess.DEVNULL,
 ) -> "subprocess.Popen[bytes]":
     """Start `python COMMAND…`, which must call `die_with_parent` first of all. Not from a thread that ends before
-    the child: the kernel takes the thread's end for the parent's.
+    the child: the kernel takes the thread's end for the parent's. Raises OSError where there is no such `python`.
     """
     return subprocess.Popen(
-        [sys.executable, *command],
+        [python or sys.executable, *command],
         stdin=stdin,
         stdout=stdout,
         stderr=stderr,

@@ -26,6 +26,7 @@ from penstock.graph.ir import Graph
 from penstock.graph.types import Context, Origin
 from penstock.runtime.cluster.capabilities import (
     Dtype,
+    Engine,
     GeneratorPrecision,
     Offload,
     OptimizerState,
@@ -138,6 +139,12 @@ class RunOptions:
     networks are slow for."""
     slots: Positive = Context.slots
     """Responses that a generator decodes at once."""
+    engine: Engine = "penstock"
+    """What generators decode with, where a program does not say: our own engine, with which runs are repeatable to the
+    bit; or vllm, which you install, perhaps for an interpreter of the pool's own (docs/engines.md)."""
+    mismatch_limit: Annotated[float, Meta(ge=0), Shown("NATS", "0.001 in float32, else 0.1")] = Context.mismatch_limit
+    """With vllm, how far its log-probabilities may be from the trainer's at equal weights, in the mean, after a sync of
+    weights; beyond it the run stops."""
     checkpoint_every: Count = 0
     """Updates between two checkpoints; 0 makes one every 30 seconds, or so seldom that they cost at most 5 % of the
     time. The end and Ctrl-C always make one."""

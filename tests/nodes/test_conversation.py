@@ -40,7 +40,8 @@ from penstock.nodes.environments.guessing_game import guessing_game, open_secret
 from penstock.nodes.environments.python_tool import python_tool
 from penstock.nodes.fake import FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
 from penstock.nodes.generate import as_said, converse, generate, make_engine, make_replier, reply
-from penstock.nodes.generate.engine import Engine, OutgrownWarning
+from penstock.nodes.generate.engine import Engine
+from penstock.nodes.generate.groups import OutgrownWarning
 from penstock.nodes.generate.sampling import mismatch
 from penstock.nodes.learn.batching import pack, sampled_mask, turn_of_tokens
 from penstock.nodes.learn.logprobs import packed_logprobs

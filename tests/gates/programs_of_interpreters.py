@@ -1,0 +1,40 @@
+"""A program whose pools note by which interpreter they are run."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import penstock
+from penstock.graph import broadcast, node, program
+from penstock.graph.types import Context, Metrics, Prompts, Rewards, Rollouts, Weights
+from penstock.nodes.fake import FakeEngine, FakePolicy, FakePrompts, fake_score, fake_update
+
+
+def note(pool: str, folder: str) -> None:
+    Path(folder, pool).write_text(json.dumps([sys.prefix, penstock.__file__, sys.path]))
+
+
+def make_noting(context: Context, *, folder: str, **options: Any) -> FakeEngine:
+    note("generator", folder)
+    return FakeEngine(ms=0.0, **options)
+
+
+@node(pool="generator", init=make_noting)
+def noting_generate(
+    engine: FakeEngine, prompts: Prompts, behaviour: Weights, *, samples: int = 4, folder: str
+) -> tuple[FakeEngine, Rollouts]:
+    raise NotImplementedError("workers drive the engine itself")
+
+
+@node(pool="scorer")
+def noting_score(rollouts: Rollouts, *, folder: str) -> tuple[Rewards, Metrics]:
+    note("scorer", folder)
+    scored: tuple[Rewards, Metrics] = fake_score.fn(rollouts)
+    return scored
+
+
+@program
+def noting(policy: FakePolicy, prompts: FakePrompts, *, folder: str, lag: int = 1) -> FakePolicy:
+    rollouts = noting_generate(prompts, broadcast(policy, lag=lag), samples=4, folder=folder)
+    return fake_update(policy, rollouts, noting_score(rollouts, folder=folder))

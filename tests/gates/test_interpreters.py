@@ -1,0 +1,108 @@
+"""A pool with an interpreter of its own: its ranks run this package's code with the libraries that are there."""
+
+import json
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.gates.running import HERE, penstock
+
+NOTING = f"{HERE / 'programs_of_interpreters.py'}:noting"
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An interpreter that has this one's libraries, and not this package: its path files are not read there."""
+    folder = tmp_path_factory.mktemp("twin")
+    venv.create(folder, with_pip=False)
+    ours = sysconfig.get_paths()["purelib"]
+    Path(sysconfig.get_path("purelib", vars={"base": str(folder)}), "theirs.pth").write_text(f"{ours}\n")
+    return folder
+
+
+def cluster_file(folder: Path, table: str) -> str:
+    path = folder / "cluster.toml"
+    path.write_text(f'[[hosts]]\nname = "here"\ncores = 1\n\n[pools.generator]\n{table}\n')
+    return str(path)
+
+
+def test_a_pools_ranks_run_in_its_interpreter_and_others_in_that_of_the_command(twin: Path, tmp_path: Path) -> None:
+    cluster = cluster_file(tmp_path, f'python = "{twin / "bin/python"}"')
+    notes, run = tmp_path / "notes", tmp_path / "run"
+    notes.mkdir()
+    flags = ("--updates", "2", "--batch", "2", "--plain", "--out", str(run))
+    ended = penstock("run", NOTING, "--folder", str(notes), "--cluster", cluster, *flags)
+    assert ended.returncode == 0, ended.stderr
+    found = {pool: json.loads((notes / pool).read_text()) for pool in ("generator", "scorer")}
+    assert found["generator"][0] == str(twin)
+    assert found["scorer"][0] == sys.prefix
+    # The same code, whether that interpreter has some of its own or none.
+    assert found["generator"][1] == found["scorer"][1]
+    pools = json.loads((run / "plan.json").read_text())["pools"]
+    assert {pool["name"] for pool in pools if "python" in pool} == {"generator"}
+    again = penstock("resume", str(run), "--updates", "3", "--plain")
+    assert again.returncode == 0, again.stderr
+    assert json.loads((run / "summary.json").read_text())["updates"] == 3
+
+
+def test_an_interpreter_that_cannot_be_used_is_refused_before_there_is_a_run(tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    venv.create(bare, with_pip=False)
+    silent = tmp_path / "silent"
+    silent.write_text("#!/bin/sh\necho no interpreter\n")
+    silent.chmod(0o755)
+    for python in (str(bare / "bin/python"), str(silent), str(tmp_path / "nowhere")):
+        cluster = cluster_file(tmp_path, f'python = "{python}"')
+        for verb, flags in (("check", ()), ("run", ("--out", str(tmp_path / "run")))):
+            ended = penstock(verb, "toy", "--cluster", cluster, *flags)
+            assert ended.returncode == 1
+            assert "pools.generator.python [no-interpreter]" in ended.stdout + ended.stderr
+            assert python in ended.stdout + ended.stderr
+        assert not (tmp_path / "run").exists()
+
+
+def test_the_path_of_an_interpreter_is_whole(tmp_path: Path) -> None:
+    ended = penstock(
+        "run", "toy", "--cluster", cluster_file(tmp_path, 'python = "python3"'), "--out", str(tmp_path / "r")
+    )
+    assert ended.returncode != 0
+    assert "pools.generator" in ended.stderr
+    assert "'python3'" in ended.stderr
+
+
+def test_one_process_has_one_interpreter(twin: Path, tmp_path: Path) -> None:
+    cluster = cluster_file(tmp_path, f'python = "{twin / "bin/python"}"')
+    ended = penstock("run", "toy", "--cluster", cluster, "--in-process", "--out", str(tmp_path / "run"))
+    assert ended.returncode != 0
+    assert "pools.generator.python" in ended.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_engine_that_is_not_installed_is_refused_with_what_to_install_and_where(twin: Path, tmp_path: Path) -> None:
+    python, run = str(twin / "bin/python"), tmp_path / "run"
+    there = ("--cluster", cluster_file(tmp_path, f'python = "{python}"'))
+    for own, verb, flags in (
+        (sys.executable, "check", ()),
+        (python, "check", there),
+        (python, "run", (*there, "--model", "new", "--out", str(run))),
+    ):
+        ended = penstock(verb, "aipo", "--engine", "vllm", *flags)
+        assert ended.returncode == 1
+        assert "[no-engine]" in ended.stdout + ended.stderr
+        assert f"{own} -m pip install vllm" in ended.stdout + ended.stderr
+    assert not run.exists()
+    # Of a program whose generator has no such option nothing is asked.
+    assert penstock("check", "toy", "--engine", "vllm").returncode == 0
+
+
+@pytest.mark.parametrize("flags", [("--versions", "pinned"), ("--lora", "4")])
+def test_what_an_engine_cannot_do_is_refused(flags: tuple[str, str], tmp_path: Path) -> None:
+    """However installed: bits that are repeatable, and adapters."""
+    ended = penstock("check", "aipo", "--engine", "vllm", *flags, "--json")
+    cannot = [fault for fault in json.loads(ended.stdout)["faults"] if fault["code"] == "engine-cannot"]
+    # Of the generator, and of that of the evaluation.
+    assert [Path(fault["where"]).name.partition(":")[0] for fault in cannot] == ["aipo.py", "evaluate.py"]
+    assert penstock("check", "aipo", "--engine", "penstock", *flags).returncode == 0

@@ -1,0 +1,176 @@
+"""vLLM as the engine of generators, on a CPU: `make vllm` makes an interpreter with it, and names it in PENSTOCK_VLLM.
+
+What vLLM computes with weights of ours is asked for in a process of that interpreter (`vllm_cases.py`), once for a
+model with a head of its own and once for one without.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.nodes.tiny_model import CONFIG, TOKENIZER, model, save
+
+from .running import HERE, penstock, rows, summary
+
+PYTHON = os.environ.get("PENSTOCK_VLLM", "")
+# Nats: what float32 rounds.
+CLOSE = 1e-5
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(480),
+    pytest.mark.skipif(not PYTHON, reason="needs an interpreter with vLLM in PENSTOCK_VLLM: make vllm"),
+]
+
+Found = Mapping[str, Any]
+# One process of the tests asks, for all that are answered.
+of_cases = pytest.mark.xdist_group("cases")
+
+
+def asked(folder: Path, kind: str) -> Found:
+    folder.mkdir()
+    root = HERE.parent.parent
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
+    command = [PYTHON, "-m", "tests.gates.vllm_cases", str(folder), kind]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, cwd=root)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    found: Found = json.loads(ended.stdout.strip().splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return asked(tmp_path_factory.mktemp("cases") / "untied", "untied")
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return asked(tmp_path_factory.mktemp("cases") / "tied", "tied")
+
+
+@of_cases
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_weights_that_come_within_a_response_make_its_next_tokens(kind: str, request: pytest.FixtureRequest) -> None:
+    """And every token has the log-probability that the trainer gives it with the weights of its version."""
+    found = request.getfixturevalue(kind)["swapped_within"]
+    assert set(found["first"]) == {"0", "1"}
+    assert set(found["second"]) == {"1"}
+    assert max([*found["first"].values(), *found["second"].values()]) < CLOSE
+    assert found["mixed_rows"] > 0
+    assert found["sorted"]
+    assert found["distinct_rows"] == 4
+    assert found["stale"] == [0.0, 0.0]
+
+
+@of_cases
+@pytest.mark.parametrize("kind", ["untied", "tied"])
+def test_the_first_group_after_a_swap_is_measured(kind: str, request: pytest.FixtureRequest) -> None:
+    found = request.getfixturevalue(kind)["swapped_within"]
+    (measured,) = found["mismatches"]
+    assert 0 < measured < CLOSE
+    assert found["models"] == 1
+
+
+@of_cases
+def test_segments_go_on_with_newer_weights(untied: Found) -> None:
+    found = untied["paused"]
+    assert found["segments"] > 1
+    assert len(found["differences"]) == found["segments"]
+    assert max(found["differences"].values()) < CLOSE
+    assert found["longest"] > 6
+
+
+@of_cases
+def test_a_conversation_goes_on_after_the_tokens_that_were_sampled(untied: Found) -> None:
+    found = untied["turns"]
+    assert found["kept"] == [True, True]
+    assert found["turns"] == [2, 1]
+    assert max(found["differences"].values()) < CLOSE
+
+
+@of_cases
+def test_a_response_ends_with_a_stop_string_or_a_stop_token_or_its_bound(untied: Found) -> None:
+    ended = untied["stopped"]["rows"]
+    assert any(text.endswith("a") for text, _, _ in ended)
+    for text, finished, length in ended:
+        assert "a" not in text[:-1]
+        assert finished or length == 24
+
+
+@of_cases
+def test_temperature_zero_takes_the_likeliest_token_and_is_not_measured(untied: Found) -> None:
+    assert untied["greedy"] == {"alike": True, "logprobs": 0.0, "measured": False}
+
+
+@of_cases
+def test_weights_that_vllm_does_not_compute_with_stop_the_run_and_are_named(untied: Found, tied: Found) -> None:
+    for name in ("self_attn.k_proj", "mlp.down_proj", "input_layernorm"):
+        found = untied[f"wrong {name}"]
+        assert "[mismatch]" in found["raised"]
+        assert found["raised"].endswith(f"suspected: model.layers.1.{name}.weight")
+        assert not found["busy"]
+    assert tied["wrong head"]["raised"].endswith("suspected: model.embed_tokens.weight, as lm_head.weight")
+
+
+def cluster_file(folder: Path) -> str:
+    path = folder / "cluster.toml"
+    path.write_text(f'[[hosts]]\nname = "here"\ncores = 2\n\n[pools.generator]\npython = "{PYTHON}"\n')
+    return str(path)
+
+
+FLAGS = ("--batch", "4", "--slots", "16", "--max-tokens", "8", "--plain", "--startup-deadline", "240")
+
+
+def measured(run: Path) -> list[float]:
+    return [row["mismatch"] for row in rows(run) if "mismatch" in row]
+
+
+def test_aipo_runs_with_vllm_in_an_interpreter_of_the_generators_own(tmp_path: Path) -> None:
+    """With a model whose head is its embedding, and an evaluation by the same engine."""
+    shape: Mapping[str, Any] = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config, folder, run = replace(CONFIG, **shape, tie_word_embeddings=True), tmp_path / "model", tmp_path / "run"
+    save(model(config=config), folder)
+    TOKENIZER.save(folder)
+    words = ("run", "aipo", "--engine", "vllm", "--cluster", cluster_file(tmp_path), "--model", str(folder), *FLAGS)
+    ended = penstock(*words, "--updates", "6", "--lr", "1e-3", "--eval-groups", "8", "--out", str(run))
+    assert ended.returncode == 0, ended.stderr
+    found = measured(run)
+    assert len(found) >= 2
+    assert max(found) < CLOSE
+    assert {row["stale_cache"] for row in rows(run)} == {0.0}
+    assert max(row["lag_max"] for row in rows(run)) == 1
+    assert summary(run)["accuracy_after"] is not None
+
+
+def test_a_generator_that_dies_within_a_swap_is_named_and_the_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    run, died = tmp_path / "run", tmp_path / "died"
+    program = f"{HERE / 'programs_for_vllm.py'}:dies_in_a_swap"
+    words = ("run", program, "--died", str(died), "--model", "new", "--cluster", cluster_file(tmp_path), *FLAGS)
+    more = ("--updates", "5", "--eval-groups", "0", "--checkpoint-every", "1", "--out", str(run))
+    ended = penstock(*words, *more)
+    assert ended.returncode == 1
+    assert died.exists()
+    assert "generator/0 rank 0" in ended.stderr
+    assert "SIGKILL" in ended.stderr
+    before = summary(run)["updates"]
+    assert 0 < before < 5
+    again = penstock("resume", str(run), "--plain")
+    assert again.returncode == 0, again.stderr
+    assert summary(run)["updates"] == 5
+    assert 0 < max(measured(run)) < CLOSE
+
+
+def test_what_vllm_cannot_do_is_refused_before_a_run(tmp_path: Path) -> None:
+    """By the run itself, too, whose cluster has such an engine."""
+    cluster = cluster_file(tmp_path)
+    ended = penstock(
+        "run", "aipo", "--engine", "vllm", "--cluster", cluster, "--mesh", "generator=tp2", "--model", "new"
+    )
+    assert ended.returncode != 0
+    assert "[engine-cannot]" in ended.stderr

@@ -1,0 +1,230 @@
+"""What vLLM samples with weights of ours: python -m tests.gates.vllm_cases FOLDER {tied,untied}, in an interpreter that
+has vLLM. It says what it has found as one line of JSON, by case.
+
+The model is small and random; weights of versions 0 and 1 differ in every tensor.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.graph.node import Paused, UntrustedError
+from penstock.graph.types import Context, Prompts, Replies, Rollouts, Weights
+from penstock.nodes.generate import vllm_engine
+from penstock.nodes.generate.sampling import mismatch
+from penstock.nodes.generate.vllm_engine import VllmEngine, make_vllm_engine
+from penstock.nodes.model import CausalLM
+from tests.nodes.tiny_model import CONFIG, TOKENIZER, save
+
+SHAPE: Mapping[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "head_dim": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+MAX_TOKENS = 24
+
+
+class Cases:
+    def __init__(self, folder: Path, tied: bool) -> None:
+        config = replace(CONFIG, **SHAPE, tie_word_embeddings=tied)
+        self.models = [CausalLM(config) for _ in range(3)]
+        for seed, model in enumerate(self.models):
+            model.init_weights(seed)
+            for parameter in model.parameters():
+                if parameter.ndim == 1:  # norms begin as ones
+                    parameter.data = torch.linspace(0.5, 1.0 + 0.2 * seed, parameter.numel())
+        save(self.models[0], folder)
+        TOKENIZER.save(folder)
+        self.context = Context(
+            node="generate", model=str(folder), max_tokens=MAX_TOKENS, slots=8, seed=5, options={"max_prompt": 64}
+        )
+        self.behaviour = Weights(-1, {})
+
+    def swap(self, version: int) -> None:
+        """As a link does: other tensors in the same object."""
+        self.behaviour.tensors = {n: t.detach().clone() for n, t in self.models[version % 3].named_parameters()}
+        self.behaviour.version = version
+
+    def engine(self, **options: Any) -> VllmEngine:
+        segment = options.pop("segment", 0)
+        return make_vllm_engine(replace(self.context, segment=segment), **options)
+
+    def submit(self, engine: VllmEngine, ordinal: int, text: str = "1+2=", **more: Any) -> None:
+        prompts = Prompts((ordinal,), (text,), ("3",))
+        engine.submit(ordinal, {"prompts": prompts, "behaviour": self.behaviour, **more})
+
+    def drain(self, engine: VllmEngine, each: Callable[[int], None] = lambda step: None) -> dict[int, Any]:
+        results: dict[int, Any] = {}
+        step = 0
+        while engine.busy():
+            each(step)
+            results |= dict(engine.step())
+            step += 1
+        return results
+
+    def differences(self, rollouts: Rollouts) -> dict[str, float]:
+        """By version: to the forward of the trainer with the weights of that version."""
+        found = {int(version) for version in rollouts.versions_NT[rollouts.versions_NT >= 0].tolist()}
+        lengths = rollouts.response_lengths_N
+        ends = torch.arange(rollouts.versions_NT.shape[1])[None] < lengths[:, None]
+        there = {v for v in found if bool(((rollouts.versions_NT == v) & ends).any())}
+        return {str(version): mismatch(self.models[version % 3], rollouts, version) for version in sorted(there)}
+
+    # Cases ----------------------------------------------------------------------------------------------------
+
+    def swapped_within(self) -> Mapping[str, Any]:
+        """Weights of version 1 come when rows have said eight tokens; a group that begins then has them alone."""
+        self.swap(0)
+        engine = self.engine(samples=4)
+
+        def each(step: int) -> None:
+            if step == 8:
+                self.swap(1)
+                self.submit(engine, 1)
+
+        self.submit(engine, 0)
+        results = self.drain(engine, each)
+        (first, figures), (second, later) = results[0], results[1]
+        return {
+            "first": self.differences(first),
+            "second": self.differences(second),
+            "mixed_rows": sum(
+                len(set(row[:n].tolist())) == 2
+                for row, n in zip(first.versions_NT, first.response_lengths_N.tolist(), strict=True)
+            ),
+            "sorted": all(
+                row[:n].tolist() == sorted(row[:n].tolist())
+                for row, n in zip(first.versions_NT, first.response_lengths_N.tolist(), strict=True)
+            ),
+            "distinct_rows": len({tuple(row.tolist()) for row in first.tokens_NS}),
+            "mismatches": [found["mismatch"] for found in (figures, later) if "mismatch" in found],
+            "stale": [figures["stale_cache"], later["stale_cache"]],
+            "models": len(vllm_engine._MODELS),
+        }
+
+    def paused(self) -> Mapping[str, Any]:
+        """Segments of six tokens, each sampled by other weights."""
+        self.swap(3)
+        engine, segments = self.engine(samples=2, segment=6), 0
+        paused: dict[str, Any] = {}
+        while True:
+            self.submit(engine, 7, **paused)
+            made = self.drain(engine)[7]
+            segments += 1
+            if not isinstance(made, Paused):
+                break
+            paused = {"paused": made.value}
+            self.swap(self.behaviour.version + 1)
+        rollouts, _ = made
+        return {
+            "segments": segments,
+            "differences": self.differences(rollouts),
+            "longest": int(max(rollouts.lengths())),
+        }
+
+    def turns(self) -> Mapping[str, Any]:
+        self.swap(9)
+        engine = self.engine(samples=2)
+        self.submit(engine, 2)
+        first, _ = self.drain(engine)[2]
+        replies = Replies(("4+4=", "5-1="), ("user", "user"), torch.tensor([False, True]))
+        self.submit(engine, 2, conversation=first, replies=replies)
+        second, _ = self.drain(engine)[2]
+        ends = enumerate((first.prompt_lengths_N + first.response_lengths_N).tolist())
+        rows = [(first.tokens_NS[row, :end].tolist(), second.tokens_NS[row, :end].tolist()) for row, end in ends]
+        return {
+            "kept": [before == after for before, after in rows],
+            "turns": second.turns(),
+            "differences": self.differences(second),
+        }
+
+    def stopped(self) -> Mapping[str, Any]:
+        """At a stop string, which the text has, and at a stop token, which it has not."""
+        self.swap(12)
+        engine = self.engine(samples=8, stop=("a",))
+        self.submit(engine, 3)
+        rollouts, _ = self.drain(engine)[3]
+        rows = zip(rollouts.texts, rollouts.finished_N.tolist(), rollouts.lengths(), strict=True)
+        return {"rows": [(text, finished, int(length)) for text, finished, length in rows]}
+
+    def greedy(self) -> Mapping[str, Any]:
+        self.swap(15)
+        engine = self.engine(samples=2, temperature=0.0)
+        self.submit(engine, 4)
+        rollouts, figures = self.drain(engine)[4]
+        model, tokens = self.models[15 % 3], rollouts.tokens_NS[0]
+        begin, length = int(rollouts.prompt_lengths_N[0]), int(rollouts.response_lengths_N[0])
+        said = tokens[begin : begin + length]
+        alike = []
+        for step in range(length):
+            given = tokens[None, : begin + step]
+            with torch.no_grad():
+                hidden = model(given, torch.arange(begin + step)[None])
+                alike.append(int(model.logits(hidden[:, -1]).argmax()) == int(said[step]))
+        return {
+            "alike": all(alike),
+            "logprobs": float(rollouts.logprobs_NT.abs().sum()),
+            "measured": "mismatch" in figures,
+        }
+
+    def wrong(self, damage: Callable[[], Callable[[], None]]) -> Mapping[str, Any]:
+        """A swap that leaves some weights of vLLM's as they were."""
+        undo = damage()
+        engine = self.engine(samples=4)
+        self.swap(self.behaviour.version + 1)
+        self.submit(engine, 5)
+        try:
+            self.drain(engine)
+        except UntrustedError as error:
+            engine.reset()
+            return {"raised": str(error), "busy": engine.busy()}
+        finally:
+            undo()
+        return {"raised": ""}
+
+
+def without_packing() -> Callable[[], None]:
+    """As vLLM would have it."""
+    kept = vllm_engine.pack_tied_head
+    vllm_engine.pack_tied_head = lambda head: None
+    return lambda: setattr(vllm_engine, "pack_tied_head", kept)
+
+
+def without_a_tensor(name: str) -> Callable[[], Callable[[], None]]:
+    """The old values of one tensor are loaded in place of the new ones."""
+
+    def damage() -> Callable[[], None]:
+        kept = vllm_engine.LinkedWeights.receive_weights
+        old: dict[str, torch.Tensor] = {}
+
+        def receive(self: Any, info: Any) -> None:
+            old.setdefault(name, torch.flip(info.tensors[name], [0]))
+            kept(self, replace(info, tensors={**info.tensors, **old}))
+
+        setattr(vllm_engine.LinkedWeights, "receive_weights", receive)  # noqa: B010
+        return lambda: setattr(vllm_engine.LinkedWeights, "receive_weights", kept)
+
+    return damage
+
+
+def main(folder: Path, tied: bool) -> None:
+    cases = Cases(folder, tied)
+    found: dict[str, Any] = {"swapped_within": cases.swapped_within()}
+    if not tied:
+        found |= {case.__name__: case() for case in (cases.paused, cases.turns, cases.stopped, cases.greedy)}
+        for name in ("self_attn.k_proj", "mlp.down_proj", "input_layernorm"):
+            found[f"wrong {name}"] = cases.wrong(without_a_tensor(f"model.layers.1.{name}.weight"))
+    else:
+        found["wrong head"] = cases.wrong(without_packing)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2] == "tied")
