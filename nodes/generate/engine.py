@@ -45,7 +45,6 @@ from penstock.nodes.parallel.mesh import Ranks
 
 # Slots come in multiples of it: element-wise kernels treat the last, odd elements of a tensor differently.
 ROW_TILE = 16
-CUT = ", cut to a part of the vocabulary"
 # A shorter beginning is computed sooner than copied.
 SHORTEST_COPY = 8
 # Nats by which the log-probabilities of a generator and of a trainer may differ on average, by the rounding of a dtype.
