@@ -279,8 +279,9 @@ def test_a_host_that_goes_away_ends_the_run_and_is_named_and_nothing_is_left(net
         status, said = agents.ended("b")
         assert agents.ended("c") == (0, "")
         assert running.wait() == 1
-    assert re.search(r"generator[/.]0.* on host b\b", running.errors)  # whoever waits for it finds out first
-    assert re.search(r"rank 0\b", running.errors)
+    # Its silence or the deadline of what waits for it comes first: either names host, replica and rank.
+    for named in (r"host b\b", r"generator[/.]0\b", r"rank 0\b"):
+        assert re.search(named, running.errors), running.errors
     assert status == 1
     assert said.startswith(f"penstock agent: the controller at tcp://{network.address['a']}:")
     assert "left" not in said
