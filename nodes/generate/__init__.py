@@ -29,27 +29,31 @@ from penstock.nodes.open_model import computes, same_words, spec_of
 from penstock.nodes.option_checks import count, not_negative, positive, share
 
 
-def make_engine(
+def open_engine(
     context: Context,
     *,
+    engine: str = "",
     samples: int = 8,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
     stop: tuple[str, ...] = (),
     learn_prefix: bool = False,
-) -> Engine:
-    """Our own engine."""
-    return Engine(context, Sampler(temperature, top_k, top_p), samples, stop, context.segment, learn_prefix)
-
-
-def open_engine(context: Context, *, engine: str = "", **options: Any) -> GroupStream:
+) -> GroupStream:
     """The engine that a call of `generate` says, or else the run. Raises ImportError for one that is not installed."""
-    if engine_of(context, engine) == OURS:
-        return make_engine(context, **options)
-    from penstock.nodes.generate.vllm_engine import make_vllm_engine  # which imports vLLM
+    kind: type[GroupStream] = Engine
+    if engine_of(context, engine) != OURS:
+        from penstock.nodes.generate.vllm_engine import VllmEngine  # which imports vLLM
 
-    return make_vllm_engine(context, **options)
+        kind = VllmEngine
+    return kind(context, Sampler(temperature, top_k, top_p), samples, stop, context.segment, learn_prefix)
+
+
+def make_engine(context: Context, **options: Any) -> Engine:
+    """Our own engine, whatever that of the run is; `options` are those of `open_engine`."""
+    made = open_engine(context, engine=OURS, **options)
+    assert isinstance(made, Engine)
+    return made
 
 
 def can_stop(call: Call) -> None:

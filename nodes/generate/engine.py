@@ -32,11 +32,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.graph.protocols import TENSOR
-from penstock.graph.types import Context, Metrics, NodeWarning, Rollouts
+from penstock.graph.types import Metrics, NodeWarning, Rollouts
 from penstock.nodes.generate.conversation import Response, SampledGroup, StopStrings
 from penstock.nodes.generate.groups import GroupStream, Holder
 from penstock.nodes.generate.kv_cache import DecodeMemory
-from penstock.nodes.generate.sampling import Sampler, keyed_uniform, mismatch
+from penstock.nodes.generate.sampling import keyed_uniform, mismatch
 from penstock.nodes.model.eight_bit import require_products
 from penstock.nodes.model.hf import point_at
 from penstock.nodes.model.mlp import RouteRecorder
@@ -59,17 +59,9 @@ class Engine(GroupStream):
     Raises ValueError if the device has too little memory left.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        sampler: Sampler,
-        samples: int = 1,
-        stop: Sequence[str] = (),
-        segment: int = 0,
-        learn_prefix: bool = False,
-    ) -> None:
-        super().__init__(context, sampler, samples, stop, segment, learn_prefix)
-        spec, ranks = self.spec, Ranks.of(context)
+    def prepare(self) -> None:
+        spec, context = self.spec, self.context
+        ranks = Ranks.of(context)
         check_decoding(spec.config, ranks.mesh)
         self.model = model = open_part(spec, context, ranks)
         origin = context.weights.get("behaviour")
@@ -92,7 +84,7 @@ class Engine(GroupStream):
         self.memory: DecodeMemory | None = None
         stops = np.zeros(spec.config.vocab_size, dtype=bool)
         stops[list(spec.tokenizer.stops)] = True
-        self.slots = EngineSlots(num_slots, self.length, context.max_tokens, stops, self.strings, segment)
+        self.slots = EngineSlots(num_slots, self.length, context.max_tokens, stops, self.strings, self.segment)
         self.version, self.unmeasured, self.mismatched = -1, False, False
 
     def busy(self) -> bool:

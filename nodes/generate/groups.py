@@ -1,7 +1,7 @@
 """What every engine of `generate` has in common: it takes firings apart into rows, and makes rollouts of what its rows
 have said.
 
-An engine is a `Stream` for the model whose weights `behaviour` is. It derives from `GroupStream` and adds four methods.
+An engine is a `Stream` for the model whose weights `behaviour` is. It derives from `GroupStream` and adds five methods.
 """
 
 import warnings
@@ -83,6 +83,11 @@ class GroupStream(ABC):
         self.settled: list[SampledGroup] = []
         self.warned = False
         self.behaviour = Weights(-1, {})
+        self.prepare()
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Make what this engine samples with, once the settings of its call are there."""
 
     @abstractmethod
     def step(self) -> Sequence[tuple[Any, Any]]:

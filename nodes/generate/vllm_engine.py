@@ -37,7 +37,7 @@ from penstock.graph.types import Context, Metrics, Rollouts
 from penstock.nodes.generate.conversation import Response, SampledGroup
 from penstock.nodes.generate.engines import vllm_lacks
 from penstock.nodes.generate.groups import GroupStream, Holder
-from penstock.nodes.generate.sampling import Sampler, mismatch
+from penstock.nodes.generate.sampling import mismatch
 from penstock.nodes.learn.batching import sampled_mask
 from penstock.nodes.model import torch_dtype
 from penstock.nodes.model.hf import point_at
@@ -284,17 +284,9 @@ _MODELS: dict[str, VllmModel] = {}
 class VllmEngine(GroupStream):
     """State of the node `generate` with `engine="vllm"`. Raises ValueError for what it cannot do (`can_decode`)."""
 
-    def __init__(
-        self,
-        context: Context,
-        sampler: Sampler,
-        samples: int = 1,
-        stop: Sequence[str] = (),
-        segment: int = 0,
-        learn_prefix: bool = False,
-    ) -> None:
-        super().__init__(context, sampler, samples, stop, segment, learn_prefix)
-        if lacks := vllm_lacks(context, sampler.temperature, adapters=self.spec.lora is not None):
+    def prepare(self) -> None:
+        context = self.context
+        if lacks := vllm_lacks(context, self.sampler.temperature, adapters=self.spec.lora is not None):
             raise ValueError("; ".join(f"generate: given {given}, needed {needed}" for given, needed in lacks))
         # What of a context decides how the model computes and how much it can hold.
         key = repr((self.spec.config, context.dtype, context.device, context.slots, self.length, context.weights))
@@ -383,16 +375,3 @@ class VllmEngine(GroupStream):
         if self.comparable and self.vllm.unmeasured and there:
             figures["mismatch"] = self.vllm.prove(rollouts, f"generate, group {group.prompts.ordinals[0]}")
         return figures
-
-
-def make_vllm_engine(
-    context: Context,
-    *,
-    samples: int = 8,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    stop: tuple[str, ...] = (),
-    learn_prefix: bool = False,
-) -> VllmEngine:
-    return VllmEngine(context, Sampler(temperature, top_k, top_p), samples, stop, context.segment, learn_prefix)

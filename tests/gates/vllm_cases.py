@@ -15,9 +15,9 @@ import torch
 
 from penstock.graph.node import Paused, UntrustedError
 from penstock.graph.types import Context, Prompts, Replies, Rollouts, Weights
-from penstock.nodes.generate import vllm_engine
+from penstock.nodes.generate import open_engine, vllm_engine
 from penstock.nodes.generate.sampling import mismatch
-from penstock.nodes.generate.vllm_engine import VllmEngine, make_vllm_engine
+from penstock.nodes.generate.vllm_engine import VllmEngine
 from penstock.nodes.model import CausalLM
 from tests.nodes.tiny_model import CONFIG, TOKENIZER, save
 
@@ -54,7 +54,9 @@ class Cases:
 
     def engine(self, **options: Any) -> VllmEngine:
         segment = options.pop("segment", 0)
-        return make_vllm_engine(replace(self.context, segment=segment), **options)
+        made = open_engine(replace(self.context, segment=segment), engine="vllm", **options)
+        assert isinstance(made, VllmEngine)
+        return made
 
     def submit(self, engine: VllmEngine, ordinal: int, text: str = "1+2=", **more: Any) -> None:
         prompts = Prompts((ordinal,), (text,), ("3",))
