@@ -149,5 +149,5 @@ def test_the_wheel_carries_the_files_behind_the_links(tmp_path: Path) -> None:
         assert b"penstock = penstock.runtime.cli.main:main" in archive.read(entry)
     assert {f"penstock/{name(path)}" for path in files()} | {"penstock/py.typed"} <= carried
     templates = [path for folder in ("graph", "runtime") for path in (ROOT / folder).rglob("templates/*")]
-    templates += (ROOT / "nodes").rglob("*.c")
+    templates += (ROOT / "nodes").rglob("*.[ch]")
     assert {f"penstock/{path.relative_to(ROOT)}" for path in templates} <= carried

@@ -4,10 +4,9 @@
    power of 2 up to 16) and, if the cache is in bfloat16, BF16. LANES divides K, and in bfloat16 2 * LANES does. A row is
    computed by one thread, its positions in order, so its bits depend on nothing but its own numbers. */
 
-#include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
+
+#include "numbers.h"
 
 #define PARTS (K / LANES)
 
@@ -15,7 +14,6 @@ typedef float vector __attribute__((vector_size(4 * LANES)));
 typedef int32_t lanes_vector __attribute__((vector_size(4 * LANES)));
 
 #ifdef BF16
-typedef uint16_t stored;
 typedef uint32_t bits_vector __attribute__((vector_size(4 * LANES)));
 
 /* The numbers of a head in vectors, of which the first two have the even and the odd ones of its first 2 * LANES, and so
@@ -29,21 +27,10 @@ static inline void load(vector to[PARTS], const stored *from) {
     }
 }
 
-static inline stored rounded(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    /* What is no number stays none. */
-    return x != x ? 0x7fc0 : (stored)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
 /* Where lane i of vector p lies. */
 static inline int place(int p, int i) { return (p & ~1) * LANES + 2 * i + (p & 1); }
 #else
-typedef float stored;
-
 static inline void load(vector to[PARTS], const stored *from) { memcpy(to, from, K * sizeof(float)); }
-
-static inline stored rounded(float x) { return x; }
 
 static inline int place(int p, int i) { return p * LANES + i; }
 #endif
@@ -98,17 +85,6 @@ static inline __attribute__((always_inline)) void score(float *to, const vector 
     }
     vector found = sums(parts);
     memcpy(to, &found, sizeof found);
-}
-
-/* e^x for x <= 0, by the polynomial of Cephes' expf: within 2 units in the last place. */
-static inline float exponential(float x) {
-    float bounded = x < -87.0f ? -87.0f : x, whole = rintf(bounded * 1.44269504f), power;
-    float r = fmaf(whole, 2.12194440e-4f, fmaf(whole, -0.693359375f, bounded));
-    float p = fmaf(1.9875691500e-4f, r, 1.3981999507e-3f);
-    p = fmaf(fmaf(fmaf(fmaf(p, r, 8.3334519073e-3f), r, 4.1665795894e-2f), r, 1.6666665459e-1f), r, 5.0000001201e-1f);
-    int32_t exponent = ((int32_t)whole + 127) << 23;
-    memcpy(&power, &exponent, 4);
-    return (fmaf(p * r, r, r) + 1.0f) * power;
 }
 
 /* Row r, of `positions[r]` >= 0, writes its key and value there in slot `slots[r]` and sees all up to it; the result of

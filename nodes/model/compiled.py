@@ -9,6 +9,7 @@ from pathlib import Path
 
 COMPILE_S = 60.0
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-shared", "-fPIC")
+_HEADERS = f"-I{Path(__file__).parent}"
 
 
 def compiler() -> str:
@@ -22,7 +23,7 @@ def compile_c(source: Path, given: Sequence[str]) -> ctypes.CDLL:
     # processor. What is loaded stays when its file goes.
     with tempfile.TemporaryDirectory() as folder:
         library = str(Path(folder) / f"{source.stem}.so")
-        command = [compiler(), *_FLAGS, *given, str(source), "-o", library, "-lm"]
+        command = [compiler(), *_FLAGS, _HEADERS, *given, str(source), "-o", library, "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S)
         if done.returncode:
             raise OSError(done.stderr.strip()[-500:] or f"status {done.returncode}")

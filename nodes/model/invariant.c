@@ -5,10 +5,9 @@
    beside it, the threads, or where in memory it lies. So each loop whose order matters stands here once, and works on
    lanes that are written out. */
 
-#include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
+
+#include "numbers.h"
 
 #define LANES 16
 /* A tile of a product has so many rows of both matrices, whatever is left of them. */
@@ -20,7 +19,6 @@
 typedef float vector __attribute__((vector_size(4 * LANES)));
 
 #ifdef BF16
-typedef uint16_t stored;
 typedef uint16_t narrow_vector __attribute__((vector_size(2 * LANES)));
 typedef uint32_t bits_vector __attribute__((vector_size(4 * LANES)));
 
@@ -36,16 +34,7 @@ static inline float wide(stored x) {
     memcpy(&found, &bits, 4);
     return found;
 }
-
-static inline stored rounded(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    /* What is no number stays none. */
-    return x != x ? 0x7fc0 : (stored)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
 #else
-typedef float stored;
-
 static inline vector load(const stored *from) {
     vector found;
     memcpy(&found, from, sizeof found);
@@ -53,8 +42,6 @@ static inline vector load(const stored *from) {
 }
 
 static inline float wide(stored x) { return x; }
-
-static inline stored rounded(float x) { return x; }
 #endif
 
 static inline float sum(const float lanes[LANES]) {
@@ -63,17 +50,6 @@ static inline float sum(const float lanes[LANES]) {
     for (int half = LANES / 2; half; half /= 2)
         for (int i = 0; i < half; i++) parts[i] += parts[i + half];
     return parts[0];
-}
-
-/* e^x for x <= 0, by the polynomial of Cephes' expf: within 2 units in the last place. */
-static inline float exponential(float x) {
-    float bounded = x < -87.0f ? -87.0f : x, whole = rintf(bounded * 1.44269504f), power;
-    float r = fmaf(whole, 2.12194440e-4f, fmaf(whole, -0.693359375f, bounded));
-    float p = fmaf(1.9875691500e-4f, r, 1.3981999507e-3f);
-    p = fmaf(fmaf(fmaf(fmaf(p, r, 8.3334519073e-3f), r, 4.1665795894e-2f), r, 1.6666665459e-1f), r, 5.0000001201e-1f);
-    int32_t exponent = ((int32_t)whole + 127) << 23;
-    memcpy(&power, &exponent, 4);
-    return (fmaf(p * r, r, r) + 1.0f) * power;
 }
 
 /* Products of TALL rows of floats, of a multiple of LANES, with WIDE rows of K weights. Never inlined: the compiler may
