@@ -31,6 +31,7 @@ from penstock.runtime.control.signals import on_stop
 from penstock.runtime.control.sockets import SILENCE, Client
 from penstock.runtime.record.errors import visible
 from penstock.runtime.record.folder import make_folder, open_append
+from penstock.runtime.record.timeline import pool_of
 from penstock.runtime.tensor.shm import SHM, sweep
 
 # Seconds for the kernel to end what was killed.
@@ -72,7 +73,7 @@ class Agent:
         # By interpreter; "" is this process's, whose imports begin before the first rank is asked for.
         self._forks = {"": self._serving((*worker, *join.modules))}
 
-    def _serving(self, command: Sequence[str], python: str = "") -> "_Forks":
+    def _serving(self, command: Sequence[str], python: str = "") -> _Forks:
         """Start a child that forks ranks. Raises OSError for an interpreter that cannot be started."""
         door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Room for the orders of some hundred ranks: the child reads none before it has imported torch.
@@ -150,10 +151,10 @@ class Agent:
                 command = borrowed(WORKER_MODULE, *self._join.modules)
                 self._forks[launch.python] = self._serving(command, launch.python)
             except OSError as error:
-                pool = launch.replica.rpartition("/")[0]
-                given = f"pools.{pool}.python: given {launch.python!r} ({error.strerror}) on host {self._join.host}"
+                what, given = f"pools.{pool_of(launch.replica)}.python", f"{launch.python!r} ({error.strerror})"
                 with os.fdopen(open_append(stderr), "w") as file:
-                    file.write(f"{given}, needed an interpreter that can be started there\n")
+                    needed = "needed an interpreter that can be started there"
+                    file.write(f"{what}: given {given} on host {self._join.host}, {needed}\n")
                 self._exited(name, 0, 1)
                 return
         forks = self._forks[launch.python]
@@ -172,25 +173,28 @@ class Agent:
     def _tell_ended(self) -> None:
         """Tell the controller of ranks that have ended since the last call, and of those that will never begin."""
         for forks in self._forks.values():
-            packet = b"more"
-            while packet:
-                try:
-                    packet = forks.door.recv(PACKET_BYTES)
-                except BlockingIOError:
-                    break
-                except ConnectionError:  # the child has ended before it had read all; what it said before that follows
-                    continue
-                if packet:
-                    name, pid, status = json.loads(packet)
-                    forks.ranks.discard(name)
-                    self._exited(name, pid, status)
-            else:
-                self._client.unwatch(forks.door.fileno())  # its end would be news again and again
-                if forks.ranks:
-                    status = forks.child.wait(timeout=LAST_S)
-                    for name in sorted(forks.ranks):
-                        self._exited(name, forks.child.pid, status)
-                    forks.ranks.clear()
+            self._hear(forks)
+
+    def _hear(self, forks: _Forks) -> None:
+        """Tell what a child has said of its ranks; once it has ended, of those that it has left."""
+        packet = b"more"
+        while packet:
+            try:
+                packet = forks.door.recv(PACKET_BYTES)
+            except BlockingIOError:
+                return
+            except ConnectionError:  # the child has ended before it had read all; what it said before that follows
+                continue
+            if packet:
+                name, pid, status = json.loads(packet)
+                forks.ranks.discard(name)
+                self._exited(name, pid, status)
+        self._client.unwatch(forks.door.fileno())  # its end would be news again and again
+        if forks.ranks:
+            status = forks.child.wait(timeout=LAST_S)
+            for name in sorted(forks.ranks):
+                self._exited(name, forks.child.pid, status)
+            forks.ranks.clear()
 
     def _exited(self, name: str, pid: int, status: int) -> None:
         """Tell of a rank's end; `status` is negative for a signal."""
