@@ -152,22 +152,18 @@ def computes(call: Call) -> None:
     spec = spec_of(call, "behaviour") if asked else None
     if origin is None or spec is None:
         return
-    if origin.context.invariant:
-        try:
-            CausalLM(spec.config, torch_dtype(origin.context.dtype), "meta").be_invariant()
-        except ModelError as error:
-            said = str(error).removeprefix("--invariant: given ").split(", needed ", 1)
-            raise call.lack(*said, input="behaviour", code="not-invariant") from None
-    if not origin.precision:
-        return
+    code = "not-invariant"
     try:
-        check_precision(spec, origin.precision)
+        if origin.context.invariant:
+            CausalLM(spec.config, torch_dtype(origin.context.dtype), "meta").be_invariant()
+        code = "no-precision"
+        if origin.precision:
+            check_precision(spec, origin.precision)
         if origin.precision == "int8":
             require_products("int8", "cpu")
     except ModelError as error:
-        raise call.lack(
-            *str(error).removeprefix("given ").split(", needed ", 1), input="behaviour", code="no-precision"
-        ) from None
+        given, needed = str(error).partition("given ")[2].split(", needed ", 1)
+        raise call.lack(given, needed, input="behaviour", code=code) from None
 
 
 def run_spec(context: Context, lora: Lora | None = None) -> ModelSpec:

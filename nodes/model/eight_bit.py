@@ -66,7 +66,7 @@ def require_products(precision: str, device: str) -> None:
     if precision == "int8" and kind != "cpu":
         raise ModelError(f"{given}, needed a CPU, or fp8")
     if precision == "int8" and not _exact():
-        raise ModelError(f"{given}, whose sums of products of integers overflow; needed one with VNNI, or no precision")
+        raise ModelError(f"{given}, whose sums of products of integers overflow, needed one with VNNI, or no precision")
     if precision == "fp8" and (kind != "cuda" or torch.cuda.get_device_capability(device) < FP8_SINCE):
         raise ModelError(f"{given}, needed a GPU of {FP8_SINCE[0]}.{FP8_SINCE[1]} or later")
 

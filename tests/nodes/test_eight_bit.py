@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.graph import check, trace
 from penstock.graph.node import NodeDef
 from penstock.graph.requires import requirements
 from penstock.graph.types import Context, Origin, Policy, Weights
@@ -16,10 +17,11 @@ from penstock.nodes.evaluate import measure
 from penstock.nodes.generate import generate, make_engine, reply
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.sampling import mismatch
-from penstock.nodes.model import CausalLM, Lora, ModelConfig, ModelError
+from penstock.nodes.model import CausalLM, Lora, ModelConfig, ModelError, eight_bit
 from penstock.nodes.model.eight_bit import DTYPES, Narrow, narrow_parameters, product, require_products
 from penstock.nodes.open_model import ModelSpec, check_precision, computes
 from penstock.nodes.policy import make_policy
+from penstock.programs.aipo import aipo
 from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver, sync_in_process
 
 from .family_cases import CONFIGS, random_model
@@ -197,6 +199,15 @@ def test_fp8_decodes_by_the_same_path(tmp_path: Path, monkeypatch: pytest.Monkey
     found = run(engine, range(4), weights)
     assert {p.dtype for name, p in engine.model.named_parameters() if "_proj.weight" in name} == {torch.float8_e4m3fn}
     assert all(0 < mismatch(model(1, config=config), rollouts) < 0.5 for rollouts, _ in found.values())
+
+
+def test_a_cpu_whose_sums_of_int8_overflow_is_refused_by_the_check(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eight_bit, "_exact", lambda: False)
+    contexts = {"generate": reading(context, "int8")}
+    found = check(trace(aipo, {}), contexts=contexts)
+    assert "no-precision" in [fault.code for fault in found]
 
 
 def test_every_node_that_decodes_requires_what_its_precision_takes() -> None:
