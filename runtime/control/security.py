@@ -1,8 +1,8 @@
 """The secrets of one run: a token and CURVE key pairs, made by the launcher, kept in files of mode 0600.
 
 `keys/controller.json` (a `Door`) is what the controller listens with, `keys/<host>.json` (a `Join`) what the agent of
-that host and its ranks connect with, to the controller and to the ranks of other hosts. No secret is ever an argument
-of a process.
+that host and its ranks connect with, to the controller and to the ranks of other hosts. Agents that nobody names
+beforehand get their `Join` at the launcher's desk, for a `Ticket`. No secret is ever an argument of a process.
 """
 
 import json
@@ -104,6 +104,39 @@ class Join(_Secrets):
     address: str = LOOPBACK
     hosts: dict[str, str] = field(default_factory=dict)
     modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket(_Secrets):
+    """What any agent of a job enrols with: where the desk is ("host:port"), the desk's public key, and a token."""
+
+    needed: ClassVar[str] = "the ticket that `penstock run … --on` wrote for agents"
+
+    job: str
+    endpoint: str
+    server: str
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DeskKeys(_Secrets):
+    """What a desk listens with. Whoever keeps it in a file has one ticket for all starts of a job."""
+
+    needed: ClassVar[str] = "the desk's keys, as `penstock run … --on kubernetes` makes them"
+
+    job: str
+    token: str = field(repr=False)
+    public: str
+    secret: str = field(repr=False)
+
+    @staticmethod
+    def make(job: str) -> "DeskKeys":
+        pair = KeyPair.make()
+        return DeskKeys(job, secrets.token_hex(16), pair.public, pair.secret)
+
+    def ticket(self, endpoint: str) -> Ticket:
+        """`endpoint` is "host:port", as agents reach the desk."""
+        return Ticket(self.job, endpoint, self.public, self.token)
 
 
 @dataclass(frozen=True, slots=True)
