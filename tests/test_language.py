@@ -20,8 +20,8 @@ from penstock.runtime.cli.simulate import timing
 from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.cluster.placement import Plan, place
-from penstock.runtime.control.launcher import FAILED
 from penstock.runtime.control.run_config import EVALUATION, RunOptions
+from penstock.runtime.control.signals import FAILED
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.metrics import columns, prefixes
 from penstock.runtime.report.page import page

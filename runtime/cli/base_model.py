@@ -17,7 +17,7 @@ from penstock.runtime.cli.display import Line
 from penstock.runtime.cli.launching import asked, configure, launch
 from penstock.runtime.cli.tracing import CommandError, trace_program
 from penstock.runtime.cluster.cluster import Cluster, Host
-from penstock.runtime.control.launcher import DONE
+from penstock.runtime.control.signals import DONE, PREEMPTED, Preempted
 from penstock.runtime.record.checkpoints import latest_checkpoint
 from penstock.runtime.record.errors import RecordError, disk_fault
 from penstock.runtime.record.folder import RunFolder, open_regular
@@ -113,6 +113,6 @@ def _build(data: str, home: Path, place: Path, tell: Callable[[Line], None]) -> 
             raise CommandError("\n".join(["the base model could not be built:", *errors]))
         else:
             # Stopped: the user wants no run, and no base without one.
-            raise KeyboardInterrupt
+            raise Preempted if status == PREEMPTED else KeyboardInterrupt
     finally:
         shutil.rmtree(beside, ignore_errors=True)

@@ -308,9 +308,17 @@ def run_here(path: str) -> int:
     """Run what the folder says in this process; the exit status."""
     from penstock.runtime.cli.display import PlainDisplay, Progress, write_line
     from penstock.runtime.control.inprocess import run_in_process  # imports torch
-    from penstock.runtime.control.launcher import DONE, FAILED, INTERRUPTED
     from penstock.runtime.control.process import told
-    from penstock.runtime.control.signals import interrupt, on_stop, while_heard
+    from penstock.runtime.control.signals import (
+        DONE,
+        FAILED,
+        INTERRUPTED,
+        PREEMPTED,
+        Preempted,
+        interrupt,
+        on_stop,
+        while_heard,
+    )
 
     folder = RunFolder.open(path)
     config = RunConfig.load(folder)
@@ -319,15 +327,16 @@ def run_here(path: str) -> int:
     try:
         with on_stop(interrupt):
             status = run_in_process(folder, tell)
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except KeyboardInterrupt as wish:
+        return PREEMPTED if isinstance(wish, Preempted) else INTERRUPTED
     except Exception as raised:
         # What the folder refuses is said in words; the traceback of anything else starts in the user's node.
         status = "failed"
         progress.errors = [str(raised) if isinstance(raised, RecordError) else told(raised).rstrip("\n")]
     for error in progress.errors:
         print(visible(f"penstock: {error}"), file=sys.stderr)
-    return {"done": DONE, "stopped": INTERRUPTED}.get(status, FAILED)
+    stopped = PREEMPTED if progress.cause == "preempted" else INTERRUPTED
+    return {"done": DONE, "stopped": stopped}.get(status, FAILED)
 
 
 def main(mode: str, words: str) -> int:

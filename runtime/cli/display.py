@@ -177,6 +177,7 @@ class Progress:
                 self._error(str(line["text"]))
             case "summary":
                 self.stage = line["status"]
+                self.cause = self.cause or str(line.get("cause") or "")
                 self._error(str(line.get("error") or ""))
 
     def _status(self, line: Line) -> None:

@@ -322,6 +322,9 @@ class AgentFlags:
     folder: Annotated[str, Shown("DIR", "as on the controller's host")] = ""
     """The run folder as this machine sees it, or one of its own, made if it is not there, for logs and its part of
     checkpoints."""
+    grace: Annotated[Seconds | None, Shown("SECONDS", "the run's --grace")] = None
+    """Seconds from SIGTERM or SIGUSR1, as an engine sends them that takes the machine away, to its end. Until then its
+    part of the run lives on."""
 
 
 # The verbs that take a PROGRAM.

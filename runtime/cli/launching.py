@@ -17,16 +17,24 @@ from penstock import __version__
 from penstock.runtime.cli.display import Display, Line, clock, open_display, percent
 from penstock.runtime.cli.flags import StartFlags
 from penstock.runtime.cli.tracing import CommandError, Traced, faults_text, usage_errors
-from penstock.runtime.cli.tracker_processes import TrackerProcesses
+from penstock.runtime.cli.tracker_processes import END_S, TrackerProcesses
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.endpoints import tcp_endpoint
 from penstock.runtime.cluster.interpreters import interpreter_lacks
 from penstock.runtime.cluster.placement import Plan, spelled, why_not
-from penstock.runtime.control.launcher import DONE, FAILED, INTERRUPTED, Launcher
+from penstock.runtime.control.launcher import Launcher
 from penstock.runtime.control.listener import Listener, WireError
 from penstock.runtime.control.messages import read_record
 from penstock.runtime.control.run_config import RunConfig
-from penstock.runtime.control.signals import carry_on, on_stop, wait_handing_on
+from penstock.runtime.control.signals import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    PREEMPTED,
+    carry_on,
+    on_stop,
+    wait_handing_on,
+)
 from penstock.runtime.record.checkpoints import latest_checkpoint, read_best
 from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.event_log import read_segments
@@ -39,7 +47,9 @@ from penstock.runtime.schedule.replay import SegmentOrigin
 
 # The largest event log that is followed for the summary of a run whose controller could write none.
 LOG_BYTES = 32 << 20
-STATUS = {DONE: "done", INTERRUPTED: "stopped"}
+# Seconds for trackers at the end of a run that is preempted. What they have not taken then, a resume hands them.
+HASTE_S = 0.5
+STATUS = {DONE: "done", INTERRUPTED: "stopped", PREEMPTED: "stopped"}
 
 
 def configure(traced: Traced, cluster: Cluster, model: str, plan: Plan | None = None) -> RunConfig:
@@ -90,8 +100,9 @@ def asked(name: str, argv: Sequence[str], cluster: Cluster, digests: Mapping[str
 
 def launch(folder: RunFolder, cluster: Cluster, tell: Callable[[Line], None]) -> int:
     """Run what the folder says in processes of its own; the exit status."""
-    modules = RunConfig.load(folder).modules()
-    return Launcher(folder.path, secrets.token_hex(6), cluster, tell, modules=modules).run()
+    config = RunConfig.load(folder)
+    run, modules = secrets.token_hex(6), config.modules()
+    return Launcher(folder.path, run, cluster, tell, grace=config.flags.grace, modules=modules).run()
 
 
 def go(
@@ -126,7 +137,7 @@ def go(
                 summary = finish(folder, status, errors, monotonic() - began, earlier, display.progress.cause)
         report, drawn = draw(folder, summary)
         if trackers.trackers:
-            _end_trackers(trackers, folder, report, summary, errors, began)
+            _end_trackers(trackers, folder, report, summary, errors, began, in_haste=status == PREEMPTED)
     folder.release()
     # Nobody may read it any more: `main` sees to the exit status.
     with suppress(OSError):
@@ -144,10 +155,11 @@ def _end_trackers(
     summary: dict[str, Any],
     errors: list[str],
     began: float,
+    in_haste: bool,
 ) -> None:
     """Give the trackers of a run the time that they have, and write into its summary what came of them, and how long
-    the command has taken, which `began` on the monotonic clock."""
-    summary["tracked"] = trackers.end(report, summary["updates"])
+    the command has taken, which `began` on the monotonic clock. `in_haste`: an engine is about to end this process."""
+    summary["tracked"] = trackers.end(report, summary["updates"], HASTE_S if in_haste else END_S)
     summary["command_s"] = round(monotonic() - began, 3)
     found = [one["warning"] for one in summary["tracked"].values() if one["warning"]]
     summary["warnings"] = [*summary.get("warnings", ()), *found]

@@ -1,7 +1,8 @@
 """`penstock VERB …`: one program, many verbs. This process never imports torch.
 
-Exit status: 0 well, 1 a fault or a failed run, 2 a command line that cannot be understood, 130 stopped by Ctrl-C, by
-SIGTERM or since its terminal closed, 141 if nobody read the output to its end.
+Exit status: 0 well, 1 a fault or a failed run, 2 a command line that cannot be understood, 75 stopped by SIGTERM or
+SIGUSR1, as an engine does that takes the machine away, 130 stopped by Ctrl-C or since its terminal closed, 141 if
+nobody read the output to its end.
 """
 
 import difflib
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 from penstock import __version__
 from penstock.runtime.cli.tracing import CommandError, faults_text, trace_program
-from penstock.runtime.control.signals import interrupt, nobody_reads, on_stop
+from penstock.runtime.control.signals import INTERRUPTED, PREEMPTED, STOPS, Preempted, interrupt, nobody_reads, on_stop
 from penstock.runtime.record.errors import visible
 
 # What a shell says of a command that ended because nobody read its output.
@@ -71,12 +72,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     _require_streams()
     try:
-        with on_stop(interrupt, (signal.SIGTERM, signal.SIGHUP)):
+        # Python has a handler of its own for Ctrl-C.
+        with on_stop(interrupt, [number for number in STOPS if number != signal.SIGINT]):
             status = _answer(words)
     except SystemExit as leaving:
         status = int(leaving.code or 0)
+    except Preempted:
+        status = PREEMPTED
     except KeyboardInterrupt:
-        status = 130
+        status = INTERRUPTED
     except OSError:
         # Any other OSError is a fault of ours, which needs its traceback.
         if not any(map(nobody_reads, (1, 2))):
@@ -199,7 +203,7 @@ def agent(argv: Sequence[str]) -> int:
     from penstock.runtime.control.agent import serve
 
     flags = read_flags(AgentFlags, "agent", argv)
-    return serve(Path(flags.join), Path(flags.folder) if flags.folder else None)
+    return serve(Path(flags.join), Path(flags.folder) if flags.folder else None, flags.grace)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from penstock.runtime.cli.planned import chosen, machines, plan_lacks, require_d
 from penstock.runtime.cli.tracing import CommandError, faults_text, require_inputs, trace_program
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import read_meshes, spelled, why_no_turns
-from penstock.runtime.control.launcher import FAILED
 from penstock.runtime.control.run_config import RunConfig, RunOptions, Shown, plan_for
+from penstock.runtime.control.signals import FAILED
 from penstock.runtime.record.checkpoints import (
     CUT,
     SavedCheckpoint,

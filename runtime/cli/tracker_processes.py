@@ -135,18 +135,18 @@ class TrackerProcesses:
         keep_rows(folder.metrics, first)
         self.trackers = [TrackerProcess(name, folder, first, tell) for name in dict.fromkeys(names)]
 
-    def end(self, report: Path | None, updates: int) -> dict[str, Any]:
-        """Give the trackers END_S seconds to hand over what they have not, and the `report`; Ctrl-C gives them none.
-        Returns by name where each run is to be found, and what its tracker has of its `updates` updates."""
+    def end(self, report: Path | None, updates: int, seconds: float = END_S) -> dict[str, Any]:
+        """Give the trackers so many `seconds` to hand over what they have not, and the `report`; Ctrl-C gives them
+        none. Returns by name where each run is to be found, and what its tracker has of its `updates` updates."""
         for tracker in self.trackers:
             tracker.ask_to_end(report)
         began = monotonic()
-        why = f"did not end within {END_S:.0f} s after the run"
+        why = f"did not end within {seconds:g} s after the run"
         try:
-            if slow := self._wait(began + ALOUD_S):
-                aloud = f"waiting for {', '.join(slow)}, {END_S:.0f} s at most (Ctrl-C: no longer)"
+            if slow := self._wait(began + min(ALOUD_S, seconds)):
+                aloud = f"waiting for {', '.join(slow)}, {seconds:g} s at most (Ctrl-C: no longer)"
                 print(visible(f"penstock: {aloud}"), file=sys.stderr, flush=True)
-                self._wait(began + END_S)
+                self._wait(began + seconds)
         except (KeyboardInterrupt, OSError):
             why = "was not waited for"
         found = {}

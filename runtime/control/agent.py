@@ -2,6 +2,10 @@
 
 `python -m penstock.runtime.control.agent JOIN_FILE`, started by the launcher, or `penstock agent` on another host.
 
+An engine that takes the host away says so with SIGTERM or SIGUSR1, and ends everything some seconds later. The agent
+tells the controller (`Leaving`), and the ranks live on until the run has ended or the grace is over. A second SIGTERM,
+Ctrl-C or a terminal that closes end the agent and its ranks at once.
+
 The ranks are forked by a child of the agent, `python -m penstock.runtime.control.worker` (`process.serve_forks`), and
 those of a pool with an interpreter of its own by a child that runs in that. Each is
 in a session of its own, has stdout and stderr in `logs/<pool>-<replica>-<rank>.out` and `.err`, and in its environment
@@ -19,15 +23,16 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from time import monotonic
-from typing import NoReturn
+from types import FrameType
 
-from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Heartbeat, Launch, Note, signal_name
+from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Heartbeat, Launch, Leaving, Note, signal_name
 from penstock.runtime.control.process import FOLDER, PACKET_BYTES, borrowed, die_with_parent, kill, start, tail
 from penstock.runtime.control.rendezvous import INTERVAL
 from penstock.runtime.control.security import Join
-from penstock.runtime.control.signals import on_stop
+from penstock.runtime.control.signals import PREEMPTED, Wish, on_stop
 from penstock.runtime.control.sockets import SILENCE, Client
 from penstock.runtime.record.errors import visible
 from penstock.runtime.record.folder import make_folder, open_append
@@ -67,6 +72,7 @@ class Agent:
         # A Unix socket breaks only when the controller is gone; between hosts a line may come back.
         self._silence = 1.0 if join.endpoint.startswith("ipc://") else silence
         self._client = Client(join, "agent", join.host)
+        self._wish, self._until = Wish(), inf
         self._logs = make_folder(Path(join.folder) / "logs")
         self._log = self._logs / f"ranks-{join.host}.err"
         self._stderr: dict[str, Path] = {}  # of each rank that has not ended
@@ -90,6 +96,14 @@ class Agent:
         self._client.watch(door.fileno())
         return _Forks(door, child)
 
+    def hear(self, number: int, frame: FrameType | None = None) -> None:
+        """A signal. Raises _Ended where it ends the agent at once."""
+        self._wish.hear(number)
+        if self._wish.at_once or self._wish.status != PREEMPTED:
+            # An exception and no flag: it ends a wait for messages, too.
+            raise _Ended(number)
+        self._client.wake()
+
     def run(self) -> str:
         """Until the controller says goodbye (""), or cannot be reached any more: then why. No rank outlives it, and no
         segment of a run whose processes on this host have all ended.
@@ -108,6 +122,11 @@ class Agent:
                         self._launch(message)
                 self._tell_ended()
                 now = monotonic()
+                if self._wish.status and self._until == inf:
+                    self._until = now + self._join.grace
+                    self._client.send(Leaving(self._join.host, self._join.grace))
+                if now >= self._until:
+                    raise _Ended(self._wish.number)
                 if now >= beat:
                     beat = now + INTERVAL
                     self._client.send(Heartbeat())
@@ -203,11 +222,13 @@ class Agent:
         self._client.send(Exited(replica, int(rank), pid, max(0, status), max(0, -status), last_lines))
 
 
-def serve(join_file: Path, folder: Path | None = None) -> int:
+def serve(join_file: Path, folder: Path | None = None, grace: float | None = None) -> int:
     """Be the agent of this host until the run is over; the exit status. `folder` is the run folder here, if it is
-    not where the launcher has it; it is made if it is not there.
+    not where the launcher has it; it is made if it is not there. `grace` is this host's, if it is not the run's.
     """
     join = Join.read(join_file)
+    if grace is not None:
+        join = replace(join, grace=grace)
     if folder is not None:
         # A host that shares no file system with the launcher has no run folder before.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -217,8 +238,9 @@ def serve(join_file: Path, folder: Path | None = None) -> int:
         said = f"penstock agent: host {join.host} has no {join.folder}: {needed} of checkpoints (--folder)"
         print(visible(said), file=sys.stderr)
         return 2
-    with on_stop(_end):
-        fault = Agent(join, join_file).run()
+    agent = Agent(join, join_file)
+    with on_stop(agent.hear):
+        fault = agent.run()
     if fault:
         print(visible(f"penstock agent: {fault}"), file=sys.stderr)
     return 1 if fault else 0
@@ -230,11 +252,6 @@ class _Ended(SystemExit):
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
         self.number = number
-
-
-# An exception and no flag: it ends a wait for messages, too.
-def _end(number: int, frame: object) -> NoReturn:
-    raise _Ended(number)
 
 
 def main() -> None:

@@ -20,7 +20,6 @@ from msgspec import structs
 
 from penstock.graph.ir import Firing
 from penstock.runtime.control.failure import Failure, FailureCode
-from penstock.runtime.control.launcher import DONE, FAILED, INTERRUPTED
 from penstock.runtime.control.listener import WireError, raise_descriptors
 from penstock.runtime.control.messages import (
     EXIT_EXPLAINED,
@@ -29,6 +28,7 @@ from penstock.runtime.control.messages import (
     Goodbye,
     Hello,
     Launch,
+    Leaving,
     Message,
     Note,
     Question,
@@ -44,6 +44,7 @@ from penstock.runtime.control.rendezvous import Board
 from penstock.runtime.control.run import Session
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.security import Door
+from penstock.runtime.control.signals import DONE, FAILED, INTERRUPTED, PREEMPTED, leave_end_to_parent
 from penstock.runtime.control.sockets import Server
 from penstock.runtime.record.checkpoints import SavedCheckpoint, latest_checkpoint
 from penstock.runtime.record.errors import RecordError
@@ -165,6 +166,8 @@ class Controller:
                     if place.host == host:
                         python = next(p.python for p in self.config.plan.pools if p.name == pool_of(name))
                         self.server.send(peer, Launch(name, index, place.threads, python))
+            case Leaving(host, grace):
+                self.session.leave(host, grace, monotonic())
             # A rank is set up once: a second answer could put others in the place of restored values.
             case Ready(replica, rank) if (replica, rank) in self.pids:
                 self.server.drop("unexpected", peer, "a second Ready")
@@ -200,6 +203,8 @@ class Controller:
         word, _, rest = line.partition(" ")
         if word == "stop":
             self.session.stop(monotonic(), rest)
+        elif word == "preempt":
+            self.session.preempt(monotonic(), f"preempted ({rest})", self.config.flags.grace)
         elif word == "agent":
             host, _, reason = rest.partition(" ")
             text = f"the agent of host {host} died, and with it {self._ranks_of(host)}: {reason}"
@@ -275,11 +280,13 @@ def _control(folder: RunFolder, config: RunConfig, server: Server) -> int:
     finally:
         if session.failure is not None:  # said even if the folder could not take it
             say(session.failure.line())
-    return {"done": DONE, "stopped": INTERRUPTED}.get(status, FAILED)
+    stopped = PREEMPTED if session.preempted else INTERRUPTED
+    return {"done": DONE, "stopped": stopped}.get(status, FAILED)
 
 
 def main() -> None:
     die_with_parent()
+    leave_end_to_parent()
     raise_descriptors()
     folder = RunFolder.open(sys.argv[1])
     config = RunConfig.load(folder)

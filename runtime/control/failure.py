@@ -37,6 +37,8 @@ class FailureCode(StrEnum):
     TRANSFER = "transfer"  # weights did not arrive
 
 
+# What has gone with a process or a host, so that a start from the last checkpoint may mend it.
+MENDABLE = (FailureCode.AGENT_DIED, FailureCode.RANK_DIED, FailureCode.SILENT, FailureCode.UNREACHABLE)
 PRIORITY = {code: number for number, code in enumerate(FailureCode)}
 # Failures that wait for a better cause.
 HELD = (FailureCode.RANK_ENDED, FailureCode.UNREACHABLE, FailureCode.TRANSFER)

@@ -4,7 +4,6 @@ The same scheduler, stages and executors as with processes; only the messages ar
 """
 
 import os
-import signal
 import warnings
 from collections import deque
 from dataclasses import replace
@@ -19,20 +18,17 @@ import torch
 
 from penstock.runtime.control.executor import Executor, be_deterministic
 from penstock.runtime.control.failure import Failure, FailureCode
-from penstock.runtime.control.messages import Order, Result
+from penstock.runtime.control.messages import Order, Result, signal_name
 from penstock.runtime.control.process import told
 from penstock.runtime.control.rank_state import HeldValues, Key
 from penstock.runtime.control.recorder import RunRecorder, Say, tell_node_warnings
 from penstock.runtime.control.run import Session
 from penstock.runtime.control.run_config import RunConfig
-from penstock.runtime.control.signals import on_stop, unheard
+from penstock.runtime.control.signals import PREEMPTED, Preempted, Wish, interrupt, on_stop, unheard
 from penstock.runtime.control.weight_channels import LocalChannels
 from penstock.runtime.record.checkpoints import latest_checkpoint, sweep_checkpoints
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder
-
-# Signals that come closer together are one.
-ONE_SIGNAL_S = 0.5
 
 
 class InProcess:
@@ -42,7 +38,8 @@ class InProcess:
         if config.flags.deterministic:
             be_deterministic()
         self.session = session
-        self.interrupted = 0.0
+        self.wish = Wish(handed_on=True)
+        self._asked = False
         # One store for all: with its own, each executor would need handles of the others' values.
         self.values: dict[Key, Any] = {}
         peers: dict[str, LocalChannels] = {}
@@ -62,21 +59,22 @@ class InProcess:
             for result in self._work(pending):
                 self.session.answer(result, monotonic())
                 self._queue(pending)
-            if self.interrupted:
-                self.session.stop(monotonic(), unheard())
+            if self.wish.status and not self._asked:
+                self._asked, closed = True, unheard()
+                if self.wish.status == PREEMPTED and not closed:
+                    self.session.preempt(monotonic(), f"preempted ({signal_name(self.wish.number)})", inf)
+                else:
+                    self.session.stop(monotonic(), closed)
                 self._queue(pending)
             self.session.watch(monotonic())
             self.session.decide(monotonic())
         return self.session.status
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
-        """A node in work is never torn. The first signal asks for a checkpoint and the end, the next Ctrl-C ends.
-
-        A signal to a process group comes here twice, since the parent, which is in it, hands it on.
-        """
-        if self.interrupted and number == signal.SIGINT and monotonic() > self.interrupted + ONE_SIGNAL_S:
-            raise KeyboardInterrupt
-        self.interrupted = self.interrupted or monotonic()
+        """A node in work is never torn. The first signal asks for a checkpoint and the end, the next one ends."""
+        self.wish.hear(number)
+        if self.wish.at_once:
+            interrupt(number, frame)
 
     def _queue(self, pending: deque[tuple[Executor, Order]]) -> None:
         pending.extend((self.executors[replica], order) for replica, order in self.session.take().items())
@@ -120,8 +118,9 @@ def run_in_process(folder: RunFolder, say: Say) -> str:
             folder.write_json("processes.json", {"controller": os.getpid(), "pools": {}})
             with on_stop(driver.interrupt):
                 status = driver.run()
-    except KeyboardInterrupt:
-        text = "stopped at once by the user, without a checkpoint"
+    except KeyboardInterrupt as wish:
+        who = "an engine" if isinstance(wish, Preempted) else "the user"
+        text = f"stopped at once by {who}, without a checkpoint"
         session.fail(Failure(FailureCode.INTERRUPTED, text), monotonic())
         session.decide(monotonic())
         raise

@@ -4,19 +4,18 @@ It starts `python -m penstock.runtime.control.controller RUN_FOLDER`, which
 - calls `die_with_parent()` first, and listens with `Server(Door.read(folder / "keys" / "controller.json"))`;
 - says `{"kind": "listening", "endpoint": server.endpoint}` on stdout, and other JSON objects for the display, one per
   line, each flushed;
-- hears lines on stdin: `stop WHY` (a checkpoint and the end, please; without WHY it was the user's wish), and
-  `agent HOST REASON` (an agent died);
-- exits with 0 (done), 130 (stopped) or 1 (failed, having said why in a line of `"kind": "error"`).
+- hears lines on stdin: `stop WHY` (a checkpoint and the end, please; without WHY it was the user's wish), `preempt WHY`
+  (the same for an engine), and `agent HOST REASON` (an agent died);
+- exits with a status of `signals`; with 1 (failed) it has said why in a line of `"kind": "error"`.
 
 Then come the agents, one per host of the cluster. Every child has a session of its own, so that Ctrl-C reaches the
-launcher alone: the first one asks the controller to stop, within STOP_S; the second one ends everything at once.
-SIGTERM, SIGHUP and a display that cannot be written to any more ask too, but any number of them is one wish: a
-terminal that closes sends several.
+launcher alone. The first signal asks the controller to stop within `grace` seconds; a second Ctrl-C or SIGTERM ends
+everything at once (`signals.Wish`). For its user the launcher waits for a checkpoint that is being written by then, for
+an engine it does not: that would kill it. A display that cannot be written to any more asks as its user does.
 """
 
 import os
 import shutil
-import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -32,9 +31,19 @@ from typing import IO, Any
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.endpoints import LOOPBACK, socket_file
 from penstock.runtime.control.failure import Failure, FailureCode
+from penstock.runtime.control.messages import signal_name
 from penstock.runtime.control.process import describe_exit, kill, read_line, start, sweep_processes, tail
 from penstock.runtime.control.security import Keys
-from penstock.runtime.control.signals import on_stop, unheard, while_heard
+from penstock.runtime.control.signals import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    PREEMPTED,
+    Wish,
+    on_stop,
+    unheard,
+    while_heard,
+)
 from penstock.runtime.record.checkpoints import latest_checkpoint, sweep_checkpoints
 from penstock.runtime.record.errors import disk_fault
 from penstock.runtime.record.folder import RunFolder, make_folder, open_append
@@ -42,9 +51,6 @@ from penstock.runtime.tensor.shm import SHM, sweep
 
 CONTROLLER = ("-m", "penstock.runtime.control.controller")
 AGENT = ("-m", "penstock.runtime.control.agent")
-DONE, FAILED, INTERRUPTED = 0, 1, 130
-# Seconds from the first Ctrl-C to the end of everything, unless a checkpoint is being written by then.
-STOP_S = 4.5
 # Seconds for agents to end after their controller has.
 LEAVE_S = 3.5
 
@@ -71,7 +77,7 @@ def _read_lines(stdout: IO[bytes], lines: "Queue[bytes | None]") -> None:
 class Launcher:
     """One run's processes. `run` is a new id of letters and digits; `tell` gets every line of the controller, and the
     launcher's own: `{"kind": "error" | "note", "text": …}`, `{"kind": "external", "host": …, "join": file}`. An
-    OSError that it raises is a wish to stop.
+    OSError that it raises is a wish to stop. `grace` are the seconds from a wish to stop to the end of everything.
     """
 
     def __init__(
@@ -81,18 +87,19 @@ class Launcher:
         cluster: Cluster,
         tell: Callable[[Line], None],
         *,
+        grace: float,
         environment: Mapping[str, str] | None = None,
         controller: Sequence[str] = CONTROLLER,
         agent: Sequence[str] = AGENT,
         modules: Sequence[str] = (),
     ) -> None:
         self.folder, self.run_id, self.cluster = folder.absolute(), run, cluster
-        self.tell = while_heard(tell, self._wish)
+        self.grace, self.wish = grace, Wish()
+        self.tell = while_heard(tell, self.wish.ask)
         self.environment = dict(environment or {})
         self.controller, self.agent, self.modules = tuple(controller), tuple(agent), tuple(modules)
         self.keys = Keys.make(run, cluster.endpoint(self.folder), [host.name for host in cluster.hosts])
         self.agents: dict[str, Child] = {}
-        self.interrupts = 0
         self._deadline = inf
         self._explained = False
         self._last: Line = {}
@@ -118,15 +125,7 @@ class Launcher:
             return self._status(controller)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        # Only a second Ctrl-C counts: a terminal that closes sends several signals for one wish.
-        if number == signal.SIGINT and self.interrupts:
-            self.interrupts += 1
-        else:
-            self._wish()
-
-    def _wish(self) -> None:
-        """Somebody wants the run to end, however often they say so."""
-        self.interrupts = max(1, self.interrupts)
+        self.wish.hear(number)
 
     def _start(self, command: Sequence[str], name: str, argument: str, *, report: bool = False) -> Child:
         pipe = subprocess.PIPE if report else subprocess.DEVNULL
@@ -139,7 +138,7 @@ class Launcher:
 
     def _watch(self, controller: Child) -> None:
         """Until the controller has ended, or has been ended here, and all its lines are heard."""
-        asked, ended, closed = 0, False, False
+        asked, ended, closed = False, False, False
         # Bounded, so that a controller that talks faster than a terminal shows is held up.
         lines: Queue[bytes | None] = Queue(maxsize=1000)
         assert controller.stdout is not None
@@ -149,9 +148,11 @@ class Launcher:
             with suppress(Empty):
                 line = lines.get(timeout=LAST_LINE_S if ended and not closed else _TICK)
             closed = closed or line is None
-            if self.interrupts > asked:  # before each line: to show them may take long
-                asked = self.interrupts
+            if self.wish.status and not asked:  # before each line: to show them may take long
+                asked = True
                 self._ask_to_stop(controller)
+            if self.wish.at_once:
+                self._deadline = 0.0
             if line:
                 self._hear(line.rstrip(b"\n"))
             elif ended:
@@ -169,8 +170,8 @@ class Launcher:
         elif message.get("kind") == "listening":
             self._start_agents(str(message["endpoint"]))
         else:
-            if message.get("kind") == "writing" and self.interrupts == 1:
-                self._deadline = monotonic() + float(str(message["seconds"])) + STOP_S
+            if message.get("kind") == "writing" and self.wish.status == INTERRUPTED:
+                self._deadline = monotonic() + float(str(message["seconds"])) + self.grace
             self._explained = self._explained or message.get("kind") == "error"
             if message.get("kind") in ("stage", "status"):
                 self._last |= message
@@ -179,7 +180,7 @@ class Launcher:
     def _start_agents(self, endpoint: str) -> None:
         for host in self.cluster.hosts:
             path = self.folder / "keys" / f"{host.name}.json"
-            join = self.keys.join(host.name, endpoint, self.folder, host.address or LOOPBACK, self.modules)
+            join = self.keys.join(host.name, endpoint, self.folder, host.address or LOOPBACK, self.modules, self.grace)
             join.write(path)
             if host.agent == "local":
                 self.agents[host.name] = self._start(self.agent, f"agent-{host.name}", str(path))
@@ -187,14 +188,12 @@ class Launcher:
                 self.tell({"kind": "external", "host": host.name, "join": str(path), "endpoint": endpoint})
 
     def _ask_to_stop(self, controller: Child) -> None:
-        if self.interrupts > 1:
-            self._deadline = 0.0
-            return
-        self._deadline = monotonic() + STOP_S
-        _say(controller, f"stop {unheard()}".rstrip())
+        self._deadline = monotonic() + self.grace
+        engine = self.wish.status == PREEMPTED
+        _say(controller, f"preempt {signal_name(self.wish.number)}" if engine else f"stop {unheard()}".rstrip())
         saved = latest_checkpoint(RunFolder(self.folder))
         held = f"the last checkpoint is that of update {saved.update}" if saved else "there is no checkpoint yet"
-        text = f"stopping within {STOP_S:g} s; {held}: a new one is written if the update in work ends in time"
+        text = f"stopping within {self.grace:g} s; {held}: a new one is written if the update in work ends in time"
         self.tell({"kind": "note", "level": "info", "text": text})
 
     def _check_agents(self, controller: Child) -> None:
@@ -213,10 +212,10 @@ class Launcher:
 
     def _status(self, controller: Child) -> int:
         """The run's exit status; a controller that did not say why it ended is reported."""
-        if controller.returncode == DONE:
-            return DONE
-        if controller.returncode == INTERRUPTED or (self.interrupts and controller.returncode != FAILED):
-            return INTERRUPTED
+        if controller.returncode in (DONE, PREEMPTED, INTERRUPTED):
+            return controller.returncode
+        if self.wish.status and controller.returncode != FAILED:
+            return self.wish.status
         if controller.returncode != FAILED or not self._explained:
             said = tail(self.folder / "logs" / "controller.err")
             how = f"the controller (pid {controller.pid}) ended: {describe_exit(controller)}"
@@ -238,7 +237,7 @@ class Launcher:
         until = min(self._deadline, monotonic() + LEAVE_S)
         agents = self.agents.values()
         # Somebody who presses Ctrl-C again waits for no goodbyes.
-        while any(agent.poll() is None for agent in agents) and monotonic() < until and self.interrupts < 2:
+        while any(agent.poll() is None for agent in agents) and monotonic() < until and not self.wish.at_once:
             sleep(0.01)
         for agent in agents:
             kill(agent)

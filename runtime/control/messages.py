@@ -4,7 +4,8 @@ A frame is MessagePack of [PROTOCOL, sequence, [class name, fields…]]. A *peer
 "generator/0:1" is rank 1 of a replica, "agent:b" the agent of host b.
 
 - A rank: Hello, Setup, Ready, then Orders and Results until Goodbye.
-- An agent: Hello, AgentReady, then a Launch for each of its ranks and an Exited for each that ends, until Goodbye.
+- An agent: Hello, AgentReady, then a Launch for each of its ranks and an Exited for each that ends, until Goodbye;
+  Leaving, if its host is taken away.
 - Ranks that form a process group Post to the controller's key-value store, Count and Look there; Found is the answer.
 - A rank asks a rank of another host for part of a block in one frame, MessagePack of [EXCHANGE, number, Ask]. The
   answer repeats the number: [EXCHANGE, number, ""] with the bytes in a second frame, or [EXCHANGE, number, why not]
@@ -24,7 +25,7 @@ from penstock.runtime.packable import Packable
 from penstock.runtime.schedule.events import Abort, Answer, Command, Copied, Event
 from penstock.runtime.tensor.shm import ObjectRef
 
-PROTOCOL: Literal[7] = 7
+PROTOCOL: Literal[8] = 8
 # Characters of a text for the user: the middle of a longer one is left out.
 MAX_TEXT = 16 << 10
 # Bytes of one packed value, in either direction: metadata only, so ten times what a large batch needs.
@@ -116,6 +117,13 @@ class AgentReady(Packable, frozen=True):
 
     host: str
     pid: int
+
+
+class Leaving(Packable, frozen=True):
+    """`host` is taken away in `grace` seconds; its ranks live on until then, or until a goodbye."""
+
+    host: str
+    grace: Seconds
 
 
 class Exited(Packable, frozen=True):
@@ -216,7 +224,7 @@ class Launch(Packable, frozen=True):
 
 
 Question = Post | Count | Look
-ToController = Hello | Ready | Result | Results | Heartbeat | Note | AgentReady | Exited | Question
+ToController = Hello | Ready | Result | Results | Heartbeat | Note | AgentReady | Leaving | Exited | Question
 Message = ToController | Setup | Order | Found | Goodbye | Launch
 
 # The exit status of a rank that has said in a `Note` why it ends.
@@ -331,7 +339,7 @@ def _escaped(plain: Any) -> Any:
     return plain
 
 
-_FRAME: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[7], int, Message], "frame")
+_FRAME: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[8], int, Message], "frame")
 _RECORD: Codec[Event | Command] = Codec(Event | Command, "record")
 QUESTION: Codec[tuple[int, int, Ask]] = Codec(tuple[Literal[1], int, Ask], "question")
 ANSWER: Codec[tuple[int, int, str]] = Codec(tuple[Literal[1], int, str], "answer")

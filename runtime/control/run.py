@@ -17,7 +17,7 @@ from msgspec import structs
 
 from penstock.graph.ir import Firing, Graph
 from penstock.runtime.control.checkpoint_interval import WRITE_CPU_S, CheckpointInterval
-from penstock.runtime.control.failure import Failure, FailureCode, Verdict
+from penstock.runtime.control.failure import MENDABLE, Failure, FailureCode, Verdict
 from penstock.runtime.control.messages import Manifest, Order, Result, agent_peer, rank_peer
 from penstock.runtime.control.rank_setup import input_reads
 from penstock.runtime.control.recorder import RunRecorder
@@ -237,9 +237,8 @@ def _words(command: Question) -> str:
     return " ".join([type(command).__name__.lower(), *map(str, fields)])
 
 
-# Seconds from the user's wish to stop until a checkpoint is given up that ranks have not copied aside by then. One that
-# is being written is waited for.
-STOP_BUDGET = 3.5
+# Of the seconds from a wish to stop to the end of everything, those for processes to end: one, or a quarter of few.
+LAST_S, LAST_SHARE = 1.0, 0.25
 
 
 class Session:
@@ -254,7 +253,8 @@ class Session:
         self.verdict = Verdict()
         self.stage: Stage | None = None
         self.stopping: float | None = None
-        self._stop_since = math.inf
+        self.preempted = False  # an engine wants it to stop
+        self._stop_by = math.inf
         self.why = "stopped by the user"
         self.doing: Mapping[str, str] = {}  # what ranks say they are at, by their names as peers
         evaluate = config.evaluation is not None
@@ -295,15 +295,34 @@ class Session:
             self._feed(result.event, now, result)
 
     def stop(self, now: float, why: str = "") -> None:
-        """The user wants the run to end: with a checkpoint if it can be had in time. `why` if it was not said so."""
+        """The user wants the run to end: with a checkpoint if ranks have copied their parts aside in time, for the
+        writing of which is waited. `why` if it was not said so."""
         if self.stopping is not None or not self.running or self._ending:
             return
         self.stopping, self.why = now, why or self.why
-        self._stop_since = now
+        self._stop_by = now + _budget(self.config.flags.grace)
         if self.stage is None or self.stage.name in ("before", "after"):
             self._finish(now, "stopped", self.why)
         elif self.stage.name == "train":  # else the cut that is being written is the one wanted
             self._feed(Checkpoint(final=True), now)
+
+    def preempt(self, now: float, why: str, grace: float) -> None:
+        """An engine ends all processes, or some, in `grace` seconds: as `stop`, with a checkpoint if it is whole by
+        then. Of several engines the most impatient one counts."""
+        self.preempted = self.preempted or (self.running and self.stopping is None)
+        self.stop(now, why)
+        if self.preempted:
+            self._stop_by = min(self._stop_by, now + _budget(grace))
+
+    def leave(self, host: str, grace: float, now: float) -> None:
+        """A host is taken away in `grace` seconds. What follows is decided here alone: the run stops, for another start
+        on hosts that stay."""
+        replicas = self.config.plan.replicas
+        lost = [f"{r.name} rank {n}" for r in replicas for n, rank in enumerate(r.ranks) if rank.host == host]
+        if lost and self.running:
+            why = f"host {host} with {', '.join(lost)} is taken away in {grace:g} s"
+            self.recorder.note(f"{why}: the run stops, with a checkpoint if it can be had in time", "warning")
+            self.preempt(now, f"preempted: {why}", grace)
 
     def watch(self, now: float, held_up: float = 0.0) -> None:
         """Look at deadlines: the stop's and the answers'. `held_up`: as the stage's."""
@@ -313,11 +332,13 @@ class Session:
         self.recorder.tick(now)
         if self.stopping is not None and self.stage.scheduler.writing is not None:
             self._tell_writing(self.stage)
-            self._stop_since = now
-        if self.stopping is not None and now - self._stop_since > STOP_BUDGET:
+            if not self.preempted:
+                self._stop_by = now + _budget(self.config.flags.grace)
+        if now > self._stop_by:
             awaited = [f"{_words(c).partition(' ')[2]} on {c.replica}" for c in self.stage.awaited()]
             awaiting = f": still in work were {', '.join(awaited)}" if awaited else ""
-            self._finish(now, "stopped", f"no checkpoint within {STOP_BUDGET} s{awaiting}")
+            waited = self._stop_by - self.stopping if self.stopping is not None else 0.0
+            self._finish(now, "stopped", f"{self.why}: no checkpoint within {waited:g} s{awaiting}")
         elif overdue := self.stage.overdue(now, self.config.flags.deadline, self.doing, held_up):
             failing = self.stage.scheduler.failing
             self.fail(Failure(FailureCode.NODE, failing) if failing else Failure(FailureCode.OVERDUE, overdue), now)
@@ -334,10 +355,13 @@ class Session:
         failure = self.verdict.failure and self.verdict.final(now, heard)
         if failure is None or not self.running:
             return
-        self.failure = failure
         # The log has to say what ended the stage, or a replay would still wait.
         if self.stage is not None and self.stage.finish is None:
             self.stage.feed(Abort(failure.text), now)
+        if self.preempted and failure.code in MENDABLE:  # the engine was faster than it had said
+            self._finish(now, "stopped", f"{self.why}, before a checkpoint was made: {failure.text}")
+            return
+        self.failure = failure
         self._finish(now, "failed", failure.text)
 
     def moving(self, replica: str) -> str:
@@ -431,4 +455,10 @@ class Session:
     def _finish(self, now: float, status: str, error: str) -> None:
         if self.running:
             self.status, self.error = status, error
-            self.recorder.finish(now, status, error, self.failure.code if self.failure else "")
+            cause = self.failure.code if self.failure else "preempted" if self.preempted and status == "stopped" else ""
+            self.recorder.finish(now, status, error, cause)
+
+
+def _budget(grace: float) -> float:
+    """Seconds for a checkpoint, of those to the end of everything."""
+    return max(0.0, grace - min(LAST_S, LAST_SHARE * grace))

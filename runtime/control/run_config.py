@@ -37,6 +37,7 @@ from penstock.runtime.cluster.capabilities import (
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import Plan, Replica, model_hosts, place, read_meshes, why_no_turns
 from penstock.runtime.control.rank_setup import RankSetup
+from penstock.runtime.control.signals import GRACE_S
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.trackers import Name as TrackerName
@@ -211,6 +212,9 @@ class RunOptions:
     """Seconds that any piece of work may take before the run is stopped and the culprit named."""
     startup_deadline: Seconds = 120.0
     """Seconds for all processes to start."""
+    grace: Annotated[Seconds, OnResume("Seconds from a wish to stop to the end of everything.")] = GRACE_S
+    """Seconds from a wish to stop (Ctrl-C; SIGTERM or SIGUSR1 of an engine that takes the machine away) to the end of
+    everything, with a checkpoint if one can be made. Some seconds less than the engine gives."""
     track: Annotated[tuple[TrackerName, ...], Shown("TRACKER …", "none"), TRACK_ON_RESUME] = ()
     """Trackers that get the metrics, the configuration and the report: tensorboard, wandb, trackio, mlflow; each as
     its own client is configured."""

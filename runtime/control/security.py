@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 from penstock.runtime.cluster.endpoints import LOOPBACK
+from penstock.runtime.control.signals import GRACE_S
 from penstock.runtime.record.folder import create_file, make_folder
 from penstock.runtime.record.typed_json import parse_json
 
@@ -40,7 +41,7 @@ class KeyFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class _Secrets:
-    """A dataclass of strings, lists and maps of strings that is kept as JSON. `needed` says which file it is."""
+    """A dataclass of strings, numbers, lists and maps that is kept as JSON. `needed` says which file it is."""
 
     needed: ClassVar[str]
 
@@ -88,7 +89,8 @@ class Join(_Secrets):
     """What one host connects with. `folder` is the run folder there; `server` the controller's public key.
 
     `hosts` has each host's public key: those who may ask this host's ranks for values, and whom they may ask.
-    `address` is where these ranks listen for that. `modules` are what all ranks import, once for a host.
+    `address` is where these ranks listen for that. `modules` are what all ranks import, once for a host. `grace` are
+    the seconds that the host has left once an engine tells its agent that it takes it away.
     """
 
     needed: ClassVar[str] = "the join file that `penstock run --cluster` wrote for this host"
@@ -104,6 +106,7 @@ class Join(_Secrets):
     address: str = LOOPBACK
     hosts: dict[str, str] = field(default_factory=dict)
     modules: tuple[str, ...] = ()
+    grace: float = GRACE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +159,16 @@ class Keys:
         return Keys(Door(run, endpoint, token, server.public, server.secret, {} if unix else allowed), pairs)
 
     def join(
-        self, host: str, endpoint: str, folder: Path, address: str = LOOPBACK, modules: tuple[str, ...] = ()
+        self,
+        host: str,
+        endpoint: str,
+        folder: Path,
+        address: str = LOOPBACK,
+        modules: tuple[str, ...] = (),
+        grace: float = GRACE_S,
     ) -> Join:
         """`endpoint` is where the controller really listens: its port may have been the system's choice."""
         door, pair = self.door, self.hosts[host]
         publics = {name: other.public for name, other in self.hosts.items() if other.public}
         join = Join(door.run, endpoint, door.token, host, str(folder), door.public, pair.public, pair.secret)
-        return replace(join, address=address, hosts=publics, modules=modules)
+        return replace(join, address=address, hosts=publics, modules=modules, grace=grace)

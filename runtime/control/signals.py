@@ -1,21 +1,71 @@
-"""What asks a run to end: Ctrl-C, a polite kill, a terminal that closes, a pipe that nobody reads any more."""
+"""What asks a run to end, who wants it, and the exit status that says so.
 
+| status | a run |
+|---|---|
+| `DONE`, 0 | is done |
+| `FAILED`, 1 | failed |
+| `PREEMPTED`, 75 | was stopped for the engine that gave the machine (SIGTERM, SIGUSR1): start it again |
+| `INTERRUPTED`, 130 | was stopped by its user: Ctrl-C, a terminal that closes, a pipe that nobody reads any more |
+"""
+
+import os
 import select
 import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from time import monotonic
 from types import FrameType
 from typing import Any, NoReturn
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+DONE, FAILED, PREEMPTED, INTERRUPTED = 0, 1, 75, 130
+
+# By which an engine (Slurm, Kubernetes) tells that it takes the machine away.
+PREEMPTIONS = (signal.SIGTERM, signal.SIGUSR1)
+STOPS = (signal.SIGINT, signal.SIGHUP, *PREEMPTIONS)
+# Seconds from the first of them to the end of everything, where nobody says another number.
+GRACE_S = 4.5
+# Signals of one kind that come closer together are one: of an engine and of the shell script that hands it on.
+ONE_SIGNAL_S = 0.5
 
 # Codes of signals up to this one come of kill(2) and its like; the kernel's own, as of a terminal, are above it.
 _SENT_BY_A_PROCESS = 0
 
 Act = Callable[[int, FrameType | None], None]
 Tell = Callable[[dict[str, Any]], None]
+
+
+class Wish:
+    """What signals have asked a process for so far. `status` is the exit status that they ask for, that of the first
+    one; 0 for none. `number` is that signal; 0 for a display that is lost. `at_once`: nothing is to be waited for.
+    `handed_on`: a parent hands signals on, so that a Ctrl-C may come twice.
+    """
+
+    def __init__(self, handed_on: bool = False) -> None:
+        self.status, self.number, self.at_once = 0, 0, False
+        self._handed_on = handed_on
+        self._first: dict[int, float] = {}
+
+    def hear(self, number: int) -> None:
+        """A signal. A Ctrl-C after any other, or a second SIGTERM, wants the end at once; others may come several times
+        for one wish, and a SIGTERM follows a SIGUSR1 that came ahead of time."""
+        now = monotonic()
+        again = number in self._first and now - self._first[number] > ONE_SIGNAL_S
+        self._first.setdefault(number, now)
+        if number == signal.SIGINT and not self._handed_on:
+            again = self.status != 0
+        self.at_once = self.at_once or (again and number in (signal.SIGINT, signal.SIGTERM))
+        self.ask(number)
+
+    def ask(self, number: int = 0) -> None:
+        """The end is wanted, however often that is said."""
+        if not self.status:
+            self.status, self.number = PREEMPTED if number in PREEMPTIONS else INTERRUPTED, number
+
+
+class Preempted(KeyboardInterrupt):
+    """An engine wants this process to end."""
 
 
 @contextmanager
@@ -40,11 +90,35 @@ def on_stop(act: Act, numbers: Sequence[signal.Signals] = STOPS) -> Iterator[Non
 
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:
     """What Ctrl-C does in Python, for the signals that would end the process where it stands."""
-    raise KeyboardInterrupt
+    raise Preempted if number in PREEMPTIONS else KeyboardInterrupt
 
 
 def carry_on(number: int, frame: FrameType | None) -> None:
     """For a process that is ending already, and has something left to write."""
+
+
+# Signals whose meaning `leave_end_to_parent` took from this process.
+_LEFT: list[signal.Signals] = []
+
+
+def leave_end_to_parent() -> None:
+    """For a process whose parent decides when it ends: an engine may signal all processes of a host at once, and a
+    rank has to live until the checkpoint is made. What this process starts or forks hears signals as ever."""
+    if _LEFT:
+        return
+    _LEFT.extend(number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN)
+    os.register_at_fork(after_in_child=_hear_again)
+    for number in _LEFT:
+        # No SIG_IGN, which a program that is started would keep.
+        signal.signal(number, carry_on)
+        signal.siginterrupt(number, False)
+
+
+def _hear_again() -> None:
+    for number in _LEFT:
+        if signal.getsignal(number) is carry_on:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    _LEFT.clear()
 
 
 def wait_handing_on(child: subprocess.Popen[bytes]) -> int:

@@ -39,6 +39,7 @@ from penstock.runtime.control.messages import (
     Found,
     Heartbeat,
     Hello,
+    Leaving,
     Message,
     MessageError,
     Note,
@@ -122,7 +123,7 @@ _MORE = zmq.NOBLOCK | zmq.SNDMORE
 
 # What a connection of each role may say after its Hello.
 _SAYS: Mapping[str, tuple[type, ...]] = {
-    "agent": (AgentReady, Exited, Heartbeat, Note),
+    "agent": (AgentReady, Exited, Heartbeat, Leaving, Note),
     "rank": (Ready, Results, Heartbeat, Note),
     "heartbeat": (Heartbeat, Note, *get_args(Question)),
 }
@@ -321,7 +322,7 @@ def _overreach(message: Message, connection: _Connection, ranks: Mapping[str, st
             answers = [result.event for result in results if not isinstance(result.event, Abort)]
             claimed = {rank_peer(answer.replica, answer.rank) for answer in answers}
             handles = [handle for result in results for handle in result.outputs.values()]
-        case AgentReady(host=host):
+        case AgentReady(host=host) | Leaving(host=host):
             claimed = {agent_peer(host)}
         case Exited(replica=replica, rank=rank):
             dead = rank_peer(replica, rank)

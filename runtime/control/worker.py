@@ -19,6 +19,7 @@ from penstock.runtime.control.process import RAISED, keep_freed_memory, serve_fo
 from penstock.runtime.control.rendezvous import Pulse
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.security import Join
+from penstock.runtime.control.signals import leave_end_to_parent
 from penstock.runtime.control.sockets import Client
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ NEEDED = "penstock.runtime.control.rank"
 
 
 def main() -> None:
+    leave_end_to_parent()
     keep_freed_memory()
     raise_descriptors()
     join = replace(Join.read(Path(os.environ["PENSTOCK_JOIN"])), folder=os.environ["PENSTOCK_FOLDER"])
@@ -124,4 +126,5 @@ def work(client: Client, rank: "RankRuntime") -> int:
 
 
 if __name__ == "__main__":
+    leave_end_to_parent()
     serve_forks(main, (NEEDED, *sys.argv[1:]))

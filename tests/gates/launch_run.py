@@ -6,6 +6,7 @@ from typing import Any
 
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.control.launcher import Launcher
+from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.folder import RunFolder
 
 
@@ -16,5 +17,6 @@ def tell(line: dict[str, Any]) -> None:
 if __name__ == "__main__":
     folder = RunFolder.open(sys.argv[1])
     folder.lock()
+    flags = RunConfig.load(folder).flags
     cluster = Cluster.model_validate(folder.read_json("config.json")["asked"]["cluster"])
-    sys.exit(Launcher(folder.path, sys.argv[2], cluster, tell).run())
+    sys.exit(Launcher(folder.path, sys.argv[2], cluster, tell, grace=flags.grace).run())

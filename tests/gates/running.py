@@ -176,8 +176,12 @@ class Running:
                     found.append(process.pid)
         return found
 
+    def signal(self, number: int, pid: int = 0) -> None:
+        """A signal to one of the run's processes, by default the launcher."""
+        os.kill(pid or self.process.pid, number)
+
     def interrupt(self) -> None:
-        os.kill(self.process.pid, signal.SIGINT)
+        self.signal(signal.SIGINT)
 
     def kill(self) -> None:
         """SIGKILL to the launcher: everything dies with it."""

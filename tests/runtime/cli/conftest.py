@@ -12,8 +12,8 @@ from penstock.runtime.cli.children import answered
 from penstock.runtime.cli.main import main
 from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.cluster.cluster import Cluster
-from penstock.runtime.control.launcher import DONE
 from penstock.runtime.control.run_config import RunConfig
+from penstock.runtime.control.signals import DONE
 from penstock.runtime.record.folder import RunFolder
 
 Output = pytest.CaptureFixture[str]

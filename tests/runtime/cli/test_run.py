@@ -23,8 +23,8 @@ from penstock.runtime.cli.planned import require_devices
 from penstock.runtime.cli.tracing import CommandError, Traced, ask_child, require_inputs
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.gpus import kind_of
-from penstock.runtime.control.launcher import DONE, FAILED, INTERRUPTED
 from penstock.runtime.control.run_config import RunConfig
+from penstock.runtime.control.signals import DONE, FAILED, INTERRUPTED
 from penstock.runtime.record import trackers
 from penstock.runtime.record.checkpoints import FORMAT, begin_checkpoint, complete_checkpoint
 from penstock.runtime.record.errors import RecordError

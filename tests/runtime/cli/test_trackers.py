@@ -19,8 +19,8 @@ from penstock.programs.toy import toy
 from penstock.runtime.cli import tracker_processes
 from penstock.runtime.cli.tracker_processes import TrackerProcesses
 from penstock.runtime.cluster.cluster import Cluster, Host
-from penstock.runtime.control.launcher import INTERRUPTED
 from penstock.runtime.control.run_config import RunConfig, RunOptions
+from penstock.runtime.control.signals import INTERRUPTED
 from penstock.runtime.record import track_run
 from penstock.runtime.record.checkpoints import begin_checkpoint, complete_checkpoint
 from penstock.runtime.record.folder import RunFolder

@@ -16,6 +16,7 @@ from typing import Any
 from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Launch, Ready
 from penstock.runtime.control.process import die_with_parent
 from penstock.runtime.control.security import Door
+from penstock.runtime.control.signals import leave_end_to_parent
 from penstock.runtime.control.sockets import Server
 
 told: list[str] = []
@@ -38,6 +39,7 @@ def talk() -> None:
 
 def main() -> int:
     die_with_parent()
+    leave_end_to_parent()
     mode = os.environ["FAKE_CONTROLLER"]
     if mode == "raise":
         raise RuntimeError("no such graph")
@@ -75,7 +77,7 @@ def main() -> int:
                 say(kind="writing", seconds=60.0)
                 sleep(1.0)
                 say(kind="written")
-            status = 130 if told[0].startswith("stop") and mode != "fail" else 1
+            status = {"stop": 130, "preempt": 75}.get(told[0].partition(" ")[0], 1) if mode != "fail" else 1
             if mode == "fail":
                 say(kind="error", text="the disk is full")
     for peer in server.peers:

@@ -11,11 +11,14 @@ from penstock.runtime.control.launcher import Launcher
 HERE = Path(__file__).parent
 
 
-def launcher(folder: Path, run: str, mode: str, cluster: Cluster, tell: Any, **environment: str) -> Launcher:
+def launcher(
+    folder: Path, run: str, mode: str, cluster: Cluster, tell: Any, grace: float = 60.0, **environment: str
+) -> Launcher:
     """A launcher of the fake controller, and of agents with fake ranks."""
     told = {"FAKE_CONTROLLER": mode, "FAKE_HOSTS": " ".join(host.name for host in cluster.hosts), **environment}
     commands = [(str(HERE / name),) for name in ("fake_controller.py", "fake_agent.py")]
-    return Launcher(folder, run, cluster, tell, environment=told, controller=commands[0], agent=commands[1])
+    controller, agent = commands
+    return Launcher(folder, run, cluster, tell, grace=grace, environment=told, controller=controller, agent=agent)
 
 
 if __name__ == "__main__":

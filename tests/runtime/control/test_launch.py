@@ -35,11 +35,13 @@ Line = dict[str, Any]
 class Run:
     """One launched run of fakes; `when` maps a line's type to what is done on hearing it."""
 
-    def __init__(self, folder: Path, mode: str, cluster: Cluster = LOCAL, **environment: str) -> None:
+    def __init__(
+        self, folder: Path, mode: str, cluster: Cluster = LOCAL, grace: float = 60.0, **environment: str
+    ) -> None:
         self.id = f"t{os.getpid()}n{next(NUMBERS)}"
         self.folder, self.lines = folder, list[Line]()
         self.when: dict[str, Callable[[Line], None]] = {}
-        self.launcher = launcher(folder, self.id, mode, cluster, self._hear, **environment)
+        self.launcher = launcher(folder, self.id, mode, cluster, self._hear, grace, **environment)
 
     def _hear(self, line: Line) -> None:
         self.lines.append(line)
@@ -66,13 +68,21 @@ def assert_nothing_is_left(folder: Path, run: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process may stand still for seconds: no test meets these deadlines but those that shorten them."""
-    monkeypatch.setattr(launcher_module, "STOP_S", 60.0)
+    """A process may stand still for seconds: no test meets this deadline but one that shortens it."""
     monkeypatch.setattr(launcher_module, "LOST_S", 60.0)
 
 
-def interrupt(line: Line) -> None:
-    os.kill(os.getpid(), signal.SIGINT)
+def signalling(number: int, times: int = 1) -> Callable[[Line], None]:
+    """Sends a signal to the launcher."""
+
+    def act(line: Line) -> None:
+        for _ in range(times):
+            os.kill(os.getpid(), number)
+
+    return act
+
+
+interrupt = signalling(signal.SIGINT)
 
 
 def killing(name: str, number: int = signal.SIGKILL) -> Callable[[Line], None]:
@@ -98,14 +108,72 @@ def test_ctrl_c_asks_the_controller_to_stop_and_ends_with_130(tmp_path: Path) ->
     assert any("there is no checkpoint yet" in line.get("text", "") for line in run.lines)
 
 
-def test_a_controller_that_is_writing_a_checkpoint_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launcher_module, "STOP_S", 0.5)
-    run = Run(tmp_path, "writing")
+def test_a_controller_that_is_writing_a_checkpoint_is_waited_for(tmp_path: Path) -> None:
+    run = Run(tmp_path, "writing", grace=0.5)
     run.when["ready"] = interrupt
     assert run.run() == 130
     assert run.said("written")
+
+
+def test_an_engine_waits_for_no_checkpoint_beyond_the_grace(tmp_path: Path) -> None:
+    run = Run(tmp_path, "writing", grace=0.5)
+    run.when["ready"] = signalling(signal.SIGTERM)
+    assert run.run() == 75
+    assert [line for line in run.lines if line["kind"] == "written"] == []
+
+
+@pytest.mark.parametrize("number", signals.PREEMPTIONS)
+def test_an_engine_that_takes_the_machine_is_told_from_the_user(tmp_path: Path, number: signal.Signals) -> None:
+    run = Run(tmp_path, "wait")
+    run.when["ready"] = signalling(number, times=3)
+    assert run.run() == 75
+    assert run.said("told")["line"] == f"preempt {number.name}"
+
+
+def test_a_second_sigterm_ends_everything_at_once_and_the_status_is_still_the_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signals, "ONE_SIGNAL_S", -1.0)
+    run = Run(tmp_path, "deaf", grace=1000.0, FAKE_RANK="deaf")
+    run.when["ready"] = signalling(signal.SIGTERM, times=2)
+    assert run.run() == 75
+
+
+def test_a_sigterm_that_follows_a_sigusr1_cuts_nothing_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "ONE_SIGNAL_S", -1.0)
+    run = Run(tmp_path, "wait")
+
+    def both(line: Line) -> None:
+        signalling(signal.SIGUSR1)(line)
+        signalling(signal.SIGTERM)(line)
+
+    run.when["ready"] = both
+    assert run.run() == 75
+    assert run.said("told")["line"] == "preempt SIGUSR1"
+
+
+def test_the_user_who_was_first_is_not_taken_for_an_engine(tmp_path: Path) -> None:
+    run = Run(tmp_path, "wait")
+
+    def both(line: Line) -> None:
+        interrupt(line)
+        signalling(signal.SIGTERM)(line)
+
+    run.when["ready"] = both
+    assert run.run() == 130
+
+
+def test_an_engine_that_signals_all_processes_of_a_host_ends_none_of_them_before_its_time(tmp_path: Path) -> None:
+    """But for ranks, which are fakes here: the controller lives on."""
+    run = Run(tmp_path, "wait")
+
+    def all_at_once(line: Line) -> None:
+        os.kill(line["controller"], signal.SIGTERM)
+        signalling(signal.SIGTERM)(line)
+
+    run.when["ready"] = all_at_once
+    assert run.run() == 75
+    assert run.said("told")["line"] == "preempt SIGTERM"
 
 
 def test_ctrl_c_is_heard_while_the_controller_never_stops_talking(tmp_path: Path) -> None:
@@ -122,9 +190,8 @@ def test_ctrl_c_is_heard_while_the_controller_never_stops_talking(tmp_path: Path
 
 
 def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher_module, "STOP_S", 1000.0)
     monkeypatch.setattr(launcher_module, "LEAVE_S", 1000.0)
-    run = Run(tmp_path, "deaf", FAKE_RANK="deaf")
+    run = Run(tmp_path, "deaf", grace=1000.0, FAKE_RANK="deaf")
 
     def twice(line: Line) -> None:
         interrupt(line)
@@ -135,13 +202,15 @@ def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("deadline", "act", "status"), [("STOP_S", interrupt, 130), ("LOST_S", killing("agent:local"), 1)]
+    ("act", "status"),
+    [(interrupt, 130), (signalling(signal.SIGTERM), 75), (killing("agent:local"), 1)],
+    ids=["user", "engine", "dead agent"],
 )
 def test_a_controller_that_does_not_heed_a_stop_or_a_dead_agent_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadline: str, act: Callable[[Line], None], status: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Line], None], status: int
 ) -> None:
-    monkeypatch.setattr(launcher_module, deadline, 0.3)
-    run = Run(tmp_path, "deaf", FAKE_RANK="deaf")
+    monkeypatch.setattr(launcher_module, "LOST_S", 0.3)
+    run = Run(tmp_path, "deaf", grace=0.3, FAKE_RANK="deaf")
     run.when["ready"] = act
     assert run.run() == status
 
@@ -209,16 +278,10 @@ def test_a_controller_hears_that_it_was_not_the_user_who_stopped_it(
     assert run.said("told")["line"] == "stop stopped, since its output was closed"
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
-def test_a_closed_terminal_and_a_polite_kill_are_one_wish_however_often(tmp_path: Path, number: int) -> None:
+def test_a_terminal_that_closes_is_one_wish_of_the_user_however_often_it_says_so(tmp_path: Path) -> None:
     """At a second Ctrl-C, the controller would be ended before it could say what it was told."""
     run = Run(tmp_path, "wait")
-
-    def thrice(line: Line) -> None:
-        for _ in range(3):
-            os.kill(os.getpid(), number)
-
-    run.when["ready"] = thrice
+    run.when["ready"] = signalling(signal.SIGHUP, times=3)
     assert run.run() == 130
     assert run.said("told")["line"] == "stop"
 

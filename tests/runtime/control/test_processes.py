@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from time import sleep
 from typing import Any, TypeVar
 
 import pytest
 
 from penstock.runtime.control.agent import ALONE, serve
-from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Hello, Launch, Note, Ready
+from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Hello, Launch, Leaving, Note, Ready
 from penstock.runtime.control.process import (
     PARENT,
     describe_exit,
@@ -28,7 +29,18 @@ from penstock.runtime.control.process import (
     sweep_processes,
     tail,
 )
-from penstock.runtime.control.signals import STOPS, carry_on, interrupt, nobody_reads, on_stop, while_heard
+from penstock.runtime.control.rendezvous import INTERVAL
+from penstock.runtime.control.signals import (
+    ONE_SIGNAL_S,
+    PREEMPTIONS,
+    STOPS,
+    Preempted,
+    carry_on,
+    interrupt,
+    nobody_reads,
+    on_stop,
+    while_heard,
+)
 from penstock.runtime.control.worker import NEEDED
 from penstock.runtime.tensor.shm import SHM, sweep
 
@@ -203,24 +215,70 @@ def test_a_host_without_memory_for_a_rank_says_so(b: Bench, tmp_path: Path) -> N
         assert "Cannot allocate memory" in exited.tail
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@contextmanager
+def real_agent(b: Bench, grace: float = 60.0) -> Iterator["subprocess.Popen[bytes]"]:
+    """The agent of host "b" with real ranks, once it has joined."""
+    replace(b.join("b"), grace=grace).write(b.folder / "b.json")
+    command = [sys.executable, "-m", "penstock.runtime.control.agent", str(b.folder / "b.json")]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        heard(b, AgentReady)
+        b.heard.clear()
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def assert_ends(b: Bench, process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    """The agent says by which signal it ends, and ends."""
+    note = heard(b, Note)
+    assert note.level == "error"
+    assert number.name in note.text
+    until(lambda: b.hear() is not None and process.poll() is not None)
+    assert process.returncode == 128 + number
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_an_agent_that_is_told_to_end_says_so_before_its_ranks_deaths(tmp_path: Path, number: signal.Signals) -> None:
-    with bench(tmp_path, ranks=ON_B) as b:
-        b.join("b").write(b.folder / "b.json")
-        command = [sys.executable, "-m", "penstock.runtime.control.agent", str(b.folder / "b.json")]
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        try:
-            heard(b, AgentReady)
-            b.heard.clear()
-            process.send_signal(number)
-            note = heard(b, Note)
-            assert note.level == "error"
-            assert number.name in note.text
-            until(lambda: b.hear() is not None and process.poll() is not None)
-            assert process.returncode == 128 + number
-        finally:
-            process.kill()
-            process.wait()
+    with bench(tmp_path, ranks=ON_B) as b, real_agent(b) as process:
+        process.send_signal(number)
+        assert_ends(b, process, number)
+
+
+@pytest.mark.parametrize("number", PREEMPTIONS)
+def test_an_agent_whose_host_is_taken_away_says_so_and_its_ranks_live_until_a_goodbye(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with bench(tmp_path, ranks=ON_B) as b, real_agent(b) as process:
+        b.server.send("agent:b", Launch("generator/0", 0))
+        heard(b, Hello)
+        process.send_signal(number)
+        assert heard(b, Leaving) == Leaving("b", 60.0)
+        ranks = [pid for pid in processes_of(b.keys.door.run) if pid != process.pid]
+        for pid in ranks:  # an engine tells all processes of a host
+            os.kill(pid, number)
+        before = b.server.tracker.last("agent:b")
+        until(lambda: b.hear() is not None and b.server.tracker.last("agent:b") > before + INTERVAL)
+        assert [message for _, message in b.heard if isinstance(message, Exited | Note)] == []
+        for peer in b.server.peers:
+            b.server.send(peer, Goodbye("stopped"))
+        assert process.wait(60) == 0
+        assert processes_of(b.keys.door.run) == []
+
+
+def test_an_agent_ends_with_its_grace_and_at_a_second_sigterm(tmp_path: Path) -> None:
+    with bench(tmp_path, ranks=ON_B) as b, real_agent(b, grace=0.2) as process:
+        process.send_signal(signal.SIGUSR1)
+        assert heard(b, Leaving).grace == 0.2
+        assert_ends(b, process, signal.SIGUSR1)
+    (tmp_path / "again").mkdir()
+    with bench(tmp_path / "again", ranks=ON_B) as b, real_agent(b) as process:
+        process.send_signal(signal.SIGTERM)
+        heard(b, Leaving)
+        sleep(2 * ONE_SIGNAL_S)
+        process.send_signal(signal.SIGTERM)
+        assert_ends(b, process, signal.SIGTERM)
 
 
 def test_a_rank_that_is_killed_is_told_of_with_the_signal(b: Bench) -> None:
@@ -461,10 +519,34 @@ def test_nohup_is_respected() -> None:
 
 
 def test_a_polite_kill_can_be_like_ctrl_c_or_come_too_late() -> None:
-    with pytest.raises(KeyboardInterrupt), on_stop(interrupt, (signal.SIGTERM,)):
+    with pytest.raises(Preempted), on_stop(interrupt, (signal.SIGTERM,)):
         signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), on_stop(interrupt):
+        signal.raise_signal(signal.SIGINT)
     with on_stop(carry_on):
         signal.raise_signal(signal.SIGINT)
+
+
+LEAVING = """
+import multiprocessing, os, signal, subprocess, sys, time
+from penstock.runtime.control.signals import STOPS, leave_end_to_parent
+leave_end_to_parent()
+for number in STOPS:
+    os.kill(os.getpid(), number)
+forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+forked.start()
+started = subprocess.Popen(["sleep", "1000"])
+forked.terminate()
+started.terminate()
+forked.join()
+print(forked.exitcode, started.wait())
+"""
+
+
+def test_a_process_whose_end_its_parent_decides_hears_no_signal_and_what_it_starts_does() -> None:
+    command = [sys.executable, "-c", LEAVING]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (found.stdout.split(), found.stderr) == (["-15", "-15"], "")
 
 
 def test_a_pipe_without_a_reader_is_told_from_one_with() -> None:
