@@ -28,7 +28,10 @@ RANK_FILES = {
 """What runs in a rank, or in the one process of --in-process."""
 # Messages have one way in; `doctor` tries whether there could be one.
 WITH_SOCKETS = {
-    *(f"runtime/control/{name}.py" for name in ("listener", "sockets", "security", "value_server")),
+    *(
+        f"runtime/control/{name}.py"
+        for name in ("listener", "sockets", "security", "value_server", "desk", "applicant")
+    ),
     "runtime/cli/doctor.py",
 }
 UNPICKLERS = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib")

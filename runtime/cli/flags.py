@@ -156,8 +156,24 @@ class MachineFlags:
     """A plan that `penstock plan … --out FILE` wrote, exactly as it is; "none" plans nothing."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AgentsFlags(StartFlags):
+    """Flags of every verb that starts a run on several hosts"""
+
+    on: Annotated[Literal["", "agents"], Shown("{agents}", "this machine")] = ""
+    """Who starts the run's agents, one on each host: agents, you (`penstock agent --ticket RUN/ticket.json`)."""
+    agents: Annotated[Positive | None, Shown("N", "all that there are")] = None
+    """With --on, how many agents the run has."""
+    bind: Annotated[str, Shown("HOST:PORT", "loopback, any port")] = ""
+    """With --on, where agents reach this machine: a host name or an IP address, and the first of two ports."""
+    ticket_keys: Annotated[str, Shown("FILE", "new ones")] = ""
+    """With --on, the keys of the ticket, so that one ticket is good for all starts of a job."""
+    place: Annotated[tuple[str, ...], Shown("POOL=AGENTS …", "the generator on all but the first")] = ()
+    """With --on, agents of a pool by their numbers, such as trainer=0-1 generator=2,3."""
+
+
 @dataclass(frozen=True)
-class RunFlags(StartFlags, MachineFlags, ProgramFlags, RunOptions):
+class RunFlags(AgentsFlags, MachineFlags, ProgramFlags, RunOptions):
     """Flags of every program"""
 
     out: Annotated[str, Shown("DIR", "runs/PROGRAM-DATE-TIME")] = ""
@@ -309,6 +325,11 @@ class PlanFlags(ProgramFlags, Planning):
 class AgentFlags:
     """Join the controller of a run on another machine, and start the processes it asks for here.
 
+    `penstock run … --on agents --agents N` writes RUN/ticket.json, readable by you only, for all of its agents, and
+    waits for them. Start one on each host, in any way, also by torchrun:
+      penstock agent --ticket RUN/ticket.json
+      torchrun --nnodes N --nproc-per-node 1 -m penstock.agent --ticket RUN/ticket.json
+
     `penstock run … --cluster FILE` with a host whose agent is "external" writes a join file for that host into
     RUN/keys, readable by you only, and waits. Take it there over a channel you trust (scp), and start the agent: by
     hand, or as srun, a container or a batch job would. Weights travel unencrypted: the hosts need a trusted network.
@@ -317,8 +338,12 @@ class AgentFlags:
     Example:
       penstock agent b.json --folder /scratch/run"""
 
-    join: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="JOIN_FILE")]
+    join: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="JOIN_FILE", help_behavior_hint="")] = ""
     """The join file of this host: where the controller is, and the keys."""
+    ticket: Annotated[str, Shown("FILE", "none")] = ""
+    """The ticket of a run's agents, in place of a join file; it is waited for if it is not there yet."""
+    address: Annotated[str, Shown("HOST", "the one that leads to the launcher")] = ""
+    """With a ticket: where other hosts reach this one."""
     folder: Annotated[str, Shown("DIR", "as on the controller's host")] = ""
     """The run folder as this machine sees it, or one of its own, made if it is not there, for logs and its part of
     checkpoints."""

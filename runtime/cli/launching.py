@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from penstock import __version__
 from penstock.runtime.cli.display import Display, Line, clock, open_display, percent
+from penstock.runtime.cli.enrolling import Enrolled
 from penstock.runtime.cli.flags import StartFlags
 from penstock.runtime.cli.tracing import CommandError, Traced, faults_text, usage_errors
 from penstock.runtime.cli.tracker_processes import END_S, TrackerProcesses
@@ -98,11 +99,21 @@ def asked(name: str, argv: Sequence[str], cluster: Cluster, digests: Mapping[str
     }
 
 
-def launch(folder: RunFolder, cluster: Cluster, tell: Callable[[Line], None]) -> int:
-    """Run what the folder says in processes of its own; the exit status."""
+def launch(folder: RunFolder, cluster: Cluster, tell: Callable[[Line], None], enrolled: Enrolled | None = None) -> int:
+    """Run what the folder says in processes of its own, on the agents that have `enrolled`; the exit status."""
     config = RunConfig.load(folder)
-    run, modules = secrets.token_hex(6), config.modules()
-    return Launcher(folder.path, run, cluster, tell, grace=config.flags.grace, modules=modules).run()
+    desk, starter = (enrolled.desk, enrolled.agents) if enrolled else (None, None)
+    launcher = Launcher(
+        folder.path,
+        secrets.token_hex(6),
+        cluster,
+        tell,
+        grace=config.flags.grace,
+        modules=config.modules(),
+        desk=desk,
+        starter=starter,
+    )
+    return launcher.run()
 
 
 def go(
@@ -113,6 +124,7 @@ def go(
     began: float,
     prepare: Callable[[Display], None] | None = None,
     earlier: float = 0.0,
+    enrolled: Enrolled | None = None,
 ) -> int:
     """Run to the end with a display, write and tell the summary; the exit status. The command `began` on the monotonic
     clock; `prepare` comes first, on display; `earlier` are the wall seconds of the run before this command."""
@@ -130,7 +142,9 @@ def go(
                     status = wait_handing_on(subprocess.Popen(command))
                     status = status if status in STATUS else FAILED
                 else:
-                    status = launch(folder, cluster, display.tell)
+                    status = launch(folder, cluster, display.tell, enrolled)
+                if enrolled is not None:
+                    enrolled.reason, enrolled.over = f"the run {STATUS.get(status, 'failed')}", status == DONE
                 errors = display.progress.errors
                 if (moved := folder.follow()) and status != DONE and moved not in errors:
                     errors.append(moved)

@@ -198,12 +198,19 @@ def check(argv: Sequence[str]) -> int:
 
 
 def agent(argv: Sequence[str]) -> int:
-    """`penstock agent JOIN_FILE`: start this machine's part of a run that another machine controls."""
+    """`penstock agent JOIN_FILE | --ticket FILE`: start this machine's part of a run that another machine controls."""
     from penstock.runtime.cli.flags import AgentFlags, read_flags
     from penstock.runtime.control.agent import serve
+    from penstock.runtime.control.applicant import serve_ticket
 
     flags = read_flags(AgentFlags, "agent", argv)
-    return serve(Path(flags.join), Path(flags.folder) if flags.folder else None, flags.grace)
+    if bool(flags.join) == bool(flags.ticket):
+        given = "a JOIN_FILE and --ticket" if flags.join else "neither a JOIN_FILE nor --ticket"
+        raise CommandError(f"given {given}, needed one of them", 2)
+    folder = Path(flags.folder) if flags.folder else None
+    if flags.ticket:
+        return serve_ticket(Path(flags.ticket), folder, flags.address, flags.grace)
+    return serve(Path(flags.join), folder, flags.grace)
 
 
 if __name__ == "__main__":

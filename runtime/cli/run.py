@@ -7,6 +7,7 @@ from which it was started. A resume needs all of it, unchanged, but for the host
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib.machinery import PathFinder
@@ -18,10 +19,11 @@ from typing import Annotated, Any
 from penstock.graph.hub import model_folder
 from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.cli.display import Display
-from penstock.runtime.cli.flags import NEW, FolderFlags, RunFlags, StartFlags, changes, read_flags, with_changes
+from penstock.runtime.cli.enrolling import Enrolled, check_agents, enrolment, placed
+from penstock.runtime.cli.flags import NEW, AgentsFlags, FolderFlags, RunFlags, changes, read_flags, with_changes
 from penstock.runtime.cli.launching import asked, configure, decided, go, require_start
 from penstock.runtime.cli.planned import chosen, machines, plan_lacks, require_devices, require_precision
-from penstock.runtime.cli.tracing import CommandError, faults_text, require_inputs, trace_program
+from penstock.runtime.cli.tracing import CommandError, Traced, faults_text, require_inputs, trace_program
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import read_meshes, spelled, why_no_turns
 from penstock.runtime.control.run_config import RunConfig, RunOptions, Shown, plan_for
@@ -51,13 +53,47 @@ def main(argv: Sequence[str]) -> int:
         # The child takes seconds to import torch, in which nothing else would be said.
         print(visible(f"penstock: importing torch, reading {argv[0]} …"), file=sys.stderr, flush=True)
     traced = trace_program("run", argv)
-    cluster = machines(traced.flags, traced.gpus)
+    check_agents(traced.flags, traced.flags.cluster)
+    if not traced.flags.on:
+        return _run(traced, machines(traced.flags, traced.gpus), argv, began)
+    traced.sound()
+    # The agents of a run find its folder before there is a plan.
+    with _new_folder(traced) as folder, enrolment(traced.flags, folder, traced.name) as enrolled:
+        return _run(traced, enrolled.await_agents(traced.flags.startup_deadline), argv, began, folder, enrolled)
+
+
+@contextmanager
+def _new_folder(traced: Traced) -> Iterator[RunFolder]:
+    """A new run folder, of which nothing is left if nothing has run in it."""
+    folder = RunFolder.create(traced.flags.out or default_path(traced.name, datetime.now()))
+    try:
+        yield folder
+    finally:
+        if any((folder.path / mark).exists() for mark in MARKS):
+            folder.unlock()
+        else:
+            folder.discard()
+
+
+def _run(
+    traced: Traced,
+    cluster: Cluster,
+    argv: Sequence[str],
+    began: float,
+    made: RunFolder | None = None,
+    enrolled: Enrolled | None = None,
+) -> int:
+    """Run a traced program on a cluster, in a folder that is `made` already or else created; the exit status."""
     # First: what a plan was made for explains why its options do not suit what is here.
     if lacks := tuple(plan_lacks(traced, cluster)):
         raise CommandError(faults_text([*lacks, *traced.faults]))
     traced.sound()
     flags = absolute_paths(traced.flags)
     found = chosen(replace(traced, flags=flags), cluster)
+    if enrolled is not None and found.plan is None:
+        typed = traced.flags.generators if "generators" in traced.typed else None
+        cluster, options = placed(flags.place, found.traced.graph, cluster, typed)
+        found = replace(found, traced=replace(found.traced, flags=replace(found.traced.flags, **options)))
     config = configure(found.traced, cluster, flags.model, found.plan)
     require_devices(config.plan, cluster, config.flags.dtype, traced.gpus)
     require_precision(config.graphs, cluster, config.flags)
@@ -72,30 +108,23 @@ def main(argv: Sequence[str]) -> int:
     paths = [Path(data) for data in (flags.data, flags.eval_data) if not is_made_up(data)]
     digests = {str(path): _sha256(path) for path in paths if path.exists()}
     # Created after all that may be refused: a mistake on the command line leaves no folder.
-    folder = RunFolder.create(flags.out or default_path(traced.name, datetime.now()))
+    with nullcontext(made) if made else _new_folder(traced) as folder:
+        for line in found.lines:
+            print(visible(line), flush=True)
 
-    for line in found.lines:
-        print(visible(line), flush=True)
+        def prepare(display: Display) -> None:
+            model = str(base_model(flags.data, display.tell)) if needs_base else config.flags.model
+            complete = replace(config, flags=replace(config.flags, model=model))
+            complete.write(folder, asked(argv[0], argv, cluster, digests))
+            if config.flags.offload == "on" and (why := why_no_turns(config.graph, config.plan)):
+                text = f"--offload on frees no memory that anybody needs: {why}"
+                display.tell({"kind": "note", "level": "warning", "text": text})
 
-    def prepare(display: Display) -> None:
-        model = str(base_model(flags.data, display.tell)) if needs_base else config.flags.model
-        complete = replace(config, flags=replace(config.flags, model=model))
-        complete.write(folder, asked(argv[0], argv, cluster, digests))
-        if config.flags.offload == "on" and (why := why_no_turns(config.graph, config.plan)):
-            text = f"--offload on frees no memory that anybody needs: {why}"
-            display.tell({"kind": "note", "level": "warning", "text": text})
-
-    try:
-        return go(folder, config, cluster, flags, began, prepare)
-    finally:
-        if any((folder.path / mark).exists() for mark in MARKS):
-            folder.unlock()
-        else:  # nothing has run in it
-            folder.discard()
+        return go(folder, config, cluster, flags, began, prepare, enrolled=enrolled)
 
 
 @dataclass(frozen=True)
-class ResumeFlags(StartFlags, FolderFlags):
+class ResumeFlags(AgentsFlags, FolderFlags):
     """Go on with a run exactly where its last complete checkpoint is.
 
     The program, its options and the plan are those of the run folder. What was done after the checkpoint is done again.
@@ -121,9 +150,11 @@ def resume(argv: Sequence[str]) -> int:
     folder = RunFolder.open(flags.dir)
     if not flags.trust:
         _require_own(folder)
+    check_agents(flags, flags.cluster)
     # From here on nobody else can start it; until then nothing has been changed.
     folder.lock()
-    try:
+    with ExitStack() as stack:
+        stack.callback(folder.unlock)
         config, was = RunConfig.load(folder), folder.read_json("config.json", ConfigFile).get("asked", {})
         digests, origin = was.get("digests", {}), was.get("folder", "")
         if lacks := [*_changed_files(config.flags, digests), *_lost_modules(config, origin)]:
@@ -135,7 +166,6 @@ def resume(argv: Sequence[str]) -> int:
         summary = folder.read_json(path.name, Summary) if path.exists() else {}
         require_no_link(folder)
         saved = latest_checkpoint(folder)
-        cluster = Cluster.read(Path(flags.cluster)) if flags.cluster else _cluster_of(folder, was)
         if saved is not None:
             _require_checkpoint(saved, config)
         options, given = replace(config.flags, **changes(flags)), changes(flags)
@@ -144,7 +174,14 @@ def resume(argv: Sequence[str]) -> int:
             raise CommandError(f"--updates: given {wanted}, but {done} are done already; needed more", 2)
         if wanted == done and summary.get("status") == "done":
             raise CommandError(f"{folder.path}: all {done} updates are done; --updates {2 * done} would go on")
-        before, config = config, _changed(config, cluster, options, "mesh" in given or bool(flags.cluster))
+        enrolled = stack.enter_context(enrolment(flags, folder, config.graph.name)) if flags.on else None
+        if enrolled is not None:
+            cluster = enrolled.await_agents(options.startup_deadline)
+            cluster, _ = placed(flags.place, config.graph, cluster, options.generators)
+        else:
+            cluster = Cluster.read(Path(flags.cluster)) if flags.cluster else _cluster_of(folder, was)
+        moved = "mesh" in given or bool(flags.cluster) or enrolled is not None
+        before, config = config, _changed(config, cluster, options, moved)
         require_start(config, cluster, flags)
         seen = require_inputs(config.graphs, config.flags)
         require_devices(config.plan, cluster, config.flags.dtype, seen)
@@ -153,12 +190,12 @@ def resume(argv: Sequence[str]) -> int:
             config.write(folder, {**was, "cluster": cluster.model_dump(mode="json")})
         # It tells how the last life ended, and this one may be killed before it can tell.
         path.unlink(missing_ok=True)
-        status = go(folder, config, cluster, flags, began, earlier=float(summary.get("wall_s", logged)))
+        status = go(
+            folder, config, cluster, flags, began, earlier=float(summary.get("wall_s", logged)), enrolled=enrolled
+        )
         if status == FAILED and config != before and latest_checkpoint(folder) == saved:
             before.write(folder, was)  # what was wanted now may be why
         return status
-    finally:
-        folder.unlock()
 
 
 def _cluster_of(folder: RunFolder, was: Mapping[str, Any]) -> Cluster:

@@ -1,9 +1,13 @@
-"""Where a controller is reached: `ipc://` on one host, `tcp://` between hosts. Pure but for a folder that it makes."""
+"""Where processes of a run are reached: `ipc://` on one host, `tcp://` between hosts.
+
+A host may be given by its name. A name stays a name in files and messages, and is looked up where it is used
+(`resolved`), on the machine that uses it."""
 
 import errno
 import hashlib
 import ipaddress
 import os
+import socket
 import stat
 from pathlib import Path
 
@@ -34,6 +38,82 @@ def tcp_endpoint(bind: str) -> str:
     if address == "*" or ((ip := _ip(address)) and ip.is_unspecified):
         raise ValueError(f"given {bind!r}, every interface of this machine; name the one that the hosts share")
     return f"tcp://{address}:{port}"
+
+
+class AddressError(ValueError):
+    """A host name that no address is known of: the user's fault, or a name server's."""
+
+
+def resolved(address: str) -> str:
+    """The IP address of a host name, as this machine knows it; an IP address as it is, IPv6 in brackets. Raises
+    AddressError."""
+    if _ip(address):
+        return address
+    try:
+        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        needed = "needed a name that this machine can look up, or an IP address"
+        given = f"given the host name {address!r}, which {socket.gethostname()} does not know"
+        raise AddressError(f"{given} ({error.strerror or error}); {needed}") from None
+    ips = [ipaddress.ip_address(str(one[4][0]).partition("%")[0]) for one in found]
+    ips.sort(key=lambda ip: ip.version)
+    if any(ip.is_unspecified for ip in ips):  # such as "0"
+        raise AddressError(f"given {address!r}, every interface of this machine; name the one that the hosts share")
+    # Many systems know their own name as an address of loopback, where no other machine reaches them.
+    outside = [ip for ip in ips if not ip.is_loopback]
+    if not outside and address != "localhost":
+        needed = "needed the address at which the other hosts reach it"
+        raise AddressError(f"given the host name {address!r}, which is {ips[0]} on {socket.gethostname()}; {needed}")
+    ip = (outside or ips)[0]
+    return f"[{ip}]" if ip.version == 6 else str(ip)
+
+
+def resolved_endpoint(endpoint: str) -> str:
+    """The same for the host of a tcp endpoint, with or without "tcp://"; others as they are. Raises AddressError."""
+    if endpoint.startswith("ipc://"):
+        return endpoint
+    address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return f"tcp://{resolved(address)}:{port}"
+
+
+def is_ipv6(endpoint: str) -> bool:
+    """Of a tcp endpoint, or an address."""
+    return "[" in endpoint
+
+
+def own_address(endpoint: str) -> str:
+    """The address of this machine at which what listens at a resolved endpoint would see it; nothing is sent. Raises
+    OSError where no network leads there."""
+    address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    family = socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address.strip("[]"), int(port)))
+        own = str(probe.getsockname()[0])
+    return f"[{own}]" if family == socket.AF_INET6 else own
+
+
+# Seconds for a connection to be tried.
+REACH_S = 5.0
+
+
+def why_unreachable(endpoint: str, seconds: float = REACH_S) -> str:
+    """Try a connection to a resolved tcp endpoint; what keeps this machine from it, from where to where, "" for
+    nothing."""
+    address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        here = f"{socket.gethostname()} ({own_address(endpoint)})"
+    except OSError:
+        here = socket.gethostname()
+    what = f"the connection from {here} to {address}:{port}"
+    try:
+        socket.create_connection((address.strip("[]"), int(port)), timeout=seconds).close()
+    except TimeoutError:
+        return f"{what} timed out after {seconds:g} s: is there a firewall between them?"
+    except ConnectionRefusedError:
+        return f"{what} was refused: nothing listens there"
+    except OSError as error:
+        return f"{what} failed: {error.strerror or error}"
+    return ""
 
 
 def socket_file(endpoint: str) -> Path | None:

@@ -8,10 +8,12 @@ It starts `python -m penstock.runtime.control.controller RUN_FOLDER`, which
   (the same for an engine), and `agent HOST REASON` (an agent died);
 - exits with a status of `signals`; with 1 (failed) it has said why in a line of `"kind": "error"`.
 
-Then come the agents, one per host of the cluster. Every child has a session of its own, so that Ctrl-C reaches the
-launcher alone. The first signal asks the controller to stop within `grace` seconds; a second Ctrl-C or SIGTERM ends
-everything at once (`signals.Wish`). For its user the launcher waits for a checkpoint that is being written by then, for
-an engine it does not: that would kill it. A display that cannot be written to any more asks as its user does.
+Then come the agents, one per host of the cluster: children of this process, agents that the user starts with a join
+file, or those that wait at a desk (`desk`) and that others have started (`starter`). Every child has a session of its
+own, so that Ctrl-C reaches the launcher alone. The first signal asks the controller to stop within `grace` seconds; a
+second Ctrl-C or SIGTERM ends everything at once (`signals.Wish`). For its user the launcher waits for a checkpoint that
+is being written by then, for an engine it does not: that would kill it. A display that cannot be written to any more
+asks as its user does.
 """
 
 import os
@@ -30,6 +32,8 @@ from typing import IO, Any
 
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.endpoints import LOOPBACK, socket_file
+from penstock.runtime.control.agents import Agents
+from penstock.runtime.control.desk import Desk
 from penstock.runtime.control.failure import Failure, FailureCode
 from penstock.runtime.control.messages import signal_name
 from penstock.runtime.control.process import describe_exit, kill, read_line, start, sweep_processes, tail
@@ -78,6 +82,7 @@ class Launcher:
     """One run's processes. `run` is a new id of letters and digits; `tell` gets every line of the controller, and the
     launcher's own: `{"kind": "error" | "note", "text": …}`, `{"kind": "external", "host": …, "join": file}`. An
     OSError that it raises is a wish to stop. `grace` are the seconds from a wish to stop to the end of everything.
+    Agents that are not local come by the `desk`, if there is one, and `starter` has started them.
     """
 
     def __init__(
@@ -92,7 +97,10 @@ class Launcher:
         controller: Sequence[str] = CONTROLLER,
         agent: Sequence[str] = AGENT,
         modules: Sequence[str] = (),
+        desk: Desk | None = None,
+        starter: Agents | None = None,
     ) -> None:
+        self.desk, self.starter = desk, starter
         self.folder, self.run_id, self.cluster = folder.absolute(), run, cluster
         self.grace, self.wish = grace, Wish()
         self.tell = while_heard(tell, self.wish.ask)
@@ -181,6 +189,9 @@ class Launcher:
         for host in self.cluster.hosts:
             path = self.folder / "keys" / f"{host.name}.json"
             join = self.keys.join(host.name, endpoint, self.folder, host.address or LOOPBACK, self.modules, self.grace)
+            if host.agent != "local" and self.desk is not None:
+                self.desk.admit(host.name, join)
+                continue
             join.write(path)
             if host.agent == "local":
                 self.agents[host.name] = self._start(self.agent, f"agent-{host.name}", str(path))
@@ -205,8 +216,21 @@ class Launcher:
             if agent.returncode == 0:
                 continue  # it has heard the controller's goodbye
             said = tail(self.folder / "logs" / f"agent-{host}.err").replace("\n", " | ")
-            _say(controller, f"agent {host} {describe_exit(agent)}" + (f": {said}" if said else ""))
-            self._deadline = min(self._deadline, monotonic() + LOST_S)
+            self._lost(controller, host, describe_exit(agent) + (f": {said}" if said else ""))
+        for host, why in self.starter.poll() if self.starter is not None else ():
+            if host in {each.name for each in self.cluster.hosts}:
+                self._lost(controller, host, why)
+            else:
+                self.tell({"kind": "note", "level": "warning", "text": f"an agent {host} ended: {why}"})
+        for text in self.desk.news() if self.desk is not None else ():
+            self.tell({"kind": "note", "level": "info", "text": text})
+
+    def _lost(self, controller: Child, host: str, why: str) -> None:
+        """The agent of a host has ended before the run."""
+        if self.desk is not None:
+            self.desk.vacate(host)
+        _say(controller, f"agent {host} {' '.join(why.split())}")
+        self._deadline = min(self._deadline, monotonic() + LOST_S)
 
     # The end ----------------------------------------------------------------------------------------------
 

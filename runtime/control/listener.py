@@ -16,8 +16,8 @@ from contextlib import suppress
 import zmq
 from zmq.utils import z85
 
-from penstock.runtime.cluster.endpoints import bind_fault, socket_file
-from penstock.runtime.control.security import Join
+from penstock.runtime.cluster.endpoints import AddressError, bind_fault, is_ipv6, resolved_endpoint, socket_file
+from penstock.runtime.control.security import Join, KeyPair
 
 # Connections at most that have not said anything of use yet; fewer where a process may open few files.
 MAX_STRANGERS = 256
@@ -46,7 +46,8 @@ def raise_descriptors() -> int:
 
 class Listener:
     """A ROUTER socket that listens at `endpoint`, where a port may have been the system's choice. A Unix socket is its
-    owner's alone; `keys`, a server's secret key and the public ones that it lets in, lock one on tcp. Raises WireError.
+    owner's alone; `keys`, a server's secret key and the public ones that it lets in, lock one on tcp; None lets in any
+    key, so that what is said is encrypted, and by whom is still to be shown. Raises WireError.
 
     libzmq asks a thread of the listener about each key. Should it not answer, no connection is let in. `refused` is
     told the address of a client whose key is not on the list, in that thread.
@@ -56,11 +57,16 @@ class Listener:
         self,
         endpoint: str,
         options: Options,
-        keys: tuple[str, Iterable[str]] | None = None,
+        keys: tuple[str, Iterable[str] | None] | None = None,
         refused: Callable[[str], None] = print,
     ) -> None:
+        try:
+            where = resolved_endpoint(endpoint)
+        except AddressError as error:
+            raise WireError(0, f"cannot listen on {endpoint}: {error}") from None
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.IPV6, is_ipv6(where))
         # A peer that is gone is told to the sender.
         _set(self.socket, {zmq.LINGER: 0, zmq.ROUTER_MANDATORY: 1, **options})
         self._lock, self._refused = threading.Lock(), refused
@@ -68,7 +74,7 @@ class Listener:
         self._known: dict[int, None] = {}
         self._thread: threading.Thread | None = None
         if keys:
-            self._allowed = {z85.decode(public.encode()) for public in keys[1]}
+            self._allowed = None if keys[1] is None else {z85.decode(public.encode()) for public in keys[1]}
             self._questions = self._context.socket(zmq.REP)
             self._questions.setsockopt(zmq.LINGER, 0)
             self._questions.bind(_ZAP)
@@ -82,7 +88,7 @@ class Listener:
             self._thread = threading.Thread(target=self._watch, name="gate", daemon=True)
         file = socket_file(endpoint)
         try:
-            self.socket.bind(endpoint)
+            self.socket.bind(where)
             if file is not None:
                 file.chmod(0o600)
         except zmq.ZMQError as error:
@@ -139,7 +145,7 @@ class Listener:
     def _answer(self) -> None:
         """Answer one question of libzmq."""
         version, number, _, address, _, mechanism, *keys = self._questions.recv_multipart()
-        known = mechanism == b"CURVE" and len(keys) == 1 and keys[0] in self._allowed
+        known = mechanism == b"CURVE" and len(keys) == 1 and (self._allowed is None or keys[0] in self._allowed)
         if not known:
             self._refused(address.decode(errors="replace"))
         # The key becomes the user's name of the connection, by which each frame tells its host.
@@ -166,11 +172,11 @@ def dial(
     context: "zmq.Context[zmq.Socket[bytes]]",
     endpoint: str,
     server: str,
-    join: Join,
+    keys: Join | KeyPair,
     options: Options,
     watched: int = 0,
 ) -> "zmq.Socket[bytes]":
-    """A DEALER socket that connects to `endpoint`, on tcp with the host's keys to the one of public key `server`. What
+    """A DEALER socket that connects to `endpoint`, on tcp with these `keys` to the one of public key `server`. What
     its monitor tells of are the `watched` events.
 
     Raises ZMQError for what is no endpoint."""
@@ -178,8 +184,9 @@ def dial(
     _set(socket, {zmq.LINGER: 0, **options})
     if not endpoint.startswith("ipc://"):
         socket.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, join.public.encode())
-        socket.setsockopt(zmq.CURVE_SECRETKEY, join.secret.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+        socket.setsockopt(zmq.IPV6, is_ipv6(endpoint))
     if watched:
         # Before it connects: a handshake may be over at once, and is told of but once.
         socket.get_monitor_socket(watched)

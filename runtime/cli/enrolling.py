@@ -1,0 +1,134 @@
+"""A run on agents that enrol (`--on`): its folder, its desk, who starts its agents, and the hosts that come of them."""
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from penstock.graph.ir import Graph
+from penstock.runtime.cli.flags import AgentsFlags
+from penstock.runtime.cli.tracing import CommandError
+from penstock.runtime.cluster.cluster import Cluster, explain
+from penstock.runtime.cluster.endpoints import LOOPBACK, AddressError, resolved, tcp_endpoint
+from penstock.runtime.control.agents import Agents
+from penstock.runtime.control.desk import Desk, EnrolmentError
+from penstock.runtime.control.listener import WireError
+from penstock.runtime.control.security import DeskKeys
+from penstock.runtime.record.errors import visible
+from penstock.runtime.record.folder import RunFolder
+
+# The pool of which other agents than the first have replicas by default.
+# The classes of `Agents`, by the word of --on. Each is imported when it is asked for.
+GENERATOR = "generator"
+MANAGERS = {"agents": "control.agents:ExternalAgents"}
+
+
+@dataclass
+class Enrolled:
+    """The agents that have come, as hosts of a `cluster`; the `desk` where they wait, and who has started them."""
+
+    desk: Desk
+    agents: Agents
+    bind: str
+    cluster: Cluster | None = None
+    reason: str = "the run was stopped before it began"
+    over: bool = False
+
+    def await_agents(self, seconds: float) -> Cluster:
+        """Raises CommandError where they do not come in time."""
+        try:
+            self.desk.wait(self.agents.slots, seconds, self.agents.poll, tell)
+        except EnrolmentError as error:
+            self.reason = "not all agents came in time"
+            raise CommandError(str(error)) from None
+        self.cluster = self.desk.cluster(self.bind)
+        return self.cluster
+
+
+def tell(text: str) -> None:
+    with suppress(OSError):  # nobody may read it any more
+        print(visible(f"penstock: {text}"), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def enrolment(flags: AgentsFlags, folder: RunFolder, name: str) -> Iterator[Enrolled]:
+    """Open the desk of a run in `folder`, and have its agents started; in the end all of that is ended. `name` is the
+    job's. Raises CommandError for flags that cannot be, and AgentsError."""
+    module, _, attribute = MANAGERS[flags.on].partition(":")
+    agents: Agents = getattr(importlib.import_module(f"penstock.runtime.{module}"), attribute)(flags.agents)
+    keys = DeskKeys.read(Path(flags.ticket_keys)) if flags.ticket_keys else DeskKeys.make(name)
+    host, port = agents.address or LOOPBACK, 0
+    if flags.bind:
+        try:
+            host, _, given = tcp_endpoint(flags.bind).removeprefix("tcp://").rpartition(":")
+        except ValueError as error:
+            raise CommandError(f"--bind: {error}", 2) from None
+        port = int(given)
+    try:
+        ip = resolved(host)
+        desk = Desk(keys, f"{ip}:{port}", folder.path, host)
+    except AddressError as error:
+        raise CommandError(f"--bind: {error}" if flags.bind else str(error)) from None
+    except WireError as error:
+        raise CommandError(str(error.strerror)) from None
+    # The controller has the port behind the desk's, so that a firewall need let through no others.
+    found = Enrolled(desk, agents, f"{ip}:{port + 1 if port else 0}")
+    try:
+        agents.start(folder.path / "ticket.json", tell)
+        yield found
+    except BaseException as error:
+        if isinstance(error, CommandError | ValueError):
+            found.reason = f"the run was refused: {error}"
+        raise
+    finally:
+        desk.close(found.reason, over=found.over)
+        agents.stop()
+
+
+def check_agents(flags: AgentsFlags, cluster: str) -> None:
+    """Raises CommandError for flags of agents that contradict others, or that say something of agents that are none."""
+    given = {"--agents": flags.agents, "--bind": flags.bind, "--ticket-keys": flags.ticket_keys, "--place": flags.place}
+    for flag, value in given.items():
+        if value and not flags.on:
+            raise CommandError(f"given {flag} without --on, needed who starts the agents (--on agents)", 2)
+    if flags.on and cluster:
+        raise CommandError("given --on and --cluster, needed one of them: agents say what their hosts have", 2)
+    if flags.on and flags.in_process:
+        raise CommandError("given --on and --in-process, needed one of them", 2)
+
+
+def placed(
+    place: Sequence[str], graph: Graph | None, cluster: Cluster, generators: int | None
+) -> tuple[Cluster, dict[str, Any]]:
+    """The cluster with its pools where --place says, and the options that follow. By default the first agent has all
+    but the generator, of which each other agent has a replica, or as many as there are to be `generators`. Raises
+    CommandError."""
+    names = [host.name for host in cluster.hosts]
+    pools: dict[str, tuple[str, ...]] = {}
+    for word in place:
+        pool, equals, said = word.partition("=")
+        numbers: list[int] = []
+        for part in said.split(","):
+            match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+            if not (pool and equals and match):
+                raise CommandError(f"--place: given {word!r}, needed POOL=NUMBERS, such as generator=1-3,5", 2)
+            numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
+        if wrong := [number for number in numbers if number >= len(names)]:
+            needed = f"needed 0 to {len(names) - 1}, or more agents (--agents {max(wrong) + 1} is the fewest)"
+            raise CommandError(f"--place {word}: given agent {wrong[0]} of {len(names)}, {needed}", 2)
+        pools[pool] = tuple(names[number] for number in dict.fromkeys(numbers))
+    options: dict[str, Any] = {}
+    if not pools and len(names) > 1 and graph is not None and GENERATOR in graph.pools():
+        # More hosts than replicas would ask for one that is on several.
+        pools[GENERATOR] = tuple(names[1:][:generators])
+        options["generators"] = generators or len(names) - 1
+    try:
+        return Cluster.model_validate({**cluster.model_dump(), "pools": pools}), options
+    except ValidationError as error:
+        raise CommandError(explain(error, "--place")) from None

@@ -1,0 +1,230 @@
+"""An agent's part of the enrolment: from a ticket to the `Join` of its slot.
+
+`serve_ticket` is `penstock agent --ticket FILE`. `enrol` waits for the ticket's file, connects to the desk, says what
+this host has, looks for the run folder, and waits until the run begins. Each of these has a deadline of its own, and
+says what it has waited for.
+"""
+
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic, sleep
+
+import msgspec
+import zmq
+
+from penstock import __version__
+from penstock.runtime.cluster.endpoints import AddressError, own_address, resolved, resolved_endpoint, why_unreachable
+from penstock.runtime.control.agent import serve
+from penstock.runtime.control.desk import LINGER_S, OPTIONS
+from penstock.runtime.control.enrolment import (
+    Admitted,
+    Found,
+    FromAgent,
+    FromDesk,
+    Present,
+    Refused,
+    VersionError,
+    Welcome,
+    Withdrawn,
+    facts,
+    pack_for_desk,
+    read_at_agent,
+    require_one_per_host,
+)
+from penstock.runtime.control.listener import dial, drain
+from penstock.runtime.control.security import Join, KeyPair, Ticket
+from penstock.runtime.control.sockets import JOIN_S
+from penstock.runtime.record.errors import visible
+from penstock.runtime.record.folder import make_folder
+
+# Seconds for a file that another host has made to be seen here.
+SHARED_S = 5.0
+# Seconds for a desk of another key to be replaced by the ticket's, which may have been written a moment ago.
+OTHER_KEY_S = 10.0
+# Seconds between two signs of life, and those without one after which a desk is gone.
+BEAT_S, GONE_S = 2.0, 15.0
+
+
+class NoSlot(Exception):
+    """An agent that does not get into its run: why, and the exit status of the command."""
+
+    def __init__(self, text: str, status: int = 1) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def enrol(file: Path, folder: Path | None, address: str, tell: Callable[[str], None]) -> Join:
+    """Be given a slot by the desk of the ticket in `file`. `folder` is the run folder here, None if it is where the
+    launcher has it; `address` is where this host's ranks listen, "" for the one that leads to the desk. Raises NoSlot,
+    and KeyFileError for a file that is no ticket."""
+    waited, own = monotonic(), folder.absolute() if folder else None
+    while True:
+        ticket = _ticket(file, waited, tell)
+        try:
+            endpoint = resolved_endpoint(ticket.endpoint)
+            here = resolved(address) if address else own_address(endpoint)
+        except AddressError as error:
+            raise NoSlot(str(error)) from None
+        except OSError as error:
+            raise NoSlot(f"no network leads to the desk at {ticket.endpoint}: {error.strerror or error}") from None
+        client = DeskClient(ticket, endpoint)
+        try:
+            return _at_desk(client, ticket, own, here, tell)
+        except _OtherKey:
+            # Of a run that has ended, and its file is about to be replaced by that of the run which begins.
+            if monotonic() - waited > OTHER_KEY_S:
+                given = f"the ticket {file}, whose key is not that of what listens at {ticket.endpoint}"
+                raise NoSlot(f"given {given}: an old ticket, or another run's; needed that of this start") from None
+            sleep(0.5)
+        finally:
+            client.close()
+
+
+def serve_ticket(file: Path, folder: Path | None, address: str, grace: float | None = None) -> int:
+    """Be an agent of the run of this ticket, until the run is over; the exit status. `grace` is this host's,
+    if it is not the run's."""
+
+    def tell(text: str) -> None:
+        print(visible(f"penstock agent: {text}"), file=sys.stderr, flush=True)
+
+    try:
+        if fault := require_one_per_host():
+            raise NoSlot(fault, 2)
+        join = enrol(file, folder, address, tell)
+    except NoSlot as error:
+        tell(str(error))
+        return error.status
+    path = Path(join.folder) / "keys" / f"agent-{join.host}.json"
+    path.unlink(missing_ok=True)  # of an agent that was killed
+    join.write(path)
+    try:
+        return serve(path, grace=grace)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _ticket(file: Path, since: float, tell: Callable[[str], None]) -> Ticket:
+    """The ticket, which the launcher may not have written yet."""
+    if not file.exists():
+        tell(f"waiting for {file}, which `penstock run … --on` writes")
+    while not file.exists() and monotonic() - since < JOIN_S:
+        sleep(0.2)
+    return Ticket.read(file)
+
+
+class _OtherKey(Exception):
+    """What listens there is not the ticket's desk."""
+
+
+def _at_desk(client: "DeskClient", ticket: Ticket, own: Path | None, here: str, tell: Callable[[str], None]) -> Join:
+    """Enrol, and wait until the run begins."""
+    began = heard = monotonic()
+    beat, connected, welcome = 0.0, False, None
+    try:
+        while True:
+            try:
+                answers = list(client.receive(0.2))
+            except VersionError as error:
+                given = f"given Penstock {__version__} here, needed {error.args[0]:.40}, as the launcher has"
+                raise NoSlot(given) from None
+            now = monotonic()
+            if client.connected and not connected:
+                client.send(facts(ticket.token, here))
+                heard = now
+            connected = client.connected
+            for answer in answers:
+                heard = now
+                match answer:
+                    case Refused(reason=reason, over=over):
+                        raise NoSlot(f"the desk at {ticket.endpoint} refused this agent: {reason}", 0 if over else 1)
+                    case Admitted(slot=slot, join=join):
+                        tell(f"this is host {slot} of the run")
+                        made = msgspec.json.decode(join, type=Join)
+                        return replace(made, folder=str(own)) if own else made
+                    case Welcome():
+                        if welcome is None:
+                            tell(f"enrolled at {ticket.endpoint}; waiting for the run to begin")
+                        welcome = answer
+                        client.send(_look(answer, own))
+            if connected and now - beat > BEAT_S:
+                beat = now
+                client.send(Present())
+            if client.refused and not connected:
+                raise _OtherKey
+            if not connected and welcome is None and now - began > JOIN_S:
+                why = why_unreachable(client.endpoint) or f"what listens at {ticket.endpoint} does not answer"
+                raise NoSlot(f"no desk at {ticket.endpoint} within {JOIN_S:.0f} s: {why}")
+            if (connected or welcome is not None) and now - heard > GONE_S:
+                raise NoSlot(f"the desk at {ticket.endpoint} has not answered for {GONE_S:.0f} s: its launcher is gone")
+    except BaseException as error:
+        if not isinstance(error, _OtherKey | NoSlot):
+            client.send(Withdrawn(f"it was ended ({type(error).__name__})"))
+        raise
+
+
+def _look(welcome: Welcome, own: Path | None) -> Found:
+    """Find the run folder, or make this host's own."""
+    folder = own or Path(welcome.folder)
+    until = monotonic() + SHARED_S
+    # A network file system may show a new file late; where there is not even the folder, none is waited for long.
+    while True:
+        with suppress(OSError):
+            if (folder / welcome.file).read_text() == welcome.content:
+                return Found(shared=True)
+        if own or monotonic() > until:
+            break
+        sleep(0.2)
+    if own is None:
+        given = f"given {folder}, which is another folder here" if folder.is_dir() else f"given no {folder} here"
+        needed = "needed a file system that the hosts share, or a folder of this host's own (penstock agent --folder)"
+        return Found(shared=False, lack=f"{given}; {needed}")
+    try:
+        own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(own / "logs")
+    except OSError as error:
+        return Found(shared=False, lack=f"given --folder {own}: {error.strerror}; needed a folder that can be made")
+    return Found(shared=False, folder=str(own))
+
+
+class DeskClient:
+    """An agent's connection to the desk of a ticket, at its resolved `endpoint`. Raises ZMQError for what is none.
+
+    `connected` says whether there is a connection now; `refused` whether what listens there has another key.
+    """
+
+    def __init__(self, ticket: Ticket, endpoint: str) -> None:
+        self._context = zmq.Context()
+        failed = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        failed |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | failed
+        self._failed = failed
+        self._socket = dial(self._context, endpoint, ticket.server, KeyPair.make(), OPTIONS, events)
+        self._monitor = self._socket.get_monitor_socket(events)
+        self._poller = zmq.Poller()
+        for one in (self._socket, self._monitor):
+            self._poller.register(one, zmq.POLLIN)
+        self.endpoint = endpoint
+        self.connected = self.refused = False
+
+    def send(self, message: FromAgent) -> None:
+        with suppress(zmq.Again):
+            self._socket.send(pack_for_desk(message), zmq.NOBLOCK)
+
+    def receive(self, timeout: float) -> Iterator[FromDesk]:
+        """What has come, after at most `timeout` seconds. Raises VersionError for a desk of another version."""
+        ready = dict(self._poller.poll(int(1000 * timeout)))
+        while self._monitor in ready and self._monitor.poll(0):
+            event, _ = struct.unpack("=hi", self._monitor.recv_multipart()[0])
+            self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self.refused = self.refused or bool(event & self._failed)
+        for frames, _, _ in drain(self._socket) if self._socket in ready else ():
+            yield read_at_agent(frames[0] if len(frames) == 1 else b"")
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._context.destroy(linger=int(1000 * LINGER_S))

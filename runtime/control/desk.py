@@ -1,0 +1,400 @@
+"""The enrolment desk: where agents that nobody has named beforehand are given a slot of a run. In the launcher.
+
+It listens beside the controller, with a key of its own (`DeskKeys`), and lets in any key: what it understands is in
+`enrolment`, and nobody is heard further who does not have the token. A `Desk` answers in a thread of its own. The
+launcher
+
+- awaits as many agents as the run is to have (`wait`): each is a slot of `cluster()`, in the order of the numbers that
+  a cluster manager has given them, then of their names;
+- gives each slot its `Join` once the controller listens (`admit`), which the desk hands to the slot's agent;
+- says that a slot's agent has ended (`vacate`): the next one that enrols gets the slot, and its `Join` again.
+
+`applicant` is the other end, of an agent.
+"""
+
+import json
+import os
+import re
+import select
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from hmac import compare_digest
+from pathlib import Path
+from secrets import token_hex
+from time import monotonic, sleep, time
+from typing import Any
+
+import zmq
+
+from penstock import __version__
+from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.cluster.endpoints import tcp_endpoint
+from penstock.runtime.cluster.gpus import GPUS, Gpu, gpu_like, kind_of
+from penstock.runtime.control.enrolment import (
+    Admitted,
+    Enrol,
+    Found,
+    FromAgent,
+    FromDesk,
+    Present,
+    Refused,
+    VersionError,
+    Welcome,
+    Withdrawn,
+    mismatch,
+    pack_for_agent,
+    read_at_desk,
+)
+from penstock.runtime.control.listener import Listener, Options
+from penstock.runtime.control.messages import MessageError, shortened
+from penstock.runtime.control.security import DeskKeys, Join
+from penstock.runtime.record.folder import create_file
+
+# The ticket, and the file by which a host finds out whether it has the launcher's folder, in the run folder.
+TICKET, SHARED = "ticket.json", "shared.token"
+# Seconds without a sign of life after which an agent that waits is given up.
+SILENCE_S = 15.0
+# Seconds that an agent for which there is no slot may wait for one: its host's former agent may be found dead by then.
+NO_SLOT_S = 30.0
+# Agents that may wait at once, beyond those that the run is to have.
+MAX_SPARE = 64
+# Bytes of a frame at the desk: facts and paths.
+_MAX_FRAME = 64 << 10
+# Seconds for the last answers to be sent.
+LINGER_S = 1.0
+_TICK_S = 0.05
+OPTIONS: Options = {zmq.MAXMSGSIZE: _MAX_FRAME, zmq.SNDHWM: 1000, zmq.RCVHWM: 64, zmq.TCP_KEEPALIVE: 1}
+
+
+class EnrolmentError(RuntimeError):
+    """Not as many agents came as were needed. Says who came and who did not."""
+
+
+@dataclass
+class Applicant:
+    """An agent at the desk. `ready` is when it had a folder for the run; 0 before."""
+
+    identity: bytes
+    key: str
+    enrol: Enrol
+    seen: float
+    ready: float = 0.0
+    slot: str = ""
+
+    def __str__(self) -> str:
+        has = f"{self.enrol.gpus} × {self.enrol.gpu or 'GPU'}" if self.enrol.gpus else f"{self.enrol.cores} cores"
+        number = f", number {self.enrol.order}" if self.enrol.order >= 0 else ""
+        return f"{self.enrol.hostname} ({has}, {self.enrol.address}, pid {self.enrol.pid}{number})"
+
+
+@dataclass
+class _Slot:
+    facts: Enrol
+    agent: Applicant | None
+    join: Join | None = None
+
+
+class Desk:
+    """Listens from its making to `close`. `ticket` says where; `news` are lines for the user. Raises WireError."""
+
+    def __init__(self, keys: DeskKeys, bind: str, folder: Path, address: str = "") -> None:
+        """`bind` is "address:port" of this machine. Agents reach it at `address`, if that is another name."""
+        self.counts: Counter[str] = Counter()
+        self._token, self._folder = keys.token.encode(), folder
+        self._content = token_hex(16)
+        self._lock = threading.Lock()
+        self._news: deque[str] = deque(maxlen=200)
+        self._told: set[str] = set()
+        self._refused: dict[str, None] = {}
+        self._applicants: dict[bytes, Applicant] = {}
+        self._slots: dict[str, _Slot] = {}
+        self._out: list[tuple[bytes, FromDesk]] = []
+        self._ended: Refused | None = None
+        self._most = MAX_SPARE
+        self._listener = Listener(tcp_endpoint(bind), OPTIONS, (keys.secret, None), self._drop)
+        host, _, port = self._listener.endpoint.removeprefix("tcp://").rpartition(":")
+        self.endpoint = self._listener.endpoint
+        self.ticket = keys.ticket(f"{address or host}:{port}")
+        for file in (folder / TICKET, folder / SHARED):
+            file.unlink(missing_ok=True)  # of a launcher that was killed
+        create_file(folder / SHARED, self._content.encode())
+        self.ticket.write(folder / TICKET)
+        self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._serve, name="desk", daemon=True)
+        self._thread.start()
+
+    # For the launcher -----------------------------------------------------------------------------------------
+
+    def news(self) -> list[str]:
+        """What is to be told the user since the last call: who came, who was refused and why."""
+        with self._lock:
+            found = list(self._news)
+            self._news.clear()
+        return found
+
+    def wait(self, count: int, seconds: float, poll: Callable[[], list[tuple[str, str]]], tell: Callable[[str], None],
+             flag: str = "--startup-deadline") -> None:  # fmt: skip
+        """Until `count` agents are ready, which then are the slots. `poll` tells of agents that have died. Raises
+        EnrolmentError past so many `seconds`, or when one has died."""
+        self._most = count + MAX_SPARE
+        until = monotonic() + seconds
+        while True:
+            deaths = poll()
+            for text in self.news():
+                tell(text)
+            with self._lock:
+                ready = [each for each in self._applicants.values() if each.ready]
+                if len(ready) >= count:
+                    self._seat(sorted(ready, key=_arrival)[:count])
+                    return
+            if deaths:
+                said = "; ".join(f"the agent {f'of {host} ' * bool(host)}ended: {why}" for host, why in deaths)
+                raise EnrolmentError(f"{said}\n{self._lacking(count)}")
+            if monotonic() > until:
+                raise EnrolmentError(f"within {seconds:g} s ({flag}) {self._lacking(count)}")
+            sleep(_TICK_S)
+
+    def cluster(self, bind: str) -> Cluster:
+        """The slots as hosts; the controller is to listen at `bind`."""
+        with self._lock:
+            slots = {name: slot.facts for name, slot in self._slots.items()}
+        kinds: dict[str, Gpu] = {}
+        hosts = []
+        for name, facts in slots.items():
+            kind = ""
+            if facts.gpus and facts.gpu:
+                kind = kind_of(facts.gpu) or re.sub(r"\W+", "-", facts.gpu).strip("-")
+                if kind not in GPUS:
+                    kinds[kind] = gpu_like(facts.gpu, facts.gpu_gib)
+            hosts.append(
+                Host(
+                    name=name,
+                    cores=facts.cores,
+                    devices=tuple(f"cuda:{index}" for index in range(facts.gpus)),
+                    gpu=kind,
+                    memory_gib=facts.memory_gib,
+                    agent="external",
+                    address=facts.address,
+                )
+            )
+        return Cluster(hosts=tuple(hosts), bind=bind, gpus=kinds)
+
+    def admit(self, slot: str, join: Join) -> None:
+        """The run begins: the slot's agent gets its `Join`."""
+        with self._lock:
+            own = self._slots[slot]
+            own.join = join
+            if own.agent is not None:
+                self._hand_over(slot, own, own.agent)
+        self._wake()
+
+    def vacate(self, slot: str) -> None:
+        """The slot's agent has ended; another one may have the slot."""
+        with self._lock:
+            self._leave(self._slots[slot])
+            self._fill()
+        self._wake()
+
+    def vacant(self) -> list[str]:
+        """The slots without an agent."""
+        with self._lock:
+            return [name for name, slot in self._slots.items() if slot.agent is None]
+
+    def close(self, reason: str = "the run has ended", *, over: bool = False) -> None:
+        """Refuse whoever is waiting, for this reason, and remove the ticket. `over`: the run has ended well."""
+        with self._lock:
+            self._ended = Refused(shortened(reason, 4000), over)
+            self._out += [(each.identity, self._ended) for each in self._applicants.values()]
+        self._wake()
+        self._thread.join()
+        self._listener.close(LINGER_S)
+        os.close(self._waker)
+        for name in (TICKET, SHARED):
+            with suppress(OSError):
+                (self._folder / name).unlink()
+
+    # The thread -----------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._waker, 1)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        for one in (self._listener.socket, self._waker):
+            poller.register(one, select.POLLIN)
+        while True:
+            ready = dict(poller.poll(int(1000 * SILENCE_S / 10)))
+            if self._waker in ready:
+                os.eventfd_read(self._waker)
+            frames = list(self._listener.drain()) if self._listener.socket in ready else []
+            now = monotonic()
+            with self._lock:
+                for parts, key, descriptor in frames:
+                    self._take(parts, key, descriptor, now)
+                self._expire(now)
+                out, self._out = self._out, []
+                ended = self._ended is not None
+            for identity, message in out:
+                # An agent that is gone is found by its silence.
+                with suppress(zmq.ZMQError):
+                    self._listener.socket.send_multipart([identity, pack_for_agent(message)], zmq.NOBLOCK)
+            if ended:
+                return
+
+    def _take(self, frames: list[bytes], key: str, descriptor: int, now: float) -> None:
+        identity, one = frames[0], self._applicants.get(frames[0])
+        try:
+            if len(frames) != 2:
+                raise MessageError(f"{len(frames)} frames")
+            message = read_at_desk(frames[1])
+        except VersionError as error:
+            # Whoever could say so has the desk's key, and is told what it lacks.
+            text = f"given Penstock {error.args[0]:.40}, needed {__version__}, as the launcher has"
+            self._refuse(identity, f"an agent with another version: {text}", text)
+            return
+        except MessageError as error:
+            self._drop(str(error))
+            return
+        if isinstance(message, Enrol):
+            # In constant time: a stranger who measures learns nothing of the token.
+            if not compare_digest(message.token.encode(), self._token):
+                text = "given a token that is not this run's; needed the ticket of this start of the run"
+                self._refuse(identity, f"an agent on {message.hostname:.64}: {text}", text)
+                return
+            self._listener.know(descriptor)
+            self._enrol(identity, key, message, now)
+        # A client chooses its identity: another one's could take that of an agent.
+        elif one is None or one.key != key:
+            self._drop(f"{type(message).__name__} before Enrol")
+        else:
+            one.seen = now
+            self._answer(one, message, now)
+
+    def _enrol(self, identity: bytes, key: str, message: Enrol, now: float) -> None:
+        one = Applicant(identity, key, message, now)
+        if self._ended is not None:
+            self._out.append((identity, self._ended))
+        elif fault := mismatch(message, time()):
+            self._refuse(identity, f"the agent of {one}: {fault}", fault)
+        elif len(self._applicants) >= self._most:
+            self._refuse(identity, f"the agent of {one}: too many wait", f"given agent {self._most + 1} that waits")
+        else:
+            # One whose connection broke and was made again has its key, and keeps its slot.
+            for old in [each for each in self._applicants.values() if each.key == key]:
+                del self._applicants[old.identity]
+                if old.slot:
+                    one.slot, self._slots[old.slot].agent = old.slot, one
+            self._applicants[identity] = one
+            self._out.append((identity, Welcome(str(self._folder), SHARED, self._content)))
+
+    def _answer(self, one: Applicant, message: FromAgent, now: float) -> None:
+        match message:
+            case Present():
+                self._out.append((one.identity, Present()))
+            case Found(shared=True) | Found(lack=""):
+                if not one.ready:
+                    one.ready = now
+                    own = "" if message.shared else f", with a folder of its own ({message.folder})"
+                    self._news.append(f"the agent of {one} has come{own}")
+                    if one.slot:
+                        self._hand_over(one.slot, self._slots[one.slot], one)
+                    self._fill()
+            case Found():
+                del self._applicants[one.identity]
+                self._refuse(one.identity, f"the agent of {one}: {message.lack}", message.lack)
+            case Withdrawn():
+                self._go(one, message.reason)
+
+    def _expire(self, now: float) -> None:
+        for one in list(self._applicants.values()):
+            if now - one.seen > SILENCE_S:
+                self._go(one, f"no sign of life for {SILENCE_S:g} s")
+            elif self._slots and one.ready and not one.slot and now - one.ready > NO_SLOT_S:
+                del self._applicants[one.identity]
+                taken = f"all {len(self._slots)} slots are taken ({', '.join(self._slots)})"
+                self._refuse(one.identity, f"the agent of {one}: {taken}", f"{taken}; needed a run with more --agents")
+
+    def _go(self, one: Applicant, reason: str) -> None:
+        """An agent that was waiting has gone."""
+        del self._applicants[one.identity]
+        self._news.append(f"the agent of {one} has left: {reason}")
+        if one.slot:
+            self._leave(self._slots[one.slot])
+            self._fill()
+
+    def _leave(self, slot: _Slot) -> None:
+        if slot.agent is not None:
+            self._applicants.pop(slot.agent.identity, None)
+            slot.agent = None
+
+    def _refuse(self, identity: bytes, told: str, reason: str) -> None:
+        """Tell an agent that it gets no slot, and the user, once for each reason: agents may be started again."""
+        self.counts["refused"] += 1
+        self._out.append((identity, Refused(shortened(reason, 4000))))
+        self._refused[told] = None
+        if told not in self._told and len(self._told) < 100:
+            self._told.add(told)
+            self._news.append(f"refused {told}")
+
+    def _drop(self, text: str) -> None:
+        """What is no message of an agent is counted. By the listener's thread, too."""
+        self.counts["dropped"] += 1
+
+    # Slots ----------------------------------------------------------------------------------------------------
+
+    def _seat(self, agents: list[Applicant]) -> None:
+        """Make slots of these agents."""
+        for one in agents:
+            plain = re.sub(r"[^A-Za-z0-9_.-]", "-", one.enrol.hostname)[:56].strip("-.") or "host"
+            number = next(n for n in range(1, len(agents) + 1) if _numbered(plain, n) not in self._slots)
+            one.slot = _numbered(plain, number)
+            self._slots[one.slot] = _Slot(one.enrol, one)
+
+    def _fill(self) -> None:
+        """Give slots without an agent to agents without a slot: that of its host first."""
+        spare = sorted((a for a in self._applicants.values() if a.ready and not a.slot), key=_arrival)
+        for one in spare:
+            vacant = {name: slot for name, slot in self._slots.items() if slot.agent is None}
+            fits = [n for n, s in vacant.items() if (s.facts.cores, s.facts.gpus) <= (one.enrol.cores, one.enrol.gpus)]
+            own = [n for n in fits if vacant[n].facts.hostname == one.enrol.hostname]
+            for name in (own or fits)[:1]:
+                one.slot, slot = name, vacant[name]
+                slot.agent, slot.facts = one, one.enrol
+                self._hand_over(name, slot, one)
+
+    def _hand_over(self, name: str, slot: _Slot, one: Applicant) -> None:
+        if slot.join is not None:
+            join = replace(slot.join, address=one.enrol.address)
+            self._out.append((one.identity, Admitted(name, json.dumps({"format": 1, **asdict(join)}))))
+            # From here on it is the controller that hears it.
+            self._applicants.pop(one.identity, None)
+
+    def _lacking(self, count: int) -> str:
+        """Who came and who did not."""
+        with self._lock:
+            ready = sorted((each for each in self._applicants.values() if each.ready), key=_arrival)
+            looking = [each for each in self._applicants.values() if not each.ready]
+            refused, dropped = list(self._refused), self.counts["dropped"]
+        lines = [f"{len(ready)} of {count} agents came; needed all of them (--agents {count})"]
+        lines += [f"  came: {one}" for one in ready]
+        lines += [f"  came, and has not found the run folder {self._folder}: {one}" for one in looking]
+        orders = {one.enrol.order for one in ready}
+        if orders and -1 not in orders:
+            missing = [str(number) for number in range(count) if number not in orders]
+            lines.append(f"  missing: number {', '.join(missing)}")
+        lines += [f"  refused: {text}" for text in refused]
+        lines += [f"  {dropped} connections were none of an agent with this ticket"] * bool(dropped)
+        if not ready and not refused:
+            lines.append(f"  nobody reached the desk at {self.ticket.endpoint} with {self._folder / TICKET}")
+        return "\n".join(lines)
+
+
+def _arrival(one: Applicant) -> tuple[Any, ...]:
+    return one.enrol.order if one.enrol.order >= 0 else 1 << 30, one.enrol.hostname, one.enrol.address, one.ready
+
+
+def _numbered(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}-{number}"
