@@ -46,7 +46,7 @@ SHARED_S = 5.0
 # Seconds for a desk of another key to be replaced by the ticket's, which may have been written a moment ago.
 OTHER_KEY_S = 10.0
 # Seconds between two signs of life, and those without one after which a desk is gone.
-BEAT_S, GONE_S = 2.0, 15.0
+PRESENT_S, GONE_S = 2.0, 15.0
 
 
 class NoSlot(Exception):
@@ -123,7 +123,7 @@ class _OtherKey(Exception):
 def _at_desk(client: "DeskClient", ticket: Ticket, own: Path | None, here: str, tell: Callable[[str], None]) -> Join:
     """Enrol, and wait until the run begins."""
     began = heard = monotonic()
-    beat, connected, welcome = 0.0, False, None
+    said, connected, welcome = 0.0, False, None
     try:
         while True:
             try:
@@ -150,8 +150,8 @@ def _at_desk(client: "DeskClient", ticket: Ticket, own: Path | None, here: str, 
                             tell(f"enrolled at {ticket.endpoint}; waiting for the run to begin")
                         welcome = answer
                         client.send(_look(answer, own))
-            if connected and now - beat > BEAT_S:
-                beat = now
+            if connected and now - said > PRESENT_S:
+                said = now
                 client.send(Present())
             if client.refused and not connected:
                 raise _OtherKey
