@@ -60,7 +60,7 @@ SILENCE_S = 15.0
 # Seconds that an agent for which there is no slot may wait for one: its host's former agent may be found dead by then.
 NO_SLOT_S = 30.0
 # Agents that may wait at once, beyond those that the run is to have.
-MAX_SPARE = 64
+MAX_EXTRA = 64
 # Bytes of a frame at the desk: facts and paths.
 _MAX_FRAME = 64 << 10
 # Seconds for the last answers to be sent.
@@ -113,7 +113,7 @@ class Desk:
         self._slots: dict[str, _Slot] = {}
         self._out: list[tuple[bytes, FromDesk]] = []
         self._ended: Refused | None = None
-        self._most = MAX_SPARE
+        self._most = MAX_EXTRA
         self._listener = Listener(tcp_endpoint(bind), OPTIONS, (keys.secret, None), self._drop)
         host, _, port = self._listener.endpoint.removeprefix("tcp://").rpartition(":")
         self.endpoint = self._listener.endpoint
@@ -139,7 +139,7 @@ class Desk:
              flag: str = "--startup-deadline") -> None:  # fmt: skip
         """Until `count` agents are ready, which then are the slots. `poll` tells of agents that have died. Raises
         EnrolmentError past so many `seconds`, or when one has died."""
-        self._most = count + MAX_SPARE
+        self._most = count + MAX_EXTRA
         until = monotonic() + seconds
         while True:
             deaths = poll()
@@ -355,8 +355,8 @@ class Desk:
 
     def _fill(self) -> None:
         """Give slots without an agent to agents without a slot: that of its host first."""
-        spare = sorted((a for a in self._applicants.values() if a.ready and not a.slot), key=_arrival)
-        for one in spare:
+        waiting = sorted((a for a in self._applicants.values() if a.ready and not a.slot), key=_arrival)
+        for one in waiting:
             vacant = {name: slot for name, slot in self._slots.items() if slot.agent is None}
             fits = [n for n, s in vacant.items() if (s.facts.cores, s.facts.gpus) <= (one.enrol.cores, one.enrol.gpus)]
             own = [n for n in fits if vacant[n].facts.hostname == one.enrol.hostname]
