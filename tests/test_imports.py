@@ -11,7 +11,7 @@ import networkx as nx  # type: ignore[import-untyped]
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ORDER = ("graph", "cluster", "record", "tensor", "schedule", "control", "report", "plan", "cli")
+ORDER = ("graph", "cluster", "record", "tensor", "schedule", "control", "managers", "report", "plan", "cli")
 """The runtime's packages, each of which imports only those before it. `graph` is below all of them."""
 NODES_IN_STRINGS = {
     "runtime/cli/doctor.py",  # starts the sandbox's own test, and what measures, as processes

@@ -48,7 +48,11 @@ class _Secrets:
     def write(self, path: Path) -> None:
         """Made with mode 0600 before the first byte is in it. Raises FileExistsError."""
         make_folder(path.parent)
-        create_file(path, json.dumps({"format": 1, **asdict(self)}, indent=1).encode())
+        create_file(path, self.text().encode())
+
+    def text(self) -> str:
+        """What is in the file."""
+        return json.dumps({"format": 1, **asdict(self)}, indent=1)
 
     @classmethod
     def read(cls, path: Path) -> Self:

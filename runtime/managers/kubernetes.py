@@ -1,0 +1,364 @@
+"""A run as a JobSet of Kubernetes: one Pod with the launcher and its controller, N Pods with an agent each.
+
+`manifests` is pure: what Kubernetes is given, as plain data. `create` and `follow` hand it to `kubectl`.
+
+What starts again, and what counts:
+
+- An agent's Pod that is taken away (the condition DisruptionTarget: preempted, drained, evicted), or that ends with 75,
+  gets a successor of its own, uncounted. It enrols with the ticket of the Secret, which stays the same.
+- The controller's Pod that is taken away, or that ends with 75 (a checkpoint was made: requeue me), restarts the whole
+  JobSet, uncounted. All Pods are new, since an agent that has heard the run's goodbye has ended well and would not be
+  started again by itself; `--resume auto` goes on from the last checkpoint.
+- Any other failure restarts the JobSet, too, but is counted: after `restarts` of them it has failed.
+
+The ticket: files of a Secret are root's, and the group of `fsGroup` may read them, whatever mode is asked for. So a
+first container of each Pod copies them, with mode 0400 and the user that penstock runs as, into memory.
+"""
+
+import json
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from math import ceil
+from time import monotonic, sleep
+from typing import Any
+
+API = "jobset.x-k8s.io/v1alpha2"
+CONTROLLER, AGENTS = "controller", "agents"
+# Where each Pod has the claim, and the run folder in it.
+RUNS = "/runs"
+# Where a Pod's own copies of the Secret's files are.
+KEYS = "/run/penstock"
+TICKET, DESK = "ticket.json", "desk.json"
+# Where agents enrol, at the controller's Pod.
+PORT = 5555
+# What the launcher and its controller are given: they trace the program with torch, and compute nothing.
+CONTROLLER_CPU, CONTROLLER_MEMORY = "2", "4Gi"
+# What copying a file takes; a namespace may ask for limits of all that runs in it.
+COPY = {"cpu": "100m", "memory": "64Mi"}
+# The user and group that everything runs as.
+USER = 1000
+# Of a JobSet's name: its Pods' host names, <name>-controller-0-0, have 63 at most, their own names five more.
+LONGEST_NAME = 40
+# Seconds for which what has ended is kept, with its logs and its Secret: a week.
+KEPT_S = 7 * 24 * 3600
+# Seconds for an answer of kubectl, and between two looks at a Pod that does not run yet.
+ANSWER_S, LOOK_S = 60.0, 3.0
+# The exit status of a run that was stopped for its cluster manager.
+REQUEUE = 75
+
+
+class KubernetesError(RuntimeError):
+    """kubectl is missing, or has not done what it was asked for: says what it said, and what is needed."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a run asks of Kubernetes. `words` are those of `penstock run` that are the run's own: the program and its
+    flags. `out` is the run folder as Pods see it. `gpus`, `cpus` and `memory` are each agent's, `grace` is in seconds.
+    Raises ValueError for what Kubernetes would refuse."""
+
+    name: str
+    image: str
+    agents: int
+    claim: str
+    words: tuple[str, ...]
+    out: str = ""
+    namespace: str = ""
+    gpus: int = 0
+    cpus: int = 2
+    memory: str = "8Gi"
+    grace: float = 60.0
+    restarts: int = 0
+
+    def __post_init__(self) -> None:
+        label = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+        if not re.fullmatch(label, self.name) or len(self.name) > LONGEST_NAME:
+            needed = f"needed lower-case letters, digits and '-', {LONGEST_NAME} at most"
+            raise ValueError(f"the JobSet's name: given {self.name!r}, {needed}")
+        if not self.image or re.search(r"\s", self.image):
+            raise ValueError(f"--image: given {self.image!r}, needed a container image that has penstock")
+        if self.agents < 1:
+            raise ValueError(f"--agents: given {self.agents}, needed how many Pods with an agent there are to be")
+        if not re.fullmatch(label, self.claim):
+            needed = "needed a PersistentVolumeClaim that all Pods can mount: the run folder is in it"
+            raise ValueError(f"--claim: given {self.claim!r}, {needed}")
+        if self.namespace and not re.fullmatch(label, self.namespace):
+            raise ValueError(f"--namespace: given {self.namespace!r}, needed the name of a namespace")
+        if not re.fullmatch(r"[0-9]+(\.[0-9]+)?([kMGTP]|[KMGTP]i)?", self.memory):
+            raise ValueError(f"--memory: given {self.memory!r}, needed a quantity of Kubernetes, such as 64Gi")
+        if not self.folder.startswith(f"{RUNS}/") or ".." in self.folder.split("/"):
+            needed = f"needed a folder in {RUNS}, where Pods have the claim {self.claim}"
+            raise ValueError(f"--out: given {self.out!r}, {needed}")
+
+    @property
+    def folder(self) -> str:
+        return self.out or f"{RUNS}/{self.name}"
+
+    @property
+    def endpoint(self) -> str:
+        """Where agents enrol, however often the controller's Pod is a new one: its name in the cluster's DNS."""
+        return f"{self.name}-{CONTROLLER}-0-0.{self.name}:{PORT}"
+
+
+def job_name(program: str, suffix: str) -> str:
+    """A JobSet's name for a program as a user calls it: an import path, or a file."""
+    last = program.rpartition(":")[2].rpartition("/")[2].rpartition(".")[2]
+    stem = re.sub(r"[^a-z0-9]+", "-", last.lower()).strip("-")[: LONGEST_NAME - len(suffix) - 1].strip("-")
+    return f"{stem or 'run'}-{suffix}"
+
+
+def manifests(workload: Workload, secrets: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A Secret and a JobSet. `secrets` has the texts of TICKET, for agents, and of DESK, for the controller."""
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": _metadata(workload),
+        "type": "Opaque",
+        "immutable": True,
+        "stringData": dict(secrets),
+    }
+    taken = {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    requeue = {"onExitCodes": {"operator": "In", "values": [REQUEUE]}}
+    jobs = [
+        _job(
+            workload, CONTROLLER, 1, _controller(workload), [{"action": "FailJob", **one} for one in (requeue, taken)]
+        ),
+        _job(
+            workload,
+            AGENTS,
+            workload.agents,
+            _agent(workload),
+            [{"action": "Ignore", **one} for one in (requeue, taken)],
+        ),
+    ]
+    # A Job that a rule of `podFailurePolicy` has failed is one that was taken away; see above.
+    uncounted = {
+        "name": "taken",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+        "targetReplicatedJobs": [CONTROLLER],
+    }
+    jobset = {
+        "apiVersion": API,
+        "kind": "JobSet",
+        "metadata": _metadata(workload),
+        "spec": {
+            # The headless service, by which Pods find the controller before it is ready.
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": workload.name},
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": [CONTROLLER]},
+            "failurePolicy": {"maxRestarts": workload.restarts, "rules": [uncounted]},
+            "ttlSecondsAfterFinished": KEPT_S,
+            "replicatedJobs": jobs,
+        },
+    }
+    return secret, jobset
+
+
+def _metadata(workload: Workload) -> dict[str, Any]:
+    place = {"namespace": workload.namespace} if workload.namespace else {}
+    return {"name": workload.name, **place, "labels": {"app.kubernetes.io/name": "penstock"}}
+
+
+def _job(
+    workload: Workload, name: str, pods: int, container: dict[str, Any], rules: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """A replicated job of the JobSet. Its Pods have numbers, and with them names in the DNS."""
+    template = {"metadata": {"labels": {"app.kubernetes.io/name": "penstock"}}, "spec": _pod(workload, name, container)}
+    spec = {
+        "completionMode": "Indexed",
+        "completions": pods,
+        "parallelism": pods,
+        # Pods that fail otherwise. One controller at a time has the run folder: a new one comes with new agents.
+        "backoffLimit": 0 if name == CONTROLLER else max(6, pods),
+        "podReplacementPolicy": "Failed",
+        "podFailurePolicy": {"rules": rules},
+        "template": template,
+    }
+    # An agent waits for the desk as long as a launcher takes to open it, not as long as a Pod takes to be scheduled.
+    after = {} if name == CONTROLLER else {"dependsOn": [{"name": CONTROLLER, "status": "Ready"}]}
+    return {"name": name, "replicas": 1, **after, "template": {"spec": spec}}
+
+
+def _pod(workload: Workload, name: str, container: dict[str, Any]) -> dict[str, Any]:
+    # Nobody has more than it needs: agents never see the desk's secret key.
+    shown = DESK if name == CONTROLLER else TICKET
+    closed = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    copied = f"{KEYS}-secret"
+    keys = {"name": "keys", "mountPath": KEYS}
+    memory: dict[str, Any] = {"medium": "Memory"}
+    copy = {
+        "name": "keys",
+        "image": workload.image,
+        "command": ["install", "-m", "0400", f"{copied}/{shown}", KEYS],
+        "resources": {"requests": COPY, "limits": COPY},
+        "securityContext": closed,
+        "volumeMounts": [keys, {"name": "secret", "mountPath": copied, "readOnly": True}],
+    }
+    mounts = [keys, {"name": "runs", "mountPath": RUNS}, {"name": "shm", "mountPath": "/dev/shm"}]
+    main = {
+        "name": name,
+        "image": workload.image,
+        "securityContext": closed,
+        **container,
+        # One folder for all Pods: what one of them builds or downloads, the others read.
+        "env": [{"name": "XDG_CACHE_HOME", "value": f"{RUNS}/.cache"}, *container.get("env", ())],
+        "volumeMounts": mounts,
+    }
+    return {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": ceil(workload.grace),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        # A first process of its own, which reaps what ranks leave behind.
+        "shareProcessNamespace": True,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "initContainers": [copy],
+        "containers": [main],
+        "volumes": [
+            {
+                "name": "secret",
+                "secret": {
+                    "secretName": workload.name,
+                    "defaultMode": 0o400,
+                    "items": [{"key": shown, "path": shown}],
+                },
+            },
+            {"name": "keys", "emptyDir": memory},
+            {"name": "runs", "persistentVolumeClaim": {"claimName": workload.claim}},
+            # Values go through shared memory, of which containers have 64 MB otherwise.
+            {"name": "shm", "emptyDir": memory},
+        ],
+    }
+
+
+def _controller(workload: Workload) -> dict[str, Any]:
+    command = ["penstock", "run", *workload.words, "--out", workload.folder, "--resume", "auto", "--plain"]
+    command += ["--grace", f"{workload.grace:g}", "--on", AGENTS, "--agents", str(workload.agents)]
+    command += ["--bind", f"\0(POD_IP):{PORT}", "--ticket-keys", f"{KEYS}/{DESK}"]
+    given = {"cpu": CONTROLLER_CPU, "memory": CONTROLLER_MEMORY}
+    return {
+        # Kubernetes puts a variable in the place of $(NAME), and $( in that of $$(.
+        "command": [word.replace("$(", "$$(").replace("\0(", "$(") for word in command],
+        "env": [{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+        "resources": {"requests": given, "limits": given},
+    }
+
+
+def _agent(workload: Workload) -> dict[str, Any]:
+    given = {"cpu": str(workload.cpus), "memory": workload.memory}
+    if workload.gpus:
+        given["nvidia.com/gpu"] = str(workload.gpus)
+    return {
+        "command": ["penstock", "agent", "--ticket", f"{KEYS}/{TICKET}"],
+        "resources": {"requests": given, "limits": given},
+    }
+
+
+def as_yaml(documents: Sequence[Mapping[str, Any]]) -> str:
+    """What `kubectl apply -f` reads."""
+    import yaml  # a third of the time that a start takes, which only this needs
+
+    # No aliases: equal parts are written out, so that each Pod can be read alone.
+    dumper = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": lambda self, data: True})
+    return yaml.dump_all(documents, Dumper=dumper, sort_keys=False, width=120, explicit_start=True)
+
+
+# By kubectl -----------------------------------------------------------------------------------------------
+
+
+def create(workload: Workload, secrets: Mapping[str, str]) -> None:
+    """Have Kubernetes start the run. The Secret is the JobSet's own: it goes when that is deleted. Raises
+    KubernetesError, and then nothing is left."""
+    secret, jobset = manifests(workload, secrets)
+    # In this order, since an owner has to be there first. Pods wait for a Secret that is not there yet.
+    made = json.loads(_kubectl(workload, ["create", "-f", "-", "-o", "json"], as_yaml([jobset])))
+    owner = {"apiVersion": API, "kind": "JobSet", "name": workload.name, "uid": made["metadata"]["uid"]}
+    secret["metadata"]["ownerReferences"] = [owner]
+    try:
+        _kubectl(workload, ["create", "-f", "-"], as_yaml([secret]))
+    except KubernetesError:
+        _kubectl(workload, ["delete", "jobset", workload.name, "--wait=false"])
+        raise
+
+
+def follow(workload: Workload, deadline: float, tell: Callable[[str], None]) -> bool:
+    """Show the controller's log on standard output, through all restarts, until the run has ended: whether it is done.
+    `tell` hears what Pods wait for. Raises KubernetesError if the controller has not begun within `deadline` seconds;
+    the JobSet stays."""
+    job = f"job/{workload.name}-{CONTROLLER}-0"
+    command = ["logs", "--follow", "--pod-running-timeout", f"{ceil(LOOK_S)}s", job, "--container", CONTROLLER]
+    since: list[str] = []
+    seen, until = "", monotonic() + deadline
+    while True:
+        before = datetime.now(UTC)
+        # As long as the controller's Pod runs: what it does has deadlines of its own.
+        shown = subprocess.run(
+            _words(workload, [*command, *since]), stderr=subprocess.PIPE, text=True, errors="replace"
+        )
+        ended = _kubectl(workload, ["get", "jobset", workload.name, "-o", "jsonpath={.status.terminalState}"]).strip()
+        if ended:
+            return ended == "Completed"
+        if shown.returncode == 0:
+            # Of a Pod that goes on, what was shown already is not shown again.
+            since, until = ["--since-time", before.isoformat(timespec="seconds")], monotonic() + deadline
+        else:
+            state = _state(workload)
+            if state != seen:
+                seen = state
+                tell(f"waiting for the controller's Pod: {state}")
+            if monotonic() > until:
+                given = f"{job}: given no Pod that runs within {deadline:.0f} s ({state}; {shown.stderr.strip()})"
+                raise KubernetesError(
+                    f"{given}; needed room for it, and an image that can be pulled: {hints(workload)}"
+                )
+        sleep(LOOK_S)
+
+
+def hints(workload: Workload) -> str:
+    """How to look at the JobSet, and how to end it."""
+    place = f" -n {workload.namespace}" if workload.namespace else ""
+    return f"kubectl describe jobset,pods{place} (all), kubectl delete jobset{place} {workload.name} (end it)"
+
+
+def _state(workload: Workload) -> str:
+    """What the Pods of the JobSet are at, in words."""
+    selected = ["get", "pods", "-l", f"jobset.sigs.k8s.io/jobset-name={workload.name}", "-o", "json"]
+    found = []
+    for pod in json.loads(_kubectl(workload, selected))["items"]:
+        status = pod.get("status", {})
+        waits = [one["state"].get("waiting", {}) for one in status.get("containerStatuses", ()) if "state" in one]
+        waits += [one for one in status.get("conditions", ()) if one.get("status") == "False"]
+        why = next((f" ({one['reason']}: {one.get('message', '')})" for one in waits if "reason" in one), "")
+        found.append(f"{pod['metadata']['name']} is {status.get('phase', 'not there yet')}{why}")
+    return "; ".join(sorted(found)) or "there are no Pods yet"
+
+
+def _words(workload: Workload, words: Sequence[str]) -> list[str]:
+    return ["kubectl", *(["--namespace", workload.namespace] if workload.namespace else []), *words]
+
+
+def _kubectl(workload: Workload, words: Sequence[str], given: str = "") -> str:
+    """What kubectl says to these words. Manifests have secrets: they go through its standard input."""
+    try:
+        done = subprocess.run(_words(workload, words), input=given, capture_output=True, text=True, timeout=ANSWER_S)
+    except FileNotFoundError:
+        needed = "needed it, with access to a cluster (https://kubernetes.io/docs/tasks/tools), or --dry-run"
+        raise KubernetesError(f"--on kubernetes: given no kubectl in PATH, {needed}") from None
+    except subprocess.TimeoutExpired:
+        raise KubernetesError(f"kubectl {' '.join(words)} has not answered within {ANSWER_S:.0f} s") from None
+    if done.returncode:
+        said = " ".join(done.stderr.split())
+        absent = "no matches for kind" in said
+        needed = "; needed JobSet in the cluster: https://jobset.sigs.k8s.io/docs/installation" if absent else ""
+        raise KubernetesError(f"kubectl {' '.join(words)} ended with exit status {done.returncode}: {said}{needed}")
+    return done.stdout

@@ -1,0 +1,405 @@
+"""Manifests of a run for Kubernetes, against the schemas of JobSet and of Kubernetes itself.
+
+No API server can be had here, so `kubectl` is an instrument of the tests: an executable that records what it is given
+and answers as a cluster would. The schema of JobSet is read from the shared data, where these are.
+"""
+
+import copy
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from penstock.runtime.control.security import DeskKeys, KeyFileError, Ticket
+from penstock.runtime.managers.kubernetes import (
+    AGENTS,
+    CONTROLLER,
+    DESK,
+    TICKET,
+    KubernetesError,
+    Workload,
+    as_yaml,
+    create,
+    follow,
+    job_name,
+    manifests,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+CRD = ROOT.parent / "shared" / "data" / "jobset" / "jobset.x-k8s.io_jobsets.yaml"
+VERSION = "1.34"
+"""Of Kubernetes, whose schemas are tried."""
+WORDS = ("aipo", "--updates", "20", "--system", "count $(POD_IP) and ${HOME}")
+
+
+def workload(**changes: Any) -> Workload:
+    given: dict[str, Any] = {"name": "aipo-1f", "image": "registry.example/penstock:1", "agents": 3, "claim": "runs"}
+    return Workload(**{**given, "words": WORDS, **changes})
+
+
+def keys(asked: Workload) -> dict[str, str]:
+    made = DeskKeys.make(asked.name)
+    return {TICKET: made.ticket(asked.endpoint).text(), DESK: made.text()}
+
+
+WORKLOADS = {
+    "smallest": workload(agents=1),
+    "with all": workload(gpus=8, cpus=96, memory="1.5Ti", namespace="team", grace=25.5, restarts=4, out="/runs/a/b"),
+}
+each = pytest.mark.parametrize("asked", WORKLOADS.values(), ids=WORKLOADS)
+
+
+def strict(schema: Any) -> Any:
+    """The schema without the keys that it does not know: a cluster drops these silently."""
+    if isinstance(schema, list):
+        return [strict(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: strict(value) for key, value in schema.items()}
+    closed = "properties" in made and "additionalProperties" not in made
+    if closed and not made.get("x-kubernetes-preserve-unknown-fields") and isinstance(made["properties"], dict):
+        made["additionalProperties"] = False
+    return made
+
+
+@pytest.fixture(scope="module")
+def validator() -> jsonschema.Draft7Validator:
+    if not CRD.exists():
+        pytest.skip(f"{CRD} is not here: the schema of JobSet")
+    versions = yaml.safe_load(CRD.read_text())["spec"]["versions"]
+    schema = next(one["schema"]["openAPIV3Schema"] for one in versions if one["name"] == "v1alpha2")
+    return jsonschema.Draft7Validator(strict(schema))
+
+
+def read(asked: Workload) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The manifests as a cluster reads them."""
+    secret, jobset = yaml.safe_load_all(as_yaml(manifests(asked, keys(asked))))
+    return secret, jobset
+
+
+def jobs(jobset: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {one["name"]: one["template"]["spec"] for one in jobset["spec"]["replicatedJobs"]}
+
+
+def pods(jobset: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: job["template"]["spec"] for name, job in jobs(jobset).items()}
+
+
+def faults(validator: jsonschema.Draft7Validator, jobset: dict[str, Any]) -> list[str]:
+    """What JobSet's schema says. Of `metadata` it says nothing: Kubernetes knows it."""
+    return [error.message for error in validator.iter_errors({**jobset, "metadata": {}})]
+
+
+@each
+def test_a_jobset_is_what_its_schema_says(validator: jsonschema.Draft7Validator, asked: Workload) -> None:
+    assert faults(validator, read(asked)[1]) == []
+
+
+WRONG: dict[str, tuple[tuple[str | int, ...], Any]] = {
+    "a key of a JobSet": (("spec", "networks"), {}),
+    "a policy": (("spec", "successPolicy", "operator"), "Some"),
+    "an action": (("spec", "failurePolicy", "rules", 0, "action"), "Restart"),
+    "a key of a job": (("spec", "replicatedJobs", 0, "template", "spec", "completion"), "Indexed"),
+    "a key of a container": (
+        ("spec", "replicatedJobs", 1, "template", "spec", "template", "spec", "containers", 0, "resource"),
+        {},
+    ),
+    "a number": (("spec", "replicatedJobs", 1, "template", "spec", "parallelism"), "3"),
+}
+
+
+@pytest.mark.parametrize(("path", "value"), WRONG.values(), ids=WRONG)
+def test_a_wrong_key_or_value_is_found(
+    validator: jsonschema.Draft7Validator, path: tuple[str | int, ...], value: object
+) -> None:
+    broken = copy.deepcopy(read(workload())[1])
+    inner: Any = broken
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    assert len(faults(validator, broken)) == 1
+
+
+@each
+def test_the_secret_the_jobs_and_the_pods_are_what_kubernetes_knows(asked: Workload) -> None:
+    secret, jobset = read(asked)
+    kubernetes_validate.validate(secret, VERSION, strict=True)
+    for name, job in jobs(jobset).items():
+        whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": job}
+        kubernetes_validate.validate(whole, VERSION, strict=True)
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": job["template"]["spec"]}
+        kubernetes_validate.validate(pod, VERSION, strict=True)
+        pod["spec"] = {**pod["spec"], "shareProcessNamespaces": True}
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate(pod, VERSION, strict=True)
+
+
+@each
+def test_pods_run_as_nobody_special(asked: Workload) -> None:
+    """What the Pod Security Standard "restricted" asks for."""
+    for pod in pods(read(asked)[1]).values():
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] > 0
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        for container in (*pod["initContainers"], *pod["containers"]):
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert {"cpu", "memory"} <= container["resources"]["limits"].keys()
+
+
+@each
+def test_what_is_taken_away_restarts_uncounted_and_the_rest_is_counted(asked: Workload) -> None:
+    spec = read(asked)[1]["spec"]
+    rules = {name: job["podFailurePolicy"]["rules"] for name, job in jobs({"spec": spec}).items()}
+    for name, action in ((CONTROLLER, "FailJob"), (AGENTS, "Ignore")):
+        assert {rule["action"] for rule in rules[name]} == {action}
+        assert [rule["onExitCodes"]["values"] for rule in rules[name] if "onExitCodes" in rule] == [[75]]
+        conditions = [one["type"] for rule in rules[name] for one in rule.get("onPodConditions", ())]
+        assert conditions == ["DisruptionTarget"]
+    [rule] = spec["failurePolicy"]["rules"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+    assert rule["targetReplicatedJobs"] == [CONTROLLER]
+    assert spec["failurePolicy"]["maxRestarts"] == asked.restarts
+    assert spec["successPolicy"]["targetReplicatedJobs"] == [CONTROLLER]
+    for job in jobs({"spec": spec}).values():
+        assert job["template"]["spec"]["restartPolicy"] == "Never"  # needed by the policies above
+        assert job["template"]["spec"]["terminationGracePeriodSeconds"] >= asked.grace
+
+
+def test_the_ticket_names_the_controllers_pod_as_jobset_names_it() -> None:
+    asked = workload()
+    secret, jobset = read(asked)
+    ticket = json.loads(secret["stringData"][TICKET])
+    host, _, port = ticket["endpoint"].rpartition(":")
+    # <jobset>-<replicated job>-<index of the job>-<index of the Pod>.<subdomain>
+    assert host == f"{jobset['metadata']['name']}-{CONTROLLER}-0-0.{jobset['spec']['network']['subdomain']}"
+    [container] = pods(jobset)[CONTROLLER]["containers"]
+    assert f"$(POD_IP):{port}" in container["command"]
+    assert jobset["spec"]["network"]["enableDNSHostnames"] is True
+    for job in jobs(jobset).values():
+        assert job["completionMode"] == "Indexed"
+
+
+def test_the_longest_name_has_room_for_what_kubernetes_adds() -> None:
+    name = job_name(
+        "/a/b/a_program_with_a_name_that_is_longer_than_names_of_pods.py:a_function_of_that_kind", "0123456"
+    )
+    asked = workload(name=name, agents=1000)
+    assert len(f"{asked.name}-{CONTROLLER}-0-0-abcde") <= 63
+    assert len(f"{asked.name}-{AGENTS}-0-999-abcde") <= 63
+    assert job_name("aipo", "1f") == "aipo-1f"
+    assert job_name("package.module:My_Program", "1f") == "my-program-1f"
+    assert job_name("file.py:___", "1f") == "run-1f"
+
+
+@each
+def test_secrets_are_in_the_secret_alone_and_agents_have_no_secret_key(asked: Workload) -> None:
+    secret, jobset = read(asked)
+    desk = json.loads(secret["stringData"][DESK])
+    assert desk["secret"] not in secret["stringData"][TICKET]
+    for text in (desk["secret"], desk["token"]):
+        assert text not in json.dumps(jobset)
+    shown = {
+        name: [item["key"] for volume in pod["volumes"] for item in volume.get("secret", {}).get("items", ())]
+        for name, pod in pods(jobset).items()
+    }
+    assert shown == {CONTROLLER: [DESK], AGENTS: [TICKET]}
+
+
+def test_the_ticket_is_copied_with_a_mode_that_is_not_refused(tmp_path: Path) -> None:
+    """By the very command of the manifest. What kubelet mounts is root's, and the group of fsGroup reads it."""
+    asked = workload()
+    secret, jobset = read(asked)
+    pod = pods(jobset)[AGENTS]
+    [copied] = pod["initContainers"]
+    mounted, kept = (tmp_path / mount["name"] for mount in reversed(copied["volumeMounts"]))
+    places = {mount["mountPath"]: str(tmp_path / mount["name"]) for mount in copied["volumeMounts"]}
+    mounted.mkdir()
+    kept.mkdir()
+    (mounted / TICKET).write_text(secret["stringData"][TICKET])
+    (mounted / TICKET).chmod(0o440)
+    with pytest.raises(KeyFileError):
+        Ticket.read(mounted / TICKET)
+    words = list(copied["command"])
+    # The longer path first: one is the beginning of the other.
+    for inside, outside in sorted(places.items(), reverse=True):
+        words = [outside + word.removeprefix(inside) if word.startswith(inside) else word for word in words]
+    for _ in range(2):  # a Pod whose node starts again has it copied again
+        subprocess.run(words, check=True)
+        assert stat.S_IMODE((kept / TICKET).stat().st_mode) == 0o400
+    [agent] = pod["containers"]
+    given = Path(agent["command"][agent["command"].index("--ticket") + 1])
+    assert str(given.parent) == next(one["mountPath"] for one in agent["volumeMounts"] if one["name"] == "keys")
+    assert Ticket.read(kept / given.name).endpoint == asked.endpoint
+
+
+def test_agents_have_what_was_asked_for_them_and_shared_memory() -> None:
+    pod = pods(read(workload(gpus=8, cpus=96, memory="1Ti"))[1])[AGENTS]
+    [agent] = pod["containers"]
+    assert agent["resources"]["limits"] == {"cpu": "96", "memory": "1Ti", "nvidia.com/gpu": "8"}
+    assert agent["resources"]["requests"] == agent["resources"]["limits"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in agent["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes[mounts["/dev/shm"]]["emptyDir"] == {"medium": "Memory"}
+    assert volumes[mounts["/runs"]]["persistentVolumeClaim"]["claimName"] == "runs"
+    assert jobs(read(workload(agents=5))[1])[AGENTS]["parallelism"] == 5
+
+
+def test_words_of_the_user_are_not_expanded_by_kubernetes() -> None:
+    [container] = pods(read(workload())[1])[CONTROLLER]["containers"]
+    assert container["command"][:2] == ["penstock", "run"]
+    assert "count $$(POD_IP) and ${HOME}" in container["command"]
+
+
+BAD = {
+    "no image": {"image": ""},
+    "an image with a blank": {"image": "a b"},
+    "no claim": {"claim": ""},
+    "no agents": {"agents": 0},
+    "memory": {"memory": "much"},
+    "namespace": {"namespace": "Team"},
+    "a name": {"name": "aipo_1"},
+    "a folder elsewhere": {"out": "/home/me/run"},
+    "a folder above": {"out": "/runs/../etc"},
+}
+
+
+@pytest.mark.parametrize("change", BAD.values(), ids=BAD)
+def test_what_kubernetes_would_refuse_is_refused_with_its_flag(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"given .*needed"):
+        workload(**change)
+
+
+# kubectl ---------------------------------------------------------------------------------------------------
+
+INSTRUMENT = '''#!{python}
+"""A test instrument, not kubectl: records what it is given, and answers what the test has written down."""
+import json, pathlib, sys
+folder = pathlib.Path(__file__).parent
+text = "" if sys.stdin is None or "-f" not in sys.argv else sys.stdin.read()
+with (folder / "calls.jsonl").open("a") as calls:
+    calls.write(json.dumps([sys.argv[1:], text]) + "\\n")
+answers = json.loads((folder / "answers.json").read_text())
+key = next(key for key in answers if key in " ".join(sys.argv[1:]))
+status, out, err = answers[key].pop(0) if len(answers[key]) > 1 else answers[key][0]
+(folder / "answers.json").write_text(json.dumps(answers))
+sys.stdout.write(out)
+sys.stderr.write(err)
+sys.exit(status)
+'''
+Answers = dict[str, list[tuple[int, str, str]]]
+
+
+class Kubectl:
+    """The instrument, the only thing in PATH."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = folder / "kubectl"
+        path.write_text(INSTRUMENT.format(python=sys.executable))
+        path.chmod(0o700)
+
+    def answer(self, answers: Answers) -> None:
+        (self.folder / "answers.json").write_text(json.dumps(answers))
+
+    @property
+    def calls(self) -> list[tuple[list[str], str]]:
+        return [tuple(json.loads(line)) for line in (self.folder / "calls.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kubectl:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return Kubectl(tmp_path)
+
+
+MADE = (0, json.dumps({"metadata": {"uid": "u-1"}}), "")
+WELL = (0, "", "")
+
+
+def test_the_jobset_owns_its_secret_and_secrets_are_no_arguments(kubectl: Kubectl) -> None:
+    kubectl.answer({"create": [MADE, WELL]})
+    asked = workload(namespace="team")
+    secrets = keys(asked)
+    create(asked, secrets)
+    (first, jobset), (second, secret) = kubectl.calls
+    assert yaml.safe_load(jobset)["kind"] == "JobSet"
+    [owner] = yaml.safe_load(secret)["metadata"]["ownerReferences"]
+    assert owner == {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "name": asked.name, "uid": "u-1"}
+    assert yaml.safe_load(secret)["stringData"] == secrets
+    kubernetes_validate.validate(yaml.safe_load(secret), VERSION, strict=True)
+    for words in (first, second):
+        assert words[:2] == ["--namespace", "team"]
+        assert not any(text in word for text in secrets.values() for word in words)
+
+
+def test_a_secret_that_is_refused_takes_the_jobset_with_it(kubectl: Kubectl) -> None:
+    kubectl.answer({"create": [MADE, (1, "", "forbidden")], "delete": [WELL]})
+    with pytest.raises(KubernetesError, match="forbidden"):
+        create(workload(), keys(workload()))
+    assert kubectl.calls[-1][0][:3] == ["delete", "jobset", workload().name]
+
+
+def test_a_cluster_without_jobset_and_a_machine_without_kubectl_are_told_what_is_needed(
+    kubectl: Kubectl, tmp_path: Path
+) -> None:
+    kubectl.answer({"create": [(1, "", 'no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"')]})
+    with pytest.raises(KubernetesError, match=r"needed JobSet in the cluster.*jobset\.sigs"):
+        create(workload(), keys(workload()))
+    (tmp_path / "kubectl").unlink()
+    with pytest.raises(KubernetesError, match="given no kubectl in PATH, needed it"):
+        create(workload(), keys(workload()))
+
+
+def test_the_log_is_followed_through_restarts_until_the_jobset_has_ended(
+    kubectl: Kubectl, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("penstock.runtime.managers.kubernetes.LOOK_S", 0.01)
+    waiting = {
+        "metadata": {"name": "aipo-1f-controller-0-0-x"},
+        "status": {
+            "phase": "Pending",
+            "conditions": [{"status": "False", "reason": "Unschedulable", "message": "0/3"}],
+        },
+    }
+    kubectl.answer(
+        {
+            "logs": [(1, "", "no Pod"), (0, "update 1\n", ""), (0, "update 2\n", "")],
+            "terminalState": [WELL, WELL, (0, "Completed", "")],
+            "get pods": [(0, json.dumps({"items": [waiting]}), "")],
+        }
+    )
+    told: list[str] = []
+    assert follow(workload(), 30.0, told.append)
+    assert capfd.readouterr().out == "update 1\nupdate 2\n"
+    assert len(told) == 1
+    assert "Unschedulable" in told[0]
+    logs = [words for words, _ in kubectl.calls if "logs" in words]
+    assert ["--since-time" in words for words in logs] == [False, False, True]
+
+
+def test_a_jobset_that_fails_is_told(kubectl: Kubectl) -> None:
+    kubectl.answer({"logs": [WELL], "terminalState": [(0, "Failed", "")]})
+    assert not follow(workload(), 30.0, print)
+
+
+def test_a_controller_that_never_runs_is_not_waited_for_forever(
+    kubectl: Kubectl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.runtime.managers.kubernetes.LOOK_S", 0.01)
+    kubectl.answer(
+        {"logs": [(1, "", "timed out")], "terminalState": [WELL], "get pods": [(0, json.dumps({"items": []}), "")]}
+    )
+    with pytest.raises(KubernetesError, match="there are no Pods yet") as raised:
+        follow(workload(), 0.05, lambda _: None)
+    assert f"kubectl delete jobset {workload().name}" in str(raised.value)
+    assert not any("delete" in words for words, _ in kubectl.calls)
