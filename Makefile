@@ -36,10 +36,11 @@ slow: .venv/developing  ## the tests that are marked slow
 vllm: .venv/developing  ## the tests that need vLLM, which is installed for them and removed again
 	sh scripts/vllm.sh
 
-lint: .venv/developing  ## linter, formatter and type checker
+lint: .venv/developing  ## linters, formatter and type checker
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/hadolint Containerfile
 
 docs: .venv/documenting  ## the site of the documentation, in build/site; a broken link or reference is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
