@@ -178,6 +178,9 @@ class RunFlags(AgentsFlags, MachineFlags, ProgramFlags, RunOptions):
 
     out: Annotated[str, Shown("DIR", "runs/PROGRAM-DATE-TIME")] = ""
     """The run folder: new or empty."""
+    resume: Literal["never", "auto"] = "never"
+    """auto: go on with the run in --out where its last checkpoint is, if this command line has begun one there; so one
+    command is for a job's first start and for all others."""
 
     def options(self, model: str) -> RunOptions:
         """The run's options alone, with a model directory ("" or "new": untrained)."""

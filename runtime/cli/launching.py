@@ -86,13 +86,21 @@ def decided(config: RunConfig, cluster: Cluster) -> RunConfig:
     return replace(config, flags=fitted(config, cluster))
 
 
-def asked(name: str, argv: Sequence[str], cluster: Cluster, digests: Mapping[str, str]) -> dict[str, Any]:
-    """What the user asked for and where, as `config.json` keeps it; `digests` are those of the data files."""
+def asked(
+    name: str,
+    argv: Sequence[str],
+    cluster: Cluster,
+    digests: Mapping[str, str],
+    wanted: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What the user asked for and where, as `config.json` keeps it; `digests` are those of the data files, `wanted` is
+    what another command line is compared with that goes on with the run."""
     return {
         "program": name,
         "command": list(argv),
         "folder": str(Path.cwd()),
         "digests": dict(digests),
+        "wanted": dict(wanted or {}),
         "cluster": cluster.model_dump(mode="json"),
         "penstock": __version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -5,10 +5,11 @@ from which it was started. A resume needs all of it, unchanged, but for the host
 """
 
 import hashlib
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -20,14 +21,24 @@ from penstock.graph.hub import model_folder
 from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.cli.display import Display
 from penstock.runtime.cli.enrolling import Enrolled, check_agents, enrolment, placed
-from penstock.runtime.cli.flags import NEW, AgentsFlags, FolderFlags, RunFlags, changes, read_flags, with_changes
+from penstock.runtime.cli.flags import (
+    NEW,
+    NO_PLAN,
+    AgentsFlags,
+    FolderFlags,
+    RunFlags,
+    changes,
+    read_flags,
+    with_changes,
+)
 from penstock.runtime.cli.launching import asked, configure, decided, go, require_start
 from penstock.runtime.cli.planned import chosen, machines, plan_lacks, require_devices, require_precision
 from penstock.runtime.cli.tracing import CommandError, Traced, faults_text, require_inputs, trace_program
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import read_meshes, spelled, why_no_turns
-from penstock.runtime.control.run_config import RunConfig, RunOptions, Shown, plan_for
-from penstock.runtime.control.signals import FAILED
+from penstock.runtime.cluster.slots import moved
+from penstock.runtime.control.run_config import OnResume, RunConfig, RunOptions, Shown, annotation, plan_for
+from penstock.runtime.control.signals import DONE, FAILED
 from penstock.runtime.record.checkpoints import (
     CUT,
     SavedCheckpoint,
@@ -54,6 +65,11 @@ def main(argv: Sequence[str]) -> int:
         print(visible(f"penstock: importing torch, reading {argv[0]} …"), file=sys.stderr, flush=True)
     traced = trace_program("run", argv)
     check_agents(traced.flags, traced.flags.cluster)
+    if traced.flags.resume == "auto":
+        if not traced.flags.out:
+            raise CommandError("--resume auto: given no --out DIR, needed the folder in which the run is or will be", 2)
+        if absolute(traced.flags.out).joinpath("config.json").is_file():
+            return _go_on_as(traced, began)
     if not traced.flags.on:
         return _run(traced, machines(traced.flags, traced.gpus), argv, began)
     traced.sound()
@@ -65,7 +81,8 @@ def main(argv: Sequence[str]) -> int:
 @contextmanager
 def _new_folder(traced: Traced) -> Iterator[RunFolder]:
     """A new run folder, of which nothing is left if nothing has run in it."""
-    folder = RunFolder.create(traced.flags.out or default_path(traced.name, datetime.now()))
+    out = traced.flags.out or default_path(traced.name, datetime.now())
+    folder = RunFolder.create(out, again=traced.flags.resume == "auto")
     try:
         yield folder
     finally:
@@ -115,12 +132,71 @@ def _run(
         def prepare(display: Display) -> None:
             model = str(base_model(flags.data, display.tell)) if needs_base else config.flags.model
             complete = replace(config, flags=replace(config.flags, model=model))
-            complete.write(folder, asked(argv[0], argv, cluster, digests))
+            complete.write(folder, asked(argv[0], argv, cluster, digests, _wanted(traced, flags)))
             if config.flags.offload == "on" and (why := why_no_turns(config.graph, config.plan)):
                 text = f"--offload on frees no memory that anybody needs: {why}"
                 display.tell({"kind": "note", "level": "warning", "text": text})
 
         return go(folder, config, cluster, flags, began, prepare, enrolled=enrolled)
+
+
+def _wanted(traced: Traced, flags: RunFlags) -> dict[str, Any]:
+    """What a command line asks for, as JSON. `flags` have absolute paths."""
+    graphs = {"program": traced.sound(), "evaluation": traced.evaluation}
+    return {
+        "path": traced.path,
+        "options": json.loads(json.dumps(asdict(flags.options(flags.model)))),
+        "of_program": dict(traced.sound().options),
+        **{name: "" if graph is None else graph.digest() for name, graph in graphs.items()},
+        "plan": _sha256(Path(flags.plan)) if flags.plan not in ("", NO_PLAN) else flags.plan,
+    }
+
+
+def _go_on_as(traced: Traced, began: float) -> int:
+    """Go on with the run in --out, which has to be one of this command line; the exit status. Raises CommandError with
+    the differences."""
+    traced.sound()
+    flags: RunFlags = absolute_paths(traced.flags)
+    folder = RunFolder.open(flags.out)
+    _require_own(folder)
+    was = folder.read_json("config.json", ConfigFile).get("asked", {})
+    then, now = was.get("wanted") or {}, _wanted(traced, flags)
+    given, differences = dict[str, Any](), list[str]()
+    may_change = {field.name for field in fields(RunOptions) if annotation(RunOptions, field.name, OnResume)}
+
+    def differ(what: str, value: object, before: object) -> None:
+        differences.append(f"  {what}: given {_said(value)}, needed {_said(before)}")
+
+    if now["path"] != then.get("path"):
+        differ("PROGRAM", now["path"], then.get("path"))
+    else:
+        for name, value in {**now["options"], **now["of_program"]}.items():
+            before = {**then["options"], **then["of_program"]}.get(name)
+            if value != before and name in may_change:
+                given[name] = getattr(flags, name)
+            elif value != before:
+                differ(f"--{name.replace('_', '-')}", value, before)
+        for what in ("plan", "program", "evaluation") if not differences else ():
+            if now[what] != then[what]:
+                name = "--plan" if what == "plan" else f"the graph of the {what}"
+                differ(name, f"one with SHA-256 {now[what]}" if now[what] else "", then[what])
+    if differences:
+        text = f"{folder.path}: --resume auto: the run there is one of another command line; nothing was changed:"
+        raise CommandError("\n".join([text, *differences]), 2)
+    if flags.cluster and Cluster.read(Path(flags.cluster)) == _cluster_of(folder, was):
+        flags = replace(flags, cluster="")
+    try:
+        return _go_on(folder, flags, given, began, now)
+    except _AllDone as done:
+        summary = folder.read_json("summary.json", Summary)
+        print(json.dumps(summary) if flags.json else visible(f"{done}: there is nothing left to do"))
+        return DONE
+
+
+def _said(value: object) -> str:
+    """An option's value as it is typed."""
+    words = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return words or "none"
 
 
 @dataclass(frozen=True)
@@ -137,20 +213,37 @@ class ResumeFlags(AgentsFlags, FolderFlags):
       penstock resume runs/aipo-20250304-050607 --cluster fewer.toml"""
 
     cluster: Annotated[str, Shown("FILE", "as it was")] = ""
-    """Other hosts, for which the plan is made anew. They must reach the parts of the last checkpoint."""
+    """Other hosts: those in the place of the former ones, in order, if they have as many cores and GPUs; else the plan
+    is made anew. They must reach the parts of the last checkpoint."""
 
     trust: bool = False
     """Run the code that the folder names even if other users have made the folder, without being asked."""
 
 
 def resume(argv: Sequence[str]) -> int:
-    """Check that the run can go on, write what is changed, and go on; the exit status."""
+    """Go on with the run of a folder; the exit status."""
     began = monotonic()
     flags: Any = read_flags(with_changes(ResumeFlags), "resume", argv)
     folder = RunFolder.open(flags.dir)
     if not flags.trust:
         _require_own(folder)
     check_agents(flags, flags.cluster)
+    return _go_on(folder, flags, changes(flags), began)
+
+
+class _AllDone(CommandError):
+    """There is nothing left to do."""
+
+
+def _go_on(
+    folder: RunFolder,
+    flags: ResumeFlags | RunFlags,
+    given: Mapping[str, Any],
+    began: float,
+    command: Mapping[str, Any] | None = None,
+) -> int:
+    """Check that the run can go on, write what is changed, and go on; the exit status. `given` are the options that are
+    others now; `command` is what `_wanted` says of a command line that changes any."""
     # From here on nobody else can start it; until then nothing has been changed.
     folder.lock()
     with ExitStack() as stack:
@@ -168,26 +261,38 @@ def resume(argv: Sequence[str]) -> int:
         saved = latest_checkpoint(folder)
         if saved is not None:
             _require_checkpoint(saved, config)
-        options, given = replace(config.flags, **changes(flags)), changes(flags)
+        options = replace(config.flags, **given)
         done, wanted = saved.update if saved else 0, options.updates
         if wanted < done:
             raise CommandError(f"--updates: given {wanted}, but {done} are done already; needed more", 2)
         if wanted == done and summary.get("status") == "done":
-            raise CommandError(f"{folder.path}: all {done} updates are done; --updates {2 * done} would go on")
+            raise _AllDone(f"{folder.path}: all {done} updates are done; --updates {2 * done} would go on")
         enrolled = stack.enter_context(enrolment(flags, folder, config.graph.name)) if flags.on else None
+        former = cluster = _cluster_of(folder, was)
         if enrolled is not None:
             cluster = enrolled.await_agents(options.startup_deadline)
-            cluster, _ = placed(flags.place, config.graph, cluster, options.generators)
-        else:
-            cluster = Cluster.read(Path(flags.cluster)) if flags.cluster else _cluster_of(folder, was)
-        moved = "mesh" in given or bool(flags.cluster) or enrolled is not None
-        before, config = config, _changed(config, cluster, options, moved)
+            if flags.place:
+                cluster, _ = placed(flags.place, config.graph, cluster, options.generators)
+        elif flags.cluster:
+            cluster = Cluster.read(Path(flags.cluster))
+        before, anew = config, "mesh" in given
+        if cluster is not former:
+            on = moved(config.plan, former, cluster)
+            if not on.lacks:
+                config, cluster = replace(config, plan=on.plan), on.cluster
+            elif enrolled is not None and not flags.place:
+                cluster, _ = placed((), config.graph, cluster, options.generators)
+            if on.lacks and not anew:
+                anew, text = True, "the plan is made anew, since the hosts are others than those that it was made for:"
+                print(visible("\n  ".join([text, *on.lacks])), flush=True)
+        config = _changed(config, cluster, options, anew)
         require_start(config, cluster, flags)
         seen = require_inputs(config.graphs, config.flags)
         require_devices(config.plan, cluster, config.flags.dtype, seen)
         require_precision(config.graphs, cluster, config.flags)
         if config != before:
-            config.write(folder, {**was, "cluster": cluster.model_dump(mode="json")})
+            said = {"cluster": cluster.model_dump(mode="json"), "wanted": command or was.get("wanted", {})}
+            config.write(folder, {**was, **said})
         # It tells how the last life ended, and this one may be killed before it can tell.
         path.unlink(missing_ok=True)
         status = go(
@@ -244,10 +349,10 @@ def _require_checkpoint(saved: SavedCheckpoint, config: RunConfig) -> None:
             raise CommandError(text)
 
 
-def _changed(config: RunConfig, cluster: Cluster, options: RunOptions, moved: bool) -> RunConfig:
-    """The run with other options; with another plan if it has `moved` to other meshes or hosts."""
+def _changed(config: RunConfig, cluster: Cluster, options: RunOptions, anew: bool) -> RunConfig:
+    """The run with other options; with a plan that is made `anew` for other meshes or hosts."""
     # Else the plan stays as it is, even where this machine has other devices now.
-    if not moved:
+    if not anew:
         return decided(replace(config, flags=options), cluster)
     # Pools that are not named keep their meshes.
     meshes = read_meshes(config.flags.mesh) | read_meshes(options.mesh)

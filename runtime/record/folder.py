@@ -39,6 +39,8 @@ MARKS = ("config.json", "events.log", "metrics.jsonl")
 TRIES, TRY_S = 20, 0.01
 # Bytes of the longest JSON file that is read.
 JSON_BYTES = 256 << 20
+# Names of what a run makes before it begins.
+_BEGUN = (LOCK, "logs", "checkpoints", "graph.json", "plan.json", "ticket.json")
 # The names that `replacing` gives to a run's own files until they are whole.
 _HALF = re.compile(r"\.(config|graph|plan|processes|summary|trace)\.json\.[0-9a-f]{16}")
 # Characters up to which a JSON file is written with line breaks; a large one would take ten times as long.
@@ -66,14 +68,15 @@ class RunFolder:
         self._held: int | None = None
 
     @classmethod
-    def create(cls, path: str | Path) -> "RunFolder":
+    def create(cls, path: str | Path, *, again: bool = False) -> "RunFolder":
         """A new run's folder, locked, readable by its owner only.
 
-        Raises RecordError unless it is new, or empty and this user's. A path that is refused stays as it was.
+        Raises RecordError unless it is new, or empty and this user's. A path that is refused stays as it was. `again`:
+        what a run has left that was killed before it had begun is removed.
         """
         folder = cls(absolute(path))
         try:
-            folder._create()
+            folder._create(again)
         except BaseException as error:
             folder.discard()
             if isinstance(error, OSError):
@@ -81,7 +84,7 @@ class RunFolder:
             raise
         return folder
 
-    def _create(self) -> None:
+    def _create(self, again: bool) -> None:
         """Each step leaves in `_undo` how it is taken back."""
 
         def remove_empty(folder: Path) -> None:
@@ -109,6 +112,8 @@ class RunFolder:
         locked = (self.path / LOCK).exists()
         if locked:  # left by a run that came to nothing, or held by one that is alive
             self.lock_fd = self._lock()
+            if again and all(path.name in _BEGUN or _HALF.fullmatch(path.name) for path in self.path.iterdir()):
+                empty(self.path)
         self._require_empty()
         os.chmod(self.path, 0o700)
         self._undo.callback(os.chmod, self.path, stat.S_IMODE(facts.st_mode))

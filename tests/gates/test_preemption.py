@@ -2,15 +2,20 @@
 and, started again, with the bits of a run that nobody disturbed.
 """
 
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.checkpoints import latest_checkpoint
 from penstock.runtime.record.folder import RunFolder
 
 from .running import (
+    DEADLINE_S,
     ENDLESS,
     FAULTS,
     ONE_HOST,
@@ -21,16 +26,19 @@ from .running import (
     delays,
     final_state,
     make_run,
+    penstock,
     replayed,
     rows,
     run_here,
     run_to_end,
     summary,
     toy_flags,
+    until,
     with_updates,
 )
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.slow]
+PENSTOCK = (sys.executable, "-m", "penstock.runtime.cli.main")
 MORE, BATCH, GRACE = 5, 4, 60.0
 SLOW = {**delays(generate=20.0, score=2.0, update=20.0), "jitter_ms": 10.0}
 
@@ -127,3 +135,56 @@ def test_a_host_that_is_gone_before_its_time_is_a_preemption_too(tmp_path: Path)
         running.signal(signal.SIGKILL, running.agent())
         assert running.wait() == 75, running.errors
     assert (summary(folder)["status"], summary(folder)["cause"]) == ("stopped", "preempted")
+
+
+def test_a_run_that_is_given_other_hosts_goes_on_there_with_the_bits_of_one_that_stayed(tmp_path: Path) -> None:
+    flags = toy_flags(updates=9, versions="pinned", grace=GRACE)
+    folder = make_run(tmp_path / "r", "toy", {"lag": 1, **SLOW}, flags, cluster=TWO_NAMES)
+    with Running(folder) as running:
+        running.until_update(2)
+        running.signal(signal.SIGTERM, agents(running)[0])
+        assert running.wait() == 75, running.errors
+    others = tmp_path / "others.toml"
+    others.write_text('bind = "127.0.0.1:0"\n' + "".join(f'[[hosts]]\nname = "{n}"\ncores = 1\n' for n in ("n7", "n8")))
+    done = penstock("resume", str(folder), "--cluster", str(others), "--plain")
+    assert done.returncode == 0, done.stderr
+    assert "made anew" not in done.stdout
+    plan = RunConfig.load(RunFolder.open(folder)).plan
+    assert {replica.name: replica.hosts for replica in plan.replicas} == {
+        "generator/0": ("n8",), "scorer/0": ("n7",), "trainer/0": ("n7",)
+    }  # fmt: skip
+    whole = make_run(tmp_path / "whole", "toy", {"lag": 1, **SLOW}, toy_flags(updates=9, versions="pinned"))
+    assert_equal_bits(final_state(folder, 9), final_state(run_here(whole), 9))
+    replayed(folder)
+
+
+def test_one_command_is_all_that_a_job_needs_that_is_taken_away_and_given_back(tmp_path: Path) -> None:
+    """From the command line: two preemptions, one of them before there is a run, and what a run alone would be."""
+    words = ["toy", "--lag", "1", "--versions", "pinned", "--updates", "40", "--batch", "2", "--seed", "5", "--plain"]
+    options = [word for name, ms in delays(generate=5.0, update=50.0).items() for word in (f"--{name}", str(ms))]
+    folder, whole = tmp_path / "r", tmp_path / "whole"
+    command = [*words, *(word.replace("_", "-") for word in options), "--grace", "60", "--resume", "auto"]
+    early = subprocess.Popen([*PENSTOCK, "run", *command, "--out", str(folder)])
+    until(lambda: handles(early.pid, signal.SIGTERM), "the command hears signals")
+    early.send_signal(signal.SIGTERM)
+    assert early.wait(DEADLINE_S) == 75
+    assert rows(folder) == []
+    first = subprocess.Popen([*PENSTOCK, "run", *command, "--out", str(folder)])
+    until(lambda: len(rows(folder)) >= 2, "two updates are done")
+    first.send_signal(signal.SIGUSR1)
+    assert first.wait(DEADLINE_S) == 75
+    done = len(rows(folder))
+    assert 2 <= done < 40
+    second = penstock("run", *command, "--out", str(folder))
+    assert second.returncode == 0, second.stderr
+    again = penstock("run", *command, "--out", str(folder))
+    assert (again.returncode, "all 40 updates are done" in again.stdout) == (0, True)
+    assert penstock("run", *command, "--out", str(whole)).returncode == 0
+    assert_equal_bits(final_state(folder, 40), final_state(whole, 40))
+    assert_all_consumed(folder, 80)
+
+
+def handles(pid: int, number: int) -> bool:
+    """Does the process catch the signal?"""
+    (caught,) = re.findall(r"(?m)^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(caught, 16) >> (number - 1) & 1)

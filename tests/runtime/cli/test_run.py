@@ -24,7 +24,7 @@ from penstock.runtime.cli.tracing import CommandError, Traced, ask_child, requir
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.gpus import kind_of
 from penstock.runtime.control.run_config import RunConfig
-from penstock.runtime.control.signals import DONE, FAILED, INTERRUPTED
+from penstock.runtime.control.signals import DONE, FAILED, INTERRUPTED, PREEMPTED
 from penstock.runtime.record import trackers
 from penstock.runtime.record.checkpoints import FORMAT, begin_checkpoint, complete_checkpoint
 from penstock.runtime.record.errors import RecordError
@@ -549,3 +549,156 @@ def test_a_cache_that_cannot_be_written_says_so(builder: Builder, tmp_path: Path
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file"))
     with pytest.raises(RecordError, match=r"cannot be written: .* \(PENSTOCK_CACHE=DIR\)"):
         builder.build()
+
+
+# One command for a job's first start and for all others --------------------------------------------------------------
+
+
+AUTO = ("toy", "--lag", "1", "--resume", "auto", "--plain")
+
+
+def saved_at(folder: RunFolder, update: int) -> None:
+    complete_checkpoint(folder, begin_checkpoint(folder, "r", update), CUT | {"update": update}, {})
+
+
+def test_one_command_line_starts_a_run_goes_on_with_it_and_ends_well_when_all_is_done(
+    processes: Processes, out: Path, capsys: Output
+) -> None:
+    command = [*AUTO, "--updates", "9", "--out", str(out)]
+    processes.status, processes.summary = PREEMPTED, SUMMARY | {"status": "stopped"}
+    processes.last = lambda folder: saved_at(folder, 5)
+    assert run.main(command) == 75
+    processes.status, processes.summary = DONE, SUMMARY
+    processes.last = lambda folder: saved_at(folder, 9)
+    assert run.main([*command, "--grace", "60", "--keep", "3"]) == 0
+    first, second = processes.configs
+    assert second == replace(first, flags=replace(first.flags, grace=60.0, keep=3))
+    capsys.readouterr()
+    assert run.main(command) == 0
+    assert "all 9 updates are done" in capsys.readouterr().out
+    assert run.main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == summary_of(out)
+    assert len(processes.configs) == 2
+    assert run.main([*AUTO, "--updates", "12", "--out", str(out)]) == 0
+    assert processes.configs[2].flags.updates == 12
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("toy", "--lag", "2"), ["--lag: given 2, needed 1"]),
+        (
+            ("toy", "--lag", "1", "--seed", "7", "--batch", "3"),
+            ["--seed: given 7, needed 0", "--batch: given 3, needed"],
+        ),
+        (("sft", "--model", "new"), ["PROGRAM: given penstock.programs.sft:sft, needed penstock.programs.toy:toy"]),
+    ],
+    ids=["program's option", "run's options", "program"],
+)
+def test_a_run_of_another_command_line_is_refused_with_the_differences(
+    processes: Processes, out: Path, words: tuple[str, ...], said: list[str]
+) -> None:
+    assert run.main([*AUTO, "--out", str(out)]) == 0
+    before = sorted((path, path.stat().st_mtime_ns) for path in out.rglob("*"))
+    with pytest.raises(CommandError) as refused:
+        run.main([*words, "--resume", "auto", "--out", str(out)])
+    assert [text for text in said if text not in str(refused.value)] == []
+    assert refused.value.status == 2
+    assert sorted((path, path.stat().st_mtime_ns) for path in out.rglob("*")) == before
+    assert len(processes.configs) == 1
+
+
+def test_going_on_by_itself_needs_a_folder_that_is_named_and_no_run_that_is_alive(
+    processes: Processes, out: Path
+) -> None:
+    with pytest.raises(CommandError, match="given no --out DIR"):
+        run.main([*AUTO])
+    assert run.main([*AUTO, "--out", str(out)]) == 0
+    alive = RunFolder.open(out)
+    alive.lock()
+    with pytest.raises(RecordError, match="a run is alive there"):
+        run.main([*AUTO, "--updates", "99", "--out", str(out)])
+    alive.unlock()
+
+
+def test_what_was_killed_before_it_had_begun_is_begun_anew(processes: Processes, out: Path) -> None:
+    killed = RunFolder.create(out)
+    killed.write_json("graph.json", {})
+    killed.unlock()
+    with pytest.raises(RecordError, match="holds files already"):
+        run.main(["toy", "--out", str(out)])
+    assert run.main([*AUTO, "--out", str(out)]) == 0
+    (out / "config.json").unlink()
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(RecordError, match="holds"):
+        run.main([*AUTO, "--out", str(out)])
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+# Other hosts ---------------------------------------------------------------------------------------------------------
+
+
+def hosts_file(path: Path, *names: str, cores: int = 2, pools: str = "") -> Path:
+    tables = "".join(f'[[hosts]]\nname = "{name}"\ncores = {cores}\n' for name in names)
+    path.write_text(tables + (f"[pools]\n{pools}\n" if pools else ""))
+    return path
+
+
+def hosts_of(config: RunConfig) -> dict[str, str]:
+    return {replica.name: ", ".join(replica.hosts) for replica in config.plan.replicas}
+
+
+@pytest.fixture
+def on_two(processes: Processes, tmp_path: Path, out: Path) -> RunFolder:
+    """A run on hosts a and b that was preempted."""
+    processes.status, processes.last = PREEMPTED, lambda folder: saved_at(folder, 5)
+    cluster = hosts_file(tmp_path / "two.toml", "a", "b", pools='generator = "b"')
+    assert run.main([*AUTO, "--updates", "9", "--cluster", str(cluster), "--out", str(out)]) == 75
+    assert hosts_of(processes.configs[0]) == {"generator/0": "b", "scorer/0": "a", "trainer/0": "a"}
+    processes.status, processes.last = DONE, bool
+    return RunFolder.open(out)
+
+
+@pytest.mark.parametrize("pools", ["", 'generator = "n8"'])
+@pytest.mark.parametrize("how", ["resume", "auto"])
+def test_hosts_of_other_names_take_the_places_of_the_former_ones(
+    processes: Processes, on_two: RunFolder, tmp_path: Path, capsys: Output, pools: str, how: str
+) -> None:
+    cluster = hosts_file(tmp_path / "others.toml", "n7", "n8", "n9", pools=pools)
+    if how == "resume":
+        assert resume(on_two, "--cluster", cluster) == 0
+    else:
+        words = ("--updates", "9", "--cluster", str(cluster), "--out", str(on_two.path))
+        assert run.main([*AUTO, *words]) == 0
+    first, second = processes.configs
+    assert hosts_of(second) == {"generator/0": "n8", "scorer/0": "n7", "trainer/0": "n7"}
+    assert [r.ranks[0].threads for r in first.plan.replicas] == [r.ranks[0].threads for r in second.plan.replicas]
+    assert "made anew" not in capsys.readouterr().out
+    # The next resume needs no file again.
+    assert resume(on_two, "--updates", 99) == 0
+    assert hosts_of(processes.configs[2]) == hosts_of(second)
+
+
+@pytest.mark.parametrize(
+    ("names", "cores", "pools", "said"),
+    [
+        (("n7", "n8"), 1, 'generator = "n8"', "host n7 in the place of host a: cores: given 1, needed 2"),
+        (("n7",), 2, "", "given 1 hosts, needed 2 as before"),
+        (("a", "b"), 2, 'trainer = "b"', "pools.generator: given a, needed b"),
+    ],
+    ids=["cores", "number", "pools"],
+)
+def test_where_other_hosts_have_another_shape_the_plan_is_made_anew_and_says_why(
+    processes: Processes,
+    on_two: RunFolder,
+    tmp_path: Path,
+    capsys: Output,
+    names: tuple[str, ...],
+    cores: int,
+    pools: str,
+    said: str,
+) -> None:
+    cluster = hosts_file(tmp_path / "others.toml", *names, cores=cores, pools=pools)
+    assert resume(on_two, "--cluster", cluster) == 0
+    assert said in capsys.readouterr().out
+    assert set(hosts_of(processes.configs[1]).values()) <= set(names)

@@ -11,6 +11,7 @@ from penstock.runtime.cluster import cluster as module
 from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, cuda_devices, nearest, read_cluster
 from penstock.runtime.cluster.gpus import GPUS, Efficiency, Gpu, HostTime, Tflops
 from penstock.runtime.cluster.placement import check_pools, place, read_meshes, spelled
+from penstock.runtime.cluster.slots import moved
 from penstock.runtime.plan.candidates import node_groups
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -251,3 +252,40 @@ def test_a_mesh_that_cannot_be_is_refused(words: list[str], given: str) -> None:
     with pytest.raises(ClusterError, match=given):  # noqa: PT012 - each of them refuses some
         meshes = read_meshes(words)
         check_pools(meshes, ["trainer"], ["trainer", "scorer"])
+
+
+GPU_HOSTS = """
+hosts = [
+    { name = "a", cores = 8, devices = ["cuda:0", "cuda:1"], gpu = "H100" },
+    { name = "b", cores = 8, devices = ["cuda:0", "cuda:1"], gpu = "H100" },
+]
+pools.generator = "b"
+"""
+
+
+def test_a_plan_moves_to_hosts_of_equal_shape_with_their_devices_and_what_is_not_said_of_them(tmp_path: Path) -> None:
+    program = load("aipo")
+    assert isinstance(program, Program)
+    before = _read(tmp_path, GPU_HOSTS)
+    plan = place([trace(program, {})], before, device="cuda", meshes=read_meshes(["trainer=fsdp2"]))
+    now = _read(
+        tmp_path,
+        'hosts = [{ name = "n3", cores = 8, devices = ["cuda:4", "cuda:6"] }, '
+        '{ name = "n4", cores = 8, devices = ["cuda:0", "cuda:1"], gpu = "H100" }, { name = "n5", cores = 2 }]',
+    )
+    on = moved(plan, before, now)
+    assert on.lacks == ()
+    places = {pool.name: pool.places for pool in on.plan.pools}
+    assert places["trainer"] == [("n3", "cuda:4"), ("n3", "cuda:6")]
+    assert [host for host, _ in places["generator"]] == ["n4"]
+    assert (on.cluster.host("n3").gpu, on.cluster.hosts_of("generator")[0].name) == ("H100", "n4")
+    other = _read(
+        tmp_path, GPU_HOSTS.replace('"b", cores = 8', '"b", cores = 4').replace('gpu = "H100"', 'gpu = "B200"')
+    )
+    found = moved(plan, before, other)
+    assert found.plan == plan
+    assert found.lacks == (
+        "host a: GPUs of the kind: given B200, needed H100",
+        "host b: cores: given 4, needed 8",
+        "host b: GPUs of the kind: given B200, needed H100",
+    )
