@@ -108,8 +108,8 @@ def _run(
     flags = absolute_paths(traced.flags)
     found = chosen(replace(traced, flags=flags), cluster)
     if enrolled is not None and found.plan is None:
-        typed = traced.flags.generators if "generators" in traced.typed else None
-        cluster, options = placed(flags.place, found.traced.graph, cluster, typed)
+        said = "generators" in traced.typed or flags.generators != RunOptions.generators
+        cluster, options = placed(flags.place, found.traced.graph, cluster, flags.generators if said else None)
         found = replace(found, traced=replace(found.traced, flags=replace(found.traced.flags, **options)))
     config = configure(found.traced, cluster, flags.model, found.plan)
     require_devices(config.plan, cluster, config.flags.dtype, traced.gpus)

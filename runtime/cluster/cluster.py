@@ -7,7 +7,6 @@ for each GPU, and no addresses: it is for plans, not for runs.
 A fault of a file is told with its key, what was given, and what is needed, one line for each (`explain`).
 """
 
-import ipaddress
 import os
 import re
 import subprocess
@@ -29,7 +28,7 @@ from pydantic import (
     model_validator,
 )
 
-from penstock.runtime.cluster.endpoints import LOOPBACK, ipc_endpoint, is_loopback, tcp_endpoint
+from penstock.runtime.cluster.endpoints import LOOPBACK, ip_of, ipc_endpoint, is_loopback, tcp_endpoint
 from penstock.runtime.cluster.gpus import GPUS, Efficiency, Gpu, HostTime, Tflops, gpu_like, kind_of
 
 
@@ -83,10 +82,9 @@ def _address(given: str) -> str:
         raise ValueError(f"given {given!r}, needed an address without a port: each rank has one of the system's choice")
     if given:
         tcp_endpoint(f"{given}:0")  # raises for what is no address of one interface
-        try:
-            ipaddress.ip_address(given.strip("[]"))
-        except ValueError:
-            raise ValueError(f"given {given!r}, needed an IP address, such as 10.0.0.2") from None
+        if ip_of(given) is None and not re.fullmatch(r"(?!-)[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?", given):
+            needed = "needed a host name or an IP address, such as 10.0.0.2 or [fd00::2]"
+            raise ValueError(f"given {given!r}, {needed}")
     return given
 
 
@@ -156,7 +154,8 @@ class Host(BaseModel):
     """One machine. `cores` are for ranks, of the kind `cpu`; `devices` as torch names them, CUDA devices of the kind
     `gpu`. `memory_gib` is the host's own. An "external" agent is started by others.
 
-    At `address` its ranks listen for those of other hosts that read values made here, or send or receive weights.
+    At `address`, a host name or an IP address, its ranks listen for those of other hosts that read values made here, or
+    send or receive weights.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -234,7 +233,8 @@ class Cluster(BaseModel):
 
     def _check_reach(self) -> None:
         """Raises ValueError where hosts on machines of their own could not reach each other."""
-        if len({ipaddress.ip_address(host.address.strip("[]")).version for host in self.hosts if host.address}) > 1:
+        # What a name is of is found out where it is used.
+        if len({ip.version for host in self.hosts if (ip := ip_of(host.address))}) > 1:
             raise ValueError("hosts: given an `address` of IPv4 and one of IPv6, needed one kind: they meet by gloo")
         lacking = [host.name for host in self.hosts if is_loopback(f"{host.address or LOOPBACK}:0")]
         if lacking and len(self.hosts) > 1 and self.bind and not is_loopback(self.bind):

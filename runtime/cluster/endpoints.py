@@ -35,7 +35,7 @@ def tcp_endpoint(bind: str) -> str:
     port = "0" if port == "*" else port
     if not address or not (port.isascii() and port.isdigit() and int(port) < 65536):
         raise ValueError(f"given {bind!r}, {needed}")
-    if address == "*" or ((ip := _ip(address)) and ip.is_unspecified):
+    if address == "*" or ((ip := ip_of(address)) and ip.is_unspecified):
         raise ValueError(f"given {bind!r}, every interface of this machine; name the one that the hosts share")
     return f"tcp://{address}:{port}"
 
@@ -47,7 +47,7 @@ class AddressError(ValueError):
 def resolved(address: str) -> str:
     """The IP address of a host name, as this machine knows it; an IP address as it is, IPv6 in brackets. Raises
     AddressError."""
-    if _ip(address):
+    if ip_of(address):
         return address
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
@@ -74,6 +74,14 @@ def resolved_endpoint(endpoint: str) -> str:
         return endpoint
     address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     return f"tcp://{resolved(address)}:{port}"
+
+
+def ip_of(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """An IP address, IPv6 perhaps in brackets; None for a name, or for anything else."""
+    try:
+        return ipaddress.ip_address(address.strip("[]"))
+    except ValueError:
+        return None
 
 
 def is_ipv6(endpoint: str) -> bool:
@@ -133,16 +141,8 @@ def bind_fault(number: int | None) -> str:
 def is_loopback(bind: str) -> bool:
     """Is an "address:port" out of other machines' reach?"""
     address = bind.removeprefix("tcp://").rpartition(":")[0]
-    ip = _ip(address)
+    ip = ip_of(address)
     return ip.is_loopback if ip else address == "localhost"
-
-
-def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None for a name, or for anything else."""
-    try:
-        return ipaddress.ip_address(address.strip("[]"))
-    except ValueError:
-        return None
 
 
 def _private_folder(folder: Path) -> Path:

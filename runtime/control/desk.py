@@ -138,8 +138,13 @@ class Desk:
     def wait(self, count: int, seconds: float, poll: Callable[[], list[tuple[str, str]]], tell: Callable[[str], None],
              flag: str = "--startup-deadline") -> None:  # fmt: skip
         """Until `count` agents are ready, which then are the slots. `poll` tells of agents that have died. Raises
-        EnrolmentError past so many `seconds`, or when one has died."""
-        self._most = count + MAX_EXTRA
+        EnrolmentError past so many `seconds`, or when one has died. Called again for a run that goes on: its slots are
+        made anew."""
+        with self._lock:
+            self._most = count + MAX_EXTRA
+            self._slots.clear()
+            for one in self._applicants.values():
+                one.slot = ""
         until = monotonic() + seconds
         while True:
             deaths = poll()

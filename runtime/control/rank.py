@@ -7,6 +7,7 @@ goes over the connection that a rank has anyway, authenticated on a Unix socket 
 it, and hosts need no file system in common.
 """
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 from torch._C._distributed_c10d import Store as C10dStore
 
-from penstock.runtime.cluster.endpoints import LOOPBACK
+from penstock.runtime.cluster.endpoints import LOOPBACK, AddressError, resolved
 from penstock.runtime.control.executor import Executor, be_deterministic
 from penstock.runtime.control.messages import Count, Look, Note, Post
 from penstock.runtime.control.rank_state import HeldValues
@@ -128,6 +129,10 @@ class RankRuntime:
         pulse: Pulse,
         wake: Callable[[], None],
     ) -> None:
+        try:
+            join = dataclasses.replace(join, address=resolved(join.address))
+        except AddressError as error:
+            raise ValueError(f"host {join.host}: address: {error}") from None
         folder, own, flags = Path(join.folder), config.plan.replica(replica), config.flags
         place, num_ranks = own.ranks[index], len(own.ranks)
         torch.set_num_threads(place.threads)

@@ -1,0 +1,489 @@
+"""Agents that nobody has named beforehand get a slot for a ticket, and nobody else does. Real sockets on loopback."""
+
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from penstock import __version__
+from penstock.runtime.cluster.endpoints import AddressError, resolved, why_unreachable
+from penstock.runtime.control import applicant, desk, enrolment
+from penstock.runtime.control.applicant import DeskClient, NoSlot, enrol, serve_ticket
+from penstock.runtime.control.desk import SHARED, TICKET, Desk, EnrolmentError
+from penstock.runtime.control.enrolment import (
+    Admitted,
+    Enrol,
+    Found,
+    FromAgent,
+    FromDesk,
+    Present,
+    Refused,
+    Welcome,
+    pack_for_desk,
+)
+from penstock.runtime.control.security import DeskKeys, Join, KeyFileError, KeyPair, Keys, Ticket
+
+pytestmark = pytest.mark.timeout(120)
+BIND = "127.0.0.1:0"
+# Seconds that a test waits for what it expects.
+PATIENCE_S = 60.0
+
+
+@dataclass
+class Office:
+    """A desk in a folder, and agents that enrol there, each in a thread."""
+
+    desk: Desk
+    folder: Path
+    pool: ThreadPoolExecutor
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def ticket(self) -> Path:
+        return self.folder / TICKET
+
+    def agent(self, ticket: Path | None = None, folder: Path | None = None) -> "Future[Join]":
+        return self.pool.submit(enrol, ticket or self.ticket, folder, "", lambda text: None)
+
+    def wait(self, count: int, seconds: float = PATIENCE_S) -> list[str]:
+        """The names of the slots."""
+        self.desk.wait(count, seconds, list, self.said.append)
+        return [host.name for host in self.desk.cluster("127.0.0.1:0").hosts]
+
+    def begin(self, *slots: str) -> dict[str, Join]:
+        """The run begins: every slot gets its `Join`."""
+        keys = Keys.make("run1", "tcp://127.0.0.1:0", slots)
+        joins = {slot: keys.join(slot, "tcp://127.0.0.1:9", self.folder) for slot in slots}
+        for slot, join in joins.items():
+            self.desk.admit(slot, join)
+        return joins
+
+    def heard(self, text: str) -> None:
+        """Until the user is told something with this text in it."""
+
+        def told() -> bool:
+            self.said += self.desk.news()
+            return any(text in said for said in self.said)
+
+        until(told)
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@contextmanager
+def opened(folder: Path, job: str = "aipo", bind: str = BIND) -> Iterator[Office]:
+    folder.mkdir(exist_ok=True)
+    made = Office(Desk(DeskKeys.make(job), bind, folder), folder, ThreadPoolExecutor())
+    try:
+        yield made
+    finally:
+        made.desk.close()
+        made.pool.shutdown()
+
+
+@pytest.fixture
+def office(tmp_path: Path) -> Iterator[Office]:
+    with opened(tmp_path / "run") as made:
+        yield made
+
+
+@contextmanager
+def client(ticket: Ticket) -> Iterator[DeskClient]:
+    made = DeskClient(ticket, f"tcp://{ticket.endpoint}")
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def answer(one: DeskClient, message: FromAgent | None = None) -> FromDesk:
+    """The next answer of the desk, to a message if one is given."""
+    if message is not None:
+        one.send(message)
+    found: list[FromDesk] = []
+    until(lambda: bool(found.extend(one.receive(0.05)) or found))
+    return found[0]
+
+
+def facts(ticket: Ticket, **changed: object) -> Enrol:
+    return msgspec.structs.replace(enrolment.facts(ticket.token, "127.0.0.1"), **changed)
+
+
+def come(one: DeskClient, ticket: Ticket, **changed: object) -> None:
+    """Enrol, and have found the folder."""
+    assert isinstance(answer(one, facts(ticket, **changed)), Welcome)
+    one.send(Found(shared=True))
+
+
+# The ticket.
+
+
+def test_an_agent_with_the_ticket_gets_the_join_of_its_slot_once_the_run_begins(office: Office, tmp_path: Path) -> None:
+    agents = [office.agent(), office.agent(folder=tmp_path / "own")]
+    slots = office.wait(2)
+    assert not any(agent.done() for agent in agents)
+    joins = office.begin(*slots)
+    found = sorted((agent.result(PATIENCE_S) for agent in agents), key=lambda join: join.host)
+    own = {join.host: join.folder for join in found}
+    assert set(own.values()) == {str(office.folder), str(tmp_path / "own")}
+    assert [replace(join, folder=str(office.folder)) for join in found] == [joins[slot] for slot in sorted(slots)]
+
+
+def test_a_ticket_is_private_and_goes_with_the_desk(tmp_path: Path) -> None:
+    with opened(tmp_path / "run") as office:
+        for name in (TICKET, SHARED):
+            assert stat.S_IMODE((office.folder / name).stat().st_mode) == 0o600
+        ticket = Ticket.read(office.ticket)
+        assert ticket == office.desk.ticket
+        assert ticket.token not in repr(ticket) + repr(facts(ticket))
+        assert "secret" not in repr(Admitted("a", "secret"))
+    assert list(office.folder.iterdir()) == []
+
+
+def test_keys_that_are_kept_make_one_ticket_for_all_starts_of_a_job(tmp_path: Path) -> None:
+    DeskKeys.make("job").write(tmp_path / "desk.json")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    tickets = []
+    for _ in range(2):
+        made = Desk(DeskKeys.read(tmp_path / "desk.json"), f"127.0.0.1:{port}", tmp_path)
+        tickets.append(made.ticket)
+        made.close()
+    assert tickets[0] == tickets[1]
+    assert (tmp_path / "desk.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_ticket_that_others_may_read_is_refused_before_anything_is_connected(office: Office) -> None:
+    office.ticket.chmod(0o644)
+    with pytest.raises(KeyFileError, match="chmod 600"):
+        enrol(office.ticket, None, "", lambda text: None)
+    with pytest.raises(KeyFileError, match="chmod 600"):
+        serve_ticket(office.ticket, None, "")
+
+
+def test_a_wrong_token_is_refused_and_told(office: Office, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.json"
+    replace(office.desk.ticket, token="0" * 32).write(wrong)
+    with pytest.raises(NoSlot, match="a token that is not this run's"):
+        office.agent(wrong).result(PATIENCE_S)
+    office.heard("a token that is not this run's")
+    assert office.desk.counts["refused"] == 1
+    # Nothing of a stranger's has been kept: the next one gets the only slot.
+    agent = office.agent()
+    office.begin(*office.wait(1))
+    assert agent.result(PATIENCE_S).run == "run1"
+
+
+@pytest.mark.parametrize("there", ["an old one", "another run's"])
+def test_an_old_ticket_and_that_of_another_run_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str
+) -> None:
+    monkeypatch.setattr(applicant, "OTHER_KEY_S", 1.0)
+    kept = tmp_path / "kept.json"
+    with opened(tmp_path / "a") as first:
+        first.desk.ticket.write(kept)
+        port = first.desk.ticket.endpoint.rpartition(":")[2]
+        if there == "another run's":
+            with opened(tmp_path / "b") as second:
+                kept.unlink()
+                replace(first.desk.ticket, endpoint=second.desk.ticket.endpoint).write(kept)
+                with pytest.raises(NoSlot, match="an old ticket, or another run's"):
+                    second.agent(kept).result(PATIENCE_S)
+            return
+    later = opened(tmp_path / "a", bind=f"127.0.0.1:{port}")
+    with later as office, pytest.raises(NoSlot, match="an old ticket, or another run's"):
+        office.agent(kept).result(PATIENCE_S)
+
+
+def test_an_agent_that_has_an_old_ticket_takes_the_new_one_that_takes_its_place(tmp_path: Path) -> None:
+    """The launcher of a job that was killed has left its ticket, and the one that follows is about to replace it."""
+    with opened(tmp_path / "old") as old:
+        port = old.desk.ticket.endpoint.rpartition(":")[2]
+        stale = old.desk.ticket
+    with opened(tmp_path / "new", bind=f"127.0.0.1:{port}") as new:
+        ticket = tmp_path / "ticket.json"
+        stale.write(ticket)
+        agent = new.agent(ticket)
+        time.sleep(0.5)
+        ticket.unlink()
+        new.desk.ticket.write(ticket)
+        new.begin(*new.wait(1))
+        assert agent.result(PATIENCE_S).run == "run1"
+
+
+def test_a_ticket_is_waited_for(office: Office, tmp_path: Path) -> None:
+    agent = office.agent(tmp_path / "later.json")
+    time.sleep(0.3)
+    office.desk.ticket.write(tmp_path / "later.json")
+    office.begin(*office.wait(1))
+    assert agent.result(PATIENCE_S).run == "run1"
+
+
+# What has to be the same, and what has to be shared.
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"torch": "1.0.0"}, "given torch 1.0.0, needed "),
+        ({"python": "2.7"}, "given Python 2.7, needed "),
+        ({"clock": time.time() + 300}, "given a clock that is "),
+    ],
+)
+def test_versions_and_clocks_that_differ_are_named_and_refused(
+    office: Office, changed: dict[str, object], said: str
+) -> None:
+    with client(office.desk.ticket) as one:
+        refused = answer(one, facts(office.desk.ticket, **changed))
+    assert isinstance(refused, Refused)
+    assert said in refused.reason
+    office.heard(said)
+
+
+def test_another_version_of_penstock_is_named_on_both_sides(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = msgspec.msgpack.encode([1, "9.9.9", ["Enrol", "of that version"]])
+    with client(office.desk.ticket) as one:
+        one._socket.send(frame)
+        refused = answer(one)
+    assert isinstance(refused, Refused)
+    assert refused.reason == f"given Penstock 9.9.9, needed {__version__}, as the launcher has"
+    office.heard("given Penstock 9.9.9")
+    monkeypatch.setattr(desk, "pack_for_agent", lambda message: msgspec.msgpack.encode([1, "9.9.9", None]))
+    with pytest.raises(NoSlot, match=r"needed 9\.9\.9, as the launcher has"):
+        office.agent().result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("there", ["no folder", "another folder"])
+def test_a_folder_that_is_not_shared_is_found_when_an_agent_enrols(
+    office: Office, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: str
+) -> None:
+    monkeypatch.setattr(applicant, "SHARED_S", 0.1)
+    ticket = tmp_path / "ticket.json"
+    office.desk.ticket.write(ticket)
+    if there == "no folder":
+        office.folder.rename(tmp_path / "elsewhere")
+    else:  # one of the same name with another content
+        (office.folder / SHARED).write_text("0" * 32)
+    with pytest.raises(NoSlot, match=r"needed a file system that the hosts share, or .*--folder"):
+        office.agent(ticket).result(PATIENCE_S)
+    office.heard("needed a file system that the hosts share")
+
+
+# Who comes, and who does not.
+
+
+def test_slots_are_in_the_order_of_the_managers_numbers_and_their_names_differ(office: Office) -> None:
+    ticket = office.desk.ticket
+    with client(ticket) as one, client(ticket) as two, client(ticket) as three:
+        come(one, ticket, hostname="node b!", order=2, cores=3)
+        come(two, ticket, hostname="node-a", order=1, cores=4)
+        come(three, ticket, hostname="node-a", order=0, cores=5)
+        assert office.wait(3) == ["node-a", "node-a-2", "node-b"]
+        hosts = office.desk.cluster("127.0.0.1:7").hosts
+        assert [host.cores for host in hosts] == [5, 4, 3]
+        assert {host.agent for host in hosts} == {"external"}
+
+
+def test_gpus_that_agents_report_are_those_of_the_cluster(office: Office) -> None:
+    ticket = office.desk.ticket
+    with client(ticket) as one, client(ticket) as two:
+        come(one, ticket, hostname="a", gpus=2, gpu="NVIDIA H100 80GB HBM3", gpu_gib=79.6)
+        come(two, ticket, hostname="b", gpus=1, gpu="Some Card 9000", gpu_gib=12.0)
+        office.wait(2)
+        cluster = office.desk.cluster("127.0.0.1:7")
+        first, second = cluster.hosts
+        assert (first.devices, first.gpu) == (("cuda:0", "cuda:1"), "H100")
+        kind = cluster.gpu_of(second)
+        assert kind is not None
+        assert kind.memory_gib == 12.0
+
+
+def test_too_few_agents_are_told_by_who_came_who_is_missing_and_who_was_refused(office: Office) -> None:
+    ticket = office.desk.ticket
+    with client(ticket) as one, client(ticket) as two:
+        come(one, ticket, hostname="n0", order=0)
+        answer(two, facts(ticket, hostname="n2", order=2, torch="1.0.0"))
+        with pytest.raises(EnrolmentError) as raised:
+            office.wait(3, 1.0)
+    lines = str(raised.value).splitlines()
+    assert "1 of 3 agents came" in lines[0]
+    assert [line for line in lines if line.startswith("  came: n0 ")]
+    assert "  missing: number 1, 2" in lines
+    assert [line for line in lines if line.startswith("  refused: the agent of n2 ") and "torch 1.0.0" in line]
+
+
+def test_an_agent_that_its_manager_finds_dead_is_not_waited_for(office: Office) -> None:
+    with pytest.raises(EnrolmentError, match="the agent of n1 ended: exit status 3"):
+        office.desk.wait(2, PATIENCE_S, lambda: [("n1", "exit status 3")], office.said.append)
+
+
+def test_an_agent_that_left_before_the_run_began_is_replaced_by_the_next(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desk, "SILENCE_S", 0.5)
+    with client(office.desk.ticket) as one:
+        come(one, office.desk.ticket)
+        (slot,) = office.wait(1)
+    office.heard("has left: no sign of life")
+    assert office.desk.vacant() == [slot]
+    agent = office.agent()
+    office.begin(slot)
+    assert agent.result(PATIENCE_S).host == slot
+
+
+def test_an_agent_that_is_started_again_gets_the_slot_of_its_host_and_the_same_join(office: Office) -> None:
+    ticket = office.desk.ticket
+    with client(ticket) as one, client(ticket) as two:
+        come(one, ticket, hostname="a", order=0)
+        come(two, ticket, hostname="b", order=1)
+        joins = office.begin(*office.wait(2))
+        for each in (one, two):
+            assert isinstance(answer(each), Admitted)
+    for slot in ("a", "b"):
+        office.desk.vacate(slot)
+    with client(ticket) as again:
+        come(again, ticket, hostname="b", address="127.0.0.2")
+        found = answer(again)
+    assert isinstance(found, Admitted)
+    assert found.slot == "b"
+    # Its ranks listen where it is now.
+    assert msgspec.json.decode(found.join, type=Join) == replace(joins["b"], address="127.0.0.2")
+    assert office.desk.vacant() == ["a"]
+
+
+def test_an_agent_for_which_there_is_no_slot_is_refused_after_a_while(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desk, "NO_SLOT_S", 0.3)
+    agents = [office.agent(), office.agent()]
+    until(lambda: sum(bool(one.ready) for one in list(office.desk._applicants.values())) == 2)
+    office.begin(*office.wait(1))
+    results = []
+    for agent in agents:
+        try:
+            results.append(agent.result(PATIENCE_S).run)
+        except NoSlot as error:
+            results.append(str(error))
+    assert "run1" in results
+    (refusal,) = (text for text in results if text != "run1")
+    assert "all 1 slots are taken" in refusal
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_whoever_waits_at_the_end_is_told_how_the_run_ended(tmp_path: Path, over: bool) -> None:
+    with opened(tmp_path / "run") as office:
+        agent = office.agent()
+        until(lambda: bool(office.desk._applicants))
+        office.desk.close("the run has ended", over=over)
+        with pytest.raises(NoSlot, match="the run has ended") as raised:
+            agent.result(PATIENCE_S)
+        assert raised.value.status == (0 if over else 1)
+        # It is closed once more by `opened`, which has to find nothing.
+        office.desk = Desk(DeskKeys.make("x"), BIND, tmp_path)
+
+
+# Strangers.
+
+
+@contextmanager
+def raw(ticket: Ticket, identity: bytes) -> Iterator["zmq.Socket[bytes]"]:
+    """A client that chooses its identity, and says whatever it is told to."""
+    pair = KeyPair.make()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as one:
+        one.setsockopt(zmq.LINGER, 2000)
+        one.setsockopt(zmq.IDENTITY, identity)
+        one.setsockopt(zmq.CURVE_SERVERKEY, ticket.server.encode())
+        one.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
+        one.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
+        one.connect(f"tcp://{ticket.endpoint}")
+        yield one
+
+
+def test_nobody_is_heard_before_the_token_and_nobody_takes_another_agents_place(office: Office) -> None:
+    ticket, counts = office.desk.ticket, office.desk.counts
+    with raw(ticket, b"a") as one:
+        for frame in (b"", b"\xff" * 100, *map(pack_for_desk, (Present(), Found(shared=True)))):
+            one.send(frame)
+        until(lambda: counts["dropped"] == 4)
+        one.send(pack_for_desk(facts(ticket)))
+        assert isinstance(enrolment.read_at_agent(one.recv()), Welcome)
+    # Its connection is broken, and another client says that it is the one: with its own key it is not.
+    with raw(ticket, b"a") as other:
+        other.send(pack_for_desk(Found(shared=True)))
+        until(lambda: counts["dropped"] == 5)
+    assert [one.ready for one in office.desk._applicants.values()] == [0]
+
+
+def test_a_frame_that_is_too_long_ends_its_connection_and_nothing_else(office: Office) -> None:
+    agent = office.agent()
+    with raw(office.desk.ticket, b"a") as one:
+        one.send(bytes(1 << 20))
+        office.begin(*office.wait(1))
+    assert agent.result(PATIENCE_S).run == "run1"
+
+
+def test_a_flood_of_connections_keeps_no_agent_out(office: Office) -> None:
+    host, _, port = office.desk.ticket.endpoint.rpartition(":")
+    flood = []
+    for _ in range(400):
+        with suppress(OSError):
+            flood.append(socket.create_connection((host, int(port)), timeout=10))
+    agent = office.agent()
+    office.begin(*office.wait(1))
+    assert agent.result(PATIENCE_S).run == "run1"
+    for one in flood:
+        one.close()
+
+
+def test_where_no_desk_listens_the_connection_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(applicant, "JOIN_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    DeskKeys.make("job").ticket(f"127.0.0.1:{port}").write(tmp_path / "ticket.json")
+    with pytest.raises(
+        NoSlot, match=rf"from {socket.gethostname()} \(127\.0\.0\.1\) to 127\.0\.0\.1:{port} was refused"
+    ):
+        enrol(tmp_path / "ticket.json", None, "", lambda text: None)
+
+
+# Names of hosts.
+
+
+def test_a_host_name_is_looked_up_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {
+        "far": ["10.0.0.7"],
+        "both": ["fd00::1", "10.0.0.8"],
+        "six": ["fd00::2"],
+        "self": ["127.0.1.1"],
+        "all": ["0.0.0.0"],
+    }
+
+    def look_up(name: str, *_: object, **__: object) -> list[object]:
+        if name not in known:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(None, None, None, "", (ip, 0)) for ip in known[name]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    assert [resolved(name) for name in ("far", "both", "six")] == ["10.0.0.7", "10.0.0.8", "[fd00::2]"]
+    assert [resolved(ip) for ip in ("10.0.0.1", "[::1]")] == ["10.0.0.1", "[::1]"]
+    for name, said in (("none", "does not know"), ("self", r"which is 127\.0\.1\.1"), ("all", "every interface")):
+        with pytest.raises(AddressError, match=said):
+            resolved(name)
+
+
+def test_a_connection_that_can_be_made_has_nothing_against_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        assert why_unreachable(f"tcp://127.0.0.1:{there.getsockname()[1]}") == ""
