@@ -5,10 +5,12 @@ this host has, looks for the run folder, and waits until the run begins. Each of
 says what it has waited for.
 """
 
+import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic, sleep
@@ -17,15 +19,26 @@ import msgspec
 import zmq
 
 from penstock import __version__
-from penstock.runtime.cluster.endpoints import AddressError, own_address, resolved, resolved_endpoint, why_unreachable
+from penstock.runtime.cluster.endpoints import (
+    AddressError,
+    is_ipv6,
+    own_address,
+    resolved,
+    resolved_endpoint,
+    why_unreachable,
+)
 from penstock.runtime.control.agent import serve
 from penstock.runtime.control.desk import LINGER_S, OPTIONS
 from penstock.runtime.control.enrolment import (
     Admitted,
+    Enrol,
     Found,
     FromAgent,
     FromDesk,
+    Joined,
     Present,
+    Probe,
+    Reached,
     Refused,
     VersionError,
     Welcome,
@@ -47,6 +60,8 @@ SHARED_S = 5.0
 OTHER_KEY_S = 10.0
 # Seconds between two signs of life, and those without one after which a desk is gone.
 PRESENT_S, GONE_S = 2.0, 15.0
+# Connections to other hosts that are tried at once, and that may wait here.
+MAX_PROBES = 128
 
 
 class NoSlot(Exception):
@@ -71,9 +86,18 @@ def enrol(file: Path, folder: Path | None, address: str, tell: Callable[[str], N
             raise NoSlot(str(error)) from None
         except OSError as error:
             raise NoSlot(f"no network leads to the desk at {ticket.endpoint}: {error.strerror or error}") from None
+        try:
+            probed = socket.create_server(
+                (here.strip("[]"), 0), family=socket.AF_INET6 if is_ipv6(here) else socket.AF_INET, backlog=MAX_PROBES
+            )
+        except OSError as error:
+            given = f"given the address {here}, which is none of this machine ({error.strerror})"
+            raise NoSlot(f"{given}; needed one at which the other hosts reach it (--address)") from None
         client = DeskClient(ticket, endpoint)
         try:
-            return _at_desk(client, ticket, own, here, tell)
+            # Whoever tries to connect gets no further than the system's queue.
+            with closing(probed):
+                return _at_desk(client, ticket, own, facts(ticket.token, here, probed.getsockname()[1]), tell)
         except _OtherKey:
             # Of a run that has ended, and its file is about to be replaced by that of the run which begins.
             if monotonic() - waited > OTHER_KEY_S:
@@ -120,7 +144,7 @@ class _OtherKey(Exception):
     """What listens there is not the ticket's desk."""
 
 
-def _at_desk(client: "DeskClient", ticket: Ticket, own: Path | None, here: str, tell: Callable[[str], None]) -> Join:
+def _at_desk(client: "DeskClient", ticket: Ticket, own: Path | None, enrol: Enrol, tell: Callable[[str], None]) -> Join:
     """Enrol, and wait until the run begins."""
     began = heard = monotonic()
     said, connected, welcome = 0.0, False, None
@@ -133,7 +157,7 @@ def _at_desk(client: "DeskClient", ticket: Ticket, own: Path | None, here: str, 
                 raise NoSlot(given) from None
             now = monotonic()
             if client.connected and not connected:
-                client.send(facts(ticket.token, here))
+                client.send(enrol)
                 heard = now
             connected = client.connected
             for answer in answers:
@@ -142,14 +166,19 @@ def _at_desk(client: "DeskClient", ticket: Ticket, own: Path | None, here: str, 
                     case Refused(reason=reason, over=over):
                         raise NoSlot(f"the desk at {ticket.endpoint} refused this agent: {reason}", 0 if over else 1)
                     case Admitted(slot=slot, join=join):
-                        tell(f"this is host {slot} of the run")
                         made = msgspec.json.decode(join, type=Join)
+                        client.send(Joined(lack := why_unreachable(made.endpoint)))
+                        if lack:
+                            raise NoSlot(f"cannot reach the controller: {lack}")
+                        tell(f"this is host {slot} of the run")
                         return replace(made, folder=str(own)) if own else made
                     case Welcome():
                         if welcome is None:
                             tell(f"enrolled at {ticket.endpoint}; waiting for the run to begin")
                         welcome = answer
                         client.send(_look(answer, own))
+                    case Probe(endpoints=endpoints):
+                        client.send(Reached("\n".join(filter(None, _tried(endpoints)))[:4000]))
             if connected and now - said > PRESENT_S:
                 said = now
                 client.send(Present())
@@ -164,6 +193,14 @@ def _at_desk(client: "DeskClient", ticket: Ticket, own: Path | None, here: str, 
         if not isinstance(error, _OtherKey | NoSlot):
             client.send(Withdrawn(f"it was ended ({type(error).__name__})"))
         raise
+
+
+def _tried(endpoints: Sequence[str]) -> list[str]:
+    """What keeps this host from each of these, all tried at once."""
+    if not endpoints:
+        return []
+    with ThreadPoolExecutor(min(len(endpoints), MAX_PROBES)) as pool:
+        return list(pool.map(why_unreachable, endpoints))
 
 
 def _look(welcome: Welcome, own: Path | None) -> Found:

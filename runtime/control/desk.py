@@ -5,8 +5,9 @@ It listens beside the controller, with a key of its own (`DeskKeys`), and lets i
 launcher
 
 - awaits as many agents as the run is to have (`wait`): each is a slot of `cluster()`, in the order of the numbers that
-  a cluster manager has given them, then of their names;
+  a cluster manager has given them, then of their names, and reaches all others;
 - gives each slot its `Join` once the controller listens (`admit`), which the desk hands to the slot's agent;
+- hears which agents never got to the controller (`losses`);
 - says that a slot's agent has ended (`vacate`): the next one that enrols gets the slot, and its `Join` again.
 
 `applicant` is the other end, of an agent.
@@ -39,7 +40,10 @@ from penstock.runtime.control.enrolment import (
     Found,
     FromAgent,
     FromDesk,
+    Joined,
     Present,
+    Probe,
+    Reached,
     Refused,
     VersionError,
     Welcome,
@@ -59,6 +63,8 @@ TICKET, SHARED = "ticket.json", "shared.token"
 SILENCE_S = 15.0
 # Seconds that an agent for which there is no slot may wait for one: its host's former agent may be found dead by then.
 NO_SLOT_S = 30.0
+# Seconds for the agents to try whether they reach each other.
+PROBE_S = 30.0
 # Agents that may wait at once, beyond those that the run is to have.
 MAX_EXTRA = 64
 # Bytes of a frame at the desk: facts and paths.
@@ -75,7 +81,8 @@ class EnrolmentError(RuntimeError):
 
 @dataclass
 class Applicant:
-    """An agent at the desk. `ready` is when it had a folder for the run; 0 before."""
+    """An agent at the desk. `ready` is when it had a folder for the run; 0 before. `unreached` says which others it
+    cannot reach, None while that is not known. `admitted`: it has its `Join`, and is on its way to the controller."""
 
     identity: bytes
     key: str
@@ -83,6 +90,8 @@ class Applicant:
     seen: float
     ready: float = 0.0
     slot: str = ""
+    unreached: str | None = None
+    admitted: bool = False
 
     def __str__(self) -> str:
         has = f"{self.enrol.gpus} × {self.enrol.gpu or 'GPU'}" if self.enrol.gpus else f"{self.enrol.cores} cores"
@@ -112,6 +121,7 @@ class Desk:
         self._applicants: dict[bytes, Applicant] = {}
         self._slots: dict[str, _Slot] = {}
         self._out: list[tuple[bytes, FromDesk]] = []
+        self._losses: list[tuple[str, str]] = []
         self._ended: Refused | None = None
         self._most = MAX_EXTRA
         self._listener = Listener(tcp_endpoint(bind), OPTIONS, (keys.secret, None), self._drop)
@@ -143,18 +153,28 @@ class Desk:
         with self._lock:
             self._most = count + MAX_EXTRA
             self._slots.clear()
+            self._losses.clear()
             for one in self._applicants.values():
-                one.slot = ""
+                one.slot, one.unreached = "", None
         until = monotonic() + seconds
         while True:
             deaths = poll()
             for text in self.news():
                 tell(text)
             with self._lock:
-                ready = [each for each in self._applicants.values() if each.ready]
-                if len(ready) >= count:
+                ready = [each for each in self._applicants.values() if each.ready and not each.admitted]
+                if not self._slots and len(ready) >= count:
                     self._seat(sorted(ready, key=_arrival)[:count])
+                    # A firewall is told of now, and not by the first ranks that wait for each other in vain.
+                    until = max(until, monotonic() + PROBE_S)
+                agents = [slot.agent for slot in self._slots.values()]
+                unreached = [one.unreached for one in agents if one is not None]
+                if self._slots and None not in unreached and None not in agents:
+                    if lacks := list(filter(None, unreached)):
+                        needed = "needed hosts that reach each other at any port of net.ipv4.ip_local_port_range"
+                        raise EnrolmentError("\n".join([f"hosts do not reach each other; {needed}", *map(str, lacks)]))
                     return
+            self._wake()
             if deaths:
                 said = "; ".join(f"the agent {f'of {host} ' * bool(host)}ended: {why}" for host, why in deaths)
                 raise EnrolmentError(f"{said}\n{self._lacking(count)}")
@@ -186,6 +206,13 @@ class Desk:
                 )
             )
         return Cluster(hosts=tuple(hosts), bind=bind, gpus=kinds)
+
+    def losses(self) -> list[tuple[str, str]]:
+        """The slots whose agents had their `Join` since the last call, and do not reach the controller: why."""
+        with self._lock:
+            found = list(self._losses)
+            self._losses.clear()
+        return found
 
     def admit(self, slot: str, join: Join) -> None:
         """The run begins: the slot's agent gets its `Join`."""
@@ -291,7 +318,7 @@ class Desk:
             for old in [each for each in self._applicants.values() if each.key == key]:
                 del self._applicants[old.identity]
                 if old.slot:
-                    one.slot, self._slots[old.slot].agent = old.slot, one
+                    one.slot, one.unreached, self._slots[old.slot].agent = old.slot, old.unreached, one
             self._applicants[identity] = one
             self._out.append((identity, Welcome(str(self._folder), SHARED, self._content)))
 
@@ -310,6 +337,13 @@ class Desk:
             case Found():
                 del self._applicants[one.identity]
                 self._refuse(one.identity, f"the agent of {one}: {message.lack}", message.lack)
+            case Reached():
+                one.unreached = message.lack
+            case Joined():
+                # From here on it is the controller that hears it.
+                del self._applicants[one.identity]
+                if message.lack and one.slot:
+                    self._losses.append((one.slot, message.lack))
             case Withdrawn():
                 self._go(one, message.reason)
 
@@ -327,6 +361,8 @@ class Desk:
         del self._applicants[one.identity]
         self._news.append(f"the agent of {one} has left: {reason}")
         if one.slot:
+            if one.admitted:
+                self._losses.append((one.slot, reason))
             self._leave(self._slots[one.slot])
             self._fill()
 
@@ -357,6 +393,10 @@ class Desk:
             number = next(n for n in range(1, len(agents) + 1) if _numbered(plain, n) not in self._slots)
             one.slot = _numbered(plain, number)
             self._slots[one.slot] = _Slot(one.enrol, one)
+        for one in agents:
+            others = (each.enrol for each in agents if each is not one)
+            probes = tuple(f"tcp://{other.address}:{other.port}" for other in others if other.port)
+            self._out.append((one.identity, Probe(probes)))
 
     def _fill(self) -> None:
         """Give slots without an agent to agents without a slot: that of its host first."""
@@ -367,21 +407,21 @@ class Desk:
             own = [n for n in fits if vacant[n].facts.hostname == one.enrol.hostname]
             for name in (own or fits)[:1]:
                 one.slot, slot = name, vacant[name]
-                slot.agent, slot.facts = one, one.enrol
+                slot.agent, slot.facts, one.unreached = one, one.enrol, ""
                 self._hand_over(name, slot, one)
 
     def _hand_over(self, name: str, slot: _Slot, one: Applicant) -> None:
         if slot.join is not None:
             join = replace(slot.join, address=one.enrol.address)
             self._out.append((one.identity, Admitted(name, json.dumps({"format": 1, **asdict(join)}))))
-            # From here on it is the controller that hears it.
-            self._applicants.pop(one.identity, None)
+            one.admitted = True
 
     def _lacking(self, count: int) -> str:
         """Who came and who did not."""
         with self._lock:
             ready = sorted((each for each in self._applicants.values() if each.ready), key=_arrival)
             looking = [each for each in self._applicants.values() if not each.ready]
+            asked = [each for each in ready if each.slot and each.unreached is None]
             refused, dropped = list(self._refused), self.counts["dropped"]
         lines = [f"{len(ready)} of {count} agents came; needed all of them (--agents {count})"]
         lines += [f"  came: {one}" for one in ready]
@@ -390,6 +430,7 @@ class Desk:
         if orders and -1 not in orders:
             missing = [str(number) for number in range(count) if number not in orders]
             lines.append(f"  missing: number {', '.join(missing)}")
+        lines += [f"  has not said whether it reaches the others: {one}" for one in asked]
         lines += [f"  refused: {text}" for text in refused]
         lines += [f"  {dropped} connections were none of an agent with this ticket"] * bool(dropped)
         if not ready and not refused:

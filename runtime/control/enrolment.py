@@ -1,10 +1,11 @@
 """How an agent that nobody has named beforehand joins a run: what it says at the launcher's desk, and what it hears.
 
 An agent connects to the desk of its `Ticket` with a key pair that it has just made, and says Enrol: the token, what its
-host has, and its versions. It hears Welcome, looks for the run folder, and says Found. While it waits for the run to
-begin it says Present, which the desk repeats; it ends in one of two ways: Admitted brings the `Join` of its slot,
-Refused says why not. A frame is MessagePack of [ENROLMENT, Penstock's version, message], so that agents and a desk of
-different versions name both.
+host has, and its versions. It hears Welcome, looks for the run folder, and says Found. Once all have come, Probe has it
+try to connect to the others, and Reached says what came of that. While it waits it says Present, which the desk
+repeats. It ends in one of two ways: Refused says why it gets no slot; Admitted brings the `Join` of its slot, and
+Joined says whether it reaches the controller. A frame is MessagePack of [ENROLMENT, Penstock's version, message], so
+that agents and a desk of different versions name both.
 """
 
 import csv
@@ -37,7 +38,7 @@ Gib = Annotated[float, Meta(ge=0, le=1e9)]
 class Enrol(Packable, frozen=True):
     """An agent asks for a slot. `address` is where its ranks listen; `gpus` counts devices, all of the kind `gpu`, of
     which the smallest has `gpu_gib`. `clock` are seconds since 1970; `order` is the agent's number among those that a
-    cluster manager has started, −1 for none.
+    cluster manager has started, −1 for none. At `port` of its address others may try whether they reach it.
     """
 
     token: Name
@@ -53,6 +54,7 @@ class Enrol(Packable, frozen=True):
     python: Name
     clock: Annotated[float, Meta(ge=0, le=1e12)]
     order: Annotated[int, Meta(ge=-1, le=1 << 20)] = -1
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
 
     def __repr__(self) -> str:
         """All but the token."""
@@ -73,6 +75,24 @@ class Found(Packable, frozen=True):
 
     shared: bool
     folder: Text = ""
+    lack: Text = ""
+
+
+class Probe(Packable, frozen=True):
+    """Try to connect to these tcp endpoints of other agents."""
+
+    endpoints: tuple[Name, ...]
+
+
+class Reached(Packable, frozen=True):
+    """What has come of it: which connections could not be made, "" if all could."""
+
+    lack: Text = ""
+
+
+class Joined(Packable, frozen=True):
+    """The agent has its `Join`, and reaches the controller, or `lack` says why not."""
+
     lack: Text = ""
 
 
@@ -104,8 +124,8 @@ class Refused(Packable, frozen=True):
     over: bool = False
 
 
-FromAgent = Enrol | Found | Present | Withdrawn
-FromDesk = Welcome | Present | Admitted | Refused
+FromAgent = Enrol | Found | Reached | Joined | Present | Withdrawn
+FromDesk = Welcome | Probe | Present | Admitted | Refused
 
 _TO_DESK: Codec[tuple[int, str, FromAgent]] = Codec(tuple[Literal[1], str, FromAgent], "enrolment")
 _TO_AGENT: Codec[tuple[int, str, FromDesk]] = Codec(tuple[Literal[1], str, FromDesk], "answer of the desk")
@@ -167,8 +187,8 @@ class Versions(NamedTuple):
         return Versions(torch, ".".join(platform.python_version_tuple()[:2]))
 
 
-def facts(token: str, address: str, environment: Mapping[str, str] = os.environ) -> Enrol:
-    """What this host has, for a run whose ranks listen at `address` here."""
+def facts(token: str, address: str, port: int = 0, environment: Mapping[str, str] = os.environ) -> Enrol:
+    """What this host has, for a run whose ranks listen at `address` here, where something listens at `port` now."""
     versions, (gpu, gpu_gib) = Versions.here(), _gpu()
     order = next((int(environment[name]) for name in ORDERS if environment.get(name, "").isdecimal()), -1)
     return Enrol(
@@ -185,6 +205,7 @@ def facts(token: str, address: str, environment: Mapping[str, str] = os.environ)
         python=versions.python,
         clock=time(),
         order=order,
+        port=port,
     )
 
 

@@ -222,6 +222,8 @@ class Launcher:
                 self._lost(controller, host, why)
             else:
                 self.tell({"kind": "note", "level": "warning", "text": f"an agent {host} ended: {why}"})
+        for host, why in self.desk.losses() if self.desk is not None else ():
+            self._lost(controller, host, why)
         for text in self.desk.news() if self.desk is not None else ():
             self.tell({"kind": "note", "level": "info", "text": text})
 

@@ -24,7 +24,10 @@ from penstock.runtime.control.enrolment import (
     Found,
     FromAgent,
     FromDesk,
+    Joined,
     Present,
+    Probe,
+    Reached,
     Refused,
     Welcome,
     pack_for_desk,
@@ -44,6 +47,7 @@ class Office:
     desk: Desk
     folder: Path
     pool: ThreadPoolExecutor
+    controller: str
     said: list[str] = field(default_factory=list)
 
     @property
@@ -53,15 +57,21 @@ class Office:
     def agent(self, ticket: Path | None = None, folder: Path | None = None) -> "Future[Join]":
         return self.pool.submit(enrol, ticket or self.ticket, folder, "", lambda text: None)
 
-    def wait(self, count: int, seconds: float = PATIENCE_S) -> list[str]:
-        """The names of the slots."""
-        self.desk.wait(count, seconds, list, self.said.append)
+    def wait(self, count: int, *clients: DeskClient, seconds: float = PATIENCE_S, reached: str = "") -> list[str]:
+        """The names of the slots; meanwhile these clients say what they have `reached`."""
+        waited = self.pool.submit(self.desk.wait, count, seconds, list, self.said.append)
+        while not waited.done():
+            time.sleep(0.02)
+            for one in clients:
+                if any(isinstance(found, Probe) for found in one.receive(0.02)):
+                    one.send(Reached(reached))
+        waited.result()
         return [host.name for host in self.desk.cluster("127.0.0.1:0").hosts]
 
     def begin(self, *slots: str) -> dict[str, Join]:
         """The run begins: every slot gets its `Join`."""
         keys = Keys.make("run1", "tcp://127.0.0.1:0", slots)
-        joins = {slot: keys.join(slot, "tcp://127.0.0.1:9", self.folder) for slot in slots}
+        joins = {slot: keys.join(slot, self.controller, self.folder) for slot in slots}
         for slot, join in joins.items():
             self.desk.admit(slot, join)
         return joins
@@ -86,12 +96,14 @@ def until(true: Callable[[], bool]) -> None:
 @contextmanager
 def opened(folder: Path, job: str = "aipo", bind: str = BIND) -> Iterator[Office]:
     folder.mkdir(exist_ok=True)
-    made = Office(Desk(DeskKeys.make(job), bind, folder), folder, ThreadPoolExecutor())
-    try:
-        yield made
-    finally:
-        made.desk.close()
-        made.pool.shutdown()
+    with socket.create_server(("127.0.0.1", 0)) as controller:
+        where = f"tcp://127.0.0.1:{controller.getsockname()[1]}"
+        made = Office(Desk(DeskKeys.make(job), bind, folder), folder, ThreadPoolExecutor(), where)
+        try:
+            yield made
+        finally:
+            made.desk.close()
+            made.pool.shutdown()
 
 
 @pytest.fixture
@@ -114,7 +126,12 @@ def answer(one: DeskClient, message: FromAgent | None = None) -> FromDesk:
     if message is not None:
         one.send(message)
     found: list[FromDesk] = []
-    until(lambda: bool(found.extend(one.receive(0.05)) or found))
+
+    def heard() -> bool:
+        found.extend(one.receive(0.05))
+        return bool(found)
+
+    until(heard)
     return found[0]
 
 
@@ -291,7 +308,7 @@ def test_slots_are_in_the_order_of_the_managers_numbers_and_their_names_differ(o
         come(one, ticket, hostname="node b!", order=2, cores=3)
         come(two, ticket, hostname="node-a", order=1, cores=4)
         come(three, ticket, hostname="node-a", order=0, cores=5)
-        assert office.wait(3) == ["node-a", "node-a-2", "node-b"]
+        assert office.wait(3, one, two, three) == ["node-a", "node-a-2", "node-b"]
         hosts = office.desk.cluster("127.0.0.1:7").hosts
         assert [host.cores for host in hosts] == [5, 4, 3]
         assert {host.agent for host in hosts} == {"external"}
@@ -302,7 +319,7 @@ def test_gpus_that_agents_report_are_those_of_the_cluster(office: Office) -> Non
     with client(ticket) as one, client(ticket) as two:
         come(one, ticket, hostname="a", gpus=2, gpu="NVIDIA H100 80GB HBM3", gpu_gib=79.6)
         come(two, ticket, hostname="b", gpus=1, gpu="Some Card 9000", gpu_gib=12.0)
-        office.wait(2)
+        office.wait(2, one, two)
         cluster = office.desk.cluster("127.0.0.1:7")
         first, second = cluster.hosts
         assert (first.devices, first.gpu) == (("cuda:0", "cuda:1"), "H100")
@@ -317,12 +334,37 @@ def test_too_few_agents_are_told_by_who_came_who_is_missing_and_who_was_refused(
         come(one, ticket, hostname="n0", order=0)
         answer(two, facts(ticket, hostname="n2", order=2, torch="1.0.0"))
         with pytest.raises(EnrolmentError) as raised:
-            office.wait(3, 1.0)
+            office.wait(3, seconds=1.0)
     lines = str(raised.value).splitlines()
     assert "1 of 3 agents came" in lines[0]
     assert [line for line in lines if line.startswith("  came: n0 ")]
     assert "  missing: number 1, 2" in lines
     assert [line for line in lines if line.startswith("  refused: the agent of n2 ") and "torch 1.0.0" in line]
+
+
+def test_hosts_that_do_not_reach_each_other_are_told_with_the_connection(office: Office) -> None:
+    ticket = office.desk.ticket
+    with client(ticket) as one, client(ticket) as two:
+        come(one, ticket, hostname="a")
+        come(two, ticket, hostname="b")
+        lack = "the connection from b (10.0.0.2) to 10.0.0.1:7 timed out"
+        with pytest.raises(EnrolmentError, match=r"hosts do not reach each other(.|\n)*from b \(10\.0\.0\.2\) to 10"):
+            office.wait(2, one, two, reached=lack)
+
+
+def test_an_agent_that_does_not_reach_the_controller_says_from_where_to_where(office: Office) -> None:
+    agent = office.agent()
+    slots = office.wait(1)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    office.controller = f"tcp://127.0.0.1:{port}"
+    office.begin(*slots)
+    said = f"the connection from {socket.gethostname()} (127.0.0.1) to 127.0.0.1:{port} was refused"
+    with pytest.raises(NoSlot) as raised:
+        agent.result(PATIENCE_S)
+    assert said in str(raised.value)
+    until(lambda: bool(office.desk._losses))
+    assert [(slot, said in why) for slot, why in office.desk.losses()] == [(slots[0], True)]
 
 
 def test_an_agent_that_its_manager_finds_dead_is_not_waited_for(office: Office) -> None:
@@ -336,7 +378,7 @@ def test_an_agent_that_left_before_the_run_began_is_replaced_by_the_next(
     monkeypatch.setattr(desk, "SILENCE_S", 0.5)
     with client(office.desk.ticket) as one:
         come(one, office.desk.ticket)
-        (slot,) = office.wait(1)
+        (slot,) = office.wait(1, one)
     office.heard("has left: no sign of life")
     assert office.desk.vacant() == [slot]
     agent = office.agent()
@@ -349,9 +391,11 @@ def test_an_agent_that_is_started_again_gets_the_slot_of_its_host_and_the_same_j
     with client(ticket) as one, client(ticket) as two:
         come(one, ticket, hostname="a", order=0)
         come(two, ticket, hostname="b", order=1)
-        joins = office.begin(*office.wait(2))
+        joins = office.begin(*office.wait(2, one, two))
         for each in (one, two):
             assert isinstance(answer(each), Admitted)
+            each.send(Joined())
+    until(lambda: not office.desk._applicants)
     for slot in ("a", "b"):
         office.desk.vacate(slot)
     with client(ticket) as again:
@@ -415,7 +459,7 @@ def raw(ticket: Ticket, identity: bytes) -> Iterator["zmq.Socket[bytes]"]:
 def test_nobody_is_heard_before_the_token_and_nobody_takes_another_agents_place(office: Office) -> None:
     ticket, counts = office.desk.ticket, office.desk.counts
     with raw(ticket, b"a") as one:
-        for frame in (b"", b"\xff" * 100, *map(pack_for_desk, (Present(), Found(shared=True)))):
+        for frame in (b"", b"\xff" * 100, pack_for_desk(Present()), pack_for_desk(Found(shared=True))):
             one.send(frame)
         until(lambda: counts["dropped"] == 4)
         one.send(pack_for_desk(facts(ticket)))

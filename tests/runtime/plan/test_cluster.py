@@ -44,6 +44,11 @@ def _read(folder: Path, text: str) -> Cluster:
     return Cluster.read(path)
 
 
+def test_a_host_name_is_an_address(tmp_path: Path) -> None:
+    found = _read(tmp_path, GOOD.replace('"10.0.0.2"', '"node-7.cluster.local"').replace("10.0.0.1:5555", "head:5555"))
+    assert (found.hosts[1].address, found.bind) == ("node-7.cluster.local", "head:5555")
+
+
 def test_a_cluster_file_is_read(tmp_path: Path) -> None:
     cluster = _read(tmp_path, GOOD)
     assert cluster.hosts == (
@@ -80,7 +85,7 @@ FAULTS = (
         'generator.python = "python3"',
         "pools.generator: its table: python: given 'python3', needed the",
     ),
-    ('"10.0.0.2"', '"eth0"', "hosts.1.address: given 'eth0', needed an IP address, such as 10.0.0.2"),
+    ('"10.0.0.2"', '"two words"', "hosts.1.address: given 'two words', needed a host name or an IP address, such as"),
     ('"10.0.0.2"', '"*"', "hosts.1.address: given '*:0', every interface"),
     ('"10.0.0.2"', '"10.0.0.2:70"', "hosts.1.address: given '10.0.0.2:70', needed an address"),
     ('address = "10.0.0.2", ', "", "hosts: bind is 10.0.0.1:5555, and hosts b have no `address` but of loopback"),
