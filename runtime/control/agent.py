@@ -12,6 +12,7 @@ in a session of its own, has stdout and stderr in `logs/<pool>-<replica>-<rank>.
     PENSTOCK_JOIN      the file to connect with: `Join.read(Path(os.environ["PENSTOCK_JOIN"]))`
     PENSTOCK_FOLDER    the run folder on this host
     PENSTOCK_REPLICA, PENSTOCK_RANK, PENSTOCK_RUN, PENSTOCK_PARENT
+    PENSTOCK_LIFE      how often the replica has been lost before
     OMP_NUM_THREADS, MKL_NUM_THREADS: the rank's threads
 """
 
@@ -28,7 +29,17 @@ from pathlib import Path
 from time import monotonic
 from types import FrameType
 
-from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Heartbeat, Launch, Leaving, Note, signal_name
+from penstock.runtime.control.messages import (
+    AgentReady,
+    End,
+    Exited,
+    Goodbye,
+    Heartbeat,
+    Launch,
+    Leaving,
+    Note,
+    signal_name,
+)
 from penstock.runtime.control.process import FOLDER, PACKET_BYTES, borrowed, die_with_parent, kill, start, tail
 from penstock.runtime.control.rendezvous import INTERVAL
 from penstock.runtime.control.security import Join
@@ -120,6 +131,8 @@ class Agent:
                         return ""
                     if isinstance(message, Launch):
                         self._launch(message)
+                    if isinstance(message, End):
+                        self._kill(f"{message.replica}.{message.rank}")
                 self._tell_ended()
                 now = monotonic()
                 if self._wish.status and self._until == inf:
@@ -160,6 +173,7 @@ class Agent:
             "PENSTOCK_JOIN": str(self._join_file),
             "PENSTOCK_REPLICA": launch.replica,
             "PENSTOCK_RANK": str(launch.rank),
+            "PENSTOCK_LIFE": str(launch.life),
             "OMP_NUM_THREADS": str(launch.threads),
             "MKL_NUM_THREADS": str(launch.threads),
         }
@@ -180,6 +194,13 @@ class Agent:
         forks.ranks.add(name)
         with suppress(ConnectionError):  # that the child has ended is found by `_tell_ended`
             forks.door.send(json.dumps([name, environment, str(stdout), str(stderr)]).encode())
+
+    def _kill(self, name: str) -> None:
+        """Kill a rank; its end is told as any other's. One that has ended has been told of."""
+        for forks in self._forks.values():
+            if name in forks.ranks:
+                with suppress(ConnectionError):
+                    forks.door.send(json.dumps([name]).encode())
 
     def _await_ends(self, seconds: float) -> None:
         """Tell of ranks that end, until all have or the time is up."""

@@ -24,6 +24,7 @@ from penstock.runtime.control.listener import WireError, raise_descriptors
 from penstock.runtime.control.messages import (
     EXIT_EXPLAINED,
     AgentReady,
+    End,
     Exited,
     Goodbye,
     Hello,
@@ -34,6 +35,7 @@ from penstock.runtime.control.messages import (
     Question,
     Ready,
     Results,
+    SendFailed,
     Setup,
     agent_peer,
     rank_peer,
@@ -58,6 +60,8 @@ from penstock.runtime.tensor.shm import ObjectRef
 TICK = 0.1
 # Seconds for ranks and agents to end after a goodbye.
 DISMISS_S = 2.0
+# How often a lost replica is started that ends before it is ready.
+STARTS = 3
 
 
 class Controller:
@@ -75,6 +79,10 @@ class Controller:
         self.pids: dict[tuple[str, int], int] = {}
         self.restored: dict[tuple[Firing, str], ObjectRef] = {}
         self.alive: set[str] = set()
+        self.elastic = config.elastic
+        # Replicas that were lost, with how often each has ended since without having been ready.
+        self.lost: dict[str, int] = {}
+        self._ended: set[str] = set()  # those of them whose process has ended, and which no agent has started again
         self._told = (0, 0.0)  # frames dropped by the last note of them, and when that was
 
     def run(self) -> str:
@@ -122,7 +130,10 @@ class Controller:
         for peer, message in heard:
             self._hear(peer, message)
         now = monotonic()
-        if late := self.server.tracker.late(now):
+        late = [
+            peer for peer in self.server.tracker.late(now) if not self._do_without(peer, "it gives no sign of life")
+        ]
+        if late:
             names = ", ".join(map(self._spelled, late))
             self._fail(FailureCode.SILENT, f"no sign of life from {names}: hung, stopped or gone")
         # The same moment for both: a stop of this process between them would be taken for a rank's delay.
@@ -142,6 +153,10 @@ class Controller:
 
     def _hear(self, peer: str, message: Message) -> None:
         match message:
+            case SendFailed(replica, life, error):
+                # To one that has been lost since it follows from that.
+                if life == self.session.life(replica) and replica not in self.lost:
+                    self._fail(FailureCode.TRANSFER, error, replica=replica)
             case Results(results):
                 for result in results:
                     if isinstance(result.event, Abort):
@@ -159,26 +174,33 @@ class Controller:
             case Hello(role=role):
                 self.alive.add(peer)
                 if role == "rank":
-                    restore = (self.cut.written, self.cut.folder.name) if self.cut else ()
+                    again = peer.rpartition(":")[0] in self.lost
+                    restore = (self.cut.written, self.cut.folder.name) if self.cut and not again else ()
                     self.server.send(peer, Setup(json.dumps(self.config.to_json()), restore))
             case AgentReady(host=host):
                 for (name, index), place in self.ranks.items():
-                    if place.host == host:
-                        python = next(p.python for p in self.config.plan.pools if p.name == pool_of(name))
-                        self.server.send(peer, Launch(name, index, place.threads, python))
+                    if place.host == host and (not self.lost or name in self._ended):
+                        self._launch(name, index)
             case Leaving(host, grace):
-                self.session.leave(host, grace, monotonic())
+                if not self._let_go(host, f"host {host} is taken away within {grace:g} s"):
+                    self.session.leave(host, grace, monotonic())
             # A rank is set up once: a second answer could put others in the place of restored values.
             case Ready(replica, rank) if (replica, rank) in self.pids:
                 self.server.drop("unexpected", peer, "a second Ready")
             case Ready(replica, rank, pid, restored):
                 self.pids[replica, rank] = pid
                 self.restored.update(((firing, output), handle) for firing, output, handle in restored)
+                if replica in self.lost:
+                    del self.lost[replica]
+                    self.session.join(replica, monotonic())
+                    self.session.recorder.note(f"{self.config.plan.spelled(replica, rank)} is there again", "info")
                 pools: dict[str, list[int]] = defaultdict(list)
                 for (name, _), own in sorted(self.pids.items()):
                     pools[pool_of(name)].append(own)
                 self.folder.write_json("processes.json", {"controller": os.getpid(), "pools": pools})
             case Note(level, text):
+                if level == "error" and self._do_without(peer, text):
+                    return
                 if level == "error":
                     if peer.startswith("agent:"):
                         self._fail(FailureCode.AGENT_DIED, text)
@@ -189,6 +211,8 @@ class Controller:
                 self.session.recorder.note(text, level)
             case Exited(replica=replica, rank=rank, reason=reason, signal=signal, status=status, tail=tail):
                 self.alive.discard(rank_peer(replica, rank))
+                if self._do_without(rank_peer(replica, rank), message.reason, ended=True):
+                    return
                 moving, name = self.session.moving(replica), self.config.plan.spelled(replica, rank)
                 fault = f"{name} died: {reason}" + (f"\nit was {moving}" if moving else "")
                 if signal or (tail and status != EXIT_EXPLAINED):
@@ -207,8 +231,74 @@ class Controller:
             self.session.preempt(monotonic(), f"preempted ({rest})", self.config.flags.grace)
         elif word == "agent":
             host, _, reason = rest.partition(" ")
+            if self._do_without(agent_peer(host), f"the agent of host {host} died: {reason}"):
+                say({"kind": "without", "host": host})
+                return
             text = f"the agent of host {host} died, and with it {self._ranks_of(host)}: {reason}"
             self._fail(FailureCode.AGENT_DIED, text)
+
+    # Replicas that come and go ----------------------------------------------------------------------------
+
+    def _do_without(self, peer: str, reason: str, *, ended: bool = False) -> bool:
+        """A rank or an agent is gone: if the run goes on without it, the replicas that it had are lost. `ended`: an
+        agent has told of the end of a rank's process, so that it can be started again."""
+        if self.session.stage is None or not self.session.running:
+            return False
+        host = peer.removeprefix("agent:") if peer.startswith("agent:") else ""
+        gone = {name for (name, _), rank in self.ranks.items() if rank.host == host} or {peer.rpartition(":")[0]}
+        if not gone <= self.elastic:
+            return False
+        if host:
+            self.server.forget(peer)
+            self.alive.discard(peer)
+        for name in sorted(gone):
+            rank = rank_peer(name, 0)
+            if name not in self.lost:
+                self.lost[name] = 0
+                where = self.config.plan.spelled(name, 0)
+                self.session.recorder.note(f"{where} is lost, and its groups begin again: {reason}", "warning")
+                self.pids.pop((name, 0), None)
+                self.session.lose(name, reason, monotonic())
+                if not ended:
+                    self.server.send(agent_peer(self.ranks[name, 0].host), End(name, 0))
+            elif ended:
+                self.lost[name] += name not in self._ended
+            self.server.forget(rank)
+            self.alive.discard(rank)
+            if ended or host:
+                self._ended.add(name)
+            if ended:
+                self._start_again(name, reason)
+        return True
+
+    def _let_go(self, host: str, reason: str) -> bool:
+        """A host is leaving: if the run goes on without it, its ranks and its agent may end."""
+        gone = {name for (name, _), rank in self.ranks.items() if rank.host == host}
+        if not gone <= self.elastic or self.session.stage is None or not self.session.running:
+            return False
+        for peer in (*(rank_peer(name, 0) for name in gone), agent_peer(host)):
+            self.server.send(peer, Goodbye(reason))
+        return self._do_without(agent_peer(host), reason)
+
+    def _start_again(self, name: str, reason: str) -> None:
+        """Start a lost replica again, if its agent is there and it has not ended too often before it was ready."""
+        if agent_peer(self.ranks[name, 0].host) not in self.alive:
+            return
+        if self.lost[name] < STARTS:
+            self._launch(name, 0)
+        else:
+            text = f"{self.config.plan.spelled(name, 0)} ended {STARTS} times before it was ready: {reason}"
+            self.session.recorder.note(f"{text}\nit is not started again", "warning")
+        pool = next(pool for pool in self.config.plan.pools if pool.name == pool_of(name))
+        if all(self.lost.get(replica.name, 0) >= STARTS for replica in pool.replicas):
+            self._fail(FailureCode.RANK_DIED, f"no replica of pool {pool.name} is left; the last was {name}: {reason}")
+
+    def _launch(self, name: str, index: int) -> None:
+        place = self.ranks[name, index]
+        python = next(p.python for p in self.config.plan.pools if p.name == pool_of(name))
+        self._ended.discard(name)
+        life = self.session.life(name)
+        self.server.send(agent_peer(place.host), Launch(name, index, place.threads, python, life))
 
     def _ranks_of(self, host: str) -> str:
         return ", ".join(f"{r} rank {i}" for (r, i), rank in self.ranks.items() if rank.host == host) or "no rank"
@@ -227,14 +317,15 @@ class Controller:
         for replica, order in self.session.take().items():
             for name, index in self.ranks:
                 if name == replica and not self.server.send(rank_peer(name, index), order):
-                    self._fail(FailureCode.UNREACHABLE, f"{self.config.plan.spelled(name, index)} cannot be reached")
+                    text = f"{self.config.plan.spelled(name, index)} cannot be reached"
+                    self._fail(FailureCode.UNREACHABLE, text, replica=name if name in self.elastic else "")
 
-    def _fail(self, code: FailureCode, text: str, *, doubtful: bool = False) -> None:
+    def _fail(self, code: FailureCode, text: str, *, doubtful: bool = False, replica: str = "") -> None:
         """Report a failure."""
         # An agent may know of the death that is behind a failure, but for one that it has just told of.
         agents = tuple(peer for peer in self.server.peers if peer.startswith("agent:"))
         agents = () if code == FailureCode.RANK_ENDED else agents
-        self.session.fail(Failure(code, text, agents, doubtful), monotonic())
+        self.session.fail(Failure(code, text, agents, doubtful, replica), monotonic())
 
     # Ending -----------------------------------------------------------------------------------------------
 

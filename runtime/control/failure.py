@@ -53,13 +53,15 @@ DOUBT_S = 15.0
 @dataclass(frozen=True)
 class Failure:
     """What a detector found. `text` is for the user; `agents` are the peers that may know of a better cause.
-    `doubtful`: a rank said it that computes with others, one of which may be gone.
+    `doubtful`: a rank said it that computes with others, one of which may be gone. `replica`: the one without which it
+    would not be; its loss may be mended.
     """
 
     code: FailureCode
     text: str
     agents: tuple[str, ...] = ()
     doubtful: bool = False
+    replica: str = ""
 
     @property
     def held(self) -> bool:
@@ -89,6 +91,11 @@ class Verdict:
         if self.failure is None or failure.explains(self.failure):
             self.failure, self._since = failure, now
             self.certain = not failure.held
+
+    def forgive(self, replica: str) -> None:
+        """A replica is lost, and the run goes on without it: so it does in spite of what follows from the loss."""
+        if self.failure is not None and self.failure.replica == replica:
+            self.failure, self.certain = None, False
 
     def final(self, now: float, heard: Callable[[str], float]) -> Failure | None:
         """The failure to end the run with; None while there is none, or a better cause may come.

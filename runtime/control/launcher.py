@@ -177,6 +177,8 @@ class Launcher:
             self.tell({"kind": "note", "level": "info", "text": line.decode(errors="replace")})
         elif message.get("kind") == "listening":
             self._start_agents(str(message["endpoint"]))
+        elif message.get("kind") == "without":  # the run goes on without a host whose agent has died
+            self._deadline = self._deadline if self.wish.status else inf
         else:
             if message.get("kind") == "writing" and self.wish.status == INTERRUPTED:
                 self._deadline = monotonic() + float(str(message["seconds"])) + self.grace

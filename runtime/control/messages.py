@@ -5,7 +5,7 @@ A frame is MessagePack of [PROTOCOL, sequence, [class name, fields…]]. A *peer
 
 - A rank: Hello, Setup, Ready, then Orders and Results until Goodbye.
 - An agent: Hello, AgentReady, then a Launch for each of its ranks and an Exited for each that ends, until Goodbye;
-  Leaving, if its host is taken away.
+  Leaving, if its host is taken away. An End asks it to kill a rank.
 - Ranks that form a process group Post to the controller's key-value store, Count and Look there; Found is the answer.
 - A rank asks a rank of another host for part of a block in one frame, MessagePack of [EXCHANGE, number, Ask]. The
   answer repeats the number: [EXCHANGE, number, ""] with the bytes in a second frame, or [EXCHANGE, number, why not]
@@ -93,6 +93,14 @@ class Result(Packable, frozen=True):
     manifest: Manifest | None = None
 
 
+class SendFailed(Packable, frozen=True):
+    """This rank could not send weights to a replica, in its `life`: so often it had been lost before."""
+
+    replica: str
+    life: int
+    error: str
+
+
 class Results(Packable, frozen=True):
     """The answers that were there at once."""
 
@@ -172,7 +180,7 @@ class Look(Packable, frozen=True):
 class Setup(Packable, frozen=True):
     """All that a rank needs to know before it makes what it holds: the run's configuration as JSON text, and the
     names that the checkpoint which it goes on from may have in the run folder of its host, the likelier one last; none
-    for a start from the beginning.
+    for a start from the beginning, and for a replica that was lost.
     """
 
     config: str
@@ -183,7 +191,7 @@ class Order(Packable, frozen=True):
     """What to do, in order, and where the values are that it needs: (firing, output, handle). `checkpoint` names the
     folder, in the run folder's `checkpoints`, into which a `Save` among the commands writes, and `kept` those of the
     checkpoints that stay, by the names under which they were written. `manifests` are those of
-    the versions that the replica receives.
+    the versions that the replica receives. `lives`: how often replicas that are sent weights have been lost.
     """
 
     commands: tuple[Command, ...]
@@ -191,6 +199,7 @@ class Order(Packable, frozen=True):
     checkpoint: str = ""
     kept: tuple[str, ...] = ()
     manifests: tuple[Manifest, ...] = ()
+    lives: dict[str, int] = field(default_factory=dict)
 
 
 class Found(Packable, frozen=True):
@@ -215,17 +224,28 @@ class Goodbye(Packable, frozen=True):
 
 
 class Launch(Packable, frozen=True):
-    """Start a rank with this many CPU threads, in an interpreter of its own if `python` names one."""
+    """Start a rank with this many CPU threads, in an interpreter of its own if `python` names one. `life`: how often
+    its replica has been lost before."""
 
     replica: str
     rank: int
     threads: int = 1
     python: str = ""
+    life: int = 0
+
+
+class End(Packable, frozen=True):
+    """Kill a rank, whose replica is lost."""
+
+    replica: str
+    rank: int
 
 
 Question = Post | Count | Look
-ToController = Hello | Ready | Result | Results | Heartbeat | Note | AgentReady | Leaving | Exited | Question
-Message = ToController | Setup | Order | Found | Goodbye | Launch
+ToController = (
+    Hello | Ready | Result | Results | SendFailed | Heartbeat | Note | AgentReady | Leaving | Exited | Question
+)
+Message = ToController | Setup | Order | Found | Goodbye | Launch | End
 
 # The exit status of a rank that has said in a `Note` why it ends.
 EXIT_EXPLAINED = 3

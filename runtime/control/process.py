@@ -178,8 +178,9 @@ PACKET_BYTES = 1 << 17
 
 def serve_forks(main: Callable[[], None], preload: Sequence[str] = ()) -> None:
     """Fork a process that calls `main` for each order of the agent at stdin: a rank's [name, environment beside this
-    process's, file of its stdout, file of its stderr]. Tell it [name, pid, status] when one has ended. When the agent
-    closes its side, or is gone, kill those that are left, tell of them, and remove the segments of this host's dead.
+    process's, file of its stdout, file of its stderr]. Kill the rank whose [name] is all of an order. Tell the agent
+    [name, pid, status] when one has ended. When the agent closes its side, or is gone, kill those that are left, tell
+    of them, and remove the segments of this host's dead.
     """
     die_with_parent()
     for module in preload:
@@ -202,7 +203,13 @@ def serve_forks(main: Callable[[], None], preload: Sequence[str] = ()) -> None:
                     with suppress(ConnectionError):  # the agent is gone
                         door.send(json.dumps([name, pid, status]).encode())
                 elif packet := _order(door):
-                    name, environment, *outputs = json.loads(packet)
+                    name, *launch = json.loads(packet)
+                    if not launch:
+                        for own, pid in ranks.values():
+                            if own == name:
+                                kill_session(pid)
+                        continue
+                    environment, *outputs = launch
                     parent = os.getpid()
                     try:
                         pid = os.fork()

@@ -115,7 +115,8 @@ def require_device(device: str, host: str) -> None:
 class RankRuntime:
     """All that rank `index` of `replica` holds, made from the first checkpoint named in `restore` that is there.
 
-    `server` answers readers on other hosts; None where there are none: then nothing listens. `notes` are what the user
+    `life` is how often the replica has been lost before. `server` answers readers on other hosts; None where there are
+    none: then nothing listens. `notes` are what the user
     should know: values and weights that go a slower way, and warnings of nodes.
     """
 
@@ -128,6 +129,7 @@ class RankRuntime:
         join: Join,
         pulse: Pulse,
         wake: Callable[[], None],
+        life: int = 0,
     ) -> None:
         try:
             join = dataclasses.replace(join, address=resolved(join.address))
@@ -146,7 +148,8 @@ class RankRuntime:
         # Whoever waits for a peer knows its name: to be heard before the controller gives up on the one that waits.
         patience = PATIENCE * flags.deadline
         meet = Meeting(pulse).of
-        ground = Ground(join.run, meet, join.address, patience, flags, wake, self.notes.put)
+        elastic, keep = bool(config.elastic), config.kept_versions
+        ground = Ground(join.run, meet, join.address, patience, flags, wake, self.notes.put, life, elastic, keep)
         self.channels = WeightChannels(config.channels(), replica, index, place.device, ground)
         several = len({host for one in config.plan.replicas for host in one.hosts}) > 1
         if place.device != "cpu":
@@ -183,7 +186,7 @@ class RankRuntime:
             self.server = ExchangeServer(join, owner, ObjectReader(join.run, host=place.host, folders=folders), died)
         endpoint = self.server.endpoint if self.server is not None else ""
         self.store = ObjectStore(
-            join.run, owner, host=place.host, endpoint=endpoint, folders=folders, warn=self.notes.put
+            join.run, owner, host=place.host, endpoint=endpoint, folders=folders, warn=self.notes.put, life=life
         )
         values = HeldValues(setup, {}, self.reader.get, self.store.put, self.store.free, self.reader.rows)
         self.executor = Executor(setup, self.channels, values, wake, self.notes.put)

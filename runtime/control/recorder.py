@@ -48,6 +48,8 @@ from penstock.runtime.schedule.events import (
     Fire,
     Publish,
     Published,
+    ReplicaJoined,
+    ReplicaLost,
     Send,
     Swapped,
 )
@@ -144,6 +146,7 @@ class RunRecorder:
         self.kept = tuple(one.written for one in all_checkpoints(folder))
         self._removing: list[threading.Thread] = []
         self._evaluated: list[dict[str, float]] = []
+        self.replicas: list[dict[str, Any]] = []  # who came and went
 
     # What the session tells -------------------------------------------------------------------------------
 
@@ -173,6 +176,12 @@ class RunRecorder:
                     self.doing[replica] = Firing(channel, version)
                 case Send(channel, _, _, replica):
                     self.sent[channel, replica] = now, self.published[channel]
+        if isinstance(event, ReplicaLost | ReplicaJoined):
+            lost = {"reason": event.reason} if isinstance(event, ReplicaLost) else {}
+            what = "lost" if lost else "joined"
+            self.replicas.append(
+                {"replica": event.replica, "event": what, "time_s": round(now - self.began, 3), **lost}
+            )
         for replica, state in states.items():
             if self.states.get(replica) != state:
                 self.states[replica] = state
@@ -325,6 +334,7 @@ class RunRecorder:
             "measured": self.rows.pending,
             "dropped_frames": dict(self.dropped_frames),
             "warnings": self.warnings,
+            **({"replicas": self.replicas} if self.replicas else {}),
             "error": error,
             "cause": cause,
             "records": self.log.records,

@@ -28,11 +28,11 @@ GRACE = 0.25
 
 class Routes:
     """The routes of one channel. The layouts decide them, which come with the first version: until it is settled,
-    nothing may be asked.
+    nothing may be asked. `alone`: there is no chain, since replicas may be lost.
     """
 
-    def __init__(self, channel: Channel, transport: str, delta: int) -> None:
-        chained = () if delta or transport not in ("auto", *BY_MESSAGES) else channel.replicas
+    def __init__(self, channel: Channel, transport: str, delta: int, *, alone: bool = False) -> None:
+        chained = () if alone or delta or transport not in ("auto", *BY_MESSAGES) else channel.replicas
         self._replicas = [r for r in chained if transport in BY_MESSAGES or len(hosts(r, channel.source)) > 1]
         self._depths: dict[str, int] = {}
         self._sources: dict[str, str] = {}

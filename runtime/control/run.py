@@ -38,6 +38,8 @@ from penstock.runtime.schedule.events import (
     Fire,
     Free,
     Question,
+    ReplicaJoined,
+    ReplicaLost,
     Save,
     Saved,
     Send,
@@ -54,18 +56,20 @@ Handle = tuple[Firing, str, ObjectRef]
 
 
 class Outbox:
-    """What each replica's ranks are to do next, and what they have to know for it: of each channel the newest manifest,
-    with the layout for replicas that have not been told it.
+    """What each replica's ranks are to do next, and what they have to know for it: of each channel the manifests of the
+    newest `kept_versions`, with the layout for replicas that have not been told it. `lives` are the scheduler's.
 
     One object for all stages of a run: the processes stay, and remember the layouts that they were told. All parts of a
     cut are asked for at once, and go into one folder, `checkpoint`, beside those that are `kept`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept_versions: int = 2) -> None:
         self.layouts: dict[str, str] = {}
         self.checkpoint = ""
         self.kept: tuple[str, ...] = ()
-        self._newest: dict[str, Manifest] = {}
+        self.lives: Mapping[str, int] = {}
+        self._kept_versions = kept_versions
+        self._manifests: defaultdict[str, list[Manifest]] = defaultdict(list)
         self._told: set[tuple[str, str]] = set()
         self._drafts: defaultdict[str, tuple[list[Command], list[Handle], list[Manifest]]]
         self._drafts = defaultdict(lambda: ([], [], []))
@@ -76,12 +80,14 @@ class Outbox:
         commands.append(command)
         known += handles
         if isinstance(command, Send) and command.replica == replica:
-            manifests.append(self.tell(command.channel, replica))
+            manifests.append(self.tell(command.channel, command.version, replica))
 
     def take(self) -> Orders:
         """All that has been added since it was taken last."""
         orders = {
-            replica: Order(tuple(commands), tuple(handles), self.checkpoint, self.kept, tuple(manifests))
+            replica: Order(
+                tuple(commands), tuple(handles), self.checkpoint, self.kept, tuple(manifests), self._lives_in(commands)
+            )
             for replica, (commands, handles, manifests) in self._drafts.items()
         }
         self._drafts.clear()
@@ -89,16 +95,28 @@ class Outbox:
         return orders
 
     def note(self, manifest: Manifest) -> None:
-        """A version is published; only the newest one of a channel is ever sent."""
+        """A version is published."""
         if manifest.layout:
             self.layouts[manifest.channel] = manifest.layout
-        self._newest[manifest.channel] = manifest
+        others = [one for one in self._manifests[manifest.channel] if one.version != manifest.version]
+        self._manifests[manifest.channel] = [*others, manifest][-self._kept_versions :]
 
-    def tell(self, channel: str, replica: str) -> Manifest:
-        """What `replica` has to know of the newest version, which it is about to receive."""
+    def tell(self, channel: str, version: int, replica: str) -> Manifest:
+        """What `replica` has to know of a version, which it is about to receive."""
         known = (channel, replica) in self._told
         self._told.add((channel, replica))
-        return structs.replace(self._newest[channel], layout="" if known else self.layouts[channel])
+        manifest = next(one for one in self._manifests[channel] if one.version == version)
+        return structs.replace(manifest, layout="" if known else self.layouts[channel])
+
+    def forget(self, replica: str) -> None:
+        """A replica is lost: the one that comes in its place knows nothing."""
+        self._drafts.pop(replica, None)
+        self._told = {(channel, known) for channel, known in self._told if known != replica}
+
+    def _lives_in(self, commands: Sequence[Command]) -> dict[str, int]:
+        """Of the replicas that are sent weights, those that were lost before."""
+        sent = [command.replica for command in commands if isinstance(command, Send)]
+        return {replica: self.lives[replica] for replica in sent if self.lives.get(replica)}
 
 
 class Stage:
@@ -120,6 +138,7 @@ class Stage:
         self.tables = Tables(origin.graph, origin.plan)
         self.reads = {node.name: input_reads(origin.graph, node) for node in origin.graph.nodes if node.fires}
         self.scheduler = origin.scheduler(self.tables)
+        outbox.lives = self.scheduler.lives
         self.finish: Finish | None = None
         self.asked: dict[Answer, tuple[Question, float]] = {}
         self._held_up = held_up
@@ -131,6 +150,8 @@ class Stage:
         """An event of the driver's own (begin, checkpoint, abort), or a rank's: that of `result`. Raises
         UnawaitedError, and changes nothing, for an answer that was not asked for."""
         commands = self.scheduler.handle(event)
+        if isinstance(event, ReplicaLost):
+            self.outbox.forget(event.replica)
         states = states_of(self.scheduler)
         if result is not None and isinstance(event, Done) and result.outputs:
             self.handles[kept_as(event.firing, paused=event.paused)].update(result.outputs)
@@ -215,6 +236,8 @@ class Stage:
             case Free():
                 for firing in command.firings:
                     self.handles.pop(firing, None)
+                if command.replica in self.scheduler.absent:
+                    return
             case CommitTurn(firing):
                 if firing in self.handles:
                     self.handles[firing._replace(turn=0)] = self.handles.pop(firing)
@@ -261,7 +284,9 @@ class Session:
         self._stages = ["before"] * (evaluate and not cut) + ["train", "save"] + ["after"] * evaluate
         self._live: dict[tuple[str, str], int] = {}
         self._handles: Mapping[tuple[Firing, str], ObjectRef] = {}
-        self._outbox = Outbox()
+        self._outbox = Outbox(config.kept_versions)
+        self._absent: tuple[str, ...] = ()
+        self._lives: Mapping[str, int] = {}
         self._interval = CheckpointInterval(config.flags.checkpoint_every, self.start)
         self._waits = False
         self._told_writing = False
@@ -343,6 +368,26 @@ class Session:
             failing = self.stage.scheduler.failing
             self.fail(Failure(FailureCode.NODE, failing) if failing else Failure(FailureCode.OVERDUE, overdue), now)
 
+    @property
+    def absent(self) -> frozenset[str]:
+        """The replicas that are not there."""
+        return frozenset(self._absent if self.stage is None else self.stage.scheduler.absent)
+
+    def life(self, replica: str) -> int:
+        """How often a replica has been lost."""
+        return (self._lives if self.stage is None else self.stage.scheduler.lives).get(replica, 0)
+
+    def lose(self, replica: str, reason: str, now: float) -> None:
+        """A replica that may be lost is, and the run goes on."""
+        self.verdict.forgive(replica)
+        if self.running and not self._ending:
+            self._feed(ReplicaLost(replica, reason), now)
+
+    def join(self, replica: str, now: float) -> None:
+        """A replica that was not there is."""
+        if self.running and not self._ending:
+            self._feed(ReplicaJoined(replica), now)
+
     def fail(self, failure: Failure, now: float) -> None:
         """A detector reports why the run cannot go on. `decide` ends it."""
         self.verdict.report(failure, now)
@@ -387,6 +432,7 @@ class Session:
             self._finish(now, "stopped", self.why)
         else:
             self._live = stage.live()
+            self._absent, self._lives = tuple(sorted(stage.scheduler.absent)), stage.scheduler.lives
             self.recorder.close_stage(stage.name)
             self._next_stage(now)
 
@@ -429,7 +475,9 @@ class Session:
         graph, rules, cut = self._stage(name)
         # The checkpoint that there is, by the same scheduler that made it, or by the file that it was restored from.
         complete = (self.cut or {}) if name == "train" or self.stage is None else self.stage.scheduler.complete
-        origin = SegmentOrigin(name, graph, self.config.plan, rules, cut, self._live, complete)
+        origin = SegmentOrigin(
+            name, graph, self.config.plan, rules, cut, self._live, complete, self._absent, self._lives
+        )
         self.recorder.open_stage(origin, now)
         handles = self._handles if name == "train" else {}
         self.stage = Stage(origin, self.recorder, self.config.flags, self._outbox, handles, self._held_up)
@@ -450,7 +498,8 @@ class Session:
         assert self.config.evaluation is not None
         # One update's worth of held-out groups, on the policy as it is.
         version = self.start if name == "before" else updates
-        return self.config.evaluation, Rules(self.config.flags.eval_groups, version + 1, version), None
+        rules = Rules(self.config.flags.eval_groups, version + 1, version, lost_replica=self.config.flags.lost_replica)
+        return self.config.evaluation, rules, None
 
     def _finish(self, now: float, status: str, error: str) -> None:
         if self.running:

@@ -204,6 +204,9 @@ class RunOptions:
     on_failure: Literal["stop", "replace"] = Rules.on_failure
     """What follows when a group fails for good: stop the run, or count it as failed and take another. At a node with
     state, or one that fires per update, the run stops."""
+    lost_replica: Literal["stop", "replace"] = Rules.lost_replica
+    """What follows when a replica of a generator or scorer dies: stop the run; or begin its groups again on others, and
+    start it again where its agent lives (docs/hosts.md)."""
     drops: Positive = Rules.drops
     """Batches of groups that filters may drop for each update under way before the run is stopped."""
     failures: Positive = Rules.failures
@@ -315,11 +318,34 @@ class RunConfig:
         options = replace(options, device=choose_device(options.device, graphs, cluster))
         if options.recompute == "auto" and options.device == "cpu":
             options = replace(options, recompute="none")
-        return RunConfig(graph, evaluation, plan or plan_for(graphs, cluster, options), options, secrets.token_hex(6))
+        plan = plan or plan_for(graphs, cluster, options)
+        config = RunConfig(graph, evaluation, plan, options, secrets.token_hex(6))
+        several = [
+            f"{r.name} ({len(r.ranks)} ranks)" for r in plan.replicas if r.name in config.elastic and r.ranks[1:]
+        ]
+        if several:
+            given = f"--lost-replica replace: given {', '.join(several)}"
+            raise ValueError(f"{given}; needed replicas of one rank: the others' work breaks with the one that is lost")
+        return config
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
         return (self.graph,) if self.evaluation is None else (self.graph, self.evaluation)
+
+    @property
+    def elastic(self) -> frozenset[str]:
+        """The replicas that may be lost, and come again, while the run goes on."""
+        if self.flags.lost_replica == "stop":
+            return frozenset()
+        tables = [Tables(graph, self.plan) for graph in self.graphs]
+        pools = [p for p in self.plan.pools if not any(own.fixed_pools[p.name] for own in tables)]
+        return frozenset(replica.name for pool in pools for replica in pool.replicas)
+
+    @property
+    def kept_versions(self) -> int:
+        """How many versions of weights a sender keeps."""
+        # Groups of the current update and of all that are under way may begin again, with the versions that they had.
+        return 2 + max(Tables(graph, self.plan).max_lag for graph in self.graphs) * bool(self.elastic)
 
     def modules(self) -> tuple[str, ...]:
         """Modules of Penstock that ranks import for the makers and the nodes of this run, sorted.

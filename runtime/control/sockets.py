@@ -46,6 +46,7 @@ from penstock.runtime.control.messages import (
     Question,
     Ready,
     Results,
+    SendFailed,
     agent_peer,
     pack,
     rank_peer,
@@ -124,7 +125,7 @@ _MORE = zmq.NOBLOCK | zmq.SNDMORE
 # What a connection of each role may say after its Hello.
 _SAYS: Mapping[str, tuple[type, ...]] = {
     "agent": (AgentReady, Exited, Heartbeat, Leaving, Note),
-    "rank": (Ready, Results, Heartbeat, Note),
+    "rank": (Ready, Results, SendFailed, Heartbeat, Note),
     "heartbeat": (Heartbeat, Note, *get_args(Question)),
 }
 
@@ -342,7 +343,7 @@ def _readable(message: Any) -> Any:
     """The message with texts of a length that a terminal and a log can take."""
     if isinstance(message, Results) and any(isinstance(one.event, Failed | Abort) for one in message.results):
         return Results(tuple(structs.replace(one, event=_readable(one.event)) for one in message.results))
-    if not isinstance(message, Note | Exited | Failed | Abort):
+    if not isinstance(message, Note | Exited | Failed | Abort | SendFailed):
         return message
     texts = ((name, getattr(message, name)) for name in ("text", "tail", "error") if hasattr(message, name))
     return structs.replace(message, **{name: shortened(text) for name, text in texts})

@@ -18,7 +18,7 @@ from penstock.graph.protocols import Carried
 from penstock.graph.types import Weights
 from penstock.runtime.cluster.endpoints import LOOPBACK
 from penstock.runtime.cluster.placement import Replica
-from penstock.runtime.control.messages import Manifest
+from penstock.runtime.control.messages import Manifest, SendFailed
 from penstock.runtime.control.routes import BY_MESSAGES, Routes, hosts
 from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.schedule.compile import Channel
@@ -60,6 +60,7 @@ class LocalChannels:
         self.publishers: dict[str, WeightPublisher] = {}
         self.receivers: dict[str, WeightReceiver] = {}
         self._events: SimpleQueue[Arrived | Abort] = SimpleQueue()
+        self._unsent: SimpleQueue[SendFailed] = SimpleQueue()
         peers[replica] = self
 
     def weights(self, channel: str) -> Weights:
@@ -76,9 +77,9 @@ class LocalChannels:
         digests = self.publishers[channel].publish(version, value)
         return None if self.rank else Manifest(channel, version, digests, layout)
 
-    def send(self, command: Send, manifest: Manifest | None) -> None:
+    def send(self, command: Send, manifest: Manifest | None, life: int = 0) -> None:
         """Begin this rank's part of moving a published version: as sender, as receiver, or both. `manifest` is the
-        version's for a receiver, and None for a sender."""
+        version's for a receiver, and None for a sender. `life` is the receiver's."""
         if command.replica == self.replica:
             receiver, digests = self._told(manifest)
             # Both sides are in this process: the receiver does the work of the two.
@@ -94,6 +95,10 @@ class LocalChannels:
     def arrived(self) -> list[Arrived | Abort]:
         """What background transfers have to tell since the last call."""
         return drained(self._events)
+
+    def unsent(self) -> list[SendFailed]:
+        """The transfers to replicas that may be lost which have failed since the last call."""
+        return drained(self._unsent)
 
     def _told(self, manifest: Manifest | None) -> tuple[WeightReceiver, Mapping[str, int]]:
         """The receiver of a version, which knows its layout from now on, and the version's digests."""
@@ -126,9 +131,11 @@ class LocalChannels:
 
 @dataclass(frozen=True)
 class Ground:
-    """`run` is the run's id. `meet` is where the ranks of a group meet, by the group's name. Ranks of other hosts reach
-    this one at `address`. `timeout` are the seconds that a wait for a peer may take. The run's `options` say how
-    weights travel. `wake` wakes the rank's loop, and `warn` tells the user of a slower way."""
+    """`run` is the run's id, and `life` how often the replica has been lost. `meet` is where the ranks of a group meet,
+    by the group's name. Ranks of other hosts reach this one at `address`. `timeout` are the seconds that a wait for a
+    peer may take. The run's `options` say how weights travel. `wake` wakes the rank's loop, and `warn` tells the user
+    of a slower way. Receivers may be lost where `elastic` says so; `keep` versions of weights are kept for those that
+    come."""
 
     run: str
     meet: OpenStore
@@ -137,15 +144,19 @@ class Ground:
     options: RunOptions
     wake: Callable[[], None]
     warn: Callable[[str], object]
+    life: int = 0
+    elastic: bool = False
+    keep: int = 2
 
 
 class Span(NamedTuple):
-    """The link of a channel from one replica to another, and on which side of it this rank is."""
+    """The link of a channel from one replica to another in its `life`, and on which side of it this rank is."""
 
     channel: str
     source: str
     target: str
     side: Side
+    life: int = 0
 
 
 class WeightChannels(LocalChannels):
@@ -159,8 +170,12 @@ class WeightChannels(LocalChannels):
     def __init__(self, channels: Mapping[str, Channel], replica: str, rank: int, device: str, ground: Ground) -> None:
         super().__init__(channels, replica, rank, device, {}, ground.options.wire)
         self.ground = ground
-        transport, delta = ground.options.transport, ground.options.delta
-        self.routes = {name: Routes(channel, transport, delta) for name, channel in self.channels.items()}
+        options = ground.options
+        # What is lost would break the chain for those after it.
+        self.routes = {
+            name: Routes(channel, options.transport, options.delta, alone=ground.elastic)
+            for name, channel in self.channels.items()
+        }
         self.relays: dict[str, ChainForwarder] = {}
         self.adders: dict[str, AllReduce] = {}
         self.memories: dict[str, WritableMemory] = {}
@@ -173,7 +188,7 @@ class WeightChannels(LocalChannels):
         deltas = (link for link in [*self._opened.values()] if isinstance(link, DeltaTransport))
         return sum((link.counts for link in deltas), counts) + Counter()  # a sum of counters has no zeros
 
-    def send(self, command: Send, manifest: Manifest | None) -> None:
+    def send(self, command: Send, manifest: Manifest | None, life: int = 0) -> None:
         channel, version, together = command.channel, command.version, command.together
         routes = self.routes[channel]
         if command.source == self.replica:
@@ -182,13 +197,15 @@ class WeightChannels(LocalChannels):
             # Where there is one, another receiver of this version passes it on.
             if not routes.source(command.replica, together):
                 target = self.channels[channel].replica(command.replica)
-                link = self.lazy(Span(channel, command.source, command.replica, "source"))
-                publisher.start(version, link, len(target.ranks), self._ended, target.mesh or None)
+                span = Span(channel, command.source, command.replica, "source", life)
+                self._give_up(span)
+                ended = partial(self._sent, span) if self.ground.elastic else self._ended
+                publisher.start(version, self.lazy(span), len(target.ranks), ended, target.mesh or None)
         if command.replica == self.replica:
             receiver, digests = self._told(manifest)
             routes.settle(receiver.description)
             source, after = routes.source(self.replica, together), routes.next(self.replica, together)
-            upstream = Span(channel, source or command.source, self.replica, "destination")
+            upstream = Span(channel, source or command.source, self.replica, "destination", life)
             link_here: Receiving = self.lazy(upstream)
             if routes.chained(self.replica):
                 relay = self.relays.setdefault(channel, ChainForwarder(channel, self.rank, self._ended))
@@ -204,14 +221,15 @@ class WeightChannels(LocalChannels):
 
     def open(self, span: Span) -> Transport:
         if span not in self._opened:
-            channel, source, target, side = span
+            channel, source, target, side, life = span
             routes, ground = self.routes[channel], self.ground
             start, end = (self.channels[channel].replica(name) for name in (source, target))
             apart = len(hosts(start, end)) > 1
             names = [one.located if apart else one.name for one in (start, end)]
             link = ReplicaLink(
                 f"{channel} from {' to '.join(names)}",
-                ground.meet(f"{channel} from {source} to {target}"),
+                # Of a replica that comes again the former one's keys are still there.
+                ground.meet(f"{channel} from {source} to {target}" + (f", life {life}" if life else "")),
                 len(start.ranks),
                 len(end.ranks),
                 timeout=ground.timeout * routes.patience(target),
@@ -245,18 +263,23 @@ class WeightChannels(LocalChannels):
     def _publisher(self, channel: str, value: Carried, **more: Any) -> WeightPublisher:
         own = self.channels[channel].source
         add = self._adder(channel, own)
-        return super()._publisher(channel, value, ranks=len(own.ranks), add=add, proof=self.ground.options.proof)
+        options, keep = self.ground.options, self.ground.keep
+        return super()._publisher(
+            channel, value, ranks=len(own.ranks), add=add, proof=options.proof, keep=keep, elastic=self.ground.elastic
+        )
 
     def _new_receiver(self, channel: str, **more: Any) -> WeightReceiver:
         own, ground = self.channels[channel].replica(self.replica), self.ground
         owner = f"{self.replica}.{self.rank}.{channel}".replace("/", ".").replace(">", ".")
+        owner += f".{ground.life}" if ground.life else ""
         if ground.options.transport not in BY_MESSAGES:
             shared = partial(SharedMemory, ground.run, owner, warn=ground.warn)
             on_device = partial(DeviceMemory, self.device, owner, ground.timeout, ground.warn)
             self.memories[channel] = shared() if self.device == "cpu" else on_device()
         ranks, mesh, allocate = len(own.ranks), own.mesh or None, self.memories.get(channel)
         add = self._adder(channel, own)
-        return super()._new_receiver(channel, ranks=ranks, mesh=mesh, add=add, allocate=allocate)
+        own_options: dict[str, Any] = {"mesh": mesh, "add": add, "allocate": allocate, "elastic": ground.elastic}
+        return super()._new_receiver(channel, ranks=ranks, **own_options)
 
     def _adder(self, channel: str, own: Replica) -> AllReduce | None:
         """For the proofs of this replica's ranks; one alone needs none."""
@@ -270,6 +293,17 @@ class WeightChannels(LocalChannels):
     def _ended(self, moved: Moved | Exception, received: Send | None = None) -> None:
         super()._ended(moved, received)
         self.ground.wake()
+
+    def _sent(self, span: Span, moved: Moved | Exception) -> None:
+        """A transfer to a replica that may be lost is over."""
+        if isinstance(moved, Exception):
+            self._unsent.put(SendFailed(span.target, span.life, f"{self.replica} rank {self.rank}: {moved}"))
+            self.ground.wake()
+
+    def _give_up(self, span: Span) -> None:
+        """Close the links to the former lives of a receiver."""
+        for former in [known for known in self._opened if known[:-1] == span[:-1] and known.life < span.life]:
+            self._opened.pop(former).close()
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,8 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) ->
 
         config = RunConfig.from_json(json.loads(setup.config))
         name = config.plan.spelled(replica, index)
-        rank = RankRuntime(config, replica, index, setup.restore, join, pulse, client.wake)
+        life = int(os.environ.get("PENSTOCK_LIFE", "0"))
+        rank = RankRuntime(config, replica, index, setup.restore, join, pulse, client.wake, life)
     except RAISED as error:
         traceback.print_exc()
         client.send(Note("error", f"{name} could not start:\n{told(error)}"))
@@ -117,6 +118,8 @@ def work(client: Client, rank: "RankRuntime") -> int:
         results += executor.step()
         for text in rank.warnings():
             client.send(Note("warning", text))
+        for unsent in rank.channels.unsent():
+            client.send(unsent)
         if results and not client.send(Results(tuple(results))):
             return 1
         if results:

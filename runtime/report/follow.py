@@ -28,6 +28,8 @@ from penstock.runtime.schedule.events import (
     Publish,
     Published,
     Question,
+    ReplicaJoined,
+    ReplicaLost,
     Save,
     Send,
     Swap,
@@ -70,7 +72,8 @@ class Work(Bar):
     weights, and its `cause` what made it start.
 
     `version`: of the weights that were live when it began; of an update or a sync the one that it is about. `outcome`
-    is "" for work that was done, "failed", "dropped" (a filter's verdict), or "unanswered" where the log ends.
+    is "" for work that was done, "failed" (perhaps since its replica was lost), "dropped" (a filter's verdict), or
+    "unanswered" where the log ends.
     """
 
     start: int
@@ -160,6 +163,14 @@ class Follow:
 
     def _hear(self, time: int, event: Event) -> None:
         # A checkpoint keeps a rank from its work until the rank has copied it aside.
+        if isinstance(event, ReplicaLost):
+            for key in [key for key, work in self._open.items() if work.lane == event.replica]:
+                lost = self._open.pop(key)
+                lost.end, lost.outcome = time, "failed"
+                self._queued(lost)
+                self.found.work.append(lost)
+            self.in_work.update({lane: 0 for lane in self.in_work if lane[0] == event.replica})
+            return
         if not isinstance(event, Answer | Copied):
             return
         outcome = "failed" if isinstance(event, Failed) else ""
@@ -232,4 +243,6 @@ def cause_of(event: Event) -> Cause:
             return CAUSES[type(event)].format(event.firing.node), event.firing.index
         case Published() | Arrived() | Swapped():
             return CAUSES[type(event)].format(event.channel, event.replica), event.version
+        case ReplicaLost(replica) | ReplicaJoined(replica):
+            return f"{replica} was {'lost' if isinstance(event, ReplicaLost) else 'there again'}", 0
     return "the stage began" if isinstance(event, Begin) else "a checkpoint was due", 0

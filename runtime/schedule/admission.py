@@ -52,7 +52,7 @@ def needs_past_version(state: State, ordinal: int) -> bool:
 
 def open_groups(state: State) -> None:
     """Open the groups that can be admitted now or soon, and have sources read for them."""
-    if state.stopping or not state.tables.sources:
+    if (state.stopping and not state.short) or not state.tables.sources:
         return
     soon = admitted_groups(state.update + AHEAD, state.tables.max_lag, state.rules.batch)
     limit = min(soon, state.total)
@@ -69,7 +69,7 @@ def start_groups(state: State, steps: Sequence[NodeStep]) -> None:
         queue, waiting = state.ready[step.name], list[int]()
         while queue:
             group = state.ledger.groups.get(queue[0])
-            if group is not None:
+            if group is not None and not group.again:
                 ordinal = group.ordinal
                 replica = _choose(state, step, ordinal)
                 if replica is None and step.name not in group.deadlines:
@@ -119,14 +119,14 @@ def _choose(state: State, step: NodeStep, ordinal: int) -> str | None:
         in_work = any(f.node == step.name for f in state.running)
         if in_work or ordinal != state.first_unfired(step):
             return None
-    rests = state.checkpoint is not None and (state.stopping or step.stateful)
+    rests = state.checkpoint is not None and (state.stopping or step.stateful) and not state.short
     # State must not change while it is saved, and nothing new begins before the end. But a resumed run could not make
     # the versions that some pinned groups need: those groups go on first, and the checkpoint waits for them.
     if rests and (state.held or not needs_past_version(state, ordinal)):
         return None
-    replicas = state.tables.by_pool[step.pool]
+    replicas = state.present[step.pool]
     if step.source:
-        return replicas[0].name
+        return replicas[0].name if replicas else None
     if step.stateful:
         able = state.room(replicas[0]) > 0 and _fresh(state, step, ordinal, before, replicas[0].name)
         return replicas[0].name if able else None
@@ -220,10 +220,13 @@ def reclaimable(state: State, name: str) -> bool:
     # Every update before the one that makes the next version to be sent must find one that is new enough.
     last = _next_sent(state, channel, state.update + 1, channel.every) - 1
     for reader, lag in state.tables.weight_readers[name]:
-        replicas = state.tables.by_pool[reader.pool]
+        replicas = state.present[reader.pool]
         if reader.per_update:
             due = last - (last + 1) % reader.every
             served = due < state.next_update(reader) or sent.holds(needed_version(due, lag), replicas[0].name)
+        elif sent.history:
+            # A replica that comes later may need it, too.
+            served = sent.published >= state.update
         elif state.pinned:
             served = all(sent.holds(state.update, replica.name) for replica in replicas)
         else:
@@ -237,9 +240,12 @@ def reclaimable(state: State, name: str) -> bool:
 def move_weights(state: State) -> None:
     """Send what is published to where the second buffer is free; swap in what has arrived."""
     for name, channel in state.channels.items():
+        if channel.history:
+            _move_needed(state, name)
+            continue
         together = tuple(channel.to_send())
         for replica in together:
-            channel.send(replica)
+            channel.send(replica, channel.published)
             source = state.tables.channels[name].source.name
             state.ask(Send(name, channel.published, source, replica, together if len(together) > 1 else ()))
         for replica in channel.to_swap():
@@ -248,6 +254,40 @@ def move_weights(state: State) -> None:
                 channel.swap(replica)
                 state.sort(replica)
                 state.ask(Swap(name, version, replica))
+
+
+def _move_needed(state: State, name: str) -> None:
+    """The same for a channel with history: a replica gets the version that the first group needs which has not started,
+    be it an older one than it has, or the next one ahead of time."""
+    channel, steps = state.channels[name], [step for step, _ in state.tables.weight_readers[name]]
+    firsts = [ordinal for ordinal in map(state.first_unfired, steps) if state.ledger.before(ordinal) < state.total]
+    needed = min((pinned_version(state, ordinal) for ordinal in firsts), default=None)
+    working = {r for f, r in state.running.items() if any(f.node == step.name for step in steps)}
+    replicas = [r.name for r in state.present[state.tables.channels[name].pool]]
+    served = any(
+        needed in (r.live, r.coming if r.sending else r.staged) for r in map(channel.receivers.__getitem__, replicas)
+    )
+    for replica in replicas:
+        receiver = channel.receivers[replica]
+        live, staged = receiver.live, receiver.staged
+        if receiver.sending or receiver.swapping:
+            continue
+        if staged != live and (staged > live if needed is None else staged == needed or live < staged < needed):
+            if replica not in working:
+                channel.swap(replica)
+                state.sort(replica)
+                state.ask(Swap(name, staged, replica))
+            continue
+        there = needed is not None and needed <= channel.published and needed not in (live, staged)
+        # One replica that has nothing else to do goes back for all.
+        if there and needed is not None and (needed > live or not (served or replica in working)):
+            version, served = needed, True
+        elif channel.published == live + 1 != staged and (needed is None or needed < channel.published):
+            version = channel.published
+        else:
+            continue
+        channel.send(replica, version)
+        state.ask(Send(name, version, state.tables.channels[name].source.name, replica))
 
 
 def _may_swap(state: State, channel: str, replica: str, version: int) -> bool:

@@ -8,10 +8,13 @@ Invariants:
 - versions only grow: live <= staged <= published, on each replica;
 - nothing is published while a send of the version before is under way: the sender has one snapshot;
 - nothing is sent to a replica whose second buffer holds a version that is not live yet.
+
+A channel with `history` keeps none of the three: its sender has the last snapshots, so that a replica may go back to an
+older version, for the groups of one that was lost.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.runtime.cluster.placement import Replica
@@ -22,12 +25,14 @@ NONE = -1
 
 @dataclass(slots=True)
 class Receiver:
-    """One replica: the live version, the one in its second buffer, and what is under way."""
+    """One replica: the live version, the one in its second buffer, and what is under way: `coming` is what was sent
+    last."""
 
     live: int = NONE
     staged: int = NONE
     sending: bool = False
     swapping: bool = False
+    coming: int = NONE
 
 
 class ChannelState:
@@ -38,8 +43,11 @@ class ChannelState:
     has not reached.
     """
 
-    def __init__(self, replicas: Sequence[Replica], live: Mapping[str, int]) -> None:
-        versions = {r.name: live.get(r.name, NONE) for r in replicas}
+    def __init__(
+        self, replicas: Sequence[Replica], live: Mapping[str, int], absent: Collection[str] = (), history: bool = False
+    ) -> None:
+        self.history = history
+        versions = {r.name: live.get(r.name, NONE) for r in replicas if r.name not in absent}
         self.receivers = {name: Receiver(version, version) for name, version in versions.items()}
         self.published = NONE
         self.publishing = False
@@ -50,13 +58,14 @@ class ChannelState:
         # who can be sent to (those owed whose second buffer is free) and who can be swapped (those whose is full).
         self._free: set[str] = set()
         self._full: set[str] = set()
-        self._order = {name: place for place, name in enumerate(self.receivers)}
+        self._order = {replica.name: place for place, replica in enumerate(replicas)}
 
     def may_publish(self, version: int) -> bool:
         """Is `version` news to some replica, and the snapshot free?"""
-        if self.publishing or self.published >= version or self.owed:
+        if self.publishing or self.published >= version or (self.owed and not self.history):
             return False
-        return any(r.live < version for r in self.receivers.values())
+        # A version that nobody is there to get may be needed by one that comes.
+        return self.history or any(r.live < version for r in self.receivers.values())
 
     def holds(self, version: int, replica: str) -> bool:
         """Can `replica` still get a version that is at least this new without another publication?"""
@@ -84,9 +93,10 @@ class ChannelState:
         self.owed = {name for name in self.behind if self.receivers[name].staged < version}
         self._free = {name for name in self.owed if self.receivers[name].staged == self.receivers[name].live}
 
-    def send(self, replica: str) -> None:
-        """What is published is on its way."""
-        self.receivers[replica].sending = True
+    def send(self, replica: str, version: int) -> None:
+        """A version is on its way, into the second buffer whatever it holds."""
+        receiver = self.receivers[replica]
+        receiver.sending, receiver.coming, receiver.staged = True, version, receiver.live
         self._free.discard(replica)
 
     def arrive(self, replica: str, version: int) -> None:
@@ -106,8 +116,25 @@ class ChannelState:
         self.newest = max(self.newest, version)
         if version >= self.published:
             self.behind.discard(replica)
+        else:
+            self.behind.add(replica)
         # A newer version may have been published while this one was on its way: now there is room for it.
         if replica in self.owed:
+            self._free.add(replica)
+
+    def lose(self, replica: str) -> None:
+        """A replica is gone, with its weights."""
+        del self.receivers[replica]
+        for names in (self.behind, self.owed, self._free, self._full):
+            names.discard(replica)
+        self.newest = max((receiver.live for receiver in self.receivers.values()), default=NONE)
+
+    def join(self, replica: str) -> None:
+        """A replica without weights is there. It is sent what is published."""
+        self.receivers[replica] = Receiver()
+        if self.published > NONE:
+            self.behind.add(replica)
+            self.owed.add(replica)
             self._free.add(replica)
 
 
@@ -125,6 +152,19 @@ class LeastLoadedQueue:
         self._key = {r.name: place - r.capacity * len(replicas) for place, r in enumerate(replicas)}
         self._kind: dict[str, Hashable] = dict.fromkeys(self._names)
         self._kinds: dict[Hashable, list[int]] = {None: sorted(self._key.values())}
+
+    def remove(self, replica: str) -> None:
+        """A replica is gone: nothing is given to it."""
+        keys = self._kinds[self._kind[replica]]
+        del keys[bisect_left(keys, self._key[replica])]
+        if not keys:
+            del self._kinds[self._kind[replica]]
+
+    def add(self, replica: Replica) -> None:
+        """A replica that was removed is there again, with nothing in work."""
+        name, kind = replica.name, self._kind[replica.name]
+        self._key[name] = self._names.index(name) - replica.capacity * len(self._names)
+        insort(self._kinds.setdefault(kind, []), self._key[name])
 
     def load(self, replica: str, firings: int) -> None:
         """Note that `firings` more are in work on a replica; less if negative."""

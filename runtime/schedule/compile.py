@@ -13,7 +13,7 @@ from typing import Literal
 from penstock.graph.check import starving
 from penstock.graph.errors import GraphError
 from penstock.graph.ir import Graph, Node
-from penstock.runtime.cluster.placement import Plan, Replica, why_no_turns
+from penstock.runtime.cluster.placement import Plan, Pool, Replica, why_no_turns
 
 
 def _readers_of(nodes: Sequence[Node], name: str) -> list[Node]:
@@ -36,6 +36,7 @@ class Rules:
     takes another ("replace"). The run is stopped when filters have dropped `drops` batches' worth of groups and more
     between two updates, for each of the 1 + lag updates that are under way; and likewise when per-group firings have
     failed `failures` batches' worth of times, each try counted, and more often than one group may be tried.
+    A replica that is lost stops the run, or its groups begin again on others of its pool ("replace").
     """
 
     batch: int
@@ -45,6 +46,7 @@ class Rules:
     order: Literal["strict", "ready"] = "strict"
     retries: int = 0
     on_failure: Literal["stop", "replace"] = "stop"
+    lost_replica: Literal["stop", "replace"] = "stop"
     drops: int = 16
     failures: int = 4
 
@@ -201,7 +203,22 @@ class Tables:
         self.num_group_steps = len(per_group)
         self.num_weighted = sum(bool(s.weights) for s in per_group)
         self.takes_groups = any(s.groups for s in per_update)
+        # By pool, why none of its replicas can be lost; "" for one whose can.
+        self.fixed_pools = {pool.name: _why_fixed(graph, pool, self.steps) for pool in plan.pools}
         self.piece = gcd(*(s.accumulate for s in per_update))
+
+
+def _why_fixed(graph: Graph, pool: Pool, steps: Mapping[str, NodeStep]) -> str:
+    """Why the replicas of a pool cannot be lost and replaced; "" if they can: what they have is made again from a
+    group's sources, and from weights that they are sent."""
+    own = [step for step in steps.values() if step.pool == pool.name and not step.source]
+    if carried := [c.name for c in graph.carried if c.name in pool.holds]:
+        return f"it holds {', '.join(carried)}"
+    if found := [step.name for step in own if step.per_update]:
+        return f"{', '.join(found)} fires per update"
+    if found := [step.name for step in own if step.stateful]:
+        return f"{', '.join(found)} has a state"
+    return ""
 
 
 def channel_name(carried: str, pool: str) -> str:
@@ -327,6 +344,7 @@ def check_rules(tables: Tables, rules: Rules) -> None:
     lags = {(s.name, lag) for readers in tables.weight_readers.values() for s, lag in readers if not s.per_update}
     late = {(s.name, lag) for readers in tables.weight_readers.values() for s, lag in readers if s.per_update and lag}
     pinned, replace, ready = 'versions="pinned"', 'on_failure="replace"', 'order="ready"'
+    lost = 'lost_replica="replace"'
     thinned = [f"{c.node} with every=…" for c in tables.channels.values() if c.every > 1]
     delayed = [f"{s.name}, which reads {carried!r} delayed" for s in steps for carried, _ in s.delays]
     unequal = len({lag for _, lag in lags}) > 1
@@ -369,6 +387,31 @@ def check_rules(tables: Tables, rules: Rules) -> None:
             'a delay of at least the lag, or versions="free"',
         ),
         (
+            lost,
+            [f"{step.name}, which has a state" for step in steps if step.stateful and not step.per_update]
+            + [f"{step.name} with accumulate=…" for step in steps if step.accumulate],
+            "groups that can begin again: none that a state has seen, nor a part of an update; use "
+            'lost_replica="stop", and resume',
+        ),
+        (
+            f"{lost} with {pinned}",
+            [
+                f"{step.name} in pool {step.pool} ({tables.fixed_pools[step.pool]})"
+                for step in steps
+                if step.weights and not step.per_update and tables.fixed_pools[step.pool]
+            ],
+            "per-group nodes that read weights in pools of generators and scorers alone, which can go back to an older "
+            'version; use versions="free"',
+        ),
+        (
+            lost,
+            [f"pool {pool} ({why})" for pool, why in tables.fixed_pools.items()]
+            if all(tables.fixed_pools.values())
+            else [],
+            "a pool of generators or scorers alone, whose nodes fire per group and have no state; use "
+            'lost_replica="stop", and resume',
+        ),
+        (
             ready,
             delayed + thinned + ([f"{name} lag={lag}" for name, lag in sorted(lags)] if unequal else []),
             "no delay, which is exact, every version sent, and one lag for all per-group nodes that read weights: a "
@@ -379,6 +422,8 @@ def check_rules(tables: Tables, rules: Rules) -> None:
         pinned: rules.versions == "pinned",
         replace: rules.on_failure == "replace",
         ready: rules.order == "ready",
+        lost: rules.lost_replica == "replace",
+        f"{lost} with {pinned}": rules.lost_replica == "replace" and rules.versions == "pinned",
     }
     for rule, given, needed in table:
         if asked[rule] and given:

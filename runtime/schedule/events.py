@@ -82,6 +82,19 @@ class Saved(Packable, frozen=True):
     rank: int = 0
 
 
+class ReplicaLost(Packable, frozen=True):
+    """A replica is gone, with all that it worked on and kept; `reason` is for people."""
+
+    replica: str
+    reason: str = ""
+
+
+class ReplicaJoined(Packable, frozen=True):
+    """A replica that was not there is: it has neither weights nor values."""
+
+    replica: str
+
+
 class Abort(Packable, frozen=True):
     """Something failed that no retry can mend (a peer, a deadline, a transfer, a publication): the run ends."""
 
@@ -89,7 +102,7 @@ class Abort(Packable, frozen=True):
 
 
 Answer = Done | Failed | Published | Arrived | Swapped | Saved
-Event = Begin | Answer | Copied | Checkpoint | Abort
+Event = Begin | Answer | Copied | Checkpoint | ReplicaLost | ReplicaJoined | Abort
 
 
 # Commands -------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ saving      a checkpoint is being written
 failed      what it did failed, so was of no use
 rest        its pool has nothing due at this update, or nothing in this stage
 done        the run has no group or update left for it
+absent      it was lost, or has not come yet
 """
 
 from typing import NamedTuple
@@ -45,6 +46,7 @@ CAUSES = {
     "failed": Cause("work that failed", "failed"),
     "rest": Cause("nothing due", "nothing due"),
     "done": Cause("nothing left to do", "nothing left", "has nothing left to do"),
+    "absent": Cause("not there", "not there", "is not there"),
 }
 
 
@@ -54,11 +56,13 @@ def states_of(scheduler: Scheduler) -> dict[str, str]:
 
 
 def cause(scheduler: Scheduler, replica: str, *, detailed: bool = False) -> str:
-    """Why a replica without firings in work is idle: "data", "weights", "start", "saving" or "done".
+    """Why a replica without firings in work is idle: "data", "weights", "start", "saving", "done" or "absent".
 
     With `detailed`, "data" and "weights" are divided further, and "start" is one of the causes that they are divided
     into.
     """
+    if replica in scheduler.absent:
+        return "absent"
     if scheduler.finished or scheduler.update >= scheduler.rules.end:
         return "done"
     if scheduler.checkpoint is not None:

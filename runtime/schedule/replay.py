@@ -39,11 +39,13 @@ class SegmentOrigin:
     saved: Mapping[str, Any] | None = None
     live: Mapping[tuple[str, str], int] = field(default_factory=dict)
     complete: Mapping[str, Any] | None = None
+    absent: tuple[str, ...] = ()
+    lives: Mapping[str, int] = field(default_factory=dict)
 
     def scheduler(self, tables: Tables | None = None) -> Scheduler:
         """A new one. `tables` are those of the graph and plan, if they are there already."""
         tables = tables or Tables(self.graph, self.plan)
-        return Scheduler(tables, self.rules, self.saved, self.live, self.complete)
+        return Scheduler(tables, self.rules, self.saved, self.live, self.complete, self.absent, self.lives)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -54,6 +56,8 @@ class SegmentOrigin:
             "cut": self.saved,
             "live": [[channel, replica, version] for (channel, replica), version in self.live.items()],
             "complete": self.complete,
+            **({"absent": list(self.absent)} if self.absent else {}),
+            **({"lives": dict(self.lives)} if any(self.lives.values()) else {}),
         }
 
     @staticmethod
@@ -72,6 +76,8 @@ class SegmentOrigin:
                 saved=data["cut"],
                 live={(channel, replica): version for channel, replica, version in data["live"]},
                 complete=data.get("complete"),
+                absent=tuple(data.get("absent", ())),
+                lives=dict(data.get("lives", {})),
             )
         except (KeyError, TypeError) as error:
             given = ", ".join(data)

@@ -40,9 +40,16 @@ Invariants, checked after each event of the tests by `tests/runtime/schedule/che
 15. A step that accumulates fires in segments 0, 1, … for the parts of its update's batch: the n-th on the n-th groups
     taken, in order "strict" once all up to these are finished. Only the last one waits for what other steps do with the
     update, and makes the next version; a checkpoint may fall before it, and has nothing of the parts.
+16. A replica that is absent is asked for nothing. When one is lost, each group that it worked on, or kept something of
+    that is still to be read, begins again at its sources, under its ordinal, when nothing is in work on it: all that
+    was made of it is freed. But an update that has read its groups goes on with them. Each group has one fate all the
+    same. A checkpoint of which a part was lost is made again.
+17. With pinned versions and replicas that may be lost, one may go back to an older version: that of the first group
+    which has not started, if no other replica has it. The sender keeps what groups of the current update may need.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from penstock.runtime.schedule import admission, transitions
@@ -59,6 +66,8 @@ from penstock.runtime.schedule.events import (
     Event,
     Failed,
     Published,
+    ReplicaJoined,
+    ReplicaLost,
     Saved,
 )
 from penstock.runtime.schedule.state import State, UnawaitedError
@@ -69,7 +78,8 @@ class Scheduler(State):
     hold already.
 
     `complete` is the state of the newest complete checkpoint, {} where there is none yet: a final checkpoint with no
-    more in it is not written. With None every checkpoint is written, as in logs that do not say.
+    more in it is not written. With None every checkpoint is written, as in logs that do not say. `absent` are replicas
+    that are not there, and `lives` how often each has been lost before.
 
     Raises ValueError for rules that cannot work with the graph.
     """
@@ -81,9 +91,11 @@ class Scheduler(State):
         saved: Mapping[str, Any] | None = None,
         live: Mapping[tuple[str, str], int] | None = None,
         complete: Mapping[str, Any] | None = None,
+        absent: Collection[str] = (),
+        lives: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         check_rules(tables, rules)
-        super().__init__(tables, rules, live or {})
+        super().__init__(tables, rules, live or {}, absent, lives)
         self.complete = complete
         if saved is not None:
             transitions.restore(self, saved)
@@ -125,6 +137,16 @@ class Scheduler(State):
             case Abort():
                 self.finish("failed", event.error)
                 return None
+            case ReplicaLost():
+                if event.replica in self.absent or self.tables.fixed_pools[self.tables.pool_of[event.replica]]:
+                    raise UnawaitedError(f"scheduler: a replica that cannot be lost: {event}")
+                transitions.lose_replica(self, event.replica, event.reason)
+                return None
+            case ReplicaJoined():
+                if event.replica not in self.absent:
+                    raise UnawaitedError(f"scheduler: a replica that is there: {event}")
+                transitions.join_replica(self, event.replica)
+                return None
             case Copied():
                 if (event.replica, event.rank) not in self.copying:
                     raise UnawaitedError(f"scheduler: an answer that nobody awaits: {event}")
@@ -154,7 +176,7 @@ class Scheduler(State):
             channel.swapped(event.replica, event.version)
             self.sort(event.replica)
             steps, settled = self.tables.group_steps[pool], not self.answers
-        if settled or self.tables.update_steps[pool] or self.checkpoint is not None:
+        if channel.history or settled or self.tables.update_steps[pool] or self.checkpoint is not None:
             return None
         # Of a thousand replicas this concerns one, and there nothing but its weights and its groups.
         admission.move_weights(self)
@@ -169,6 +191,8 @@ class Scheduler(State):
         elif isinstance(event, Answer) and self.answered(event) and isinstance(event, Saved):
             if not any(isinstance(awaited, Saved) for awaited in self.answers):
                 transitions.commit(self)
+        elif isinstance(event, ReplicaLost | ReplicaJoined):
+            self._hear(event)
         elif isinstance(event, Copied):
             raise UnawaitedError(f"scheduler: an answer that nobody awaits: {event}")
 
@@ -179,7 +203,10 @@ class Scheduler(State):
         if isinstance(event, Failed):
             # An update cannot be taken back, and a state may have changed before it failed.
             hopeless = step.per_update or step.stateful
-            if hopeless or (self.tries.get(firing, 0) >= self.rules.retries and self.rules.on_failure == "stop"):
+            # What a group that begins again has left may not be there to be read.
+            counts = hopeless or not self.ledger.find(firing.index).again
+            spent = self.tries.get(firing, 0) >= self.rules.retries and self.rules.on_failure == "stop"
+            if counts and (hopeless or spent):
                 self.fail(event.error)
                 return None
             self.verdicts[firing].add("failed")

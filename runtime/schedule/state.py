@@ -12,8 +12,10 @@ Invariants:
 
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from penstock.graph.ir import Firing
@@ -49,7 +51,8 @@ class GroupState:
     readers: for each of them, how many readers are still to come.
     working: firings in work on the group. finished: it has been through every step.
     turns: what its turns have made so far, for each step that begins a bounded cycle. paused: by step, the segment that
-    it goes on with, and the replica that holds what there is of it so far.
+    it goes on with, and the replica that holds what there is of it so far. again: a replica that held a value of it is
+    lost: it begins again when nothing is in work on it.
     With `order="ready"`, once it has read weights: `place`, how many groups stood before it then, and by step the last
     update at which the weights that it began with are not too old.
     """
@@ -61,6 +64,7 @@ class GroupState:
     finished: bool = False
     turns: dict[str, TurnState] = field(default_factory=dict)
     paused: dict[str, tuple[Firing, str]] = field(default_factory=dict)
+    again: bool = False
     place: int | None = None
     deadlines: dict[str, int] = field(default_factory=dict)
 
@@ -116,6 +120,8 @@ class Ledger:
         self.outcomes[outcome] += 1
         group = self.groups.pop(ordinal)
         self.finished -= group.finished
+        if ordinal in self._kept:  # it had been finished before it began again
+            self._kept.remove(ordinal)
         if group.working:
             self.leaving[ordinal] = group
         return group
@@ -134,9 +140,13 @@ class Ledger:
             if group is not None:
                 self._kept.append(self._walked)
             self._walked += 1
-        if len(self._kept) < batch:
+        if len(self._kept) < batch or not all(self.groups[g].finished for g in islice(self._kept, batch)):
             return None
         return tuple(self._kept.popleft() for _ in range(batch))
+
+    def give_back(self, ordinals: tuple[int, ...]) -> None:
+        """The inverse of `take`, of the groups that were taken last."""
+        self._kept.extendleft(reversed(ordinals))
 
     def take_ready(
         self,
@@ -180,7 +190,7 @@ class Ledger:
             "fates": dict(self.outcomes),
             # Left out while it is 0: the states of versions that did not count retries must compare equal in a replay.
             **({"retried": self.retried} if self.retried else {}),
-            "groups": [[g.ordinal, dict(g.made), dict(g.readers), *_deadlines(g)] for g in self.groups.values()],
+            "groups": [_group_to_json(group) for group in self.groups.values()],
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -193,6 +203,13 @@ class Ledger:
             if read:
                 group.place, group.deadlines = read[0]["place"], dict(read[0]["deadlines"])
         self._walked = self.first
+
+
+def _group_to_json(group: GroupState) -> list[Any]:
+    """What is made of a group that begins again is left out."""
+    if group.again:
+        return [group.ordinal, {}, {}]
+    return [group.ordinal, dict(group.made), dict(group.readers), *_deadlines(group)]
 
 
 def _deadlines(group: GroupState) -> list[dict[str, Any]]:
@@ -227,11 +244,25 @@ class State:
     all ranks have copied and some still write. complete: the state of the newest complete checkpoint (see `Scheduler`).
     failing: why the run will have failed when what is being written is whole; "" if it goes on.
     answers: the ranks that are still to answer what was asked, by the `answer` of the first one.
+    absent: replicas that are not there. lives: how often each has been lost. present: those that are there, by pool.
+    losses: replicas that were lost since the last update. spoiled: a part of what is being saved is lost.
     """
 
-    def __init__(self, tables: Tables, rules: Rules, live: Mapping[tuple[str, str], int]) -> None:
+    def __init__(
+        self,
+        tables: Tables,
+        rules: Rules,
+        live: Mapping[tuple[str, str], int],
+        absent: Collection[str] = (),
+        lives: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self.tables, self.rules = tables, rules
         self.pinned = rules.versions == "pinned"
+        self.absent, self.lives = set(absent), {**dict.fromkeys(tables.replicas, 0), **lives}
+        self.present = dict(tables.by_pool)
+        self.losses, self.spoiled = 0, False
+        # A group that begins again needs the version that it had: others may have newer ones.
+        history = self.pinned and rules.lost_replica == "replace"
         # How many groups are consumed by the end.
         self.total = rules.end * rules.batch
         self.ledger = Ledger(earlier=rules.start * rules.batch)
@@ -250,11 +281,20 @@ class State:
         self.drops = self.failures = 0
         self.raised = ""
         self.channels = {
-            name: ChannelState(channel.replicas, {replica: v for (n, replica), v in live.items() if n == name})
+            name: ChannelState(
+                channel.replicas,
+                {replica: v for (n, replica), v in live.items() if n == name},
+                self.absent,
+                history and bool(tables.weight_readers[name]) and not tables.fixed_pools[channel.pool],
+            )
             for name, channel in tables.channels.items()
         }
         for replica in tables.replicas:
-            self.sort(replica)
+            if replica in self.absent:
+                self.count_present(replica)
+                self.queues[tables.pool_of[replica]].remove(replica)
+            else:
+                self.sort(replica)
         self.checkpoint: Checkpoint | None = None
         self.copying: set[tuple[str, int]] = set()
         self.saving = ""
@@ -302,6 +342,11 @@ class State:
         """Note that `firings` more are in work on a replica; less if negative."""
         self.load[replica] += firings
         self.queues[self.tables.pool_of[replica]].load(replica, firings)
+
+    def count_present(self, replica: str) -> None:
+        """Note that a replica has become present, or absent."""
+        pool = self.tables.pool_of[replica]
+        self.present[pool] = tuple(r for r in self.tables.by_pool[pool] if r.name not in self.absent)
 
     def sort(self, replica: str) -> None:
         """Note that the live weights of a replica have changed, or are about to: so has what it may work on."""
@@ -415,6 +460,11 @@ class State:
         """Is the current update at one of its steps, or past one? Between two parts of a step it is not: nothing has
         changed yet that a checkpoint has, and a run that resumes begins with the first part."""
         return bool(self.done) or any(f.node in self.tables.critical for f in self.running)
+
+    @property
+    def short(self) -> bool:
+        """Has the current update begun, and lost groups that are to be made again for it?"""
+        return self.tables.takes_groups and not self.whole and self.begun()
 
     def first_unfired(self, step: NodeStep) -> int:
         """The lowest ordinal that has not been through `step` nor is in work there."""

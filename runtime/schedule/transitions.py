@@ -14,6 +14,10 @@ has left. What the last segment makes is kept as if there had been no other.
 *Updates* consume a batch each. A step on the critical path fires at the current update, one off it at its own pace. One
 that accumulates fires in parts, as soon as the groups of each are taken; its last part is as another step's firing.
 
+*Replicas* may be lost. What one worked on and kept is lost with it, and the groups that had some of it begin again from
+their sources, once nothing is in work on them any more: what others have made of them is of no use, since with free
+versions a second response is another one. An update that has begun is left to finish, with what it has read.
+
 *Checkpoints* fall between two updates, when nothing that changes state is in work: then every rank copies its part
 aside. Free-running admissions go on meanwhile: they are later than the checkpoint and not in it. When all have copied,
 the run goes on, and the parts are written beside it. One is written at a time: the next one that is due waits. A run
@@ -29,7 +33,7 @@ from typing import Any
 from penstock.graph.ir import Firing
 from penstock.runtime.schedule.admission import needed_version, needs_past_version, offer, reclaimable
 from penstock.runtime.schedule.compile import NodeStep
-from penstock.runtime.schedule.events import Commit, CommitTurn, Save, kept_as
+from penstock.runtime.schedule.events import Commit, CommitTurn, Save, Saved, kept_as
 from penstock.runtime.schedule.state import GroupState, State, TurnState
 
 # Groups ---------------------------------------------------------------------------------------------------
@@ -46,6 +50,10 @@ def group_done(
         state.tries.pop(firing, None)
     if firing.segment:
         state.free(*group.paused.pop(step.name))
+    if group.again:
+        state.free(kept_as(firing, paused="paused" in verdicts), replica)
+        _begin_again(state, group)
+        return None
     if "paused" in verdicts:
         return _pause(state, group, step, firing, replica)
     firing = kept_as(firing, paused=False)
@@ -141,6 +149,8 @@ def group_failed(state: State, firing: Firing, replica: str, verdicts: Collectio
         state.fail(f"{given}; {needed}. The last failure was {state.raised}")
     elif group.ordinal in state.ledger.leaving:
         _leave(state, group)
+    elif group.again:
+        _begin_again(state, group)
     elif tries > state.rules.retries:
         _leave(state, state.ledger.lose(group.ordinal, "failed"))
     else:
@@ -187,6 +197,120 @@ def _release(state: State, group: GroupState) -> None:
             state.free(Firing(name, group.ordinal), group.made[name])
 
 
+# Replicas -------------------------------------------------------------------------------------------------
+
+# Replicas that may be lost between two updates, for each one of a pool that can lose any.
+LOSSES = 3
+
+
+def lose_replica(state: State, replica: str, reason: str) -> None:
+    """A replica is gone: what it was asked is not answered, and its groups begin again."""
+    pool = state.tables.pool_of[replica]
+    state.absent.add(replica)
+    state.count_present(replica)
+    state.lives[replica] += 1
+    state.queues[pool].remove(replica)
+    state.load[replica] = 0
+    lost = [key for key in state.answers if key.replica == replica]
+    for key in lost:
+        del state.answers[key]
+    for channel in state.channels.values():
+        if replica in channel.receivers:
+            channel.lose(replica)
+    hit = set[int]()
+    for firing in [firing for firing, where in state.running.items() if where == replica]:
+        del state.running[firing]
+        state.verdicts.pop(firing, None)
+        group = state.ledger.find(firing.index)
+        group.working -= 1
+        if firing.index in state.ledger.leaving:
+            _leave(state, group)
+        else:
+            hit.add(firing.index)
+    hit |= {group.ordinal for group in state.ledger.groups.values() if replica in _holders(group)}
+    steps = state.tables.steps
+    given = any(steps[f.node].per_update and steps[f.node].groups for f in state.running)
+    if given or any(steps[name].groups for name in state.done):
+        hit -= set(state.taken)
+    elif hit & set(state.taken):
+        if state.rules.order == "strict":
+            state.ledger.give_back(state.taken)
+        state.taken = ()
+    past = [ordinal for ordinal in sorted(hit) if _is_past(state, ordinal)]
+    for ordinal in sorted(hit):
+        _lose_values(state, state.ledger.groups[ordinal])
+    if any(isinstance(key, Saved) for key in lost):
+        state.spoiled = True
+        for entry in [entry for entry in state.copying if entry[0] == replica]:
+            state.copying.discard(entry)
+        if not state.copying:
+            _all_copied(state)
+        if not any(isinstance(key, Saved) for key in state.answers):
+            commit(state)
+    if past and not state.ended:
+        version = needed_version(state.ledger.before(past[0]), state.tables.max_lag, state.rules.batch)
+        which = f"given the loss of {replica} ({reason}), and with it of group {past[0]}"
+        state.fail(f"{which}; needed version {version} to make it again, older than the checkpoint that has it: resume")
+    state.losses += 1
+    most = LOSSES * sum(len(state.tables.by_pool[p]) for p, why in state.tables.fixed_pools.items() if not why)
+    if state.losses > most and not state.ended:
+        given_text = f"given {state.losses} losses of replicas for update {state.update}"
+        state.fail(f"{given_text}, needed at most {most} before it ends. The last was that of {replica}: {reason}")
+
+
+def join_replica(state: State, replica: str) -> None:
+    """A replica is there, with nothing: it is sent weights, and takes groups."""
+    pool = state.tables.pool_of[replica]
+    state.absent.discard(replica)
+    state.count_present(replica)
+    state.queues[pool].add(state.tables.replicas[replica])
+    for name, channel in state.tables.channels.items():
+        if channel.pool == pool:
+            state.channels[name].join(replica)
+    state.sort(replica)
+
+
+def _is_past(state: State, ordinal: int) -> bool:
+    """Pinned: was a group made with a version that this run, which was resumed since, cannot make?"""
+    needed = needed_version(state.ledger.before(ordinal), state.tables.max_lag, state.rules.batch)
+    return state.pinned and state.tables.lagged and needed < state.rules.start
+
+
+def _holders(group: GroupState) -> set[str]:
+    """The replicas that hold a value of a group that is still to be read."""
+    found = {holder for name, holder in group.made.items() if group.readers[name]}
+    found |= {holder for turns in group.turns.values() for holder in turns.made.values()}
+    return found | {holder for _, holder in group.paused.values()}
+
+
+def _lose_values(state: State, group: GroupState) -> None:
+    """A value of a group is lost, or will not be made: nothing more begins on the group but anew."""
+    group.again = True
+    state.ledger.finished -= group.finished
+    group.finished = False
+    for queue in state.ready.values():
+        if group.ordinal in queue:
+            queue.remove(group.ordinal)
+            heapq.heapify(queue)
+    _begin_again(state, group)
+
+
+def _begin_again(state: State, group: GroupState) -> None:
+    """Begin a group again at its sources, once nothing is in work on it. It keeps its ordinal, and with it its keys."""
+    if group.working:
+        return
+    _release(state, group)
+    group.again = False
+    for held in (group.made, group.readers, group.turns, group.paused):
+        held.clear()
+    for firing in [firing for firing in state.tries if firing.index == group.ordinal]:
+        del state.tries[firing]
+    for name in state.passed:
+        state.passed[name] = min(state.passed[name], group.ordinal)
+    for step in state.tables.sources:
+        heapq.heappush(state.ready[step.name], group.ordinal)
+
+
 # Updates --------------------------------------------------------------------------------------------------
 
 
@@ -224,7 +348,7 @@ def start_updates(state: State, steps: tuple[NodeStep, ...]) -> None:
             continue
         if step.off_path:
             # While a checkpoint is due it starts only to let go of versions that are in the checkpoint's way.
-            ready = in_flight or not drained(state)
+            ready = in_flight or not (state.held or drained(state))
         elif part < parts - 1:
             # It changes nothing that another step reads.
             ready = in_flight and len(groups) == step.accumulate
@@ -266,7 +390,8 @@ def end_updates(state: State) -> None:
             state.free(made, holder)
         state.between.clear()
         state.done.clear()
-        state.update, state.taken, state.drops, state.failures = state.update + 1, (), 0, 0
+        state.update, state.taken = state.update + 1, ()
+        state.drops = state.failures = state.losses = 0
 
 
 def _is_over(state: State) -> bool:
@@ -298,10 +423,10 @@ def save(state: State) -> None:
         state.finish("stopped")
         return
     state.saving = json.dumps(saved, sort_keys=True)
-    values: dict[str, list[Firing]] = {r: [] for r in state.tables.replicas}
+    values: dict[str, list[Firing]] = {r: [] for r in state.tables.replicas if r not in state.absent}
     for group in state.ledger.groups.values():
         for name, replica in group.made.items():
-            if group.readers[name]:
+            if group.readers[name] and not group.again:
                 values[replica].append(Firing(name, group.ordinal))
     for replica, firings in values.items():
         state.ask(Save(state.update, replica, tuple(firings)))
@@ -313,15 +438,27 @@ def copied(state: State, replica: str, rank: int) -> bool:
     state.copying.discard((replica, rank))
     if state.copying or state.writing is not None:
         return False
-    state.writing = state.checkpoint
-    if not state.stopping:
-        state.checkpoint = None
+    _all_copied(state)
     return True
+
+
+def _all_copied(state: State) -> None:
+    if state.writing is None:
+        state.writing = state.checkpoint
+        if not state.stopping:
+            state.checkpoint = None
 
 
 def commit(state: State) -> None:
     """All parts of the checkpoint are written."""
     saved, final = json.loads(state.saving), state.writing is not None and state.writing.final
+    if state.spoiled:
+        # It is due again, as it was.
+        state.checkpoint = state.checkpoint or state.writing
+        state.saving, state.writing, state.spoiled = "", None, False
+        if state.failing:
+            state.finish("failed", state.failing)
+        return
     state.out.append(Commit(saved["update"], state.saving))
     if state.complete is not None:
         state.complete = saved
@@ -347,7 +484,7 @@ def drained(state: State) -> bool:
     """Pinned: have the groups that need an older version than the resumed run can make been through its readers?"""
     readers = [step for step in state.tables.steps.values() if step.weights and not step.per_update]
     return not state.pinned or all(
-        step.name in group.made or not needs_past_version(state, group.ordinal)
+        (step.name in group.made and not group.again) or not needs_past_version(state, group.ordinal)
         for group in state.ledger.groups.values()
         for step in readers
     )

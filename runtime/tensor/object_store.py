@@ -104,13 +104,18 @@ class _Home:
     blocks: FreeList
 
 
+# Segments of one store at most; each is twice as large as the one before, up to a bound.
+_SEGMENTS = 1_000_000
+
+
 class ObjectStore:
     """The values that one process offers to others, until it frees them or closes.
 
     Memory is taken a segment at a time, each at least as large as the one before, and never given back before
     `close`. A segment goes to the first of `folders` with room for it: a second one, on disk, serves where
     `/dev/shm` is small, and `warn` is told so once, with the numbers. `host` and `endpoint` go into the handles: where
-    the owner is, and where it answers others.
+    the owner is, and where it answers others. Of one owner there may be a store in each `life`: what the former ones
+    left may still be read.
     """
 
     def __init__(
@@ -123,11 +128,13 @@ class ObjectStore:
         folders: Sequence[Path] = (SHM,),
         segment_bytes: int = 4 << 20,
         warn: Callable[[str], object] = _log.warning,
+        life: int = 0,
     ) -> None:
         self.run, self.owner, self.host, self.endpoint = run, owner, host, endpoint
         self._folders = tuple(folders)
         self._warn = warn
         self._fallen_back = False
+        self._first_segment = life * _SEGMENTS
         self._homes: dict[str, _Home] = {}
         self._live: dict[tuple[str, int], ObjectRef] = {}
         self._puts = 0
@@ -187,7 +194,8 @@ class ObjectStore:
     def _grow(self, nbytes: int) -> None:
         """Add a segment with room for a block of `nbytes`."""
         size = -(-max(nbytes, self._next_bytes) // 4096) * 4096
-        segment = create_segment(segment_name(self.run, self.owner, len(self._homes)), size, self._folders)
+        name = segment_name(self.run, self.owner, self._first_segment + len(self._homes))
+        segment = create_segment(name, size, self._folders)
         if segment.path.parent != self._folders[0] and not self._fallen_back:
             self._fallen_back = True
             lacks = f"no room for {size} bytes of samples in {self._folders[0]} ({room(self._folders[0])})"

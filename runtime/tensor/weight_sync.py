@@ -17,6 +17,9 @@ Invariants: a snapshot that is being sent is not written over; the live weights 
 arrives once, and later than the live one. On a GPU all of this has streams of its own (`streams`): copying aside comes
 after what computed the weights and before what changes them; what is written into a shadow comes after the steps that
 read it, before the swap that let it go, and before those that will, after the next one.
+
+Where replicas may be lost (`elastic`), a version that is held may be published again, and a receiver may go back to an
+older version, also in place of one that has arrived and is not live.
 """
 
 import threading
@@ -155,6 +158,7 @@ class WeightPublisher:
         device: Device = "cpu",
         add: AllReduce | None = None,
         proof: Mode = "full",
+        elastic: bool = False,
     ) -> None:
         if proof not in MODES:
             raise ValueError(f"{channel}: proof: given {proof!r}, needed one of {', '.join(MODES)}")
@@ -171,6 +175,7 @@ class WeightPublisher:
         self._carried = carried
         self._rank = rank
         self._keep = keep
+        self._elastic = elastic
         self._device = device
         self._stream = SideStream(device)
         self._proof = proof
@@ -182,6 +187,7 @@ class WeightPublisher:
         described = {"wire": wire, "wanted": wanted, "experts": self._experts, "proof": proof, "about": about}
         self.description = {"layout": self._source.to_json(), **described}
         self._snapshots: list[WeightSnapshot] = []
+        self._published: dict[int, dict[str, int]] = {}  # the digests of those that are held
         self._sending: Counter[int] = Counter()  # transfers under way, by version
         self._lock = threading.Lock()
         self._copies: dict[Mesh, tuple[Copy, ...]] = {}
@@ -191,13 +197,17 @@ class WeightPublisher:
         copy by tensor, of those that the mode asks for. `carried` is the value now: an update may return
         another object than it was given. Raises `ConversionError` for what the format cannot hold.
         """
+        if self._elastic and version in self._published:
+            return self._published[version]
         self._carried = self._carried if carried is None else carried
         names = hashed_tensors(self._proof, version, self._names)
         weights = self._carried.weights()
         with self._stream.beside():
             snapshot = self._free_snapshot(version)
             hashed = partial(self._prover.digests, snapshot.parts, names)
-            return snapshot.take(version, weights, hashed, self._convert)
+            digests = snapshot.take(version, weights, hashed, self._convert)
+        self._published = {s.version: self._published.get(s.version, digests) for s in self._snapshots}
+        return digests
 
     def send(self, version: int, transport: Sending, ranks: int = 1, mesh: Axes | None = None) -> Moved:
         """Send a published version to a replica on `mesh`, or of `ranks` ranks that each get everything; blocks until
@@ -279,6 +289,7 @@ class WeightReceiver:
         add: Add | None = None,
         allocate: Allocate | None = None,
         restores: bool = True,
+        elastic: bool = False,
     ) -> None:
         self.channel = channel
         self.mesh = Mesh.of(mesh, ranks)
@@ -293,6 +304,7 @@ class WeightReceiver:
         self._add = add
         self._allocate = allocate
         self._restores = restores
+        self._elastic = elastic
         self._restorer: Restorer | None = None
         self._arena: DoubleBuffer | None = None
         self._prover: Checksums | None = None
@@ -337,9 +349,10 @@ class WeightReceiver:
 
     def _begin(self, version: int) -> None:
         """Nothing may be written into a shadow that is in use, or that is about to go live."""
-        if not self.description or self._busy or self._arrived is not None or version <= self.weights.version:
+        late = self._arrived is not None or version < self.weights.version
+        if not self.description or self._busy or version == self.weights.version or (late and not self._elastic):
             raise SyncError(f"{self.channel}: receive version {version}: {self._state()}")
-        self._busy = True
+        self._busy, self._arrived = True, None
 
     def _receive(self, version: int, digests: Mapping[str, int], transport: Receiving) -> Moved:
         try:

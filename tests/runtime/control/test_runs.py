@@ -116,7 +116,7 @@ def test_what_a_context_and_the_rules_share_with_the_options_has_their_defaults(
     assert {name: defaults(Context)[name] for name in alike} == {name: known[name] for name in alike}
     shared = {name: value for name, value in defaults(Rules).items() if name in known and value is not MISSING}
     assert shared.items() <= known.items()
-    assert set(shared) == {"versions", "order", "retries", "on_failure", "drops", "failures"}
+    assert set(shared) == {"versions", "order", "retries", "on_failure", "lost_replica", "drops", "failures"}
 
 
 def test_rules_have_the_options_of_their_names() -> None:

@@ -374,11 +374,20 @@ def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Stage:
 def test_a_replica_is_told_the_layout_with_its_first_version_alone() -> None:
     manifests, first, second = Outbox(), Manifest(CHANNEL, 0, {"w": 5}, "the layout"), Manifest(CHANNEL, 1, {"w": 6})
     manifests.note(first)
-    assert manifests.tell(CHANNEL, "generator/0") == first
+    assert manifests.tell(CHANNEL, 0, "generator/0") == first
     manifests.note(second)
-    assert manifests.tell(CHANNEL, "generator/0") == second
-    assert manifests.tell(CHANNEL, "generator/1") == Manifest(CHANNEL, 1, {"w": 6}, "the layout")
-    assert manifests.tell(CHANNEL, "generator/1") == second
+    assert manifests.tell(CHANNEL, 1, "generator/0") == second
+    assert manifests.tell(CHANNEL, 1, "generator/1") == Manifest(CHANNEL, 1, {"w": 6}, "the layout")
+    assert manifests.tell(CHANNEL, 1, "generator/1") == second
+
+
+def test_a_replica_that_comes_again_is_told_the_layout_again_and_older_versions_are_kept() -> None:
+    outbox = Outbox(kept_versions=3)
+    for version in range(4):
+        outbox.note(Manifest(CHANNEL, version, {"w": version}, "" if version else "the layout"))
+    assert outbox.tell(CHANNEL, 3, "generator/0").layout == "the layout"
+    outbox.forget("generator/0")
+    assert outbox.tell(CHANNEL, 1, "generator/0") == Manifest(CHANNEL, 1, {"w": 1}, "the layout")
 
 
 def senders(stage: Stage) -> list[str]:

@@ -32,6 +32,8 @@ from penstock.runtime.schedule.events import (
     Publish,
     Published,
     Question,
+    ReplicaJoined,
+    ReplicaLost,
     Save,
     Saved,
     Send,
@@ -129,6 +131,7 @@ class Buffers:
     staged: int = -1
     sending: bool = False
     swapping: bool = False
+    coming: int = -1
 
 
 @dataclass
@@ -181,6 +184,7 @@ class Checker:
     ) -> None:
         self.plan, self.rules, self.pinned = plan, rules, rules.versions == "pinned"
         self.facts, self.every = read_facts(graph, plan)
+        self.carried = {argument.name for argument in graph.carried}
         self.books = deepcopy(lineage) if lineage else Lineage(update=rules.start)
         self.start, self.resumed = self.books.update, lineage is not None
         self.earlier, self.total = rules.start * rules.batch, rules.end * rules.batch
@@ -208,6 +212,12 @@ class Checker:
         self.cut: Lineage | None = None
         self.committed: Lineage | None = None
         self.finish: Finish | None = None
+        self.absent: set[str] = set()
+        self.again: set[int] = set()
+        self.bounds: dict[tuple[int, str, str, int], tuple[int]] = {}
+        self.losses, self.spoiled = 0, False
+        # May a replica go back to an older version?
+        self.history = self.pinned and rules.lost_replica == "replace"
         self.buffers: dict[str, dict[str, Buffers]] = {}
         for channel in self.every:
             pool = next(p for p in plan.pools if p.name == channel.split(">")[1])
@@ -220,6 +230,7 @@ class Checker:
         for command in commands:
             assert self.finish is None, f"{command} after {self.finish}"
             if isinstance(command, Question):
+                self._true(command.replica not in self.absent, 16, f"{command} of a replica that is not there")
                 self._true(answer(command) not in self.awaited, 1, f"{command} asked twice")
                 self.awaited[answer(command)] = set(range(len(self.replicas[command.replica].ranks)))
             allowed = not self.outliving or isinstance(command, Commit | Finish)
@@ -244,6 +255,12 @@ class Checker:
                 self._copied(replica, rank)
             case Abort():
                 self.doomed = True
+            case ReplicaLost(replica):
+                self._lose(replica)
+            case ReplicaJoined(replica):
+                self.absent.remove(replica)
+                for channel in self._channels_to(replica):
+                    self.buffers[channel][replica] = Buffers()
             case Done() | Failed():
                 work, facts = self.running[event.firing], self.facts[event.firing.node]
                 if isinstance(event, Done):
@@ -253,12 +270,15 @@ class Checker:
                 else:
                     work.failed = True
                     spent = self.attempts[event.firing] >= self.rules.retries and self.rules.on_failure == "stop"
+                    spent = spent and event.firing.index not in self.again
                     self.doomed |= facts.per_update or facts.stateful or spent
                 if self._answered(event):
                     del self.running[event.firing]
                     (self._update_done if facts.per_update else self._group_done)(facts, event.firing, work)
         if isinstance(event, Answer) and not isinstance(event, Done | Failed) and self._answered(event):
             match event:
+                case Saved():
+                    self._drop_spoiled()
                 case Published(channel, version):
                     del self.running[Firing(channel, version)]
                     self.published[channel] = version
@@ -283,6 +303,77 @@ class Checker:
             if not self.copying:
                 self.last, self.cutting = self.final, self.final
 
+    def _channels_to(self, replica: str) -> list[str]:
+        return [channel for channel in self.every if channel.split(">")[1] == self.pool_of[replica]]
+
+    def _lose(self, replica: str) -> None:
+        """Nothing is left of what a replica worked on and held, and its groups begin again."""
+        self.absent.add(replica)
+        self.losses += 1
+        versions = self.books.versions.items() if self.rules.order == "ready" else ()
+        bounds = {key: (v,) for key, v in versions if self._begins(key[1], key[0]) is not None}
+        fixed = {f.pool for f in self.facts.values() if f.per_update or f.stateful}
+        elastic = [r for r, pool in self.pool_of.items() if pool not in fixed and not self._carries(pool)]
+        self.doomed |= self.losses > 3 * len(elastic)
+        for channel in self._channels_to(replica):
+            del self.buffers[channel][replica]
+        gone = [key for key in self.awaited if key.replica == replica]
+        self.spoiled |= any(isinstance(key, Saved) for key in gone)
+        for key in gone:
+            del self.awaited[key]
+        self.copying = {entry for entry in self.copying if entry[0] != replica}
+        if self.cut is not None and not self.copying and self.spoiled:
+            self.last, self.cutting = self.final, self.final
+        hit = {f.index for f, work in self.running.items() if work.replica == replica}
+        hit |= {v.index for v, r in self.books.values.items() if r == replica and self._needed(v)}
+        for firing in [f for f, work in self.running.items() if work.replica == replica]:
+            del self.running[firing]
+        if any(
+            self.facts[f.node].groups and self.facts[f.node].per_update for f in self.running if f.node in self.facts
+        ) or any(count > self.books.update and self.facts[n].groups for n, count in self.applied.items()):
+            hit -= set(self.taken)
+        elif hit & set(self.taken):
+            self.taken = ()
+        for ordinal in hit:
+            if self.books.fates[ordinal] == "pending":
+                # What was made before a cut with an older version than the cut's can only be had by another resume.
+                weighted = self.pinned and any(f.weights for f in self.facts.values())
+                needed = max(0, self.before(ordinal) // self.rules.batch - self._max_lag())
+                self.doomed |= weighted and needed < self.start
+                self.again.add(ordinal)
+                self.bounds |= {key: bound for key, bound in bounds.items() if key[0] == ordinal}
+                self._begin_again(ordinal)
+        self._drop_spoiled()
+
+    def _carries(self, pool: str) -> bool:
+        return any(pool == p.name and name in self.carried for p in self.plan.pools for name in p.holds)
+
+    def _begin_again(self, ordinal: int) -> None:
+        """All that was made of a group is of no use, once nobody works on it."""
+        if ordinal not in self.again or any(f.index == ordinal and not self._per_update(f) for f in self.running):
+            return
+        self.again.remove(ordinal)
+        for value in [v for v in self.books.values if v.index == ordinal and not self._per_update(v)]:
+            self.debris.add((value, self.books.values.pop(value)))
+        self.books.made[ordinal] = {}
+        for firing in [f for f in self.attempts if f.index == ordinal]:
+            del self.attempts[firing]
+        for held in (self.talks, self.segments):
+            for key in [key for key in held if key[1] == ordinal]:
+                del held[key]
+        if self.rules.order != "ready":
+            for version in [key for key in self.books.versions if key[0] == ordinal]:
+                del self.books.versions[version]
+
+    def _per_update(self, firing: Firing) -> bool:
+        """Is it of an update, or of a channel?"""
+        return firing.node not in self.facts or self.facts[firing.node].per_update
+
+    def _drop_spoiled(self) -> None:
+        """A cut of which a part was lost does not count, and is due again."""
+        if self.spoiled and not any(isinstance(key, Saved) for key in self.awaited):
+            self.spoiled, self.cut, self.cutting, self.last = False, None, True, False
+
     def _answered(self, event: Answer) -> bool:
         """Was it the last answer awaited?"""
         ranks = self.awaited[first_answer(event)]
@@ -293,6 +384,14 @@ class Checker:
 
     def _group_done(self, facts: Facts, firing: Firing, work: Work) -> None:
         alive = self.books.fates[firing.index] == "pending"
+        if alive and firing.index in self.again:
+            self.failures += work.failed
+            self.doomed |= self.failures >= max(self._under_way(self.rules.failures), self.rules.retries + 1)
+            self.debris.add((work.made(firing), work.replica))
+            if not work.failed:
+                self.segments.pop(firing[:2], None)
+            self._begin_again(firing.index)
+            return
         if work.failed:
             self.debris.add((work.made(firing), work.replica))
             self.attempts[firing] += 1
@@ -359,7 +458,7 @@ class Checker:
             for ordinal in self.taken:
                 self.books.fates[ordinal], self.books.consumed[ordinal] = "consumed", update
                 self._versions_fit(ordinal, update)
-            self.books.update, self.taken, self.drops, self.failures = update + 1, (), 0, 0
+            self.books.update, self.taken, self.drops, self.failures, self.losses = update + 1, (), 0, 0, 0
             self.applied = dict.fromkeys(self.applied, self.books.update)
 
     def _versions_fit(self, ordinal: int, update: int) -> None:
@@ -424,7 +523,13 @@ class Checker:
         made, talk = name in self.books.made[ordinal], self.talks.get((self.facts[name].hears or name, ordinal))
         versions = [v for key, v in self.books.versions.items() if key[:2] == (ordinal, name)]
         tried = any(f.index == ordinal and f.node == name for f in self.attempts)
-        begun = made or self._working(name, ordinal) or tried or (talk is not None and (talk.turn or talk.spoken))
+        begun = (
+            made
+            or self._working(name, ordinal)
+            or tried
+            or any(key[:2] == (ordinal, name) for key in self.bounds)
+            or (talk is not None and (talk.turn or talk.spoken))
+        )
         return min(versions) if begun and versions else None
 
     def _place(self, ordinal: int) -> int:
@@ -473,6 +578,8 @@ class Checker:
         update, held = self.books.update, self.buffers[channel]
         if self._working(channel):
             return False
+        if self._goes_back(channel):
+            return self.published[channel] >= update
         later = {v for v in range(update + 1, self.rules.end) if v % self.every[channel] == 0}
         for facts in self.facts.values():
             for lag in [lag for c, lag in facts.weights if c == channel]:
@@ -481,8 +588,10 @@ class Checker:
                         return False
                     continue
                 known = [
-                    {held[r.name].live, held[r.name].staged, self.published[channel], *later} for r in self._able(facts)
-                ]
+                    {held[r.name].live, held[r.name].staged, self.published[channel], *later}
+                    for r in self._able(facts)
+                    if r.name in held
+                ] or [{self.published[channel], *later}]  # for one that is to come
                 to_come = self._to_come(facts, update + 1)
                 if not all(any(self._fits(v, u, lag) for have in known for v in have) for u in to_come):
                     return False
@@ -495,6 +604,10 @@ class Checker:
     def _needed(self, value: Firing) -> bool:
         """Has a value a reader in work or still to come?"""
         facts, made = self.facts[value.node], self.books.made[value.index]
+        if value.index in self.again and not facts.per_update:
+            working = any(f.index == value.index and not self._per_update(f) for f in self.running)
+            due = not value.segment or self.segments.get(value[:2]) == value
+            return (working and due) or value in self.running
         if value.segment:
             due = self.segments.get(value[:2]) == value and self.books.fates[value.index] == "pending"
             return due or value in self.running
@@ -549,6 +662,7 @@ class Checker:
 
     def _fire_group(self, facts: Facts, command: Fire) -> None:
         firing, ordinal, name = command.firing, command.firing.index, facts.name
+        self._true(ordinal not in self.again, 16, f"{firing} before what is in work on its group has ended")
         if facts.source:
             self.books.fates.setdefault(ordinal, "pending")
         fate = self.books.fates.get(ordinal)
@@ -558,7 +672,8 @@ class Checker:
         due = self.segments.get((name, ordinal))
         fits = due in (firing, None) and bool(due) == bool(firing.segment) and (not due or due in self.books.values)
         self._true(fits, 14, f"{firing} while {due} is due")
-        self._true(not self.final or self.pinned, 8, f"{firing} after a final checkpoint")
+        short = self._begun() and len(self.taken) < self.rules.batch
+        self._true(not self.final or self.pinned or short, 8, f"{firing} after a final checkpoint")
         for read in facts.groups:
             self._true(Firing(read, ordinal) in self.books.values, 7, f"{firing} reads {read}, not there")
         self._true(self.before(ordinal) < self.total, 6, f"{firing} is past the last update")
@@ -570,6 +685,9 @@ class Checker:
         for channel, _ in facts.weights:
             held, key = self.buffers[channel][command.replica], (ordinal, name, channel, firing.turn)
             self.books.versions[key] = self.books.versions[key] if firing.segment else held.live
+            # The update by which it must be consumed stays that of the first time.
+            if bound := self.bounds.get(key):
+                self.books.versions[key] = min(self.books.versions[key], bound[0])
         slot = self.before(ordinal) // self.rules.batch if facts.delays else 0
         self._true(command.update == slot, 13, f"{command} is for update {slot}")
 
@@ -609,6 +727,8 @@ class Checker:
         """Are the weights and the delayed values that a group reads new enough, and, pinned, as old as they must be?"""
         before, batch = self._place(ordinal), self.rules.batch
         begun = self._begins(facts.name, ordinal) if self.rules.order == "ready" else None
+        if replica in self.absent:
+            return False
         if any(self.buffers[channel][replica].live < self.start for channel in facts.fixed):
             return False
         if any(self._version(carried) < before // batch - lag for carried, lag in facts.delays):
@@ -667,9 +787,16 @@ class Checker:
         donated = maker and Firing(maker, version, segment=self._last_part(maker)) in self.running
         self._true(not donated, 5, f"{command} while it is being donated")
         unsent = any(a.sending or a.staged < self.published[channel] for a in held)
-        self._true(not unsent, 5, f"{command} over a snapshot that is still to be sent")
+        self._true(not unsent or self._goes_back(channel), 5, f"{command} over a snapshot that is still to be sent")
         self._true(not self.copying, 5, f"{command} while the cut is being copied")
         self._work(Firing(channel, version), command.replica)
+
+    def _goes_back(self, channel: str) -> bool:
+        """May replicas get older versions of a channel than they have?"""
+        pool = channel.split(">")[1]
+        fires = [f for f in self.facts.values() if f.pool == pool and not f.source]
+        simple = not any(f.per_update or f.stateful for f in fires) and not self._carries(pool)
+        return self.history and simple and any(c == channel for f in fires for c, _ in f.weights)
 
     def _may_read(self, facts: Facts, channel: str, version: int) -> bool:
         """May a node still fire with a version of what a channel carries?"""
@@ -680,6 +807,12 @@ class Checker:
 
     def _send(self, command: Send) -> None:
         held, newest = self.buffers[command.channel][command.replica], self.published[command.channel]
+        if self._goes_back(command.channel):
+            kept = max(self.start, self.books.update - self._max_lag()) <= command.version <= newest
+            fits = kept and not held.sending and not held.swapping and command.version != held.live
+            self._true(fits, 17, f"{command} with {held}, published {newest}")
+            held.sending, held.coming, held.staged = True, command.version, held.live
+            return
         free = held.staged == held.live and not held.sending and not held.swapping
         self._true(free, 5, f"{command}: the second buffer is taken")
         self._true(command.version == newest > held.staged, 5, f"{command}: version {newest} is published")
@@ -687,7 +820,8 @@ class Checker:
 
     def _swap(self, command: Swap) -> None:
         held = self.buffers[command.channel][command.replica]
-        ready = command.version == held.staged > held.live and not held.sending and not held.swapping
+        ready = command.version == held.staged and not held.sending and not held.swapping
+        ready = ready and (held.staged > held.live or (self._goes_back(command.channel) and held.staged != held.live))
         self._true(ready, 5, f"{command} with {held}")
         for facts in [
             self.facts[f.node] for f, w in self.running.items() if w.replica == command.replica and f.node in self.facts
@@ -723,6 +857,8 @@ class Checker:
         for value in [v for v, r in self.books.values.items() if r == command.replica and v.index in pending]:
             # A run that resumes here begins the turns of a group anew.
             made, readers = self.books.made[value.index], self.facts[value.node].readers
+            if value.index in self.again:
+                continue
             if value.node in made and any(self.facts[r].per_update or r not in made for r in readers):
                 needed.add(value)
         self._true(set(command.firings) == needed, 7, f"{command}: needed {needed}")
@@ -732,6 +868,8 @@ class Checker:
         if self.cut is None:
             self.cut = deepcopy(self.books)
             self.cut.values = {}
+            for ordinal in self.again:
+                self.cut.made[ordinal] = {}
         self.cut.values.update(dict.fromkeys(command.firings, command.replica))
 
     def _commit(self, command: Commit) -> None:
@@ -739,7 +877,9 @@ class Checker:
         assert cut is not None
         self._true(not any(type(key).__name__ == "Saved" for key in self.awaited), 4, "a part is not written yet")
         made = {g: dict(m) for g, m in cut.made.items() if cut.fates.get(g) == "pending"}
-        agrees = told["update"] == command.update == cut.update and {g: m for g, m, *_ in told["groups"]} == made
+        # Of a group that was opened nothing may be made yet, where the pool of its source is not there.
+        opened = {g: m for g, m, *_ in told["groups"] if m or g in made}
+        agrees = told["update"] == command.update == cut.update and opened == made
         counts = {fate: list(cut.fates.values()).count(fate) for fate in ("consumed", "dropped", "failed")}
         self._true(agrees and told["fates"] == counts, 4, f"the cut says {told}, known {cut}")
         cut.made = defaultdict(dict, made)
@@ -771,7 +911,9 @@ class Checker:
 
     def _quiet(self) -> None:
         """Something is in work, what nobody reads is freed, nothing waits that may start."""
-        self._true(self.awaited, 8, "nothing is in work: deadlock")
+        pools = [{r.name for r in pool.replicas} for pool in self.plan.pools]
+        stuck = not self.awaited and not any(own <= self.absent for own in pools)
+        self._true(not stuck, 8, "nothing is in work: deadlock")
         if self.doomed:
             left = self.cut is not None and not self.copying
             self._true(left, 8, f"the run goes on; {self.drops} groups are dropped")
@@ -782,9 +924,11 @@ class Checker:
         for channel, buffers in self.buffers.items():
             for replica, held in buffers.items():
                 waits = held.staged > held.live and not held.swapping and not self._reads_live(channel, replica)
+                waits = waits and not self._goes_back(channel)
                 self._true(not waits, 9, f"version {held.staged} could go live on {replica}")
         if self.cutting:
-            self._true(self.pinned or self.cut is not None or self._moving(), 9, "the cut could be written")
+            waits = self.pinned or self.cut is not None or self._moving()
+            self._true(waits, 9, "the cut could be written")
             return
         for facts in self.facts.values():
             if facts.accumulate:
@@ -858,7 +1002,7 @@ class Checker:
 
     def _leaves(self, facts: Facts, replica: str) -> bool:
         """Has a replica its share of a node's groups, while others wait for weights that are on their way?"""
-        names = [r.name for r in self._able(facts)]
+        names = [r.name for r in self._able(facts) if r.name not in self.absent]
         held = [(self.buffers[channel][name].live, channel) for channel, _ in facts.weights for name in names]
         if not any(live < self.published[channel] for live, channel in held):
             return False
@@ -870,7 +1014,7 @@ class Checker:
         """Has a group all that a node reads of it, and still to start there?"""
         if not facts.waits <= self.books.made[ordinal].keys() or not self._its_turn(facts, ordinal):
             return False
-        if not self._to_start(facts, ordinal) or self.before(ordinal) >= self.total:
+        if not self._to_start(facts, ordinal) or self.before(ordinal) >= self.total or ordinal in self.again:
             return False
         ahead = [g for g in self._pending() if g < ordinal] if facts.stateful else []
         return not (facts.stateful and self._working(facts.name)) and all(

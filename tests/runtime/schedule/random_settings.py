@@ -204,10 +204,15 @@ def random_setting(rng: Random) -> Setting:
         with suppress(ValueError):  # of a graph that needs the strict order
             check_rules(Tables(graph, plan), ready := replace(rules, order="ready"))
             rules = ready
+    if rng.random() < 0.5:
+        with suppress(ValueError):  # of a graph that no replica's loss leaves whole
+            check_rules(Tables(graph, plan), elastic := replace(rules, lost_replica="replace"))
+            rules = elastic
     names = [*(n.name for n in graph.nodes), *(r.name for r in plan.replicas), "policy>generator", "critic>trainer"]
     slow = frozenset(rng.sample(names, rng.choice([0, 0, 1, 2])))
     again = {n.name: rng.choice([0.0, 0.5, 0.9, 1.0]) for n in firing if n.turns}
     speak = [n.name for n in firing if n.construct == "call" and not n.stateful and not n.answers]
     pauses = {name: rng.choice([0.3, 0.8]) for name in speak if rng.random() < 0.3}
     fails = fails if rng.random() < 0.5 else {}
-    return Setting(graph, plan, rules, fails, {} if pinned else drops, slow, again, pauses)
+    loses = rng.choice([0.0, 0.01, 0.03])
+    return Setting(graph, plan, rules, fails, {} if pinned else drops, slow, again, pauses, loses)

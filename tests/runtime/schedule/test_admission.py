@@ -249,7 +249,7 @@ def test_a_replica_takes_a_new_version_when_its_shadow_is_free() -> None:
     state = ChannelState(REPLICAS, dict.fromkeys(NAMES, 0))
     state.publish(1)
     for replica in NAMES:
-        state.send(replica)
+        state.send(replica, 1)
         state.arrive(replica, 1)
     assert state.to_swap() == NAMES
     state.swap("generator/0")

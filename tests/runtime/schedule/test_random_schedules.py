@@ -103,7 +103,7 @@ class Runs(RuleBasedStateMachine):
     @rule(indices=st.lists(st.integers(0, 1000), min_size=1, max_size=30))
     def answer(self, indices: list[int]) -> None:
         for index in indices:
-            if self.going():
+            if self.going() and self.world.pending:
                 self.world.step(self.world.pending[index % len(self.world.pending)])
 
     @precondition(going)
@@ -114,6 +114,20 @@ class Runs(RuleBasedStateMachine):
         working = [event for event in self.world.pending if isinstance(event, Done)]
         if working and (rules.retries or rules.on_failure == "replace"):
             self.world.fail(working[index % len(working)])
+
+    @precondition(going)
+    @rule(index=st.integers(0, 1000))
+    def lose(self, index: int) -> None:
+        """A replica is lost, if one may be."""
+        if losable := self.world.losable:
+            self.world.lose(losable[index % len(losable)])
+
+    @precondition(going)
+    @rule(index=st.integers(0, 1000))
+    def join(self, index: int) -> None:
+        """One that was lost is there again."""
+        if absent := sorted(self.world.scheduler.absent):
+            self.world.join(absent[index % len(absent)])
 
     @precondition(going)
     @rule(final=st.booleans())

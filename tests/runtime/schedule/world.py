@@ -26,6 +26,8 @@ from penstock.runtime.schedule.events import (
     Free,
     Publish,
     Question,
+    ReplicaJoined,
+    ReplicaLost,
     Save,
     Saved,
     answer,
@@ -42,7 +44,8 @@ class Setting:
     """What is run, and how its ranks behave.
 
     `fails`, `drops`, `again` and `pauses` map nodes to probabilities; a group's verdict is the same in every life.
-    Answers that name something in `slow` (a node, a replica or a channel) come late.
+    Answers that name something in `slow` (a node, a replica or a channel) come late. `loses`: how probable it is that a
+    replica is lost in place of an answer, where the rules allow that.
     """
 
     graph: Graph
@@ -53,6 +56,7 @@ class Setting:
     slow: frozenset[str] = frozenset()
     again: Mapping[str, float] = field(default_factory=dict)
     pauses: Mapping[str, float] = field(default_factory=dict)
+    loses: float = 0.0
 
 
 class World:
@@ -130,6 +134,22 @@ class World:
         firing = Firing(node, index, turn)
         return next(event for event in self.pending if isinstance(event, Done) and event.firing == firing)
 
+    @property
+    def losable(self) -> list[str]:
+        """The replicas that are there and may be lost."""
+        if self.setting.rules.lost_replica == "stop":
+            return []
+        pools = [pool for pool, why in self.tables.fixed_pools.items() if not why]
+        return [r.name for pool in pools for r in self.scheduler.present[pool]]
+
+    def lose(self, replica: str) -> list[Command]:
+        """A replica dies, with the answers that it had to give."""
+        self.pending = [event for event in self.pending if event.replica != replica]
+        return self.feed(ReplicaLost(replica, "killed"))
+
+    def join(self, replica: str) -> list[Command]:
+        return self.feed(ReplicaJoined(replica))
+
     def drop(self, event: Done) -> list[Command]:
         """Let a rank drop its group."""
         self.pending.remove(event)
@@ -144,6 +164,12 @@ class World:
         """Answers in random order until the end, or for so many steps; any may be late, fail, or drop its group."""
         while self.finish is None and steps:
             steps -= 1
+            if self.losable and rng.random() < self.setting.loses:
+                self.lose(rng.choice(self.losable))
+                continue
+            if (absent := sorted(self.scheduler.absent)) and (not self.pending or rng.random() < 0.1):
+                self.join(rng.choice(absent))
+                continue
             quick = [event for event in self.pending if not self.setting.slow & _names(event)]
             event = rng.choice(quick if quick and rng.random() < 0.97 else self.pending)
             if isinstance(event, Done) and rng.random() < self.setting.fails.get(event.firing.node, 0):

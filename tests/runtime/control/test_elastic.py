@@ -1,0 +1,153 @@
+"""Replicas of generators and scorers that die in the middle of a run: it goes on, their groups begin again, and they
+are started again.
+"""
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from penstock.graph import load, trace
+from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.control.run_config import RunConfig, RunOptions
+from penstock.runtime.schedule.compile import Tables, check_rules
+from tests.gates.running import (
+    LARGE,
+    ONE_HOST,
+    Line,
+    Running,
+    assert_all_consumed,
+    assert_equal_bits,
+    delays,
+    final_state,
+    make_run,
+    replayed,
+    rows,
+    run_to_end,
+    summary,
+    toy_flags,
+)
+
+pytestmark = pytest.mark.timeout(300)
+
+BATCH, LAG = 4, 2
+PINNED: dict[str, Any] = {"batch": BATCH, "versions": "pinned", "lost_replica": "replace"}
+
+
+def comings(folder: Path) -> list[tuple[str, str]]:
+    """Who came and went, as the summary has it."""
+    return [(one["replica"], one["event"]) for one in summary(folder).get("replicas", [])]
+
+
+def undisturbed(path: Path, program: str, options: Mapping[str, Any], updates: int) -> Mapping[str, Tensor]:
+    """The end of a run in which nothing was lost."""
+    run_to_end(make_run(path, program, options, toy_flags(updates=updates, **PINNED), generators=2))
+    assert comings(path) == []
+    return final_state(path, updates)
+
+
+def kill(running: Running, replica: str) -> None:
+    """SIGKILL to the rank of a replica."""
+    (pid,) = running.pids(lambda process: process.name() == f"{replica}.0")
+    os.kill(pid, signal.SIGKILL)
+
+
+def until_again(running: Running, replica: str, times: int) -> None:
+    """Until a replica that was lost has come so often."""
+
+    def came(line: Line) -> bool:
+        return line.get("kind") == "note" and line["text"] == f"{replica} rank 0 is there again"
+
+    running.until(lambda: len([line for line in list(running.lines) if came(line)]) >= times, f"{replica} came again")
+
+
+def assert_as_if_nothing_had_happened(folder: Path, updates: int, bits: Mapping[str, Tensor]) -> None:
+    assert_all_consumed(folder, updates * BATCH)
+    assert [row["update"] for row in rows(folder)] == list(range(updates))
+    assert_equal_bits(final_state(folder, updates), bits)
+    assert replayed(folder)[-1].outcomes["consumed"] == updates * BATCH
+
+
+def test_a_generator_killed_in_mid_response_comes_again_and_the_run_has_the_bits_of_one_that_was_left_alone(
+    tmp_path: Path,
+) -> None:
+    """Its groups need the versions that they had, while the other generator has newer ones."""
+    updates, slow = 12, {"lag": LAG, **delays(generate=200.0, update=20.0)}
+    folder = make_run(tmp_path / "r", "toy", slow, toy_flags(updates=updates, **PINNED), generators=2)
+    with Running(folder) as running:
+        for update, replica in [(2, "generator/1"), (5, "generator/0")]:
+            running.until_update(update)
+            kill(running, replica)
+            until_again(running, replica, 1)
+        assert running.wait() == 0, running.errors
+    gone = ["generator/1", "generator/0"]
+    assert comings(folder) == [(replica, event) for replica in gone for event in ("lost", "joined")]
+    bits = undisturbed(tmp_path / "u", "toy", {"lag": LAG, **delays()}, updates)
+    assert_as_if_nothing_had_happened(folder, updates, bits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "generators"), [("", 2), ("messages", 1)])
+def test_a_generator_killed_in_mid_sync_leaves_the_trainer_at_work_and_gets_all_weights_when_it_comes_again(
+    tmp_path: Path, way: str, generators: int
+) -> None:
+    """Half of a version is through when it dies, into shared memory or as messages."""
+    mark, updates = tmp_path / "half", 8
+    options = {"lag": LAG, "way": way}
+    flags = toy_flags(updates=updates, **PINNED)
+    folder = make_run(tmp_path / "r", LARGE, {**options, "mark": str(mark), "at": 3}, flags, generators=generators)
+    with Running(folder) as running:
+        running.until(mark.exists, "half of a version was through")
+        kill(running, "generator/0")
+        mark.with_suffix(".go").touch()
+        assert running.wait() == 0, running.errors
+    assert comings(folder)[0] == ("generator/0", "lost")
+    assert_as_if_nothing_had_happened(folder, updates, undisturbed(tmp_path / "u", LARGE, options, updates))
+
+
+@pytest.mark.slow
+def test_the_only_generator_killed_at_lag_0_and_at_a_checkpoint_comes_again(tmp_path: Path) -> None:
+    updates, options = 10, {"lag": 0, **delays(generate=60.0, update=5.0)}
+    flags = toy_flags(updates=updates, checkpoint_every=1, **PINNED)
+    folder = make_run(tmp_path / "r", "toy", options, flags)
+    with Running(folder) as running:
+        running.until_update(2)
+        kill(running, "generator/0")
+        until_again(running, "generator/0", 1)
+        running.until_update(5)
+        kill(running, "scorer/0")
+        assert running.wait() == 0, running.errors
+    assert comings(folder)[:3] == [("generator/0", "lost"), ("generator/0", "joined"), ("scorer/0", "lost")]
+    bits = undisturbed(tmp_path / "u", "toy", {"lag": 0, **delays()}, updates)
+    assert_as_if_nothing_had_happened(folder, updates, bits)
+
+
+@pytest.mark.slow
+def test_a_trainer_that_dies_ends_the_run_all_the_same(tmp_path: Path) -> None:
+    flags = toy_flags(updates=1000, lost_replica="replace")
+    folder = make_run(tmp_path / "r", "toy", delays(), flags, generators=2)
+    with Running(folder) as running:
+        running.until_update(1)
+        kill(running, "trainer/0")
+        assert running.wait() == 1
+    assert running.cause == "rank-died"
+    assert "trainer/0 rank 0 died: killed by SIGKILL" in running.errors
+
+
+def config(program: str, options: Mapping[str, Any], **flags: Any) -> RunConfig:
+    found = RunOptions(lost_replica="replace", device="cpu", **flags)
+    cluster = Cluster(hosts=(Host(name="local", cores=4),)) if flags else ONE_HOST
+    return RunConfig.make(trace(load(program), options), None, cluster, found)
+
+
+def test_what_cannot_be_lost_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"generator/0 \(2 ranks\); needed replicas of one rank"):
+        config("aipo", {}, data="arithmetic", mesh=("generator=tp2",))
+    learner = config("sft", {}, data="arithmetic")
+    with pytest.raises(ValueError, match=r"lost_replica=\"replace\": given pool trainer \(it holds policy\)"):
+        check_rules(Tables(learner.graph, learner.plan), learner.rules(0))
+    assert config("toy", {}, generators=2).elastic == {"generator/0", "generator/1", "scorer/0"}
