@@ -5,6 +5,7 @@ Usage errors and help are printed by tyro, which leaves with SystemExit 2 and 0.
 
 import dataclasses
 import json
+import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -70,6 +71,7 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
     if said := unknown_flags(argv, known, f"penstock {verb} {name}"):
         raise CommandError(said, 2)
     config = _config_argv(argv, known)
+    argv = _spread(argv)
     typed = _typed([*config, *argv], known)
     plan = _plan_of(typed) if isinstance(defaults, MachineFlags) else None
     planned = [word for words in plan.words.values() for word in words] if plan else []
@@ -96,6 +98,18 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
     with usage_errors():
         check_limits(flags)
     return Parsed({o.flag.name: o.value(getattr(given, o.flag.name)) for o in own}, flags, typed, plan)
+
+
+def _spread(argv: Sequence[str]) -> list[str]:
+    """The words, with a range of generators as two flags."""
+    found: list[str] = []
+    for before, word in pairwise(["", *argv]):
+        spread = re.fullmatch(r"(--generators=)?(\d+)\.\.(\d+)", word)
+        if spread and (spread[1] or before == "--generators"):
+            found += [f"{spread[1] or ''}{spread[3]}", f"--first-generators={spread[2]}"]
+        else:
+            found.append(word)
+    return found
 
 
 def _typed(words: Sequence[str], known: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -90,7 +90,9 @@ class Controller:
         try:
             self._assemble()
             if self.session.running:  # nobody has stopped it meanwhile
-                self.session.begin(monotonic(), self.restored)
+                late = {name for name, index in self.ranks if (name, index) not in self.pids}
+                self.lost, self._ended = dict.fromkeys(late, 0), set(late)
+                self.session.begin(monotonic(), self.restored, late)
                 self._send()
             while self.session.running:
                 self._turn()
@@ -104,7 +106,7 @@ class Controller:
         """Agents, then ranks: all have `startup_deadline` seconds, counted together."""
         seconds = self.config.flags.startup_deadline
         until = monotonic() + seconds
-        while len(self.pids) < len(self.ranks) and self.session.running:
+        while not self._enough() and self.session.running:
             self._turn()
             now = monotonic()
             # A time in which this process itself was stopped is nobody's delay.
@@ -116,6 +118,17 @@ class Controller:
                     where = f"joined within {seconds:.0f} s at {self.server.endpoint}"
                     text = f"no agent of host {', '.join(missing)} {where}"
                 self._fail(FailureCode.NOT_READY, text)
+
+    def _enough(self) -> bool:
+        """Are all ranks ready, or all that the run cannot begin without, and all whose agents are there?"""
+        waiting = {name: rank.host for (name, index), rank in self.ranks.items() if (name, index) not in self.pids}
+        # A checkpoint that the run goes on from may have values that they alone have.
+        held = {holder for _, made, *_ in self.cut.cut["groups"] for holder in made.values()} if self.cut else set()
+        late = self.config.may_be_late - held
+        there = sum(name in self.config.may_be_late for name, _ in self.pids)
+        if waiting.keys() - late or any(agent_peer(host) in self.alive for host in waiting.values()):
+            return False
+        return not waiting or there >= self.config.flags.first_generators
 
     # Running ----------------------------------------------------------------------------------------------
 
@@ -162,6 +175,9 @@ class Controller:
                     if isinstance(result.event, Abort):
                         self._fail(FailureCode.TRANSFER, result.event.error)
                     elif self.session.running:
+                        if result.unread and result.unread[1] == self.session.life(result.unread[0]):
+                            # It has not been missed yet.
+                            self._do_without(rank_peer(result.unread[0], 0), f"{peer} cannot read what it has made")
                         try:
                             self.session.answer(result, monotonic())
                         except UnawaitedError as error:  # it changes nothing
@@ -193,7 +209,8 @@ class Controller:
                 if replica in self.lost:
                     del self.lost[replica]
                     self.session.join(replica, monotonic())
-                    self.session.recorder.note(f"{self.config.plan.spelled(replica, rank)} is there again", "info")
+                    came = "is there again" if self.session.life(replica) else "is there"
+                    self.session.recorder.note(f"{self.config.plan.spelled(replica, rank)} {came}", "info")
                 pools: dict[str, list[int]] = defaultdict(list)
                 for (name, _), own in sorted(self.pids.items()):
                     pools[pool_of(name)].append(own)

@@ -45,8 +45,9 @@ from penstock.runtime.schedule.events import (
     kept_as,
 )
 from penstock.runtime.tensor.checkpoint import require_savable
+from penstock.runtime.tensor.object_store import life_of
 from penstock.runtime.tensor.offload import Offload, OffloadError, give_back
-from penstock.runtime.tensor.shm import ObjectRef
+from penstock.runtime.tensor.shm import ObjectRef, ObjectRefError, owner_of
 
 # Workspaces of fixed sizes: else cuBLAS chooses how it adds up by what is free of those that streams share.
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
@@ -356,7 +357,12 @@ class Executor:
         held = self.held.nodes.get(firing.node)
         written = f", written at {held.node.where}" if held is not None and held.node.where else ""
         text = f"{firing} on {self.setup.replica} rank {self.setup.rank}{written}:\n{told(error)}"
-        return Result(Failed(firing, self.setup.replica, self.setup.rank, text), began=began, ended=monotonic())
+        unread = None
+        if isinstance(error, ObjectRefError) and error.handle is not None:
+            owners = {owner_of(r.name, n): r.name for r in self.setup.plan.replicas for n in range(len(r.ranks))}
+            unread = owners[error.handle.owner], life_of(error.handle)
+        failed = Failed(firing, self.setup.replica, self.setup.rank, text)
+        return Result(failed, began=began, ended=monotonic(), unread=unread)
 
 
 def _require_rows(node: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:

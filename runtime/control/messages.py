@@ -82,7 +82,8 @@ class Manifest(Packable, frozen=True):
 class Result(Packable, frozen=True):
     """A rank's answer to a command. `outputs` are for other ranks; `began` and `ended` are seconds of
     `time.monotonic` on the rank's host. `manifest` comes with `Published`, from the first rank of the replica: all its
-    ranks have made the same.
+    ranks have made the same. `unread` comes with `Failed` where a value could not be read: the replica that made it,
+    and its life.
     """
 
     event: Answer | Copied | Abort
@@ -91,6 +92,7 @@ class Result(Packable, frozen=True):
     began: Seconds = 0.0
     ended: Seconds = 0.0
     manifest: Manifest | None = None
+    unread: tuple[str, int] | None = None
 
 
 class SendFailed(Packable, frozen=True):

@@ -31,7 +31,7 @@ from penstock.runtime.schedule.compile import channel_name
 from penstock.runtime.schedule.events import Fire
 from penstock.runtime.tensor.codec import CodecError
 from penstock.runtime.tensor.object_store import ObjectRows
-from penstock.runtime.tensor.shm import ObjectRef
+from penstock.runtime.tensor.shm import ObjectRef, ObjectRefError
 
 
 class History:
@@ -232,7 +232,11 @@ class HeldValues:
         if key in self.kept:
             return _own(self.kept[key])
         if self.fetch is not None and key in handles:
-            return self.fetch(handles[key], self.setup.declared(*key))
+            try:
+                return self.fetch(handles[key], self.setup.declared(*key))
+            except ObjectRefError as error:
+                error.handle = handles[key]
+                raise
         raise KeyError(f"{self.setup.replica}: no value {key[0]}.{key[1]}, and no handle of it")
 
     def _scattered(self, read: InputRead, fire: Fire, handles: Mapping[Key, ObjectRef]) -> Any:

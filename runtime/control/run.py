@@ -10,7 +10,7 @@ orders and the times at which answers were asked for, and tells the recorder wha
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from msgspec import structs
@@ -302,9 +302,10 @@ class Session:
 
     # What drivers call ------------------------------------------------------------------------------------
 
-    def begin(self, now: float, handles: Mapping[tuple[Firing, str], ObjectRef]) -> None:
-        """All ranks are ready; `handles` name the values that they restored from a checkpoint."""
-        self._handles = handles
+    def begin(self, now: float, handles: Mapping[tuple[Firing, str], ObjectRef], absent: Collection[str] = ()) -> None:
+        """All ranks are ready but those of `absent` replicas; `handles` name the values that they restored from a
+        checkpoint."""
+        self._handles, self._absent = handles, tuple(sorted(absent))
         self._next_stage(now)
 
     def take(self) -> Orders:

@@ -49,6 +49,9 @@ A = TypeVar("A")
 # What the names of the evaluation graph's nodes and sources begin with.
 EVALUATION = "evaluate."
 
+# The pool of which a range of replicas may be asked for.
+GENERATOR = "generator"
+
 # Nothing that is counted is more, and tensors hold it.
 MOST = 2**53
 Count = Annotated[int, Meta(ge=0, le=MOST)]
@@ -131,7 +134,10 @@ class RunOptions:
     device: str = "auto"
     """cpu, cuda or cuda:N; auto takes a GPU if there is one."""
     generators: Positive = 1
-    """Replicas of the generator."""
+    """Replicas of the generator; with --lost-replica replace perhaps a range, such as 2..8."""
+    first_generators: Count = 0
+    """Replicas of the generator with which the run begins; the others join when the agents of their hosts come. 0 is
+    all. `--generators 2..8` stands for `--generators 8 --first-generators 2`."""
     mesh: Annotated[tuple[str, ...], Shown("POOL=MESH …"), MESH_ON_RESUME] = ()
     """Ranks of a pool's replicas, such as trainer=fsdp2xtp2 generator=tp2; one each by default. Axes: dp copies of the
     model, fsdp shards of each tensor, ep shares of the experts, tp shares of each layer, pp pipeline stages."""
@@ -326,6 +332,12 @@ class RunConfig:
         if several:
             given = f"--lost-replica replace: given {', '.join(several)}"
             raise ValueError(f"{given}; needed replicas of one rank: the others' work breaks with the one that is lost")
+        if options.first_generators and not config.may_be_late:
+            given = f"--first-generators: given {options.first_generators} of {options.generators}"
+            raise ValueError(f"{given}; needed --lost-replica replace, and generators that can be lost (docs/hosts.md)")
+        if options.first_generators > options.generators:
+            given = f"--first-generators: given {options.first_generators}"
+            raise ValueError(f"{given}; needed at most --generators, {options.generators}")
         return config
 
     @property
@@ -340,6 +352,16 @@ class RunConfig:
         tables = [Tables(graph, self.plan) for graph in self.graphs]
         pools = [p for p in self.plan.pools if not any(own.fixed_pools[p.name] for own in tables)]
         return frozenset(replica.name for pool in pools for replica in pool.replicas)
+
+    @property
+    def may_be_late(self) -> frozenset[str]:
+        """The replicas without which the run may begin, if enough others of their pool are there."""
+        held = next((p for p in self.plan.pools if p.name == GENERATOR), None) if self.flags.first_generators else None
+        return (
+            frozenset(replica.name for replica in held.replicas if replica.name in self.elastic)
+            if held
+            else frozenset()
+        )
 
     @property
     def kept_versions(self) -> int:

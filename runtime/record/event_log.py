@@ -64,6 +64,8 @@ class StageFacts(TypedDict, total=False):
     plan: dict[str, Any]
     rules: dict[str, Any]
     cut: Cut | None
+    absent: NotRequired[list[str]]
+    lives: NotRequired[dict[str, Count]]
     live: list[tuple[str, str, int]]
     complete: dict[str, Any] | None
     accuracy: dict[str, Number]

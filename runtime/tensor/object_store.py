@@ -108,6 +108,11 @@ class _Home:
 _SEGMENTS = 1_000_000
 
 
+def life_of(handle: ObjectRef) -> int:
+    """The `life` of the store that a value is in."""
+    return int(handle.segment.rpartition("-")[2]) // _SEGMENTS
+
+
 class ObjectStore:
     """The values that one process offers to others, until it frees them or closes.
 

@@ -177,4 +177,7 @@ def owner_of(replica: str, rank: int) -> str:
 
 
 class ObjectRefError(RuntimeError):
-    """A reference to no value: never made, freed already, damaged on its way, out of reach. The peer's fault."""
+    """A reference to no value: never made, freed already, damaged on its way, out of reach. The peer's fault: `handle`
+    is the reference, where it is known."""
+
+    handle: ObjectRef | None = None

@@ -201,3 +201,9 @@ def test_the_model_that_a_program_starts_from_is_no_shape_to_plan_for(verb: str)
 
     assert (read(of=fresh)[1].model, read(of=fresh, verb=verb)[1].model) == ("new", "")
     assert (read(of=fresh)[1].max_tokens, read(of=fresh, verb=verb)[1].max_tokens) == (1, 4096)
+
+
+def test_a_range_of_generators_is_two_flags() -> None:
+    for words in (["--generators", "2..8"], ["--generators=2..8"]):
+        flags = parse(sample, "run", "sample", [*words, "--lost-replica", "replace"]).flags
+        assert (flags.first_generators, flags.generators) == (2, 8)

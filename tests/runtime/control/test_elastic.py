@@ -4,7 +4,10 @@ are started again.
 
 import os
 import signal
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +59,11 @@ def kill(running: Running, replica: str) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def until_again(running: Running, replica: str, times: int) -> None:
+def until_again(running: Running, replica: str, times: int, where: str = "") -> None:
     """Until a replica that was lost has come so often."""
 
     def came(line: Line) -> bool:
-        return line.get("kind") == "note" and line["text"] == f"{replica} rank 0 is there again"
+        return line.get("kind") == "note" and line["text"] == f"{replica} rank 0{where} is there again"
 
     running.until(lambda: len([line for line in list(running.lines) if came(line)]) >= times, f"{replica} came again")
 
@@ -138,6 +141,48 @@ def test_a_trainer_that_dies_ends_the_run_all_the_same(tmp_path: Path) -> None:
     assert "trainer/0 rank 0 died: killed by SIGKILL" in running.errors
 
 
+THREE = Cluster(
+    hosts=(Host(name="a", cores=1), *(Host(name=name, cores=1, agent="external") for name in "bc")),
+    pools={"generator": ("b", "c")},
+)
+
+
+@contextmanager
+def agent_of(running: Running, host: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """An agent that somebody starts for a host of the cluster file, ended afterwards."""
+    line = running.until_line(lambda line: line.get("host") == host, f"the agent of host {host} was asked for")
+    command = [sys.executable, "-m", "penstock.runtime.cli.main", "agent", line["join"]]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_a_host_may_come_late_leave_and_come_back(tmp_path: Path) -> None:
+    """A range of generators: the run begins with one, and takes a second one whenever its host's agent is there."""
+    updates, options = 150, {"lag": LAG, **delays(generate=100.0, update=20.0)}
+    flags = toy_flags(updates=updates, first_generators=1, **PINNED)
+    folder = make_run(tmp_path / "r", "toy", options, flags, generators=2, cluster=THREE)
+    with Running(folder) as running, agent_of(running, "b"):
+        running.until_update(2)
+        with agent_of(running, "c") as late:
+            running.until_line(lambda line: "generator/1 rank 0 on host c is there" in line.get("text", ""), "it came")
+            seen = len(rows(folder))
+            running.until_update(seen + 3)
+            late.terminate()
+            assert late.wait(60) == 0
+        running.until_line(lambda line: "generator/1 rank 0 on host c is lost" in line.get("text", ""), "it went")
+        with agent_of(running, "c"):
+            until_again(running, "generator/1", 1, where=" on host c")
+            assert running.wait() == 0, running.errors
+    assert comings(folder) == [("generator/1", event) for event in ("joined", "lost", "joined")]
+    bits = undisturbed(tmp_path / "u", "toy", {"lag": LAG, **delays()}, updates)
+    assert_as_if_nothing_had_happened(folder, updates, bits)
+
+
 def config(program: str, options: Mapping[str, Any], **flags: Any) -> RunConfig:
     found = RunOptions(lost_replica="replace", device="cpu", **flags)
     cluster = Cluster(hosts=(Host(name="local", cores=4),)) if flags else ONE_HOST
@@ -150,4 +195,6 @@ def test_what_cannot_be_lost_is_refused_by_name() -> None:
     learner = config("sft", {}, data="arithmetic")
     with pytest.raises(ValueError, match=r"lost_replica=\"replace\": given pool trainer \(it holds policy\)"):
         check_rules(Tables(learner.graph, learner.plan), learner.rules(0))
+    with pytest.raises(ValueError, match="--first-generators: given 3; needed at most --generators, 2"):
+        config("toy", {}, generators=2, first_generators=3)
     assert config("toy", {}, generators=2).elastic == {"generator/0", "generator/1", "scorer/0"}

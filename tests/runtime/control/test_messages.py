@@ -29,7 +29,15 @@ from penstock.runtime.control.messages import (
     unpack,
 )
 from penstock.runtime.packable import Packable
-from penstock.runtime.schedule.events import Begin, Checkpoint, Command, Done, Event
+from penstock.runtime.schedule.events import (
+    Begin,
+    Checkpoint,
+    Command,
+    Done,
+    Event,
+    ReplicaJoined,
+    ReplicaLost,
+)
 
 MESSAGES = get_args(Message)
 DONE = Done(Firing("generate", 3), "generator/0")
