@@ -168,7 +168,9 @@ class Controller:
         match message:
             case SendFailed(replica, life, error):
                 # To one that has been lost since it follows from that.
-                if life == self.session.life(replica) and replica not in self.lost:
+                # Perhaps its host is gone, which is missed only later.
+                known = life != self.session.life(replica) or replica in self.lost
+                if not known and not self._do_without(rank_peer(replica, 0), f"it cannot be sent weights: {error}"):
                     self._fail(FailureCode.TRANSFER, error, replica=replica)
             case Results(results):
                 for result in results:
@@ -271,7 +273,7 @@ class Controller:
         for name in sorted(gone):
             rank = rank_peer(name, 0)
             if name not in self.lost:
-                self.lost[name] = 0
+                self.lost[name] = 0 if ended else -1  # the end of this life is still to be told of
                 where = self.config.plan.spelled(name, 0)
                 self.session.recorder.note(f"{where} is lost, and its groups begin again: {reason}", "warning")
                 self.pids.pop((name, 0), None)

@@ -183,6 +183,21 @@ def test_a_host_may_come_late_leave_and_come_back(tmp_path: Path) -> None:
     assert_as_if_nothing_had_happened(folder, updates, bits)
 
 
+@pytest.mark.slow
+def test_a_host_whose_agent_is_killed_is_missed_and_the_run_goes_on_without_its_generator(tmp_path: Path) -> None:
+    """It is in the middle of its responses then, and at lag 0 has no others."""
+    updates, options = 6, {"lag": 0, **delays(generate=2000.0)}
+    flags = toy_flags(updates=updates, **PINNED)
+    folder = make_run(tmp_path / "r", "toy", options, flags, generators=2, cluster=THREE)
+    with Running(folder) as running, agent_of(running, "b"), agent_of(running, "c") as agent:
+        running.until_update(3)
+        agent.kill()
+        assert running.wait() == 0, running.errors
+    assert comings(folder) == [("generator/1", "lost")]
+    bits = undisturbed(tmp_path / "u", "toy", {"lag": 0, **delays()}, updates)
+    assert_as_if_nothing_had_happened(folder, updates, bits)
+
+
 def config(program: str, options: Mapping[str, Any], **flags: Any) -> RunConfig:
     found = RunOptions(lost_replica="replace", device="cpu", **flags)
     cluster = Cluster(hosts=(Host(name="local", cores=4),)) if flags else ONE_HOST
