@@ -13,7 +13,9 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from penstock.graph import alternate, node, requires
+from penstock.graph.engines import ENGINES, OURS, EngineName
 from penstock.graph.errors import Fault, GraphError
+from penstock.graph.imports import load
 from penstock.graph.ir import PRECISIONS
 from penstock.graph.node import NodeDef, Paused
 from penstock.graph.protocols import Stream
@@ -21,7 +23,7 @@ from penstock.graph.requires import Call
 from penstock.graph.types import Context, Metrics, Prefixes, Prompts, Replies, Rollouts, Weights
 from penstock.nodes.generate.conversation import SampledGroup, SampledRow, never_said
 from penstock.nodes.generate.engine import Engine
-from penstock.nodes.generate.engines import OURS, can_decode, engine_of
+from penstock.nodes.generate.engines import can_decode, engine_of
 from penstock.nodes.generate.groups import GroupStream
 from penstock.nodes.generate.kv_cache import room
 from penstock.nodes.generate.sampling import Sampler, scorable
@@ -41,11 +43,8 @@ def open_engine(
     learn_prefix: bool = False,
 ) -> GroupStream:
     """The engine that a call of `generate` says, or else the run. Raises ImportError for one that is not installed."""
-    kind: type[GroupStream] = Engine
-    if engine_of(context, engine) != OURS:
-        from penstock.nodes.generate.vllm_engine import VllmEngine  # which imports vLLM
-
-        kind = VllmEngine
+    # By its path: the file of another engine imports what may not be installed here.
+    kind: type[GroupStream] = load(ENGINES[engine_of(context, engine)].stream)
     return kind(context, Sampler(temperature, top_k, top_p), samples, stop, context.segment, learn_prefix)
 
 
@@ -106,7 +105,7 @@ def generate(
     top_p: float = 1.0,
     stop: tuple[str, ...] = (),
     learn_prefix: bool = False,
-    engine: Literal["", "penstock", "vllm"] = "",
+    engine: Literal["", EngineName] = "",
 ) -> tuple[GroupStream, Rollouts, Metrics]:
     """`samples` responses to each prompt, sampled token by token with the live weights.
 

@@ -36,7 +36,7 @@ from penstock.graph.types import Metrics, NodeWarning, Rollouts
 from penstock.nodes.generate.conversation import Response, SampledGroup, StopStrings
 from penstock.nodes.generate.groups import GroupStream, Holder
 from penstock.nodes.generate.kv_cache import DecodeMemory
-from penstock.nodes.generate.sampling import keyed_uniform, mismatch
+from penstock.nodes.generate.sampling import MOST_MISMATCH, keyed_uniform, mismatch
 from penstock.nodes.model.eight_bit import require_products
 from penstock.nodes.model.hf import point_at
 from penstock.nodes.model.mlp import RouteRecorder
@@ -47,8 +47,6 @@ from penstock.nodes.parallel.mesh import Ranks
 ROW_TILE = 16
 # A shorter beginning is computed sooner than copied.
 SHORTEST_COPY = 8
-# Nats by which the log-probabilities of a generator and of a trainer may differ on average, by the rounding of a dtype.
-MOST_MISMATCH = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
 class Engine(GroupStream):

@@ -1,13 +1,10 @@
 """Which engine a call of `generate` has, and what one that is not ours cannot do: `check` says so before a run."""
 
+from penstock.graph.engines import ENGINES, OURS
 from penstock.graph.errors import Fault, GraphError
 from penstock.graph.requires import Call
 from penstock.graph.types import Context
-from penstock.nodes.open_model import spec_of
-
-OURS, VLLM = "penstock", "vllm"
-# vLLM takes any temperature below for this one.
-COLDEST = 0.01
+from penstock.nodes.open_model import ModelSpec, spec_of
 
 
 def engine_of(context: Context | None, option: str) -> str:
@@ -15,32 +12,50 @@ def engine_of(context: Context | None, option: str) -> str:
     return option or (OURS if context is None else context.engine)
 
 
-def vllm_lacks(context: Context, temperature: float, *, adapters: bool) -> list[tuple[str, str]]:
-    """What of a run and of a call vLLM cannot do here, as (given, needed)."""
-    origin = context.weights.get("behaviour")
+def engine_lacks(engine: str, context: Context, temperature: float, spec: ModelSpec | None) -> list[tuple[str, str]]:
+    """What of a run, of a call and of its model an engine cannot do, as (given, needed)."""
+    kind, origin = ENGINES[engine], context.weights.get("behaviour")
     precision = "" if origin is None else origin.precision
-    exact = f"--engine {OURS}: with {VLLM} no run is repeatable to the bit"
-    kinds = {
-        "--versions pinned": (context.versions == "pinned", f"--versions free, or {exact}"),
-        "--deterministic": (context.deterministic, exact),
-        "--invariant": (context.invariant, exact),
-        "--replay-routing": (context.replay_routing, f"--engine {OURS}: {VLLM}'s experts are not recorded"),
-        "adapters (LoRA)": (adapters, f"all weights, or --engine {OURS}: adapters are not sent to {VLLM}"),
-        f"weights in {precision}": (bool(precision), f"those of the run's dtype, or --engine {OURS}"),
-        f"temperature {temperature}": (0 < temperature < COLDEST, f"0, or at least {COLDEST}, as {VLLM} has it"),
-        "a mesh of several ranks": (bool(context.mesh), f"more replicas (--generators), or --engine {OURS}"),
+    exact = f"--engine {OURS}: with {engine} no run is repeatable to the bit"
+    other = {axis for axis, _ in context.mesh} - set(kind.axes)
+    family = None if spec is None else spec.config.family
+    needs = {
+        "--versions pinned": (context.versions == "pinned" and not kind.exact, f"--versions free, or {exact}"),
+        "--deterministic": (context.deterministic and not kind.exact, exact),
+        "--invariant": (context.invariant and not kind.exact, exact),
+        "--replay-routing": (
+            context.replay_routing and not kind.mixtures,
+            f"--engine {OURS}: {engine}'s experts are not recorded",
+        ),
+        f"a mixture of experts ({family.model_type if family else ''})": (
+            family is not None and family.experts and not kind.mixtures,
+            f"a model without, or --engine {OURS}: no reload of experts is proved for {engine}",
+        ),
+        "adapters (LoRA)": (
+            spec is not None and spec.lora is not None and not kind.adapters,
+            f"all weights, or --engine {OURS}: adapters are not sent to {engine}",
+        ),
+        f"weights in {precision}": (
+            bool(precision) and not kind.narrow,
+            f"those of the run's dtype, or --engine {OURS}",
+        ),
+        f"temperature {temperature}": (
+            0 < temperature < kind.coldest,
+            f"0, or at least {kind.coldest}, as {engine} has it",
+        ),
+        "a mesh of several ranks": (bool(other), f"more replicas (--generators), or --engine {OURS}"),
     }
-    return [(given, needed) for given, (lacks, needed) in kinds.items() if lacks]
+    return [(given, needed) for given, (lacks, needed) in needs.items() if lacks]
 
 
 def can_decode(call: Call) -> None:
     """Requirement of a node with the option `engine`. Raises GraphError at the line of the call."""
     temperature = call.options.get("temperature", 1.0)
-    if call.context is None or engine_of(call.context, str(call.options.get("engine", ""))) != VLLM:
+    engine = engine_of(call.context, str(call.options.get("engine", "")))
+    # A name that is none is told of the option itself.
+    if call.context is None or engine == OURS or engine not in ENGINES:
         return
-    spec = spec_of(call, "behaviour")
     number = float(temperature) if isinstance(temperature, int | float) else 1.0  # else told of the option itself
-    lacks = vllm_lacks(call.context, number, adapters=spec is not None and spec.lora is not None)
-    if lacks:
-        what = f"{call.what}: engine {VLLM}"
+    if lacks := engine_lacks(engine, call.context, number, spec_of(call, "behaviour")):
+        what = f"{call.what}: engine {engine}"
         raise GraphError(*(Fault("engine-cannot", what, given, needed, call.node.where) for given, needed in lacks))

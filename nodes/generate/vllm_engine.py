@@ -35,9 +35,9 @@ from torch.nn import functional
 from penstock.graph.node import UntrustedError
 from penstock.graph.types import Context, Metrics, Rollouts
 from penstock.nodes.generate.conversation import Response, SampledGroup
-from penstock.nodes.generate.engines import vllm_lacks
+from penstock.nodes.generate.engines import engine_lacks
 from penstock.nodes.generate.groups import GroupStream, Holder
-from penstock.nodes.generate.sampling import mismatch
+from penstock.nodes.generate.sampling import MOST_MISMATCH, mismatch
 from penstock.nodes.learn.batching import sampled_mask
 from penstock.nodes.model import torch_dtype
 from penstock.nodes.model.hf import point_at
@@ -78,8 +78,6 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 BLOCK = 128
 # Of `suspects`: rows of a probe, and the relative difference of a linear map's outputs that rounding explains.
 PROBES, ROUNDING = 8, {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-# The mean |difference| of log-probabilities, nats, that other kernels explain.
-LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 
 @dataclass
@@ -137,7 +135,7 @@ class VllmModel:
         spec, dtype = stream.spec, torch_dtype(context.dtype)
         self.version, self.unmeasured = -1, False
         self.reference = open_part(spec, context, Ranks())
-        self.limit = context.mismatch_limit or LIMITS[dtype]
+        self.limit = context.mismatch_limit or MOST_MISMATCH[dtype]
         self.sinks: dict[str, Callable[[Any], None]] = {}
         self.requests = 0
         config, blocks = spec.config, -(-stream.length // BLOCK) + 1
@@ -286,7 +284,7 @@ class VllmEngine(GroupStream):
 
     def prepare(self) -> None:
         context = self.context
-        if lacks := vllm_lacks(context, self.sampler.temperature, adapters=self.spec.lora is not None):
+        if lacks := engine_lacks("vllm", context, self.sampler.temperature, self.spec):
             raise ValueError("; ".join(f"generate: given {given}, needed {needed}" for given, needed in lacks))
         # What of a context decides how the model computes and how much it can hold.
         key = repr((self.spec.config, context.dtype, context.device, context.slots, self.length, context.weights))

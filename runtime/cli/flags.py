@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 import tyro
 from msgspec import Meta
 
+from penstock.graph.engines import EngineName
 from penstock.graph.errors import nearest
 from penstock.runtime.cli.tracing import CommandError, usage_errors
-from penstock.runtime.cluster.capabilities import Engine, GeneratorPrecision
+from penstock.runtime.cluster.capabilities import GeneratorPrecision
 from penstock.runtime.control.run_config import (
     Count,
     OnResume,
@@ -214,7 +215,7 @@ class CheckFlags(MachineFlags, ProgramFlags):
     """Problems that it is to run with."""
     eval_data: Annotated[str, Shown("FILE", "problems of --data that training never sees")] = ""
     """Problems that it is to be measured on."""
-    engine: Engine = RunOptions.engine
+    engine: EngineName = RunOptions.engine
     """What its generators are to decode with."""
     versions: Literal["free", "pinned"] = RunOptions.versions
     """Which versions of weights its groups are to use."""

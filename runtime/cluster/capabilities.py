@@ -78,8 +78,6 @@ Recompute = Literal["auto", "none", "layer"]
 BFLOAT16_SINCE = 8
 # Where AdamW's moments lie but for the step that is at them; auto: on the host where nothing else fits.
 OptimizerState = Literal["auto", "device", "host"]
-# What `generate` decodes with.
-Engine = Literal["penstock", "vllm"]
 # Whether what is not needed between updates lies on the host.
 Offload = Literal["auto", "on", "off"]
 

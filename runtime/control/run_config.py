@@ -22,11 +22,11 @@ import msgspec
 from msgspec import Meta
 
 from penstock import __version__
+from penstock.graph.engines import OURS, EngineName
 from penstock.graph.ir import Graph
 from penstock.graph.types import Context, Origin
 from penstock.runtime.cluster.capabilities import (
     Dtype,
-    Engine,
     GeneratorPrecision,
     Offload,
     OptimizerState,
@@ -146,10 +146,12 @@ class RunOptions:
     networks are slow for."""
     slots: Positive = Context.slots
     """Responses that a generator decodes at once."""
-    engine: Engine = "penstock"
+    engine: EngineName = OURS
     """What generators decode with, where a program does not say: our own engine, with which runs are repeatable to the
     bit; or vllm, which you install, perhaps for an interpreter of the pool's own (docs/engines.md)."""
-    mismatch_limit: Annotated[float, Meta(ge=0), Shown("NATS", "0.001 in float32, else 0.1")] = Context.mismatch_limit
+    mismatch_limit: Annotated[
+        float, Meta(ge=0), Shown("NATS", "0.001 in float32, 0.02 in float16, 0.1 in bfloat16")
+    ] = Context.mismatch_limit
     """With vllm, how far its log-probabilities may be from the trainer's at equal weights, in the mean, after a sync of
     weights; beyond it the run stops."""
     checkpoint_every: Count = 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.gates.running import HERE, penstock
+from tests.nodes.family_cases import directory
 
 NOTING = f"{HERE / 'programs_of_interpreters.py'}:noting"
 
@@ -106,3 +107,13 @@ def test_what_an_engine_cannot_do_is_refused(flags: tuple[str, str], tmp_path: P
     # Of the generator, and of that of the evaluation.
     assert [Path(fault["where"]).name.partition(":")[0] for fault in cannot] == ["aipo.py", "evaluate.py"]
     assert penstock("check", "aipo", "--engine", "penstock", *flags).returncode == 0
+
+
+def test_a_mixture_of_experts_is_refused_by_an_engine_whose_experts_are_not_proved(tmp_path: Path) -> None:
+    """By its family's name, before anything is installed."""
+    model, shape = directory("qwen3_moe", tmp_path), ("--model", str(tmp_path / "qwen3_moe"))
+    ended = penstock("check", "aipo", "--engine", "vllm", *shape, "--json")
+    cannot = [fault for fault in json.loads(ended.stdout)["faults"] if fault["code"] == "engine-cannot"]
+    assert len(cannot) == 2, model
+    assert all("qwen3_moe" in fault["given"] for fault in cannot)
+    assert penstock("check", "aipo", "--engine", "penstock", *shape).returncode == 0
