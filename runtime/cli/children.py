@@ -29,7 +29,7 @@ from penstock.graph.program import trace_evaluation
 from penstock.graph.protocols import Pinned, Source, num_ranks
 from penstock.graph.requires import Check, opened, requirements
 from penstock.graph.types import Context
-from penstock.runtime.cli.flags import RunFlags
+from penstock.runtime.cli.flags import ELSEWHERE, RunFlags
 from penstock.runtime.cli.parse import clashes, parse
 from penstock.runtime.cli.tracing import CommandError, faults_text
 from penstock.runtime.cluster.capabilities import axis_lack
@@ -92,7 +92,7 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
             faults += [*clashes(program, "run").values(), *unmet(made, wanted)]
             faults = faults or _tried(made, wanted)[0]
             faults.sort(key=by_place)
-        elif verb == "run" and not faults:
+        elif verb == "run" and not faults and flags.on not in ELSEWHERE:
             faults, pins = _tried(made, flags.options(flags.model))
             flags = dataclasses.replace(flags, **pins)
             makers = (opened(argument.maker) for graph in made for argument in graph.carried)

@@ -33,6 +33,8 @@ F = TypeVar("F")
 # Name, annotation and default of a field, as `make_dataclass` takes them.
 Field = tuple[str, Any, Any]
 
+# The words of --on for runs that read what other machines have: here only their flags and their graph are looked at.
+ELSEWHERE = ("kubernetes",)
 # What --model is for an untrained model, and --plan where nothing is planned.
 NEW, NO_PLAN = "new", "none"
 AS_PROGRAM = Shown("{int8,fp8}", "as the program says")
@@ -161,8 +163,9 @@ class MachineFlags:
 class AgentsFlags(StartFlags):
     """Flags of every verb that starts a run on several hosts"""
 
-    on: Annotated[Literal["", "agents"], Shown("{agents}", "this machine")] = ""
-    """Who starts the run's agents, one on each host: agents, you (`penstock agent --ticket RUN/ticket.json`)."""
+    on: Annotated[Literal["", "agents", "kubernetes"], Shown("{agents,kubernetes}", "this machine")] = ""
+    """Who starts the run's agents, one on each host: agents, you (`penstock agent --ticket RUN/ticket.json`);
+    kubernetes, a JobSet that `penstock run` creates, with the whole run in it (docs/kubernetes.md)."""
     agents: Annotated[Positive | None, Shown("N", "all that there are")] = None
     """With --on, how many agents the run has."""
     bind: Annotated[str, Shown("HOST:PORT", "loopback, any port")] = ""
@@ -173,8 +176,29 @@ class AgentsFlags(StartFlags):
     """With --on, agents of a pool by their numbers, such as trainer=0-1 generator=2,3."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SubmitFlags:
+    """Flags of a run that is handed to a cluster manager"""
+
+    dry_run: bool = False
+    """Print what a cluster manager would be given, and give it nothing: with --on kubernetes, manifests for
+    `kubectl apply -f -`, which have a secret."""
+    image: Annotated[str, Shown("IMAGE", "none")] = ""
+    """With --on kubernetes, the container image, which has penstock and the program."""
+    claim: Annotated[str, Shown("NAME", "none")] = ""
+    """With --on kubernetes, the PersistentVolumeClaim that all Pods mount as /runs: the run folder is there."""
+    namespace: Annotated[str, Shown("NAME", "that of kubectl's context")] = ""
+    """With --on kubernetes, the namespace."""
+    gpus_per_agent: Count = 0
+    """With --on kubernetes, GPUs (nvidia.com/gpu) of each agent's Pod."""
+    cpus_per_agent: Positive = 2
+    """With --on kubernetes, CPUs of each agent's Pod."""
+    memory_per_agent: Annotated[str, Shown("QUANTITY")] = "8Gi"
+    """With --on kubernetes, memory of each agent's Pod, with what it has in /dev/shm."""
+
+
 @dataclass(frozen=True)
-class RunFlags(AgentsFlags, MachineFlags, ProgramFlags, RunOptions):
+class RunFlags(SubmitFlags, AgentsFlags, MachineFlags, ProgramFlags, RunOptions):
     """Flags of every program"""
 
     out: Annotated[str, Shown("DIR", "runs/PROGRAM-DATE-TIME")] = ""

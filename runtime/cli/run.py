@@ -22,6 +22,7 @@ from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.cli.display import Display
 from penstock.runtime.cli.enrolling import Enrolled, check_agents, enrolment, placed
 from penstock.runtime.cli.flags import (
+    ELSEWHERE,
     NEW,
     NO_PLAN,
     AgentsFlags,
@@ -33,6 +34,7 @@ from penstock.runtime.cli.flags import (
 )
 from penstock.runtime.cli.launching import asked, configure, decided, go, require_start
 from penstock.runtime.cli.planned import chosen, machines, plan_lacks, require_devices, require_precision
+from penstock.runtime.cli.submitting import Submission, behind_dashes, submitter
 from penstock.runtime.cli.tracing import CommandError, Traced, faults_text, require_inputs, trace_program
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import read_meshes, spelled, why_no_turns
@@ -63,8 +65,11 @@ def main(argv: Sequence[str]) -> int:
     if argv and not argv[0].startswith("-") and sys.stderr.isatty() and not {"-h", "--help"} & set(argv):
         # The child takes seconds to import torch, in which nothing else would be said.
         print(visible(f"penstock: importing torch, reading {argv[0]} …"), file=sys.stderr, flush=True)
+    argv, behind = behind_dashes(argv)
     traced = trace_program("run", argv)
     check_agents(traced.flags, traced.flags.cluster)
+    if manager := submitter(traced.flags, behind):
+        return manager.submit(Submission(traced, argv[0], behind))
     if traced.flags.resume == "auto":
         if not traced.flags.out:
             raise CommandError("--resume auto: given no --out DIR, needed the folder in which the run is or will be", 2)
@@ -228,6 +233,9 @@ def resume(argv: Sequence[str]) -> int:
     if not flags.trust:
         _require_own(folder)
     check_agents(flags, flags.cluster)
+    if flags.on in ELSEWHERE:
+        needed = f"needed `penstock run … --on {flags.on} --out DIR`, which goes on with a run, too"
+        raise CommandError(f"--on: given {flags.on}, {needed}", 2)
     return _go_on(folder, flags, changes(flags), began)
 
 

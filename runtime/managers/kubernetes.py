@@ -25,6 +25,8 @@ from math import ceil
 from time import monotonic, sleep
 from typing import Any
 
+from penstock.runtime.control.signals import PREEMPTED, nobody_reads
+
 API = "jobset.x-k8s.io/v1alpha2"
 CONTROLLER, AGENTS = "controller", "agents"
 # Where each Pod has the claim, and the run folder in it.
@@ -44,10 +46,10 @@ USER = 1000
 LONGEST_NAME = 40
 # Seconds for which what has ended is kept, with its logs and its Secret: a week.
 KEPT_S = 7 * 24 * 3600
+# Seconds that a Pod has beyond the run's grace, to end with a status of its own before it is killed.
+MARGIN_S = 5
 # Seconds for an answer of kubectl, and between two looks at a Pod that does not run yet.
 ANSWER_S, LOOK_S = 60.0, 3.0
-# The exit status of a run that was stopped for its cluster manager.
-REQUEUE = 75
 
 
 class KubernetesError(RuntimeError):
@@ -88,7 +90,8 @@ class Workload:
         if self.namespace and not re.fullmatch(label, self.namespace):
             raise ValueError(f"--namespace: given {self.namespace!r}, needed the name of a namespace")
         if not re.fullmatch(r"[0-9]+(\.[0-9]+)?([kMGTP]|[KMGTP]i)?", self.memory):
-            raise ValueError(f"--memory: given {self.memory!r}, needed a quantity of Kubernetes, such as 64Gi")
+            needed = "needed a quantity of Kubernetes, such as 64Gi"
+            raise ValueError(f"--memory-per-agent: given {self.memory!r}, {needed}")
         if not self.folder.startswith(f"{RUNS}/") or ".." in self.folder.split("/"):
             needed = f"needed a folder in {RUNS}, where Pods have the claim {self.claim}"
             raise ValueError(f"--out: given {self.out!r}, {needed}")
@@ -121,7 +124,7 @@ def manifests(workload: Workload, secrets: Mapping[str, str]) -> tuple[dict[str,
         "stringData": dict(secrets),
     }
     taken = {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    requeue = {"onExitCodes": {"operator": "In", "values": [REQUEUE]}}
+    requeue = {"onExitCodes": {"operator": "In", "values": [PREEMPTED]}}
     jobs = [
         _job(
             workload, CONTROLLER, 1, _controller(workload), [{"action": "FailJob", **one} for one in (requeue, taken)]
@@ -209,7 +212,7 @@ def _pod(workload: Workload, name: str, container: dict[str, Any]) -> dict[str, 
     }
     return {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": ceil(workload.grace),
+        "terminationGracePeriodSeconds": ceil(workload.grace) + MARGIN_S,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         # A first process of its own, which reaps what ranks leave behind.
@@ -293,8 +296,8 @@ def create(workload: Workload, secrets: Mapping[str, str]) -> None:
 
 def follow(workload: Workload, deadline: float, tell: Callable[[str], None]) -> bool:
     """Show the controller's log on standard output, through all restarts, until the run has ended: whether it is done.
-    `tell` hears what Pods wait for. Raises KubernetesError if the controller has not begun within `deadline` seconds;
-    the JobSet stays."""
+    `tell` hears what Pods wait for. Raises KubernetesError if the controller has not begun within `deadline` seconds,
+    and BrokenPipeError if nobody reads on; the JobSet stays."""
     job = f"job/{workload.name}-{CONTROLLER}-0"
     command = ["logs", "--follow", "--pod-running-timeout", f"{ceil(LOOK_S)}s", job, "--container", CONTROLLER]
     since: list[str] = []
@@ -308,6 +311,8 @@ def follow(workload: Workload, deadline: float, tell: Callable[[str], None]) -> 
         ended = _kubectl(workload, ["get", "jobset", workload.name, "-o", "jsonpath={.status.terminalState}"]).strip()
         if ended:
             return ended == "Completed"
+        if nobody_reads(1):
+            raise BrokenPipeError("standard output")
         if shown.returncode == 0:
             # Of a Pod that goes on, what was shown already is not shown again.
             since, until = ["--since-time", before.isoformat(timespec="seconds")], monotonic() + deadline

@@ -25,6 +25,7 @@ NOT_COMPUTED = (
     ("--generator-precision int8 --lora 2", INT8_OF_ADAPTERS),
     ("--invariant --generator-precision int8", INVARIANT_INT8),
 )
+JOB = "--on kubernetes --image i --claim c --agents 2"
 FILE = '[[hosts]]\nname = "a"\ncores = 8\ndevices = ["cuda:0", "cuda:1"]\ngpu = "H100"\n'
 
 
@@ -58,6 +59,25 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         ("run toy --device cpu --transport nccl", 2, "--transport: given nccl: trainer/0 rank 0 is on the CPU"),
         ("run toy --device cpu --transport cuda_ipc", 2, "--transport: given cuda_ipc: trainer/0 rank 0 is on the CPU"),
         ("run aipo --data d.jsonl", 2, "needed --model DIR"),
+        # run as a job
+        ("run toy --on kubernetes", 2, "given no --image, --claim, --agents, needed: --image: a container image"),
+        ("run toy --on kubernetes --image i --claim c", 2, "given no --agents, needed: --agents: how many Pods"),
+        (f"run toy {JOB} --image", 2, "--image"),
+        (f"run toy {JOB} --bind a:1", 2, "given --bind with --on kubernetes, needed none: the controller's Pod"),
+        (f"run toy {JOB} --ticket-keys k", 2, "given --ticket-keys with --on kubernetes, needed none"),
+        (f"run toy {JOB} --cluster cpu.toml", 2, "given --on and --cluster, needed one of them"),
+        (f"run toy {JOB} --in-process", 2, "given --on and --in-process, needed one of them"),
+        (f"run toy {JOB} --out here", 2, "--out: given 'here', needed a folder in /runs"),
+        (f"run toy {JOB} --namespace Team", 2, "--namespace: given 'Team'"),
+        (f"run toy {JOB} --memory-per-agent much", 2, "--memory-per-agent: given 'much', needed a quantity"),
+        (f"run toy {JOB} --gpus-per-agent -1", 2, "--gpus-per-agent: given -1, needed at least 0"),
+        (f"run toy {JOB} --agents 0", 2, "--agents: given 0, needed at least 1"),
+        (f"run toy {JOB} --lag -1", 1, "given -1.*1 fault"),
+        (f"run toy {JOB} -- --exclusive", 2, "given '--exclusive' behind a -- with --on kubernetes"),
+        ("run toy -- --exclusive", 2, "given '--exclusive' behind a -- without --on"),
+        ("run toy --dry-run", 2, "given --dry-run without --on, needed --on kubernetes"),
+        ("run toy --on agents --agents 2 --image i", 2, "given --image with --on agents, needed --on kubernetes"),
+        ("resume . --on kubernetes --agents 2", 1, "holds no run"),
         ("run dapo --versions pinned --model new", 2, 'versions="pinned": given the filter keep'),
         ("run curriculum --on-failure replace --model new", 2, 'on_failure="replace": given choose'),
         *((f"run aipo {words}", 1, said) for words, said in NOT_COMPUTED),

@@ -8,7 +8,6 @@ import copy
 import json
 import stat
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,8 @@ from penstock.runtime.managers.kubernetes import (
     job_name,
     manifests,
 )
+
+from .kubectl import Kubectl
 
 ROOT = Path(__file__).resolve().parents[3]
 CRD = ROOT.parent / "shared" / "data" / "jobset" / "jobset.x-k8s.io_jobsets.yaml"
@@ -280,40 +281,6 @@ def test_what_kubernetes_would_refuse_is_refused_with_its_flag(change: dict[str,
 
 
 # kubectl ---------------------------------------------------------------------------------------------------
-
-INSTRUMENT = '''#!{python}
-"""A test instrument, not kubectl: records what it is given, and answers what the test has written down."""
-import json, pathlib, sys
-folder = pathlib.Path(__file__).parent
-text = "" if sys.stdin is None or "-f" not in sys.argv else sys.stdin.read()
-with (folder / "calls.jsonl").open("a") as calls:
-    calls.write(json.dumps([sys.argv[1:], text]) + "\\n")
-answers = json.loads((folder / "answers.json").read_text())
-key = next(key for key in answers if key in " ".join(sys.argv[1:]))
-status, out, err = answers[key].pop(0) if len(answers[key]) > 1 else answers[key][0]
-(folder / "answers.json").write_text(json.dumps(answers))
-sys.stdout.write(out)
-sys.stderr.write(err)
-sys.exit(status)
-'''
-Answers = dict[str, list[tuple[int, str, str]]]
-
-
-class Kubectl:
-    """The instrument, the only thing in PATH."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        path = folder / "kubectl"
-        path.write_text(INSTRUMENT.format(python=sys.executable))
-        path.chmod(0o700)
-
-    def answer(self, answers: Answers) -> None:
-        (self.folder / "answers.json").write_text(json.dumps(answers))
-
-    @property
-    def calls(self) -> list[tuple[list[str], str]]:
-        return [tuple(json.loads(line)) for line in (self.folder / "calls.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture

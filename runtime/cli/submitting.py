@@ -1,0 +1,186 @@
+"""A run that is handed to a cluster manager as a job (`penstock run PROGRAM --on MANAGER …`): nothing of it runs here.
+
+`SUBMITTERS` has who hands it over, by the word of --on. Its `submit` is given a `Submission`, and returns the exit
+status:
+
+- with --dry-run: what it would hand over is on standard output, and 0;
+- else it hands the job over and follows its log: 0 if the run is done, 1 if it has failed. Ctrl-C ends the following
+  alone: the job stays, and the user is told how to look at it and how to end it.
+
+The words of a command line are of three kinds: `PROGRAM` and the flags that are the run's own, which the job's command
+has again (`Submission.words`); flags of the job; and those behind a `--`, which the manager's own command gets.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from secrets import token_hex
+
+from penstock.runtime.cli.enrolling import tell
+from penstock.runtime.cli.flags import AgentsFlags, RunFlags, SubmitFlags
+from penstock.runtime.cli.tracing import CommandError, Traced, usage_errors
+from penstock.runtime.control.security import DeskKeys
+from penstock.runtime.control.signals import DONE, FAILED
+from penstock.runtime.managers import kubernetes
+
+# Flags that say where and how this command is to work; a job's command has its own.
+HERE = {
+    "config",  # its words are among the others already
+    "plain",
+    "resume",
+    *(field.name for field in fields(SubmitFlags)),
+    *(field.name for field in fields(AgentsFlags) if field.name not in ("place", "json")),
+}
+# Seconds for a controller to start in a cluster, and then for its agents to come: nodes may have to be started, and
+# images of some GB pulled.
+STARTUP_S = 900.0
+# Seconds from a Pod's first signal to its end, where nobody says another number.
+GRACE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A run to be handed over. `called` is PROGRAM as the user calls it; `behind` are the words after a "--"."""
+
+    traced: Traced
+    called: str
+    behind: tuple[str, ...] = ()
+
+    @property
+    def flags(self) -> RunFlags:
+        flags: RunFlags = self.traced.flags
+        return flags
+
+    def words(self, *without: str) -> tuple[str, ...]:
+        """PROGRAM and the flags that are the run's own, as the user has given them, also by --config; `without` some,
+        by the names of their fields."""
+        typed = self.traced.typed
+        kept = (words for name, words in typed.items() if name not in HERE and name not in without)
+        return self.called, *(word for words in kept for word in words)
+
+
+def behind_dashes(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """The words before the first "--", and those after it."""
+    words = list(argv)
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], tuple(words[at + 1 :])
+
+
+@dataclass(frozen=True)
+class Manager:
+    """A cluster manager, as the command line knows it. `submit` hands a run over, and gives the exit status. `flags`
+    are those of a job that are meant for it; `needed` has those that it cannot do without, with what each is, and
+    `owned` those that are none of the user's here, with whose they are. `behind`: words behind a "--" are for it. It
+    hands over all runs of its word of --on, or those with the flag `by`."""
+
+    submit: Callable[[Submission], int]
+    flags: tuple[str, ...]
+    needed: Mapping[str, str]
+    owned: Mapping[str, str] = field(default_factory=dict)
+    behind: bool = False
+    by: str = ""
+
+    def wants(self, flags: RunFlags) -> bool:
+        return not self.by or bool(getattr(flags, self.by))
+
+
+def submitter(flags: RunFlags, behind: Sequence[str]) -> Manager | None:
+    """Who hands the run over; None for a run that is this command's. `behind` are the words after a "--". Raises
+    CommandError for flags of a job that is none, or of another manager's, and for those that a job lacks."""
+    manager = SUBMITTERS.get(flags.on)
+    found = manager if manager is not None and manager.wants(flags) else None
+    on = f"with --on {flags.on}" if flags.on else "without --on"
+    for each in fields(SubmitFlags):
+        meant = [f"--on {word}{f' {_flag(one.by)}' * bool(one.by)}" for word, one in SUBMITTERS.items()
+                 if each.name in one.flags]  # fmt: skip
+        if getattr(flags, each.name) != each.default and (found is None or each.name not in found.flags):
+            raise CommandError(f"given {_flag(each.name)} {on}, needed {' or '.join(meant)}", 2)
+    if behind and (found is None or not found.behind):
+        raise CommandError(f"given {' '.join(behind)!r} behind a -- {on}, needed flags of the run alone", 2)
+    if found is None:
+        return None
+    for name, whose in found.owned.items():
+        if getattr(flags, name):
+            raise CommandError(f"given {_flag(name)} {on}, needed none: {whose} has its own", 2)
+    if lacking := [name for name in found.needed if not getattr(flags, name)]:
+        rows = [f"  {_flag(name)}: {found.needed[name]}" for name in lacking]
+        head = f"--on {flags.on}: given no {', '.join(map(_flag, lacking))}, needed:"
+        raise CommandError("\n".join([head, *rows]), 2)
+    return found
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+# Kubernetes -----------------------------------------------------------------------------------------------
+
+
+def on_kubernetes(asked: Submission) -> int:
+    """A JobSet: see `managers/kubernetes.py`."""
+    asked.traced.sound()
+    workload = _workload(asked)
+    keys = DeskKeys.make(workload.name)
+    secrets = {kubernetes.TICKET: keys.ticket(workload.endpoint).text(), kubernetes.DESK: keys.text()}
+    if asked.flags.dry_run:
+        made = kubernetes.manifests(workload, secrets)
+        whole = {"apiVersion": "v1", "kind": "List", "items": list(made)}
+        print(json.dumps(whole) if asked.flags.json else kubernetes.as_yaml(made), end="")
+        return DONE
+    try:
+        kubernetes.create(workload, secrets)
+        tell(f"the JobSet {workload.name} is created, its run folder is {workload.folder} of {workload.claim}")
+        done = kubernetes.follow(workload, _startup_deadline(asked), tell)
+    except kubernetes.KubernetesError as error:
+        raise CommandError(str(error)) from None
+    except KeyboardInterrupt:
+        tell(f"the JobSet {workload.name} goes on; {kubernetes.hints(workload)}")
+        raise
+    if not done:
+        tell(f"the JobSet {workload.name} has failed; {kubernetes.hints(workload)}")
+    return DONE if done else FAILED
+
+
+def _startup_deadline(asked: Submission) -> float:
+    return asked.flags.startup_deadline if "startup_deadline" in asked.traced.typed else STARTUP_S
+
+
+def _workload(asked: Submission) -> kubernetes.Workload:
+    flags = asked.flags
+    starts = ("--startup-deadline", f"{_startup_deadline(asked):g}")
+    with usage_errors():
+        return kubernetes.Workload(
+            name=kubernetes.job_name(asked.called, token_hex(3)),
+            image=flags.image,
+            agents=flags.agents or 0,
+            claim=flags.claim,
+            words=(*asked.words("out", "grace", "startup_deadline"), *starts),
+            out=flags.out,
+            namespace=flags.namespace,
+            gpus=flags.gpus_per_agent,
+            cpus=flags.cpus_per_agent,
+            memory=flags.memory_per_agent,
+            grace=flags.grace if "grace" in asked.traced.typed else GRACE_S,
+        )
+
+
+SUBMITTERS = {
+    "kubernetes": Manager(
+        on_kubernetes,
+        (
+            "dry_run",
+            "image",
+            "claim",
+            "namespace",
+            "gpus_per_agent",
+            "cpus_per_agent",
+            "memory_per_agent",
+        ),
+        needed={
+            "image": "a container image that has penstock",
+            "claim": "a PersistentVolumeClaim that all Pods can mount: the run folder is in it",
+            "agents": "how many Pods with an agent there are to be",
+        },
+        owned={"bind": "the controller's Pod", "ticket_keys": "the JobSet"},
+    )
+}

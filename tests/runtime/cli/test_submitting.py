@@ -1,0 +1,166 @@
+"""Runs that are handed to a cluster manager as a job: what it is given, and how the command ends.
+
+What a JobSet has to be is in `tests/runtime/managers/test_kubernetes.py`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.runtime.cli.main import main
+from penstock.runtime.control.security import DeskKeys, Ticket
+from tests.runtime.managers.kubectl import Kubectl
+
+from .conftest import Output, Patch, Say
+
+JOB = ("--on", "kubernetes", "--image", "registry.example/p:1", "--claim", "runs", "--agents", "3")
+MADE = (0, json.dumps({"metadata": {"uid": "u-1"}}), "")
+WELL = (0, "", "")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path, monkeypatch: Patch) -> Kubectl:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return Kubectl(tmp_path)
+
+
+def read(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    secret, jobset = yaml.safe_load_all(text)
+    assert (secret["kind"], jobset["kind"]) == ("Secret", "JobSet")
+    return secret, jobset
+
+
+def command(jobset: dict[str, Any], job: str) -> list[str]:
+    found = {one["name"]: one["template"]["spec"]["template"]["spec"] for one in jobset["spec"]["replicatedJobs"]}
+    words: list[str] = found[job]["containers"][0]["command"]
+    return words
+
+
+def option(words: list[str], name: str) -> str:
+    assert words.count(name) == 1
+    return words[words.index(name) + 1]
+
+
+def test_a_dry_run_prints_what_kubectl_takes_and_calls_nothing(say: Say, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("PATH", "")
+    said = say("run", "toy", *JOB, "--gpus-per-agent", 4, "--memory-per-agent", "64Gi", "--dry-run")
+    secret, jobset = read(said)
+    assert secret["metadata"] == jobset["metadata"]
+    text = secret["stringData"]
+    (tmp_path / "desk").write_text(text["desk.json"])
+    (tmp_path / "desk").chmod(0o600)
+    keys = DeskKeys.read(tmp_path / "desk")
+    (tmp_path / "ticket").write_text(text["ticket.json"])
+    (tmp_path / "ticket").chmod(0o600)
+    ticket = Ticket.read(tmp_path / "ticket")
+    assert ticket == keys.ticket(ticket.endpoint)
+    agents = jobset["spec"]["replicatedJobs"][1]["template"]["spec"]
+    assert agents["parallelism"] == 3
+    [agent] = agents["template"]["spec"]["containers"]
+    assert agent["image"] == "registry.example/p:1"
+    assert agent["resources"]["limits"] == {"cpu": "2", "memory": "64Gi", "nvidia.com/gpu": "4"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["desk", "ticket"]
+
+
+def test_a_dry_run_in_json_is_a_list_for_kubectl(say: Say) -> None:
+    found = json.loads(say("run", "toy", *JOB, "--dry-run", "--json"))
+    assert (found["apiVersion"], found["kind"]) == ("v1", "List")
+    assert [one["kind"] for one in found["items"]] == ["Secret", "JobSet"]
+
+
+def test_each_job_has_a_name_and_a_secret_of_its_own(say: Say) -> None:
+    (one, first), (other, second) = (read(say("run", "toy", *JOB, "--dry-run")) for _ in range(2))
+    assert first["metadata"]["name"] != second["metadata"]["name"]
+    assert one["stringData"] != other["stringData"]
+    assert option(command(first, "controller"), "--out") != option(command(second, "controller"), "--out")
+
+
+def test_the_job_has_the_words_of_the_run_and_none_of_the_jobs_own(say: Say, tmp_path: Path) -> None:
+    (tmp_path / "flags.toml").write_text('updates = 7\nplace = ["generator=1-2"]\nimage = "from.file/p:2"\n')
+    own = ["--batch", "4", "--update-ms=5", "--generators", "1..2", "--lost-replica", "replace", "--grace", "20"]
+    there = ["--data", "/runs/there.jsonl", "--plan", "none", "--plain", "--resume", "never", "--json"]
+    said = say("run", "toy", *own, *there, "--config", "flags.toml", *JOB, "--out", "/runs/mine", "--dry-run", "--json")
+    words = command(json.loads(said)["items"][1], "controller")
+    assert words[:3] == ["penstock", "run", "toy"]
+    for name, value in (("--batch", "4"), ("--updates", "7"), ("--grace", "20"), ("--out", "/runs/mine")):
+        assert option(words, name) == value
+    assert {"--update-ms=5", "--first-generators=1", "generator=1-2", "/runs/there.jsonl", "none"} <= set(words)
+    assert (option(words, "--on"), option(words, "--resume"), option(words, "--agents")) == ("agents", "auto", "3")
+    assert not {"--config", "--image", "--claim", "--dry-run", "never", "from.file/p:2"} & set(words)
+    assert words.count("--plain") == 1
+
+
+def test_the_words_of_the_job_are_a_run_that_can_be(say: Say, capsys: Output) -> None:
+    """The very command of the controller's Pod, but for its address and its folder: it waits for its agents."""
+    words = command(read(say("run", "toy", "--updates", 3, *JOB, "--dry-run"))[1], "controller")
+    for name, value in (("--out", "here"), ("--bind", "127.0.0.1:0"), ("--startup-deadline", "0.2")):
+        words[words.index(name) + 1] = value
+    at = words.index("--ticket-keys")
+    with pytest.raises(SystemExit) as leaving:
+        main([*words[1:at], *words[at + 2 :]])
+    assert leaving.value.code == 1
+    assert "--startup-deadline" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("state", "status"), [("Completed", 0), ("Failed", 1)])
+def test_a_job_is_created_and_followed_to_its_end(
+    here: None, kubectl: Kubectl, capfd: pytest.CaptureFixture[str], state: str, status: int
+) -> None:
+    kubectl.answer({"create": [MADE, WELL], "logs": [(0, "update 1\n", "")], "terminalState": [(0, state, "")]})
+    with pytest.raises(SystemExit) as leaving:
+        main(["run", "toy", *JOB, "--namespace", "team"])
+    assert leaving.value.code == status
+    captured = capfd.readouterr()
+    assert captured.out == "update 1\n"
+    assert ("kubectl delete jobset -n team toy-" in captured.err) is (state == "Failed")
+    assert [words[2] for words, _ in kubectl.calls] == ["create", "create", "logs", "get"]
+    assert all(words[:2] == ["--namespace", "team"] for words, _ in kubectl.calls)
+
+
+def test_what_kubectl_refuses_ends_the_command(here: None, kubectl: Kubectl, capsys: Output) -> None:
+    kubectl.answer({"create": [(1, "", "Forbidden")]})
+    with pytest.raises(SystemExit) as leaving:
+        main(["run", "toy", *JOB])
+    assert leaving.value.code == 1
+    assert "Forbidden" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_ctrl_c_leaves_the_job_and_says_how_to_end_it(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    kubectl = Kubectl(tmp_path)
+    kubectl.answer({"create": [MADE, WELL], "logs": [(0, "update 1\n", "", 60.0)]})
+    words = [sys.executable, "-m", "penstock.runtime.cli.main", "run", "toy", *JOB]
+    environment = {**os.environ, "PATH": str(tmp_path)}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "update 1\n"
+        running.send_signal(number)
+        _, said = running.communicate(timeout=30)
+    assert running.returncode == status
+    assert "kubectl delete jobset toy-" in said
+    assert "Traceback" not in said
+    assert not any("delete" in words for words, _ in kubectl.calls)
+
+
+def test_a_job_whose_log_nobody_reads_is_left(tmp_path: Path) -> None:
+    kubectl = Kubectl(tmp_path)
+    kubectl.answer({"create": [MADE, WELL], "logs": [(0, "update\n", "", 0.1)], "terminalState": [WELL]})
+    words = [sys.executable, "-m", "penstock.runtime.cli.main", "run", "toy", *JOB]
+    environment = {**os.environ, "PATH": str(tmp_path)}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as running:
+        assert running.stdout is not None
+        running.stdout.close()
+        assert running.wait(timeout=60) == 141
+        assert running.stderr is not None
+        assert "Traceback" not in running.stderr.read()
