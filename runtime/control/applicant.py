@@ -60,6 +60,8 @@ SHARED_S = 5.0
 OTHER_KEY_S = 10.0
 # Seconds between two signs of life, and those without one after which a desk is gone.
 PRESENT_S, GONE_S = 2.0, 15.0
+# Seconds after which an agent that reaches no desk says why for the first time.
+EARLY_S = 3.0
 # Connections to other hosts that are tried at once, and that may wait here.
 MAX_PROBES = 128
 
@@ -147,7 +149,7 @@ class _OtherKey(Exception):
 def _at_desk(client: "DeskClient", ticket: Ticket, own: Path | None, enrol: Enrol, tell: Callable[[str], None]) -> Join:
     """Enrol, and wait until the run begins."""
     began = heard = monotonic()
-    said, connected, welcome = 0.0, False, None
+    said, connected, welcome, tried = 0.0, False, None, False
     try:
         while True:
             try:
@@ -184,6 +186,11 @@ def _at_desk(client: "DeskClient", ticket: Ticket, own: Path | None, enrol: Enro
                 client.send(Present())
             if client.refused and not connected:
                 raise _OtherKey
+            if not connected and welcome is None and not tried and now - began > EARLY_S:
+                # Nobody should have to wait for the deadline to learn of a firewall.
+                tried = True
+                if lack := why_unreachable(client.endpoint):
+                    tell(f"no desk at {ticket.endpoint} yet: {lack}; trying for {JOIN_S:.0f} s")
             if not connected and welcome is None and now - began > JOIN_S:
                 why = why_unreachable(client.endpoint) or f"what listens at {ticket.endpoint} does not answer"
                 raise NoSlot(f"no desk at {ticket.endpoint} within {JOIN_S:.0f} s: {why}")

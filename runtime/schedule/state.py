@@ -449,7 +449,8 @@ class State:
     def deadline(self, group: GroupState) -> int:
         """The last update that may consume a group: for the weights that it has read, if no others are to come."""
         if len(group.deadlines) < self.tables.num_weighted:
-            return self.place(group.ordinal) // self.rules.batch
+            # One that others have overtaken, and that begins again after a resume, is for the update that is due.
+            return max(self.update, self.place(group.ordinal) // self.rules.batch)
         return min(group.deadlines.values(), default=self.rules.end)
 
     def slot(self, ordinal: int) -> int:
@@ -463,8 +464,13 @@ class State:
 
     @property
     def short(self) -> bool:
-        """Has the current update begun, and lost groups that are to be made again for it?"""
-        return self.tables.takes_groups and not self.whole and self.begun()
+        """Has the current update begun, and lost groups that are to be made again for it? What waits for its end, such
+        as a checkpoint, waits for them. It need not wait for more than the part in work of a step that accumulates."""
+        if not self.tables.takes_groups or self.whole:
+            return False
+        steps = self.tables.steps
+        working = (f for f in self.running if f.node in self.tables.critical)
+        return bool(self.done) or any(f.segment == self.num_parts(steps[f.node]) - 1 for f in working)
 
     def first_unfired(self, step: NodeStep) -> int:
         """The lowest ordinal that has not been through `step` nor is in work there."""

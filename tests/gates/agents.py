@@ -1,15 +1,17 @@
 """Runs over hosts in network namespaces (`network`): a launcher on the first one, agents on the others."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from .network import Network
-from .running import Line, Running
+from .running import DEADLINE_S, Line, Running
 
 HOSTS = "a", "b", "c"
 # Seconds for an agent to give up on a controller that it cannot reach.
@@ -54,6 +56,51 @@ class Agents:
         """The exit status of a host's agent, and what it said: what was left there among it."""
         _, said = self.processes[host].communicate(timeout=GONE_S)
         return self.processes[host].returncode, said
+
+
+class Commands:
+    """Commands of Penstock on the hosts of a network; what a failed test has left of them is ended."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> "Commands":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+    def start(
+        self, host: str, *words: str, before: str = "", path: Path | None = None, hidden: tuple[Path, ...] = ()
+    ) -> "subprocess.Popen[str]":
+        """`penstock WORDS`, on one core; `before` are lines of Python that come first, modules of the folder `path` go
+        before all others."""
+        code = f"{before}\nfrom penstock.runtime.cli.main import main\nmain({list(words)!r})"
+        folders = [str(path)] * bool(path) + os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        alone = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), "env", f"PYTHONPATH={':'.join(folders)}"]
+        command = [*self.network.on(host, hidden=hidden), *alone, sys.executable, "-c", code]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        self.processes.append(process)
+        return process
+
+    def agent(self, host: str, ticket: Path, *flags: str, **options: Any) -> "subprocess.Popen[str]":
+        return self.start(host, "agent", "--ticket", str(ticket), *flags, **options)
+
+
+def terminate(process: "subprocess.Popen[str]") -> None:
+    """SIGTERM to a command on a host, which runs below what has made the host's namespaces."""
+    found = [p for p in psutil.Process(process.pid).children(recursive=True) if p.cmdline()[:1] == [sys.executable]]
+    min(found, key=lambda each: each.create_time()).terminate()
+
+
+def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
+    """The exit status of a command, and what it said on stderr."""
+    _, said = process.communicate(timeout=DEADLINE_S)
+    return process.returncode, said
 
 
 @contextmanager

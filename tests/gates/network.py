@@ -34,11 +34,13 @@ exit 98
 
 
 class Network:
-    """Hosts by their names, joined by a switch; `address` has where each is reached. All of it goes at the end."""
+    """Hosts by their names, joined by a switch; `address` has where each is reached, as does `ipv6`, in brackets. All
+    of it goes at the end."""
 
     def __init__(self, *hosts: str) -> None:
         self._token = secrets.token_hex(3)
         self.address = {host: f"10.77.0.{number}" for number, host in enumerate(hosts, 1)}
+        self.ipv6 = {host: f"[fd77::{number}]" for number, host in enumerate(hosts, 1)}
 
     def __enter__(self) -> "Network":
         try:
@@ -64,6 +66,16 @@ class Network:
         """Pull the host's cable."""
         _ip("-n", self._named("switch"), "link", "set", "dev", host, "down")
 
+    def close(self, host: str, ports: str, sender: str = "") -> None:
+        """Let a host take nothing that comes to these TCP ports of it ("7000", "1024-65534"), from one sender or from
+        all, without an answer, as a firewall does."""
+        rule = "-n", self._named(host), "rule"
+        # The kernel's own addresses come first of all rules; a rule before them is possible once they have moved.
+        _ip(*rule, "add", "pref", "20", "lookup", "local")
+        where = ["from", self.address[sender]] if sender else []
+        _ip(*rule, "add", "pref", "10", *where, "iif", "eth0", "ipproto", "tcp", "dport", ports, "blackhole")
+        _ip(*rule, "delete", "pref", "0")
+
     def listening(self, host: str) -> set[str]:
         """The addresses at which something listens on a host, without their ports."""
         said = _run("nsenter", f"--net=/run/netns/{self._named(host)}", "ss", "--no-header", "-ltun")
@@ -83,6 +95,8 @@ class Network:
             _ip("-n", switch, "link", "add", "name", host, "type", "veth", "peer", "name", "eth0", "netns", own)
             _ip("-n", switch, "link", "set", "dev", host, "master", "switch0", "up")
             _ip("-n", own, "address", "add", f"{address}/24", "dev", "eth0")
+            # Used at once, without looking for another host that has it.
+            _ip("-n", own, "address", "add", f"{self.ipv6[host].strip('[]')}/64", "dev", "eth0", "nodad")
             for name in ("eth0", "lo"):
                 _ip("-n", own, "link", "set", "dev", name, "up")
 
