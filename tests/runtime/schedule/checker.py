@@ -527,6 +527,7 @@ class Checker:
             made
             or self._working(name, ordinal)
             or tried
+            or (name, ordinal) in self.segments  # it has paused
             or any(key[:2] == (ordinal, name) for key in self.bounds)
             or (talk is not None and (talk.turn or talk.spoken))
         )
@@ -567,6 +568,13 @@ class Checker:
     def _begun(self) -> bool:
         per_update = any(f.node in self.applied for f in self.running)
         return per_update or any(count > self.books.update for count in self.applied.values())
+
+    def _short(self) -> bool:
+        """Does an update that a cut has to wait for lack groups, which were lost with a replica? It has begun a step
+        that is not between two parts."""
+        begun = any(f.node in self.applied and f.segment == self._last_part(f.node) for f in self.running)
+        begun = begun or any(count > self.books.update for count in self.applied.values())
+        return self.takes_groups and begun and len(self.taken) < self.rules.batch
 
     def _moving(self) -> bool:
         """Is anything in work that a cut must not fall into?"""
@@ -672,20 +680,23 @@ class Checker:
         due = self.segments.get((name, ordinal))
         fits = due in (firing, None) and bool(due) == bool(firing.segment) and (not due or due in self.books.values)
         self._true(fits, 14, f"{firing} while {due} is due")
-        short = self._begun() and len(self.taken) < self.rules.batch
-        self._true(not self.final or self.pinned or short, 8, f"{firing} after a final checkpoint")
+        self._true(not self.final or self.pinned or self._short(), 8, f"{firing} after a final checkpoint")
         for read in facts.groups:
             self._true(Firing(read, ordinal) in self.books.values, 7, f"{firing} reads {read}, not there")
         self._true(self.before(ordinal) < self.total, 6, f"{firing} is past the last update")
         self._true(not facts.stateful or self._in_order(facts, ordinal), 1, f"{firing} is out of order")
         self._take_turn(facts, firing)
         self._true(self._admitted(facts, ordinal, command.replica), 3, f"{firing} is not admissible")
+        begun = self.rules.order == "ready" and self._begins(name, ordinal) is not None
         if facts.weights and self.rules.order == "ready":
             self.books.places.setdefault(ordinal, self.before(ordinal))
         for channel, _ in facts.weights:
             held, key = self.buffers[channel][command.replica], (ordinal, name, channel, firing.turn)
-            self.books.versions[key] = self.books.versions[key] if firing.segment else held.live
-            # The update by which it must be consumed stays that of the first time.
+            before = self.books.versions.get(key, held.live)
+            self.books.versions[key] = before if firing.segment else held.live
+            # The update by which it must be consumed stays that of the first try, and of the first time.
+            if begun:
+                self.books.versions[key] = min(self.books.versions[key], before)
             if bound := self.bounds.get(key):
                 self.books.versions[key] = min(self.books.versions[key], bound[0])
         slot = self.before(ordinal) // self.rules.batch if facts.delays else 0
@@ -693,7 +704,7 @@ class Checker:
 
     def _take_turn(self, facts: Facts, firing: Firing) -> None:
         """The halves of a group's turns come in order, and read what the half and the turn before have made."""
-        speaks, segment, firing = facts.hears or facts.name, firing.segment, firing._replace(segment=0)
+        speaks, firing = facts.hears or facts.name, firing._replace(segment=0)
         talk = self.talks[speaks, firing.index] if facts.turns else Talk()
         fits = firing.turn == talk.turn < max(facts.turns, 1) and self._its_turn(facts, firing.index)
         self._true(fits, 12, f"{firing} while {talk} is due")
@@ -705,9 +716,6 @@ class Checker:
             reads = [before, before._replace(node=facts.heard_by)] if firing.turn else []
         for read in reads:
             self._true(read in self.books.values, 7, f"{firing} reads {read}, which is not there")
-        if facts.heard_by and not firing.turn and not segment:
-            for key in [k for k in self.books.versions if k[:2] == (firing.index, firing.node)]:
-                del self.books.versions[key]
 
     def _its_turn(self, facts: Facts, ordinal: int) -> bool:
         """In a bounded cycle: is it this node's half of the group's turn?"""
@@ -720,7 +728,7 @@ class Checker:
         perishing = self.pinned and needed < self.books.update and not (self.copying or self.last)
         ahead = [g for g in range(ordinal) if self.books.fates.get(g, "pending") == "pending"]
         newest, self.books.stateful[facts.name] = self.books.stateful.get(facts.name, -1), ordinal
-        alone = not self._working(facts.name) and (perishing or not self.cutting)
+        alone = not self._working(facts.name) and (perishing or not self.cutting or self._short())
         return alone and newest < ordinal and all(facts.name in self.books.made[g] for g in ahead)
 
     def _admitted(self, facts: Facts, ordinal: int, replica: str) -> bool:
@@ -884,6 +892,8 @@ class Checker:
         self._true(agrees and told["fates"] == counts, 4, f"the cut says {told}, known {cut}")
         cut.made = defaultdict(dict, made)
         weighted = {n for n, f in self.facts.items() if f.weights and not f.per_update}
+        # What was begun and not made begins anew, perhaps with newer weights.
+        cut.versions = {key: v for key, v in cut.versions.items() if key[0] not in made or key[1] in made[key[0]]}
         cut.places = {g: place for g, place in cut.places.items() if weighted & made.get(g, {}).keys()}
         behind = {n: self._next(f, cut) for n, f in self.facts.items() if f.off_path}
         self._true(told["trailing"] == behind, 11, f"the cut says {told['trailing']}, known {behind}")
