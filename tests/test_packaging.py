@@ -64,7 +64,7 @@ def test_the_package_is_links_to_the_four_folders() -> None:
 
 
 def test_modules_are_loaded_from_the_folders_at_the_root() -> None:
-    assert list(penstock.__path__) == [str(ROOT)]
+    assert list(penstock.__path__) == [str(ROOT), str(ROOT / "src" / "penstock")]
     assert penstock.graph.__file__ == str(ROOT / "graph" / "__init__.py")
 
 

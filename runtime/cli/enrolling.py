@@ -4,7 +4,7 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from penstock.runtime.record.folder import RunFolder
 # The pool of which other agents than the first have replicas by default.
 # The classes of `Agents`, by the word of --on. Each is imported when it is asked for.
 GENERATOR = "generator"
-MANAGERS = {"agents": "control.agents:ExternalAgents"}
+MANAGERS = {"agents": "control.agents:ExternalAgents", "ray": "managers.ray:RayAgents"}
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Enrolled:
             self.desk.wait(self.agents.slots, seconds, self.agents.poll, tell)
         except EnrolmentError as error:
             self.reason = "not all agents came in time"
-            raise CommandError(str(error)) from None
+            raise CommandError("\n".join(filter(None, [str(error), self.agents.lacking()]))) from None
         self.cluster = self.desk.cluster(self.bind)
         return self.cluster
 
@@ -62,33 +62,33 @@ def enrolment(flags: AgentsFlags, folder: RunFolder, name: str) -> Iterator[Enro
     job's. Raises CommandError for flags that cannot be, and AgentsError."""
     module, _, attribute = MANAGERS[flags.on].partition(":")
     agents: Agents = getattr(importlib.import_module(f"penstock.runtime.{module}"), attribute)(flags.agents)
-    keys = DeskKeys.read(Path(flags.ticket_keys)) if flags.ticket_keys else DeskKeys.make(name)
-    host, port = agents.address or LOOPBACK, 0
-    if flags.bind:
+    with ExitStack() as stack:
+        stack.callback(agents.stop)
+        keys = DeskKeys.read(Path(flags.ticket_keys)) if flags.ticket_keys else DeskKeys.make(name)
+        host, port = agents.address or LOOPBACK, 0
+        if flags.bind:
+            try:
+                host, _, given = tcp_endpoint(flags.bind).removeprefix("tcp://").rpartition(":")
+            except ValueError as error:
+                raise CommandError(f"--bind: {error}", 2) from None
+            port = int(given)
         try:
-            host, _, given = tcp_endpoint(flags.bind).removeprefix("tcp://").rpartition(":")
-        except ValueError as error:
-            raise CommandError(f"--bind: {error}", 2) from None
-        port = int(given)
-    try:
-        ip = resolved(host)
-        desk = Desk(keys, f"{ip}:{port}", folder.path, host)
-    except AddressError as error:
-        raise CommandError(f"--bind: {error}" if flags.bind else str(error)) from None
-    except WireError as error:
-        raise CommandError(str(error.strerror)) from None
-    # The controller has the port behind the desk's, so that a firewall need let through no others.
-    found = Enrolled(desk, agents, f"{ip}:{port + 1 if port else 0}")
-    try:
-        agents.start(folder.path / "ticket.json", tell)
-        yield found
-    except BaseException as error:
-        if isinstance(error, CommandError | ValueError):
-            found.reason = f"the run was refused: {error}"
-        raise
-    finally:
-        desk.close(found.reason, over=found.over)
-        agents.stop()
+            ip = resolved(host)
+            desk = Desk(keys, f"{ip}:{port}", folder.path, host)
+        except AddressError as error:
+            raise CommandError(f"--bind: {error}" if flags.bind else str(error)) from None
+        except WireError as error:
+            raise CommandError(str(error.strerror)) from None
+        # The controller has the port behind the desk's, so that a firewall need let through no others.
+        found = Enrolled(desk, agents, f"{ip}:{port + 1 if port else 0}")
+        stack.callback(lambda: desk.close(found.reason, over=found.over))
+        try:
+            agents.start(folder.path / "ticket.json", tell)
+            yield found
+        except BaseException as error:
+            if isinstance(error, CommandError | ValueError):
+                found.reason = f"the run was refused: {error}"
+            raise
 
 
 def check_agents(flags: AgentsFlags, cluster: str) -> None:

@@ -163,9 +163,10 @@ class MachineFlags:
 class AgentsFlags(StartFlags):
     """Flags of every verb that starts a run on several hosts"""
 
-    on: Annotated[Literal["", "agents", "kubernetes"], Shown("{agents,kubernetes}", "this machine")] = ""
+    on: Annotated[Literal["", "agents", "kubernetes", "ray"], Shown("{agents,kubernetes,ray}", "this machine")] = ""
     """Who starts the run's agents, one on each host: agents, you (`penstock agent --ticket RUN/ticket.json`);
-    kubernetes, a JobSet that `penstock run` creates, with the whole run in it (docs/kubernetes.md)."""
+    kubernetes, a JobSet that `penstock run` creates, with the whole run in it (docs/kubernetes.md); ray, the Ray
+    cluster of RAY_ADDRESS, or the one that this machine is part of (docs/ray.md)."""
     agents: Annotated[Positive | None, Shown("N", "all that there are")] = None
     """With --on, how many agents the run has."""
     bind: Annotated[str, Shown("HOST:PORT", "loopback, any port")] = ""

@@ -30,7 +30,11 @@ class Agents(Protocol):
 
     def poll(self) -> list[tuple[str, str]]:
         """The agents that have ended since the last call without being asked to: the host name under which each has
-        enrolled ("" where that is not known), and why. Returns at once; called about ten times a second."""
+        enrolled ("" where that is not known), and why. Returns at once; called about ten times a second. Raises
+        AgentsError where none will come any more."""
+
+    def lacking(self) -> str:
+        """What agents that have not come wait for, as far as is known; "" for nothing. Returns at once."""
 
     def stop(self) -> None:
         """End the agents that are left, and free what was taken for them. Called once, however the run has ended, even
@@ -50,6 +54,9 @@ class ExternalAgents:
 
     def poll(self) -> list[tuple[str, str]]:
         return []
+
+    def lacking(self) -> str:
+        return ""
 
     def stop(self) -> None:
         pass

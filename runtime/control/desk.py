@@ -50,6 +50,7 @@ from penstock.runtime.control.enrolment import (
     Withdrawn,
     mismatch,
     pack_for_agent,
+    plain_name,
     read_at_desk,
 )
 from penstock.runtime.control.listener import Listener, Options
@@ -389,7 +390,7 @@ class Desk:
     def _seat(self, agents: list[Applicant]) -> None:
         """Make slots of these agents."""
         for one in agents:
-            plain = re.sub(r"[^A-Za-z0-9_.-]", "-", one.enrol.hostname)[:56].strip("-.") or "host"
+            plain = plain_name(one.enrol.hostname)
             number = next(n for n in range(1, len(agents) + 1) if _numbered(plain, n) not in self._slots)
             one.slot = _numbered(plain, number)
             self._slots[one.slot] = _Slot(one.enrol, one)

@@ -11,6 +11,7 @@ that agents and a desk of different versions name both.
 import csv
 import os
 import platform
+import re
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -167,8 +168,10 @@ def _require_version(data: bytes) -> None:
 
 # What an agent says of its host ---------------------------------------------------------------------------
 
+# Environment variables with the name and the number of an agent, for managers whose nodes say neither.
+HOSTNAME, ORDER = "PENSTOCK_HOSTNAME", "PENSTOCK_ORDER"
 # Where cluster managers say which of its tasks a process is: Slurm, torchelastic, an indexed Job of Kubernetes.
-ORDERS = ("SLURM_PROCID", "GROUP_RANK", "JOB_COMPLETION_INDEX")
+ORDERS = (ORDER, "SLURM_PROCID", "GROUP_RANK", "JOB_COMPLETION_INDEX")
 
 
 class Versions(NamedTuple):
@@ -193,7 +196,7 @@ def facts(token: str, address: str, port: int = 0, environment: Mapping[str, str
     order = next((int(environment[name]) for name in ORDERS if environment.get(name, "").isdecimal()), -1)
     return Enrol(
         token=token,
-        hostname=environment.get("SLURMD_NODENAME") or socket.gethostname(),
+        hostname=environment.get(HOSTNAME) or environment.get("SLURMD_NODENAME") or socket.gethostname(),
         address=address,
         cores=len(os.sched_getaffinity(0)),
         memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
@@ -221,6 +224,11 @@ def _gpu() -> tuple[str, float]:
     rows = [(float(row[0]) / 1024, row[1].strip()) for row in csv.reader(listed.splitlines()) if len(row) == 2]
     memory, name = min(rows, default=(0.0, ""))
     return name, memory
+
+
+def plain_name(hostname: str) -> str:
+    """A host's name as that of a slot, which is part of files' names."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", hostname)[:56].strip("-.") or "host"
 
 
 def mismatch(enrol: Enrol, now: float) -> str:

@@ -3,6 +3,9 @@
 import sys
 
 from penstock.runtime.cli.main import main
+from penstock.runtime.control.process import die_with_parent
 
 if __name__ == "__main__":
+    # What starts it may be killed, as an actor of Ray is.
+    die_with_parent()
     main(["agent", *sys.argv[1:]])

@@ -1,0 +1,242 @@
+"""Ray's driver for a run: `python -m penstock.runtime.managers.ray_driver`, a child of the launcher.
+
+What it says and hears is in `ray`. It asks Ray for a placement group, one bundle on each node with all CPUs and GPUs of
+it, and has an actor in each bundle that holds an agent. An agent that ends before the run is told of at once, and
+another one is started in its bundle, which Ray moves to another node if its own is gone; but not for ever.
+"""
+
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Any
+
+import ray
+from ray.util import get_node_ip_address, placement_group_table
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from penstock.runtime.cluster.endpoints import own_address, resolved_endpoint
+from penstock.runtime.control.enrolment import HOSTNAME, ORDER, plain_name
+from penstock.runtime.managers.ray_actor import AgentHolder
+
+# Seconds for agents to end by themselves after their run has.
+LEAVE_S = 5.0
+# Seconds from an agent's end to the start of another one: most runs that cannot do without it have ended by then.
+AGAIN_S = 3.0
+# How often in a row an agent is started again that has lived no longer than so many seconds.
+STARTS, LIVED_S = 3, 60.0
+# Seconds between two looks, and between two at what the cluster has.
+LOOK_S, STATE_S = 0.1, 1.0
+
+Bundle = dict[str, float]
+
+
+def say(kind: str, **facts: object) -> None:
+    print(json.dumps({"kind": kind, **facts}), flush=True)
+
+
+@dataclass
+class Place:
+    """A bundle, by its number, and the agent in it. `ref` is what its actor returns once the agent has ended; `again`
+    is when another one is to be started."""
+
+    number: int
+    bundle: Bundle
+    name: str = ""
+    actor: Any = None
+    ref: Any = None
+    began: float = 0.0
+    again: float = 0.0
+    starts: int = 0
+
+
+class Driver:
+    def __init__(self, count: int | None) -> None:
+        # Nodes without a CPU, as Ray's head often is, take no actors of anybody.
+        self.nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
+        self.places = [Place(number, bundle) for number, bundle in enumerate(bundles(self.nodes, count))]
+        self.group: PlacementGroup | None = None
+        self.ticket, self.folder = b"", ""
+        self._ready = False
+        self._state, self._stated = "", -inf
+
+    def begin(self, ticket: str, folder: str) -> None:
+        self.ticket, self.folder = ticket.encode(), folder
+        self.group = placement_group([place.bundle for place in self.places], strategy="STRICT_SPREAD")
+        self._tell_state()
+        say("note", text=f"asked Ray for {spelled([place.bundle for place in self.places])}")
+
+    def look(self) -> None:
+        """What has changed since the last look; takes a moment."""
+        assert self.group is not None
+        now = monotonic()
+        if not self._ready:
+            table = placement_group_table(self.group)
+            if table.get("state") == "CREATED":
+                self._ready = True
+                self._name(table["bundles_to_node_id"])
+                self._change("")
+            elif now - self._stated > STATE_S:
+                self._tell_state()
+            return
+        for place in self.places:
+            if place.ref is None and now >= place.again:
+                self._start(place)
+        refs = {place.ref: place for place in self.places if place.ref is not None}
+        ended = ray.wait(list(refs), num_returns=len(refs), timeout=LOOK_S)[0] if refs else ()
+        for ref in ended:
+            self._end(refs[ref], ref)
+
+    def close(self) -> None:
+        """Free all that Ray has given. Agents have heard that the run has ended, and have some seconds to end."""
+        refs = [place.ref for place in self.places if place.ref is not None]
+        if refs:
+            ray.wait(refs, num_returns=len(refs), timeout=LEAVE_S)
+        for place in self.places:
+            if place.actor is not None:
+                ray.kill(place.actor)
+        if self.group is not None:
+            remove_placement_group(self.group)
+
+    def _start(self, place: Place) -> None:
+        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=place.number)
+        kind = ray.remote(AgentHolder).options(
+            num_cpus=place.bundle["CPU"],
+            num_gpus=place.bundle.get("GPU", 0),
+            max_restarts=0,
+            scheduling_strategy=strategy,
+        )
+        place.actor, place.began, place.starts = kind.remote(), monotonic(), place.starts + 1
+        # An argument of a call, and not of the actor's making, which Ray keeps to make it again.
+        place.ref = place.actor.run.remote(self.ticket, {HOSTNAME: place.name, ORDER: str(place.number)}, self.folder)
+
+    def _end(self, place: Place, ref: Any) -> None:
+        try:
+            status, why = ray.get(ref)
+        except ray.exceptions.RayError as error:
+            status, why = 1, f"its actor of Ray died: {first_reason(str(error))}"
+        ray.kill(place.actor)
+        place.actor = place.ref = None
+        lived = monotonic() - place.began
+        place.starts = 0 if lived > LIVED_S else place.starts
+        place.again = monotonic() + AGAIN_S if status and place.starts < STARTS else inf
+        if status:  # else it has heard that the run is over
+            say("ended", host=place.name, why=why)
+
+    def _name(self, nodes: dict[int, str]) -> None:
+        """Name the agents, by the host names of their nodes."""
+        hosts = {node["NodeID"]: plain_name(node["NodeManagerHostname"]) for node in ray.nodes()}
+        names: list[str] = []
+        for place in self.places:
+            host = hosts.get(nodes[place.number], "host")
+            tried = (host if number == 1 else f"{host}-{number}" for number in range(1, len(self.places) + 1))
+            place.name = next(name for name in tried if name not in names)
+            names.append(place.name)
+        say("names", names=names)
+
+    def _tell_state(self) -> None:
+        """What the group waits for, by each resource."""
+        self._stated = monotonic()
+        asked = [place.bundle for place in self.places]
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        has, free = ray.cluster_resources(), ray.available_resources()
+        lines = [f"the placement group is not ready: asked for {spelled(asked)}"]
+        able = sum(any(fits(one, node["Resources"]) for one in asked) for node in nodes)
+        lines.append(f"  nodes: asked for {len(asked)}, the cluster has {len(nodes)}, of which {able} are large enough")
+        for resource in sorted({name for one in asked for name in one}):
+            given = sum(one.get(resource, 0) for one in asked)
+            found = f"the cluster has {has.get(resource, 0):g}, of which {free.get(resource, 0):g} are free"
+            lines.append(f"  {resource}: asked for {given:g}, {found}")
+        self._change("\n".join(lines))
+
+    def _change(self, state: str) -> None:
+        if state != self._state:
+            self._state = state
+            say("state", text=state)
+
+
+def bundles(nodes: Sequence[dict[str, Any]], count: int | None) -> list[Bundle]:
+    """A bundle for each of so many nodes, the largest first, with all that it has; for each of all of them if `count`
+    is None. Those beyond the nodes that there are ask for as much as the largest one has: they may be on their way."""
+    shapes = [{name: float(int(node["Resources"].get(name, 0))) for name in ("GPU", "CPU")} for node in nodes]
+    shapes.sort(key=lambda shape: (shape["GPU"], shape["CPU"]), reverse=True)
+    wanted = len(shapes) if count is None else count
+    shapes = shapes[:wanted] + (shapes[:1] or [{"CPU": 1.0}]) * (wanted - len(shapes))
+    return [{name: amount for name, amount in shape.items() if amount} for shape in shapes]
+
+
+def fits(bundle: Bundle, resources: dict[str, float]) -> bool:
+    return all(resources.get(name, 0) >= amount for name, amount in bundle.items())
+
+
+def spelled(asked: Sequence[Bundle]) -> str:
+    texts = [", ".join(f"{amount:g} {name}" for name, amount in sorted(one.items())) for one in asked]
+    counts = {text: texts.count(text) for text in texts}
+    each = " and ".join(f"{number} × {{{text}}}" for text, number in counts.items())
+    return f"{each}, each on a node of its own"
+
+
+def first_reason(text: str) -> str:
+    """What of an error of Ray says why: it lists what it knows of an actor, or ends with what was raised there."""
+    raised = re.findall(r"(?m)^\w[\w.]*(?:Error|Exception): .*$", text)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join([*lines[:1], *raised[-1:]])[:600]
+
+
+def driver_address(where: str) -> str:
+    """Where the cluster reaches this machine. Raises AddressError and OSError."""
+    if not where.startswith("ray://"):
+        return str(get_node_ip_address())
+    return own_address(resolved_endpoint(where.removeprefix("ray://").rstrip("/")))
+
+
+def listen(lines: "SimpleQueue[bytes]") -> None:
+    """In a thread of its own: each line of stdin, and b"" at its end."""
+    for line in sys.stdin.buffer:
+        lines.put(line)
+    lines.put(b"")
+
+
+def main() -> None:
+    lines: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=listen, args=(lines,), daemon=True).start()
+    asked = lines.get()
+    if not asked:
+        return
+    where = os.environ.get("RAY_ADDRESS") or "auto"
+    try:
+        # "auto": never a cluster of this process's own.
+        ray.init(address=where, log_to_driver=False, logging_level="ERROR")
+        driver = Driver(json.loads(asked)["agents"])
+        address = driver_address(where)
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        say("failed", text=str(error).strip())
+        return
+    if not driver.places:
+        say("failed", text="the cluster has no node with a CPU")
+        return
+    say("found", slots=len(driver.places), address=address)
+    try:
+        line = lines.get()
+        if line:
+            driver.begin(**json.loads(line))
+        while line:
+            driver.look()
+            try:
+                line = lines.get(timeout=LOOK_S / 2)
+            except Empty:
+                continue
+    finally:
+        driver.close()
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""A Ray cluster on this machine, in a network namespace of its own, out of which nothing of it can be reached: a head
+that takes no actors, and nodes of one CPU each. Needs root, Linux and iproute2.
+
+`python -m tests.gates.ray_cluster NODES` starts one, prints its address, then for each line of stdin the states of its
+placement groups as JSON, and takes it down when stdin closes. It is a process of its own, since Ray has one cluster in
+a process, and takes its signals.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parent.parent.parent
+# Where the cluster is, in its namespace. Ray takes 127.0.0.1 for another address of the machine: loopback will not do.
+ADDRESS = "10.78.0.1"
+NAMESPACE = f"""
+ip link set lo up && ip link add own type veth peer name other && ip link set other up && ip link set own up &&
+ip addr add {ADDRESS}/24 dev own && ip route add default dev own && exec "$0" "$@"
+"""
+OBJECT_STORE_BYTES = 80 << 20
+# Seconds for the cluster to go away.
+END_S = 30.0
+
+
+class RayCluster:
+    """A running cluster. `where` begins a command that is to reach it, which has this `environment`."""
+
+    def __init__(self, process: "subprocess.Popen[str]", address: str) -> None:
+        self.process, self.address = process, address
+        self.where = ["nsenter", f"--net=/proc/{process.pid}/ns/net"]
+        self.environment = {**os.environ, "RAY_ADDRESS": address}
+
+    def groups(self) -> list[str]:
+        """The states of the placement groups that are not removed."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        found: list[str] = json.loads(self.process.stdout.readline())
+        return [state for state in found if state != "REMOVED"]
+
+    def agents(self) -> dict[int, psutil.Process]:
+        """The agents of all runs, by their numbers in their runs. The parent of each is an actor."""
+        found = {}
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if "penstock.agent" in process.cmdline():
+                    found[int(process.environ()["PENSTOCK_ORDER"])] = process
+        return found
+
+    def kill_actor(self, number: int) -> None:
+        """SIGKILL to the actor that holds an agent, and to nothing else."""
+        os.kill(self.agents()[number].ppid(), signal.SIGKILL)
+
+    def run(self, *words: str) -> "subprocess.Popen[str]":
+        """`penstock run … --on ray`, which is about to run."""
+        command = [
+            *self.where,
+            sys.executable,
+            "-m",
+            "penstock.runtime.cli.main",
+            "run",
+            *words,
+            "--on",
+            "ray",
+            "--plain",
+        ]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=self.environment, stdout=pipe, stderr=pipe, text=True)
+
+
+@contextmanager
+def ray_cluster(nodes: int) -> Iterator[RayCluster]:
+    command = ["unshare", "--net", "sh", "-c", NAMESPACE, sys.executable, "-m", "tests.gates.ray_cluster", str(nodes)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    environment.pop("RAY_ADDRESS", None)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdin is not None
+    try:
+        address = process.stdout.readline().strip()
+        assert address, "the cluster has not started"
+        yield RayCluster(process, address)
+    finally:
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.stdin.close()
+        try:
+            process.wait(END_S)
+        finally:
+            for child in children:
+                if child.is_running():
+                    child.kill()
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def main() -> None:
+    import ray
+    from ray.cluster_utils import Cluster
+    from ray.util import placement_group_table
+
+    # What Ray says goes to stderr: the address is alone on stdout.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    # A short path: those of Unix sockets are in it.
+    with TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
+        given: dict[str, Any] = {"object_store_memory": OBJECT_STORE_BYTES}
+        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": folder, **given}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        for _ in range(int(sys.argv[1])):
+            cluster.add_node(wait=False, num_cpus=1, **given)
+        cluster.wait_for_nodes()
+        ray.init(cluster.address, log_to_driver=False)
+        print(cluster.address, file=out, flush=True)
+        for _ in sys.stdin:
+            states = [table["state"] for table in placement_group_table().values()]
+            print(json.dumps(states), file=out, flush=True)
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()
