@@ -2,13 +2,15 @@
 not, and which connection is named where a network lets nothing through.
 """
 
+import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import Popen
 
+import psutil
 import pytest
 
 from penstock.runtime.control.desk import TICKET
@@ -170,14 +172,34 @@ def test_a_port_of_the_launcher_that_a_firewall_closes_is_named_with_the_host_th
         ended(own)
 
 
-def test_hosts_of_ipv6_addresses_run_and_nothing_listens_beyond_them(network: Network, tmp_path: Path) -> None:
+def public(process: int) -> str:
+    """What other users of a host see of a process, and its environment."""
+    found = ""
+    for name in ("cmdline", "environ"):
+        with suppress(OSError):  # it has ended
+            found += Path(f"/proc/{process}/{name}").read_text(errors="replace")
+    return found
+
+
+def test_hosts_of_ipv6_addresses_run_and_nothing_listens_beyond_them_nor_is_a_secret_seen(
+    network: Network, tmp_path: Path
+) -> None:
     hosts, updates, folder = ("a", "b"), 20, tmp_path / "r"
     words = (*TOY, *on_agents(network, len(hosts), 7000, network.ipv6["a"]), *amounts(updates))
     with opened(network, folder, *words) as run:
         agents = run.join(*hosts)
         until(lambda: len(rows(folder)) >= 2 or run.launcher.poll() is not None, "two updates are done")
         listening = {host: network.listening(host) for host in hosts}
+        keys = [json.loads(path.read_text()) for path in (run.ticket, *(folder / "keys").glob("*.json"))]
+        secrets = {key[name] for key in keys for name in ("token", "secret") if key.get(name)}
+        processes = [
+            p.pid for each in run.commands.processes for p in psutil.Process(each.pid).children(recursive=True)
+        ]
+        seen = "".join(map(public, processes))
         run.wait()
         assert [ended(agent)[0] for agent in agents] == [0, 0]
+    assert len(secrets) >= 5  # the ticket's token, the run's, and a key of the controller and of each agent
+    assert str(run.ticket) in seen
+    assert [secret for secret in secrets if secret in seen] == []
     assert listening == {host: {network.ipv6[host]} for host in hosts}
     assert_equal_bits(final_state(folder, updates), toy_loop(updates, BATCH))
