@@ -24,9 +24,13 @@ from penstock.runtime.record.errors import visible
 from penstock.runtime.record.folder import RunFolder
 
 # The pool of which other agents than the first have replicas by default.
-# The classes of `Agents`, by the word of --on. Each is imported when it is asked for.
 GENERATOR = "generator"
-MANAGERS = {"agents": "control.agents:ExternalAgents", "ray": "managers.ray:RayAgents"}
+# The classes of `Agents`, by the word of --on. Each is imported when it is asked for.
+MANAGERS = {
+    "agents": "control.agents:ExternalAgents",
+    "ray": "managers.ray:RayAgents",
+    "slurm": "managers.slurm:SlurmAgents",
+}
 
 
 @dataclass
@@ -65,8 +69,10 @@ def enrolment(flags: AgentsFlags, folder: RunFolder, name: str) -> Iterator[Enro
     with ExitStack() as stack:
         stack.callback(agents.stop)
         keys = DeskKeys.read(Path(flags.ticket_keys)) if flags.ticket_keys else DeskKeys.make(name)
-        host, port = agents.address or LOOPBACK, 0
-        if flags.bind:
+        port = 0
+        if not flags.bind:
+            host = agents.address or LOOPBACK
+        else:
             try:
                 host, _, given = tcp_endpoint(flags.bind).removeprefix("tcp://").rpartition(":")
             except ValueError as error:

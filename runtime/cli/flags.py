@@ -163,10 +163,13 @@ class MachineFlags:
 class AgentsFlags(StartFlags):
     """Flags of every verb that starts a run on several hosts"""
 
-    on: Annotated[Literal["", "agents", "kubernetes", "ray"], Shown("{agents,kubernetes,ray}", "this machine")] = ""
+    on: Annotated[
+        Literal["", "agents", "kubernetes", "ray", "slurm"], Shown("{agents,kubernetes,ray,slurm}", "this machine")
+    ] = ""
     """Who starts the run's agents, one on each host: agents, you (`penstock agent --ticket RUN/ticket.json`);
     kubernetes, a JobSet that `penstock run` creates, with the whole run in it (docs/kubernetes.md); ray, the Ray
-    cluster of RAY_ADDRESS, or the one that this machine is part of (docs/ray.md)."""
+    cluster of RAY_ADDRESS, or the one that this machine is part of (docs/ray.md); slurm, srun on the nodes of the
+    allocation that this command is in (docs/slurm.md)."""
     agents: Annotated[Positive | None, Shown("N", "all that there are")] = None
     """With --on, how many agents the run has."""
     bind: Annotated[str, Shown("HOST:PORT", "loopback, any port")] = ""

@@ -22,7 +22,9 @@ class Agents(Protocol):
     """
 
     slots: int
-    address: str
+
+    @property
+    def address(self) -> str: ...
 
     def start(self, ticket: Path, tell: Callable[[str], None]) -> None:
         """Start the agents, each as `penstock agent --ticket FILE` with this ticket, and come back at once; the user is

@@ -58,18 +58,18 @@ class Network:
     def on(self, host: str, *, hidden: Sequence[Path] = ()) -> list[str]:
         """What a command is to begin with to run on a host, which sees empty folders for those that are `hidden`. Its
         exit status is 98 if it has left a process or a segment there; which, is said on stderr."""
-        enter = ["nsenter", f"--net=/run/netns/{self._named(host)}", "env", f"HIDDEN={' '.join(map(str, hidden))}"]
+        enter = ["nsenter", f"--net=/run/netns/{self.namespace(host)}", "env", f"HIDDEN={' '.join(map(str, hidden))}"]
         apart = ["--mount", "--uts", "--pid", "--fork", "--kill-child=KILL", "--mount-proc"]
         return [*enter, "unshare", *apart, "sh", "-c", INIT, host]
 
     def cut(self, host: str) -> None:
         """Pull the host's cable."""
-        _ip("-n", self._named("switch"), "link", "set", "dev", host, "down")
+        _ip("-n", self.namespace("switch"), "link", "set", "dev", host, "down")
 
     def close(self, host: str, ports: str, sender: str = "") -> None:
         """Let a host take nothing that comes to these TCP ports of it ("7000", "1024-65534"), from one sender or from
         all, without an answer, as a firewall does."""
-        rule = "-n", self._named(host), "rule"
+        rule = "-n", self.namespace(host), "rule"
         # The kernel's own addresses come first of all rules; a rule before them is possible once they have moved.
         _ip(*rule, "add", "pref", "20", "lookup", "local")
         where = ["from", self.address[sender]] if sender else []
@@ -78,19 +78,20 @@ class Network:
 
     def listening(self, host: str) -> set[str]:
         """The addresses at which something listens on a host, without their ports."""
-        said = _run("nsenter", f"--net=/run/netns/{self._named(host)}", "ss", "--no-header", "-ltun")
+        said = _run("nsenter", f"--net=/run/netns/{self.namespace(host)}", "ss", "--no-header", "-ltun")
         return {line.split()[4].rpartition(":")[0] for line in said.splitlines()}
 
-    def _named(self, host: str) -> str:
+    def namespace(self, host: str) -> str:
+        """The name of a host's network namespace."""
         return f"penstock-{self._token}-{host}"
 
     def _build(self) -> None:
-        switch = self._named("switch")
+        switch = self.namespace("switch")
         _ip("netns", "add", switch)
         _ip("-n", switch, "link", "add", "switch0", "type", "bridge")
         _ip("-n", switch, "link", "set", "switch0", "up")
         for host, address in self.address.items():
-            own = self._named(host)
+            own = self.namespace(host)
             _ip("netns", "add", own)
             _ip("-n", switch, "link", "add", "name", host, "type", "veth", "peer", "name", "eth0", "netns", own)
             _ip("-n", switch, "link", "set", "dev", host, "master", "switch0", "up")
@@ -103,8 +104,8 @@ class Network:
     def _remove(self) -> None:
         """Its links go with a namespace."""
         for host in ("switch", *self.address):
-            if Path(f"/run/netns/{self._named(host)}").exists():
-                _ip("netns", "delete", self._named(host))
+            if Path(f"/run/netns/{self.namespace(host)}").exists():
+                _ip("netns", "delete", self.namespace(host))
 
 
 def why_not() -> str:

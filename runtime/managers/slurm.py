@@ -1,0 +1,197 @@
+"""A run's agents as one job step of Slurm: within an allocation (sbatch, salloc), one agent on each of its nodes.
+
+`srun` is a child of the launcher. A node or an agent that is gone ends no other (`--no-kill`, `--kill-on-bad-exit=0`):
+what comes of it is the controller's to say. srun tells of it in a line of its standard error, which goes to
+`logs/srun.err` of the run folder with all that agents say, each line with its task's number.
+
+What Slurm sends, and to whom: SIGTERM goes to all tasks of a step at once, when a job is preempted or cancelled, so
+each agent tells the controller that it leaves, and lives on; the batch script hears it only at the end of the grace.
+srun, which hears it where a job is cancelled, hands it on and waits.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from itertools import zip_longest
+from pathlib import Path
+from time import monotonic, sleep
+
+from penstock.runtime.cluster.endpoints import AddressError, own_address, resolved
+from penstock.runtime.control.agents import AgentsError
+from penstock.runtime.control.process import describe_exit
+from penstock.runtime.record.folder import make_folder, open_append
+
+# Seconds for an answer of scontrol.
+ANSWER_S = 20.0
+# Seconds for agents to end after their goodbye, and for srun to end them.
+LEAVE_S, END_S = 5.0, 5.0
+# What a job's options say of its own tasks is not for this step, which has all of each node.
+OF_OTHER_TASKS = (
+    *("CPUS_PER_TASK", "CPUS_PER_GPU", "CPU_BIND", "CPU_BIND_LIST", "CPU_BIND_TYPE", "CPU_BIND_VERBOSE"),
+    *(
+        "DISTRIBUTION",
+        "EXACT",
+        "EXCLUSIVE",
+        "GPU_BIND",
+        "GPUS_PER_TASK",
+        "HINT",
+        "HOSTFILE",
+        "KILL_BAD_EXIT",
+        "MEM_BIND",
+    ),
+    *("MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE", "NO_KILL", "NPROCS", "NTASKS", "NTASKS_PER_GPU", "NTASKS_PER_NODE"),
+    *("OVERCOMMIT", "TASKS_PER_NODE", "THREADS_PER_CORE", "TRES_PER_TASK", "WAIT"),
+)
+# srun's lines of tasks that ended, and of nodes that did: "srun: error: n[1-2]: tasks 0-1: Exited with exit code 1".
+_TASKS = re.compile(r"srun: error: (?P<nodes>\S+): tasks? \[?(?P<numbers>[\d,-]+)\]?: (?P<why>.+)")
+_NODES = re.compile(r"srun: error: (?P<why>Node failure) on (?P<nodes>\S+)")
+# A line of a task, with its number.
+_SAID = re.compile(r"\s*(\d+): (.*\S)")
+
+
+class SlurmAgents:
+    """The agents of the first `slots` nodes of the allocation that this process is in."""
+
+    def __init__(self, count: int | None, environment: Mapping[str, str] = os.environ) -> None:
+        self._job = environment.get("SLURM_JOB_ID", "")
+        nodes = environment.get("SLURM_JOB_NODELIST", "")
+        if not (self._job and nodes):
+            needed = "needed `sbatch` or `salloc` around this command, or --submit, which writes the batch script"
+            raise AgentsError(f"--on slurm: given no allocation of Slurm (SLURM_JOB_ID is not set), {needed}")
+        if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+            given = f"given {environment['SLURM_STEP_NUM_TASKS']} launchers by srun"
+            raise AgentsError(f"--on slurm: {given}, needed one: without srun before this command, which starts agents")
+        self._nodes = hostnames(nodes)
+        if count is not None and count > len(self._nodes):
+            given = f"given --agents {count}, but job {self._job} has {len(self._nodes)} nodes ({nodes})"
+            raise AgentsError(f"--on slurm: {given}; needed one for each agent (--nodes {count}), or fewer agents")
+        self.slots = count or len(self._nodes)
+        self._own = environment.get("SLURMD_NODENAME", "")
+        others = {f"{prefix}_{name}" for prefix in ("SLURM", "SRUN") for name in OF_OTHER_TASKS}
+        self._environment = {name: value for name, value in environment.items() if name not in others}
+        self._srun: subprocess.Popen[bytes] | None = None
+        self._said, self._read, self._over = Path(), 0, False
+        self._waits = ""  # the last of what srun has said of itself
+        # Of each task the last line; the nodes whose ends have been told.
+        self._last, self._told = dict[int, str](), set[str]()
+
+    @property
+    def address(self) -> str:
+        """The address of this machine from which a way leads to the allocation's nodes."""
+        # On a node of its own, a machine may know its name as one of loopback only.
+        others = [node for node in self._nodes if node != self._own] or self._nodes
+        said = _answer("scontrol", "show", "node", "--oneliner", others[0])
+        found = re.search(r"\bNodeAddr=(\S+)", said)
+        to = found[1] if found else others[0]
+        try:
+            return own_address(f"tcp://{resolved(to)}:1")
+        except (AddressError, OSError) as error:
+            needed = "needed --bind HOST:PORT, where the nodes reach this machine"
+            raise AgentsError(f"--on slurm: no way leads to node {others[0]} at {to} ({error}); {needed}") from None
+
+    def start(self, ticket: Path, tell: Callable[[str], None]) -> None:
+        folder = ticket.parent
+        self._said = make_folder(folder / "logs") / "srun.err"
+        with suppress(FileNotFoundError):
+            self._read = self._said.stat().st_size  # of this run's part before
+        nodes = self._nodes[: self.slots]
+        command = ["srun", "--overlap", f"--nodes={self.slots}", f"--ntasks={self.slots}", "--ntasks-per-node=1"]
+        command += [f"--nodelist={','.join(nodes)}", "--kill-on-bad-exit=0", "--no-kill", "--wait=0", "--export=ALL"]
+        command += ["--job-name=penstock", "--mem=0", "--cpu-bind=none", "--mpi=none", "--input=none", "--label"]
+        command += [sys.executable, "-m", "penstock.agent", "--ticket", str(ticket)]
+        try:
+            with os.fdopen(open_append(self._said), "ab") as said:
+                # In a session of its own: Ctrl-C is for the launcher.
+                self._srun = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=said,
+                    stderr=said,
+                    env=self._environment,
+                    start_new_session=True,
+                )
+        except FileNotFoundError:
+            raise AgentsError("--on slurm: given no srun in PATH, needed Slurm's commands") from None
+        tell(f"agents on {', '.join(nodes)} of job {self._job}, by srun; what they say is in {self._said}")
+
+    def poll(self) -> list[tuple[str, str]]:
+        if self._srun is None or self._over:
+            return []
+        self._over = self._srun.poll() is not None
+        found, last = list[tuple[str, str]](), ""
+        for last in self._lines():
+            if said := _SAID.match(last):
+                self._last[int(said[1])] = said[2]
+            elif told := _TASKS.search(last) or _NODES.search(last):
+                numbers = _numbers(told.groupdict().get("numbers", ""))
+                words = [f": {self._last[number]}" if number in self._last else "" for number in numbers]
+                # One task on each node, in the same order.
+                for node, why in zip_longest(_unfolded(told["nodes"]), words, fillvalue=""):
+                    found += [(node, f"{told['why']}{why}")] if node not in self._told else []
+            elif last.startswith("srun:"):
+                self._waits = last
+        self._told |= {node for node, _ in found}
+        # Its status is that of the worst task, which has been told of.
+        if self._over and self._srun.returncode and not self._told:
+            found.append(("", f"srun, {describe_exit(self._srun)}: {last or 'it has said nothing'}"))
+        return found
+
+    def lacking(self) -> str:
+        return self._waits
+
+    def stop(self) -> None:
+        if self._srun is None:
+            return
+        # The agents have had their goodbye. One SIGTERM has srun end those that are left, with a SIGKILL in the end.
+        for seconds, end in ((LEAVE_S, self._srun.terminate), (END_S, self._srun.kill), (END_S, None)):
+            until = monotonic() + seconds
+            while self._srun.poll() is None and monotonic() < until:
+                sleep(0.05)
+            if self._srun.poll() is not None:
+                return
+            if end is not None:
+                end()
+
+    def _lines(self) -> list[str]:
+        """The whole lines that srun and its agents have said since the last call."""
+        with self._said.open("rb") as file:
+            file.seek(self._read)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._read += len(whole + newline)
+        return whole.decode(errors="replace").splitlines()
+
+
+def hostnames(nodes: str) -> list[str]:
+    """The nodes of a list as Slurm writes it, such as n[1-3,7]. Raises AgentsError."""
+    if "[" not in nodes:
+        return [node for node in nodes.split(",") if node]
+    return _answer("scontrol", "show", "hostnames", nodes).split()
+
+
+def _unfolded(nodes: str) -> list[str]:
+    """The same while a run goes on, where an answer that is missing ends nothing."""
+    try:
+        return hostnames(nodes)
+    except AgentsError:
+        return [nodes]
+
+
+def _numbers(text: str) -> list[int]:
+    """Those of a list such as 0-2,5."""
+    bounds = (part.partition("-") for part in text.split(",") if part)
+    return [number for low, _, high in bounds for number in range(int(low), int(high or low) + 1)]
+
+
+def _answer(*words: str) -> str:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_S)
+    except FileNotFoundError:
+        raise AgentsError(f"--on slurm: given no {words[0]} in PATH, needed Slurm's commands") from None
+    except subprocess.TimeoutExpired:
+        raise AgentsError(f"--on slurm: {' '.join(words)} has not answered within {ANSWER_S:.0f} s") from None
+    if done.returncode:
+        raise AgentsError(f"--on slurm: {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
