@@ -38,8 +38,12 @@ LOOK_S, STATE_S = 0.1, 1.0
 Bundle = dict[str, float]
 
 
+# Where the launcher listens, alone: Ray and its libraries print on stdout as they like.
+LAUNCHER = os.fdopen(os.dup(1), "w")
+
+
 def say(kind: str, **facts: object) -> None:
-    print(json.dumps({"kind": kind, **facts}), flush=True)
+    print(json.dumps({"kind": kind, **facts}), file=LAUNCHER, flush=True)
 
 
 @dataclass
@@ -205,6 +209,7 @@ def listen(lines: "SimpleQueue[bytes]") -> None:
 
 
 def main() -> None:
+    os.dup2(2, 1)
     lines: SimpleQueue[bytes] = SimpleQueue()
     threading.Thread(target=listen, args=(lines,), daemon=True).start()
     asked = lines.get()

@@ -61,19 +61,9 @@ class RayCluster:
         """SIGKILL to the actor that holds an agent, and to nothing else."""
         os.kill(self.agents()[number].ppid(), signal.SIGKILL)
 
-    def run(self, *words: str) -> "subprocess.Popen[str]":
-        """`penstock run … --on ray`, which is about to run."""
-        command = [
-            *self.where,
-            sys.executable,
-            "-m",
-            "penstock.runtime.cli.main",
-            "run",
-            *words,
-            "--on",
-            "ray",
-            "--plain",
-        ]
+    def penstock(self, *words: str) -> "subprocess.Popen[str]":
+        """`penstock WORDS --on ray`, which is about to run."""
+        command = [*self.where, sys.executable, "-m", "penstock.runtime.cli.main", *words, "--on", "ray", "--plain"]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, env=self.environment, stdout=pipe, stderr=pipe, text=True)
 

@@ -3,13 +3,16 @@ of the cluster is kept.
 """
 
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.control.agents import AgentsError
 from penstock.runtime.managers.ray import RayAgents
 
@@ -17,19 +20,39 @@ from .network import why_not
 from .ray_cluster import RayCluster, ray_cluster
 from .running import (
     DEADLINE_S,
+    LARGE,
     assert_all_consumed,
     assert_equal_bits,
     final_state,
+    make_run,
     penstock,
+    replayed,
+    rows,
+    run_to_end,
     summary,
+    toy_flags,
     until,
 )
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.slow]
-UPDATES, BATCH = 8, 4
-WORDS = ["--versions", "pinned", "--lag", "2", "--batch", str(BATCH), "--seed", "5"]
-TOY = ["toy", *WORDS, "--updates", str(UPDATES), "--score-ms", "0", "--sync-ms", "0", "--update-ms", "20"]
-FAST, SLOW = ["--generate-ms", "0"], ["--generate-ms", "200"]
+UPDATES, BATCH, LAG = 8, 4, 2
+TOY = [
+    "toy",
+    "--versions",
+    "pinned",
+    "--lag",
+    str(LAG),
+    "--batch",
+    str(BATCH),
+    "--updates",
+    str(UPDATES),
+    "--seed",
+    "5",
+]
+TOY += ["--score-ms", "0", "--sync-ms", "0", "--update-ms", "20"]
+HOSTS = tuple(Host(name=name, cores=1) for name in "abc")
+ENDLESS = "100000"
+FAST, SLOW = ["--generate-ms", "0"], ["--generate-ms", "100"]
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +92,12 @@ def end(running: "subprocess.Popen[str]") -> tuple[int, str]:
     return running.returncode, said
 
 
+def until_it(running: "subprocess.Popen[str]", look: Callable[[], Any], what: str) -> None:
+    """Until `look` is true, unless the run ends before."""
+    until(lambda: look() or running.poll() is not None, what)
+    assert running.poll() is None or look(), end(running)
+
+
 def comings(folder: Path) -> list[tuple[str, str]]:
     return [(one["replica"], one["event"]) for one in summary(folder).get("replicas", [])]
 
@@ -76,8 +105,8 @@ def comings(folder: Path) -> list[tuple[str, str]]:
 def test_a_run_on_three_nodes_has_the_bits_of_one_on_this_host(
     cluster: RayCluster, alone: Path, tmp_path: Path
 ) -> None:
-    running = cluster.run(*TOY, *FAST, "--out", str(tmp_path / "r"))
-    until(lambda: len(cluster.agents()) == 3 or running.poll() is not None, "there are three agents")
+    running = cluster.penstock("run", *TOY, *FAST, "--out", str(tmp_path / "r"))
+    until_it(running, lambda: len(cluster.agents()) == 3, "there are three agents")
     token = re.search(r'"token": "(\w+)"', (tmp_path / "r" / "ticket.json").read_text())
     assert token
     shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
@@ -91,11 +120,102 @@ def test_a_run_on_three_nodes_has_the_bits_of_one_on_this_host(
 def test_a_cluster_that_is_too_small_is_told_by_what_was_asked_and_what_there_is(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
-    running = cluster.run(*TOY, "--agents", "5", "--startup-deadline", "2", "--out", str(tmp_path / "r"))
+    running = cluster.penstock("run", *TOY, "--agents", "5", "--startup-deadline", "2", "--out", str(tmp_path / "r"))
     status, said = end(running)
     assert status == 1
     assert re.search(r"CPU: .*\b5\b.*\b3\b", said), said
     assert not (tmp_path / "r").exists()
+
+
+def test_an_actor_that_dies_in_mid_response_is_replaced_and_its_groups_are_done_again(
+    cluster: RayCluster, alone: Path, tmp_path: Path
+) -> None:
+    """It holds the only generator: the run goes on when another actor has come."""
+    folder = tmp_path / "r"
+    running = cluster.penstock("run", *TOY, *SLOW, "--agents", "2", "--lost-replica", "replace", "--out", str(folder))
+    until_it(running, lambda: len(rows(folder)) >= 2, "two updates are done")
+    lost = cluster.agents()[1]
+    cluster.kill_actor(1)
+    until(lambda: not lost.is_running(), "the agent has ended with its actor")
+    status, said = end(running)
+    assert status == 0, said
+    assert comings(folder) == [("generator/0", "lost"), ("generator/0", "joined")]
+    assert_all_consumed(folder, UPDATES * BATCH)
+    assert replayed(folder)[-1].outcomes["consumed"] == UPDATES * BATCH
+    assert_equal_bits(final_state(folder, UPDATES), final_state(alone, UPDATES))
+
+
+def test_an_actor_that_dies_in_mid_sync_leaves_the_trainer_at_work(cluster: RayCluster, tmp_path: Path) -> None:
+    """Half of a version is through when it dies."""
+    mark, options = tmp_path / "half", {"lag": LAG, "way": "messages"}
+    flags = toy_flags(updates=UPDATES, batch=BATCH, versions="pinned", lost_replica="replace")
+    troubled, nodes = {**options, "mark": str(mark), "at": 3}, Cluster(hosts=HOSTS, pools={"generator": ("b", "c")})
+    folder = make_run(tmp_path / "r", LARGE, troubled, flags, generators=2, cluster=nodes)
+    running = cluster.penstock("resume", str(folder))
+    until_it(running, lambda: mark.exists(), "half of a version was through")
+    cluster.kill_actor(1)
+    mark.with_suffix(".go").touch()
+    status, said = end(running)
+    assert status == 0, said
+    assert comings(folder)[0] == ("generator/0", "lost")
+    assert_all_consumed(folder, UPDATES * BATCH)
+    whole = run_to_end(make_run(tmp_path / "whole", LARGE, options, flags, generators=2))
+    assert_equal_bits(final_state(folder, UPDATES), final_state(whole, UPDATES))
+
+
+def test_a_run_that_cannot_do_without_it_ends_with_the_reason_of_the_actors_death(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
+    folder = tmp_path / "r"
+    running = cluster.penstock(
+        "run", "toy", "--updates", ENDLESS, "--generate-ms", "20", "--agents", "2", "--out", str(folder)
+    )
+    until_it(running, lambda: rows(folder), "an update is done")
+    cluster.kill_actor(0)
+    status, said = end(running)
+    assert status == 1
+    assert summary(folder)["cause"] == "agent-died"
+    assert "actor" in summary(folder)["error"], said
+
+
+def test_two_runs_at_once_are_on_nodes_of_their_own(cluster: RayCluster, alone: Path, tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    first = cluster.penstock("run", *TOY, *FAST, "--agents", "1", "--generators", "2", "--out", str(folders[0]))
+    second = cluster.penstock("run", *TOY, *FAST, "--agents", "2", "--out", str(folders[1]))
+    for running in (first, second):
+        status, said = end(running)
+        assert status == 0, said
+    for folder in folders:
+        assert_equal_bits(final_state(folder, UPDATES), final_state(alone, UPDATES))
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_run_that_is_stopped_while_it_waits_for_nodes_keeps_none(
+    cluster: RayCluster, tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    running = cluster.penstock("run", *TOY, "--agents", "5", "--out", str(tmp_path / "r"))
+    until_it(running, lambda: cluster.groups(), "it has asked for nodes")
+    running.send_signal(number)
+    assert end(running)[0] == status
+
+
+def test_a_launcher_that_is_killed_keeps_no_nodes(cluster: RayCluster, tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    running = cluster.penstock(
+        "run", "toy", "--updates", ENDLESS, "--generate-ms", "20", "--agents", "2", "--out", str(folder)
+    )
+    until_it(running, lambda: rows(folder), "an update is done")
+    running.kill()
+    running.communicate(timeout=DEADLINE_S)
+    until(lambda: not cluster.groups() and not cluster.agents(), "the nodes are free")
+
+
+def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setattr("penstock.runtime.managers.ray.CONNECT_S", 3.0)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    with pytest.raises(AgentsError, match=r"127\.0\.0\.1:9 .*RAY_ADDRESS"):
+        RayAgents(None)
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
