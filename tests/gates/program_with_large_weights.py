@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.graph import broadcast, node, program
 from penstock.graph.protocols import Carried
-from penstock.graph.types import Context, Prompts, Rollouts, Weights
+from penstock.graph.types import Context, Metrics, Prompts, Rewards, Rollouts, Weights
 from penstock.nodes.fake import FakeEngine, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
 from penstock.runtime.tensor import link, one_sided
 from penstock.runtime.tensor.process_group import Connection, Message
@@ -106,10 +106,19 @@ def generate_with_large_weights(
     return made
 
 
+@node(pool="trainer", clock="update")
+def update_large_weights(
+    policy: LargePolicy, rollouts: Rollouts, rewards: Rewards, *, ms: float = 10.0
+) -> tuple[LargePolicy, Metrics]:
+    """`fake_update` of large weights."""
+    _, metrics = fake_update.fn(policy, rollouts, rewards, ms=ms)
+    return policy, metrics
+
+
 @program
 def large(
     policy: LargePolicy, prompts: FakePrompts, *, lag: int = 4, way: str = "", mark: str = "", at: int = 2
-) -> FakePolicy:
+) -> LargePolicy:
     """The toy program with these weights."""
     rollouts = generate_with_large_weights(prompts, broadcast(policy, lag=lag))
-    return fake_update(policy, rollouts, fake_score(rollouts), ms=10.0)
+    return update_large_weights(policy, rollouts, fake_score(rollouts))

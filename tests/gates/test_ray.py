@@ -50,7 +50,7 @@ TOY = [
     "5",
 ]
 TOY += ["--score-ms", "0", "--sync-ms", "0", "--update-ms", "20"]
-HOSTS = tuple(Host(name=name, cores=1) for name in "abc")
+HOSTS = tuple(Host(name=name, cores=1) for name in "ab")
 ENDLESS = "100000"
 FAST, SLOW = ["--generate-ms", "0"], ["--generate-ms", "100"]
 
@@ -149,17 +149,17 @@ def test_an_actor_that_dies_in_mid_sync_leaves_the_trainer_at_work(cluster: RayC
     """Half of a version is through when it dies."""
     mark, options = tmp_path / "half", {"lag": LAG, "way": "messages"}
     flags = toy_flags(updates=UPDATES, batch=BATCH, versions="pinned", lost_replica="replace")
-    troubled, nodes = {**options, "mark": str(mark), "at": 3}, Cluster(hosts=HOSTS, pools={"generator": ("b", "c")})
-    folder = make_run(tmp_path / "r", LARGE, troubled, flags, generators=2, cluster=nodes)
-    running = cluster.penstock("resume", str(folder))
-    until_it(running, lambda: mark.exists(), "half of a version was through")
+    troubled, nodes = {**options, "mark": str(mark), "at": 3}, Cluster(hosts=HOSTS, pools={"generator": "b"})
+    folder = make_run(tmp_path / "r", LARGE, troubled, flags, cluster=nodes)
+    running = cluster.penstock("resume", str(folder), "--agents", "2")
+    until_it(running, mark.exists, "half of a version was through")
     cluster.kill_actor(1)
     mark.with_suffix(".go").touch()
     status, said = end(running)
     assert status == 0, said
-    assert comings(folder)[0] == ("generator/0", "lost")
+    assert comings(folder) == [("generator/0", "lost"), ("generator/0", "joined")]
     assert_all_consumed(folder, UPDATES * BATCH)
-    whole = run_to_end(make_run(tmp_path / "whole", LARGE, options, flags, generators=2))
+    whole = run_to_end(make_run(tmp_path / "whole", LARGE, options, flags))
     assert_equal_bits(final_state(folder, UPDATES), final_state(whole, UPDATES))
 
 
