@@ -13,16 +13,13 @@ import ctypes
 import functools
 import inspect
 import math
-import subprocess
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from penstock.graph.types import NodeWarning
-from penstock.nodes.model.compiled import compile_c, compiler
+from penstock.nodes.model.compiled import compiled_or_warned
 
 BLOCK = 64
 """Positions of a block: products have the same shape whatever the lengths are."""
@@ -63,25 +60,15 @@ def stored_dtype(dtype: torch.dtype, device: str, per_group: int, width: int) ->
     return torch.float32 if on_cpu and compiled(per_group, width, dtype) is None else dtype
 
 
-class NoCompilerWarning(NodeWarning):
-    """Attention on a CPU is slower than it could be."""
-
-
 @functools.cache
 def compiled(per_group: int, width: int, dtype: torch.dtype) -> Callable[..., int] | None:
     """`attend` of attention.c for these heads; None for another dtype, or where it does not compile, of which it
     warns."""
-    if dtype not in (torch.float32, torch.bfloat16):
+    lanes = math.gcd(width // 2 if dtype == torch.bfloat16 else width, 16)  # rotary positions need an even width
+    library = compiled_or_warned(_SOURCE, dtype, [f"-DK={width}", f"-DN={per_group}", f"-DLANES={lanes}"])
+    if library is None:
         return None
-    narrow = dtype == torch.bfloat16
-    lanes = math.gcd(width // 2 if narrow else width, 16)  # rotary positions need an even width
-    given = [f"-DK={width}", f"-DN={per_group}", f"-DLANES={lanes}", *(["-DBF16"] if narrow else [])]
-    try:
-        function = compile_c(_SOURCE, given).attend
-    except (OSError, subprocess.TimeoutExpired) as error:
-        needed = "a C compiler with OpenMP: attention over long contexts takes about twice as long without one"
-        warnings.warn(f"generate: given {compiler()!r} ({error}), needed {needed}", NoCompilerWarning, stacklevel=2)
-        return None
+    function = library.attend
     function.argtypes = [*[ctypes.c_void_p] * 8, *[ctypes.c_int64] * 6, ctypes.c_float, ctypes.c_int]
     function.restype = ctypes.c_int
     return function

@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.nodes.model import invariant
+from penstock.nodes.model import causal, invariant
 from penstock.nodes.model.config import ModelConfig, ModelError
+from penstock.nodes.model.elementwise import rms_norm, rotate
 from penstock.nodes.model.expert_parallel import Dealt
-from penstock.nodes.model.kernels import Linear, linear, multiplied, pack, packed, rms_norm, together
+from penstock.nodes.model.kernels import Linear, linear, multiplied, pack, packed, together
 from penstock.nodes.model.lora import Lora, LoraLinear, initial, is_adapter
 from penstock.nodes.model.mlp import Experts, Mlp, Route
 from penstock.nodes.model.words import WordEmbedding, Words, own_part, shared
@@ -77,7 +78,7 @@ class Decoder(nn.Module):
             # As `to_empty` does it, whose `empty_like` of a tensor without memory imports sympy: half a second.
             self._apply(lambda each: torch.empty(each.shape, dtype=each.dtype, device=device))  # type: ignore[no-untyped-call]
         angles_PF = torch.outer(torch.arange(config.max_position_embeddings).float(), rope_frequencies(config))
-        # The table's sine carries the signs of `_rotate`: one fused operation instead of a negation and two products.
+        # The table's sine carries the signs of `rotate`: one fused operation instead of a negation and two products.
         scale = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
         cos_PF, sin_PF = angles_PF.cos() * scale, angles_PF.sin() * scale
         self.register_buffer("cos_PK", torch.cat((cos_PF, cos_PF), 1).to(device, dtype), persistent=False)
@@ -109,7 +110,7 @@ class Decoder(nn.Module):
         invariant.require_kernels(self.dtype)
         self.invariant = True
         for module in self.modules():
-            if isinstance(module, (Linear, Norm)):
+            if isinstance(module, Linear):
                 module.invariant = True
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
@@ -297,8 +298,6 @@ class _Layer(nn.Module):
 class Norm(nn.RMSNorm):
     """Root-mean-square norm of so wide a last dimension, computed in float32."""
 
-    invariant: bool = False
-
     def __init__(self, width: int, config: ModelConfig) -> None:
         super().__init__(width, config.rms_norm_eps)
         # The ranks that each norm some of the heads with it, if several do.
@@ -306,8 +305,6 @@ class Norm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight if self.sharers is None else shared(self.weight, self.sharers)
-        if self.invariant:
-            return invariant.rms_norm(x, weight, self.eps)  # type: ignore[arg-type]
         return rms_norm(x, weight, self.eps)  # type: ignore[arg-type]
 
 
@@ -329,20 +326,15 @@ class _Attention(nn.Module):
         heads = (*x_BSD.shape[:2], -1, self.head_dim)
         q_BSHK, k_BSGK, v_BSGK = (x.view(heads) for x in together(x_BSD, self.q_proj, self.k_proj, self.v_proj))
         q_BSHK, k_BSGK = self.q_norm(q_BSHK), self.k_norm(k_BSGK)
-        if self.o_proj.invariant:
-            q_BSHK, k_BSGK = invariant.rotate(q_BSHK, *rope), invariant.rotate(k_BSGK, *rope)
-        elif torch.is_grad_enabled():
-            q_BSHK, k_BSGK = _rotate(q_BSHK, rope), _rotate(k_BSGK, rope)
-        else:
-            # The same bits by fewer operations, which cost a step of a few tokens more than a pass over them.
-            both = _rotate(torch.cat((q_BSHK, k_BSGK), 2), rope)
-            q_BSHK, k_BSGK = torch.split(both, [q_BSHK.shape[2], k_BSGK.shape[2]], 2)
+        q_BSHK, k_BSGK = rotate(q_BSHK, k_BSGK, *rope)
         out_BSHK = attend(self.index, q_BSHK, k_BSGK, v_BSGK)
         return self.o_proj(out_BSHK.flatten(2))  # type: ignore[no-any-return]
 
 
 def attend_causal(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
     """Each token sees itself and the tokens before it in its row. An `Attend`."""
+    if causal.suits(q_BSHK, k_BSGK, v_BSGK):
+        return causal.attend(q_BSHK, k_BSGK, v_BSGK)
     dtype = q_BSHK.dtype
     # The CPU's kernel for bfloat16 has a backward pass three times as slow.
     if q_BSHK.device.type == "cpu":
@@ -351,13 +343,6 @@ def attend_causal(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) ->
     grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
     out_BHSK = F.scaled_dot_product_attention(q_BHSK, k_BGSK, v_BGSK, is_causal=True, enable_gqa=grouped)
     return out_BHSK.transpose(1, 2).to(dtype)
-
-
-def _rotate(x_BSHK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (x[i], x[i + K/2]) by its position's angle (Su et al., arXiv 2104.09864, equation 34)."""
-    cos_BS1K, sin_BS1K = rope
-    first, second = x_BSHK.chunk(2, dim=-1)
-    return torch.addcmul(x_BSHK * cos_BS1K, torch.cat((second, first), dim=-1), sin_BS1K)
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:

@@ -1,4 +1,4 @@
-/* What a row of a model's forward pass is made of, for a CPU: `invariant.py` says of what each function is.
+/* Products of rows and the log-softmax, for a CPU: `invariant.py` says of what each function is.
 
    Compiled where it runs; with BF16 the tensors are of bfloat16, and all is computed in float32 and rounded once. The
    numbers of a row are added up in one order, which depends on how many they are and on nothing else: not on the rows
@@ -7,50 +7,13 @@
 
 #include <stdlib.h>
 
-#include "numbers.h"
+#include "lanes.h"
 
-#define LANES 16
 /* A tile of a product has so many rows of both matrices, whatever is left of them. */
 #define TALL 6
 #define WIDE 4
 /* Rows of an input that stay in the cache while all weights pass by. */
 #define CHUNK 96
-
-typedef float vector __attribute__((vector_size(4 * LANES)));
-
-#ifdef BF16
-typedef uint16_t narrow_vector __attribute__((vector_size(2 * LANES)));
-typedef uint32_t bits_vector __attribute__((vector_size(4 * LANES)));
-
-static inline vector load(const stored *from) {
-    narrow_vector narrow;
-    memcpy(&narrow, from, sizeof narrow);
-    return (vector)(__builtin_convertvector(narrow, bits_vector) << 16);
-}
-
-static inline float wide(stored x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float found;
-    memcpy(&found, &bits, 4);
-    return found;
-}
-#else
-static inline vector load(const stored *from) {
-    vector found;
-    memcpy(&found, from, sizeof found);
-    return found;
-}
-
-static inline float wide(stored x) { return x; }
-#endif
-
-static inline float sum(const float lanes[LANES]) {
-    float parts[LANES];
-    memcpy(parts, lanes, sizeof parts);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) parts[i] += parts[i + half];
-    return parts[0];
-}
 
 /* Products of TALL rows of floats, of a multiple of LANES, with WIDE rows of K weights. Never inlined: the compiler may
    make other code of it where it knows more. */
@@ -90,7 +53,7 @@ static __attribute__((noinline)) void tile(const float *const x[TALL], const sto
 /* out [R, O] = x [R, K] w [O, K]^T + bias, which may be null. Returns 1 where memory is lacking, otherwise 0. */
 int linear(const stored *x, const stored *w, const stored *bias, stored *out, int64_t R, int64_t O, int64_t K,
            int threads) {
-    int64_t padded = (K + LANES - 1) / LANES * LANES;
+    int64_t padded = whole(K, LANES);
     float *rows = malloc(sizeof(float) * (R < CHUNK ? R : CHUNK) * padded);
     if (!rows) return 1;
 #pragma omp parallel num_threads(threads)
@@ -119,46 +82,6 @@ int linear(const stored *x, const stored *w, const stored *bias, stored *out, in
     }
     free(rows);
     return 0;
-}
-
-/* out [R, D] = x / sqrt(mean(x^2) + eps) * w. */
-void norm(const stored *x, const stored *w, stored *out, int64_t R, int64_t D, float eps, int threads) {
-#pragma omp parallel for num_threads(threads)
-    for (int64_t r = 0; r < R; r++) {
-        const stored *row = x + r * D;
-        float squares[LANES] = {0};
-        int64_t d = 0;
-        for (; d + LANES <= D; d += LANES)
-            for (int i = 0; i < LANES; i++) squares[i] = fmaf(wide(row[d + i]), wide(row[d + i]), squares[i]);
-        for (int i = 0; d + i < D; i++) squares[i] = fmaf(wide(row[d + i]), wide(row[d + i]), squares[i]);
-        float inverse = 1.0f / sqrtf(sum(squares) / D + eps);
-        for (d = 0; d < D; d++) out[r * D + d] = rounded(wide(row[d]) * inverse * wide(w[d]));
-    }
-}
-
-/* out = silu(gate) * up, of n numbers. */
-void gated(const stored *gate, const stored *up, stored *out, int64_t n, int threads) {
-#pragma omp parallel for num_threads(threads)
-    for (int64_t i = 0; i < n; i++) {
-        float x = wide(gate[i]), e = exponential(x < 0 ? x : -x), share = 1.0f / (1.0f + e);
-        out[i] = rounded(x * (x < 0 ? e * share : share) * wide(up[i]));
-    }
-}
-
-/* x [R, H, K], each pair (x[i], x[i + K / 2]) turned by the angle of its row: cos and sin are [R, K]. */
-void rotate(const stored *x, const stored *cos, const stored *sin, stored *out, int64_t R, int64_t H, int64_t K,
-            int threads) {
-#pragma omp parallel for num_threads(threads)
-    for (int64_t r = 0; r < R; r++)
-        for (int64_t h = 0; h < H; h++) {
-            const stored *from = x + (r * H + h) * K, *c = cos + r * K, *s = sin + r * K;
-            stored *to = out + (r * H + h) * K;
-            for (int64_t k = 0; k < K / 2; k++) {
-                float a = wide(from[k]), b = wide(from[k + K / 2]);
-                to[k] = rounded(fmaf(a, wide(c[k]), b * wide(s[k])));
-                to[k + K / 2] = rounded(fmaf(b, wide(c[k + K / 2]), a * wide(s[k + K / 2])));
-            }
-        }
 }
 
 /* out [R, V] = log softmax(logits / temperature), where each row has its temperature. */

@@ -2,10 +2,10 @@
 prompt is cut into, or the threads. So what a generator computes token by token is what a trainer computes of whole
 sequences, and the log-probabilities that are recorded are the trainer's, to the bit.
 
-All that adds numbers up, or that a compiler may do in two ways, is in `invariant.c`, which generator and trainer share:
-products, norms, the gated activation, rotary positions and the log-softmax. Attention is the generator's own operation,
-with each sequence as a slot. Look-ups and sums of two numbers are exact in any order. Backward passes are the ordinary
-ones.
+All that adds numbers up, or that a compiler may do in two ways, is in C, which generator and trainer share: products
+and the log-softmax in `invariant.c`, and what is shared in any run in `elementwise.c`. Attention is the generator's own
+operation, with each sequence as a slot. Look-ups and sums of two numbers are exact in any order. Backward passes are
+the ordinary ones.
 
 Shapes: R rows, D hidden width, O width of an output, B sequences, S tokens, H query heads, G key-value heads, K width
 of a head, V vocabulary.
@@ -14,43 +14,41 @@ of a head, V vocabulary.
 import ctypes
 import functools
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from penstock.nodes.model.compiled import compile_c, compiler
+from penstock.nodes.model import causal, elementwise
+from penstock.nodes.model.compiled import DTYPES, compile_c, compiler
 from penstock.nodes.model.config import ModelError
 
 _SOURCE = Path(__file__).with_name("invariant.c")
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @functools.cache
 def _functions(dtype: torch.dtype) -> ctypes.CDLL:
     """Raises ModelError for a dtype that it has none for, or where they do not compile."""
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise ModelError(f"--invariant: given {str(dtype).removeprefix('torch.')}, needed float32 or bfloat16")
     try:
-        found = compile_c(_SOURCE, ["-DBF16"] if dtype == torch.bfloat16 else [])
+        found = compile_c(_SOURCE, dtype)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ModelError(f"--invariant: given {compiler()!r} ({error}), needed a C compiler with OpenMP") from error
     pointer, number, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    for name, pointers, numbers in (("linear", 4, 3), ("gated", 3, 1), ("rotate", 4, 3), ("log_softmax", 3, 2)):
-        function = getattr(found, name)
-        function.argtypes = [*[pointer] * pointers, *[number] * numbers, threads]
-        function.restype = ctypes.c_int if name == "linear" else None
-    found.norm.argtypes = [*[pointer] * 3, *[number] * 2, ctypes.c_float, threads]
-    found.norm.restype = None
+    found.linear.argtypes = [*[pointer] * 4, *[number] * 3, threads]
+    found.log_softmax.argtypes, found.log_softmax.restype = [*[pointer] * 3, *[number] * 2, threads], None
     return found
 
 
 def require_kernels(dtype: torch.dtype) -> None:
     """Raises ModelError for a dtype or a machine that they are not for."""
     _functions(dtype)
+    # Of a machine where one of these does not compile, it has warned.
+    if elementwise.functions(dtype) is None or causal.functions(dtype) is None:
+        raise ModelError(f"--invariant: given {compiler()!r}, needed a C compiler with OpenMP")
 
 
 def _call(name: str, dtype: torch.dtype, tensors: tuple[Tensor | None, ...], *sizes: float) -> int:
@@ -90,56 +88,21 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, rows.sum(0) if of_bias else None
 
 
-def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension."""
-    return _ordinary(_norm, lambda x, weight_D: F.rms_norm(x, weight_D.shape, weight_D, eps), x, weight_D, eps=eps)
-
-
-def _norm(x: Tensor, weight_D: Tensor, *, eps: float) -> Tensor:
-    rows, width = x.contiguous(), x.shape[-1]
-    out = torch.empty_like(rows)
-    _call("norm", x.dtype, (rows, weight_D.contiguous(), out), rows.numel() // width, width, eps)
-    return out
-
-
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up."""
-    return _ordinary(_gated, lambda gate, up: F.silu(gate) * up, gate, up)
-
-
-def _gated(gate: Tensor, up: Tensor) -> Tensor:
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
-    _call("gated", gate.dtype, (gate, up, out), gate.numel())
-    return out
-
-
-def rotate(x_BSHK: Tensor, cos_BS1K: Tensor, sin_BS1K: Tensor) -> Tensor:
-    """Each pair (x[i], x[i + K/2]) turned by its position's angle; the first half of `sin` is negative."""
-
-    def plainly(x_BSHK: Tensor) -> Tensor:
-        first, second = x_BSHK.chunk(2, dim=-1)
-        return x_BSHK * cos_BS1K + torch.cat((second, first), dim=-1) * sin_BS1K
-
-    return _ordinary(_rotate, plainly, x_BSHK, cos_BS1K=cos_BS1K, sin_BS1K=sin_BS1K)
-
-
-def _rotate(x_BSHK: Tensor, *, cos_BS1K: Tensor, sin_BS1K: Tensor) -> Tensor:
-    batch, length, heads, width = x_BSHK.shape
-    angles = batch, length, 1, width
-    tables = (table.expand(angles).contiguous() for table in (cos_BS1K, sin_BS1K))
-    rows = x_BSHK.contiguous()
-    out = torch.empty_like(rows)
-    _call("rotate", rows.dtype, (rows, *tables, out), batch * length, heads, width)
-    return out
-
-
 def attend_causal(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
     """Each token sees itself and the tokens before it in its row. An `Attend`, by the generator's operation."""
-    # `decoder` imports this module.
-    from penstock.nodes.model.decoder import attend_causal as ordinary
+    return _Attend.apply(q_BSHK, k_BSGK, v_BSGK)  # type: ignore[no-any-return,no-untyped-call]
 
-    return _ordinary(_attend, functools.partial(ordinary, layer), q_BSHK, k_BSGK, v_BSGK)
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
+        ctx.save_for_backward(q_BSHK, k_BSGK, v_BSGK)
+        return _attend(q_BSHK, k_BSGK, v_BSGK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSHK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.ops.penstock.causal_backward(grad_BSHK, *ctx.saved_tensors)  # type: ignore[no-any-return]
 
 
 def _attend(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
@@ -164,29 +127,3 @@ def log_softmax(logits_RV: Tensor, temperature_R: Tensor | None = None) -> Tenso
     out = rows.new_empty(rows.shape, dtype=torch.float32)
     _call("log_softmax", rows.dtype, (rows, temperature_R.float().contiguous(), out), *rows.shape)
     return out
-
-
-def _ordinary(forward: Callable[..., Tensor], plainly: Callable[..., Tensor], *given: Tensor, **more: Any) -> Tensor:
-    """What `forward` makes of the tensors, with the gradients of the same computed `plainly`."""
-    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in given):
-        return forward(*given, **more)
-    return _Ordinary.apply(forward, plainly, more, *given)  # type: ignore[no-any-return,no-untyped-call]
-
-
-class _Ordinary(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, forward: Callable[..., Tensor], plainly: Callable[..., Tensor], more: dict[str, Any], *given: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(*given)
-        ctx.plainly = plainly
-        return forward(*given, **more)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[3:]
-        with torch.enable_grad():
-            given = [t.detach().requires_grad_(n) for t, n in zip(ctx.saved_tensors, needed, strict=True)]
-            made = ctx.plainly(*given)
-            found = iter(torch.autograd.grad(made, [t for t in given if t.requires_grad], grad))
-        return None, None, None, *(next(found) if n else None for n in needed)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.nodes.model import invariant
 from penstock.nodes.model.config import ModelConfig
+from penstock.nodes.model.elementwise import gated
 from penstock.nodes.model.expert_parallel import Dealt
 from penstock.nodes.model.kernels import Linear, linear, together
 from penstock.nodes.model.words import own_part, shared, summed
@@ -60,8 +60,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor, route: Route | None = None) -> Tensor:
         gate, up = together(x, self.gate_proj, self.up_proj)
-        inner = invariant.gated(gate, up) if self.down_proj.invariant else F.silu(gate) * up
-        return self.down_proj(inner)  # type: ignore[no-any-return]
+        return self.down_proj(gated(gate, up))  # type: ignore[no-any-return]
 
 
 class Experts(nn.Module):
@@ -131,4 +130,4 @@ def _rows(expert: nn.Module, x: Tensor) -> Tensor:
     if expert.gate_proj.row_scales is not None:
         return expert(padded)[: len(x)]  # type: ignore[no-any-return]
     gate, up, down = (own_part(each.weight) for each in (expert.gate_proj, expert.up_proj, expert.down_proj))
-    return linear(F.silu(linear(padded, gate)) * linear(padded, up), down)[: len(x)]
+    return linear(gated(linear(padded, gate), linear(padded, up)), down)[: len(x)]

@@ -13,10 +13,19 @@ static inline stored rounded(float x) {
     /* What is no number stays none. */
     return x != x ? 0x7fc0 : (stored)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+
+static inline float wide(stored x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float found;
+    memcpy(&found, &bits, 4);
+    return found;
+}
 #else
 typedef float stored;
 
 static inline stored rounded(float x) { return x; }
+
+static inline float wide(stored x) { return x; }
 #endif
 
 /* e^x for x <= 0, by the polynomial of Cephes' expf: within 2 units in the last place. */

@@ -26,6 +26,7 @@ from penstock.nodes.generate.sampling import Sampler, keyed_uniform
 from penstock.nodes.learn.batching import Packed
 from penstock.nodes.learn.logprobs import packed_logprobs
 from penstock.nodes.model import CausalLM, ModelConfig, ModelError
+from penstock.nodes.model.compiled import NoCompilerWarning
 from penstock.nodes.policy import LanguagePolicy, make_policy
 from penstock.nodes.tokenizer import Tokenizer
 from tests.nodes.tiny_model import TOKENIZER, model, weights
@@ -591,7 +592,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_taken(
 
 def test_without_a_compiler_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "/nowhere/cc")
-    with pytest.warns(attention.NoCompilerWarning, match="given '/nowhere/cc'.* needed a C compiler"):
+    with pytest.warns(NoCompilerWarning, match="given '/nowhere/cc'.* needed a C compiler"):
         assert attention.compiled.__wrapped__(2, 8, torch.float32) is None
 
 

@@ -21,6 +21,7 @@ from penstock.nodes.learn.logprobs import packed_logprobs
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.model import CausalLM, ModelError, invariant
 from penstock.nodes.model.decoder import attend_causal
+from penstock.nodes.model.elementwise import gated, rms_norm
 from penstock.nodes.policy import make_policy
 
 from .family_cases import CONFIGS, random_model
@@ -124,19 +125,10 @@ def test_gradients_are_those_of_the_plain_formulas(dtype: torch.dtype) -> None:
         random(13, 20, seed=1, dtype=dtype),
         random(13, seed=2, dtype=dtype),
     )
-    norm, other = random(20, seed=3, dtype=dtype), random(5, 7, 20, seed=4, dtype=dtype)
-    cos, sin = (random(7, 1, 4, seed=s, dtype=dtype) for s in (5, 6))
     q, k = random(2, 7, 4, 8, dtype=dtype), random(2, 7, 2, 8, seed=1, dtype=dtype)
-
-    def turned(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((second, first), -1) * sin
 
     cases: list[tuple[Any, Any, tuple[Tensor, ...]]] = [
         (invariant.linear, F.linear, (x, weight, bias)),
-        (lambda x, w: invariant.rms_norm(x, w, 1e-5), lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), (x, norm)),
-        (invariant.gated, lambda a, b: F.silu(a) * b, (x, other)),
-        (lambda x: invariant.rotate(x, cos, sin), turned, (random(5, 7, 3, 4, dtype=dtype),)),
         (lambda *qkv: invariant.attend_causal(0, *qkv), lambda *qkv: attend_causal(0, *qkv), (q, k, k.flip(0))),
     ]
     near = 1e-5 if dtype == torch.float32 else 0.05
@@ -163,8 +155,8 @@ def test_a_row_is_the_same_bits_in_any_rows_and_threads(threads: int, dtype: tor
             logits = invariant.linear(x, weight)
             return [
                 logits,
-                invariant.rms_norm(x, norm, 1e-5),
-                invariant.gated(x, x.flip(1)),
+                rms_norm(x, norm, 1e-5),
+                gated(x, x.flip(1)),
                 invariant.log_softmax(logits),
             ]
 

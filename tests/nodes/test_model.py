@@ -22,7 +22,8 @@ from penstock.nodes.data import Demonstrations
 from penstock.nodes.learn.sft import sft_update
 from penstock.nodes.model import CausalLM, ModelConfig, ModelError, load_model, read_config
 from penstock.nodes.model.config import RopeScaling
-from penstock.nodes.model.kernels import linear, rms_norm
+from penstock.nodes.model.elementwise import rms_norm
+from penstock.nodes.model.kernels import linear
 from penstock.nodes.open_model import ALPHABET, initial_model, open_model
 from penstock.nodes.policy import LanguagePolicy, make_reference
 from penstock.nodes.tokenizer import TokenizerError, byte_tokenizer, load_tokenizer

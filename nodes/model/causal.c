@@ -1,0 +1,257 @@
+/* Causal self-attention of whole sequences and its gradients, for a CPU: `causal.py` says of what each function is.
+
+   Compiled where it runs; with BF16 the tensors are of bfloat16, all is computed in float32 and rounded once. One
+   thread computes all queries of a key-value head of a sequence, whose keys and values it keeps as floats, in an order
+   that depends on their number alone. Scores are kept of BLOCK queries at a time, with all keys that these see.
+
+   A tensor of [B, S, heads, K] lies with its strides from one sequence, position and head to the next; what is made
+   lies side by side. N query heads, one after another, share a key-value head. */
+
+#include <stdlib.h>
+
+#include "lanes.h"
+
+/* A tile of a product has TALL rows of BROAD vectors, as many as registers hold. */
+#define TALL 6
+#ifdef __AVX512F__
+#define BROAD 4
+#else
+#define BROAD 1
+#endif
+#define BLOCK (4 * TALL)
+
+typedef struct {
+    int64_t sequence, position, head;
+} Strides;
+
+/* c [TALL, wide vectors] = (or += with `add`) a [TALL, n] b [n, wide vectors]; number (i, k) of a is a[i * a_row + k *
+   a_step]. */
+static inline __attribute__((always_inline)) void tile(float *c, int64_t c_row, const float *a, int64_t a_row,
+                                                       int64_t a_step, const float *b, int64_t b_row, int64_t n,
+                                                       int wide_by, int add) {
+    vector sums[TALL][BROAD];
+#pragma GCC unroll 8
+    for (int i = 0; i < TALL; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < wide_by; j++) {
+            if (add)
+                memcpy(&sums[i][j], c + i * c_row + j * LANES, sizeof(vector));
+            else
+                sums[i][j] = (vector){0};
+        }
+    for (int64_t k = 0; k < n; k++) {
+        vector each[BROAD];
+#pragma GCC unroll 8
+        for (int j = 0; j < wide_by; j++) memcpy(&each[j], b + k * b_row + j * LANES, sizeof(vector));
+#pragma GCC unroll 8
+        for (int i = 0; i < TALL; i++) {
+            float one = a[i * a_row + k * a_step];
+#pragma GCC unroll 8
+            for (int j = 0; j < wide_by; j++) sums[i][j] += one * each[j];
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < TALL; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < wide_by; j++) memcpy(c + i * c_row + j * LANES, &sums[i][j], sizeof(vector));
+}
+
+/* The same of `rows` rows, a multiple of TALL, and any number of vectors. */
+static void multiply(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_step, const float *b,
+                     int64_t b_row, int64_t rows, int64_t n, int64_t vectors, int add) {
+    for (int64_t i = 0; i < rows; i += TALL) {
+        float *to = c + i * c_row;
+        const float *from = a + i * a_row;
+        int64_t j = 0;
+        for (; j + BROAD <= vectors; j += BROAD)
+            tile(to + j * LANES, c_row, from, a_row, a_step, b + j * LANES, b_row, n, BROAD, add);
+        for (; j < vectors; j++) tile(to + j * LANES, c_row, from, a_row, a_step, b + j * LANES, b_row, n, 1, add);
+    }
+}
+
+/* Rows `begin` to `end` of a head as floats times `scale`, in rows of `width`, which is a multiple of LANES. */
+static void widen(float *to, const stored *from, int64_t step, int64_t begin, int64_t end, int64_t K, int64_t width,
+                  float scale) {
+    for (int64_t s = begin; s < end; s++)
+        for (int64_t k = 0; k < K; k += LANES) {
+            vector x = load_part(from + s * step + k, K - k) * scale;
+            memcpy(to + (s - begin) * width + k, &x, sizeof x);
+        }
+}
+
+/* to [K, `width`] = the transpose of from [S, K], in rows of `from_width`; both are wide enough for whole vectors. */
+static void turn(float *to, const float *from, int64_t S, int64_t K, int64_t width, int64_t from_width) {
+    for (int64_t s = 0; s < S; s += LANES)
+        for (int64_t k = 0; k < K; k += LANES) {
+            vector rows[LANES] = {0};
+            for (int i = 0; i < LANES && s + i < S; i++)
+                memcpy(&rows[i], from + (s + i) * from_width + k, sizeof(vector));
+            transpose(rows);
+            for (int i = 0; i < LANES && k + i < K; i++) memcpy(to + (k + i) * width + s, &rows[i], sizeof(vector));
+        }
+}
+
+static void narrow(stored *to, int64_t step, const float *from, int64_t rows, int64_t K, int64_t width, float scale) {
+    for (int64_t s = 0; s < rows; s++)
+        for (int64_t k = 0; k < K; k += LANES) {
+            vector x;
+            memcpy(&x, from + s * width + k, sizeof x);
+            store_part(to + s * step + k, x * scale, K - k);
+        }
+}
+
+/* The softmax of a row's first `count` scores in their place, and 0 after them up to `end` and to the next multiple of
+   LANES. */
+static void softmax(float *row, int64_t count, int64_t end) {
+    int64_t padded = whole(count, LANES);
+    end = end < padded ? padded : end;
+    vector mass = {0}, most, x;
+    for (int64_t j = count; j < padded; j++) row[j] = row[0];
+    memcpy(&most, row, sizeof most);
+    for (int64_t j = LANES; j < padded; j += LANES) {
+        memcpy(&x, row + j, sizeof x);
+        bits_vector more = (bits_vector)(x > most);
+        most = (vector)((more & (bits_vector)x) | (~more & (bits_vector)most));
+    }
+    float top = largest(most);
+    for (int64_t j = 0; j < padded; j += LANES) {
+        memcpy(&x, row + j, sizeof x);
+        x = exponentials(x - top);
+        memcpy(row + j, &x, sizeof x);
+    }
+    for (int64_t j = count; j < end; j++) row[j] = 0;
+    for (int64_t j = 0; j < padded; j += LANES) {
+        memcpy(&x, row + j, sizeof x);
+        mass += x;
+    }
+    float inverse = 1 / total(mass);
+    for (int64_t j = 0; j < padded; j += LANES) {
+        memcpy(&x, row + j, sizeof x);
+        x *= inverse;
+        memcpy(row + j, &x, sizeof x);
+    }
+}
+
+/* What a thread works in: of so many floats each, all zero at first. */
+static float *take(int count, const int64_t sizes[], float *parts[]) {
+    int64_t total = 0;
+    for (int i = 0; i < count; i++) total += whole(sizes[i], LANES);
+    float *memory = calloc(total + LANES, sizeof(float));
+    for (int i = 0; i < count && memory; i++) {
+        parts[i] = i ? parts[i - 1] + whole(sizes[i - 1], LANES) : (float *)whole((int64_t)memory, sizeof(vector));
+    }
+    return memory;
+}
+
+/* out [B, S, G * N, K]: each query sees the keys up to its own position. Returns 1 where memory is lacking, otherwise
+   0. */
+int causal(const stored *q, const stored *k, const stored *v, stored *out, const Strides *at, int64_t B, int64_t S,
+           int64_t G, int64_t N, int64_t K, float scale, int threads) {
+    int failed = 0;
+    int64_t wide_k = whole(K, LANES), wide_s = whole(S, LANES) + LANES;
+    const int64_t sizes[] = {S * wide_k, S * wide_k, K * wide_s, BLOCK * wide_k, TALL * wide_s, TALL * wide_k};
+#pragma omp parallel num_threads(threads)
+    {
+        float *parts[6], *memory = take(6, sizes, parts);
+        if (!memory) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t x = 0; x < B * G; x++) {
+            if (!memory) continue;
+            float *keys = parts[0], *values = parts[1], *turned = parts[2], *query = parts[3], *score = parts[4];
+            float *made = parts[5];
+            int64_t b = x / G, g = x % G;
+            widen(keys, k + b * at[1].sequence + g * at[1].head, at[1].position, 0, S, K, wide_k, 1);
+            widen(values, v + b * at[2].sequence + g * at[2].head, at[2].position, 0, S, K, wide_k, 1);
+            turn(turned, keys, S, K, wide_s, wide_k);
+            for (int64_t n = g * N; n < (g + 1) * N; n++)
+                for (int64_t first = 0; first < S; first += TALL) {
+                    int64_t end = first + TALL < S ? first + TALL : S;
+                    widen(query, q + b * at[0].sequence + n * at[0].head, at[0].position, first, end, K, wide_k, scale);
+                    multiply(score, wide_s, query, wide_k, 1, turned, wide_s, TALL, K, whole(end, LANES) / LANES, 0);
+                    for (int64_t i = first; i < end; i++) softmax(score + (i - first) * wide_s, i + 1, end);
+                    multiply(made, wide_k, score, wide_s, 1, values, wide_k, TALL, end, wide_k / LANES, 0);
+                    narrow(out + ((b * S + first) * G * N + n) * K, G * N * K, made, end - first, K, wide_k, 1);
+                }
+        }
+        free(memory);
+    }
+    return failed;
+}
+
+/* Gradients of q, k and v for the gradient `grad` of what `causal` makes of them, whose strides are the fourth. */
+int causal_backward(const stored *q, const stored *k, const stored *v, const stored *grad, stored *grad_q,
+                    stored *grad_k, stored *grad_v, const Strides *at, int64_t B, int64_t S, int64_t G, int64_t N,
+                    int64_t K, float scale, int threads) {
+    int failed = 0;
+    /* Of whole tiles of keys. */
+    int64_t wide_k = whole(K, LANES), wide_s = whole(S, LANES) + LANES, tall_s = whole(S, TALL);
+    const int64_t of_keys = tall_s * wide_k, turned = K * wide_s, of_queries = BLOCK * wide_k, scores = BLOCK * wide_s;
+    const int64_t sizes[] = {of_keys,    of_keys,    turned, turned, of_keys,      of_keys,
+                             of_queries, of_queries, scores, scores, TALL * wide_k};
+#pragma omp parallel num_threads(threads)
+    {
+        float *parts[11], *memory = take(11, sizes, parts);
+        if (!memory) {
+#pragma omp atomic write
+            failed = 1;
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t x = 0; x < B * G; x++) {
+            if (!memory) continue;
+            float *keys = parts[0], *values = parts[1], *keys_t = parts[2], *values_t = parts[3], *to_keys = parts[4];
+            float *to_values = parts[5], *query = parts[6], *given = parts[7], *weight = parts[8], *to_score = parts[9];
+            float *to_query = parts[10];
+            int64_t b = x / G, g = x % G;
+            widen(keys, k + b * at[1].sequence + g * at[1].head, at[1].position, 0, S, K, wide_k, 1);
+            widen(values, v + b * at[2].sequence + g * at[2].head, at[2].position, 0, S, K, wide_k, 1);
+            turn(keys_t, keys, S, K, wide_s, wide_k);
+            turn(values_t, values, S, K, wide_s, wide_k);
+            memset(to_keys, 0, of_keys * sizeof(float));
+            memset(to_values, 0, of_keys * sizeof(float));
+            for (int64_t n = g * N; n < (g + 1) * N; n++)
+                for (int64_t block = 0; block < S; block += BLOCK) {
+                    int64_t last = block + BLOCK < S ? block + BLOCK : S;
+                    widen(query, q + b * at[0].sequence + n * at[0].head, at[0].position, block, last, K, wide_k, scale);
+                    widen(given, grad + b * at[3].sequence + n * at[3].head, at[3].position, block, last, K, wide_k, 1);
+                    for (int64_t first = block; first < last; first += TALL) {
+                        int64_t end = first + TALL < S ? first + TALL : S, vectors = whole(end, LANES) / LANES;
+                        float *w = weight + (first - block) * wide_s, *d = to_score + (first - block) * wide_s;
+                        const float *own = query + (first - block) * wide_k, *above = given + (first - block) * wide_k;
+                        multiply(w, wide_s, own, wide_k, 1, keys_t, wide_s, TALL, K, vectors, 0);
+                        multiply(d, wide_s, above, wide_k, 1, values_t, wide_s, TALL, K, vectors, 0);
+                        for (int64_t i = first; i < end; i++, w += wide_s, d += wide_s) {
+                            /* Keys that a block's last queries see and this one does not, too. */
+                            softmax(w, i + 1, whole(last, TALL));
+                            int64_t seen = whole(i + 1, LANES);
+                            vector products = {0}, share, x;
+                            for (int64_t j = 0; j < seen; j += LANES) {
+                                memcpy(&share, w + j, sizeof share), memcpy(&x, d + j, sizeof x);
+                                products += share * x;
+                            }
+                            float mean = total(products);
+                            for (int64_t j = 0; j < seen; j += LANES) {
+                                memcpy(&share, w + j, sizeof share), memcpy(&x, d + j, sizeof x);
+                                x = share * (x - mean);
+                                memcpy(d + j, &x, sizeof x);
+                            }
+                            for (int64_t j = i + 1; j < whole(last, TALL); j++) d[j] = 0;
+                        }
+                        d = to_score + (first - block) * wide_s;
+                        multiply(to_query, wide_k, d, wide_s, 1, keys, wide_k, TALL, end, wide_k / LANES, 0);
+                        narrow(grad_q + ((b * S + first) * G * N + n) * K, G * N * K, to_query, end - first, K, wide_k,
+                               scale);
+                    }
+                    int64_t tall = whole(last, TALL);
+                    multiply(to_values, wide_k, weight, 1, wide_s, given, wide_k, tall, last - block, wide_k / LANES, 1);
+                    multiply(to_keys, wide_k, to_score, 1, wide_s, query, wide_k, tall, last - block, wide_k / LANES, 1);
+                }
+            narrow(grad_k + (b * S * G + g) * K, G * K, to_keys, S, K, wide_k, 1);
+            narrow(grad_v + (b * S * G + g) * K, G * K, to_values, S, K, wide_k, 1);
+        }
+        free(memory);
+    }
+    return failed;
+}

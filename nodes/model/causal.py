@@ -1,0 +1,103 @@
+"""Causal self-attention of whole sequences on a CPU, with gradients: `causal.c`, which keeps neither scores nor copies
+in float32 for the backward pass, but computes them again, in the processor's caches.
+
+Shapes: B sequences, S tokens, H query heads, G key-value heads, K width of a head.
+"""
+
+import ctypes
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from penstock.nodes.model.compiled import compiled_or_warned
+
+_SOURCE = Path(__file__).with_name("causal.c")
+
+
+def suits(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> bool:
+    """Is `attend` for such tensors, on this machine? They are plain ones on a CPU, float32 or bfloat16, and there is a
+    C compiler: without one it warns."""
+    plain = all(type(x) is Tensor and x.device.type == "cpu" and x.dtype == q_BSHK.dtype for x in (k_BSGK, v_BSGK))
+    return plain and q_BSHK.device.type == "cpu" and functions(q_BSHK.dtype) is not None
+
+
+def attend(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
+    """Each token sees itself and the tokens before it in its sequence, H / G query heads share a key-value head; in
+    float32, rounded once. A sequence's bits depend on no other sequence and not on the threads. [B, S, H, K]."""
+    given = q_BSHK, k_BSGK, v_BSGK
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return _Attend.apply(*given)  # type: ignore[no-any-return,no-untyped-call]
+    return torch.ops.penstock.causal(*given)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def functions(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Those of causal.c; None for a dtype that it has none for, or where they do not compile, of which it warns."""
+    found = compiled_or_warned(_SOURCE, dtype)
+    if found is None:
+        return None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    strides = ctypes.POINTER(number)
+    found.causal.argtypes = [*[pointer] * 4, strides, *[number] * 5, ctypes.c_float, ctypes.c_int]
+    found.causal_backward.argtypes = [*[pointer] * 7, strides, *[number] * 5, ctypes.c_float, ctypes.c_int]
+    return found
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
+        ctx.save_for_backward(q_BSHK, k_BSGK, v_BSGK)
+        return torch.ops.penstock.causal(q_BSHK, k_BSGK, v_BSGK)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSHK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.ops.penstock.causal_backward(grad_BSHK, *ctx.saved_tensors)  # type: ignore[no-any-return]
+
+
+_library = torch.library.Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _schema in (
+    "causal(Tensor q, Tensor k, Tensor v) -> Tensor",
+    "causal_backward(Tensor grad, Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor, Tensor)",
+):
+    _library.define(_schema)  # type: ignore[no-untyped-call]
+
+
+@torch.library.impl(_library, "causal", "Meta")
+def _on_meta(q_BSHK: Tensor, *_: Tensor) -> Tensor:
+    return q_BSHK.new_empty(q_BSHK.shape)
+
+
+@torch.library.impl(_library, "causal_backward", "Meta")
+def _backward_on_meta(grad_BSHK: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in given)
+
+
+@torch.library.impl(_library, "causal", "CPU")
+def _on_cpu(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
+    return _call("causal", (q_BSHK, k_BSGK, v_BSGK), (q_BSHK,))[0]
+
+
+@torch.library.impl(_library, "causal_backward", "CPU")
+def _backward_on_cpu(grad_BSHK: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+    return _call("causal_backward", (*given, grad_BSHK), given)
+
+
+def _call(name: str, given: tuple[Tensor, ...], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What a function makes of tensors [B, S, heads, K]: tensors like those."""
+    given = tuple(x if x.stride(-1) == 1 else x.contiguous() for x in given)
+    made = tuple(torch.empty(x.shape, dtype=x.dtype) for x in like)
+    (batch, length, heads, width), groups = given[0].shape, given[1].shape[2]
+    strides = [x.stride(dim) for x in given for dim in range(3)]
+    sizes = batch, length, groups, heads // groups, width, 1 / math.sqrt(width), torch.get_num_threads()
+    library = functions(given[0].dtype)
+    assert library is not None
+    addresses = (x.data_ptr() for x in (*given, *made))
+    if getattr(library, name)(*addresses, (ctypes.c_int64 * len(strides))(*strides), *sizes):
+        raise MemoryError(f"attention: no memory for the scores of {length} tokens")
+    return made

@@ -1,0 +1,122 @@
+/* What stands between the matrix products of a layer, and its gradients, for a CPU: `elementwise.py` says of what each
+   function is.
+
+   Compiled where it runs; with BF16 the tensors are of bfloat16, and all is computed in float32 and rounded once. The
+   bits of a row depend on nothing but its own numbers: not on the rows beside it, the threads, or where in memory it
+   lies. So each loop whose order matters stands here once, and works on lanes that are written out.
+
+   Rows lie `*_row` numbers apart in what is given, and side by side in what is made. */
+
+#include <stdlib.h>
+
+#include "lanes.h"
+
+/* Rows whose gradients of a weight are added up by themselves, whatever the threads are. */
+#define CHUNK 64
+
+static inline float inverse_rms(const stored *row, int64_t D, float eps) {
+    vector squares = {0};
+    for (int64_t d = 0; d < D; d += LANES) {
+        vector x = load_part(row + d, D - d);
+        squares += x * x;
+    }
+    return 1.0f / sqrtf(total(squares) / D + eps);
+}
+
+/* out [R, D] = x / sqrt(mean(x^2) + eps) * w. */
+void rms_norm(const stored *x, const stored *w, stored *out, int64_t R, int64_t D, int64_t x_row, float eps,
+              int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t r = 0; r < R; r++) {
+        const stored *row = x + r * x_row;
+        float inverse = inverse_rms(row, D, eps);
+        for (int64_t d = 0; d < D; d += LANES)
+            store_part(out + r * D + d, load_part(row + d, D - d) * inverse * load_part(w + d, D - d), D - d);
+    }
+}
+
+/* With n = x / rms: grad_x = (g * w - n * mean(g * w * n)) / rms, and grad_w = the sum of g * n over rows. Of g, x, w
+   and grad_x rows lie side by side. Returns 1 where memory is lacking, otherwise 0. */
+int rms_norm_backward(const stored *g, const stored *x, const stored *w, stored *grad_x, stored *grad_w, int64_t R,
+                      int64_t D, float eps, int threads) {
+    int64_t chunks = (R + CHUNK - 1) / CHUNK, padded = whole(D, LANES);
+    float *sums = calloc((chunks + 1) * padded, sizeof(float));
+    if (!sums) return 1;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        float *own = sums + chunk * padded;
+        for (int64_t r = chunk * CHUNK; r < R && r < (chunk + 1) * CHUNK; r++) {
+            const stored *row = x + r * D, *grad = g + r * D;
+            float inverse = inverse_rms(row, D, eps);
+            vector products = {0};
+            for (int64_t d = 0; d < D; d += LANES)
+                products += load_part(grad + d, D - d) * load_part(w + d, D - d) * load_part(row + d, D - d);
+            float mean = total(products) * inverse / D;
+            for (int64_t d = 0; d < D; d += LANES) {
+                vector normed = load_part(row + d, D - d) * inverse, given = load_part(grad + d, D - d), added;
+                memcpy(&added, own + d, sizeof added);
+                added += given * normed;
+                memcpy(own + d, &added, sizeof added);
+                store_part(grad_x + r * D + d, (given * load_part(w + d, D - d) - normed * mean) * inverse, D - d);
+            }
+        }
+    }
+    float *all = sums + chunks * padded;
+    for (int64_t chunk = 0; chunk < chunks; chunk++)
+        for (int64_t d = 0; d < D; d++) all[d] += sums[chunk * padded + d];
+    for (int64_t d = 0; d < D; d++) grad_w[d] = rounded(all[d]);
+    free(sums);
+    return 0;
+}
+
+/* 1 / (1 + e^-x). */
+static inline vector sigmoid(vector x) {
+    const vector one = (vector){0} + 1.0f;
+    bits_vector below = (bits_vector)(x < 0.0f);
+    vector e = exponentials((vector)((bits_vector)x | 0x80000000)), share = one / (one + e);
+    return (vector)((below & (bits_vector)(e * share)) | (~below & (bits_vector)share));
+}
+
+/* out [R, D] = silu(gate) * up. */
+void gated(const stored *gate, const stored *up, stored *out, int64_t R, int64_t D, int64_t gate_row, int64_t up_row,
+           int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t r = 0; r < R; r++)
+        for (int64_t d = 0; d < D; d += LANES) {
+            vector x = load_part(gate + r * gate_row + d, D - d);
+            store_part(out + r * D + d, x * sigmoid(x) * load_part(up + r * up_row + d, D - d), D - d);
+        }
+}
+
+/* grad_gate = g * up * silu'(gate) and grad_up = g * silu(gate), of [R, D]; rows lie side by side. */
+void gated_backward(const stored *g, const stored *gate, const stored *up, stored *grad_gate, stored *grad_up,
+                    int64_t R, int64_t D, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t r = 0; r < R; r++)
+        for (int64_t d = 0; d < D; d += LANES) {
+            int64_t at = r * D + d;
+            vector x = load_part(gate + at, D - d), share = sigmoid(x), given = load_part(g + at, D - d) * share;
+            store_part(grad_up + at, given * x, D - d);
+            store_part(grad_gate + at, given * load_part(up + at, D - d) * (x * (1.0f - share) + 1.0f), D - d);
+        }
+}
+
+/* out [R, H, K] = x, each pair (x[i], x[i + K / 2]) turned by the angle of its row: cos and sin are [T, K], row r has
+   row r % T of them, and the first half of sin is negative. `back` turns by the opposite angle. */
+void rotate(const stored *x, const stored *cos, const stored *sin, stored *out, int64_t R, int64_t H, int64_t K,
+            int64_t T, int64_t x_row, int64_t back, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t r = 0; r < R; r++)
+        for (int64_t h = 0; h < H; h++) {
+            int64_t half = K / 2;
+            const stored *from = x + r * x_row + h * K, *c = cos + r % T * K, *s = sin + r % T * K;
+            const stored *first = back ? s + half : s, *second = back ? s : s + half;
+            stored *to = out + (r * H + h) * K;
+            for (int64_t k = 0; k < half; k += LANES) {
+                int64_t n = half - k;
+                vector a = load_part(from + k, n), b = load_part(from + k + half, n);
+                store_part(to + k, a * load_part(c + k, n) + b * load_part(first + k, n), n);
+                store_part(to + k + half, b * load_part(c + k + half, n) + a * load_part(second + k, n), n);
+            }
+        }
+}

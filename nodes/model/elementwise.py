@@ -1,0 +1,259 @@
+"""What stands between the matrix products of a layer: the root-mean-square norm, the gated activation and rotary
+positions, each one pass over its tensors, forward and backward.
+
+On a CPU, in float32 and bfloat16, they are `elementwise.c`, as operations `torch.ops.penstock.*`: trainer and generator
+share them, with gradients and without, so that their results agree to the bit, whatever the rows of a pass and the
+threads. Elsewhere, in other dtypes and without a C compiler they are torch's own operations.
+
+Shapes: R rows, D width of a row, B sequences, S tokens, H query heads, G key-value heads, K width of a head.
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from penstock.nodes.model.compiled import DTYPES, compiled_or_warned
+
+_SOURCE = Path(__file__).with_name("elementwise.c")
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang and Sennrich, arXiv 1910.07467, equation 4), in
+    float32 at least and rounded once."""
+    if not suits(x, weight_D):
+        return F.rms_norm(x, weight_D.shape, weight_D, eps)
+    if not _learns(x, weight_D):
+        return torch.ops.penstock.rms_norm(x, weight_D, eps)  # type: ignore[no-any-return]
+    if functions(x.dtype) is None:
+        return F.rms_norm(x, weight_D.shape, weight_D, eps)
+    return _RmsNorm.apply(x, weight_D, eps)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up (Shazeer, arXiv 2002.05202), rounded once."""
+    if not suits(gate, up):
+        return _plain_gated(gate, up)
+    if not _learns(gate, up):
+        return torch.ops.penstock.gated(gate, up)  # type: ignore[no-any-return]
+    if functions(gate.dtype) is None:
+        return _plain_gated(gate, up)
+    return _Gated.apply(gate, up)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def rotate(q_BSHK: Tensor, k_BSGK: Tensor, cos_BS1K: Tensor, sin_BS1K: Tensor) -> tuple[Tensor, Tensor]:
+    """Each pair (x[i], x[i + K/2]) of queries and keys turned by its position's angle (Su et al., arXiv 2104.09864,
+    equation 34). The first half of `sin` is negative, B may be left out of both tables."""
+    if not suits(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K):
+        return _plain_rotate(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K)
+    if not _learns(q_BSHK, k_BSGK):
+        return torch.ops.penstock.rotate(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K, False)  # type: ignore[no-any-return]
+    if functions(q_BSHK.dtype) is None:
+        return _plain_rotate(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K)
+    return _Rotate.apply(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K)  # type: ignore[no-any-return,no-untyped-call]
+
+
+@functools.cache
+def functions(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Those of elementwise.c; None for a dtype that it has none for, or where they do not compile, of which it
+    warns."""
+    found = compiled_or_warned(_SOURCE, dtype)
+    if found is None:
+        return None
+    pointer, number, real, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+    found.rms_norm.argtypes = [*[pointer] * 3, *[number] * 3, real, threads]
+    found.rms_norm_backward.argtypes = [*[pointer] * 5, *[number] * 2, real, threads]
+    found.gated.argtypes = [*[pointer] * 3, *[number] * 4, threads]
+    found.gated_backward.argtypes = [*[pointer] * 5, *[number] * 2, threads]
+    found.rotate.argtypes = [*[pointer] * 4, *[number] * 6, threads]
+    for name in ("rms_norm", "gated", "gated_backward", "rotate"):
+        getattr(found, name).restype = None
+    return found
+
+
+def suits(*tensors: Tensor) -> bool:
+    """Are the compiled ones for such tensors? They are plain ones on a CPU, all float32 or all bfloat16."""
+    # On a meta tensor it is as on a GPU: what is counted there is what is computed there. A DTensor has its own rules.
+    dtype = tensors[0].dtype
+    return dtype in DTYPES and all(x.device.type == "cpu" and x.dtype == dtype and type(x) in _PLAIN for x in tensors)
+
+
+def _learns(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _plain_gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def _plain_rotate(
+    q_BSHK: Tensor, k_BSGK: Tensor, cos_BS1K: Tensor, sin_BS1K: Tensor, back: bool = False
+) -> tuple[Tensor, Tensor]:
+    def turned(x_BSHK: Tensor) -> Tensor:
+        first, second = x_BSHK.chunk(2, dim=-1)
+        return torch.addcmul(x_BSHK * cos_BS1K, torch.cat((second, first), dim=-1), sin_BS1K)
+
+    if torch.is_grad_enabled():
+        return turned(q_BSHK), turned(k_BSGK)
+    # The same bits by fewer operations, which cost a step of a few tokens more than a pass over them.
+    queries, keys = torch.split(turned(torch.cat((q_BSHK, k_BSGK), 2)), [q_BSHK.shape[2], k_BSGK.shape[2]], 2)
+    return queries, keys
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight_D)
+        ctx.eps = eps
+        return torch.ops.penstock.rms_norm(x, weight_D, eps)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight_D = ctx.saved_tensors
+        return *torch.ops.penstock.rms_norm_backward(grad, x, weight_D, ctx.eps), None
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.ops.penstock.gated(gate, up)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ops.penstock.gated_backward(grad, *ctx.saved_tensors)  # type: ignore[no-any-return]
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_BSHK: Tensor, k_BSGK: Tensor, cos_BS1K: Tensor, sin_BS1K: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos_BS1K, sin_BS1K)
+        return torch.ops.penstock.rotate(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K, False)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        return *torch.ops.penstock.rotate(grad_q, grad_k, *ctx.saved_tensors, True), None, None
+
+
+_library = torch.library.Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _schema in (
+    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
+    "gated(Tensor gate, Tensor up) -> Tensor",
+    "gated_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+    "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool back) -> (Tensor, Tensor)",
+):
+    _library.define(_schema)  # type: ignore[no-untyped-call]
+
+
+@torch.library.impl(_library, "rms_norm", "Meta")
+@torch.library.impl(_library, "gated", "Meta")
+def _one_on_meta(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.impl(_library, "rms_norm_backward", "Meta")
+@torch.library.impl(_library, "gated_backward", "Meta")
+def _backward_on_meta(grad: Tensor, x: Tensor, other: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), other.new_empty(other.shape)
+
+
+@torch.library.impl(_library, "rotate", "Meta")
+def _rotate_on_meta(q_BSHK: Tensor, k_BSGK: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q_BSHK.new_empty(q_BSHK.shape), k_BSGK.new_empty(k_BSGK.shape)
+
+
+@torch.library.impl(_library, "rms_norm", "CPU")
+def _rms_norm_on_cpu(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    compiled = functions(x.dtype)
+    if compiled is None:
+        return F.rms_norm(x, weight_D.shape, weight_D, eps)
+    (x, row), weight_D = _rows(x, 1), weight_D.contiguous()
+    out, width = torch.empty(x.shape, dtype=x.dtype), x.shape[-1]
+    addresses = x.data_ptr(), weight_D.data_ptr(), out.data_ptr()
+    compiled.rms_norm(*addresses, x.numel() // width, width, row, eps, torch.get_num_threads())
+    return out
+
+
+@torch.library.impl(_library, "rms_norm_backward", "CPU")
+def _rms_norm_backward_on_cpu(grad: Tensor, x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    given = grad.contiguous(), x.contiguous(), weight_D.contiguous()
+    made = torch.empty(x.shape, dtype=x.dtype), torch.empty(weight_D.shape, dtype=x.dtype)
+    width, addresses = x.shape[-1], [each.data_ptr() for each in (*given, *made)]
+    compiled = functions(x.dtype)
+    assert compiled is not None
+    if compiled.rms_norm_backward(*addresses, x.numel() // width, width, eps, torch.get_num_threads()):
+        raise MemoryError(f"norm of width {width}: no memory for the gradients of its weight")
+    return made
+
+
+@torch.library.impl(_library, "gated", "CPU")
+def _gated_on_cpu(gate: Tensor, up: Tensor) -> Tensor:
+    compiled = functions(gate.dtype)
+    if compiled is None:
+        return _plain_gated(gate, up)
+    (gate, gate_row), (up, up_row) = _rows(gate, 1), _rows(up, 1)
+    out, width = torch.empty(gate.shape, dtype=gate.dtype), gate.shape[-1]
+    addresses = gate.data_ptr(), up.data_ptr(), out.data_ptr()
+    compiled.gated(*addresses, gate.numel() // max(1, width), width, gate_row, up_row, torch.get_num_threads())
+    return out
+
+
+@torch.library.impl(_library, "gated_backward", "CPU")
+def _gated_backward_on_cpu(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    given = grad.contiguous(), gate.contiguous(), up.contiguous()
+    made = torch.empty(gate.shape, dtype=gate.dtype), torch.empty(gate.shape, dtype=gate.dtype)
+    width, addresses = gate.shape[-1], [each.data_ptr() for each in (*given, *made)]
+    compiled = functions(gate.dtype)
+    assert compiled is not None
+    compiled.gated_backward(*addresses, gate.numel() // max(1, width), width, torch.get_num_threads())
+    return made
+
+
+@torch.library.impl(_library, "rotate", "CPU")
+def _rotate_on_cpu(
+    q_BSHK: Tensor, k_BSGK: Tensor, cos_BS1K: Tensor, sin_BS1K: Tensor, back: bool
+) -> tuple[Tensor, Tensor]:
+    compiled = functions(q_BSHK.dtype)
+    if compiled is None:
+        return _plain_rotate(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K)
+    batch, length, _, width = q_BSHK.shape
+    # Tables without B, or with a single one, serve all sequences: a row has that of its position.
+    shape = (batch if cos_BS1K.ndim == 4 and cos_BS1K.shape[0] > 1 else 1, length, 1, width)
+    cos_BS1K, sin_BS1K = cos_BS1K.expand(shape).contiguous(), sin_BS1K.expand(shape).contiguous()
+    made = []
+    for given in (q_BSHK, k_BSGK):
+        x, row = _rows(given, 2)
+        out, heads = torch.empty(x.shape, dtype=x.dtype), x.shape[2]
+        addresses = x.data_ptr(), cos_BS1K.data_ptr(), sin_BS1K.data_ptr(), out.data_ptr()
+        sizes = batch * length, heads, width, shape[0] * length, row
+        compiled.rotate(*addresses, *sizes, back, torch.get_num_threads())
+        made.append(out)
+    return made[0], made[1]
+
+
+def _rows(x: Tensor, dims: int) -> tuple[Tensor, int]:
+    """A tensor whose last dimensions, so many, lie side by side, and how far its rows are apart: itself, or a copy
+    where they are not equally far."""
+    shape, strides = x.shape, x.stride()
+    within = 1
+    for size, stride in zip(reversed(shape[-dims:]), reversed(strides[-dims:]), strict=True):
+        if size > 1 and stride != within:
+            return x.contiguous(), shape[-dims:].numel()
+        within *= size
+    row, apart = 0, 0
+    for size, stride in zip(reversed(shape[:-dims]), reversed(strides[:-dims]), strict=True):
+        if size > 1:
+            if row and stride != apart:
+                return x.contiguous(), within
+            row, apart = row or stride, stride * size
+    return x, row

@@ -1,0 +1,208 @@
+"""What is compiled for a CPU: norms, gated activations, rotary positions and causal attention are those of the
+formulas, forward and backward, and as good without a compiler."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.nodes.model import causal, elementwise
+from penstock.nodes.model.compiled import NoCompilerWarning
+from penstock.nodes.model.decoder import attend_causal
+from penstock.nodes.model.elementwise import gated, rms_norm, rotate
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+NEAR = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+# Of rows on both sides of a tile, a vector, a block of queries and a chunk of sums, with widths that no vector divides.
+LENGTHS, WIDTHS = (1, 7, 16, 25, 66), (2, 10, 64)
+
+Call = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    yield
+    torch.set_num_threads(1)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def with_gradients(call: Call, given: tuple[Tensor, ...]) -> list[Tensor]:
+    """What a function makes, and the gradients of what it was given for one that is drawn by shape."""
+    leaves = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() for x in given]
+    made = call(*leaves)
+    outs = (made,) if isinstance(made, Tensor) else made
+    grads = tuple(random(*out.shape, seed=7 + i).to(out.dtype) for i, out in enumerate(outs))
+    return [out.detach() for out in outs] + list(torch.autograd.grad(outs, leaves, grads))
+
+
+def assert_of_the_formula(call: Call, formula: Call, given: tuple[Tensor, ...]) -> None:
+    """In float64; and to the same bits without gradients and with two threads."""
+    torch.set_num_threads(1)
+    found, exact = with_gradients(call, given), with_gradients(formula, tuple(x.double() for x in given))
+    near = NEAR[given[0].dtype]
+    for mine, theirs in zip(found, exact, strict=True):
+        assert mine.dtype == given[0].dtype
+        # Of a sum over rows the error grows with what is summed up.
+        torch.testing.assert_close(mine.double(), theirs, rtol=near, atol=near * max(1.0, float(theirs.abs().max())))
+    with torch.no_grad():
+        made = call(*given)
+    for mine, theirs in zip((made,) if isinstance(made, Tensor) else made, found, strict=False):
+        assert torch.equal(mine, theirs)
+    torch.set_num_threads(2)
+    for mine, theirs in zip(with_gradients(call, given), found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def one(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((second, first), -1) * sin
+
+    return one(q), one(k)
+
+
+def attended(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
+    """By the whole matrix of scores."""
+    groups, length = q_BSHK.shape[2] // k_BSGK.shape[2], q_BSHK.shape[1]
+    k_BSHK, v_BSHK = (x.repeat_interleave(groups, 2) for x in (k_BSGK, v_BSGK))
+    scores_BHSS = torch.einsum("bshk,bthk->bhst", q_BSHK, k_BSHK) / math.sqrt(q_BSHK.shape[-1])
+    hidden_SS = torch.ones(length, length, dtype=torch.bool).triu(1)
+    return torch.einsum("bhst,bthk->bshk", scores_BHSS.masked_fill(hidden_SS, -math.inf).softmax(-1), v_BSHK)
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [1, 5, 16, 33, 256])
+def test_norms_and_gated_activations_are_those_of_the_formulas(dtype: torch.dtype, width: int) -> None:
+    for rows in (1, 65, 130):
+        x, other = random(rows, 2, width, dtype=dtype), 4 * random(rows, 2, width, seed=1, dtype=dtype)
+        weight = random(width, seed=2, dtype=dtype)
+        assert_of_the_formula(
+            lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), (x, weight)
+        )
+        assert_of_the_formula(gated, lambda a, b: a * torch.sigmoid(a) * b, (other, x))
+
+
+@DTYPES
+def test_an_activation_is_right_where_its_exponential_ends(dtype: torch.dtype) -> None:
+    x = torch.tensor([-1e30, -200.0, -88.0, -30.0, -0.0, 0.0, 30.0, 200.0, 1e30], dtype=dtype)
+    one = torch.ones_like(x)
+    torch.testing.assert_close(gated(x, one).double(), F.silu(x.double()), rtol=NEAR[dtype], atol=1e-30)
+    assert gated(torch.full((3,), torch.nan, dtype=dtype), one[:3]).isnan().all()
+
+
+@DTYPES
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("tables", [(7,), (3, 7), (1, 7)])
+def test_rotary_positions_are_those_of_the_formula(dtype: torch.dtype, width: int, tables: tuple[int, ...]) -> None:
+    """With a table of angles for all sequences, and with one for each."""
+    cos, sin = (random(*tables, 1, width, seed=s, dtype=dtype) for s in (5, 6))
+    q, k = random(3, 7, 4, width, dtype=dtype), random(3, 7, 2, width, seed=1, dtype=dtype)
+    assert_of_the_formula(
+        lambda q, k: rotate(q, k, cos, sin), lambda q, k: turned(q, k, cos.double(), sin.double()), (q, k)
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (6, 2)])
+def test_causal_attention_is_that_of_the_formula(dtype: torch.dtype, width: int, heads: int, groups: int) -> None:
+    for length in LENGTHS:
+        q = random(2, length, heads, width, dtype=dtype)
+        k, v = (random(2, length, groups, width, seed=s, dtype=dtype) for s in (1, 2))
+        assert causal.suits(q, k, v)
+        assert_of_the_formula(lambda *qkv: attend_causal(0, *qkv), attended, (q, k, v))
+
+
+@DTYPES
+def test_no_bit_of_a_token_depends_on_those_after_it_or_on_other_sequences(dtype: torch.dtype) -> None:
+    q, k, v = (random(3, 40, 2, 16, seed=s, dtype=dtype) for s in range(3))
+    whole = causal.attend(q, k, v)
+    assert torch.equal(causal.attend(q[1:2], k[1:2], v[1:2])[0], whole[1])
+    for length in (1, 6, 17, 33):
+        assert torch.equal(causal.attend(*(x[:, :length] for x in (q, k, v))), whole[:, :length])
+
+
+@DTYPES
+def test_what_does_not_lie_side_by_side_gives_the_same_bits(dtype: torch.dtype) -> None:
+    joined = random(3, 9, 40, dtype=dtype)
+    gate, up = joined.chunk(2, -1)
+    weight = random(20, seed=2, dtype=dtype)
+    q, k, v = (random(3, 4, 9, 10, seed=s, dtype=dtype).transpose(1, 2) for s in range(3))
+    cos, sin = (random(9, 1, 10, seed=s, dtype=dtype) for s in (5, 6))
+    every_other = random(9, 3, 40, dtype=dtype).transpose(0, 1)[..., ::2]
+    cases: list[tuple[Call, tuple[Tensor, ...]]] = [
+        (gated, (gate, up)),
+        (gated, (every_other, up)),
+        (lambda x: rms_norm(x, weight, 1e-5), (up,)),
+        (lambda x: rms_norm(x, weight, 1e-5), (every_other,)),
+        (lambda q, k: rotate(q, k, cos, sin), (q, k)),
+        (causal.attend, (q, k, v)),
+        (causal.attend, tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))),
+    ]
+    for call, given in cases:
+        needed = with_gradients(call, tuple(x.contiguous() for x in given))
+        for mine, theirs in zip(with_gradients(call, given), needed, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@DTYPES
+@pytest.mark.filterwarnings("ignore::penstock.nodes.model.compiled.NoCompilerWarning")
+def test_without_a_compiler_results_are_the_same_within_rounding(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    x, other, weight = (random(*shape, seed=s, dtype=dtype) for s, shape in enumerate(((3, 9, 20), (3, 9, 20), (20,))))
+    q, k, v = (random(2, 9, heads, 8, seed=s, dtype=dtype) for s, heads in enumerate((4, 2, 2)))
+    cos, sin = (random(9, 1, 8, seed=s, dtype=dtype) for s in (5, 6))
+    cases: list[tuple[Call, tuple[Tensor, ...]]] = [
+        (lambda x, w: rms_norm(x, w, 1e-5), (x, weight)),
+        (gated, (x, other)),
+        (lambda q, k: rotate(q, k, cos, sin), (q, k)),
+        (lambda *qkv: attend_causal(0, *qkv), (q, k, v)),
+    ]
+    compiled = [with_gradients(*case) for case in cases]
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    kinds = causal.functions, elementwise.functions
+    try:
+        for kind in kinds:
+            kind.cache_clear()
+        assert not causal.suits(q, k, v)
+        for (call, given), needed in zip(cases, compiled, strict=True):
+            found = with_gradients(call, given)
+            with torch.no_grad():
+                made = call(*given)
+            for mine, theirs in zip((made,) if isinstance(made, Tensor) else made, found, strict=False):
+                assert torch.equal(mine, theirs)
+            for mine, theirs in zip(found, needed, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=NEAR[dtype], atol=5 * NEAR[dtype])
+    finally:
+        for kind in kinds:
+            kind.cache_clear()
+
+
+def test_without_a_compiler_it_is_said_in_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    texts = set()
+    for kind in (causal.functions, elementwise.functions):
+        with pytest.warns(NoCompilerWarning, match="given '/nowhere/cc'.* needed a C compiler") as said:
+            assert kind.__wrapped__(torch.float32) is None
+        texts |= {str(each.message) for each in said}
+    assert len(texts) == 1
+
+
+def test_operations_say_what_they_make_without_making_it() -> None:
+    """What a compiler traces, or a planner counts."""
+    q, k = torch.empty(2, 5, 4, 8, device="meta"), torch.empty(2, 5, 2, 8, device="meta")
+    table, ops = torch.empty(5, 1, 8, device="meta"), torch.ops.penstock
+    assert ops.rms_norm(q, q[0, 0, 0], 1e-5).shape == q.shape
+    assert [x.shape for x in ops.rms_norm_backward(q, q, q[0, 0, 0], 1e-5)] == [q.shape, (8,)]
+    assert ops.gated(q, q).shape == q.shape
+    assert [x.shape for x in ops.gated_backward(q, q, q)] == [q.shape] * 2
+    assert [x.shape for x in ops.rotate(q, k, table, table, False)] == [q.shape, k.shape]
+    assert ops.causal(q, k, k).shape == q.shape
+    assert [x.shape for x in ops.causal_backward(q, q, k, k)] == [q.shape, k.shape, k.shape]
