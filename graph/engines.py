@@ -52,7 +52,7 @@ ENGINES: Mapping[str, EngineKind] = {
         mixtures=False,
         # It takes any temperature below for this one.
         coldest=0.01,
-        axes=(),
+        axes=("tp",),
     ),
 }
 assert tuple(ENGINES) == get_args(EngineName)

@@ -108,6 +108,16 @@ class Releasing(Protocol):
         """Give it up; nothing is in work. What comes of later firings is the same."""
 
 
+@runtime_checkable
+class Fusing(Protocol):
+    """A `Stream` that computes with some tensors of its weights as one, such as an attention's queries, keys and
+    values."""
+
+    def fused(self) -> Sequence[Sequence[str]]:
+        """Their names, in order. Where weights arrive as they are, the rows of each lie after those of the one before
+        it, in one piece of memory, if their sizes allow it."""
+
+
 # A mesh as (axis, size), outermost first; ranks count row-major: the last axis runs fastest. () is one rank.
 Axes = tuple[tuple[str, int], ...]
 

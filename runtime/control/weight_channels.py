@@ -59,6 +59,7 @@ class LocalChannels:
         self.channels = {n: c for n, c in channels.items() if replica in {r.name for r in (c.source, *c.replicas)}}
         self.publishers: dict[str, WeightPublisher] = {}
         self.receivers: dict[str, WeightReceiver] = {}
+        self._fused: defaultdict[str, list[Sequence[str]]] = defaultdict(list)
         self._events: SimpleQueue[Arrived | Abort] = SimpleQueue()
         self._unsent: SimpleQueue[SendFailed] = SimpleQueue()
         peers[replica] = self
@@ -66,6 +67,10 @@ class LocalChannels:
     def weights(self, channel: str) -> Weights:
         """What the nodes here read; one object for ever."""
         return self._receiver(channel).weights
+
+    def fuse(self, channel: str, fused: Sequence[Sequence[str]]) -> None:
+        """Have some tensors of a channel arrive one after the other in memory; before its first version."""
+        self._fused[channel].extend(fused)
 
     def publish(self, channel: str, version: int, carried: Mapping[str, Carried]) -> Manifest | None:
         """Copy the weights aside. The first rank's manifest stands for all; the first version's has the layout."""
@@ -119,7 +124,8 @@ class LocalChannels:
 
     def _new_receiver(self, channel: str, **more: Any) -> WeightReceiver:
         restores = not self.channels[channel].precision
-        return WeightReceiver(channel, rank=self.rank, device=self.device, restores=restores, **more)
+        own: dict[str, Any] = {"restores": restores, "fused": self._fused[channel]}
+        return WeightReceiver(channel, rank=self.rank, device=self.device, **own, **more)
 
     def _ended(self, moved: Moved | Exception, received: Send | None = None) -> None:
         """A transfer is over: what was `received` has arrived; of what was sent only a failure is told."""

@@ -7,7 +7,7 @@ transfer in a thread of its own.
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from penstock.runtime.tensor.codec import DTYPES
 from penstock.runtime.tensor.layout import Layout, LayoutError, Region, TensorLayout
 
 ALIGN = 512  # bytes: what CUDA's own allocator gives, and eight cache lines
+LINE = 64  # bytes: a cache line
 
 Device = str | torch.device
 # Zeroed memory of this many bytes, as a uint8 tensor, all of it touched.
@@ -45,16 +46,24 @@ Convert = Callable[[Mapping[str, Tensor], Shards], None]
 class DoubleBuffer:
     """What one rank of a receiving replica holds of `layout`, twice: `live`, and the `shadow` that a sync fills.
 
-    Both lie in one piece of memory, which `memory` may take from where others can write it.
+    Both lie in one piece of memory, which `memory` may take from where others can write it. Tensors that are `fused`
+    lie one after the other there (see `Fusing`).
     """
 
-    def __init__(self, layout: Layout, rank: int = 0, device: Device = "cpu", memory: Allocate | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int = 0,
+        device: Device = "cpu",
+        memory: Allocate | None = None,
+        fused: Sequence[Sequence[str]] = (),
+    ) -> None:
         self.layout = layout
-        nbytes = held_bytes(layout, rank)
+        nbytes = held_bytes(layout, rank, fused)
         # In one piece: what others map is then one segment for each rank.
         buffer = memory(2 * nbytes) if memory is not None else touched(2 * nbytes, device)
-        self.live = shards_of(layout, rank, buffer[:nbytes])
-        self.shadow = shards_of(layout, rank, buffer[nbytes:])
+        self.live = shards_of(layout, rank, buffer[:nbytes], fused)
+        self.shadow = shards_of(layout, rank, buffer[nbytes:], fused)
 
     def swap(self) -> None:
         """Exchange the two: nothing is copied. What was live is written over by the next sync."""
@@ -122,19 +131,37 @@ def allocate(layout: Layout, rank: int, device: Device) -> Shards:
     return shards_of(layout, rank, touched(held_bytes(layout, rank), device))
 
 
-def held_bytes(layout: Layout, rank: int) -> int:
+def held_bytes(layout: Layout, rank: int, fused: Sequence[Sequence[str]] = ()) -> int:
     """The bytes of a buffer for all that `rank` holds of `layout`."""
-    return sum(-(-nbytes // ALIGN) * ALIGN for _, _, nbytes in _held(layout, rank))
+    return _places(layout, rank, fused)[1]
 
 
-def shards_of(layout: Layout, rank: int, buffer: Tensor) -> Shards:
+def shards_of(layout: Layout, rank: int, buffer: Tensor, fused: Sequence[Sequence[str]] = ()) -> Shards:
     """All that `rank` holds of `layout`, as views of a buffer of `held_bytes`; one region of a tensor per rank."""
-    parts, start = {}, 0
+    places, parts = _places(layout, rank, fused)[0], Shards()
     for t, region, nbytes in _held(layout, rank):
-        view = buffer[start : start + nbytes].view(DTYPES[t.dtype]).view(region.shape)
-        parts[t.name] = Shard(region, view)
-        start += -(-nbytes // ALIGN) * ALIGN
+        start = places[t.name]
+        parts[t.name] = Shard(region, buffer[start : start + nbytes].view(DTYPES[t.dtype]).view(region.shape))
     return parts
+
+
+def _places(layout: Layout, rank: int, fused: Sequence[Sequence[str]]) -> tuple[dict[str, int], int]:
+    """The first byte of each tensor, and the bytes of all."""
+    sizes = {t.name: nbytes for t, _, nbytes in _held(layout, rank)}
+    together = {name: names for names in fused for name in names}
+    places, end = dict[str, int](), 0
+    for first in sizes:
+        for name in together.get(first, (first,)):
+            if name in sizes and name not in places:
+                places[name] = end
+                # Kernels read a tensor by lines: after one of an odd size the next begins a line of its own.
+                end += sizes[name] if sizes[name] % LINE == 0 else _aligned(sizes[name])
+        end = _aligned(end)
+    return places, end
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
 
 
 def touched(nbytes: int, device: Device) -> Tensor:

@@ -275,7 +275,8 @@ class WeightReceiver:
     version before are written over by the next sync, so that readers take the mapping anew at each step. `add` sums
     over the replica's ranks, as for a publisher; without it each rank must hold everything. `allocate` gives the
     memory, such as `one_sided.SharedMemory`. Readers get tensors in the sender's dtypes: see `quantise` for what that
-    takes. Unless it `restores` them, readers get what has travelled: elements, and scales by NAME.scale.
+    takes. Unless it `restores` them, readers get what has travelled: elements, and scales by NAME.scale. Those that are
+    `fused` lie one after the other (see `Fusing`).
     """
 
     def __init__(
@@ -290,6 +291,7 @@ class WeightReceiver:
         allocate: Allocate | None = None,
         restores: bool = True,
         elastic: bool = False,
+        fused: Sequence[Sequence[str]] = (),
     ) -> None:
         self.channel = channel
         self.mesh = Mesh.of(mesh, ranks)
@@ -305,6 +307,7 @@ class WeightReceiver:
         self._allocate = allocate
         self._restores = restores
         self._elastic = elastic
+        self._fused = fused
         self._restorer: Restorer | None = None
         self._arena: DoubleBuffer | None = None
         self._prover: Checksums | None = None
@@ -389,7 +392,7 @@ class WeightReceiver:
             self._copies = reshard(converted(source, wire), target).receives(self._rank)
             if wire and self._restores:
                 self._restorer = Restorer(read, target, wire, self._rank, self._device)
-            self._arena = DoubleBuffer(target, self._rank, self._device, self._allocate)
+            self._arena = DoubleBuffer(target, self._rank, self._device, self._allocate, self._fused)
             # A rank alone proves all that it has, as if it were the whole replica.
             own = target if self._add else target.replicated(1)
             self._prover = Checksums(own, self._rank if self._add else 0, self._add or alone)

@@ -18,7 +18,7 @@ from penstock.nodes.score import math_answer, score
 
 def open_dying(context: Context, *, died: str, **options: Any) -> GroupStream:
     stream = open_engine(context, engine="vllm", **options)
-    from penstock.nodes.generate.vllm_engine import LinkedWeights
+    from penstock.nodes.generate.vllm_weights import LinkedWeights
 
     loads, loaded = LinkedWeights.receive_weights, list[int]()
 

@@ -33,32 +33,54 @@ Found = Mapping[str, Any]
 of_cases = pytest.mark.xdist_group("cases")
 
 
-def asked(folder: Path, kind: str) -> Found:
+def asked(folder: Path, kind: str, ranks: int = 1) -> list[Found]:
+    """What each rank has found."""
     folder.mkdir()
     root = HERE.parent.parent
     environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
     command = [PYTHON, "-m", "tests.gates.vllm_cases", str(folder), kind]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, cwd=root)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    found: Found = json.loads(ended.stdout.strip().splitlines()[-1])
+    pipes: Mapping[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [
+        subprocess.Popen([*command, str(ranks), str(rank)], env=environment, cwd=root, **pipes) for rank in range(ranks)
+    ]
+    found = []
+    try:
+        for process in processes:
+            out, errors = process.communicate(timeout=400)
+            assert process.returncode == 0, errors[-4000:]
+            found.append(json.loads(out.strip().splitlines()[-1]))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
     return found
 
 
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return asked(tmp_path_factory.mktemp("cases") / "untied", "untied")
+    return asked(tmp_path_factory.mktemp("cases") / "untied", "untied")[0]
 
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return asked(tmp_path_factory.mktemp("cases") / "tied", "tied")
+    return asked(tmp_path_factory.mktemp("cases") / "tied", "tied")[0]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+    """Two, which share the model."""
+    return asked(tmp_path_factory.mktemp("cases") / "ranks", "untied", 2)
 
 
 @of_cases
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 def test_weights_that_come_within_a_response_make_its_next_tokens(kind: str, request: pytest.FixtureRequest) -> None:
     """And every token has the log-probability that the trainer gives it with the weights of its version."""
-    found = request.getfixturevalue(kind)["swapped_within"]
+    assert_swapped_within(request.getfixturevalue(kind))
+
+
+def assert_swapped_within(every: Found) -> None:
+    found = every["swapped_within"]
     assert set(found["first"]) == {"0", "1"}
     assert set(found["second"]) == {"1"}
     assert max([*found["first"].values(), *found["second"].values()]) < CLOSE
@@ -66,6 +88,20 @@ def test_weights_that_come_within_a_response_make_its_next_tokens(kind: str, req
     assert found["sorted"]
     assert found["distinct_rows"] == 4
     assert found["stale"] == [0.0, 0.0]
+    # What a link has brought is packed where it lies.
+    assert found["copied"] == 0
+
+
+@of_cases
+def test_ranks_that_share_a_model_sample_the_same_tokens_each_from_its_part_of_the_weights(ranks: list[Found]) -> None:
+    """What arrived is proved on each, by the digests of the whole, and as a trainer that shares it so computes it."""
+    for found in ranks:
+        assert_swapped_within(found)
+    first, second = (found["swapped_within"] for found in ranks)
+    assert first["tokens"] == second["tokens"]
+    (measured,) = first["mismatches"]
+    assert 0 < measured < CLOSE
+    assert second["mismatches"] == [measured]
 
 
 @of_cases
@@ -109,12 +145,15 @@ def test_temperature_zero_takes_the_likeliest_token_and_is_not_measured(untied: 
 
 
 @of_cases
-def test_weights_that_vllm_does_not_compute_with_stop_the_run_and_are_named(untied: Found, tied: Found) -> None:
-    for name in ("self_attn.k_proj", "mlp.down_proj", "input_layernorm"):
-        found = untied[f"wrong {name}"]
-        assert "[mismatch]" in found["raised"]
-        assert found["raised"].endswith(f"suspected: model.layers.1.{name}.weight")
-        assert not found["busy"]
+def test_weights_that_vllm_does_not_compute_with_stop_the_run_and_are_named(
+    untied: Found, tied: Found, ranks: list[Found]
+) -> None:
+    for every in (untied, *ranks):
+        for name in ("self_attn.k_proj", "mlp.down_proj", "input_layernorm"):
+            found = every[f"wrong {name}"]
+            assert "[mismatch]" in found["raised"]
+            assert found["raised"].endswith(f"suspected: model.layers.1.{name}.weight")
+            assert not found["busy"]
     assert tied["wrong head"]["raised"].endswith("suspected: model.embed_tokens.weight, as lm_head.weight")
 
 
@@ -131,6 +170,10 @@ def measured(run: Path) -> list[float]:
     return [row["mismatch"] for row in rows(run) if "mismatch" in row]
 
 
+def copied(run: Path) -> set[float]:
+    return {row["weights_copied"] for row in rows(run) if "weights_copied" in row}
+
+
 def test_aipo_runs_with_vllm_in_an_interpreter_of_the_generators_own(tmp_path: Path) -> None:
     """With a model whose head is its embedding, and an evaluation by the same engine."""
     shape: Mapping[str, Any] = {"hidden_size": 64, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -143,9 +186,24 @@ def test_aipo_runs_with_vllm_in_an_interpreter_of_the_generators_own(tmp_path: P
     found = measured(run)
     assert len(found) >= 2
     assert max(found) < CLOSE
+    assert copied(run) == {0.0}
     assert {row["stale_cache"] for row in rows(run)} == {0.0}
     assert max(row["lag_max"] for row in rows(run)) == 1
     assert summary(run)["accuracy_after"] is not None
+
+
+def test_a_run_samples_with_ranks_that_share_a_model(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = ("run", "aipo", "--engine", "vllm", "--cluster", cluster_file(tmp_path), "--mesh", "generator=tp2")
+    ended = penstock(*words, "--model", "new", *FLAGS, "--updates", "4", "--eval-groups", "0", "--out", str(run))
+    assert ended.returncode == 0, ended.stderr
+    found = measured(run)
+    assert len(found) >= 2
+    assert 0 < max(found) < CLOSE
+    assert copied(run) == {0.0}
+    assert max(row["lag_max"] for row in rows(run)) == 1
+    (pool,) = (pool for pool in json.loads((run / "plan.json").read_text())["pools"] if pool["name"] == "generator")
+    assert [len(replica["ranks"]) for replica in pool["replicas"]] == [2]
 
 
 def test_a_generator_that_dies_within_a_swap_is_named_and_the_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
@@ -169,8 +227,6 @@ def test_a_generator_that_dies_within_a_swap_is_named_and_the_run_goes_on_from_i
 def test_what_vllm_cannot_do_is_refused_before_a_run(tmp_path: Path) -> None:
     """By the run itself, too, whose cluster has such an engine."""
     cluster = cluster_file(tmp_path)
-    ended = penstock(
-        "run", "aipo", "--engine", "vllm", "--cluster", cluster, "--mesh", "generator=tp2", "--model", "new"
-    )
+    ended = penstock("run", "aipo", "--engine", "vllm", "--cluster", cluster, "--versions", "pinned", "--model", "new")
     assert ended.returncode != 0
     assert "[engine-cannot]" in ended.stderr

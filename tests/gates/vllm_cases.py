@@ -1,24 +1,31 @@
-"""What vLLM samples with weights of ours: python -m tests.gates.vllm_cases FOLDER {tied,untied}, in an interpreter that
-has vLLM. It says what it has found as one line of JSON, by case.
+"""What vLLM samples with weights of ours: python -m tests.gates.vllm_cases FOLDER {tied,untied} [RANKS RANK], in an
+interpreter that has vLLM. It says what it has found as one line of JSON, by case.
 
-The model is small and random; weights of versions 0 and 1 differ in every tensor.
+The model is small and random; weights of versions 0 and 1 differ in every tensor. They come over a link within the
+process, with their digests. Of several ranks each has a process, and gets its part.
 """
 
 import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from penstock.graph.node import Paused, UntrustedError
-from penstock.graph.types import Context, Prompts, Replies, Rollouts, Weights
-from penstock.nodes.generate import open_engine, vllm_engine
+from penstock.graph.protocols import Sharding
+from penstock.graph.types import Context, Prompts, Replies, Rollouts
+from penstock.nodes.generate import open_engine, vllm_engine, vllm_weights
 from penstock.nodes.generate.sampling import mismatch
 from penstock.nodes.generate.vllm_engine import VllmEngine
 from penstock.nodes.model import CausalLM
+from penstock.nodes.model.tensor_parallel import tensor_parallel
+from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver, sync_in_process
 from tests.nodes.tiny_model import CONFIG, TOKENIZER, save
 
 SHAPE: Mapping[str, Any] = {
@@ -31,8 +38,33 @@ SHAPE: Mapping[str, Any] = {
 MAX_TOKENS = 24
 
 
+class Sent:
+    """A carried value whose weights are whole on its one rank."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self.model = model
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return {name: tensor.detach() for name, tensor in self.model.named_parameters()}
+
+    def sharding(self) -> Sharding:
+        rules = tensor_parallel(self.model.config)
+        return Sharding((), {name: tuple(t.shape) for name, t in self.weights().items()}, rules, rules)
+
+    def state(self) -> Any: ...
+    def restore(self, tensors: Any, facts: Any) -> None: ...
+    def export(self, folder: str) -> None: ...
+
+
+def added(sums: Tensor) -> Tensor:
+    total = sums.clone()
+    dist.all_reduce(total)
+    return total
+
+
 class Cases:
-    def __init__(self, folder: Path, tied: bool) -> None:
+    def __init__(self, folder: Path, tied: bool, ranks: int = 1, rank: int = 0) -> None:
+        mesh = (("tp", ranks),) if ranks > 1 else ()
         config = replace(CONFIG, **SHAPE, tie_word_embeddings=tied)
         self.models = [CausalLM(config) for _ in range(3)]
         for seed, model in enumerate(self.models):
@@ -40,17 +72,24 @@ class Cases:
             for parameter in model.parameters():
                 if parameter.ndim == 1:  # norms begin as ones
                     parameter.data = torch.linspace(0.5, 1.0 + 0.2 * seed, parameter.numel())
-        save(self.models[0], folder)
-        TOKENIZER.save(folder)
-        self.context = Context(
-            node="generate", model=str(folder), max_tokens=MAX_TOKENS, slots=8, seed=5, options={"max_prompt": 64}
-        )
-        self.behaviour = Weights(-1, {})
+        if rank == 0:
+            save(self.models[0], folder)
+            TOKENIZER.save(folder)
+        if mesh:
+            dist.barrier()
+        given: dict[str, Any] = {"max_tokens": MAX_TOKENS, "slots": 8, "seed": 5, "options": {"max_prompt": 64}}
+        self.context = Context(node="generate", model=str(folder), mesh=mesh, rank=rank, **given)
+        fused, add = self.engine(samples=1).fused(), added if mesh else None
+        self.publisher = WeightPublisher("policy>generator", Sent(self.models[0]))
+        self.receiver = WeightReceiver("policy>generator", rank=rank, mesh=mesh or None, add=add, fused=fused)
+        self.receiver.describe(self.publisher.description)
+        self.behaviour = self.receiver.weights
 
     def swap(self, version: int) -> None:
-        """As a link does: other tensors in the same object."""
-        self.behaviour.tensors = {n: t.detach().clone() for n, t in self.models[version % 3].named_parameters()}
-        self.behaviour.version = version
+        """Proved, and other tensors in the same object."""
+        digests = self.publisher.publish(version, Sent(self.models[version % 3]))
+        sync_in_process(self.publisher, self.receiver, version, digests)
+        self.receiver.swap(version)
 
     def engine(self, **options: Any) -> VllmEngine:
         segment = options.pop("segment", 0)
@@ -109,6 +148,8 @@ class Cases:
             "mismatches": [found["mismatch"] for found in (figures, later) if "mismatch" in found],
             "stale": [figures["stale_cache"], later["stale_cache"]],
             "models": len(vllm_engine._MODELS),
+            "copied": engine.vllm.copied,
+            "tokens": [rollouts.tokens_NS.tolist() for rollouts in (first, second)],
         }
 
     def paused(self) -> Mapping[str, Any]:
@@ -194,39 +235,41 @@ class Cases:
 
 def without_packing() -> Callable[[], None]:
     """As vLLM would have it."""
-    kept = vllm_engine.pack_tied_head
-    vllm_engine.pack_tied_head = lambda head: None
-    return lambda: setattr(vllm_engine, "pack_tied_head", kept)
+    kept = vllm_weights.pack_tied_head
+    vllm_weights.pack_tied_head = lambda head: None
+    return lambda: setattr(vllm_weights, "pack_tied_head", kept)
 
 
 def without_a_tensor(name: str) -> Callable[[], Callable[[], None]]:
     """The old values of one tensor are loaded in place of the new ones."""
 
     def damage() -> Callable[[], None]:
-        kept = vllm_engine.LinkedWeights.receive_weights
+        kept = vllm_weights.LinkedWeights.receive_weights
         old: dict[str, torch.Tensor] = {}
 
         def receive(self: Any, info: Any) -> None:
             old.setdefault(name, torch.flip(info.tensors[name], [0]))
             kept(self, replace(info, tensors={**info.tensors, **old}))
 
-        setattr(vllm_engine.LinkedWeights, "receive_weights", receive)  # noqa: B010
-        return lambda: setattr(vllm_engine.LinkedWeights, "receive_weights", kept)
+        setattr(vllm_weights.LinkedWeights, "receive_weights", receive)  # noqa: B010
+        return lambda: setattr(vllm_weights.LinkedWeights, "receive_weights", kept)
 
     return damage
 
 
-def main(folder: Path, tied: bool) -> None:
-    cases = Cases(folder, tied)
+def main(folder: Path, kind: str, ranks: int = 1, rank: int = 0) -> None:
+    if ranks > 1:
+        dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=120), world_size=ranks, rank=rank)
+    cases = Cases(folder, kind == "tied", ranks, rank)
     found: dict[str, Any] = {"swapped_within": cases.swapped_within()}
-    if not tied:
-        found |= {case.__name__: case() for case in (cases.paused, cases.turns, cases.stopped, cases.greedy)}
-        for name in ("self_attn.k_proj", "mlp.down_proj", "input_layernorm"):
-            found[f"wrong {name}"] = cases.wrong(without_a_tensor(f"model.layers.1.{name}.weight"))
-    else:
+    if kind == "tied":
         found["wrong head"] = cases.wrong(without_packing)
+    elif ranks == 1:
+        found |= {case.__name__: case() for case in (cases.paused, cases.turns, cases.stopped, cases.greedy)}
+    for name in ("self_attn.k_proj", "mlp.down_proj", "input_layernorm") if kind == "untied" else ():
+        found[f"wrong {name}"] = cases.wrong(without_a_tensor(f"model.layers.1.{name}.weight"))
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] == "tied")
+    main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))

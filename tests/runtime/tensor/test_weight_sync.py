@@ -4,6 +4,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.graph.protocols import Axes, Carried
-from penstock.runtime.tensor.buffers import Shards, allocate
+from penstock.runtime.tensor.buffers import DoubleBuffer, Shards, allocate
 from penstock.runtime.tensor.digest import ChecksumError, Checksums, alone, digest, hashed_tensors
 from penstock.runtime.tensor.layout import Copy, Layout, LayoutError, Mesh, Region, sharded
 from penstock.runtime.tensor.one_sided import OneSidedTransport, SharedMemory
@@ -78,6 +79,24 @@ def test_live_weights_do_not_change_while_the_next_version_arrives() -> None:
         assert weights.version == version
         before = digest(policy.tensors)
         assert digest(weights.tensors) == before
+
+
+def test_fused_tensors_lie_one_after_the_other_in_both_buffers() -> None:
+    entries = [(name, (rows, 16), "float32") for name, rows in (("q", 4), ("other", 3), ("k", 2), ("v", 2), ("odd", 1))]
+    layout = Layout.whole([*entries, ("small", (3,), "float32"), ("next", (3,), "float32")], 1)
+    fused = (("q", "k", "v"), ("small", "next"), ("absent", "odd"))
+    buffer = DoubleBuffer(layout, fused=fused)
+    spans = []
+    for shards in (buffer.live, buffer.shadow):
+        begins = {name: shard.tensor.data_ptr() for name, shard in shards.items()}
+        assert begins["k"] == begins["q"] + 4 * 64
+        assert begins["v"] == begins["k"] + 2 * 64
+        # After one that does not fill a cache line the next begins its own.
+        assert begins["next"] > begins["small"] + 12
+        assert all(begin % 64 == 0 for begin in begins.values())
+        spans += [(shard.tensor.data_ptr(), shard.tensor.data_ptr() + shard.tensor.nbytes) for shard in shards.values()]
+    assert len(spans) == 14
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(sorted(spans)))
 
 
 def test_the_wire_dtype_converts_floating_point_only() -> None:
