@@ -70,8 +70,8 @@ class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
 class VllmModel:
     """One vLLM engine of this process, for all nodes that sample with the same weights.
 
-    `reference` is the same model with the trainer's forward, and the proved tensors themselves for weights. `copied` are
-    the bytes of the live version that were copied on their way into vLLM.
+    `reference` is the same model with the trainer's forward, and the proved tensors themselves for weights. `copied` is
+    how many bytes of the live version were copied on their way into vLLM.
     """
 
     def __init__(self, context: Context, stream: GroupStream) -> None:
