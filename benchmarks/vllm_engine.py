@@ -8,8 +8,8 @@ same length, sampled at temperature 1; the two take turns, in one process for ea
 seconds are the processor's.
 
 A swap is what passes between the last token of one version and the first of the next: new weights, which a link has
-brought, become live, and are packed for the kernels. `reload` is vLLM's own layerwise reload of the same tensors, `nats`
-the mean distance to the trainer's log-probabilities.
+brought, become live, and are packed for the kernels. `reload` is vLLM's own layerwise reload of the same tensors,
+`nats` the mean distance to the trainer's log-probabilities.
 """
 
 import argparse

@@ -45,19 +45,19 @@ class Holder:
 
 
 class GroupStream(ABC):
-    """What every engine of `generate` derives from. An engine of your own is a file beside `vllm_engine.py`, and its
-    name in `open_engine`.
+    """What every engine of `generate` derives from.
 
     It has rows in a `queue` to sample. A `row` of a `Holder` goes on from `row.prefix`, says at most `max_tokens`
     tokens in a turn and `segment` in a segment (0: no bound), and ends with a token of `tokenizer.stops` or where
     `strings` ends it. The engine calls `row.say` with its tokens, their log-probabilities and versions when it has
     ended or paused, and returns `result` of its group when that is complete. Groups that are `settled` have no row to
-    sample.
+    sample. Ranks that share a model (`context.mesh`) get the same groups in the same order, and the same weights before
+    the same step: each samples the same tokens.
 
     `behaviour` has the live weights. If its version is a new one, a step computes with its tensors from then on, and
     with no cache of older ones for rows that begin. The tensors are written over after the next version. An engine
     whose weights are copies measures `mismatch` with the tensors themselves, and raises `UntrustedError` where that is
-    large.
+    more than `MOST_MISMATCH`. One that computes with several tensors as one says so (`fused`).
 
     Raises ValueError for settings that are none.
     """
@@ -105,6 +105,10 @@ class GroupStream(ABC):
     @abstractmethod
     def measured(self, group: SampledGroup, rollouts: Rollouts) -> Metrics:
         """Figures of a group that is finished, beside those that it has by itself."""
+
+    def fused(self) -> Sequence[Sequence[str]]:
+        """Names of weights that are to lie one after the other in memory (see `Fusing`)."""
+        return ()
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
         """Queue a group of `prompts`, or what follows its prefixes (`after`), or the next turn of its `conversation`
