@@ -23,6 +23,7 @@ from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.endpoints import tcp_endpoint
 from penstock.runtime.cluster.interpreters import interpreter_lacks
 from penstock.runtime.cluster.placement import Plan, spelled, why_not
+from penstock.runtime.control.early import Early
 from penstock.runtime.control.launcher import Launcher
 from penstock.runtime.control.listener import Listener, WireError
 from penstock.runtime.control.messages import read_record
@@ -107,19 +108,27 @@ def asked(
     }
 
 
-def launch(folder: RunFolder, cluster: Cluster, tell: Callable[[Line], None], enrolled: Enrolled | None = None) -> int:
-    """Run what the folder says in processes of its own, on the agents that have `enrolled`; the exit status."""
+def launch(
+    folder: RunFolder,
+    cluster: Cluster,
+    tell: Callable[[Line], None],
+    enrolled: Enrolled | None = None,
+    early: Early | None = None,
+) -> int:
+    """Run what the folder says in processes of its own, of which some may have begun `early`, on the agents that have
+    `enrolled`; the exit status."""
     config = RunConfig.load(folder)
     desk, starter = (enrolled.desk, enrolled.agents) if enrolled else (None, None)
     launcher = Launcher(
         folder.path,
-        secrets.token_hex(6),
+        early.run if early is not None else secrets.token_hex(6),
         cluster,
         tell,
         grace=config.flags.grace,
         modules=config.modules(),
         desk=desk,
         starter=starter,
+        early=early,
     )
     return launcher.run()
 
@@ -133,9 +142,11 @@ def go(
     prepare: Callable[[Display], None] | None = None,
     earlier: float = 0.0,
     enrolled: Enrolled | None = None,
+    early: Early | None = None,
 ) -> int:
     """Run to the end with a display, write and tell the summary; the exit status. The command `began` on the monotonic
-    clock; `prepare` comes first, on display; `earlier` are the wall seconds of the run before this command."""
+    clock; `prepare` comes first, on display; `earlier` are the wall seconds of the run before this command; `early` has
+    processes that wait for it."""
     name, updates = config.graph.name, config.flags.updates
     # By its descriptor: the user may rename the folder while the run goes on.
     folder.hold()
@@ -146,11 +157,13 @@ def go(
             trackers.start(folder, config.flags.track, display.tell)
             with on_stop(carry_on):
                 if flags.in_process:  # in one process that has the terminal, so that a debugger works
+                    if early is not None:
+                        early.close()
                     command = [sys.executable, "-m", "penstock.runtime.cli.children", "run", str(folder.path)]
                     status = wait_handing_on(subprocess.Popen(command))
                     status = status if status in STATUS else FAILED
                 else:
-                    status = launch(folder, cluster, display.tell, enrolled)
+                    status = launch(folder, cluster, display.tell, enrolled, early)
                 if enrolled is not None:
                     enrolled.reason, enrolled.over = f"the run {STATUS.get(status, 'failed')}", status == DONE
                 errors = display.progress.errors

@@ -35,7 +35,7 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "run": Verb("run:main", "PROGRAM", "train: a live display, then what was learnt and the run folder"),
+    "run": Verb("starting:run", "PROGRAM", "train: a live display, then what was learnt and the run folder"),
     "resume": Verb("run:resume", "DIR", "go on with a run where its last checkpoint is"),
     "show": Verb("main:show", "PROGRAM", "the program's graph: text, mermaid, svg, json"),
     "check": Verb("main:check", "PROGRAM", "all faults of a program; nothing is started"),

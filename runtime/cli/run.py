@@ -1,4 +1,4 @@
-"""`penstock run PROGRAM` and `penstock resume DIR`: a run from its command line, or from its last checkpoint.
+"""`penstock run PROGRAM` once it is traced, and `penstock resume DIR`: a run from its command line or last checkpoint.
 
 `config.json` keeps what a run was given beside its flags: the digests of its data files, its cluster, and the folder
 from which it was started. A resume needs all of it, unchanged, but for the hosts if it names others.
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
+from functools import partial
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,11 +35,12 @@ from penstock.runtime.cli.flags import (
 )
 from penstock.runtime.cli.launching import asked, configure, decided, go, require_start
 from penstock.runtime.cli.planned import chosen, machines, plan_lacks, require_devices, require_precision
-from penstock.runtime.cli.submitting import Submission, behind_dashes, submitter
-from penstock.runtime.cli.tracing import CommandError, Traced, faults_text, require_inputs, trace_program
+from penstock.runtime.cli.submitting import Submission, submitter
+from penstock.runtime.cli.tracing import CommandError, Traced, faults_text, require_inputs
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import read_meshes, spelled, why_no_turns
 from penstock.runtime.cluster.slots import moved
+from penstock.runtime.control.early import Early
 from penstock.runtime.control.run_config import OnResume, RunConfig, RunOptions, Shown, annotation, plan_for
 from penstock.runtime.control.signals import DONE, FAILED
 from penstock.runtime.record.checkpoints import (
@@ -59,28 +61,28 @@ from penstock.runtime.schedule.compile import Tables
 from penstock.runtime.schedule.scheduler import Scheduler
 
 
-def main(argv: Sequence[str]) -> int:
-    """Trace the program, create a run folder and run in it; the exit status."""
-    began = monotonic()
-    if argv and not argv[0].startswith("-") and sys.stderr.isatty() and not {"-h", "--help"} & set(argv):
-        # The child takes seconds to import torch, in which nothing else would be said.
-        print(visible(f"penstock: importing torch, reading {argv[0]} …"), file=sys.stderr, flush=True)
-    argv, behind = behind_dashes(argv)
-    traced = trace_program("run", argv)
+def run_traced(
+    traced: Traced, argv: Sequence[str], behind: tuple[str, ...], began: float, early: Early | None = None
+) -> int:
+    """Create a run folder and run in it; the exit status. `behind` are the words after a "--"; `early` has processes
+    that wait for the run."""
     check_agents(traced.flags, traced.flags.cluster)
     if manager := submitter(traced.flags, behind):
+        if early is not None:
+            early.close()
         return manager.submit(Submission(traced, argv[0], behind))
     if traced.flags.resume == "auto":
         if not traced.flags.out:
             raise CommandError("--resume auto: given no --out DIR, needed the folder in which the run is or will be", 2)
         if absolute(traced.flags.out).joinpath("config.json").is_file():
-            return _go_on_as(traced, began)
+            return _go_on_as(traced, began, early)
     if not traced.flags.on:
-        return _run(traced, machines(traced.flags, traced.gpus), argv, began)
+        return _run(traced, machines(traced.flags, traced.gpus), argv, began, early=early)
     traced.sound()
     # The agents of a run find its folder before there is a plan.
     with _new_folder(traced) as folder, enrolment(traced.flags, folder, traced.name) as enrolled:
-        return _run(traced, enrolled.await_agents(traced.flags.startup_deadline), argv, began, folder, enrolled)
+        cluster = enrolled.await_agents(traced.flags.startup_deadline)
+        return _run(traced, cluster, argv, began, folder, enrolled, early)
 
 
 @contextmanager
@@ -104,6 +106,7 @@ def _run(
     began: float,
     made: RunFolder | None = None,
     enrolled: Enrolled | None = None,
+    early: Early | None = None,
 ) -> int:
     """Run a traced program on a cluster, in a folder that is `made` already or else created; the exit status."""
     # First: what a plan was made for explains why its options do not suit what is here.
@@ -142,7 +145,7 @@ def _run(
                 text = f"--offload on frees no memory that anybody needs: {why}"
                 display.tell({"kind": "note", "level": "warning", "text": text})
 
-        return go(folder, config, cluster, flags, began, prepare, enrolled=enrolled)
+        return go(folder, config, cluster, flags, began, prepare, enrolled=enrolled, early=early)
 
 
 def _wanted(traced: Traced, flags: RunFlags) -> dict[str, Any]:
@@ -157,7 +160,7 @@ def _wanted(traced: Traced, flags: RunFlags) -> dict[str, Any]:
     }
 
 
-def _go_on_as(traced: Traced, began: float) -> int:
+def _go_on_as(traced: Traced, began: float, early: Early | None) -> int:
     """Go on with the run in --out, which has to be one of this command line; the exit status. Raises CommandError with
     the differences."""
     traced.sound()
@@ -191,7 +194,7 @@ def _go_on_as(traced: Traced, began: float) -> int:
     if flags.cluster and Cluster.read(Path(flags.cluster)) == _cluster_of(folder, was):
         flags = replace(flags, cluster="")
     try:
-        return _go_on(folder, flags, given, began, now)
+        return _go_on(folder, flags, given, began, now, early)
     except _AllDone as done:
         summary = folder.read_json("summary.json", Summary)
         print(json.dumps(summary) if flags.json else visible(f"{done}: there is nothing left to do"))
@@ -249,6 +252,7 @@ def _go_on(
     given: Mapping[str, Any],
     began: float,
     command: Mapping[str, Any] | None = None,
+    early: Early | None = None,
 ) -> int:
     """Check that the run can go on, write what is changed, and go on; the exit status. `given` are the options that are
     others now; `command` is what `_wanted` says of a command line that changes any."""
@@ -295,7 +299,13 @@ def _go_on(
                 print(visible("\n  ".join([text, *on.lacks])), flush=True)
         config = _changed(config, cluster, options, anew)
         require_start(config, cluster, flags)
-        seen = require_inputs(config.graphs, config.flags)
+        if early is None and not (flags.on or flags.in_process):
+            early = Early()
+            stack.callback(early.close)
+            # Beside the child that tries what the run reads.
+            seen = require_inputs(config.graphs, config.flags, [partial(early.begin, config.modules())])
+        else:
+            seen = require_inputs(config.graphs, config.flags)
         require_devices(config.plan, cluster, config.flags.dtype, seen)
         require_precision(config.graphs, cluster, config.flags)
         if config != before:
@@ -303,9 +313,8 @@ def _go_on(
             config.write(folder, {**was, **said})
         # It tells how the last life ended, and this one may be killed before it can tell.
         path.unlink(missing_ok=True)
-        status = go(
-            folder, config, cluster, flags, began, earlier=float(summary.get("wall_s", logged)), enrolled=enrolled
-        )
+        earlier = float(summary.get("wall_s", logged))
+        status = go(folder, config, cluster, flags, began, earlier=earlier, enrolled=enrolled, early=early)
         if status == FAILED and config != before and latest_checkpoint(folder) == saved:
             before.write(folder, was)  # what was wanted now may be why
         return status

@@ -59,13 +59,6 @@ class Submission:
         return self.called, *(word for words in kept for word in words)
 
 
-def behind_dashes(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """The words before the first "--", and those after it."""
-    words = list(argv)
-    at = words.index("--") if "--" in words else len(words)
-    return words[:at], tuple(words[at + 1 :])
-
-
 @dataclass(frozen=True)
 class Manager:
     """A cluster manager, as the command line knows it. `submit` hands a run over, and gives the exit status. `flags`

@@ -15,7 +15,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from penstock.runtime.plan.run_plan import RunPlan
 
 
+# The name of a module, or a function.
+Meanwhile = str | Callable[[], object]
 # Seconds for a child to import the program and what it needs, to trace it, and to look at its data.
 DEADLINE = 300.0
 
@@ -86,8 +88,8 @@ class Traced:
         return self.graph
 
 
-def trace_program(verb: str, argv: Sequence[str], meanwhile: Sequence[str] = ()) -> Traced:
-    """Trace the program that `argv` begins with, as `verb` calls it, and import the modules `meanwhile`.
+def trace_program(verb: str, argv: Sequence[str], meanwhile: Sequence[Meanwhile] = ()) -> Traced:
+    """Trace the program that `argv` begins with, as `verb` calls it, and import or call what is named `meanwhile`.
 
     Raises CommandError for words that begin with no PROGRAM and for what the child cannot do, SystemExit for help and
     usage errors, which are printed.
@@ -106,7 +108,7 @@ def trace_program(verb: str, argv: Sequence[str], meanwhile: Sequence[str] = ())
         known = f"{', '.join(built_in())}, package.module:function or file.py:function"
         raise CommandError(f"given {given}, needed a PROGRAM: {known} (`penstock {verb} --help`)", 2)
     # The child needs seconds to import torch. What its answer takes is imported beside it.
-    taken = ("penstock.graph.errors", "penstock.graph.ir", "penstock.runtime.cli.flags", *meanwhile)
+    taken = (*meanwhile, "penstock.graph.errors", "penstock.graph.ir", "penstock.runtime.cli.flags")
     what = f"{argv[0]}: the process that imports and traces it"
     found = ask_child("penstock.runtime.cli.children:traced", verb, argv[0], argv[1:], what=what, meanwhile=taken)
     from penstock.graph.errors import Fault
@@ -126,22 +128,25 @@ def trace_program(verb: str, argv: Sequence[str], meanwhile: Sequence[str] = ())
     return Traced(**{**found, **graphs}, flags=VERBS[verb](**flags), faults=faults, gpus=gpus)
 
 
-def require_inputs(graphs: "Sequence[Graph]", flags: "RunOptions") -> "tuple[SeenGpu, ...]":
-    """Have a child try what a run of these graphs reads and needs. Returns the GPUs that its torch sees. Raises
-    CommandError with what is wrong."""
+def require_inputs(
+    graphs: "Sequence[Graph]", flags: "RunOptions", meanwhile: Sequence[Meanwhile] = ()
+) -> "tuple[SeenGpu, ...]":
+    """Have a child try what a run of these graphs reads and needs, and import or call what is named `meanwhile`.
+    Returns the GPUs that its torch sees. Raises CommandError with what is wrong."""
     from penstock.runtime.cluster.cluster import SeenGpu
 
     asked = [graph.to_json() for graph in graphs], asdict(flags)
     what = "the process that tries what the run reads"
-    return tuple(SeenGpu(*gpu) for gpu in ask_child("penstock.runtime.cli.children:inputs", *asked, what=what))
+    found = ask_child("penstock.runtime.cli.children:inputs", *asked, what=what, meanwhile=meanwhile)
+    return tuple(SeenGpu(*gpu) for gpu in found)
 
 
 def ask_child(
-    function: str, *arguments: Any, what: str, deadline: float = DEADLINE, meanwhile: Sequence[str] = ()
+    function: str, *arguments: Any, what: str, deadline: float = DEADLINE, meanwhile: Sequence[Meanwhile] = ()
 ) -> Any:
     """What `function`, an import path, answers in a process of its own; arguments and answer travel as JSON.
 
-    `what` names the process where it fails. The modules `meanwhile` are imported beside it. Raises CommandError for
+    `what` names the process where it fails. Modules are imported `meanwhile`, functions called. Raises CommandError for
     what the function raises, for a process that dies, and after `deadline` seconds; SystemExit for one that has
     printed help or a usage error.
     """
@@ -151,8 +156,11 @@ def ask_child(
         command = [sys.executable, "-m", "penstock.runtime.cli.children", function, str(paper.fileno())]
         child = subprocess.Popen(command, pass_fds=[paper.fileno()])
         try:
-            for module in meanwhile:
-                importlib.import_module(module)
+            for each in meanwhile:
+                if callable(each):
+                    each()
+                else:
+                    importlib.import_module(each)
             with os.fdopen(os.pidfd_open(child.pid)) as ended:
                 if not select.select([ended], [], [], deadline)[0]:
                     raise CommandError(f"{what} has not answered within {deadline:g} s")

@@ -1,6 +1,7 @@
 """One agent per host: starts the ranks that the controller asks for, tells of their ends, and ends with them.
 
-`python -m penstock.runtime.control.agent JOIN_FILE`, started by the launcher, or `penstock agent` on another host.
+`python -m penstock.runtime.control.agent JOIN_FILE`, started by the launcher, or `penstock agent` on another host. One
+with `--early MODULE…` was started before the run (`early`): the child that forks ranks imports the modules meanwhile.
 
 An engine that takes the host away says so with SIGTERM or SIGUSR1, and ends everything some seconds later. The agent
 tells the controller (`Leaving`), and the ranks live on until the run has ended or the grace is over. A second SIGTERM,
@@ -29,6 +30,7 @@ from pathlib import Path
 from time import monotonic
 from types import FrameType
 
+from penstock.runtime.control.early import EARLY, awaited
 from penstock.runtime.control.messages import (
     AgentReady,
     End,
@@ -40,7 +42,7 @@ from penstock.runtime.control.messages import (
     Note,
     signal_name,
 )
-from penstock.runtime.control.process import FOLDER, PACKET_BYTES, borrowed, die_with_parent, kill, start, tail
+from penstock.runtime.control.process import PACKET_BYTES, RUN, borrowed, die_with_parent, kill, start, tail, taken
 from penstock.runtime.control.rendezvous import INTERVAL
 from penstock.runtime.control.security import Join
 from penstock.runtime.control.signals import PREEMPTED, Wish, on_stop
@@ -63,22 +65,57 @@ LEAVE_S = 3.0
 
 
 @dataclass
-class _Forks:
-    """A child that forks ranks, the socket to it, and the names of its ranks that have not ended."""
+class Forks:
+    """A child that forks ranks, the socket to it, and the names of its ranks that have not ended; of one that was
+    started early, the file in memory that its stderr goes to before there is a log."""
 
     door: socket.socket
     child: "subprocess.Popen[bytes]"
     ranks: set[str] = field(default_factory=set)
+    memory: int | None = None
+
+    @classmethod
+    def begin(cls, command: Sequence[str], run: str, log: Path | None, python: str = "") -> "Forks":
+        """Start it. Without a `log` it does not know the folder of its run yet. Raises OSError for an interpreter that
+        cannot be started."""
+        door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Room for the orders of some hundred ranks: the child reads none before it has imported torch.
+        door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        stderr = os.memfd_create("ranks") if log is None else open_append(log)
+        try:
+            with theirs:
+                own = theirs.fileno()
+                child = start(command, run, python=python, environment=ALONE, stdin=own, stderr=stderr)
+        except OSError:
+            door.close()
+            os.close(stderr)
+            raise
+        if log is None:
+            return cls(door, child, memory=stderr)
+        os.close(stderr)
+        return cls(door, child)
+
+    def close(self) -> None:
+        self.door.close()
+        if self.memory is not None:
+            os.close(self.memory)
 
 
 class Agent:
     """The ranks of one host, forked by children of this process, with which they end.
 
     `worker` is the program of such a child (see `serve_forks`); `silence` is how long the controller may be out of
-    reach.
+    reach. `early` is a child that was started before there was a run.
     """
 
-    def __init__(self, join: Join, join_file: Path, worker: Sequence[str] = WORKER, silence: float = SILENCE) -> None:
+    def __init__(
+        self,
+        join: Join,
+        join_file: Path,
+        worker: Sequence[str] = WORKER,
+        silence: float = SILENCE,
+        early: Forks | None = None,
+    ) -> None:
         self._join, self._join_file = join, join_file
         # A Unix socket breaks only when the controller is gone; between hosts a line may come back.
         self._silence = 1.0 if join.endpoint.startswith("ipc://") else silence
@@ -88,24 +125,19 @@ class Agent:
         self._log = self._logs / f"ranks-{join.host}.err"
         self._stderr: dict[str, Path] = {}  # of each rank that has not ended
         # By interpreter; "" is this process's, whose imports begin before the first rank is asked for.
-        self._forks = {"": self._serving((*worker, *join.modules))}
+        if early is None or early.child.poll() is not None:  # one that has ended would end again, and say why
+            early = Forks.begin(worker, join.run, self._log)
+        self._forks = {"": self._opened(early)}
 
-    def _serving(self, command: Sequence[str], python: str = "") -> _Forks:
-        """Start a child that forks ranks. Raises OSError for an interpreter that cannot be started."""
-        door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Room for the orders of some hundred ranks: the child reads none before it has imported torch.
-        door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        with theirs, os.fdopen(open_append(self._log), "ab") as stderr:
-            environment, own = {**ALONE, FOLDER: self._join.folder}, theirs.fileno()
-            try:
-                child = start(command, self._join.run, python=python, environment=environment, stdin=own, stderr=stderr)
-            except OSError:
-                door.close()
-                raise
+    def _opened(self, forks: Forks) -> Forks:
+        """Tell a child that forks ranks of the run, and hear it from now on."""
+        log = "" if forks.memory is None else str(self._log)
+        with suppress(ConnectionError):  # that the child has ended is found by `_tell_ended`
+            forks.door.send(json.dumps([self._join.folder, self._join.modules, log]).encode())
         # It is read until nothing is left, between two heartbeats.
-        door.setblocking(False)
-        self._client.watch(door.fileno())
-        return _Forks(door, child)
+        forks.door.setblocking(False)
+        self._client.watch(forks.door.fileno())
+        return forks
 
     def hear(self, number: int, frame: FrameType | None = None) -> None:
         """A signal. Raises _Ended where it ends the agent at once."""
@@ -159,7 +191,7 @@ class Agent:
                 forks.child.wait(timeout=LAST_S)
             self._tell_ended()
             for forks in self._forks.values():
-                forks.door.close()
+                forks.close()
             sweep(None, folders)
             self._client.close()
 
@@ -181,8 +213,8 @@ class Agent:
         self._stderr[name] = stderr
         if launch.python not in self._forks:
             try:
-                command = borrowed(WORKER_MODULE, *self._join.modules)
-                self._forks[launch.python] = self._serving(command, launch.python)
+                begun = Forks.begin(borrowed(WORKER_MODULE), self._join.run, self._log, launch.python)
+                self._forks[launch.python] = self._opened(begun)
             except OSError as error:
                 what, given = f"pools.{pool_of(launch.replica)}.python", f"{launch.python!r} ({error.strerror})"
                 with os.fdopen(open_append(stderr), "w") as file:
@@ -215,7 +247,7 @@ class Agent:
         for forks in self._forks.values():
             self._hear(forks)
 
-    def _hear(self, forks: _Forks) -> None:
+    def _hear(self, forks: Forks) -> None:
         """Tell what a child has said of its ranks; once it has ended, of those that it has left."""
         packet = b"more"
         while packet:
@@ -232,6 +264,9 @@ class Agent:
         self._client.unwatch(forks.door.fileno())  # its end would be news again and again
         if forks.ranks:
             status = forks.child.wait(timeout=LAST_S)
+            if forks.memory is not None:  # what it has not come to write into the log
+                with os.fdopen(open_append(self._log), "ab") as log:
+                    log.write(taken(forks.memory))
             for name in sorted(forks.ranks):
                 self._exited(name, forks.child.pid, status)
             forks.ranks.clear()
@@ -243,9 +278,10 @@ class Agent:
         self._client.send(Exited(replica, int(rank), pid, max(0, status), max(0, -status), last_lines))
 
 
-def serve(join_file: Path, folder: Path | None = None, grace: float | None = None) -> int:
+def serve(join_file: Path, folder: Path | None = None, grace: float | None = None, early: Forks | None = None) -> int:
     """Be the agent of this host until the run is over; the exit status. `folder` is the run folder here, if it is
     not where the launcher has it; it is made if it is not there. `grace` is this host's, if it is not the run's.
+    `early` is a child that forks ranks and has begun already.
     """
     join = Join.read(join_file)
     if grace is not None:
@@ -259,7 +295,7 @@ def serve(join_file: Path, folder: Path | None = None, grace: float | None = Non
         said = f"penstock agent: host {join.host} has no {join.folder}: {needed} of checkpoints (--folder)"
         print(visible(said), file=sys.stderr)
         return 2
-    agent = Agent(join, join_file)
+    agent = Agent(join, join_file, early=early)
     with on_stop(agent.hear):
         fault = agent.run()
     if fault:
@@ -277,6 +313,9 @@ class _Ended(SystemExit):
 
 def main() -> None:
     die_with_parent()
+    if sys.argv[1:2] == [EARLY]:
+        early = Forks.begin((*WORKER, *sys.argv[2:]), os.environ[RUN], None)
+        sys.exit(serve(Path(awaited()), early=early))
     if len(sys.argv) != 2:
         sys.exit("usage: python -m penstock.runtime.control.agent JOIN_FILE (started by `penstock`)")
     sys.exit(serve(Path(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""The single controller: `python -m penstock.runtime.control.controller RUN_FOLDER`, started by the launcher.
+"""The single controller: `python -m penstock.runtime.control.controller RUN_FOLDER`, started by the launcher, or early.
 
 It owns the only clock and the only server socket. It starts ranks through agents, drives the run's stages through the
 scheduler, and knows of every wait who is waited for and until when. It never imports torch. See `launcher` for what it
@@ -19,6 +19,7 @@ from typing import Any
 from msgspec import structs
 
 from penstock.graph.ir import Firing
+from penstock.runtime.control.early import EARLY, awaited
 from penstock.runtime.control.failure import Failure, FailureCode
 from penstock.runtime.control.listener import WireError, raise_descriptors
 from penstock.runtime.control.messages import (
@@ -398,7 +399,7 @@ def main() -> None:
     die_with_parent()
     leave_end_to_parent()
     raise_descriptors()
-    folder = RunFolder.open(sys.argv[1])
+    folder = RunFolder.open(awaited() if sys.argv[1] == EARLY else sys.argv[1])
     config = RunConfig.load(folder)
     try:
         ranks = {rank_peer(r.name, i): rank.host for r in config.plan.replicas for i, rank in enumerate(r.ranks)}

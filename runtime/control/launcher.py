@@ -8,6 +8,8 @@ It starts `python -m penstock.runtime.control.controller RUN_FOLDER`, which
   (the same for an engine), and `agent HOST REASON` (an agent died);
 - exits with a status of `signals`; with 1 (failed) it has said why in a line of `"kind": "error"`.
 
+The controller and the first local agent may have been started before there was a run (`early`).
+
 Then come the agents, one per host of the cluster: children of this process, agents that the user starts with a join
 file, or those that wait at a desk (`desk`) and that others have started (`starter`). Every child has a session of its
 own, so that Ctrl-C reaches the launcher alone. The first signal asks the controller to stop within `grace` seconds; a
@@ -34,6 +36,7 @@ from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.endpoints import LOOPBACK, socket_file
 from penstock.runtime.control.agents import Agents
 from penstock.runtime.control.desk import Desk
+from penstock.runtime.control.early import AGENT, CONTROLLER, Early
 from penstock.runtime.control.failure import Failure, FailureCode
 from penstock.runtime.control.messages import signal_name
 from penstock.runtime.control.process import describe_exit, kill, read_line, start, sweep_processes, tail
@@ -53,8 +56,6 @@ from penstock.runtime.record.errors import disk_fault
 from penstock.runtime.record.folder import RunFolder, make_folder, open_append
 from penstock.runtime.tensor.shm import SHM, sweep
 
-CONTROLLER = ("-m", "penstock.runtime.control.controller")
-AGENT = ("-m", "penstock.runtime.control.agent")
 # Seconds for agents to end after their controller has.
 LEAVE_S = 3.5
 
@@ -82,7 +83,8 @@ class Launcher:
     """One run's processes. `run` is a new id of letters and digits; `tell` gets every line of the controller, and the
     launcher's own: `{"kind": "error" | "note", "text": …}`, `{"kind": "external", "host": …, "join": file}`. An
     OSError that it raises is a wish to stop. `grace` are the seconds from a wish to stop to the end of everything.
-    Agents that are not local come by the `desk`, if there is one, and `starter` has started them.
+    Agents that are not local come by the `desk`, if there is one, and `starter` has started them. `early` has processes
+    of this run that wait for it.
     """
 
     def __init__(
@@ -99,8 +101,9 @@ class Launcher:
         modules: Sequence[str] = (),
         desk: Desk | None = None,
         starter: Agents | None = None,
+        early: Early | None = None,
     ) -> None:
-        self.desk, self.starter = desk, starter
+        self.desk, self.starter, self.early = desk, starter, early
         self.folder, self.run_id, self.cluster = folder.absolute(), run, cluster
         self.grace, self.wish = grace, Wish()
         self.tell = while_heard(tell, self.wish.ask)
@@ -127,6 +130,8 @@ class Launcher:
                 make_folder(self.folder / "logs")
             except OSError as error:
                 raise disk_fault(self.folder, error) from error
+            if self.early is not None:
+                stack.callback(self.early.close)
             controller = self._start(self.controller, "controller", str(self.folder), report=True)
             stack.callback(self._end, controller)
             self._watch(controller)
@@ -136,8 +141,10 @@ class Launcher:
         self.wish.hear(number)
 
     def _start(self, command: Sequence[str], name: str, argument: str, *, report: bool = False) -> Child:
-        pipe = subprocess.PIPE if report else subprocess.DEVNULL
-        with os.fdopen(open_append(self.folder / "logs" / f"{name}.err"), "ab") as log:
+        pipe, path = subprocess.PIPE if report else subprocess.DEVNULL, self.folder / "logs" / f"{name}.err"
+        with os.fdopen(open_append(path), "ab") as log:
+            if self.early is not None and (child := self.early.take(command, argument, path)):
+                return child
             return start(
                 [*command, argument], self.run_id, environment=self.environment, stdin=pipe, stdout=pipe, stderr=log
             )
@@ -199,6 +206,8 @@ class Launcher:
                 self.agents[host.name] = self._start(self.agent, f"agent-{host.name}", str(path))
             else:
                 self.tell({"kind": "external", "host": host.name, "join": str(path), "endpoint": endpoint})
+        if self.early is not None:  # an agent that no host here needs
+            self.early.close()
 
     def _ask_to_stop(self, controller: Child) -> None:
         self._deadline = monotonic() + self.grace

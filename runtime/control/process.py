@@ -133,6 +133,21 @@ def tail(path: Path) -> str:
     return "\n".join(lines[-_TAIL_LINES:])
 
 
+def log_to(path: Path) -> None:
+    """Have this process's stderr, a file in memory, go to a log from now on, which gets what it holds first."""
+    with os.fdopen(open_append(path), "ab") as log:
+        log.write(taken(2))
+        log.flush()
+        os.dup2(log.fileno(), 2)
+
+
+def taken(descriptor: int) -> bytes:
+    """What a file in memory holds, which has nothing afterwards."""
+    found = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    os.ftruncate(descriptor, 0)
+    return found
+
+
 def processes_of(run: str) -> list[int]:
     """The pids on this host that carry the run's mark, this process not among them."""
     mark = f"{RUN}={run}".encode()
@@ -177,13 +192,22 @@ PACKET_BYTES = 1 << 17
 
 
 def serve_forks(main: Callable[[], None], preload: Sequence[str] = ()) -> None:
-    """Fork a process that calls `main` for each order of the agent at stdin: a rank's [name, environment beside this
-    process's, file of its stdout, file of its stderr]. Kill the rank whose [name] is all of an order. Tell the agent
-    [name, pid, status] when one has ended. When the agent closes its side, or is gone, kill those that are left, tell
-    of them, and remove the segments of this host's dead.
+    """Import `preload`, and what the agent at stdin says first: [the run folder here, more modules, the log that stderr
+    is to go to, or ""]. Then fork a process that calls `main` for each order of the agent: a rank's [name, environment
+    beside this process's, file of its stdout, file of its stderr]. Kill the rank whose [name] is all of an order. Tell
+    the agent [name, pid, status] when one has ended. When the agent closes its side, or is gone, kill those that are
+    left, tell of them, and remove the segments of this host's dead.
     """
     die_with_parent()
     for module in preload:
+        import_module(module)
+    with socket.socket(fileno=os.dup(0)) as door:
+        if not (opening := _order(door)):  # there is no run
+            return
+    os.environ[FOLDER], modules, log = json.loads(opening)
+    if log:
+        log_to(Path(log))
+    for module in modules:
         import_module(module)
     # From here on the end of the agent is seen at the door, and what it has left behind can be removed.
     _prctl(_PR_SET_PDEATHSIG, 0)

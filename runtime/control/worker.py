@@ -32,7 +32,7 @@ HOLD = 0.001
 IDLE = 1.0
 
 # What all ranks import. It takes long, torch above all, and so is imported once for all ranks of a host, with the
-# modules of the run's nodes (`RunConfig.modules`), which are this process's arguments.
+# modules of the run's nodes (`RunConfig.modules`). The arguments are modules to import before there is a run.
 NEEDED = "penstock.runtime.control.rank"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from penstock.graph import load, trace
-from penstock.runtime.cli import base_model, run, tracing
+from penstock.runtime.cli import base_model, run, starting, tracing
 from penstock.runtime.cli.display import Line
 from penstock.runtime.cli.flags import RunFlags
 from penstock.runtime.cli.launching import finish, summary_text
@@ -49,7 +49,7 @@ def summary_of(path: Path) -> Any:
 def test_a_run_writes_what_it_is_before_it_starts(processes: Processes, out: Path, capsys: Output) -> None:
     words = ["--lag", "2", "--updates", "7", "--generators", "2", "--transport", "shm", "--data", "arithmetic"]
     (out.parent / "arithmetic").write_text("a file of that name is not meant")
-    assert run.main(["toy", *words, "--out", str(out), "--json"]) == 0
+    assert starting.run(["toy", *words, "--out", str(out), "--json"]) == 0
     (config,) = processes.configs
     assert (config.graph["broadcast"].lag, config.flags.updates, config.flags.transport) == (2, 7, "shm")
     assert config.flags.data == "arithmetic"
@@ -60,7 +60,7 @@ def test_a_run_writes_what_it_is_before_it_starts(processes: Processes, out: Pat
     assert (last["status"], last["accuracy_before"], last["accuracy_after"]) == ("done", 0.382, 0.934)
     assert {"updates", "groups", "wall_s", "command_s"} <= last.keys()
     with pytest.raises(RecordError, match="holds a run already"):
-        run.main(["toy", "--out", str(out)])
+        starting.run(["toy", "--out", str(out)])
     assert len(processes.configs) == 1
 
 
@@ -104,7 +104,7 @@ def test_a_controller_that_could_not_write_leaves_a_summary_of_what_it_did(
     processes.status, processes.summary, processes.lines = FAILED, None, [{"kind": "error", "text": why}]
     rows = [{"update": n, "version": n + 1, "groups": 8, "reward_mean": 0.5} for n in (3, 4)]
     processes.files = {"metrics.jsonl": "".join(json.dumps(row) + "\n" for row in rows)}
-    assert run.main(["toy", "--out", str(out), "--json"]) == 1
+    assert starting.run(["toy", "--out", str(out), "--json"]) == 1
     said = capsys.readouterr()
     last = json.loads(said.out.splitlines()[-1])
     assert last == summary_of(out)
@@ -120,7 +120,7 @@ def test_a_run_whose_folder_was_moved_has_its_summary_there_and_nothing_in_its_p
         out.rename(out.with_name("moved"))
 
     processes.status, processes.last = FAILED, move
-    assert run.main(["toy", "--out", str(out), "--json"]) == 1
+    assert starting.run(["toy", "--out", str(out), "--json"]) == 1
     assert [path.name for path in out.parent.iterdir()] == ["moved"]
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary == summary_of(out.with_name("moved"))
@@ -140,7 +140,7 @@ def test_a_summary_that_cannot_be_written_is_printed_all_the_same(
         write(folder, name, value)
 
     monkeypatch.setattr(RunFolder, "write_json", full)
-    assert run.main(["toy", "--out", str(out), "--json"]) == 1
+    assert starting.run(["toy", "--out", str(out), "--json"]) == 1
     said = capsys.readouterr()
     assert json.loads(said.out.splitlines()[-1])["status"] == "failed"
     assert "summary.json: cannot be written" in said.err
@@ -148,7 +148,7 @@ def test_a_summary_that_cannot_be_written_is_printed_all_the_same(
 
 def test_a_summary_that_the_controller_outlived_takes_its_status(processes: Processes, out: Path) -> None:
     processes.status, processes.lines = FAILED, [{"kind": "error", "text": "trace.json: cannot be written"}]
-    assert run.main(["toy", "--out", str(out)]) == 1
+    assert starting.run(["toy", "--out", str(out)]) == 1
     summary = summary_of(out)
     assert (summary["status"], summary["error"]) == ("failed", "trace.json: cannot be written")
 
@@ -156,7 +156,7 @@ def test_a_summary_that_the_controller_outlived_takes_its_status(processes: Proc
 def test_a_report_that_cannot_be_drawn_changes_nothing_of_the_run(
     processes: Processes, tmp_path: Path, capsys: Output, monkeypatch: Patch
 ) -> None:
-    assert run.main(["toy", "--out", str(tmp_path / "one")]) == 0
+    assert starting.run(["toy", "--out", str(tmp_path / "one")]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown.index("training …") < shown.index("status     done")  # the display is closed first
     assert any(line.startswith("report     ") for line in shown)
@@ -166,7 +166,7 @@ def test_a_report_that_cannot_be_drawn_changes_nothing_of_the_run(
         raise ZeroDivisionError("of ours")
 
     monkeypatch.setattr("penstock.runtime.report.write.read_facts", broken)
-    assert run.main(["toy", "--out", str(tmp_path / "two"), "--json"]) == 0
+    assert starting.run(["toy", "--out", str(tmp_path / "two"), "--json"]) == 0
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last == summary_of(tmp_path / "two")
     assert last["status"] == "done"
@@ -175,7 +175,7 @@ def test_a_report_that_cannot_be_drawn_changes_nothing_of_the_run(
 def test_a_language_model_starts_from_the_base(processes: Processes, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(run, "base_model", lambda data, tell: Path("/cache/base"))
     for name, words in (("a", ["aipo"]), ("b", ["aipo", "--model", "new"]), ("c", ["sft"])):
-        run.main([*words, "--out", str(tmp_path / name)])
+        starting.run([*words, "--out", str(tmp_path / name)])
     assert [config.flags.model for config in processes.configs] == ["/cache/base", "", ""]
 
     def fail(data: str, tell: object) -> None:
@@ -183,7 +183,7 @@ def test_a_language_model_starts_from_the_base(processes: Processes, tmp_path: P
 
     monkeypatch.setattr(run, "base_model", fail)
     with pytest.raises(CommandError, match="could not be built"):
-        run.main(["aipo", "--out", str(tmp_path / "run")])
+        starting.run(["aipo", "--out", str(tmp_path / "run")])
     assert not (tmp_path / "run").exists()
 
 
@@ -193,7 +193,7 @@ def test_a_language_model_starts_from_the_base(processes: Processes, tmp_path: P
 @pytest.fixture
 def finished(processes: Processes, out: Path) -> RunFolder:
     """A run of five updates that is done."""
-    run.main(["toy", "--updates", "5", "--out", str(out)])
+    starting.run(["toy", "--updates", "5", "--out", str(out)])
     folder = RunFolder.open(out)
     complete_checkpoint(folder, begin_checkpoint(folder, "r", 5), CUT, {})
     return folder
@@ -211,7 +211,7 @@ def test_a_tracker_without_its_client_is_refused_before_anything_is_written(
     for name in trackers.NAMES:
         match = rf"^--track {name}: .* pip install 'penstock\[{name}\]'$"
         with pytest.raises(CommandError, match=match):
-            run.main(["toy", "--out", str(tmp_path / "new"), "--track", name])
+            starting.run(["toy", "--out", str(tmp_path / "new"), "--track", name])
         with pytest.raises(CommandError, match=match):
             resume(finished, "--updates", 9, "--track", name)
     assert len(processes.configs) == 1
@@ -379,7 +379,7 @@ def stopped(processes: Processes, tmp_path: Path, monkeypatch: Patch) -> RunFold
     monkeypatch.chdir(home)
     processes.status, processes.summary = INTERRUPTED, {**SUMMARY, "status": "stopped"}
     given = "--shelf shelf --data d.jsonl --eval-data e --row needy.py:row --model m --device cpu"
-    assert run.main(["needy.py:needy", *given.split(), "--out", "run"]) == INTERRUPTED
+    assert starting.run(["needy.py:needy", *given.split(), "--out", "run"]) == INTERRUPTED
     monkeypatch.chdir(tmp_path)
     processes.status, processes.summary = DONE, SUMMARY
     return RunFolder.open(home / "run")
@@ -567,19 +567,19 @@ def test_one_command_line_starts_a_run_goes_on_with_it_and_ends_well_when_all_is
     command = [*AUTO, "--updates", "9", "--out", str(out)]
     processes.status, processes.summary = PREEMPTED, SUMMARY | {"status": "stopped"}
     processes.last = lambda folder: saved_at(folder, 5)
-    assert run.main(command) == 75
+    assert starting.run(command) == 75
     processes.status, processes.summary = DONE, SUMMARY
     processes.last = lambda folder: saved_at(folder, 9)
-    assert run.main([*command, "--grace", "60", "--keep", "3"]) == 0
+    assert starting.run([*command, "--grace", "60", "--keep", "3"]) == 0
     first, second = processes.configs
     assert second == replace(first, flags=replace(first.flags, grace=60.0, keep=3))
     capsys.readouterr()
-    assert run.main(command) == 0
+    assert starting.run(command) == 0
     assert "all 9 updates are done" in capsys.readouterr().out
-    assert run.main([*command, "--json"]) == 0
+    assert starting.run([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == summary_of(out)
     assert len(processes.configs) == 2
-    assert run.main([*AUTO, "--updates", "12", "--out", str(out)]) == 0
+    assert starting.run([*AUTO, "--updates", "12", "--out", str(out)]) == 0
     assert processes.configs[2].flags.updates == 12
 
 
@@ -598,10 +598,10 @@ def test_one_command_line_starts_a_run_goes_on_with_it_and_ends_well_when_all_is
 def test_a_run_of_another_command_line_is_refused_with_the_differences(
     processes: Processes, out: Path, words: tuple[str, ...], said: list[str]
 ) -> None:
-    assert run.main([*AUTO, "--out", str(out)]) == 0
+    assert starting.run([*AUTO, "--out", str(out)]) == 0
     before = sorted((path, path.stat().st_mtime_ns) for path in out.rglob("*"))
     with pytest.raises(CommandError) as refused:
-        run.main([*words, "--resume", "auto", "--out", str(out)])
+        starting.run([*words, "--resume", "auto", "--out", str(out)])
     assert [text for text in said if text not in str(refused.value)] == []
     assert refused.value.status == 2
     assert sorted((path, path.stat().st_mtime_ns) for path in out.rglob("*")) == before
@@ -612,12 +612,12 @@ def test_going_on_by_itself_needs_a_folder_that_is_named_and_no_run_that_is_aliv
     processes: Processes, out: Path
 ) -> None:
     with pytest.raises(CommandError, match="given no --out DIR"):
-        run.main([*AUTO])
-    assert run.main([*AUTO, "--out", str(out)]) == 0
+        starting.run([*AUTO])
+    assert starting.run([*AUTO, "--out", str(out)]) == 0
     alive = RunFolder.open(out)
     alive.lock()
     with pytest.raises(RecordError, match="a run is alive there"):
-        run.main([*AUTO, "--updates", "99", "--out", str(out)])
+        starting.run([*AUTO, "--updates", "99", "--out", str(out)])
     alive.unlock()
 
 
@@ -626,12 +626,12 @@ def test_what_was_killed_before_it_had_begun_is_begun_anew(processes: Processes,
     killed.write_json("graph.json", {})
     killed.unlock()
     with pytest.raises(RecordError, match="holds files already"):
-        run.main(["toy", "--out", str(out)])
-    assert run.main([*AUTO, "--out", str(out)]) == 0
+        starting.run(["toy", "--out", str(out)])
+    assert starting.run([*AUTO, "--out", str(out)]) == 0
     (out / "config.json").unlink()
     (out / "notes.txt").write_text("mine")
     with pytest.raises(RecordError, match="holds"):
-        run.main([*AUTO, "--out", str(out)])
+        starting.run([*AUTO, "--out", str(out)])
     assert (out / "notes.txt").read_text() == "mine"
 
 
@@ -653,7 +653,7 @@ def on_two(processes: Processes, tmp_path: Path, out: Path) -> RunFolder:
     """A run on hosts a and b that was preempted."""
     processes.status, processes.last = PREEMPTED, lambda folder: saved_at(folder, 5)
     cluster = hosts_file(tmp_path / "two.toml", "a", "b", pools='generator = "b"')
-    assert run.main([*AUTO, "--updates", "9", "--cluster", str(cluster), "--out", str(out)]) == 75
+    assert starting.run([*AUTO, "--updates", "9", "--cluster", str(cluster), "--out", str(out)]) == 75
     assert hosts_of(processes.configs[0]) == {"generator/0": "b", "scorer/0": "a", "trainer/0": "a"}
     processes.status, processes.last = DONE, bool
     return RunFolder.open(out)
@@ -669,7 +669,7 @@ def test_hosts_of_other_names_take_the_places_of_the_former_ones(
         assert resume(on_two, "--cluster", cluster) == 0
     else:
         words = ("--updates", "9", "--cluster", str(cluster), "--out", str(on_two.path))
-        assert run.main([*AUTO, *words]) == 0
+        assert starting.run([*AUTO, *words]) == 0
     first, second = processes.configs
     assert hosts_of(second) == {"generator/0": "n8", "scorer/0": "n7", "trainer/0": "n7"}
     assert [r.ranks[0].threads for r in first.plan.replicas] == [r.ranks[0].threads for r in second.plan.replicas]

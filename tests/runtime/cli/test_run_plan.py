@@ -185,10 +185,10 @@ def test_a_run_refuses_what_check_does_and_leaves_no_folder(planned: Path, refus
 
 
 def test_the_flags_that_a_plan_does_not_decide_are_the_users(planned: Path, processes: Processes) -> None:
-    from penstock.runtime.cli import run
+    from penstock.runtime.cli import starting
 
     words = "--plan cpu.json --updates 3 --seed 5 --data arithmetic:3 --wire bfloat16 --lr 1e-2 --out run"
-    assert run.main(["aipo", *words.split()]) == 0
+    assert starting.run(["aipo", *words.split()]) == 0
     (config,) = processes.configs
     flags = config.flags
     assert (flags.updates, flags.seed, flags.data, flags.wire) == (3, 5, "arithmetic:3", "bfloat16")
@@ -203,11 +203,11 @@ def started(processes: Processes, capsys: pytest.CaptureFixture[str]) -> Started
     """The run of such a command as it starts, and the lines that were said before."""
 
     def start(words: str) -> tuple[RunConfig, list[str]]:
-        from penstock.runtime.cli import run
+        from penstock.runtime.cli import starting
 
         capsys.readouterr()
         number = len(processes.configs)
-        assert run.main(["aipo", "--out", f"run{number}", "--model", "m", *words.split()]) == 0
+        assert starting.run(["aipo", "--out", f"run{number}", "--model", "m", *words.split()]) == 0
         return processes.configs[-1], capsys.readouterr().out.partition("training …")[0].splitlines()
 
     return start

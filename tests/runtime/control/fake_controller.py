@@ -13,6 +13,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
+from penstock.runtime.control.early import EARLY, awaited
 from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Launch, Ready
 from penstock.runtime.control.process import die_with_parent
 from penstock.runtime.control.security import Door
@@ -40,11 +41,12 @@ def talk() -> None:
 def main() -> int:
     die_with_parent()
     leave_end_to_parent()
+    folder = Path(awaited() if sys.argv[1] == EARLY else sys.argv[1])
     mode = os.environ["FAKE_CONTROLLER"]
     if mode == "raise":
         raise RuntimeError("no such graph")
     ranks = {f"{host}-pool/0:0": host for host in os.environ["FAKE_HOSTS"].split()}
-    server = Server(Door.read(Path(sys.argv[1]) / "keys" / "controller.json"), ranks)
+    server = Server(Door.read(folder / "keys" / "controller.json"), ranks)
     threading.Thread(target=listen, daemon=True).start()
     print("a library says hello", flush=True)
     say(kind="listening", endpoint=server.endpoint)

@@ -1,0 +1,88 @@
+"""Processes that are started before there is a run become those of the run, or end."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.control.early import Early
+from penstock.runtime.control.launcher import Launcher
+from penstock.runtime.control.process import processes_of
+
+from .fake_launch import HERE
+from .sockets import until
+
+pytestmark = pytest.mark.timeout(300)
+CONTROLLER, AGENT = (str(HERE / "fake_controller.py"),), (str(HERE / "fake_agent.py"),)
+LOCAL = Cluster(hosts=(Host(name="local", cores=1),))
+FORKS = 3
+"""The controller, the agent, and what forks the ranks."""
+
+
+@pytest.fixture
+def early(monkeypatch: pytest.MonkeyPatch) -> Iterator[Early]:
+    for name, value in {"FAKE_CONTROLLER": "done", "FAKE_HOSTS": "local"}.items():
+        monkeypatch.setenv(name, value)
+    made = Early()
+    yield made
+    made.close()
+
+
+def begun(early: Early) -> list[int]:
+    early.begin([], AGENT, CONTROLLER)
+    found: list[int] = until(lambda: len(found := processes_of(early.run)) == FORKS and found)
+    return found
+
+
+def words(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def launched(early: Early, folder: Path, cluster: Cluster = LOCAL) -> list[dict[str, Any]]:
+    """What a run says that is done; nothing is left of it."""
+    lines: list[dict[str, Any]] = []
+    launcher = Launcher(
+        folder, early.run, cluster, lines.append, grace=60.0, controller=CONTROLLER, agent=AGENT, early=early
+    )
+    assert launcher.run() == 0, lines
+    assert processes_of(early.run) == []
+    return lines
+
+
+def ready(lines: list[dict[str, Any]]) -> set[int]:
+    """The controller's pid and those of agents and ranks."""
+    (said,) = (line for line in lines if line["kind"] == "ready")
+    return {said["controller"], *said["pids"].values()}
+
+
+def test_a_run_takes_the_processes_that_wait_for_it(early: Early, tmp_path: Path) -> None:
+    waiting = begun(early)
+    assert len(ready(launched(early, tmp_path)) & set(waiting)) == 2  # the third one is the ranks' parent
+    assert "said by an early agent" in (tmp_path / "logs" / "agent-local.err").read_text()
+    assert "said by a rank" in (tmp_path / "logs" / "local-pool-0-0.err").read_text()
+
+
+def test_those_that_nobody_takes_end(early: Early) -> None:
+    begun(early)
+    early.close()
+    assert until(lambda: not processes_of(early.run))
+
+
+def test_those_that_have_ended_are_started_again(early: Early, tmp_path: Path) -> None:
+    for pid in begun(early):
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not any(words(pid) for pid in processes_of(early.run)))
+    assert ready(launched(early, tmp_path))
+
+
+def test_what_was_to_fork_ranks_and_has_ended_is_started_again(early: Early, tmp_path: Path) -> None:
+    begun(early)
+    # A process that has just been forked shows its parent's words.
+    (forks,) = until(lambda: [pid for pid in processes_of(early.run) if "fake_rank.py" in words(pid)])
+    os.kill(forks, signal.SIGKILL)
+    until(lambda: not words(forks))
+    assert ready(launched(early, tmp_path))
