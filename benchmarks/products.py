@@ -1,8 +1,9 @@
-"""What one update's matrix products take by themselves: the limit that `train` is set beside.
+"""What one update's matrix products take by themselves: the limit that `train` is set beside; and the machine's peak.
 
 Products of the shapes, dtype and sizes of `aipo`'s update and decode steps, on all cores at once and nothing between
 them: no sampling, attention, norms, loss, optimizer, weights on their way, and no waiting. What a system takes beyond
-that is its own; what is below it, this library and machine cannot do.
+that is its own; what is below it, this library and machine cannot do. Each product is by the fastest of torch, our own
+kernels, and a weight that is packed for it.
 """
 
 from collections.abc import Callable
@@ -10,11 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
 
 import torch
-from torch.nn.functional import linear
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.nodes.model import kernels
 
 MICRO_TOKENS = 2048
 """Tokens that a product of the update takes at once."""
 REPEATS = 20
+LARGE = 1024
+"""Rows and columns of the product by which the peak is measured."""
 
 
 def inner_size(hidden: int) -> int:
@@ -36,13 +42,39 @@ def limit_s(hidden: int, layers: int, rows: int, prompt: float, response: float,
     for times, outputs, inputs in shapes(hidden, layers):
         wide, narrow = (torch.randn(MICRO_TOKENS, size, dtype=kind) for size in (outputs, inputs))
         weight, one = torch.randn(outputs, inputs, dtype=kind), torch.randn(rows, inputs, dtype=kind)
-        turned, flat = weight.T, wide.T
-        forward += times * _core_s(lambda w=weight, x=narrow: linear(x, w), cores)
-        backward += times * _core_s(lambda w=turned, y=wide, x=narrow, t=flat: (linear(y, w), t @ x), cores)
-        decode += times * _core_s(lambda w=weight, x=one: linear(x, w), cores)
+        forward += times * _fastest_s(narrow, weight, cores)
+        backward += times * (_fastest_s(wide, weight.T.contiguous(), cores) + _gradient_s(wide, narrow, cores))
+        decode += times * _fastest_s(one, weight, cores)
     learned = rows * (prompt + response) / MICRO_TOKENS * (forward + backward)
     written = rows * prompt / MICRO_TOKENS * forward + response * decode
     return (learned + written) / cores
+
+
+def flops(hidden: int, layers: int, rows: int, prompt: float, response: float) -> float:
+    """Of the products of such an update: one pass to sample and one to learn, and the backward pass of twice its."""
+    weights = sum(times * outputs * inputs for times, outputs, inputs in shapes(hidden, layers))
+    return 4 * 2.0 * weights * rows * (prompt + response)
+
+
+def peak(dtype: str, cores: int) -> float:
+    """FLOP/s of all cores together in a large product."""
+    x, weight = (torch.randn(LARGE, LARGE, dtype=getattr(torch, dtype)) for _ in range(2))
+    return cores * 2.0 * LARGE**3 / _fastest_s(x, weight, cores)
+
+
+def _fastest_s(x: Tensor, weight: Tensor, cores: int) -> float:
+    """Seconds of one core for x @ weight.T."""
+    ways: list[Callable[[], object]] = [lambda: functional.linear(x, weight), lambda: kernels.linear(x, weight)]
+    if (ordered := kernels.packed(weight, len(x))) is not None:
+        ways.append(lambda: kernels.multiplied(x, ordered))
+    return min(_core_s(way, cores) for way in ways)
+
+
+def _gradient_s(wide: Tensor, narrow: Tensor, cores: int) -> float:
+    """Seconds of one core for a weight's gradient."""
+    turned, other = wide.T.contiguous(), narrow.T.contiguous()
+    ways: list[Callable[[], object]] = [lambda: wide.T @ narrow, lambda: kernels.linear(turned, other)]
+    return min(_core_s(way, cores) for way in ways)
 
 
 def _core_s(product: Callable[[], object], cores: int) -> float:

@@ -1,11 +1,15 @@
 """Completions per second of `aipo` at lag 0 and 1, and of TRL's GRPOTrainer, on the same cores, in one run.
 
-    python benchmarks/train.py [--hidden 256 --layers 4] [--dtype float32] [--keep]
+    python benchmarks/train.py [--model 3M | 11M | 25M] [--dtype bfloat16 | float32 | both] [--keep]
 
 Same model shape (a CausalLM, randomly initialised, the same weights for all), prompts, samples, tokens and dtype; each
-system is given all cores: TRL as threads of one process, Penstock as its own plan shares them out. Without `--dtype`
-both are measured: float32, and bfloat16 where the CPU multiplies it. TRL is the extra `bench`; without it that row is
-missing, and said so. The row `products alone` is the limit of `products`: what no system can pass with this library.
+system is given all cores: TRL as threads of one process, Penstock as its own plan shares them out. The systems take
+turns. A figure is of single updates: the median, the slowest and the fastest. TRL is the extra `bench`; without it that
+row is missing, and said so. A model in bfloat16 takes under five minutes on two cores.
+
+`products alone` is the limit of `products`: what no system can pass with this library. Over TRL it says which gain is
+possible at all. `TFLOP/s` counts the products of an update (`products.flops`) by its seconds, and `of the peak` divides
+that by the rate of a large product on all cores, measured in the same run.
 """
 
 import argparse
@@ -16,13 +20,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
-from products import inner_size, limit_s
+from products import flops, inner_size, limit_s, peak
 from report import publish, spread
 
+MODELS = {"3M": (256, 4, 12, 2), "11M": (384, 6, 8, 2), "25M": (512, 8, 8, 1)}
+"""Width, layers, updates of a run, and runs of each system."""
 PROMPTS, SAMPLES, TOKENS = 16, 8, 64
 PROMPT_TOKENS = 6
 """Of most problems: a sum of two numbers below a hundred, character by character."""
@@ -70,19 +77,19 @@ def problems(count: int) -> list[dict[str, str]]:
     return [{"question": f"{a}+{b}=", "answer": f"#### {a + b}"} for a, b in pairs]
 
 
-def penstock(model: Path, data: Path, lag: int, updates: int, dtype: str, folder: Path) -> dict[str, float]:
-    """Seconds of the median update after the first few, and the tokens of a response."""
+def penstock(model: Path, data: Path, lag: int, updates: int, dtype: str, folder: Path) -> dict[str, Any]:
+    """Seconds of each update after the first few, and the tokens of a response."""
     command = [sys.executable, "-m", "penstock.runtime.cli.main", "run", "aipo", "--plain", f"--lag={lag}"]
     command += ["--model", str(model), "--data", str(data), "--eval-groups=0", f"--dtype={dtype}", "--lr=1e-4"]
     command += [f"--batch={PROMPTS}", f"--samples={SAMPLES}", f"--max-tokens={TOKENS}", f"--updates={updates}"]
     command += [f"--slots={PROMPTS * SAMPLES}", "--out", str(folder)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=900)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    seconds = sorted(b["time_s"] - a["time_s"] for a, b in pairwise(rows[2:]))
-    return {"step_s": seconds[len(seconds) // 2], "tokens": rows[-1]["tokens"] / (PROMPTS * SAMPLES)}
+    seconds = [b["time_s"] - a["time_s"] for a, b in pairwise(rows[2:])]
+    return {"step_s": seconds, "tokens": fmean(row["tokens"] for row in rows[3:]) / (PROMPTS * SAMPLES)}
 
 
-def trl(model: Path, data: Path, updates: int, dtype: str, folder: Path) -> dict[str, float] | None:
+def trl(model: Path, data: Path, updates: int, dtype: str, folder: Path) -> dict[str, Any] | None:
     """The same of TRL in a process of its own; None where TRL is not installed."""
     command = [sys.executable, __file__, "--trl", str(model), str(data), str(updates), dtype, str(folder)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "WANDB_DISABLED": "true", "CUDA_VISIBLE_DEVICES": ""}
@@ -91,7 +98,7 @@ def trl(model: Path, data: Path, updates: int, dtype: str, folder: Path) -> dict
         return None
     if done.returncode:
         raise RuntimeError(f"TRL ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    found: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 
@@ -145,8 +152,8 @@ def run_trl(model: str, data: str, updates: int, dtype: str, folder: str) -> Non
     )
     trainer.add_callback(Clock())
     trainer.train()
-    seconds = sorted(b - a for a, b in pairwise(ends[1:]))
-    print(json.dumps({"step_s": seconds[len(seconds) // 2], "tokens": lengths[-2]}))
+    seconds = [b - a for a, b in pairwise(ends[1:])]
+    print(json.dumps({"step_s": seconds, "tokens": fmean(lengths[2:updates])}))
 
 
 def multiplies_bfloat16() -> bool:
@@ -161,46 +168,63 @@ def main() -> None:
         run_trl(model, data, int(updates), dtype, folder)
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"])
-    parser.add_argument("--updates", type=int, default=12)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/train.json")
+    parser.add_argument("--model", choices=MODELS, default="3M")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "both"], help="bfloat16 if the CPU multiplies it")
+    parser.add_argument("--updates", type=int, help="of a run")
+    parser.add_argument("--repeats", type=int, help="runs of each system")
+    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/train_MODEL.json")
     args = parser.parse_args()
-    dtypes = [args.dtype] if args.dtype else ["float32", *(["bfloat16"] if multiplies_bfloat16() else [])]
-    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    hidden, layers, updates, repeats = MODELS[args.model]
+    updates, repeats = args.updates or updates, args.repeats or repeats
+    if args.dtype == "both":
+        dtypes = ["float32", "bfloat16"]
+    else:
+        dtypes = [args.dtype or ("bfloat16" if multiplies_bfloat16() else "float32")]
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
-        parameters = write_model(place / "model", args.hidden, args.layers)
+        parameters = write_model(place / "model", hidden, layers)
         data = place / "problems.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in problems(2000)))
-        for turn, dtype in product(range(args.repeats), dtypes):
-            for lag in (0, 1):
-                out = place / f"penstock-{dtype}-{lag}-{turn}"
-                run = penstock(place / "model", data, lag, args.updates, dtype, out)
-                found.setdefault((dtype, f"lag {lag}"), []).append(run)
-            other = trl(place / "model", data, max(6, args.updates // 2), dtype, place / "trl")
-            found.setdefault((dtype, "trl"), []).extend([other] if other is not None else [])
-            limit = limit_s(args.hidden, args.layers, PROMPTS * SAMPLES, PROMPT_TOKENS, run["tokens"], dtype, CORES)
-            found.setdefault((dtype, "products alone"), []).append({"step_s": limit, "tokens": run["tokens"]})
-    rows: list[dict[str, Any]] = []
-    for (dtype, system), runs in found.items():
-        if not runs:
-            print(f"{dtype} {system}: not installed (pip install 'penstock[bench]'), left out")
-            continue
-        rate = spread([PROMPTS * SAMPLES / run["step_s"] for run in runs])
-        tokens = runs[-1]["tokens"]
-        rows.append({"dtype": dtype, "system": system, "completions_per_s": rate, "response_tokens": tokens})
-    base = {row["dtype"]: row["completions_per_s"]["median"] for row in rows if row["system"] == "trl"}
-    for row in rows:
-        if row["dtype"] in base:
-            row["over_trl"] = row["completions_per_s"]["median"] / base[row["dtype"]]
-        ratio = f", {row['over_trl']:.2f} times TRL" if "over_trl" in row else ""
-        print(f"{row['dtype']} {row['system']}: {row['completions_per_s']['median']:.1f} completions/s{ratio}")
-    shape = {"parameters": parameters, "hidden": args.hidden, "layers": args.layers}
-    setup = {**shape, "prompts": PROMPTS, "samples": SAMPLES, "max_tokens": TOKENS}
-    publish("train", {"setup": setup, "rows": rows}, args.keep)
+        for dtype in dtypes:
+            rows += measured(place, data, dtype, hidden, layers, updates, repeats)
+    shape = {"parameters": parameters, "hidden": hidden, "layers": layers}
+    setup = {**shape, "prompts": PROMPTS, "samples": SAMPLES, "max_tokens": TOKENS, "runs": repeats}
+    publish(f"train_{args.model}", {"setup": setup, "rows": rows}, args.keep)
+
+
+def measured(
+    place: Path, data: Path, dtype: str, hidden: int, layers: int, updates: int, repeats: int
+) -> list[dict[str, Any]]:
+    """A row per system, with all its updates of all runs."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for turn in range(repeats):
+        for lag in (0, 1):
+            out = place / f"penstock-{dtype}-{lag}-{turn}"
+            found.setdefault(f"lag {lag}", []).append(penstock(place / "model", data, lag, updates, dtype, out))
+        if (other := trl(place / "model", data, max(6, updates // 2), dtype, place / "trl")) is not None:
+            found.setdefault("trl", []).append(other)
+    if "trl" not in found:
+        print(f"{dtype} trl: not installed (pip install 'penstock[bench]'), left out")
+    tokens = found["lag 1"][-1]["tokens"]
+    limit = limit_s(hidden, layers, PROMPTS * SAMPLES, PROMPT_TOKENS, tokens, dtype, CORES)
+    found["products alone"] = [{"step_s": [limit], "tokens": tokens}]
+    most, per_update = peak(dtype, CORES), PROMPTS * SAMPLES
+    rows = []
+    for system, runs in found.items():
+        seconds = [second for run in runs for second in run["step_s"]]
+        tokens, median_s = fmean(run["tokens"] for run in runs), median(seconds)
+        rate = flops(hidden, layers, per_update, PROMPT_TOKENS, tokens) / median_s
+        row: dict[str, Any] = {"dtype": dtype, "system": system}
+        row["completions_per_s"] = spread([per_update / each for each in seconds])
+        if "trl" in found:
+            theirs = median(second for run in found["trl"] for second in run["step_s"])
+            row["over_trl"] = round(theirs / median_s, 2)
+        row |= {"response_tokens": tokens, "TFLOP/s": round(rate / 1e12, 3), "of the peak": round(rate / most, 2)}
+        rows.append(row)
+        ratio = f", {row['over_trl']} times TRL" if "over_trl" in row else ""
+        print(f"{dtype} {system}: {per_update / median_s:.1f} completions/s{ratio}, {rate / most:.0%} of the peak")
+    return rows
 
 
 if __name__ == "__main__":
