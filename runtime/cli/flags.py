@@ -184,9 +184,12 @@ class AgentsFlags(StartFlags):
 class SubmitFlags:
     """Flags of a run that is handed to a cluster manager"""
 
+    submit: bool = False
+    """With --on slurm, hand the run over as a batch job, and follow it. Behind a -- stand options of sbatch, such as
+    --nodes 4 --gpus-per-node 8, or --array 0-4 for a run with each of these seeds."""
     dry_run: bool = False
-    """Print what a cluster manager would be given, and give it nothing: with --on kubernetes, manifests for
-    `kubectl apply -f -`, which have a secret."""
+    """Print what a cluster manager would be given, and give it nothing: with --on slurm --submit, the batch script;
+    with --on kubernetes, manifests for `kubectl apply -f -`, which have a secret."""
     image: Annotated[str, Shown("IMAGE", "none")] = ""
     """With --on kubernetes, the container image, which has penstock and the program."""
     claim: Annotated[str, Shown("NAME", "none")] = ""

@@ -14,6 +14,7 @@ has again (`Submission.words`); flags of the job; and those behind a `--`, which
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from datetime import datetime
 from secrets import token_hex
 
 from penstock.runtime.cli.enrolling import tell
@@ -21,7 +22,9 @@ from penstock.runtime.cli.flags import AgentsFlags, RunFlags, SubmitFlags
 from penstock.runtime.cli.tracing import CommandError, Traced, usage_errors
 from penstock.runtime.control.security import DeskKeys
 from penstock.runtime.control.signals import DONE, FAILED
-from penstock.runtime.managers import kubernetes
+from penstock.runtime.managers import kubernetes, slurm_jobs
+from penstock.runtime.record.errors import disk_fault, visible
+from penstock.runtime.record.folder import absolute, default_path
 
 # Flags that say where and how this command is to work; a job's command has its own.
 HERE = {
@@ -34,7 +37,7 @@ HERE = {
 # Seconds for a controller to start in a cluster, and then for its agents to come: nodes may have to be started, and
 # images of some GB pulled.
 STARTUP_S = 900.0
-# Seconds from a Pod's first signal to its end, where nobody says another number.
+# Seconds from a job's first signal to its end, where nobody says another number.
 GRACE_S = 60.0
 
 
@@ -157,6 +160,56 @@ def _workload(asked: Submission) -> kubernetes.Workload:
         )
 
 
+# Slurm ----------------------------------------------------------------------------------------------------
+
+
+def on_slurm(asked: Submission) -> int:
+    """A batch job: see `managers/slurm_jobs.py`."""
+    asked.traced.sound()
+    job = _job(asked)
+    if asked.flags.dry_run:
+        said = {"script": job.text(), "file": str(job.script)}
+        print(json.dumps(said) if asked.flags.json else said["script"], end="")
+        return DONE
+    number = ""
+    try:
+        number = slurm_jobs.submit(job)
+        tell(f"job {number} is submitted, its script is {job.script}; {slurm_jobs.hints(job, number)}")
+        done = slurm_jobs.follow(job, number, tell, lambda text: print(visible(text), end="", flush=True))
+    except slurm_jobs.SlurmError as error:
+        goes_on = f"; job {number} goes on: {slurm_jobs.hints(job, number)}" if number else ""
+        raise CommandError(f"{error}{goes_on}") from None
+    except OSError as error:
+        raise disk_fault(job.folder, error, choice="--out DIR") from error
+    except KeyboardInterrupt:
+        if number:
+            tell(f"job {number} goes on; {slurm_jobs.hints(job, number)}")
+        raise
+    if not done:
+        tell(f"job {number} has not ended well; what it said is in {job.folder}")
+    return DONE if done else FAILED
+
+
+def _job(asked: Submission) -> slurm_jobs.Job:
+    flags, typed = asked.flags, asked.traced.typed
+    grace = flags.grace if "grace" in typed else GRACE_S
+    agents = ("--agents", str(flags.agents)) if flags.agents else ()
+    how = ("--plain", "--resume", "auto", "--grace", f"{grace:g}", "--on", "slurm", *agents)
+    out = flags.out or default_path(asked.traced.name, datetime.now())
+    with usage_errors():
+        job = slurm_jobs.Job(
+            name=asked.traced.name,
+            words=("run", *asked.words("out", "grace"), *how),
+            folder=absolute(out),
+            options=asked.behind,
+            nodes=flags.agents,
+            grace=grace,
+        )
+    if job.array and "seed" in typed:
+        raise CommandError("given --seed and --array, needed one of them: a task's seed is its number", 2)
+    return job
+
+
 SUBMITTERS = {
     "kubernetes": Manager(
         on_kubernetes,
@@ -175,5 +228,13 @@ SUBMITTERS = {
             "agents": "how many Pods with an agent there are to be",
         },
         owned={"bind": "the controller's Pod", "ticket_keys": "the JobSet"},
-    )
+    ),
+    "slurm": Manager(
+        on_slurm,
+        ("submit", "dry_run"),
+        needed={},
+        owned={"bind": "the job", "ticket_keys": "the job"},
+        behind=True,
+        by="submit",
+    ),
 }

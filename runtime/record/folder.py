@@ -39,8 +39,10 @@ MARKS = ("config.json", "events.log", "metrics.jsonl")
 TRIES, TRY_S = 20, 0.01
 # Bytes of the longest JSON file that is read.
 JSON_BYTES = 256 << 20
+# Names of a batch job's script and of its output, which may be there before its run.
+JOB = ("job.sh", "job.out")
 # Names of what a run makes before it begins.
-_BEGUN = (LOCK, "logs", "checkpoints", "graph.json", "plan.json", "ticket.json")
+_BEGUN = (LOCK, "logs", "checkpoints", "graph.json", "plan.json", "ticket.json", "shared.token", *JOB)
 # The names that `replacing` gives to a run's own files until they are whole.
 _HALF = re.compile(r"\.(config|graph|plan|processes|summary|trace)\.json\.[0-9a-f]{16}")
 # Characters up to which a JSON file is written with line breaks; a large one would take ten times as long.
@@ -93,6 +95,8 @@ class RunFolder:
 
         def empty(folder: Path) -> None:
             for path in folder.iterdir():
+                if path.name in JOB:
+                    continue
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
                 else:
@@ -126,7 +130,7 @@ class RunFolder:
             make_folder(self.path / name, fresh=True)
 
     def _require_empty(self) -> None:
-        present = sorted(p.name for p in self.path.iterdir() if p.name != LOCK)
+        present = sorted(p.name for p in self.path.iterdir() if p.name not in (LOCK, *JOB))
         if not present:
             return
         given = f"holds files already ({', '.join(present[:3])}{', …' if len(present) > 3 else ''})"

@@ -6,7 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -171,10 +171,10 @@ class Slurm:
         """The words of a command that runs where users log in."""
         return ["nsenter", f"--net=/run/netns/{self.network.namespace(LOGIN)}", *words]
 
-    def say(self, *words: str, environment: Mapping[str, str] | None = None) -> str:
+    def say(self, *words: str, limit: float = LIMIT_S) -> str:
         """What a command of Slurm answers, or another one that is called where users log in."""
-        given = {**self.environment, **(environment or {})}
-        done = subprocess.run(self.on_login(words), env=given, capture_output=True, text=True, timeout=LIMIT_S)
+        given = self.environment
+        done = subprocess.run(self.on_login(words), env=given, capture_output=True, text=True, timeout=limit)
         assert done.returncode == 0, (words, done.stdout, done.stderr)
         return done.stdout
 

@@ -1,15 +1,35 @@
 """Runs on a Slurm of three nodes (`slurm`): its allocations, its preemptions, its cancelled jobs, its dead nodes."""
 
+import json
 import shlex
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.runtime.record.checkpoints import latest_checkpoint
+from penstock.runtime.record.folder import RunFolder
+
 from .network import Network, why_not
-from .running import assert_all_consumed, assert_equal_bits, final_state, make_run, run_here, summary, toy_flags, until
+from .running import (
+    DEADLINE_S,
+    ENDLESS,
+    assert_all_consumed,
+    assert_equal_bits,
+    final_state,
+    make_run,
+    replayed,
+    rows,
+    run_here,
+    summary,
+    toy_flags,
+    until,
+)
 from .slurm import LOGIN, NODES, Slurm, Unavailable, unpacked
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.slow]
@@ -46,6 +66,45 @@ def alone(path: Path, updates: int) -> Any:
     return final_state(run_here(make_run(path, "toy", {"lag": LAG}, flags)), updates)
 
 
+class Submitted:
+    """A run that was handed over: the command that follows it, its job and its folder."""
+
+    def __init__(self, slurm: Slurm, folder: Path, process: "subprocess.Popen[str]") -> None:
+        self.slurm, self.folder, self.process = slurm, folder, process
+        self.job = until(self._number, "the job was submitted")
+
+    def _number(self) -> str:
+        # The queue is this test's own: no other job of this name is in it.
+        return self.slurm.say("squeue", "-h", "-n", "toy", "-o", "%A").strip()
+
+    def until_update(self, number: int) -> dict[str, str]:
+        """What is said of the job once so many updates are done."""
+        until(lambda: len(rows(self.folder)) >= number, f"update {number} of job {self.job}")
+        return self.slurm.state(self.job)
+
+    def wait(self) -> tuple[int, str]:
+        """The exit status of the command, and what the job has said."""
+        self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, (self.folder / "job.out").read_text()
+
+
+@contextmanager
+def submitted(slurm: Slurm, folder: Path, updates: int, *options: str, **delays: float) -> Iterator[Submitted]:
+    command = [*PENSTOCK, *words(folder, updates, **delays), "--submit", "--", *options]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        slurm.on_login(command), env=slurm.environment, stdout=pipe, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield Submitted(slurm, folder, process)
+    finally:
+        # Whatever a failed test has left is ended.
+        slurm.say("scancel", "--name", "toy")
+        process.kill()
+        process.communicate()
+        until(lambda: not slurm.say("squeue", "-h", "-n", "toy").strip(), "the job has gone")
+
+
 def ended(slurm: Slurm, job: str) -> dict[str, str]:
     """What is said of a job that has ended."""
     until(lambda: slurm.state(job)["JobState"] in ENDED, f"job {job} has ended")
@@ -68,3 +127,82 @@ def test_two_runs_of_one_user_at_once_on_three_nodes_have_the_bits_of_one_host(s
         assert_all_consumed(folder, 6 * BATCH)
         assert summary(folder)["warnings"] == []
         assert not (folder / "ticket.json").exists()
+
+
+def test_a_run_that_is_preempted_goes_on_on_other_nodes_with_the_bits_of_one_that_was_not(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    folder, updates = tmp_path / "r", 40
+    with submitted(slurm, folder, updates, "--nodes", "2", "--exclusive", update=150) as run:
+        was = run.until_update(3)["NodeList"]
+        taken = (
+            "--partition",
+            "high",
+            "--nodelist",
+            "n1",
+            "--exclusive",
+            "--wrap",
+            "sleep 600",
+            "--output",
+            "/dev/null",
+        )
+        high = slurm.say("sbatch", "--parsable", *taken).strip()
+        try:
+            until(lambda: slurm.state(high)["JobState"] == "RUNNING", "the node was taken")
+            status, said = run.wait()
+        finally:
+            slurm.say("scancel", high)
+        done = slurm.state(run.job)
+    assert (status, done["JobState"], done["Restarts"]) == (0, "COMPLETED", "1"), said
+    assert (was, done["NodeList"]) == ("n[1-2]", "n[2-3]")
+    assert_equal_bits(final_state(folder, updates), alone(tmp_path / "alone", updates))
+    assert_all_consumed(folder, updates * BATCH)
+    replayed(folder)
+
+
+def test_a_run_whose_node_dies_names_it_and_goes_on_without_it_with_the_same_bits(slurm: Slurm, tmp_path: Path) -> None:
+    folder, updates = tmp_path / "r", 40
+    with submitted(slurm, folder, updates, "--nodes", "2", "--exclusive", update=150) as run:
+        assert run.until_update(3)["NodeList"] == "n[1-2]"
+        slurm.kill("n2")
+        try:
+            status, said = run.wait()
+            done = slurm.state(run.job)
+        finally:
+            slurm.start("n2")
+    assert (status, done["JobState"], done["NodeList"]) == (0, "COMPLETED", "n[1,3]"), said
+    assert "host n2" in said
+    assert_equal_bits(final_state(folder, updates), alone(tmp_path / "alone", updates))
+
+
+def test_ctrl_c_leaves_a_job_and_scancel_has_it_make_a_checkpoint_and_no_more(slurm: Slurm, tmp_path: Path) -> None:
+    folder = tmp_path / "r"
+    with submitted(slurm, folder, ENDLESS, "--nodes", "2", "--exclusive", update=150) as run:
+        run.until_update(1)
+        run.process.send_signal(signal.SIGINT)
+        told, _ = run.process.communicate(timeout=DEADLINE_S)
+        assert (run.process.returncode, f"scancel {run.job}" in told) == (130, True), told
+        assert run.until_update(3)["JobState"] == "RUNNING"
+        slurm.say("scancel", run.job)
+        done = ended(slurm, run.job)
+        until(lambda: (folder / "summary.json").exists(), "the run has ended")
+    assert (done["JobState"], done["Restarts"]) == ("CANCELLED", "0")
+    saved = latest_checkpoint(RunFolder.open(folder))
+    assert saved is not None
+    assert saved.update == summary(folder)["updates"] >= 3
+    assert summary(folder)["cause"] == "preempted"
+
+
+def test_each_task_of_an_array_is_a_run_with_its_own_seed(slurm: Slurm, tmp_path: Path) -> None:
+    folder = tmp_path / "seeds"
+    command = [*PENSTOCK, "run", "toy", "--updates", "2", "--batch", "2", "--out", str(folder), "--on", "slurm"]
+    tasks = ("--array", "3-4", "--nodes", "1")
+    script = slurm.say(*command, "--submit", "--dry-run", "--", *tasks)
+    assert not folder.exists()
+    (tmp_path / "job.sh").write_text(script)
+    slurm.say("sbatch", "--test-only", str(tmp_path / "job.sh"))
+    slurm.say(*command, "--submit", "--", *tasks, limit=DEADLINE_S)
+    assert (folder / "job.sh").read_text() == script
+    for seed in (3, 4):
+        assert json.loads((folder / str(seed) / "config.json").read_text())["flags"]["seed"] == seed
+        assert_all_consumed(folder / str(seed), 4)

@@ -1,0 +1,239 @@
+"""A run as a batch job of Slurm: its script, as plain text, and `sbatch` and `scontrol`, which submit and follow it.
+
+The script runs `penstock run … --on slurm --resume auto` on the first node of the job, and
+
+- hands on to it what Slurm sends the script alone: SIGUSR1 some seconds before the time limit (`--signal=B:`), SIGTERM;
+- requeues the job if the run ends with 75 (a checkpoint was made: start me again), or has lost a host or a process that
+  another start may mend, a limited number of times. A job that its user cancels is not requeued, since it is not in the
+  state RUNNING any more.
+
+An array has a task for each seed: a run in a folder of its own, whose name is the seed.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from time import monotonic, sleep
+
+from penstock.runtime.control.failure import MENDABLE
+from penstock.runtime.control.signals import PREEMPTED
+from penstock.runtime.record.folder import JOB
+
+# The script, and what the job says, in the run folder.
+SCRIPT, OUTPUT = JOB
+# Seconds that a run needs beyond its grace, from Slurm's signal to its end.
+AFTER_S = 20
+# How often a run that has lost a host is started again; preemptions and time limits are not limited.
+MOST_RESTARTS = 20
+# Seconds between two looks at a job, for an answer of Slurm, and without one until it is followed no longer.
+LOOK_S, ANSWER_S, DEAF_S = 2.0, 60.0, 600.0
+# States of a job that has ended.
+WELL = "COMPLETED"
+ENDED = {WELL, "BOOT_FAIL", "CANCELLED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
+# Options of sbatch that are the script's own, or that are for something else than a job that is followed.
+_OWNED = re.compile(r"--(output|error|open-mode|wrap|parsable|test-only|wait)(=|$)|-[oeQW]")
+
+
+class SlurmError(RuntimeError):
+    """Slurm's commands are missing, or have not done what they were asked for: says what they said."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run asks of Slurm. `words` are those of `penstock` that the job's command has, without --out and --seed;
+    `options` are those of sbatch, as the user gives them; `grace` is in seconds. Raises ValueError."""
+
+    name: str
+    words: tuple[str, ...]
+    folder: Path
+    options: tuple[str, ...] = ()
+    nodes: int | None = None
+    grace: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.options and not self.options[0].startswith("-"):
+            given = f"given {self.options[0]!r} first behind the --"
+            raise ValueError(f"{given}, needed options of sbatch, such as --nodes 4 --gpus-per-node 8")
+        for option in self.options:
+            if _OWNED.match(option):
+                needed = f"needed options without it: what the job says is in the run folder, in {OUTPUT}"
+                raise ValueError(f"given {option} behind the --, {needed}")
+        if any(re.search(r"[\n\r]", word) for word in (*self.options, str(self.folder))):
+            raise ValueError("given a line break in a path or an option of sbatch, needed none")
+
+    @property
+    def array(self) -> bool:
+        return self._has("array", "a")
+
+    @property
+    def script(self) -> Path:
+        return self.folder / SCRIPT
+
+    def outputs(self, tasks: Sequence[str] = ("",)) -> dict[str, Path]:
+        """Where the job's output is, for each of its `tasks`."""
+        return {task: self.folder / (f"{task}.out" if task else OUTPUT) for task in tasks}
+
+    def _has(self, name: str, letter: str) -> bool:
+        return any(re.match(rf"--{name}(=|$)|-{letter}", option) for option in self.options)
+
+    def text(self) -> str:
+        """The batch script."""
+        own = ["--job-name", self.name, "--output", str(self.folder / ("%a.out" if self.array else OUTPUT))]
+        own += ["--open-mode", "append", "--requeue", "--signal", f"B:USR1@{ceil(self.grace) + AFTER_S}"]
+        own += ["--ntasks-per-node", "1"]
+        if self.nodes and not self._has("nodes", "N"):
+            own += ["--nodes", str(self.nodes)]
+        folder = shlex.quote(str(self.folder)) + '"/$SLURM_ARRAY_TASK_ID"' * self.array
+        seed = ' --seed "$SLURM_ARRAY_TASK_ID"' if self.array else ""
+        command = shlex.join([sys.executable, "-m", "penstock.runtime.cli.main", *self.words])
+        return SCRIPT_TEXT.format(
+            options="\n".join(f"#SBATCH {line}" for line in _lines([*own, *self.options])),
+            folder=folder,
+            command=f'{command} --out "$folder"{seed}',
+            requeue=PREEMPTED,
+            mendable="|".join(MENDABLE),
+            most=MOST_RESTARTS,
+        )
+
+
+SCRIPT_TEXT = """#!/bin/bash
+{options}
+
+# Written by `penstock run … --on slurm --submit`; `sbatch` with this file goes on with the run.
+folder={folder}
+job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
+job=${{job:-$SLURM_JOB_ID}}
+echo "job $job on $SLURM_JOB_NODELIST, start $((${{SLURM_RESTART_COUNT:-0}} + 1))"
+
+{command} &
+run=$!
+# Slurm signals this shell alone, before the time limit and at the end of a grace.
+trap 'kill -USR1 $run' USR1
+trap 'kill -TERM $run' TERM
+# A signal that is trapped ends a wait.
+while kill -0 $run 2>/dev/null; do wait $run; done
+wait $run
+status=$?
+
+# 75: a checkpoint was made, and the run goes on from it, perhaps on other nodes. So it does when a host was lost.
+again=no
+if [ $status = {requeue} ]; then
+    again=yes
+elif [ $status = 1 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {most} ]; then
+    grep -qsE '"cause": *"({mendable})"' "$folder/summary.json" && again=yes
+fi
+if [ $again = yes ]; then
+    # A job that its user has cancelled is not running any more.
+    case "$(scontrol show job --oneliner "$SLURM_JOB_ID")" in
+        *" JobState=RUNNING "*) scontrol requeue "$job" && echo "job $job is requeued" ;;
+    esac
+fi
+exit $status
+"""
+
+
+def _lines(options: Sequence[str]) -> list[str]:
+    """Each option with its value in a line, quoted as sbatch reads it."""
+    lines: list[list[str]] = []
+    for option in options:
+        if option.startswith("-") or not lines:
+            lines.append([])
+        lines[-1].append(option)
+    return [shlex.join(line) for line in lines]
+
+
+def submit(job: Job) -> str:
+    """Write the script and hand it to sbatch; the number of the job. Raises SlurmError, and then a new folder is gone
+    again; OSError for a folder that cannot be written to."""
+    _answer("sbatch", "--version")  # before there is a folder
+    new = not job.folder.exists()
+    job.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    job.script.write_text(job.text())
+    try:
+        return _answer("sbatch", "--parsable", str(job.script)).strip().partition(";")[0]
+    except SlurmError:
+        if new:
+            job.script.unlink()
+            job.folder.rmdir()
+        raise
+
+
+def follow(job: Job, number: str, tell: Callable[[str], None], show: Callable[[str], None]) -> bool:
+    """`tell` the states of a job and `show` what it says, until it has ended: whether it is done well. Raises
+    SlurmError if Slurm does not answer for long; the job goes on."""
+    shown: dict[Path, int] = {}
+    states, over, until = dict[str, str](), 0, monotonic() + DEAF_S
+    # What an earlier job has said is not shown again.
+    for path in job.outputs().values():
+        shown[path] = path.stat().st_size if path.exists() else 0
+    while True:
+        try:
+            now = _states(number)
+            until = monotonic() + DEAF_S
+        except SlurmError:
+            if monotonic() > until:
+                raise
+            sleep(LOOK_S)
+            continue
+        for task, state in now.items():
+            if state != states.get(task):
+                tell(f"job {task} is {state}")
+        states = now
+        # An array's tasks say much at once: their outputs are files.
+        for path in () if job.array else job.outputs().values():
+            shown[path] = _show(path, shown[path], show)
+        # A job that is requeued may look ended for a moment.
+        over = over + 1 if all(state.split()[0] in ENDED for state in now.values()) else 0
+        if over > 1:
+            return all(state.split()[0] == WELL for state in now.values())
+        sleep(LOOK_S)
+
+
+def hints(job: Job, number: str) -> str:
+    """How to look at a job, and how to end it."""
+    output = job.folder / ("*.out" if job.array else OUTPUT)
+    return f"squeue -j {number} (its state), tail -f {output} (what it says), scancel {number} (end it)"
+
+
+def _states(number: str) -> dict[str, str]:
+    """The state of a job, or of each task of an array, in words."""
+    found = {}
+    for line in _answer("scontrol", "show", "job", "--oneliner", number).splitlines():
+        facts = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        task = facts.get("ArrayTaskId", "")
+        state, reason, nodes = facts["JobState"], facts.get("Reason", "None"), facts.get("NodeList", "(null)")
+        why = f" ({reason})" if state == "PENDING" and reason != "None" else ""
+        found[f"{number}_{task}" if task else number] = f"{state}{why}{f' on {nodes}' * (state == 'RUNNING')}"
+    return found
+
+
+def _show(path: Path, begin: int, show: Callable[[str], None]) -> int:
+    """Show what a file has from there on, up to its last whole line; where that ends."""
+    try:
+        with path.open("rb") as file:
+            file.seek(begin)
+            whole, newline, _ = file.read().rpartition(b"\n")
+    except FileNotFoundError:
+        return begin
+    if newline:
+        show((whole + newline).decode(errors="replace"))
+    return begin + len(whole + newline)
+
+
+def _answer(*words: str) -> str:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=ANSWER_S)
+    except FileNotFoundError:
+        needed = "needed Slurm's commands (a login node has them), or --dry-run"
+        raise SlurmError(f"--on slurm: given no {words[0]} in PATH, {needed}") from None
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{' '.join(words)} has not answered within {ANSWER_S:.0f} s") from None
+    if done.returncode:
+        said = " ".join(done.stderr.split())
+        raise SlurmError(f"{' '.join(words)} ended with exit status {done.returncode}: {said}")
+    return done.stdout
