@@ -53,9 +53,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 def words(out: Path, updates: int, **delays: float) -> list[str]:
-    """A pinned run of fake nodes."""
+    """A pinned run of fake nodes, with a checkpoint after each two updates."""
     options = [word for name, ms in delays.items() for word in (f"--{name}-ms", str(ms))]
     given = {"lag": LAG, "versions": "pinned", "updates": updates, "batch": BATCH, "seed": SEED, "out": out}
+    given["checkpoint-every"] = 2
     named = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     return ["run", "toy", *named, *options, "--plain", "--on", "slurm"]
 
@@ -112,17 +113,17 @@ def ended(slurm: Slurm, job: str) -> dict[str, str]:
 
 
 def test_two_runs_of_one_user_at_once_on_three_nodes_have_the_bits_of_one_host(slurm: Slurm, tmp_path: Path) -> None:
-    folders, jobs = [tmp_path / "r1", tmp_path / "r2"], list[str]()
-    for folder in folders:
-        command = f"exec {shlex.join([*PENSTOCK, *words(folder, 6)])}"
-        options = ("--parsable", "--nodes", "3", "--output", str(tmp_path / f"{folder.name}.out"), "--wrap", command)
-        jobs.append(slurm.say("sbatch", *options).strip())
-    until(lambda: all((folder / "ticket.json").exists() for folder in folders), "both runs wait for their agents")
+    """One from a batch script, the other by salloc, whose launcher is where users log in."""
+    first, second = tmp_path / "r1", tmp_path / "r2"
+    command = f"exec {shlex.join([*PENSTOCK, *words(first, 6)])}"
+    said = tmp_path / "said"
+    job = slurm.say("sbatch", "--parsable", "--nodes", "3", "--output", str(said), "--wrap", command).strip()
+    until(lambda: (first / "ticket.json").exists(), "the first run waits for its agents")
+    slurm.say("salloc", "--nodes", "3", *PENSTOCK, *words(second, 6), limit=DEADLINE_S)
+    done = ended(slurm, job)
+    assert (done["JobState"], done["ExitCode"], done["NumNodes"]) == ("COMPLETED", "0:0", "3"), said.read_text()
     whole = alone(tmp_path / "alone", 6)
-    for folder, job in zip(folders, jobs, strict=True):
-        done = ended(slurm, job)
-        said = (tmp_path / f"{folder.name}.out").read_text()
-        assert (done["JobState"], done["ExitCode"], done["NumNodes"]) == ("COMPLETED", "0:0", "3"), said
+    for folder in (first, second):
         assert_equal_bits(final_state(folder, 6), whole)
         assert_all_consumed(folder, 6 * BATCH)
         assert summary(folder)["warnings"] == []
@@ -175,18 +176,24 @@ def test_a_run_whose_node_dies_names_it_and_goes_on_without_it_with_the_same_bit
     assert_equal_bits(final_state(folder, updates), alone(tmp_path / "alone", updates))
 
 
-def test_ctrl_c_leaves_a_job_and_scancel_has_it_make_a_checkpoint_and_no_more(slurm: Slurm, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_a_job_usr1_requeues_it_and_scancel_has_it_make_a_checkpoint(
+    slurm: Slurm, tmp_path: Path
+) -> None:
     folder = tmp_path / "r"
     with submitted(slurm, folder, ENDLESS, "--nodes", "2", "--exclusive", update=150) as run:
         run.until_update(1)
         run.process.send_signal(signal.SIGINT)
         told, _ = run.process.communicate(timeout=DEADLINE_S)
         assert (run.process.returncode, f"scancel {run.job}" in told) == (130, True), told
-        assert run.until_update(3)["JobState"] == "RUNNING"
+        # As Slurm does before the time limit.
+        slurm.say("scancel", "--batch", "--signal", "USR1", run.job)
+        until(lambda: slurm.state(run.job)["Restarts"] == "1", "the job was requeued")
+        before = len(rows(folder))
+        assert run.until_update(before + 2)["JobState"] == "RUNNING"
         slurm.say("scancel", run.job)
         done = ended(slurm, run.job)
         until(lambda: (folder / "summary.json").exists(), "the run has ended")
-    assert (done["JobState"], done["Restarts"]) == ("CANCELLED", "0")
+    assert (done["JobState"], done["Restarts"]) == ("CANCELLED", "1")
     saved = latest_checkpoint(RunFolder.open(folder))
     assert saved is not None
     assert saved.update == summary(folder)["updates"] >= 3
