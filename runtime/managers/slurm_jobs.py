@@ -3,9 +3,9 @@
 The script runs `penstock run … --on slurm --resume auto` on the first node of the job, and
 
 - hands on to it what Slurm sends the script alone: SIGUSR1 some seconds before the time limit (`--signal=B:`), SIGTERM;
-- requeues the job if the run ends with 75 (a checkpoint was made: start me again), or has lost a host or a process that
-  another start may mend, a limited number of times. A job that its user cancels is not requeued, since it is not in the
-  state RUNNING any more.
+- requeues the job if the run ends with 75 (it was stopped for Slurm: start me again), or has lost a host or a process,
+  which another start may mend; a start that comes to no new checkpoint is the last one once there have been many. A job
+  that its user cancels is not requeued, since it is not in the state RUNNING any more.
 
 An array has a task for each seed: a run in a folder of its own, whose name is the seed.
 """
@@ -28,7 +28,7 @@ from penstock.runtime.record.folder import JOB
 SCRIPT, OUTPUT = JOB
 # Seconds that a run needs beyond its grace, from Slurm's signal to its end.
 AFTER_S = 20
-# How often a run that has lost a host is started again; preemptions and time limits are not limited.
+# Starts after which one that comes to no new checkpoint is the last: the time limit may be shorter than a start takes.
 MOST_RESTARTS = 20
 # Seconds between two looks at a job, for an answer of Slurm, and without one until it is followed no longer.
 LOOK_S, ANSWER_S, DEAF_S = 2.0, 60.0, 600.0
@@ -108,7 +108,10 @@ SCRIPT_TEXT = """#!/bin/bash
 folder={folder}
 job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
 job=${{job:-$SLURM_JOB_ID}}
-echo "job $job on $SLURM_JOB_NODELIST, start $((${{SLURM_RESTART_COUNT:-0}} + 1))"
+restarts=${{SLURM_RESTART_COUNT:-0}}
+newest() {{ ls "$folder/checkpoints" 2>/dev/null | grep -E '^[0-9]{{8}}$' | tail -n 1; }}
+before=$(newest)
+echo "job $job on $SLURM_JOB_NODELIST, start $((restarts + 1))"
 
 {command} &
 run=$!
@@ -120,12 +123,16 @@ while kill -0 $run 2>/dev/null; do wait $run; done
 wait $run
 status=$?
 
-# 75: a checkpoint was made, and the run goes on from it, perhaps on other nodes. So it does when a host was lost.
+# 75: it was stopped, with a checkpoint if there was time. It goes on, perhaps on other nodes, as when it has lost one.
 again=no
 if [ $status = {requeue} ]; then
     again=yes
-elif [ $status = 1 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {most} ]; then
+elif [ $status = 1 ]; then
     grep -qsE '"cause": *"({mendable})"' "$folder/summary.json" && again=yes
+fi
+if [ $again = yes ] && [ "$restarts" -ge {most} ] && [ "$(newest)" = "$before" ]; then
+    echo "job $job is not requeued: start $((restarts + 1)) has come to no new checkpoint; is its time limit too short?"
+    again=no
 fi
 if [ $again = yes ]; then
     # A job that its user has cancelled is not running any more.
