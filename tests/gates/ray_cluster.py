@@ -22,6 +22,8 @@ import psutil
 ROOT = Path(__file__).parent.parent.parent
 # Where the cluster is, in its namespace. Ray takes 127.0.0.1 for another address of the machine: loopback will not do.
 ADDRESS = "10.78.0.1"
+# Where Ray's client is answered, for `ray://`.
+CLIENT_PORT = 10001
 NAMESPACE = f"""
 ip link set lo up && ip link add own type veth peer name other && ip link set other up && ip link set own up &&
 ip addr add {ADDRESS}/24 dev own && ip route add default dev own && exec "$0" "$@"
@@ -61,11 +63,12 @@ class RayCluster:
         """SIGKILL to the actor that holds an agent, and to nothing else."""
         os.kill(self.agents()[number].ppid(), signal.SIGKILL)
 
-    def penstock(self, *words: str) -> "subprocess.Popen[str]":
-        """`penstock WORDS --on ray`, which is about to run."""
+    def penstock(self, *words: str, address: str = "") -> "subprocess.Popen[str]":
+        """`penstock WORDS --on ray`, which is about to run; `address` is RAY_ADDRESS, if it is another one."""
         command = [*self.where, sys.executable, "-m", "penstock.runtime.cli.main", *words, "--on", "ray", "--plain"]
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, env=self.environment, stdout=pipe, stderr=pipe, text=True)
+        environment = {**self.environment, **({"RAY_ADDRESS": address} if address else {})}
+        return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
 @contextmanager
@@ -107,7 +110,13 @@ def main() -> None:
     # A short path: those of Unix sockets are in it.
     with TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         given: dict[str, Any] = {"object_store_memory": OBJECT_STORE_BYTES}
-        head = {"num_cpus": 0, "include_dashboard": False, "temp_dir": folder, **given}
+        head = {
+            "num_cpus": 0,
+            "ray_client_server_port": CLIENT_PORT,
+            "include_dashboard": False,
+            "temp_dir": folder,
+            **given,
+        }
         cluster = Cluster(initialize_head=True, head_node_args=head)
         for _ in range(int(sys.argv[1])):
             cluster.add_node(wait=False, num_cpus=1, **given)

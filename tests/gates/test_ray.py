@@ -17,7 +17,7 @@ from penstock.runtime.control.agents import AgentsError
 from penstock.runtime.managers.ray import RayAgents
 
 from .network import why_not
-from .ray_cluster import RayCluster, ray_cluster
+from .ray_cluster import ADDRESS, CLIENT_PORT, RayCluster, ray_cluster
 from .running import (
     DEADLINE_S,
     LARGE,
@@ -115,6 +115,13 @@ def test_a_run_on_three_nodes_has_the_bits_of_one_on_this_host(
     assert status == 0, said
     assert_all_consumed(tmp_path / "r", UPDATES * BATCH)
     assert_equal_bits(final_state(tmp_path / "r", UPDATES), final_state(alone, UPDATES))
+
+
+def test_a_run_from_outside_of_the_cluster_by_rays_client(cluster: RayCluster, alone: Path, tmp_path: Path) -> None:
+    folder, address = tmp_path / "r", f"ray://{ADDRESS}:{CLIENT_PORT}"
+    status, said = end(cluster.penstock("run", *TOY, *FAST, "--agents", "2", "--out", str(folder), address=address))
+    assert status == 0, said
+    assert_equal_bits(final_state(folder, UPDATES), final_state(alone, UPDATES))
 
 
 def test_a_cluster_that_is_too_small_is_told_by_what_was_asked_and_what_there_is(
