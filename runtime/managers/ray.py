@@ -91,9 +91,6 @@ class RayAgents:
                     self._tell(str(text))
                 case {"kind": "ended", "host": host, "why": why}:
                     ended.append((str(host), str(why)))
-                case {"kind": "failed", "text": text}:
-                    self._over = True
-                    raise AgentsError(f"--on ray: {text}")
         return ended
 
     def lacking(self) -> str:
