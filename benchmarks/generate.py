@@ -1,6 +1,6 @@
 """Tokens per second of our engine beside `transformers`' `generate` and beside this machine's roofline, in one run.
 
-    python benchmarks/generate.py [--models 3M 25M 200M] [--threads 1] [--keep] [--tiny]
+    python benchmarks/generate.py [--models 3M 25M 200M] [--dtypes float32 bfloat16] [--threads 1] [--keep] [--tiny]
 
 Llamas of random weights (those of `train.py`), all rows of the same length, sampled at temperature 1. The two take
 turns. On one thread seconds are the processor's, which leaves out that others use it, but not that they use its memory.
@@ -210,24 +210,25 @@ def lengths(folder: Path, name: str, dtype: str, count: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="one small case of each kind: that it runs")
-    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/generate.json")
+    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/generate_MODEL.json")
     args = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     torch.set_num_threads(args.threads)
     if args.tiny:
         args.models, args.batches = ["3M"], [16]
     read = bandwidth()
-    rows: list[dict[str, Any]] = []
-    drawn: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for name in args.models:
             hidden, layers, tokens = MODELS[name]
             folder = Path(scratch) / name
             write_model(folder, hidden, layers)
-            for dtype in ("float32", "bfloat16"):
+            rows: list[dict[str, Any]] = []
+            drawn: list[dict[str, Any]] = []
+            for dtype in args.dtypes:
                 other = theirs(folder, dtype)
                 for batch in args.batches:
                     rows.append(case(folder, name, dtype, batch, 8 if args.tiny else tokens, read, other))
@@ -235,8 +236,8 @@ def main() -> None:
                 if name != "200M":
                     drawn.append(lengths(folder, name, dtype, 128 if args.tiny else LENGTHS_ROWS))
                     print(json.dumps(drawn[-1]), flush=True)
-    figures = {"threads": args.threads, "read, GB/s": round(read / 1e9, 1), "rows": rows, "lengths": drawn}
-    publish("generate", figures, args.keep)
+            figures = {"threads": args.threads, "read, GB/s": round(read / 1e9, 1), "rows": rows, "lengths": drawn}
+            publish(f"generate_{name}", figures, args.keep)
 
 
 if __name__ == "__main__":
