@@ -80,7 +80,7 @@ def enrolment(flags: AgentsFlags, folder: RunFolder, name: str) -> Iterator[Enro
             port = int(given)
         try:
             ip = resolved(host)
-            desk = Desk(keys, f"{ip}:{port}", folder.path, host)
+            desk = Desk(keys, f"{ip}:{port}", folder.path, host, agents.slots)
         except AddressError as error:
             raise CommandError(f"--bind: {error}" if flags.bind else str(error)) from None
         except WireError as error:

@@ -7,9 +7,13 @@ import errno
 import hashlib
 import ipaddress
 import os
+import selectors
 import socket
 import stat
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from time import monotonic
 
 SOCKET_NAME = "control.sock"
 # Where processes listen that no address was given for: out of other machines' reach.
@@ -107,21 +111,51 @@ REACH_S = 5.0
 def why_unreachable(endpoint: str, seconds: float = REACH_S) -> str:
     """Try a connection to a resolved tcp endpoint; what keeps this machine from it, from where to where, "" for
     nothing."""
-    address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return why_unreachable_all([endpoint], seconds)[0]
+
+
+def why_unreachable_all(endpoints: Sequence[str], seconds: float = REACH_S) -> list[str]:
+    """The same for several endpoints, all tried at once, by this thread alone."""
+    found = dict.fromkeys(range(len(endpoints)), "")
+    with selectors.DefaultSelector() as trying, ExitStack() as opened:
+        for number, endpoint in enumerate(endpoints):
+            address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+            try:
+                family = socket.AF_INET6 if is_ipv6(address) else socket.AF_INET
+                connection = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                connection.setblocking(False)
+                fault = connection.connect_ex((address.strip("[]"), int(port)))
+            except OSError as error:
+                found[number] = _unreachable(endpoint, seconds, error.errno, error.strerror or str(error))
+                continue
+            if fault in (errno.EINPROGRESS, errno.EWOULDBLOCK):
+                trying.register(connection, selectors.EVENT_WRITE, number)
+            elif fault:
+                found[number] = _unreachable(endpoint, seconds, fault, os.strerror(fault))
+        until = monotonic() + seconds
+        while trying.get_map() and (left := until - monotonic()) > 0:
+            for key, _ in trying.select(left):
+                assert isinstance(key.fileobj, socket.socket)
+                trying.unregister(key.fileobj)
+                if fault := key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    found[key.data] = _unreachable(endpoints[key.data], seconds, fault, os.strerror(fault))
+                key.fileobj.close()
+        for key in trying.get_map().values():
+            found[key.data] = _unreachable(endpoints[key.data], seconds, errno.ETIMEDOUT, "")
+    return list(found.values())
+
+
+def _unreachable(endpoint: str, seconds: float, fault: int | None, text: str) -> str:
     try:
         here = f"{socket.gethostname()} ({own_address(endpoint)})"
     except OSError:
         here = socket.gethostname()
-    what = f"the connection from {here} to {address}:{port}"
-    try:
-        socket.create_connection((address.strip("[]"), int(port)), timeout=seconds).close()
-    except TimeoutError:
+    what = f"the connection from {here} to {endpoint.removeprefix('tcp://')}"
+    if fault == errno.ETIMEDOUT:
         return f"{what} timed out after {seconds:g} s: is there a firewall between them?"
-    except ConnectionRefusedError:
+    if fault == errno.ECONNREFUSED:
         return f"{what} was refused: nothing listens there"
-    except OSError as error:
-        return f"{what} failed: {error.strerror or error}"
-    return ""
+    return f"{what} failed: {text}"
 
 
 def socket_file(endpoint: str) -> Path | None:

@@ -8,8 +8,7 @@ says what it has waited for.
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from penstock.runtime.cluster.endpoints import (
     resolved,
     resolved_endpoint,
     why_unreachable,
+    why_unreachable_all,
 )
 from penstock.runtime.control.agent import serve
 from penstock.runtime.control.desk import LINGER_S, OPTIONS
@@ -62,7 +62,7 @@ OTHER_KEY_S = 10.0
 PRESENT_S, GONE_S = 2.0, 15.0
 # Seconds after which an agent that reaches no desk says why for the first time.
 EARLY_S = 3.0
-# Connections to other hosts that are tried at once, and that may wait here.
+# Connections of other hosts that may wait here.
 MAX_PROBES = 128
 
 
@@ -180,7 +180,7 @@ def _at_desk(client: "DeskClient", ticket: Ticket, own: Path | None, enrol: Enro
                         welcome = answer
                         client.send(_look(answer, own))
                     case Probe(endpoints=endpoints):
-                        client.send(Reached("\n".join(filter(None, _tried(endpoints)))[:4000]))
+                        client.send(Reached("\n".join(filter(None, why_unreachable_all(endpoints)))[:4000]))
             if connected and now - said > PRESENT_S:
                 said = now
                 client.send(Present())
@@ -200,14 +200,6 @@ def _at_desk(client: "DeskClient", ticket: Ticket, own: Path | None, enrol: Enro
         if not isinstance(error, _OtherKey | NoSlot):
             client.send(Withdrawn(f"it was ended ({type(error).__name__})"))
         raise
-
-
-def _tried(endpoints: Sequence[str]) -> list[str]:
-    """What keeps this host from each of these, all tried at once."""
-    if not endpoints:
-        return []
-    with ThreadPoolExecutor(min(len(endpoints), MAX_PROBES)) as pool:
-        return list(pool.map(why_unreachable, endpoints))
 
 
 def _look(welcome: Welcome, own: Path | None) -> Found:

@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Mapping
+from math import inf
 from time import monotonic
 from typing import Any
 
@@ -48,7 +49,7 @@ from penstock.runtime.control.run import Session
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.security import Door
 from penstock.runtime.control.signals import DONE, FAILED, INTERRUPTED, PREEMPTED, leave_end_to_parent
-from penstock.runtime.control.sockets import Server
+from penstock.runtime.control.sockets import Server, connections
 from penstock.runtime.record.checkpoints import SavedCheckpoint, latest_checkpoint
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder
@@ -61,6 +62,8 @@ from penstock.runtime.tensor.shm import ObjectRef
 TICK = 0.1
 # Seconds for ranks and agents to end after a goodbye.
 DISMISS_S = 2.0
+# Seconds between two lists of the run's processes, while ranks come.
+LIST_S = 1.0
 # How often a lost replica is started that ends before it is ready.
 STARTS = 3
 
@@ -77,6 +80,7 @@ class Controller:
         self.launcher: queue.SimpleQueue[str] = queue.SimpleQueue()
         replicas = config.plan.replicas
         self.ranks = {(r.name, index): rank for r in replicas for index, rank in enumerate(r.ranks)}
+        self.peers = {r.name: tuple(rank_peer(r.name, index) for index in range(len(r.ranks))) for r in replicas}
         self.pids: dict[tuple[str, int], int] = {}
         self.restored: dict[tuple[Firing, str], ObjectRef] = {}
         self.alive: set[str] = set()
@@ -84,6 +88,8 @@ class Controller:
         # Replicas that were lost, with how often each has ended since without having been ready.
         self.lost: dict[str, int] = {}
         self._ended: set[str] = set()  # those of them whose process has ended, and which no agent has started again
+        self._config = json.dumps(config.to_json())
+        self._unlisted, self._listed_at = False, -inf  # has a rank come since processes.json was written, and when
         self._told = (0, 0.0)  # frames dropped by the last note of them, and when that was
 
     def run(self) -> str:
@@ -154,7 +160,18 @@ class Controller:
         self.session.watch(now, self.server.tracker.held_up(now))
         self.session.decide(now, self.server.tracker.last)
         self._send()
+        # Once for many that come together: it is a file that is synced.
+        if self._unlisted and (len(self.pids) == len(self.ranks) or now - self._listed_at >= LIST_S):
+            self._list(now)
         self._tell_dropped(now)
+
+    def _list(self, now: float) -> None:
+        """Write `processes.json`."""
+        self._unlisted, self._listed_at = False, now
+        pools: dict[str, list[int]] = defaultdict(list)
+        for (name, _), own in sorted(self.pids.items()):
+            pools[pool_of(name)].append(own)
+        self.folder.write_json("processes.json", {"controller": os.getpid(), "pools": pools})
 
     def _tell_dropped(self, now: float) -> None:
         """A note of the frames that were dropped, at most one a second however many they are."""
@@ -195,7 +212,7 @@ class Controller:
                 if role == "rank":
                     again = peer.rpartition(":")[0] in self.lost
                     restore = (self.cut.written, self.cut.folder.name) if self.cut and not again else ()
-                    self.server.send(peer, Setup(json.dumps(self.config.to_json()), restore))
+                    self.server.send(peer, Setup(self._config, restore))
             case AgentReady(host=host):
                 for (name, index), place in self.ranks.items():
                     if place.host == host and (not self.lost or name in self._ended):
@@ -214,10 +231,7 @@ class Controller:
                     self.session.join(replica, monotonic())
                     came = "is there again" if self.session.life(replica) else "is there"
                     self.session.recorder.note(f"{self.config.plan.spelled(replica, rank)} {came}", "info")
-                pools: dict[str, list[int]] = defaultdict(list)
-                for (name, _), own in sorted(self.pids.items()):
-                    pools[pool_of(name)].append(own)
-                self.folder.write_json("processes.json", {"controller": os.getpid(), "pools": pools})
+                self._unlisted = True
             case Note(level, text):
                 if level == "error" and self._do_without(peer, text):
                     return
@@ -335,10 +349,9 @@ class Controller:
     def _send(self) -> None:
         """Send what follows from all that was heard, in one message for each rank."""
         for replica, order in self.session.take().items():
-            for name, index in self.ranks:
-                if name == replica and not self.server.send(rank_peer(name, index), order):
-                    text = f"{self.config.plan.spelled(name, index)} cannot be reached"
-                    self._fail(FailureCode.UNREACHABLE, text, replica=name if name in self.elastic else "")
+            for peer in self.server.send_all(self.peers[replica], order):
+                text = f"{self.config.plan.spelled(replica, int(peer.rpartition(':')[2]))} cannot be reached"
+                self._fail(FailureCode.UNREACHABLE, text, replica=replica if replica in self.elastic else "")
 
     def _fail(self, code: FailureCode, text: str, *, doubtful: bool = False, replica: str = "") -> None:
         """Report a failure."""
@@ -398,11 +411,15 @@ def _control(folder: RunFolder, config: RunConfig, server: Server) -> int:
 def main() -> None:
     die_with_parent()
     leave_end_to_parent()
-    raise_descriptors()
+    files = raise_descriptors()
     folder = RunFolder.open(awaited() if sys.argv[1] == EARLY else sys.argv[1])
     config = RunConfig.load(folder)
+    ranks = {rank_peer(r.name, i): rank.host for r in config.plan.replicas for i, rank in enumerate(r.ranks)}
+    if 0 < files < (needed := 2 * connections(ranks)):  # half of them are for connections that are known
+        text = f"the controller may open {files} files, needed {needed} for {len(ranks)} ranks (ulimit -Hn {needed})"
+        say(Failure(FailureCode.CONTROLLER, text).line())
+        sys.exit(FAILED)
     try:
-        ranks = {rank_peer(r.name, i): rank.host for r in config.plan.replicas for i, rank in enumerate(r.ranks)}
         server = Server(Door.read(folder.path / "keys" / "controller.json"), ranks)
     except WireError as error:
         say(Failure(FailureCode.CONTROLLER, str(error.strerror)).line())

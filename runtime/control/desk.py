@@ -66,6 +66,9 @@ SILENCE_S = 15.0
 NO_SLOT_S = 30.0
 # Seconds for the agents to try whether they reach each other.
 PROBE_S = 30.0
+# Others that an agent tries to reach at most: of few hosts all, of many those at so many different distances in the
+# order of the slots, so that each host is tried by as many.
+MAX_TRIED = 32
 # Agents that may wait at once, beyond those that the run is to have.
 MAX_EXTRA = 64
 # Bytes of a frame at the desk: facts and paths.
@@ -110,8 +113,9 @@ class _Slot:
 class Desk:
     """Listens from its making to `close`. `ticket` says where; `news` are lines for the user. Raises WireError."""
 
-    def __init__(self, keys: DeskKeys, bind: str, folder: Path, address: str = "") -> None:
-        """`bind` is "address:port" of this machine. Agents reach it at `address`, if that is another name."""
+    def __init__(self, keys: DeskKeys, bind: str, folder: Path, address: str = "", expected: int = 0) -> None:
+        """`bind` is "address:port" of this machine. Agents reach it at `address`, if that is another name. So many are
+        `expected`, perhaps all at once."""
         self.counts: Counter[str] = Counter()
         self._token, self._folder = keys.token.encode(), folder
         self._content = token_hex(16)
@@ -124,8 +128,8 @@ class Desk:
         self._out: list[tuple[bytes, FromDesk]] = []
         self._losses: list[tuple[str, str]] = []
         self._ended: Refused | None = None
-        self._most = MAX_EXTRA
-        self._listener = Listener(tcp_endpoint(bind), OPTIONS, (keys.secret, None), self._drop)
+        self._most = expected + MAX_EXTRA
+        self._listener = Listener(tcp_endpoint(bind), OPTIONS, (keys.secret, None), self._drop, expected)
         host, _, port = self._listener.endpoint.removeprefix("tcp://").rpartition(":")
         self.endpoint = self._listener.endpoint
         self.ticket = keys.ticket(f"{address or host}:{port}")
@@ -394,13 +398,16 @@ class Desk:
             number = next(n for n in range(1, len(agents) + 1) if _numbered(plain, n) not in self._slots)
             one.slot = _numbered(plain, number)
             self._slots[one.slot] = _Slot(one.enrol, one)
-        for one in agents:
-            others = (each.enrol for each in agents if each is not one)
-            probes = tuple(f"tcp://{other.address}:{other.port}" for other in others if other.port)
-            self._out.append((one.identity, Probe(probes)))
+        ports = [f"tcp://{one.enrol.address}:{one.enrol.port}" * bool(one.enrol.port) for one in agents]
+        away = distances(len(agents))
+        for place, one in enumerate(agents):
+            others = (ports[(place + distance) % len(ports)] for distance in away)
+            self._out.append((one.identity, Probe(tuple(filter(None, others)))))
 
     def _fill(self) -> None:
         """Give slots without an agent to agents without a slot: that of its host first."""
+        if all(slot.agent is not None for slot in self._slots.values()):
+            return
         waiting = sorted((a for a in self._applicants.values() if a.ready and not a.slot), key=_arrival)
         for one in waiting:
             vacant = {name: slot for name, slot in self._slots.items() if slot.agent is None}
@@ -437,6 +444,12 @@ class Desk:
         if not ready and not refused:
             lines.append(f"  nobody reached the desk at {self.ticket.endpoint} with {self._folder / TICKET}")
         return "\n".join(lines)
+
+
+def distances(count: int) -> list[int]:
+    """How far from its own place the hosts are, of so many in a ring, that each tries to reach."""
+    tried = min(count - 1, MAX_TRIED)
+    return [1 + step * (count - 1) // tried for step in range(tried)]
 
 
 def _arrival(one: Applicant) -> tuple[Any, ...]:

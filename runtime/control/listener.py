@@ -19,8 +19,11 @@ from zmq.utils import z85
 from penstock.runtime.cluster.endpoints import AddressError, bind_fault, is_ipv6, resolved_endpoint, socket_file
 from penstock.runtime.control.security import Join, KeyPair
 
-# Connections at most that have not said anything of use yet; fewer where a process may open few files.
+# Connections at most, beyond those that are expected, that have not said anything of use yet; fewer where a process may
+# open few files.
 MAX_STRANGERS = 256
+# Connections that the system may hold until libzmq accepts them: those of a large run come at once. It may allow fewer.
+BACKLOG = 4096
 # Seconds for a connection to prove its key.
 HANDSHAKE_S = 10.0
 _ZAP = "inproc://zeromq.zap.01"
@@ -50,7 +53,7 @@ class Listener:
     key, so that what is said is encrypted, and by whom is still to be shown. Raises WireError.
 
     libzmq asks a thread of the listener about each key. Should it not answer, no connection is let in. `refused` is
-    told the address of a client whose key is not on the list, in that thread.
+    told the address of a client whose key is not on the list, in that thread. `expected` connections may come at once.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Listener:
         options: Options,
         keys: tuple[str, Iterable[str] | None] | None = None,
         refused: Callable[[str], None] = print,
+        expected: int = 0,
     ) -> None:
         try:
             where = resolved_endpoint(endpoint)
@@ -68,7 +72,7 @@ class Listener:
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.IPV6, is_ipv6(where))
         # A peer that is gone is told to the sender.
-        _set(self.socket, {zmq.LINGER: 0, zmq.ROUTER_MANDATORY: 1, **options})
+        _set(self.socket, {zmq.LINGER: 0, zmq.ROUTER_MANDATORY: 1, zmq.BACKLOG: BACKLOG, **options})
         self._lock, self._refused = threading.Lock(), refused
         self._waiting: dict[int, None] = {}  # descriptors of connections, the oldest first
         self._known: dict[int, None] = {}
@@ -98,7 +102,7 @@ class Listener:
         if self._thread is not None:
             files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             files = files if files > 0 else 1 << 20
-            self._most = max(4, min(MAX_STRANGERS, files // 8)), files // 2
+            self._most = max(4, min(MAX_STRANGERS + expected, files // 8)), files // 2
             self._port = int(self.endpoint.rpartition(":")[2])
             self._thread.start()
 
@@ -202,18 +206,23 @@ def drain(socket: zmq.Socket[bytes], *, locked: bool = False) -> Iterator[tuple[
     """What waits at a socket that is readable. `locked`: as of a listener with a gate, which gave each sender's public
     key as its user's name."""
     size = 0
-    for _ in range(MAX_DRAIN):
+    for number in range(MAX_DRAIN):
+        try:
+            # `recv_multipart` asks the socket whether more of a message follows, which costs more than all of this.
+            parts = [socket.recv(zmq.NOBLOCK, copy=False)]
+        except zmq.Again:
+            return
+        while parts[-1].more:
+            parts.append(socket.recv(zmq.NOBLOCK, copy=False))
+        frames = [part.bytes for part in parts]
         if locked:
-            # Only frames that are not copied have properties.
-            whole = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            frames = [frame.bytes for frame in whole]
-            yield frames, str(whole[-1].get("User-Id")), int(whole[-1].get(zmq.SRCFD))
+            yield frames, str(parts[-1].get("User-Id")), int(parts[-1].get(zmq.SRCFD))
         else:
-            frames = socket.recv_multipart(zmq.NOBLOCK)
             yield frames, "", -1
         size += sum(map(len, frames))
-        # It is asked for more, since an exception to say that there is none costs thrice.
-        if size > MAX_DRAIN_BYTES or not int(socket.getsockopt(zmq.EVENTS)) & select.POLLIN:
+        # After the first it is asked for more, since an exception to say that there is none costs thrice; after several
+        # that costs less than to ask each time.
+        if size > MAX_DRAIN_BYTES or (number == 0 and not int(socket.getsockopt(zmq.EVENTS)) & select.POLLIN):
             return
 
 

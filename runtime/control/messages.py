@@ -15,6 +15,7 @@ Events and commands are written to the event log in the same encoding, without a
 """
 
 import signal as signals
+from collections.abc import Callable
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -366,6 +367,10 @@ _RECORD: Codec[Event | Command] = Codec(Event | Command, "record")
 QUESTION: Codec[tuple[int, int, Ask]] = Codec(tuple[Literal[1], int, Ask], "question")
 ANSWER: Codec[tuple[int, int, str]] = Codec(tuple[Literal[1], int, str], "answer")
 
+# Bytes of a frame's head with sequence number 0: an array of three, and two small numbers.
+_HEAD = 3
+_HEADER = msgspec.msgpack.Encoder().encode
+
 # An event or command as bytes.
 record_bytes = _RECORD.pack
 # An event or command of bytes. Raises MessageError for what no version of this program wrote.
@@ -375,6 +380,12 @@ read_record = _RECORD.unpack
 def pack(message: Message, sequence: int = 0) -> bytes:
     """One frame. Raises MessageError when it is larger than MAX_BYTES."""
     return _FRAME.pack((PROTOCOL, sequence, message))
+
+
+def pack_for_many(message: Message) -> Callable[[int], bytes]:
+    """The same for several receivers: what makes the frame of a sequence number. The message is packed once."""
+    packed = msgspec.Raw(_FRAME.pack((PROTOCOL, 0, message))[_HEAD:])
+    return lambda sequence: _HEADER((PROTOCOL, sequence, packed))
 
 
 def unpack(data: bytes) -> tuple[int, Message]:

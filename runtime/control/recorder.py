@@ -162,7 +162,7 @@ class RunRecorder:
     def step(
         self, now: float, event: Event, commands: list[Command], states: Mapping[str, str], answer: Result | None = None
     ) -> None:
-        """What follows from an event, which may be a rank's `answer`. `states` are those of replicas from now on."""
+        """What follows from an event, which may be a rank's `answer`. `states` are those that have changed."""
         if answer is not None:
             self._answer(now, answer)
         self.log.step(now - self.began, record_bytes(event), [*map(record_bytes, commands)])

@@ -43,8 +43,10 @@ class Board:
         self._posted: dict[str, str] = {}
         self._posters: dict[str, str] = {}
         self._counts: Counter[str] = Counter()
-        self._waiting: defaultdict[str, list[tuple[str, Look]]] = defaultdict(list)  # by the first key that each lacks
+        # By the first key that each lacks: those before it are there, and stay. With what the question costs.
+        self._waiting: defaultdict[str, list[tuple[str, Look, int, int]]] = defaultdict(list)
         self._kept: Counter[str] = Counter()
+        self._total = 0  # of what is kept
         self._answered: Counter[str] = Counter()
 
     def hear(self, peer: str, question: Question) -> list[tuple[str, Found]]:
@@ -66,34 +68,45 @@ class Board:
         if refusal := self._refusal(poster, more):
             return [(peer, Found(number, {}, refusal))]
         self._posters[key], self._posted[key] = poster, value
-        self._kept[poster] += more
+        self._keep(poster, more)
         answers = []
         if isinstance(question, Count):
             self._counts[key] += question.amount
             answers.append(self._found(peer, number, (key,)))
-        for asker, look in self._waiting.pop(key, ()):
-            self._kept[asker] -= _cost(*look.keys)
-            answers += self._look(asker, look)
+        for asker, look, place, cost in self._waiting.pop(key, ()):
+            if (lacking := self._lacking(look, place + 1)) is None:
+                self._keep(asker, -cost)
+                answers.append(self._found(asker, look.number, look.keys))
+            else:
+                self._waiting[look.keys[lacking]].append((asker, look, lacking, cost))
         return answers
 
     def _look(self, peer: str, look: Look) -> list[tuple[str, Found]]:
         """The answer; none yet if it waits for a key."""
-        lacking = None if look.at_once else next((key for key in look.keys if key not in self._posted), None)
-        if lacking is None:
+        if look.at_once or (lacking := self._lacking(look)) is None:
             return [self._found(peer, look.number, look.keys)]
-        if refusal := self._refusal(peer, _cost(*look.keys)):
+        cost = _cost(*look.keys)
+        if refusal := self._refusal(peer, cost):
             return [(peer, Found(look.number, {}, refusal))]
-        self._kept[peer] += _cost(*look.keys)
-        self._waiting[lacking].append((peer, look))
+        self._keep(peer, cost)
+        self._waiting[look.keys[lacking]].append((peer, look, lacking, cost))
         return []
+
+    def _lacking(self, look: Look, start: int = 0) -> int | None:
+        """The place of the first key from `start` on that is not there."""
+        return next((place for place in range(start, len(look.keys)) if look.keys[place] not in self._posted), None)
+
+    def _keep(self, peer: str, more: int) -> None:
+        self._kept[peer] += more
+        self._total += more
 
     def _refusal(self, peer: str, more: int) -> str:
         """Why so many characters more of a peer are not kept; "" if they are."""
         if more > 0 and self._kept[peer] + more > MAX_KEPT:
             given = f"{peer} has {self._kept[peer]} characters on the controller's board and gave {more} more"
             return f"{given}; needed at most {MAX_KEPT} for each rank"
-        if more > 0 and self._kept.total() + more > MAX_BOARD:
-            given = f"the controller's board has {self._kept.total()} characters and {peer} gave {more} more"
+        if more > 0 and self._total + more > MAX_BOARD:
+            given = f"the controller's board has {self._total} characters and {peer} gave {more} more"
             return f"{given}; needed at most {MAX_BOARD}"
         return ""
 
@@ -115,8 +128,19 @@ def _cost(*texts: str) -> int:
     return sum(_EACH + (len(text) if text.isascii() else len(text.encode())) for text in texts)
 
 
-# Seconds from one heartbeat to the next.
-INTERVAL = 1.0
+# Seconds from one heartbeat to the next; more where a run has more ranks than so many, up to a number that leaves two
+# chances until a peer is taken for dead.
+INTERVAL, RANKS, LONGEST = 1.0, 256, 4.0
+
+
+def beat_interval(ranks: int) -> float:
+    """Seconds from one heartbeat to the next in a run of so many ranks: their controller hears all of them."""
+    return min(LONGEST, max(INTERVAL, INTERVAL * ranks / RANKS))
+
+
+def _next(now: float, interval: float) -> float:
+    """When to beat next: all of a host at once, so that their controller wakes once for them."""
+    return (now // interval + 1) * interval
 
 
 class Pulse:
@@ -141,6 +165,10 @@ class Pulse:
     def start(self) -> "Pulse":
         self._thread.start()
         return self
+
+    def pace(self, ranks: int) -> None:
+        """Beat as suits a run of so many ranks."""
+        self._interval = beat_interval(ranks)
 
     def stop(self) -> None:
         with self._heard:
@@ -175,7 +203,7 @@ class Pulse:
             return found.values if found else None
 
     def _beat(self) -> None:
-        client, due = self._client, monotonic() + self._interval
+        client, due = self._client, _next(monotonic(), self._interval)
         while not self._over.is_set():
             if gone := client.gone():
                 self._refuse(gone)
@@ -188,7 +216,7 @@ class Pulse:
                 except MessageError as error:  # too large for a frame; the thread goes on, or the rank would seem dead
                     self._refuse(str(error))
             if monotonic() >= due:
-                due = monotonic() + self._interval
+                due = _next(monotonic(), self._interval)
                 client.send(Heartbeat(self.doing()))
 
     def _hear(self, message: Found) -> None:

@@ -45,7 +45,7 @@ from penstock.runtime.schedule.events import (
     Send,
     kept_as,
 )
-from penstock.runtime.schedule.idle_causes import states_of
+from penstock.runtime.schedule.idle_causes import States
 from penstock.runtime.schedule.replay import SegmentOrigin
 from penstock.runtime.schedule.state import UnawaitedError
 from penstock.runtime.tensor.shm import ObjectRef
@@ -138,6 +138,7 @@ class Stage:
         self.tables = Tables(origin.graph, origin.plan)
         self.reads = {node.name: input_reads(origin.graph, node) for node in origin.graph.nodes if node.fires}
         self.scheduler = origin.scheduler(self.tables)
+        self.states = States(self.scheduler)
         outbox.lives = self.scheduler.lives
         self.finish: Finish | None = None
         self.asked: dict[Answer, tuple[Question, float]] = {}
@@ -152,13 +153,13 @@ class Stage:
         commands = self.scheduler.handle(event)
         if isinstance(event, ReplicaLost):
             self.outbox.forget(event.replica)
-        states = states_of(self.scheduler)
+        # What replicas were at when a run was aborted is what is said of its end.
+        states = {} if isinstance(event, Abort) else self.states.changed()
         if result is not None and isinstance(event, Done) and result.outputs:
             self.handles[kept_as(event.firing, paused=event.paused)].update(result.outputs)
         if result is not None and result.manifest is not None:
             self.outbox.note(result.manifest)
-        # What replicas were at when a run was aborted is what is said of its end.
-        self.recorder.step(now, event, commands, {} if isinstance(event, Abort) else states, result)
+        self.recorder.step(now, event, commands, states, result)
         for command in commands:
             self._order(command)
         for key, question in self.scheduler.asked:

@@ -18,9 +18,10 @@ import os
 import select
 import struct
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from hmac import compare_digest
 from itertools import count, takewhile
 from math import inf
@@ -49,6 +50,7 @@ from penstock.runtime.control.messages import (
     SendFailed,
     agent_peer,
     pack,
+    pack_for_many,
     rank_peer,
     shortened,
     unpack,
@@ -164,6 +166,11 @@ class _Connection:
     said: int = 0
 
 
+def connections(ranks: Mapping[str, str]) -> int:
+    """How many a run makes with its controller: two for each rank, and one for each host."""
+    return 2 * len(ranks) + len(set(ranks.values()))
+
+
 class Server:
     """The controller's end. `endpoint` is where it really listens; `peers` are those that said Hello; `doing` is what
     each peer was at when it last beat, and `tracker` when that was.
@@ -188,8 +195,10 @@ class Server:
                 raise ValueError(f"{door.endpoint}: given no keys, needed CURVE keys on tcp")
             keys = door.secret, door.allowed.values()
         options = {**_OPTIONS, zmq.RCVHWM: MAX_UNREAD}
-        self._listener = Listener(door.endpoint, options, keys, self._refused)
+        self._listener = Listener(door.endpoint, options, keys, self._refused, connections(ranks))
         self._socket, self.endpoint = self._listener.socket, self._listener.endpoint
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -201,14 +210,18 @@ class Server:
         A peer's Hello comes as its first message. Heartbeats are noted and not handed on.
         """
         found: list[tuple[str, Message]] = []
-        heard = self._socket.poll(int(1000 * timeout))
-        now = monotonic()
-        for frames, key, descriptor in self._listener.drain() if heard else ():
-            try:
-                found += self._take(frames, key, now)
-                self._listener.know(descriptor)
-            except _Dropped as drop:
-                self.drop(*drop.args)
+        until, left = monotonic() + timeout, timeout
+        # Heartbeats alone are no reason to return: of a thousand ranks there is one each moment.
+        while not found and self._poller.poll(int(1000 * left)):
+            now = monotonic()
+            for frames, key, descriptor in self._listener.drain():
+                try:
+                    found += self._take(frames, key, descriptor, now)
+                except _Dropped as drop:
+                    self.drop(*drop.args)
+            left = until - now
+            if left <= 0:
+                break
         return found
 
     def _refused(self, address: str) -> None:
@@ -225,11 +238,19 @@ class Server:
         connection = (self._sides if isinstance(message, Found) else self._routes).get(peer)
         if connection is None:
             return False
+        return self._send(connection, partial(pack, message))
+
+    def send_all(self, peers: Sequence[str], message: Message) -> list[str]:
+        """Send the same to several; those of them that cannot be reached."""
+        framed = pack_for_many(message)
+        return [p for p in peers if (one := self._routes.get(p)) is None or not self._send(one, framed)]
+
+    def _send(self, connection: _Connection, framed: Callable[[int], bytes]) -> bool:
         # Numbers have to grow, and may have gaps: that of a frame that is not sent is not used again.
         connection.said += 1
         try:
             self._socket.send(connection.identity, _MORE)
-            self._socket.send(pack(message, connection.said), zmq.NOBLOCK)
+            self._socket.send(framed(connection.said), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
@@ -250,7 +271,7 @@ class Server:
         if (file := socket_file(self.endpoint)) is not None:
             file.unlink(missing_ok=True)
 
-    def _take(self, frames: list[bytes], key: str, now: float) -> list[tuple[str, Message]]:
+    def _take(self, frames: list[bytes], key: str, descriptor: int, now: float) -> list[tuple[str, Message]]:
         """What a frame says to the caller, if anything. Raises _Dropped."""
         connection = self._connections.get(frames[0])
         # libzmq lets a client choose its identity: another host's could take that of a connection that has broken.
@@ -268,7 +289,9 @@ class Server:
         except MessageError as error:
             raise _Dropped("malformed", name, str(error)) from error
         if connection is None:
-            return self._greet(frames[0], key, name, sequence, message, now)
+            greeted = self._greet(frames[0], key, name, sequence, message, now)
+            self._listener.know(descriptor)
+            return greeted
         if sequence <= connection.heard:
             raise _Dropped("replayed", name, f"frame {sequence} after frame {connection.heard}")
         if not isinstance(message, _SAYS[connection.role]):
@@ -360,7 +383,8 @@ class Client:
         self.counts: Counter[str] = Counter()
         self.refused = False
         self._down_since: float | None = monotonic()
-        self._joined, self._controller = False, f"the controller at {join.endpoint}"
+        self._connected = self._joined = False
+        self._controller = f"the controller at {join.endpoint}"
         self._host = join.host
         self._numbers = count(1)
         self._heard = 0
@@ -374,7 +398,8 @@ class Client:
         self._poller = zmq.Poller()
         for one in (self._socket, self._monitor, self._waker):
             self._poller.register(one, select.POLLIN)
-        self.send(Hello(role, name, rank, os.getpid(), join.host, join.token))
+        self._hello = Hello(role, name, rank, os.getpid(), join.host, join.token)
+        self.send(self._hello)
 
     def receive(self, timeout: float) -> list[Message]:
         """All that is waiting, after at most `timeout` seconds for the first of it; perhaps nothing.
@@ -440,7 +465,9 @@ class Client:
             except zmq.Again:
                 return
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._down_since = None
+                if self._connected:
+                    self.send(self._hello)  # the controller may have cut the first connection before it heard anything
+                self._down_since, self._connected = None, True
             elif self._down_since is None:
                 self._down_since = monotonic()
             self.refused = self.refused or event == zmq.EVENT_HANDSHAKE_FAILED_AUTH

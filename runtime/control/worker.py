@@ -68,6 +68,7 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) ->
 
         config = RunConfig.from_json(json.loads(setup.config))
         name = config.plan.spelled(replica, index)
+        pulse.pace(sum(len(one.ranks) for one in config.plan.replicas))
         life = int(os.environ.get("PENSTOCK_LIFE", "0"))
         rank = RankRuntime(config, replica, index, setup.restore, join, pulse, client.wake, life)
     except RAISED as error:

@@ -71,10 +71,14 @@ class ChannelState:
         """Can `replica` still get a version that is at least this new without another publication?"""
         return max(self.published, self.receivers[replica].staged) >= version
 
+    @property
+    def begun(self) -> bool:
+        """Is some version published, or about to be?"""
+        return self.publishing or self.published > NONE
+
     def expects_first(self, replica: str) -> bool:
         """Is the first version that `replica` will ever have under way, or on the sender?"""
-        under_way = self.publishing or self.published > NONE
-        return under_way and replica in self.receivers and self.receivers[replica].live == NONE
+        return self.begun and replica in self.receivers and self.receivers[replica].live == NONE
 
     def to_send(self) -> list[str]:
         """Replicas that can be sent what is published, in the plan's order."""

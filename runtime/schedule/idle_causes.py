@@ -50,9 +50,52 @@ CAUSES = {
 }
 
 
-def states_of(scheduler: Scheduler) -> dict[str, str]:
-    """What each replica is at: "busy", or its cause of being idle."""
-    return {name: "busy" if load else cause(scheduler, name) for name, load in scheduler.load.items()}
+class States:
+    """What each replica is at, event after event: "busy", or its cause of being idle.
+
+    Most events concern one replica of a thousand: besides those that the scheduler has `touched`, only what all of a
+    pool share is looked at.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._order = {name: place for place, name in enumerate(scheduler.load)}
+        self._shared: dict[str, str] = {}
+        self._begun: list[bool] = []
+        self._known: dict[str, str] = {}
+
+    def changed(self) -> dict[str, str]:
+        """Those that are at something else than when it was asked last; at first all of them."""
+        scheduler = self._scheduler
+        touched, scheduler.touched = scheduler.touched, set()
+        begun = [channel.begun for channel in scheduler.channels.values()]
+        for pool, replicas in scheduler.tables.by_pool.items():
+            shared = _of_pool(scheduler, pool)
+            if begun != self._begun or self._shared.get(pool) != shared:
+                self._shared[pool] = shared
+                touched.update(replica.name for replica in replicas)
+        self._begun = begun
+        found = {}
+        for name in sorted(touched, key=self._order.__getitem__):
+            state = "busy" if scheduler.load[name] else cause(scheduler, name)
+            if self._known.get(name) != state:
+                self._known[name] = found[name] = state
+        return found
+
+
+def _of_pool(scheduler: Scheduler, pool: str) -> str:
+    """Why those of a pool are idle that are there and have weights: "data", "weights", "saving" or "done"."""
+    if scheduler.finished or scheduler.update >= scheduler.rules.end:
+        return "done"
+    if scheduler.checkpoint is not None:
+        return "saving"
+    return "weights" if _ready(scheduler, pool) else "data"
+
+
+def _ready(scheduler: Scheduler, pool: str) -> NodeStep | None:
+    """A step that reads weights, and has a group with all else that it reads."""
+    steps = scheduler.tables.group_steps[pool]
+    return next((s for s in steps if scheduler.ready[s.name] and (s.weights or s.fixed)), None)
 
 
 def cause(scheduler: Scheduler, replica: str, *, detailed: bool = False) -> str:
@@ -63,19 +106,15 @@ def cause(scheduler: Scheduler, replica: str, *, detailed: bool = False) -> str:
     """
     if replica in scheduler.absent:
         return "absent"
-    if scheduler.finished or scheduler.update >= scheduler.rules.end:
-        return "done"
-    if scheduler.checkpoint is not None:
-        return "saving"
-    if not detailed and any(channel.expects_first(replica) for channel in scheduler.channels.values()):
-        return "start"
     pool = scheduler.tables.pool_of[replica]
-    group_steps = scheduler.tables.group_steps[pool]
-    ready = next((s for s in group_steps if scheduler.ready[s.name] and (s.weights or s.fixed)), None)
+    shared = _of_pool(scheduler, pool)
+    if shared in ("done", "saving"):
+        return shared
     if not detailed:
-        return "weights" if ready else "data"
-    if ready:
+        return "start" if any(one.expects_first(replica) for one in scheduler.channels.values()) else shared
+    if ready := _ready(scheduler, pool):
         return _missing_weights(scheduler, ready, replica)
+    group_steps = scheduler.tables.group_steps[pool]
     waiting = [step for step in scheduler.tables.update_steps[pool] if not step.off_path]
     if not waiting and not any(not step.source for step in group_steps):
         return "rest"

@@ -245,6 +245,7 @@ class State:
     failing: why the run will have failed when what is being written is whole; "" if it goes on.
     answers: the ranks that are still to answer what was asked, by the `answer` of the first one.
     absent: replicas that are not there. lives: how often each has been lost. present: those that are there, by pool.
+    touched: replicas whose load or weights have changed, or that came or went, since `idle_causes.States` looked.
     losses: replicas that were lost since the last update. spoiled: a part of what is being saved is lost.
     """
 
@@ -268,6 +269,7 @@ class State:
         self.ledger = Ledger(earlier=rules.start * rules.batch)
         self.ready: dict[str, list[int]] = {s: [] for s in tables.steps}
         self.load = dict.fromkeys(tables.replicas, 0)
+        self.touched = set(tables.replicas)
         self.queues = {pool: LeastLoadedQueue(replicas) for pool, replicas in tables.by_pool.items()}
         self.update = rules.start
         self.taken: tuple[int, ...] = ()
@@ -341,15 +343,18 @@ class State:
     def weigh(self, replica: str, firings: int) -> None:
         """Note that `firings` more are in work on a replica; less if negative."""
         self.load[replica] += firings
+        self.touched.add(replica)
         self.queues[self.tables.pool_of[replica]].load(replica, firings)
 
     def count_present(self, replica: str) -> None:
         """Note that a replica has become present, or absent."""
+        self.touched.add(replica)
         pool = self.tables.pool_of[replica]
         self.present[pool] = tuple(r for r in self.tables.by_pool[pool] if r.name not in self.absent)
 
     def sort(self, replica: str) -> None:
         """Note that the live weights of a replica have changed, or are about to: so has what it may work on."""
+        self.touched.add(replica)
         receivers = [channel.receivers[replica] for channel in self.channels.values() if replica in channel.receivers]
         kind = tuple((receiver.live, receiver.swapping) for receiver in receivers)
         self.queues[self.tables.pool_of[replica]].move(replica, kind)

@@ -5,7 +5,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from penstock import __version__
 from penstock.runtime.cluster.endpoints import AddressError, resolved, why_unreachable
 from penstock.runtime.control import applicant, desk, enrolment
 from penstock.runtime.control.applicant import DeskClient, NoSlot, enrol, serve_ticket
-from penstock.runtime.control.desk import SHARED, TICKET, Desk, EnrolmentError
+from penstock.runtime.control.desk import SHARED, TICKET, Desk, EnrolmentError, distances
 from penstock.runtime.control.enrolment import (
     Admitted,
     Enrol,
@@ -350,6 +350,24 @@ def test_hosts_that_do_not_reach_each_other_are_told_with_the_connection(office:
         lack = "the connection from b (10.0.0.2) to 10.0.0.1:7 timed out"
         with pytest.raises(EnrolmentError, match=r"hosts do not reach each other(.|\n)*from b \(10\.0\.0\.2\) to 10"):
             office.wait(2, one, two, reached=lack)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 33, 34, 100, 513])
+def test_every_host_is_tried_by_as_many_others_and_by_all_of_few(count: int) -> None:
+    away = distances(count)
+    assert len(set(away)) == len(away) == min(count - 1, desk.MAX_TRIED)
+    assert all(0 < distance < count for distance in away)
+
+
+def test_more_agents_than_may_be_extra_are_let_in_before_they_are_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    many = desk.MAX_EXTRA + 6
+    made = Desk(DeskKeys.make("job"), BIND, tmp_path / "run", expected=many)
+    with ExitStack() as stack:
+        stack.callback(made.close)
+        for order in range(many):
+            come(stack.enter_context(client(made.ticket)), made.ticket, order=order)
+        assert made.counts["refused"] == 0
 
 
 def test_an_agent_that_does_not_reach_the_controller_says_from_where_to_where(office: Office) -> None:

@@ -8,7 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -56,7 +56,7 @@ from penstock.runtime.schedule.events import Begin, Checkpoint, Done, Failed, Fi
 from penstock.runtime.tensor.shm import ObjectRef
 from tests.halt import halt
 
-from .sockets import Bench, Raw, Role, bench, mutated, stranger, until
+from .sockets import RANKS, Bench, Raw, Role, bench, mutated, stranger, until
 
 # What gets through a socket, what is counted and dropped, and that nothing raises out of the loop.
 
@@ -470,6 +470,17 @@ def test_a_client_knows_when_the_server_is_gone_and_drops_replayed_frames(b: Ben
     assert client.counts == {"replayed": 1, "malformed": 1}
     b.server.close()
     until(lambda: client.receive(0.05) == [] and client.lost(monotonic()) > 0)
+
+
+def test_a_client_that_connects_again_says_who_it_is(tmp_path: Path) -> None:
+    """Of a thousand that come at once some are cut off before they are heard."""
+    keys = Keys.make("t1", TCP, ["local"])
+    first = Server(keys.door, RANKS)
+    with closing(Client(keys.join("local", first.endpoint, tmp_path), "rank", "generator/0")) as client:
+        until(lambda: first.receive(0.02))
+        first.close()
+        with closing(Server(replace(keys.door, endpoint=first.endpoint), RANKS)) as again:
+            until(lambda: again.receive(0.02) or client.receive(0.02) or "generator/0:0" in again.peers)
 
 
 @pytest.mark.parametrize("endpoint", [TCP])

@@ -32,6 +32,7 @@ from penstock.runtime.schedule.events import (
     Saved,
     answer,
 )
+from penstock.runtime.schedule.idle_causes import States, cause
 from penstock.runtime.schedule.scheduler import Scheduler
 from penstock.runtime.schedule.transitions import end_updates
 
@@ -80,11 +81,15 @@ class World:
         self.told: list[list[Command]] = []
         self.finish: Finish | None = None
         self.commit: Commit | None = None
+        self.states, self.idle = States(self.scheduler), dict[str, str]()
         self.feed(Begin())
 
     def feed(self, event: Event) -> list[Command]:
         """Give the scheduler an event; what its commands ask of ranks becomes `pending` answers."""
         commands = list(self.scheduler.handle(event))
+        self.idle |= self.states.changed()
+        loads = self.scheduler.load.items()
+        assert self.idle == {name: "busy" if load else cause(self.scheduler, name) for name, load in loads}
         self.heard.append(event)
         self.told.append(commands)
         self.checker.see(event, commands)

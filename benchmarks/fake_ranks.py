@@ -1,0 +1,261 @@
+"""Fake agents and fake ranks of several hosts in one process: a test instrument for the controller's benchmark.
+
+    python benchmarks/fake_ranks.py PACE TENSORS JOIN_FILE …
+
+They speak the real wire: for each agent, rank and heartbeat a connection of its own, over TCP and CURVE, with the
+messages and the times of real ones. What is fake is the work. An update takes PACE seconds, a group a share of that,
+and no weights move; a version has a manifest of TENSORS names. A group of ranks meets on the controller's board as
+torch's gloo has it do, with addresses of the size that gloo's have.
+"""
+
+import heapq
+import json
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from time import monotonic
+from typing import Any
+from zlib import crc32
+
+import zmq
+
+from penstock.graph.ir import Firing
+from penstock.runtime.control.listener import Options, dial, drain, raise_descriptors
+from penstock.runtime.control.messages import (
+    AgentReady,
+    Found,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Launch,
+    Look,
+    Manifest,
+    Message,
+    Order,
+    Post,
+    Ready,
+    Result,
+    Results,
+    Setup,
+    pack,
+    unpack,
+)
+from penstock.runtime.control.process import die_with_parent
+from penstock.runtime.control.rendezvous import INTERVAL, beat_interval
+from penstock.runtime.control.run_config import RunConfig
+from penstock.runtime.control.security import Join
+from penstock.runtime.schedule.events import (
+    Arrived,
+    Command,
+    Done,
+    Fire,
+    Publish,
+    Published,
+    Save,
+    Saved,
+    Send,
+    Swap,
+    Swapped,
+)
+from penstock.runtime.tensor.shm import ObjectRef, owner_of
+
+# Bytes of what gloo posts of each rank, in hexadecimal twice as many.
+ADDRESS_BYTES = 200
+# Of PACE: the seconds of a group's responses, and of a transfer of weights.
+GROUP, TRANSFER = 0.6, 0.1
+OPTIONS: Options = {zmq.SNDHWM: 1000, zmq.RCVHWM: 1000}
+
+
+class Peers:
+    """The connections of one process, and what is to be done when."""
+
+    def __init__(self, pace: float, tensors: int) -> None:
+        self.pace = pace
+        self.digests = {f"model.layers.{i // 9}.part_{i % 9}.weight": i << 32 for i in range(tensors)}
+        self.context = zmq.Context()
+        self.context.set(zmq.MAX_SOCKETS, 1 << 14)
+        self.poller = zmq.Poller()
+        self.hears: dict[zmq.Socket[bytes], Callable[[Message], None]] = {}
+        self.due: list[tuple[float, int, Callable[[], None]]] = []
+        self.order = count()
+        self.left = 0
+        self.config: RunConfig | None = None
+        self.interval = INTERVAL
+
+    def after(self, seconds: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self.due, (monotonic() + seconds, next(self.order), act))
+
+    def connect(self, join: Join, hello: Hello, hear: Callable[[Message], None]) -> Callable[[Message], None]:
+        """A connection; what says something on it."""
+        socket, numbers = dial(self.context, join.endpoint, join.server, join, OPTIONS), count(1)
+        self.hears[socket] = hear
+        self.poller.register(socket, zmq.POLLIN)
+
+        def say(message: Message) -> None:
+            with suppress(zmq.Again):
+                socket.send(pack(message, next(numbers)), zmq.NOBLOCK)
+
+        say(hello)
+        return say
+
+    def beat(self, say: Callable[[Message], None], host: str, doing: Callable[[], str], ranks: bool = True) -> None:
+        """As a `Pulse` does: those of a host at once, those of other hosts at other moments."""
+        phase = crc32(host.encode()) % 1009 / 1009
+
+        def again() -> None:
+            say(Heartbeat(doing()))
+            wait()
+
+        def wait() -> None:
+            interval, now = self.interval if ranks else INTERVAL, monotonic()
+            self.after(((now / interval - phase) // 1 + 1 + phase) * interval - now, again)
+
+        wait()
+
+    def run(self) -> None:
+        """Until all agents were told goodbye."""
+        while self.left:
+            now = monotonic()
+            while self.due and self.due[0][0] <= now:
+                heapq.heappop(self.due)[2]()
+            wait = min(1.0, max(0.0, self.due[0][0] - monotonic())) if self.due else 1.0
+            for socket, _ in self.poller.poll(int(1000 * wait) + 1):
+                for frames, _, _ in drain(socket):  # type: ignore[arg-type]
+                    self.hears[socket](unpack(frames[0])[1])  # type: ignore[index]
+        self.context.destroy(linger=500)
+
+
+class FakeAgent:
+    """Says that it is there, and makes a rank of each Launch."""
+
+    def __init__(self, peers: Peers, join: Join) -> None:
+        self.peers, self.join = peers, join
+        peers.left += 1
+        self.say = peers.connect(join, Hello("agent", join.host, 0, 1, join.host, join.token), self.hear)
+        self.say(AgentReady(join.host, 1))
+        peers.beat(self.say, join.host, str, ranks=False)
+
+    def hear(self, message: Message) -> None:
+        if isinstance(message, Launch):
+            FakeRank(self.peers, self.join, message.replica, message.rank)
+        elif isinstance(message, Goodbye):
+            self.peers.left -= 1
+
+
+class FakeRank:
+    """Meets its replica's other ranks, and then answers each command after the time that the work would take."""
+
+    def __init__(self, peers: Peers, join: Join, replica: str, rank: int) -> None:
+        self.peers, self.join, self.replica, self.rank = peers, join, replica, rank
+        self.doing, self.group, self.asked = "", list[str](), 0
+        self.found: list[Result] = []
+        self.beats = peers.connect(join, self.hello("heartbeat"), self.answered)
+        self.say = peers.connect(join, self.hello("rank"), self.hear)
+        peers.beat(self.beats, join.host, lambda: self.doing)
+
+    def hello(self, role: Any) -> Hello:
+        return Hello(role, self.replica, self.rank, 1, self.join.host, self.join.token)
+
+    def hear(self, message: Message) -> None:
+        match message:
+            case Setup(config):
+                # What a real rank reads of it, once for a process here.
+                peers = self.peers
+                if peers.config is None:
+                    peers.config = RunConfig.from_json(json.loads(config))
+                    peers.interval = beat_interval(sum(len(one.ranks) for one in peers.config.plan.replicas))
+                ranks = len(peers.config.plan.replica(self.replica).ranks)
+                if ranks == 1:
+                    self.say(Ready(self.replica, self.rank, 1))
+                    return
+                self.group = [f"{self.replica}/{number}" for number in range(ranks)]
+                self.beats(Post(f"here/{self.group[self.rank]}", "31"))
+                self.look("here")
+            case Order():
+                for command in message.commands:
+                    self.obey(command)
+                self.flush()
+            case _:
+                pass
+
+    def look(self, stage: str) -> None:
+        self.asked += 1
+        self.beats(Look(self.asked, tuple(f"{stage}/{name}" for name in self.group)))
+
+    def answered(self, message: Message) -> None:
+        if not isinstance(message, Found):
+            return
+        if message.error:
+            raise RuntimeError(message.error)
+        if self.asked == 1:  # all are there: now their addresses
+            self.beats(Post(f"gloo/{self.group[self.rank]}", "ab" * ADDRESS_BYTES))
+            self.look("gloo")
+        else:
+            self.say(Ready(self.replica, self.rank, 1))
+
+    def obey(self, command: Command) -> None:
+        pace, replica, rank = self.peers.pace, self.replica, self.rank
+        match command:
+            case Fire(firing):
+                updates = firing.node.endswith("update")
+                seconds = pace if updates else GROUP * pace if firing.node == "generate" else 0.0
+                self.doing = str(firing)
+                self.later(seconds, lambda: self.done(firing))
+            case Publish(channel, version):
+                layout = '{"of": "a fake"}' if version == 0 else ""
+                manifest = Manifest(channel, version, self.peers.digests, layout) if rank == 0 else None
+                event = Published(channel, version, replica, rank)
+                self.later(0.0, lambda: Result(event, {}, {}, monotonic(), monotonic(), manifest))
+            case Send(channel, version, _, to) if to == replica:
+                self.later(TRANSFER * pace, lambda: Result(Arrived(channel, version, replica, rank)))
+            case Swap(channel, version, _):
+                self.later(0.0, lambda: Result(Swapped(channel, version, replica, rank)))
+            case Save(update):
+                self.later(0.0, lambda: Result(Saved(update, replica, rank)))
+            case _:
+                pass
+
+    def done(self, firing: Firing) -> Result:
+        owner, host = owner_of(self.replica, self.rank), self.join.host
+        segment = f"penstock-{self.join.run}-{owner}-0"
+        handle = ObjectRef(segment, 4096 * firing.index, 65536, firing.index, owner, host, "tcp://127.0.0.1:45678")
+        outputs, metrics = {"out": handle}, dict[str, float]()
+        if firing.node == "score":
+            metrics = {"reward_mean": 0.5}
+        if firing.node.endswith("update"):
+            outputs, metrics = {}, {f"figure_{i}": float(i) for i in range(12)}
+        if self.rank:  # the first rank speaks for all
+            outputs, metrics = {}, {}
+        return Result(Done(firing, self.replica, self.rank), outputs, metrics, monotonic(), monotonic())
+
+    def later(self, seconds: float, made: Callable[[], Result]) -> None:
+        if not seconds:
+            self.found.append(made())
+            return
+
+        def then() -> None:
+            self.found.append(made())
+            self.doing = ""
+            self.flush()
+
+        self.peers.after(seconds, then)
+
+    def flush(self) -> None:
+        if self.found:
+            self.say(Results(tuple(self.found)))
+            self.found = []
+
+
+def main() -> None:
+    die_with_parent()
+    raise_descriptors()
+    peers = Peers(float(sys.argv[1]), int(sys.argv[2]))
+    for file in sys.argv[3:]:
+        FakeAgent(peers, Join.read(Path(file)))
+    peers.run()
+
+
+if __name__ == "__main__":
+    main()
