@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -19,9 +19,13 @@ from penstock.runtime.cluster.endpoints import LOOPBACK, AddressError, resolved,
 from penstock.runtime.control.agents import Agents
 from penstock.runtime.control.desk import Desk, EnrolmentError
 from penstock.runtime.control.listener import WireError
+from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.control.security import DeskKeys
 from penstock.runtime.record.errors import visible
 from penstock.runtime.record.folder import RunFolder
+
+if TYPE_CHECKING:
+    from penstock.runtime.plan.run_plan import RunPlan
 
 # The pool of which other agents than the first have replicas by default.
 GENERATOR = "generator"
@@ -44,13 +48,16 @@ class Enrolled:
     reason: str = "the run was stopped before it began"
     over: bool = False
 
-    def await_agents(self, seconds: float) -> Cluster:
-        """Raises CommandError where they do not come in time."""
+    def await_agents(self, seconds: float, late: int = 0) -> Cluster:
+        """The hosts of the agents, and so many for those that may come later. Raises CommandError where they do not
+        come in time."""
         try:
             self.desk.wait(self.agents.slots, seconds, self.agents.poll, tell)
         except EnrolmentError as error:
             self.reason = "not all agents came in time"
             raise CommandError("\n".join(filter(None, [str(error), self.agents.lacking()]))) from None
+        if late:
+            self.desk.reserve(late)
         self.cluster = self.desk.cluster(self.bind)
         return self.cluster
 
@@ -60,14 +67,50 @@ def tell(text: str) -> None:
         print(visible(f"penstock: {text}"), file=sys.stderr, flush=True)
 
 
+@dataclass(frozen=True)
+class Need:
+    """How many agents a run has: to begin, and in all. `why` says for what they are, `fewer` what would need fewer."""
+
+    first: int
+    total: int
+    why: str
+    fewer: str
+
+
+def needed_agents(flags: AgentsFlags, options: RunOptions, plan: "RunPlan | None" = None) -> Need | None:
+    """What a run needs by its --plan, its range of generators, or --place; None where any number does. Raises
+    CommandError for a --place that is none."""
+    if plan is not None:
+        hosts = plan.num_hosts
+        fewer = f"a plan for fewer hosts (it was made for --cluster {plan.source})"
+        return Need(hosts, hosts, f"the hosts of --plan {getattr(flags, 'plan', '')}", fewer)
+    numbers = [number for word in flags.place for number in _place(word)[1]]
+    first, most = options.first_generators, options.generators
+    if first and not numbers:
+        why = f"--generators {first}..{most}: one for the other pools, and one for each of the first generators"
+        return Need(first + 1, most + 1, why, "a range that begins with fewer")
+    if not numbers:
+        return None
+    # Those that may be late have the highest numbers.
+    own = [number for word in flags.place for pool, given in [_place(word)] if pool == GENERATOR for number in given]
+    late = max(0, len(set(own)) - first) if first else 0
+    count = max(numbers) + 1
+    return Need(count - late, count, f"--place {' '.join(flags.place)}", "other numbers in --place")
+
+
 @contextmanager
-def enrolment(flags: AgentsFlags, folder: RunFolder, name: str) -> Iterator[Enrolled]:
+def enrolment(flags: AgentsFlags, folder: RunFolder, name: str, need: Need | None = None) -> Iterator[Enrolled]:
     """Open the desk of a run in `folder`, and have its agents started; in the end all of that is ended. `name` is the
-    job's. Raises CommandError for flags that cannot be, and AgentsError."""
+    job's. Raises CommandError for flags that cannot be or fewer agents than there have to be, and AgentsError."""
     module, _, attribute = MANAGERS[flags.on].partition(":")
-    agents: Agents = getattr(importlib.import_module(f"penstock.runtime.{module}"), attribute)(flags.agents)
+    count = flags.agents or (need.first if need is not None and flags.on == "agents" else None)
+    agents: Agents = getattr(importlib.import_module(f"penstock.runtime.{module}"), attribute)(count)
     with ExitStack() as stack:
         stack.callback(agents.stop)
+        if need is not None and agents.slots < need.first:
+            plural = "s" * (agents.slots > 1)
+            given = f"given {agents.slots} agent{plural}, needed {need.first} for {need.why}"
+            raise CommandError(f"--on {flags.on}: {given} (--agents {need.first}); or {need.fewer}", 2)
         keys = DeskKeys.read(Path(flags.ticket_keys)) if flags.ticket_keys else DeskKeys.make(name)
         port = 0
         if not flags.bind:
@@ -118,13 +161,7 @@ def placed(
     names = [host.name for host in cluster.hosts]
     pools: dict[str, tuple[str, ...]] = {}
     for word in place:
-        pool, equals, said = word.partition("=")
-        numbers: list[int] = []
-        for part in said.split(","):
-            match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-            if not (pool and equals and match):
-                raise CommandError(f"--place: given {word!r}, needed POOL=NUMBERS, such as generator=1-3,5", 2)
-            numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
+        pool, numbers = _place(word)
         if wrong := [number for number in numbers if number >= len(names)]:
             needed = f"needed 0 to {len(names) - 1}, or more agents (--agents {max(wrong) + 1} is the fewest)"
             raise CommandError(f"--place {word}: given agent {wrong[0]} of {len(names)}, {needed}", 2)
@@ -138,3 +175,15 @@ def placed(
         return Cluster.model_validate({**cluster.model_dump(), "pools": pools}), options
     except ValidationError as error:
         raise CommandError(explain(error, "--place")) from None
+
+
+def _place(word: str) -> tuple[str, list[int]]:
+    """A pool and the numbers of its agents, as --place has them. Raises CommandError."""
+    pool, equals, said = word.partition("=")
+    numbers: list[int] = []
+    for part in said.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part)
+        if not (pool and equals and match):
+            raise CommandError(f"--place: given {word!r}, needed POOL=NUMBERS, such as generator=1-3,5", 2)
+        numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return pool, numbers

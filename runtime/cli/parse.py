@@ -74,7 +74,9 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
     argv = _spread(argv)
     typed = _typed([*config, *argv], known)
     plan = _plan_of(typed) if isinstance(defaults, MachineFlags) else None
-    planned = [word for words in plan.words.values() for word in words] if plan else []
+    # Its file of hosts is not what agents are on that say themselves what they have.
+    left_out = {"cluster"} if "on" in typed else set()
+    planned = [word for key, words in plan.words.items() if key not in left_out for word in words] if plan else []
     summary = program.doc.partition("\nArgs:")[0].strip() or program.name
     try:
         parsed: Any = tyro.cli(

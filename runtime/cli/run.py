@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from penstock.graph.hub import model_folder
 from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.cli.display import Display
-from penstock.runtime.cli.enrolling import Enrolled, check_agents, enrolment, placed
+from penstock.runtime.cli.enrolling import Enrolled, check_agents, enrolment, needed_agents, placed
 from penstock.runtime.cli.flags import (
     ELSEWHERE,
     NEW,
@@ -80,8 +80,10 @@ def run_traced(
         return _run(traced, machines(traced.flags, traced.gpus), argv, began, early=early)
     traced.sound()
     # The agents of a run find its folder before there is a plan.
-    with _new_folder(traced) as folder, enrolment(traced.flags, folder, traced.name) as enrolled:
-        cluster = enrolled.await_agents(traced.flags.startup_deadline)
+    need = needed_agents(traced.flags, traced.flags, traced.plan)
+    with _new_folder(traced) as folder, enrolment(traced.flags, folder, traced.name, need) as enrolled:
+        late = max(0, need.total - enrolled.agents.slots) if need is not None else 0
+        cluster = enrolled.await_agents(traced.flags.startup_deadline, late)
         return _run(traced, cluster, argv, began, folder, enrolled, early)
 
 
@@ -279,10 +281,13 @@ def _go_on(
             raise CommandError(f"--updates: given {wanted}, but {done} are done already; needed more", 2)
         if wanted == done and summary.get("status") == "done":
             raise _AllDone(f"{folder.path}: all {done} updates are done; --updates {2 * done} would go on")
-        enrolled = stack.enter_context(enrolment(flags, folder, config.graph.name)) if flags.on else None
         former = cluster = _cluster_of(folder, was)
+        need = needed_agents(flags, options) if flags.on and options.first_generators else None
+        enrolled = stack.enter_context(enrolment(flags, folder, config.graph.name, need)) if flags.on else None
         if enrolled is not None:
-            cluster = enrolled.await_agents(options.startup_deadline)
+            # Of the hosts that it had, those that may be late may be late again.
+            late = max(0, len(former.hosts) - enrolled.agents.slots) if options.first_generators else 0
+            cluster = enrolled.await_agents(options.startup_deadline, late)
             if flags.place:
                 cluster, _ = placed(flags.place, config.graph, cluster, options.generators)
         elif flags.cluster:

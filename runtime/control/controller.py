@@ -220,6 +220,10 @@ class Controller:
             case Leaving(host, grace):
                 if not self._let_go(host, f"host {host} is taken away within {grace:g} s"):
                     self.session.leave(host, grace, monotonic())
+            # Of a host whose agent has left meanwhile: it ends with that, and is not there.
+            case Ready(replica, rank) if replica in self.lost and not self._has_agent(replica):
+                self.server.forget(peer)
+                self.alive.discard(peer)
             # A rank is set up once: a second answer could put others in the place of restored values.
             case Ready(replica, rank) if (replica, rank) in self.pids:
                 self.server.drop("unexpected", peer, "a second Ready")
@@ -265,7 +269,7 @@ class Controller:
             self.session.preempt(monotonic(), f"preempted ({rest})", self.config.flags.grace)
         elif word == "agent":
             host, _, reason = rest.partition(" ")
-            if self._do_without(agent_peer(host), f"the agent of host {host} died: {reason}"):
+            if self._do_without(agent_peer(host), f"the agent of host {host} died: {reason}", known=True):
                 say({"kind": "without", "host": host})
                 return
             text = f"the agent of host {host} died, and with it {self._ranks_of(host)}: {reason}"
@@ -273,9 +277,10 @@ class Controller:
 
     # Replicas that come and go ----------------------------------------------------------------------------
 
-    def _do_without(self, peer: str, reason: str, *, ended: bool = False) -> bool:
+    def _do_without(self, peer: str, reason: str, *, ended: bool = False, known: bool = False) -> bool:
         """A rank or an agent is gone: if the run goes on without it, the replicas that it had are lost. `ended`: an
-        agent has told of the end of a rank's process, so that it can be started again."""
+        agent has told of the end of a rank's process, so that it can be started again. `known`: the launcher has told
+        of the end of an agent, and need not be told."""
         if self.session.stage is None or not self.session.running:
             return False
         host = peer.removeprefix("agent:") if peer.startswith("agent:") else ""
@@ -283,6 +288,8 @@ class Controller:
         if not gone <= self.elastic:
             return False
         if host:
+            if agent_peer(host) in self.alive and not known:
+                say({"kind": "gone", "host": host})
             self.server.forget(peer)
             self.alive.discard(peer)
         for name in sorted(gone):
@@ -316,7 +323,7 @@ class Controller:
 
     def _start_again(self, name: str, reason: str) -> None:
         """Start a lost replica again, if its agent is there and it has not ended too often before it was ready."""
-        if agent_peer(self.ranks[name, 0].host) not in self.alive:
+        if not self._has_agent(name):
             return
         if self.lost[name] < STARTS:
             self._launch(name, 0)
@@ -326,6 +333,10 @@ class Controller:
         pool = next(pool for pool in self.config.plan.pools if pool.name == pool_of(name))
         if all(self.lost.get(replica.name, 0) >= STARTS for replica in pool.replicas):
             self._fail(FailureCode.RANK_DIED, f"no replica of pool {pool.name} is left; the last was {name}: {reason}")
+
+    def _has_agent(self, name: str) -> bool:
+        """Is the agent of a replica's host there?"""
+        return agent_peer(self.ranks[name, 0].host) in self.alive
 
     def _launch(self, name: str, index: int) -> None:
         place = self.ranks[name, index]

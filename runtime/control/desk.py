@@ -6,6 +6,7 @@ launcher
 
 - awaits as many agents as the run is to have (`wait`): each is a slot of `cluster()`, in the order of the numbers that
   a cluster manager has given them, then of their names, and reaches all others;
+- adds slots for agents that come later (`reserve`);
 - gives each slot its `Join` once the controller listens (`admit`), which the desk hands to the slot's agent;
 - hears which agents never got to the controller (`losses`);
 - says that a slot's agent has ended (`vacate`): the next one that enrols gets the slot, and its `Join` again.
@@ -29,6 +30,7 @@ from time import monotonic, sleep, time
 from typing import Any
 
 import zmq
+from msgspec.structs import replace as replaced
 
 from penstock import __version__
 from penstock.runtime.cluster.cluster import Cluster, Host
@@ -186,6 +188,19 @@ class Desk:
             if monotonic() > until:
                 raise EnrolmentError(f"within {seconds:g} s ({flag}) {self._lacking(count)}")
             sleep(_TICK_S)
+
+    def reserve(self, count: int) -> None:
+        """Add slots for so many agents that come later, of hosts that have at least what that of the last slot has.
+        After `wait`."""
+        with self._lock:
+            like = replaced(list(self._slots.values())[-1].facts, hostname="", order=-1)
+            first = len(self._slots)
+            for number in range(first, first + count):
+                name = next(n for each in range(1, 100) if (n := _numbered(f"agent-{number}", each)) not in self._slots)
+                self._slots[name] = _Slot(like, None)
+            # One that was too many for those that are awaited may have come already.
+            self._fill()
+        self._wake()
 
     def cluster(self, bind: str) -> Cluster:
         """The slots as hosts; the controller is to listen at `bind`."""
@@ -358,8 +373,13 @@ class Desk:
                 self._go(one, f"no sign of life for {SILENCE_S:g} s")
             elif self._slots and one.ready and not one.slot and now - one.ready > NO_SLOT_S:
                 del self._applicants[one.identity]
-                taken = f"all {len(self._slots)} slots are taken ({', '.join(self._slots)})"
-                self._refuse(one.identity, f"the agent of {one}: {taken}", f"{taken}; needed a run with more --agents")
+                free = [(name, slot.facts) for name, slot in self._slots.items() if slot.agent is None]
+                text = f"all {len(self._slots)} slots are taken ({', '.join(self._slots)})"
+                needed = "needed a run with more --agents"
+                if free:
+                    text = f"given {one.enrol.cores} cores and {one.enrol.gpus} GPUs"
+                    needed = f"needed {free[0][1].cores} and {free[0][1].gpus} for the free slot {free[0][0]}"
+                self._refuse(one.identity, f"the agent of {one}: {text}; {needed}", f"{text}; {needed}")
 
     def _go(self, one: Applicant, reason: str) -> None:
         """An agent that was waiting has gone."""
@@ -431,7 +451,8 @@ class Desk:
             looking = [each for each in self._applicants.values() if not each.ready]
             asked = [each for each in ready if each.slot and each.unreached is None]
             refused, dropped = list(self._refused), self.counts["dropped"]
-        lines = [f"{len(ready)} of {count} agents came; needed all of them (--agents {count})"]
+        fewer = f", or a start with --agents {len(ready)}" * (0 < len(ready) < count)
+        lines = [f"{len(ready)} of {count} agents came; needed all of them (--agents {count}){fewer}"]
         lines += [f"  came: {one}" for one in ready]
         lines += [f"  came, and has not found the run folder {self._folder}: {one}" for one in looking]
         orders = {one.enrol.order for one in ready}

@@ -186,6 +186,9 @@ class Launcher:
             self._start_agents(str(message["endpoint"]))
         elif message.get("kind") == "without":  # the run goes on without a host whose agent has died
             self._deadline = self._deadline if self.wish.status else inf
+        elif message.get("kind") == "gone":  # the same where the controller has missed it
+            if self.desk is not None:
+                self.desk.vacate(str(message["host"]))
         else:
             if message.get("kind") == "writing" and self.wish.status == INTERRUPTED:
                 self._deadline = monotonic() + float(str(message["seconds"])) + self.grace

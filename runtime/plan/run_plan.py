@@ -185,6 +185,12 @@ class RunPlan:
             return None
         return {name: here.hosts[numbers[name]] for name in used}
 
+    @property
+    def num_hosts(self) -> int:
+        """How many machines of other names it takes: as many as its cluster has, up to the last one with a rank."""
+        used = self._used()
+        return max(number for number, host in enumerate(self.cluster.hosts, 1) if host.name in used)
+
     def _used(self) -> set[str]:
         return {rank.host for replica in self.plan.replicas for rank in replica.ranks}
 

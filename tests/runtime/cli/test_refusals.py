@@ -25,6 +25,7 @@ NOT_COMPUTED = (
     ("--generator-precision int8 --lora 2", INT8_OF_ADAPTERS),
     ("--invariant --generator-precision int8", INVARIANT_INT8),
 )
+RANGE = "--on agents --lost-replica replace --generators 2..8"
 JOB = "--on kubernetes --image i --claim c --agents 2"
 FILE = '[[hosts]]\nname = "a"\ncores = 8\ndevices = ["cuda:0", "cuda:1"]\ngpu = "H100"\n'
 
@@ -86,6 +87,10 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         ("run toy --on slurm --submit -- --output=o", 2, "given --output=o behind the --, needed options without it"),
         ("run toy --on slurm --submit --seed 1 -- -a0-4", 2, "given --seed and --array, needed one of them"),
         ("run toy --on slurm --submit", 1, "given no sbatch in PATH"),
+        ("run toy --on agents", 1, "given no --agents N, needed how many agents will come"),
+        (f"run toy {RANGE} --agents 2", 2, r"given 2 agents, needed 3 for --generators 2..8: .*\(--agents 3\)"),
+        ("run toy --on agents --agents 1 --place generator=3", 2, "given 1 agent, needed 4 for --place generator=3"),
+        ("run toy --on agents --agents 2 --place generator=b", 2, "--place: given 'generator=b', needed POOL=NUMBERS"),
         ("resume . --on kubernetes --agents 2", 1, "holds no run"),
         ("run dapo --versions pinned --model new", 2, 'versions="pinned": given the filter keep'),
         ("run curriculum --on-failure replace --model new", 2, 'on_failure="replace": given choose'),

@@ -122,6 +122,18 @@ def test_a_run_of_a_plan_is_exactly_that_plan_to_its_end_and_goes_on(say: Say, h
     done = penstock("resume", "run", "--updates", "3", "--plain", timeout=240)
     assert done.returncode == 0, done.stderr
     assert RunConfig.load(RunFolder.open("run")).plan == config.plan
+    # Agents that enrol stand for its hosts in their order. With fewer it is refused before any is asked for.
+    words = ("aipo", "--plan", "cpus.json", "--updates", "1", "--eval-groups", "0", "--plain", "--on", "agents")
+    done = penstock("run", *words, "--out", "on", "--agents", "2")
+    assert (done.returncode, "given 2 agents, needed 3 for the hosts of --plan cpus.json" in done.stderr) == (2, True)
+    assert not Path("on").exists()
+    agent = [sys.executable, "-m", "penstock.runtime.cli.main", "agent", "--ticket", "on/ticket.json"]
+    agents = [subprocess.Popen(agent) for _ in range(3)]
+    done = penstock("run", *words, "--out", "on", timeout=240)
+    assert (done.returncode, [each.wait(60) for each in agents]) == (0, [0, 0, 0]), done.stderr
+    enrolled = RunConfig.load(RunFolder.open("on")).plan
+    assert len(enrolled.replica("trainer/0").hosts) == 2
+    assert [pool.replicas[0].mesh for pool in enrolled.pools] == [pool.replicas[0].mesh for pool in config.plan.pools]
 
 
 @pytest.mark.parametrize(

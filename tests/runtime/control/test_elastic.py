@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ from torch import Tensor
 from penstock.graph import load, trace
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.control.run_config import RunConfig, RunOptions
+from penstock.runtime.record.event_log import read_segments
 from penstock.runtime.schedule.compile import Tables, check_rules
 from tests.gates.running import (
+    DEADLINE_S,
+    ENDLESS,
     LARGE,
     ONE_HOST,
     Line,
@@ -33,6 +37,7 @@ from tests.gates.running import (
     run_to_end,
     summary,
     toy_flags,
+    until,
 )
 
 pytestmark = pytest.mark.timeout(300)
@@ -213,3 +218,67 @@ def test_what_cannot_be_lost_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="--first-generators: given 3; needed at most --generators, 2"):
         config("toy", {}, generators=2, first_generators=3)
     assert config("toy", {}, generators=2).elastic == {"generator/0", "generator/1", "scorer/0"}
+
+
+@contextmanager
+def enrolled(ticket: Path, home: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """An agent with a ticket, ended afterwards."""
+    command = [sys.executable, "-m", "penstock.runtime.cli.main", "agent", "--ticket", str(ticket)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True, cwd=home)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_an_agent_with_a_ticket_that_comes_late_takes_a_free_slot_and_so_does_the_one_after_it(tmp_path: Path) -> None:
+    """The run needs two agents to begin, and has a slot for a third, which comes, is taken away, and is replaced."""
+    folder, ms = tmp_path / "r", {"generate": "300", "score": "0", "update": "20", "sync": "0"}
+    command = [sys.executable, "-m", "penstock.runtime.cli.main", "run", "toy", "--lag", str(LAG), "--plain", "--seed"]
+    command += ["0", "--batch", str(BATCH), "--slots", "16", "--updates", str(ENDLESS), "--versions", "pinned"]
+    command += [
+        "--lost-replica",
+        "replace",
+        "--grace",
+        "60",
+        "--generators",
+        "1..2",
+        "--on",
+        "agents",
+        "--out",
+        str(folder),
+    ]
+    command += [word for name, value in ms.items() for word in (f"--{name}-ms", value)]
+    ticket = folder / "ticket.json"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as run, ExitStack() as stack:
+        stack.callback(run.kill)
+
+        def wait(look: Callable[[], object], what: str) -> None:
+            until(lambda: look() or run.poll() is not None, what)
+            assert run.poll() is None
+
+        def came(times: int) -> bool:
+            stages = [stage for segment in read_segments(folder / "events.log")[0] for stage in segment.stages]
+            return sum(b"ReplicaJoined" in step.event for stage in stages for step in stage.steps) >= times
+
+        def more_than(updates: int) -> bool:
+            return len(rows(folder)) > updates
+
+        for _ in range(2):
+            stack.enter_context(enrolled(ticket, tmp_path))
+        wait(partial(more_than, 1), "two updates with one generator")
+        for times in (1, 2):
+            late = stack.enter_context(enrolled(ticket, tmp_path))
+            wait(partial(came, times), "the third agent's generator came")
+            wait(partial(more_than, len(rows(folder)) + 2), "updates with two generators")
+            if times == 1:
+                late.terminate()
+                assert late.wait(60) == 0
+        run.terminate()
+        assert run.wait(DEADLINE_S) == 75
+    assert comings(folder) == [("generator/1", event) for event in ("joined", "lost", "joined")]
+    updates = summary(folder)["updates"]
+    bits = undisturbed(tmp_path / "u", "toy", {"lag": LAG, **delays()}, updates)
+    assert_as_if_nothing_had_happened(folder, updates, bits)
