@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -57,6 +58,19 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniP
 BLOCK = 128
 
 
+def _device(otherwise: int) -> int:
+    """The number of the device that the rank has chosen: by themselves vLLM's executors count from the first."""
+    return torch.cuda.current_device() if torch.cuda.is_available() else otherwise
+
+
+class LoneExecutor(UniProcExecutor):  # type: ignore[misc]
+    """Runs vLLM in a rank of ours."""
+
+    def _distributed_args(self) -> tuple[str, int, int]:
+        method, rank, local = super()._distributed_args()
+        return method, rank, _device(local)
+
+
 class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
     """Runs vLLM's part of a model in a rank of ours, over the process group that the rank has."""
 
@@ -64,7 +78,7 @@ class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
         # vLLM names its shared memory by what follows the colon. Of its own the ranks have none: one that waits there
         # for a rank which is gone waits for ever, and gloo says that it is gone.
         rank = dist.get_rank()
-        return f"env://:{os.getpid()}-{rank}", rank, rank
+        return f"env://:{os.getpid()}-{rank}", rank, _device(rank)
 
 
 class VllmModel:
@@ -113,7 +127,7 @@ class VllmModel:
                 # Each rank has an engine, which gets the same requests in the same order.
                 distributed_executor_backend="external_launcher" if ranks.count > 1 else "uni",
             )
-            executor = RankExecutor if ranks.count > 1 else UniProcExecutor
+            executor = RankExecutor if ranks.count > 1 else LoneExecutor
             self.engine = LLMEngine(
                 arguments.create_engine_config(), executor, log_stats=False, multiprocess_mode=False
             )

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from penstock.graph import Context
 from penstock.graph.protocols import Axes
 from penstock.nodes.generate import make_engine
+from penstock.nodes.generate.engines import engine_lacks
 from penstock.nodes.model import CausalLM, ModelConfig, Scorer
 from penstock.nodes.model.tensor_parallel import (
     check_experts,
@@ -309,3 +310,10 @@ def test_parts_of_a_batch_are_one_ranks_step_on_all_of_it(ranks: int, mesh: str,
 
 def test_a_step_gathers_and_reduces_once_where_weights_stay_whole(tmp_path: Path) -> None:
     spawn(2, f"{TRAINING}:counted", "fsdp=2", folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "refused"), [((), 0), ((("tp", 2),), 0), ((("ep", 2),), 1), ((("dp", 2), ("tp", 2)), 1)]
+)
+def test_an_engine_that_is_not_ours_shares_a_model_over_the_axes_of_its_row(mesh: Axes, refused: int) -> None:
+    assert len(engine_lacks("vllm", Context(mesh=mesh), 1.0, None)) == refused
