@@ -363,7 +363,7 @@ class AgentFlags:
     `penstock run … --on agents --agents N` writes RUN/ticket.json, readable by you only, for all of its agents, and
     waits for them. Start one on each host, in any way, also by torchrun:
       penstock agent --ticket RUN/ticket.json
-      torchrun --nnodes N --nproc-per-node 1 -m penstock.agent --ticket RUN/ticket.json
+      torchrun --standalone -m penstock.agent --ticket RUN/ticket.json
 
     `penstock run … --cluster FILE` with a host whose agent is "external" writes a join file for that host into
     RUN/keys, readable by you only, and waits. Take it there over a channel you trust (scp), and start the agent: by
@@ -385,6 +385,8 @@ class AgentFlags:
     grace: Annotated[Seconds | None, Shown("SECONDS", "the run's --grace")] = None
     """Seconds from SIGTERM or SIGUSR1, as an engine sends them that takes the machine away, to its end. Until then its
     part of the run lives on."""
+    requeue: bool = False
+    """After such a signal the exit status is 75, not 0, for an engine that then starts an agent on another host."""
 
 
 # The verbs that take a PROGRAM.

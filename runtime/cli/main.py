@@ -18,7 +18,18 @@ from typing import NamedTuple
 
 from penstock import __version__
 from penstock.runtime.cli.tracing import CommandError, faults_text, trace_program
-from penstock.runtime.control.signals import INTERRUPTED, PREEMPTED, STOPS, Preempted, interrupt, nobody_reads, on_stop
+from penstock.runtime.control.signals import (
+    DONE,
+    INTERRUPTED,
+    PREEMPTED,
+    PREEMPTIONS,
+    STOPS,
+    Preempted,
+    heard,
+    interrupt,
+    nobody_reads,
+    on_stop,
+)
 from penstock.runtime.record.errors import visible
 
 # What a shell says of a command that ended because nobody read its output.
@@ -208,9 +219,12 @@ def agent(argv: Sequence[str]) -> int:
         given = "a JOIN_FILE and --ticket" if flags.join else "neither a JOIN_FILE nor --ticket"
         raise CommandError(f"given {given}, needed one of them", 2)
     folder = Path(flags.folder) if flags.folder else None
-    if flags.ticket:
-        return serve_ticket(Path(flags.ticket), folder, flags.address, flags.grace)
-    return serve(Path(flags.join), folder, flags.grace)
+    with heard() as signals:
+        if flags.ticket:
+            status = serve_ticket(Path(flags.ticket), folder, flags.address, flags.grace)
+        else:
+            status = serve(Path(flags.join), folder, flags.grace)
+    return PREEMPTED if flags.requeue and status == DONE and signals & {*PREEMPTIONS} else status
 
 
 if __name__ == "__main__":

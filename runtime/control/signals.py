@@ -88,6 +88,22 @@ def on_stop(act: Act, numbers: Sequence[signal.Signals] = STOPS) -> Iterator[Non
             signal.signal(number, handler)
 
 
+@contextmanager
+def heard() -> Iterator[set[int]]:
+    """Which signals come meanwhile that this process hears, whoever acts on them: complete at the end. In the main
+    thread."""
+    found: set[int] = set()
+    told, written = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    before = signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    try:
+        yield found
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(written)
+        with os.fdopen(told, "rb") as file:
+            found.update(file.read())
+
+
 def interrupt(number: int, frame: FrameType | None) -> NoReturn:
     """What Ctrl-C does in Python, for the signals that would end the process where it stands."""
     raise Preempted if number in PREEMPTIONS else KeyboardInterrupt

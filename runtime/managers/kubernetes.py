@@ -4,8 +4,9 @@
 
 What starts again, and what counts:
 
-- An agent's Pod that is taken away (the condition DisruptionTarget: preempted, drained, evicted), or that ends with 75,
-  gets a successor of its own, uncounted. It enrols with the ticket of the Secret, which stays the same.
+- An agent's Pod that is taken away (the condition DisruptionTarget: preempted, drained, evicted), or that ends with 75
+  (taken away, and its run goes on without it), gets a successor of its own, uncounted. It enrols with the ticket of the
+  Secret, which stays the same.
 - The controller's Pod that is taken away, or that ends with 75 (a checkpoint was made: requeue me), restarts the whole
   JobSet, uncounted. All Pods are new, since an agent that has heard the run's goodbye has ended well and would not be
   started again by itself; `--resume auto` goes on from the last checkpoint.
@@ -262,7 +263,8 @@ def _agent(workload: Workload) -> dict[str, Any]:
     if workload.gpus:
         given["nvidia.com/gpu"] = str(workload.gpus)
     return {
-        "command": ["penstock", "agent", "--ticket", f"{KEYS}/{TICKET}"],
+        # A Pod that has ended with 0 would have no successor.
+        "command": ["penstock", "agent", "--ticket", f"{KEYS}/{TICKET}", "--requeue"],
         "resources": {"requests": given, "limits": given},
     }
 

@@ -73,7 +73,7 @@ for path in bin sbin lib lib64; do
     if [ -h "/$path" ]; then cp -P "/$path" "$AT/$path"; elif [ -d "/$path" ]; then SEEN="$SEEN /$path"; fi
 done
 for path in /usr /etc /dev /proc $SEEN; do mkdir -p "$AT$path"; mount --rbind "$path" "$AT$path"; done
-mkdir -m 1777 "$AT/tmp"
+mkdir -p "$AT/tmp" && chmod 1777 "$AT/tmp"
 mount --bind "$NAMES" "$AT/etc/hosts"
 """
 
@@ -111,7 +111,8 @@ class Pods:
         self.running: list[Pod] = []
         self.statuses: list[tuple[str, int]] = []
         """Of all Pods that have ended, in that order: the job and the exit status."""
-        self.starts = 0
+        self.starts, self.successors = 0, 0
+        """How often all Pods were started, and how often one alone."""
         self._jobset: dict[str, Any] = {}
 
     def __enter__(self) -> "Pods":
@@ -165,6 +166,7 @@ class Pods:
                 self.start()
                 return ""
             if found == ["Ignore"]:
+                self.successors += 1
                 self._start(pod.job, int(pod.host.rpartition("-")[2]))
             elif status and pod.job in self._jobset["spec"]["successPolicy"]["targetReplicatedJobs"]:
                 return self._end("Failed")
@@ -225,6 +227,7 @@ class Pods:
                 lines.append(f"printf %s {text} > {file} && chown 0:{group} {file} && chmod 0440 {file}")
         variables = {"POD_IP": self.network.address[host], "HOME": "/tmp", "PYTHONPATH": f"{ROOT}/src"}
         variables["PATH"] = f"{Path(sys.prefix).resolve()}/bin:/usr/bin:/bin"
+        variables["JOB_COMPLETION_INDEX"] = str(number)  # of every Pod of an indexed Job
         for one in main.get("env", ()):
             if "value" in one:
                 variables[one["name"]] = one["value"]

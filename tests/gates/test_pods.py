@@ -1,6 +1,5 @@
 """`penstock run … --on kubernetes` from the command to the end of the run, in Pods of this machine (see `pods`)."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,8 +24,9 @@ from .running import (
 )
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.slow]
-UPDATES, BATCH = 50, 4
-SLOW = {**delays(generate=20.0, score=2.0, update=40.0), "lag": 2}
+UPDATES, BATCH = 10, 4
+# No update is about to read values of a generator whose Pod is taken away while it generates.
+SLOW = {**delays(generate=1000.0), "lag": 0}
 
 
 @pytest.fixture
@@ -37,39 +37,40 @@ def pods(tmp_path: Path) -> Iterator[Pods]:
         yield found
 
 
-def test_a_run_in_pods_of_which_one_is_taken_away_goes_on_and_has_the_bits_of_one_that_was_left_alone(
+def test_pods_that_are_taken_away_have_successors_and_the_run_has_the_bits_of_one_that_was_left_alone(
     pods: Pods, tmp_path: Path
 ) -> None:
+    """First the generator's Pod, without which the run goes on until another one comes; then the trainer's, which stops
+    the run: all Pods are started again."""
     flags = [word for name, value in SLOW.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    run = ["--updates", str(UPDATES), "--batch", str(BATCH), "--slots", "16", "--versions", "pinned", "--device", "cpu"]
+    flags += ["--updates", str(UPDATES), "--batch", str(BATCH), "--slots", "16", "--device", "cpu"]
+    flags += ["--versions", "pinned", "--lost-replica", "replace", "--checkpoint-every", "2"]
     job = ["--on", "kubernetes", "--image", "this/machine", "--claim", "runs", "--agents", "2", "--out", "/runs/r"]
-    command = [sys.executable, "-m", "penstock.runtime.cli.main", "run", "toy", *flags, *run, *job]
+    command = [sys.executable, "-m", "penstock.runtime.cli.main", "run", "toy", *flags, *job]
     folder = pods.claim / "r"
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=pods.environment, cwd=tmp_path
     ) as following:
         try:
             pods.await_jobset(60)
-            until(lambda: pods.step() or len(rows(folder)) >= 3, "three updates")
-            assert pods.starts == 1, pods.logs()
+            until(lambda: pods.step() or len(rows(folder)) >= 2, "two updates")
             pods.pod("agents-1").terminate()
+            until(lambda: pods.step() or pods.successors, "its successor was started")
+            seen = len(rows(folder))
+            until(lambda: pods.step() or len(rows(folder)) > seen, "another update")
+            assert (pods.starts, pods.successors, pods.statuses) == (1, 1, [("agents", 75)]), pods.logs()
+            pods.pod("agents-0").terminate()
             until(lambda: pods.step() or pods.starts == 2, "the JobSet was started again")
+            assert ("controller", 75) in pods.statuses, pods.logs()
             assert until(pods.step, "its end") == "Completed", pods.logs()
             said, told = following.communicate(timeout=DEADLINE_S)
         finally:
             following.kill()
     assert following.returncode == 0, told
-    assert ("controller", 75) in pods.statuses
-    assert pods.statuses.count(("controller", 0)) == 1
-    assert json.loads((folder / "config.json").read_text())["flags"]["updates"] == UPDATES
-    assert str(folder.name) in said
+    assert "/runs/r" in said
     assert_all_consumed(folder, UPDATES * BATCH)
     assert [row["update"] for row in rows(folder)] == list(range(UPDATES))
     assert len(replayed(folder)) >= 2
-    whole = make_run(
-        tmp_path / "whole",
-        "toy",
-        SLOW,
-        toy_flags(updates=UPDATES, batch=BATCH, versions="pinned"),
-    )
-    assert_equal_bits(final_state(folder, UPDATES), final_state(run_here(whole), UPDATES))
+    alone = toy_flags(updates=UPDATES, batch=BATCH, versions="pinned")
+    whole = run_here(make_run(tmp_path / "whole", "toy", SLOW, alone))
+    assert_equal_bits(final_state(folder, UPDATES), final_state(whole, UPDATES))
