@@ -170,6 +170,10 @@ class Pods:
                 self._start(pod.job, int(pod.host.rpartition("-")[2]))
             elif status and pod.job in self._jobset["spec"]["successPolicy"]["targetReplicatedJobs"]:
                 return self._end("Failed")
+            elif status:  # such as one that has waited too long for the controller, and counts
+                ended = [one for one in self.statuses if one[0] == pod.job and one[1] not in (0, 75)]
+                assert len(ended) <= jobs[pod.job]["backoffLimit"], self.logs()
+                self._start(pod.job, int(pod.host.rpartition("-")[2]))
         return ""
 
     def pod(self, host: str) -> Pod:

@@ -58,7 +58,8 @@ def test_pods_that_are_taken_away_have_successors_and_the_run_has_the_bits_of_on
             until(lambda: pods.step() or pods.successors, "its successor was started")
             seen = len(rows(folder))
             until(lambda: pods.step() or len(rows(folder)) > seen, "another update")
-            assert (pods.starts, pods.successors, pods.statuses) == (1, 1, [("agents", 75)]), pods.logs()
+            assert (pods.starts, pods.successors) == (1, 1), pods.logs()
+            assert ("agents", 75) in pods.statuses
             pods.pod("agents-0").terminate()
             until(lambda: pods.step() or pods.starts == 2, "the JobSet was started again")
             assert ("controller", 75) in pods.statuses, pods.logs()
