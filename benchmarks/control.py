@@ -1,6 +1,10 @@
 """What the control plane can do at most: scheduler events per second, and round trips of tasks beside Ray's calls.
 
     python benchmarks/control.py [--keep]
+    python benchmarks/control.py --ranks [--keep]
+
+`--ranks` measures something else: the controller of 1,024 ranks on 64 hosts, which are fake, and the enrolment of 128
+agents, and reckons what a start takes (see `thousand_ranks`).
 
 See `round_trips` and `ray_calls` for what a task goes through. The two alternate, each time in new processes laid out
 alike: 1 and 16 workers have a process each, 256 are 16 threads in each of 16 processes. `in_flight` counts the tasks
@@ -19,6 +23,7 @@ from time import perf_counter
 from typing import Any
 
 from report import publish, spread
+from thousand_ranks import figures
 
 from penstock.graph import trace
 from penstock.programs.aipo import aipo
@@ -69,12 +74,12 @@ def scheduler_events_per_s(repeats: int = 5) -> dict[str, Any]:
     graph = trace(aipo, {"lag": LAG})
     tables = Tables(graph, place([graph], Cluster.local(), generators=GENERATORS))
     rules = {"free": Rules(BATCH, UPDATES), "pinned": Rules(BATCH, UPDATES, versions="pinned")}
-    figures: dict[str, Any] = {"batch": BATCH, "updates": UPDATES, "lag": LAG, "generators": GENERATORS}
+    found: dict[str, Any] = {"batch": BATCH, "updates": UPDATES, "lag": LAG, "generators": GENERATORS}
     for versions, chosen in rules.items():
         events = _events(tables, chosen)
-        figures["events"] = len(events)
-        figures[versions] = spread([len(events) / _handle(tables, chosen, events) for _ in range(repeats)])
-    return figures
+        found["events"] = len(events)
+        found[versions] = spread([len(events) / _handle(tables, chosen, events) for _ in range(repeats)])
+    return found
 
 
 def _events(tables: Tables, rules: Rules) -> list[Event]:
@@ -141,7 +146,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ranks", action="store_true", help="a run of 1,024 fake ranks instead")
     args = parser.parse_args()
+    if args.ranks:
+        publish("control_ranks", {"load_before": os.getloadavg()[0], **figures(updates=7, pace=10.0)}, args.keep)
+        return
     load = os.getloadavg()[0]
     scheduler = scheduler_events_per_s()
     for versions in ("free", "pinned"):
@@ -152,8 +161,8 @@ def main() -> None:
         rows += pair
         starts.append(start)
         print("\n".join(map(describe, pair)), flush=True)
-    figures = {"load_before": load, "scheduler": scheduler, "tasks_per_s": rows, "start_s": starts}
-    publish("control", figures, args.keep)
+    measured = {"load_before": load, "scheduler": scheduler, "tasks_per_s": rows, "start_s": starts}
+    publish("control", measured, args.keep)
 
 
 def describe(row: dict[str, Any]) -> str:

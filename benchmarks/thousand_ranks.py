@@ -8,6 +8,8 @@ by `applicant.enrol`, each in a thread, as they do on hosts of their own. Proces
 import json
 import os
 import queue
+import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -225,8 +227,6 @@ class Listening:
     """Something that accepts connections where the controller will be."""
 
     def __enter__(self) -> str:
-        import socket
-
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         return f"tcp://127.0.0.1:{self._socket.getsockname()[1]}"
 
@@ -238,15 +238,110 @@ def _quiet(text: str) -> None:
     pass
 
 
-def main() -> None:
-    layouts: Mapping[str, Layout] = {"tp": TENSOR_PARALLEL, "single": SINGLE}
-    what = sys.argv[1]
-    if what == "enrol":
-        print(json.dumps(enrolment(int(sys.argv[2]))))
-    else:
-        updates, pace = int(sys.argv[2]), float(sys.argv[3])
-        print(json.dumps(steps(layouts[what], updates, pace, profile=sys.argv[4] if len(sys.argv) > 4 else "")))
+# The start on paper ----------------------------------------------------------------------------------------
 
 
-if __name__ == "__main__":
-    main()
+def start_steps(layout: Layout, measured: Mapping[str, Any], enrolled: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Each step of a start of `layout`: what was measured here, and the seconds that a formula makes of it. Steps that
+    hosts do by themselves happen on all of them at once."""
+    own, each = layout.ranks // layout.hosts, forking()
+    imported, sizes = importing(), (4, 8, 16)
+    met = {size: meeting(size) for size in sizes}
+    # A rank connects to each other one, and has a core of its own: here all ranks share one process.
+    pair = met[sizes[-1]] / sizes[-1] ** 2
+    return [
+        _step(
+            "enrolment", f"{enrolled['agents']} agents", enrolled["enrolled_s"], "as measured", enrolled["enrolled_s"]
+        ),
+        _step("imports, once for a host", "one", imported, "as measured", imported),
+        _step("forks of a host", "one", each, f"{own} ranks, one after the other", own * each),
+        _step(
+            "greetings and the board",
+            f"{measured['ranks']} ranks, the controller's processor",
+            measured["start_processor_s"],
+            "as measured",
+            measured["start_processor_s"],
+        ),
+        _step(
+            f"gloo's connections of {layout.trainer} ranks",
+            f"{sizes[-1]} ranks in one process",
+            met[sizes[-1]],
+            f"seconds / {sizes[-1]}² for each of {layout.trainer - 1} others",
+            pair * (layout.trainer - 1),
+        ),
+        _step(
+            "a model of 140 GB from a shared disk",
+            "",
+            None,
+            f"140 GB of 2 GB/s for each of {layout.hosts // 2} hosts' shares",
+            140 / 2 / (layout.hosts // 2),
+        ),
+        _step(
+            "the first weights",
+            "",
+            None,
+            f"140 GB x {layout.generators} replicas at 50 GB/s for each of {layout.trainer} senders",
+            140 * layout.generators / layout.trainer / 50,
+        ),
+    ]
+
+
+def _step(name: str, of: str, measured: float | None, formula: str, seconds: float) -> dict[str, Any]:
+    return {"step": name, "measured with": of, "measured_s": measured, "formula": formula, "seconds": seconds}
+
+
+def importing() -> float:
+    """Seconds in which a process has what ranks import."""
+    began = perf_counter()
+    subprocess.run([sys.executable, "-c", "import penstock.runtime.control.rank"], check=True, timeout=START_S)
+    return perf_counter() - began
+
+
+def forking() -> float:
+    """Seconds of a fork of a process that has imported it, until the child has begun."""
+    script = (
+        "import os, time, penstock.runtime.control.rank as _\n"
+        "began = time.perf_counter()\n"
+        "for _ in range(16):\n"
+        "    pid = os.fork()\n"
+        "    if not pid: os._exit(0)\n"
+        "    os.waitpid(pid, 0)\n"
+        "print((time.perf_counter() - began) / 16)"
+    )
+    made = subprocess.run([sys.executable, "-c", script], check=True, timeout=START_S, stdout=PIPE, text=True)
+    return float(made.stdout)
+
+
+def meeting(size: int) -> float:
+    """Seconds in which so many ranks, threads of this process, have connected by gloo."""
+    from datetime import timedelta
+
+    from torch.distributed import HashStore
+
+    from penstock.runtime.tensor.process_group import Connection
+
+    store, names = HashStore(), [f"rank {number}" for number in range(size)]
+    store.set_timeout(timedelta(seconds=START_S))
+    with ThreadPoolExecutor(size) as pool:
+        began = perf_counter()
+        made = [pool.submit(Connection, "start", names, store, number, timeout=START_S) for number in range(size)]
+        opened = [one.result(START_S) for one in made]
+        seconds = perf_counter() - began
+    for one in opened:
+        one.close()
+    return seconds
+
+
+def figures(updates: int, pace: float) -> dict[str, Any]:
+    """All of it, as `control.py --ranks` keeps it."""
+    measured = steps(TENSOR_PARALLEL, updates, pace)
+    enrolled = [enrolment(agents) for agents in (16, 64, 128)]
+    plan = start_steps(TENSOR_PARALLEL, measured, enrolled[-1])
+    slowest = max(plan, key=lambda step: float(step["seconds"]))
+    return {
+        "controller": [measured],
+        "enrolment": enrolled,
+        "start": plan,
+        "start_s": sum(float(step["seconds"]) for step in plan),
+        "slowest": slowest["step"],
+    }
