@@ -294,7 +294,8 @@ class Cluster(BaseModel):
 
     def hosts_of(self, pool: str) -> tuple[Host, ...]:
         """Where a pool runs: where `pools` says, its replicas on several hosts in turn, else on the first host."""
-        return tuple(map(self.host, self._names_of(pool))) or self.hosts[:1]
+        hosts = {host.name: host for host in self.hosts}
+        return tuple(hosts[name] for name in self._names_of(pool)) or self.hosts[:1]
 
     def _names_of(self, pool: str) -> tuple[str, ...]:
         said = self.pools.get(pool, ())

@@ -267,7 +267,9 @@ class _Role:
 
     def replicas_on(self, host: Host, generators: int) -> int:
         blocks, turns = self.replicas(generators) * self.hosts_each(generators), len(self.hosts)
-        return sum(max(0, -(-(blocks - place) // turns)) for place, own in enumerate(self.hosts) if own == host)
+        return sum(
+            max(0, -(-(blocks - place) // turns)) for place, own in enumerate(self.hosts) if own.name == host.name
+        )
 
     @property
     def models(self) -> bool:

@@ -48,7 +48,8 @@ from penstock.runtime.control.enrolment import (
     read_at_agent,
     require_one_per_host,
 )
-from penstock.runtime.control.listener import dial, drain
+from penstock.runtime.control.listener import Options, dial, drain
+from penstock.runtime.control.messages import MAX_BYTES
 from penstock.runtime.control.security import Join, KeyPair, Ticket
 from penstock.runtime.control.sockets import JOIN_S
 from penstock.runtime.record.errors import visible
@@ -62,6 +63,8 @@ OTHER_KEY_S = 10.0
 PRESENT_S, GONE_S = 2.0, 15.0
 # Seconds after which an agent that reaches no desk says why for the first time.
 EARLY_S = 3.0
+# A `Join` has a key of each host of the run.
+_OPTIONS: Options = {**OPTIONS, zmq.MAXMSGSIZE: MAX_BYTES}
 # Connections of other hosts that may wait here.
 MAX_PROBES = 128
 
@@ -238,7 +241,7 @@ class DeskClient:
         failed |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | failed
         self._failed = failed
-        self._socket = dial(self._context, endpoint, ticket.server, KeyPair.make(), OPTIONS, events)
+        self._socket = dial(self._context, endpoint, ticket.server, KeyPair.make(), _OPTIONS, events)
         self._monitor = self._socket.get_monitor_socket(events)
         self._poller = zmq.Poller()
         for one in (self._socket, self._monitor):

@@ -159,6 +159,14 @@ def test_an_agent_with_the_ticket_gets_the_join_of_its_slot_once_the_run_begins(
     assert [replace(join, folder=str(office.folder)) for join in found] == [joins[slot] for slot in sorted(slots)]
 
 
+def test_the_join_of_a_run_of_two_thousand_hosts_arrives(office: Office) -> None:
+    agent = office.agent()
+    (slot,) = office.wait(1)
+    names = [slot, *(f"ip-10-0-{number}.some-region.compute.internal" for number in range(2000))]
+    office.desk.admit(slot, Keys.make("run1", "tcp://127.0.0.1:0", names).join(slot, office.controller, office.folder))
+    assert agent.result(PATIENCE_S).hosts.keys() == set(names)
+
+
 def test_a_ticket_is_private_and_goes_with_the_desk(tmp_path: Path) -> None:
     with opened(tmp_path / "run") as office:
         for name in (TICKET, SHARED):
