@@ -31,6 +31,8 @@ ip addr add {ADDRESS}/24 dev own && ip route add default dev own && exec "$0" "$
 OBJECT_STORE_BYTES = 80 << 20
 # Seconds for the cluster to go away.
 END_S = 30.0
+# Seconds that Ray gives a node to start, and how often a cluster is started that has not begun on a busy machine.
+START_S, ATTEMPTS = 120, 2
 
 
 class RayCluster:
@@ -73,30 +75,42 @@ class RayCluster:
 
 @contextmanager
 def ray_cluster(nodes: int) -> Iterator[RayCluster]:
+    for _ in range(ATTEMPTS):
+        process = start(nodes)
+        try:
+            assert process.stdout is not None
+            if address := process.stdout.readline().strip():
+                yield RayCluster(process, address)
+                return
+        finally:
+            end(process)
+    raise AssertionError(f"no Ray cluster has started, {ATTEMPTS} times")
+
+
+def start(nodes: int) -> "subprocess.Popen[str]":
     command = ["unshare", "--net", "sh", "-c", NAMESPACE, sys.executable, "-m", "tests.gates.ray_cluster", str(nodes)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     environment.pop("RAY_ADDRESS", None)
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    environment["RAY_raylet_start_wait_time_s"] = str(START_S)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
+
+
+def end(process: "subprocess.Popen[str]") -> None:
+    """End the cluster, and all that it has left."""
     assert process.stdout is not None
     assert process.stdin is not None
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.stdin.close()
     try:
-        address = process.stdout.readline().strip()
-        assert address, "the cluster has not started"
-        yield RayCluster(process, address)
+        process.wait(END_S)
     finally:
-        children = psutil.Process(process.pid).children(recursive=True)
-        process.stdin.close()
-        try:
-            process.wait(END_S)
-        finally:
-            for child in children:
-                if child.is_running():
-                    child.kill()
-            process.kill()
-            process.wait()
-            process.stdout.close()
+        for child in children:
+            if child.is_running():
+                child.kill()
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 def main() -> None:

@@ -155,7 +155,8 @@ def test_an_actor_that_dies_in_mid_response_is_replaced_and_its_groups_are_done_
 def test_an_actor_that_dies_in_mid_sync_leaves_the_trainer_at_work(cluster: RayCluster, tmp_path: Path) -> None:
     """Half of a version is through when it dies."""
     mark, options = tmp_path / "half", {"lag": LAG, "way": "messages"}
-    flags = toy_flags(updates=UPDATES, batch=BATCH, versions="pinned", lost_replica="replace")
+    # On a busy machine another actor takes long to come, and with it the only generator.
+    flags = toy_flags(updates=UPDATES, batch=BATCH, versions="pinned", lost_replica="replace", deadline=DEADLINE_S)
     troubled, nodes = {**options, "mark": str(mark), "at": 3}, Cluster(hosts=HOSTS, pools={"generator": "b"})
     folder = make_run(tmp_path / "r", LARGE, troubled, flags, cluster=nodes)
     running = cluster.penstock("resume", str(folder), "--agents", "2")
