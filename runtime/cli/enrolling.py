@@ -39,7 +39,8 @@ MANAGERS = {
 
 @dataclass
 class Enrolled:
-    """The agents that have come, as hosts of a `cluster`; the `desk` where they wait, and who has started them."""
+    """The agents that have come, as hosts of a `cluster`; the `desk` where they wait, and who has started them.
+    `again`: a run that loses a process goes on by itself, and needs them again; `goes_on`: it has, and does."""
 
     desk: Desk
     agents: Agents
@@ -47,6 +48,8 @@ class Enrolled:
     cluster: Cluster | None = None
     reason: str = "the run was stopped before it began"
     over: bool = False
+    again: bool = False
+    goes_on: bool = False
 
     def await_agents(self, seconds: float, late: int = 0) -> Cluster:
         """The hosts of the agents, and so many for those that may come later. Raises CommandError where they do not
@@ -130,7 +133,7 @@ def enrolment(flags: AgentsFlags, folder: RunFolder, name: str, need: Need | Non
             raise CommandError(str(error.strerror)) from None
         # The controller has the port behind the desk's, so that a firewall need let through no others.
         found = Enrolled(desk, agents, f"{ip}:{port + 1 if port else 0}")
-        stack.callback(lambda: desk.close(found.reason, over=found.over))
+        stack.callback(lambda: desk.close(found.reason, over=found.over, again=found.goes_on))
         try:
             agents.start(folder.path / "ticket.json", tell)
             yield found

@@ -24,6 +24,7 @@ from penstock.runtime.cluster.endpoints import tcp_endpoint
 from penstock.runtime.cluster.interpreters import interpreter_lacks
 from penstock.runtime.cluster.placement import Plan, spelled, why_not
 from penstock.runtime.control.early import Early
+from penstock.runtime.control.failure import MENDABLE
 from penstock.runtime.control.launcher import Launcher
 from penstock.runtime.control.listener import Listener, WireError
 from penstock.runtime.control.messages import read_record
@@ -129,6 +130,7 @@ def launch(
         desk=desk,
         starter=starter,
         early=early,
+        again=enrolled is not None and enrolled.again,
     )
     return launcher.run()
 
@@ -166,6 +168,7 @@ def go(
                     status = launch(folder, cluster, display.tell, enrolled, early)
                 if enrolled is not None:
                     enrolled.reason, enrolled.over = f"the run {STATUS.get(status, 'failed')}", status == DONE
+                    enrolled.goes_on = enrolled.again and status == FAILED and display.progress.cause in MENDABLE
                 errors = display.progress.errors
                 if (moved := folder.follow()) and status != DONE and moved not in errors:
                     errors.append(moved)

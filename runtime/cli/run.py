@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from penstock.graph.hub import model_folder
 from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.cli.display import Display
-from penstock.runtime.cli.enrolling import Enrolled, check_agents, enrolment, needed_agents, placed
+from penstock.runtime.cli.enrolling import Enrolled, check_agents, enrolment, needed_agents, placed, tell
 from penstock.runtime.cli.flags import (
     ELSEWHERE,
     NEW,
@@ -41,6 +41,7 @@ from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import read_meshes, spelled, why_no_turns
 from penstock.runtime.cluster.slots import moved
 from penstock.runtime.control.early import Early
+from penstock.runtime.control.failure import MENDABLE
 from penstock.runtime.control.run_config import OnResume, RunConfig, RunOptions, Shown, annotation, plan_for
 from penstock.runtime.control.signals import DONE, FAILED
 from penstock.runtime.record.checkpoints import (
@@ -77,14 +78,17 @@ def run_traced(
         if absolute(traced.flags.out).joinpath("config.json").is_file():
             return _go_on_as(traced, began, early)
     if not traced.flags.on:
-        return _run(traced, machines(traced.flags, traced.gpus), argv, began, early=early)
+        status, path = _run(traced, machines(traced.flags, traced.gpus), argv, began, early=early)
+        return _restarted(status, path, traced.flags, {})
     traced.sound()
     # The agents of a run find its folder before there is a plan.
     need = needed_agents(traced.flags, traced.flags, traced.plan)
     with _new_folder(traced) as folder, enrolment(traced.flags, folder, traced.name, need) as enrolled:
         late = max(0, need.total - enrolled.agents.slots) if need is not None else 0
         cluster = enrolled.await_agents(traced.flags.startup_deadline, late)
-        return _run(traced, cluster, argv, began, folder, enrolled, early)
+        enrolled.again = traced.flags.restarts > 0
+        status, path = _run(traced, cluster, argv, began, folder, enrolled, early)
+    return _restarted(status, path, traced.flags, {})
 
 
 @contextmanager
@@ -109,8 +113,9 @@ def _run(
     made: RunFolder | None = None,
     enrolled: Enrolled | None = None,
     early: Early | None = None,
-) -> int:
-    """Run a traced program on a cluster, in a folder that is `made` already or else created; the exit status."""
+) -> tuple[int, Path]:
+    """Run a traced program on a cluster, in a folder that is `made` already or else created; the exit status, and the
+    folder."""
     # First: what a plan was made for explains why its options do not suit what is here.
     if lacks := tuple(plan_lacks(traced, cluster)):
         raise CommandError(faults_text([*lacks, *traced.faults]))
@@ -147,7 +152,8 @@ def _run(
                 text = f"--offload on frees no memory that anybody needs: {why}"
                 display.tell({"kind": "note", "level": "warning", "text": text})
 
-        return go(folder, config, cluster, flags, began, prepare, enrolled=enrolled, early=early)
+        status = go(folder, config, cluster, flags, began, prepare, enrolled=enrolled, early=early)
+        return status, folder.path
 
 
 def _wanted(traced: Traced, flags: RunFlags) -> dict[str, Any]:
@@ -196,7 +202,8 @@ def _go_on_as(traced: Traced, began: float, early: Early | None) -> int:
     if flags.cluster and Cluster.read(Path(flags.cluster)) == _cluster_of(folder, was):
         flags = replace(flags, cluster="")
     try:
-        return _go_on(folder, flags, given, began, now, early)
+        status = _go_on(folder, flags, given, began, now, early)
+        return _restarted(status, folder.path, flags, given)
     except _AllDone as done:
         summary = folder.read_json("summary.json", Summary)
         print(json.dumps(summary) if flags.json else visible(f"{done}: there is nothing left to do"))
@@ -241,7 +248,28 @@ def resume(argv: Sequence[str]) -> int:
     if flags.on in ELSEWHERE:
         needed = f"needed `penstock run … --on {flags.on} --out DIR`, which goes on with a run, too"
         raise CommandError(f"--on: given {flags.on}, {needed}", 2)
-    return _go_on(folder, flags, changes(flags), began)
+    given = changes(flags)
+    status = _go_on(folder, flags, given, began)
+    return _restarted(status, folder.path, flags, given)
+
+
+def _restarted(status: int, path: Path, flags: ResumeFlags | RunFlags, given: Mapping[str, Any]) -> int:
+    """Go on with a run that has ended by the loss of a process, as often as its --restarts says; the exit status in the
+    end. `given` are options that the command has changed."""
+    if status != FAILED or flags.in_process:
+        return status
+    most = given.get("restarts", RunConfig.load(RunFolder.open(path)).flags.restarts)
+    for number in range(1, most + 1):
+        folder = RunFolder.open(path)
+        cause = folder.read_json("summary.json", Summary).get("cause", "")
+        if status != FAILED or cause not in MENDABLE:
+            break
+        saved = latest_checkpoint(folder)
+        where = f"from the checkpoint of update {saved.update}" if saved is not None else "from its beginning"
+        tell(f"restart {number} of {most} (--restarts), {where}")
+        # Hosts of a file are in the folder by now.
+        status = _go_on(folder, replace(flags, cluster=""), given, monotonic(), left=most - number)
+    return status
 
 
 class _AllDone(CommandError):
@@ -255,9 +283,11 @@ def _go_on(
     began: float,
     command: Mapping[str, Any] | None = None,
     early: Early | None = None,
+    left: int | None = None,
 ) -> int:
     """Check that the run can go on, write what is changed, and go on; the exit status. `given` are the options that are
-    others now; `command` is what `_wanted` says of a command line that changes any."""
+    others now; `command` is what `_wanted` says of a command line that changes any; `left` is how often the run may go
+    on by itself after this, by default as its options say."""
     # From here on nobody else can start it; until then nothing has been changed.
     folder.lock()
     with ExitStack() as stack:
@@ -288,6 +318,7 @@ def _go_on(
             # Of the hosts that it had, those that may be late may be late again.
             late = max(0, len(former.hosts) - enrolled.agents.slots) if options.first_generators else 0
             cluster = enrolled.await_agents(options.startup_deadline, late)
+            enrolled.again = (options.restarts if left is None else left) > 0
             if flags.place:
                 cluster, _ = placed(flags.place, config.graph, cluster, options.generators)
         elif flags.cluster:

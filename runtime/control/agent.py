@@ -124,6 +124,8 @@ class Agent:
         self._logs = make_folder(Path(join.folder) / "logs")
         self._log = self._logs / f"ranks-{join.host}.err"
         self._stderr: dict[str, Path] = {}  # of each rank that has not ended
+        # Does the run go on by itself, and need this host again?
+        self.again = False
         # By interpreter; "" is this process's, whose imports begin before the first rank is asked for.
         if early is None or early.child.poll() is not None:  # one that has ended would end again, and say why
             early = Forks.begin(worker, join.run, self._log)
@@ -159,6 +161,7 @@ class Agent:
             while True:
                 for message in self._client.receive(INTERVAL / 2):
                     if isinstance(message, Goodbye):
+                        self.again = message.lost and self._join.again
                         self._await_ends(LEAVE_S)  # they hear their own goodbyes
                         return ""
                     if isinstance(message, Launch):
@@ -283,6 +286,13 @@ def serve(join_file: Path, folder: Path | None = None, grace: float | None = Non
     not where the launcher has it; it is made if it is not there. `grace` is this host's, if it is not the run's.
     `early` is a child that forks ranks and has begun already.
     """
+    return serve_once(join_file, folder, grace, early)[0]
+
+
+def serve_once(
+    join_file: Path, folder: Path | None = None, grace: float | None = None, early: Forks | None = None
+) -> tuple[int, bool]:
+    """The same; and whether the run is about to go on by itself from its last checkpoint."""
     join = Join.read(join_file)
     if grace is not None:
         join = replace(join, grace=grace)
@@ -294,13 +304,13 @@ def serve(join_file: Path, folder: Path | None = None, grace: float | None = Non
         needed = "needed a file system that the hosts share, or a folder of this host's own for its logs and its part"
         said = f"penstock agent: host {join.host} has no {join.folder}: {needed} of checkpoints (--folder)"
         print(visible(said), file=sys.stderr)
-        return 2
+        return 2, False
     agent = Agent(join, join_file, early=early)
     with on_stop(agent.hear):
         fault = agent.run()
     if fault:
         print(visible(f"penstock agent: {fault}"), file=sys.stderr)
-    return 1 if fault else 0
+    return 1 if fault else 0, agent.again and not fault
 
 
 class _Ended(SystemExit):

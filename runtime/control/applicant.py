@@ -27,7 +27,7 @@ from penstock.runtime.cluster.endpoints import (
     why_unreachable,
     why_unreachable_all,
 )
-from penstock.runtime.control.agent import serve
+from penstock.runtime.control.agent import serve_once
 from penstock.runtime.control.desk import LINGER_S, OPTIONS
 from penstock.runtime.control.enrolment import (
     Admitted,
@@ -102,7 +102,11 @@ def enrol(file: Path, folder: Path | None, address: str, tell: Callable[[str], N
         try:
             # Whoever tries to connect gets no further than the system's queue.
             with closing(probed):
-                return _at_desk(client, ticket, own, facts(ticket.token, here, probed.getsockname()[1]), tell)
+                enrolling = facts(ticket.token, here, probed.getsockname()[1])
+                return _at_desk(client, ticket, file, own, enrolling, tell)
+        except _Again:
+            waited = monotonic()
+            sleep(0.5)
         except _OtherKey:
             # Of a run that has ended, and its file is about to be replaced by that of the run which begins.
             if monotonic() - waited > OTHER_KEY_S:
@@ -114,7 +118,8 @@ def enrol(file: Path, folder: Path | None, address: str, tell: Callable[[str], N
 
 
 def serve_ticket(file: Path, folder: Path | None, address: str, grace: float | None = None) -> int:
-    """Be an agent of the run of this ticket, until the run is over; the exit status. `grace` is this host's,
+    """Be an agent of the run of this ticket, until the run is over; the exit status. Where the run goes on by itself
+    after a loss, enrol again. `grace` is this host's,
     if it is not the run's."""
 
     def tell(text: str) -> None:
@@ -123,17 +128,21 @@ def serve_ticket(file: Path, folder: Path | None, address: str, grace: float | N
     try:
         if fault := require_one_per_host():
             raise NoSlot(fault, 2)
-        join = enrol(file, folder, address, tell)
+        while True:
+            join = enrol(file, folder, address, tell)
+            path = Path(join.folder) / "keys" / f"agent-{join.host}.json"
+            path.unlink(missing_ok=True)  # of an agent that was killed
+            join.write(path)
+            try:
+                status, again = serve_once(path, grace=grace)
+            finally:
+                path.unlink(missing_ok=True)
+            if not again:
+                return status
+            tell("the run has lost a process and goes on by itself; enrolling again")
     except NoSlot as error:
         tell(str(error))
         return error.status
-    path = Path(join.folder) / "keys" / f"agent-{join.host}.json"
-    path.unlink(missing_ok=True)  # of an agent that was killed
-    join.write(path)
-    try:
-        return serve(path, grace=grace)
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _ticket(file: Path, since: float, tell: Callable[[str], None]) -> Ticket:
@@ -149,8 +158,14 @@ class _OtherKey(Exception):
     """What listens there is not the ticket's desk."""
 
 
-def _at_desk(client: "DeskClient", ticket: Ticket, own: Path | None, enrol: Enrol, tell: Callable[[str], None]) -> Join:
-    """Enrol, and wait until the run begins."""
+class _Again(Exception):
+    """The run is about to open another desk."""
+
+
+def _at_desk(
+    client: "DeskClient", ticket: Ticket, file: Path, own: Path | None, enrol: Enrol, tell: Callable[[str], None]
+) -> Join:
+    """Enrol, and wait until the run begins. `file` had the ticket."""
     began = heard = monotonic()
     said, connected, welcome, tried = 0.0, False, None, False
     try:
@@ -168,6 +183,8 @@ def _at_desk(client: "DeskClient", ticket: Ticket, own: Path | None, enrol: Enro
             for answer in answers:
                 heard = now
                 match answer:
+                    case Refused(again=True):
+                        raise _Again
                     case Refused(reason=reason, over=over):
                         raise NoSlot(f"the desk at {ticket.endpoint} refused this agent: {reason}", 0 if over else 1)
                     case Admitted(slot=slot, join=join):
@@ -194,13 +211,15 @@ def _at_desk(client: "DeskClient", ticket: Ticket, own: Path | None, enrol: Enro
                 tried = True
                 if lack := why_unreachable(client.endpoint):
                     tell(f"no desk at {ticket.endpoint} yet: {lack}; trying for {JOIN_S:.0f} s")
+            if not connected and welcome is None and not file.exists():
+                raise _Again  # its desk has been closed since it was read
             if not connected and welcome is None and now - began > JOIN_S:
                 why = why_unreachable(client.endpoint) or f"what listens at {ticket.endpoint} does not answer"
                 raise NoSlot(f"no desk at {ticket.endpoint} within {JOIN_S:.0f} s: {why}")
             if (connected or welcome is not None) and now - heard > GONE_S:
                 raise NoSlot(f"the desk at {ticket.endpoint} has not answered for {GONE_S:.0f} s: its launcher is gone")
     except BaseException as error:
-        if not isinstance(error, _OtherKey | NoSlot):
+        if not isinstance(error, _OtherKey | _Again | NoSlot):
             client.send(Withdrawn(f"it was ended ({type(error).__name__})"))
         raise
 

@@ -21,7 +21,7 @@ from msgspec import structs
 
 from penstock.graph.ir import Firing
 from penstock.runtime.control.early import EARLY, awaited
-from penstock.runtime.control.failure import Failure, FailureCode
+from penstock.runtime.control.failure import MENDABLE, Failure, FailureCode
 from penstock.runtime.control.listener import WireError, raise_descriptors
 from penstock.runtime.control.messages import (
     EXIT_EXPLAINED,
@@ -384,9 +384,10 @@ class Controller:
                 if isinstance(message, Exited):
                     left.discard(rank_peer(message.replica, message.rank))
         # Agents come last: they end what has not left by itself.
+        lost = self.session.failure is not None and self.session.failure.code in MENDABLE
         for peer in self.server.peers:
             if peer.startswith("agent:"):
-                self.server.send(peer, Goodbye(self.session.status))
+                self.server.send(peer, Goodbye(self.session.status, lost))
         (self.folder.held / "processes.json").unlink(missing_ok=True)
 
 

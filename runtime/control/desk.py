@@ -255,10 +255,11 @@ class Desk:
         with self._lock:
             return [name for name, slot in self._slots.items() if slot.agent is None]
 
-    def close(self, reason: str = "the run has ended", *, over: bool = False) -> None:
-        """Refuse whoever is waiting, for this reason, and remove the ticket. `over`: the run has ended well."""
+    def close(self, reason: str = "the run has ended", *, over: bool = False, again: bool = False) -> None:
+        """Refuse whoever is waiting, for this reason, and remove the ticket. `over`: the run has ended well; `again`:
+        it is about to go on, with another desk."""
         with self._lock:
-            self._ended = Refused(shortened(reason, 4000), over)
+            self._ended = Refused(shortened(reason, 4000), over, again)
             self._out += [(each.identity, self._ended) for each in self._applicants.values()]
         self._wake()
         self._thread.join()

@@ -119,10 +119,12 @@ class Admitted(Packable, frozen=True):
 
 
 class Refused(Packable, frozen=True):
-    """Why the agent gets no slot. `over`: the run has ended well, and needs nobody any more."""
+    """Why the agent gets no slot. `over`: the run has ended well, and needs nobody any more. `again`: it is about to
+    go on by itself, with a new desk."""
 
     reason: Text
     over: bool = False
+    again: bool = False
 
 
 FromAgent = Enrol | Found | Reached | Joined | Present | Withdrawn

@@ -84,7 +84,7 @@ class Launcher:
     launcher's own: `{"kind": "error" | "note", "text": …}`, `{"kind": "external", "host": …, "join": file}`. An
     OSError that it raises is a wish to stop. `grace` are the seconds from a wish to stop to the end of everything.
     Agents that are not local come by the `desk`, if there is one, and `starter` has started them. `early` has processes
-    of this run that wait for it.
+    of this run that wait for it. `again`: a run that fails by the loss of a process is started again by itself.
     """
 
     def __init__(
@@ -102,6 +102,7 @@ class Launcher:
         desk: Desk | None = None,
         starter: Agents | None = None,
         early: Early | None = None,
+        again: bool = False,
     ) -> None:
         self.desk, self.starter, self.early = desk, starter, early
         self.folder, self.run_id, self.cluster = folder.absolute(), run, cluster
@@ -109,6 +110,7 @@ class Launcher:
         self.tell = while_heard(tell, self.wish.ask)
         self.environment = dict(environment or {})
         self.controller, self.agent, self.modules = tuple(controller), tuple(agent), tuple(modules)
+        self.again = again
         self.keys = Keys.make(run, cluster.endpoint(self.folder), [host.name for host in cluster.hosts])
         self.agents: dict[str, Child] = {}
         self._deadline = inf
@@ -200,7 +202,16 @@ class Launcher:
     def _start_agents(self, endpoint: str) -> None:
         for host in self.cluster.hosts:
             path = self.folder / "keys" / f"{host.name}.json"
-            join = self.keys.join(host.name, endpoint, self.folder, host.address or LOOPBACK, self.modules, self.grace)
+            address = host.address or LOOPBACK
+            join = self.keys.join(
+                host.name,
+                endpoint,
+                self.folder,
+                address,
+                self.modules,
+                self.grace,
+                self.again and self.desk is not None,
+            )
             if host.agent != "local" and self.desk is not None:
                 self.desk.admit(host.name, join)
                 continue

@@ -218,9 +218,11 @@ class Found(Packable, frozen=True):
 
 
 class Goodbye(Packable, frozen=True):
-    """Nothing more will come: end. To ranks and agents; an agent ends its ranks first."""
+    """Nothing more will come: end. To ranks and agents; an agent ends its ranks first. `lost`: the run has failed by
+    the loss of a process, which a start from its last checkpoint may mend."""
 
     reason: str
+    lost: bool = False
 
 
 # To agents ------------------------------------------------------------------------------------------------

@@ -82,6 +82,7 @@ UPDATES_ON_RESUME = OnResume(
 MESH_ON_RESUME = OnResume(
     "Another mesh for pools, such as trainer=fsdp4; their ranks take over the parts of those that were."
 )
+RESTARTS_ON_RESUME = OnResume("How often it goes on by itself from now on where a process is lost.")
 TRACK_ON_RESUME = OnResume("Trackers from now on; each goes on with its run, and one that is new gets all updates.")
 
 
@@ -215,6 +216,9 @@ class RunOptions:
     lost_replica: Literal["stop", "replace"] = Rules.lost_replica
     """What follows when a replica of a generator or scorer dies: stop the run; or begin its groups again on others, and
     start it again where its agent lives (docs/hosts.md)."""
+    restarts: Annotated[Count, RESTARTS_ON_RESUME] = 0
+    """How often a run that has lost a process which it cannot do without, such as a trainer's rank, goes on by itself
+    from its last checkpoint. What fails by an error of a node does not."""
     drops: Positive = Rules.drops
     """Batches of groups that filters may drop for each update under way before the run is stopped."""
     failures: Positive = Rules.failures

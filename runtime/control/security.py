@@ -94,7 +94,8 @@ class Join(_Secrets):
 
     `hosts` has each host's public key: those who may ask this host's ranks for values, and whom they may ask.
     `address` is where these ranks listen for that. `modules` are what all ranks import, once for a host. `grace` are
-    the seconds that the host has left once an engine tells its agent that it takes it away.
+    the seconds that the host has left once an engine tells its agent that it takes it away. `again`: a run that fails
+    by the loss of a process goes on by itself, and an agent with a ticket enrols again.
     """
 
     needed: ClassVar[str] = "the join file that `penstock run --cluster` wrote for this host"
@@ -111,6 +112,7 @@ class Join(_Secrets):
     hosts: dict[str, str] = field(default_factory=dict)
     modules: tuple[str, ...] = ()
     grace: float = GRACE_S
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +172,10 @@ class Keys:
         address: str = LOOPBACK,
         modules: tuple[str, ...] = (),
         grace: float = GRACE_S,
+        again: bool = False,
     ) -> Join:
         """`endpoint` is where the controller really listens: its port may have been the system's choice."""
         door, pair = self.door, self.hosts[host]
         publics = {name: other.public for name, other in self.hosts.items() if other.public}
         join = Join(door.run, endpoint, door.token, host, str(folder), door.public, pair.public, pair.secret)
-        return replace(join, address=address, hosts=publics, modules=modules, grace=grace)
+        return replace(join, address=address, hosts=publics, modules=modules, grace=grace, again=again)

@@ -1,0 +1,108 @@
+"""A run that loses a process which it cannot do without goes on by itself from its last checkpoint (`--restarts`)."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from penstock.runtime.record.event_log import read_segments
+from penstock.runtime.record.folder import RunFolder
+
+from .running import (
+    DEADLINE_S,
+    FAULTS,
+    assert_all_consumed,
+    assert_equal_bits,
+    final_state,
+    penstock,
+    replayed,
+    rows,
+    summary,
+    until,
+)
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+PENSTOCK = (sys.executable, "-m", "penstock.runtime.cli.main")
+BATCH, UPDATES = 2, 24
+TOY = ("toy", "--lag", "1", "--versions", "pinned", "--batch", str(BATCH), "--seed", "5", "--plain")
+MS = ("--score-ms", "0", "--sync-ms", "0")
+SLOW, QUICK = ("--generate-ms", "50", "--update-ms", "150"), ("--generate-ms", "0", "--update-ms", "0")
+
+
+@contextmanager
+def started(*words: str) -> Iterator["subprocess.Popen[bytes]"]:
+    with subprocess.Popen([*PENSTOCK, *words], stdout=subprocess.DEVNULL, start_new_session=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def trainer(parents: list["subprocess.Popen[bytes]"]) -> list[psutil.Process]:
+    """The ranks of the trainer below these commands that are at work."""
+    found: list[psutil.Process] = []
+    for parent in parents:
+        try:
+            children = psutil.Process(parent.pid).children(recursive=True)
+            found += [each for each in children if each.name() == "trainer/0.0"]
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("on", ["one host", "agents"])
+def test_a_trainer_that_is_killed_twice_is_started_again_and_the_run_has_the_bits_of_one_that_was_not(
+    tmp_path: Path, on: str
+) -> None:
+    """Agents with a ticket enrol again by themselves. A third kill ends the run."""
+    folder, num_agents = tmp_path / "r", 2 * (on == "agents")
+    words = [*TOY, *MS, *SLOW, "--updates", str(UPDATES), "--checkpoint-every", "5", "--restarts", "2"]
+    words += ["--out", str(folder), *(["--on", "agents", "--agents", str(num_agents)] if num_agents else [])]
+
+    def killed(process: psutil.Process, updates: int) -> bool:
+        """Once there are so many updates."""
+        if len(rows(folder)) < updates:
+            return False
+        process.kill()
+        return True
+
+    with ExitStack() as stack:
+        run = stack.enter_context(started("run", *words))
+        ticket = str(folder / "ticket.json")
+        agents = [stack.enter_context(started("agent", "--ticket", ticket)) for _ in range(num_agents)]
+        for updates in (3, 8):
+            (rank,) = until(partial(trainer, agents or [run]), "the trainer is there")
+            until(partial(killed, rank, updates), f"{updates} updates were done")
+            rank.wait(60)
+        assert run.wait(DEADLINE_S) == 0
+        assert [agent.wait(60) for agent in agents] == [0] * num_agents
+    assert summary(folder)["status"] == "done"
+    assert_all_consumed(folder, UPDATES * BATCH)
+    assert len(read_segments(folder / "events.log")[0]) == 3
+    whole = tmp_path / "whole"
+    assert penstock("run", *TOY, *MS, *QUICK, "--updates", str(UPDATES), "--out", str(whole)).returncode == 0
+    assert_equal_bits(final_state(folder, UPDATES), final_state(whole, UPDATES))
+    replayed(folder)
+
+
+def test_what_a_restart_does_not_mend_ends_the_run(tmp_path: Path) -> None:
+    """An error of a node would only come again; and a loss beyond the last restart ends the run."""
+    folder = tmp_path / "raises"
+    words = ("--updates", "3", "--batch", "2", "--plain", "--out")
+    done = penstock("run", f"{FAULTS}raises", "--update", "1", "--restarts", "3", *words, str(folder))
+    assert (done.returncode, summary(folder)["cause"]) == (1, "node")
+    assert len(read_segments(folder / "events.log")[0]) == 1
+    lost = tmp_path / "lost"
+    with started("run", *TOY, *MS, *SLOW, "--updates", "10000", "--restarts", "1", "--out", str(lost)) as run:
+        for _ in range(2):
+            (rank,) = until(partial(trainer, [run]), "the trainer is there")
+            rank.kill()
+            rank.wait(60)
+        assert run.wait(DEADLINE_S) == 1
+    assert summary(lost)["cause"] == "rank-died"
+    assert RunFolder.open(lost).read_json("summary.json")["status"] == "failed"
