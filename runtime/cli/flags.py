@@ -250,6 +250,12 @@ class CheckFlags(MachineFlags, ProgramFlags):
     """What its generators are to decode with."""
     versions: Literal["free", "pinned"] = RunOptions.versions
     """Which versions of weights its groups are to use."""
+    generators: Positive = RunOptions.generators
+    """Replicas of the generator, perhaps a range, such as 2..8."""
+    first_generators: Count = RunOptions.first_generators
+    """Those that it is to begin with; 0 is all."""
+    lost_replica: Literal["stop", "replace"] = RunOptions.lost_replica
+    """What is to follow when a replica of a generator or scorer dies."""
     lora: Count = RunOptions.lora
     """Rank of the adapters that its policies are to learn; 0 is none."""
     lora_alpha: Annotated[float, Meta(ge=0), Shown("ALPHA", "twice the rank")] = RunOptions.lora_alpha

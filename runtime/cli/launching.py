@@ -333,6 +333,9 @@ def summary_text(summary: Mapping[str, Any], updates: int, folder: str, report: 
     if wrong := list(summary.get("not_finite") or ()):
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         rows.append(("no number", f"{', '.join(wrong[:5])}{more}: null in metrics.jsonl"))
+    if comings := list(summary.get("replicas") or ()):
+        said = [f"{one['replica']} {one['event']} at {clock(one['time_s'] or 0.0)}" for one in comings[:4]]
+        rows.append(("replicas", ", ".join(said) + (f", and {len(comings) - 4} more" if comings[4:] else "")))
     rows += [("time", clock(summary.get("command_s", 0.0))), ("folder", folder)]
     rows += [("report", report)] if report else []
     for name, one in summary.get("tracked", {}).items():

@@ -195,6 +195,12 @@ def check(argv: Sequence[str]) -> int:
         from penstock.runtime.cli.planned import engine_lacks
 
         faults += engine_lacks(traced)
+    flags = traced.flags
+    elastic = flags.lost_replica != CheckFlags.lost_replica
+    if graphs and not faults and (elastic or flags.first_generators):
+        from penstock.runtime.cli.planned import loss_lacks
+
+        faults += loss_lacks(traced)
     if traced.flags.json:
         print(json.dumps({"program": traced.path, "ok": not faults, "faults": list(map(asdict, faults))}))
     elif faults:
@@ -203,7 +209,9 @@ def check(argv: Sequence[str]) -> int:
         graph = traced.sound()
         beside = f", evaluation {traced.evaluation.name}" if traced.evaluation is not None else ""
         pools = ", ".join(dict.fromkeys(node.pool for node in graph.nodes))
-        beside += f", as {traced.flags.plan} says" if planned else ""
+        beside += f", as {flags.plan} says" if planned else ""
+        count = f"{flags.first_generators} to {flags.generators}" if flags.first_generators else f"{flags.generators}"
+        beside += f"; {count} generator{'s' * (flags.generators > 1)}, and replicas may come and go" if elastic else ""
         print(visible(f"{traced.name}: no faults in {len(graph.nodes)} nodes on pools {pools}{beside}"))
     return 1 if faults else 0
 

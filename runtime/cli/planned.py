@@ -27,6 +27,7 @@ from penstock.runtime.cluster.gpus import Precision
 from penstock.runtime.cluster.interpreters import interpreter_lacks
 from penstock.runtime.cluster.placement import Plan, place, read_meshes
 from penstock.runtime.control.run_config import RunOptions
+from penstock.runtime.schedule.compile import Rules, Tables, check_rules
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,28 @@ def engine_lacks(traced: Traced) -> Iterator[Fault]:
     """What the interpreters of this machine lack for a program's pools, as --cluster and --engine have them."""
     cluster, graphs = machines(traced.flags, traced.gpus), _graphs(traced)
     yield from interpreter_lacks(graphs, place(graphs, cluster), cluster, traced.flags.engine)
+
+
+def loss_lacks(traced: Traced) -> Iterator[Fault]:
+    """What keeps replicas of a program from coming and going, as --lost-replica and a range of --generators ask."""
+    flags, graphs = traced.flags, _graphs(traced)
+    first, most = flags.first_generators, flags.generators
+    range_of = f"--generators {first}..{most}"
+    if first > most:
+        yield Fault("generators-range", range_of, "a range that ends before it begins", f"at most {most} to begin with")
+    if flags.lost_replica == "stop":
+        if first:
+            yield Fault("generators-range", range_of, "--lost-replica stop", "--lost-replica replace")
+        return
+    rules = Rules(batch=flags.batch, end=1, versions=flags.versions, lost_replica="replace")
+    for graph in graphs:
+        try:
+            plan = place(graphs, machines(flags, traced.gpus), generators=most)
+            check_rules(Tables(graph, plan), rules)
+        except ValueError as error:
+            given, _, needed = str(error).partition("; needed ")
+            what, _, given = given.rpartition(": given ")
+            yield Fault("cannot-be-lost", f"{graph.name}: --lost-replica replace", given or what, needed or str(error))
 
 
 def device_lacks(plan: Plan, cluster: Cluster, dtype: Dtype, seen: Sequence[SeenGpu]) -> Iterator[Fault]:

@@ -39,6 +39,15 @@ class ConfigFile(TypedDict):
     asked: NotRequired[Asked]
 
 
+class Coming(TypedDict):
+    """A replica that came, or was lost."""
+
+    replica: Text
+    event: Text
+    time_s: Number
+    reason: NotRequired[Text]
+
+
 class Summary(TypedDict):
     """`summary.json`. Older runs wrote less."""
 
@@ -60,6 +69,7 @@ class Summary(TypedDict):
     dropped_frames: NotRequired[dict[str, Count]]
     warnings: NotRequired[list[Text]]
     tracked: NotRequired[dict[str, dict[str, Any]]]
+    replicas: NotRequired[list[Coming]]
     records: NotRequired[Count]
     checkpoint: NotRequired[Count]
 

@@ -167,6 +167,25 @@ def test_check_refuses_a_precision_that_a_run_does(
     assert re.search(said, " ".join(capsys.readouterr().out.split()))
 
 
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        ("toy --lost-replica replace --generators 2..8", 0, "2 to 8 generators, and replicas may come and go"),
+        ("toy --lost-replica replace --generators 3", 0, "; 3 generators, and"),
+        ("toy --generators 2..8", 1, "generators-range.*given +--lost-replica stop"),
+        ("toy --lost-replica replace --generators 8..2", 1, "generators-range"),
+        ("grpo --accumulate 8 --lost-replica replace", 1, "cannot-be-lost"),
+    ],
+)
+def test_check_knows_which_replicas_may_come_and_go(
+    words: str, status: int, said: str, here: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["check", *words.split()])
+    found = " ".join(capsys.readouterr().out.split())
+    assert (int(leaving.value.code or 0), re.search(said, found) is not None) == (status, True), found
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options = {"lag": 3, "every": 3}
