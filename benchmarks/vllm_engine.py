@@ -180,8 +180,8 @@ def main() -> None:
                 if out.returncode:
                     raise SystemExit(f"{name} {dtype}: exit status {out.returncode}")
                 rows.append(json.loads(out.stdout.strip().splitlines()[-1]))
-                print(json.dumps(rows[-1]), flush=True)
-    publish("vllm_engine", {"threads": args.threads, "rows": rows}, args.keep)
+                # After each: the largest takes minutes, and what is measured by then is kept.
+                publish("vllm_engine", {"threads": args.threads, "rows": rows}, args.keep)
 
 
 if __name__ == "__main__":
