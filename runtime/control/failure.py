@@ -34,11 +34,18 @@ class FailureCode(StrEnum):
     SILENT = "silent"  # a process gives no sign of life
     OVERDUE = "overdue"  # an answer was not there within the deadline
     UNREACHABLE = "unreachable"  # a rank cannot be sent to
-    TRANSFER = "transfer"  # weights did not arrive
+    TRANSFER = "transfer"  # weights did not arrive, or values that an update was to read
 
 
-# What has gone with a process or a host, so that a start from the last checkpoint may mend it.
-MENDABLE = (FailureCode.AGENT_DIED, FailureCode.RANK_DIED, FailureCode.SILENT, FailureCode.UNREACHABLE)
+# What has gone with a process or a host, so that a start from the last checkpoint may mend it. Where a host dies in
+# mid-sync, the transfer may be all that is known of it.
+MENDABLE = (
+    FailureCode.AGENT_DIED,
+    FailureCode.RANK_DIED,
+    FailureCode.SILENT,
+    FailureCode.UNREACHABLE,
+    FailureCode.TRANSFER,
+)
 PRIORITY = {code: number for number, code in enumerate(FailureCode)}
 # Failures that wait for a better cause.
 HELD = (FailureCode.RANK_ENDED, FailureCode.UNREACHABLE, FailureCode.TRANSFER)

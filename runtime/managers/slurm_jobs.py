@@ -20,7 +20,7 @@ from math import ceil
 from pathlib import Path
 from time import monotonic, sleep
 
-from penstock.runtime.control.failure import MENDABLE, FailureCode
+from penstock.runtime.control.failure import MENDABLE
 from penstock.runtime.control.signals import PREEMPTED
 from penstock.runtime.record.folder import JOB
 
@@ -28,8 +28,6 @@ from penstock.runtime.record.folder import JOB
 SCRIPT, OUTPUT = JOB
 # Seconds that a run needs beyond its grace, from Slurm's signal to its end.
 AFTER_S = 20
-# What has gone with a host: where that dies in mid-sync, it is the transfer that says so first.
-LOST = (*MENDABLE, FailureCode.TRANSFER)
 # Starts after which one that comes to no new checkpoint is the last: the time limit may be shorter than a start takes.
 MOST_RESTARTS = 20
 # Seconds between two looks at a job, for an answer of Slurm, and without one until it is followed no longer.
@@ -98,7 +96,7 @@ class Job:
             folder=folder,
             command=f'{command} --out "$folder"{seed}',
             requeue=PREEMPTED,
-            mendable="|".join(LOST),
+            mendable="|".join(MENDABLE),
             most=MOST_RESTARTS,
         )
 
