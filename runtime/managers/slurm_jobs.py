@@ -22,7 +22,7 @@ from time import monotonic, sleep
 
 from penstock.runtime.control.failure import MENDABLE
 from penstock.runtime.control.signals import PREEMPTED
-from penstock.runtime.record.folder import JOB
+from penstock.runtime.record.folder import JOB, write_atomic
 
 # The script, and what the job says, in the run folder.
 SCRIPT, OUTPUT = JOB
@@ -156,11 +156,11 @@ def _lines(options: Sequence[str]) -> list[str]:
 
 def submit(job: Job) -> str:
     """Write the script and hand it to sbatch; the number of the job. Raises SlurmError, and then a new folder is gone
-    again; OSError for a folder that cannot be written to."""
+    again; OSError or RecordError for a folder that cannot be written to."""
     _answer("sbatch", "--version")  # before there is a folder
     new = not job.folder.exists()
     job.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    job.script.write_text(job.text())
+    write_atomic(job.script, job.text().encode())
     try:
         return _answer("sbatch", "--parsable", str(job.script)).strip().partition(";")[0]
     except SlurmError:

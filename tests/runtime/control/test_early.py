@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from penstock.runtime.cluster.cluster import Cluster, Host
@@ -42,6 +43,14 @@ def words(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
 
 
+def ended(pid: int) -> bool:
+    """Nobody has waited for it yet, perhaps."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
 def launched(early: Early, folder: Path, cluster: Cluster = LOCAL) -> list[dict[str, Any]]:
     """What a run says that is done; nothing is left of it."""
     lines: list[dict[str, Any]] = []
@@ -73,9 +82,9 @@ def test_those_that_nobody_takes_end(early: Early) -> None:
 
 
 def test_those_that_have_ended_are_started_again(early: Early, tmp_path: Path) -> None:
-    for pid in begun(early):
+    for pid in (pids := begun(early)):
         os.kill(pid, signal.SIGKILL)
-    until(lambda: not any(words(pid) for pid in processes_of(early.run)))
+    until(lambda: all(ended(pid) for pid in pids))
     assert ready(launched(early, tmp_path))
 
 
@@ -84,5 +93,5 @@ def test_what_was_to_fork_ranks_and_has_ended_is_started_again(early: Early, tmp
     # A process that has just been forked shows its parent's words.
     (forks,) = until(lambda: [pid for pid in processes_of(early.run) if "fake_rank.py" in words(pid)])
     os.kill(forks, signal.SIGKILL)
-    until(lambda: not words(forks))
+    until(lambda: ended(forks))
     assert ready(launched(early, tmp_path))

@@ -126,7 +126,7 @@ def test_rules_have_the_options_of_their_names() -> None:
 
 def test_a_resume_takes_the_options_that_say_so_and_no_others() -> None:
     marked = {name for name in defaults(RunOptions) if annotation(RunOptions, name, OnResume)}
-    assert marked == {"updates", "mesh", "keep", "keep_best", "recompute", "micro_tokens", "track", "grace"}
+    assert marked == {"updates", "mesh", "keep", "keep_best", "recompute", "micro_tokens", "track", "grace", "restarts"}
     assert {field.name for field in fields(ResumeFlags)} & defaults(RunOptions).keys() == set()
     flags: Any = with_changes(ResumeFlags)
     assert changes(flags("runs/r")) == {}

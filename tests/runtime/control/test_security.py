@@ -92,7 +92,7 @@ def test_whoever_gives_another_file_is_told_which_is_needed(tmp_path: Path) -> N
     with pytest.raises(KeyFileError, match=rf"a\.json: not a key file of Penstock \(.*`host`\); {needed}"):
         Join.read(path)
     keys.join("a", TCP, tmp_path).write(tmp_path / "b.json")
-    with pytest.raises(KeyFileError, match=r"key file with address, folder, grace, host.*needed what the launcher"):
+    with pytest.raises(KeyFileError, match=r"key file with address, again, folder.*host.*needed what the launcher"):
         Door.read(tmp_path / "b.json")
     (tmp_path / "b.json").write_text(json.dumps({**json.loads((tmp_path / "b.json").read_text()), "cores": 3}))
     with pytest.raises(KeyFileError, match=f"given a key file with cores; {needed}"):

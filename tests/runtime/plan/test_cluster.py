@@ -167,14 +167,13 @@ def test_gpus_are_counted_in_proc_or_by_nvidia_smi(tmp_path: Path, monkeypatch: 
 def test_the_documented_files_are_clusters(tmp_path: Path) -> None:
     files = re.findall(r"(?ms)^```toml[^\n]*\n(.*?)^```", PAGES)
     # Others show single keys.
-    far, near, own = (_read(tmp_path, text) for text in files if "[[hosts]]" in text)
+    far, own = (_read(tmp_path, text) for text in files if "[[hosts]]" in text)
     program = load("aipo")
     assert isinstance(program, Program)
-    for cluster in (far, near):
-        plan = place([trace(program, {})], cluster)
-        ranks = {made.name: {rank.host for replica in made.replicas for rank in replica.ranks} for made in plan.pools}
-        assert ranks == {name: {"b" if name == "generator" else "a"} for name in ("generator", "scorer", "trainer")}
-        assert [host.agent for host in cluster.hosts] == ["local", "external"]
+    plan = place([trace(program, {})], far)
+    ranks = {made.name: {rank.host for replica in made.replicas for rank in replica.ranks} for made in plan.pools}
+    assert ranks == {name: {"b" if name == "generator" else "a"} for name in ("generator", "scorer", "trainer")}
+    assert [host.agent for host in far.hosts] == ["local", "external"]
     kind = own.gpu_of(own.hosts[0])
     assert kind is not None
     assert (kind.memory_gib, kind.tflops.bf16, kind.tflops.fp8) == (96, 800, 1979)
