@@ -135,7 +135,7 @@ class TrackerProcesses:
         keep_rows(folder.metrics, first)
         self.trackers = [TrackerProcess(name, folder, first, tell) for name in dict.fromkeys(names)]
 
-    def end(self, report: Path | None, updates: int, seconds: float = END_S) -> dict[str, Any]:
+    def end(self, report: Path | None, updates: int, seconds: float) -> dict[str, Any]:
         """Give the trackers so many `seconds` to hand over what they have not, and the `report`; Ctrl-C gives them
         none. Returns by name where each run is to be found, and what its tracker has of its `updates` updates."""
         for tracker in self.trackers:

@@ -68,7 +68,7 @@ class Life:
         self.folder.write_json("summary.json", summary)
         report = self.folder.path / "report.html"
         report.write_text(f"<html>{updates}</html>")
-        found = self.trackers.end(report, updates)
+        found = self.trackers.end(report, updates, tracker_processes.END_S)
         self.folder.unlock()
         return found
 
