@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import shlex
 import subprocess
 import tempfile
 import warnings
@@ -36,7 +37,7 @@ def compile_c(source: Path, dtype: torch.dtype, given: Sequence[str] = ()) -> ct
     with tempfile.TemporaryDirectory() as folder:
         library = str(Path(folder) / f"{source.stem}.so")
         narrow = ["-DBF16"] if dtype == torch.bfloat16 else []
-        command = [compiler(), *_FLAGS, _HEADERS, *given, *narrow, str(source), "-o", library, "-lm"]
+        command = [*shlex.split(compiler()), *_FLAGS, _HEADERS, *given, *narrow, str(source), "-o", library, "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S)
         if done.returncode:
             raise OSError(done.stderr.strip()[-500:] or f"status {done.returncode}")

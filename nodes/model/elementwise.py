@@ -95,6 +95,9 @@ def _plain_gated(gate: Tensor, up: Tensor) -> Tensor:
 def _plain_rotate(
     q_BSHK: Tensor, k_BSGK: Tensor, cos_BS1K: Tensor, sin_BS1K: Tensor, back: bool = False
 ) -> tuple[Tensor, Tensor]:
+    if back:  # what a half gave to the other one, it gets from it
+        sin_BS1K = sin_BS1K.roll(sin_BS1K.shape[-1] // 2, -1)
+
     def turned(x_BSHK: Tensor) -> Tensor:
         first, second = x_BSHK.chunk(2, dim=-1)
         return torch.addcmul(x_BSHK * cos_BS1K, torch.cat((second, first), dim=-1), sin_BS1K)
@@ -225,7 +228,7 @@ def _rotate_on_cpu(
 ) -> tuple[Tensor, Tensor]:
     compiled = functions(q_BSHK.dtype)
     if compiled is None:
-        return _plain_rotate(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K)
+        return _plain_rotate(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K, back)
     batch, length, _, width = q_BSHK.shape
     # Tables without B, or with a single one, serve all sequences: a row has that of its position.
     shape = (batch if cos_BS1K.ndim == 4 and cos_BS1K.shape[0] > 1 else 1, length, 1, width)
@@ -250,10 +253,10 @@ def _rows(x: Tensor, dims: int) -> tuple[Tensor, int]:
         if size > 1 and stride != within:
             return x.contiguous(), shape[-dims:].numel()
         within *= size
-    row, apart = 0, 0
+    row, apart = None, 0  # of one that is repeated, a row is 0 apart from the next
     for size, stride in zip(reversed(shape[:-dims]), reversed(strides[:-dims]), strict=True):
         if size > 1:
-            if row and stride != apart:
+            if row is not None and stride != apart:
                 return x.contiguous(), within
-            row, apart = row or stride, stride * size
-    return x, row
+            row, apart = stride if row is None else row, stride * size
+    return x, row or 0

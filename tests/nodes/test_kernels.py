@@ -206,3 +206,28 @@ def test_operations_say_what_they_make_without_making_it() -> None:
     assert [x.shape for x in ops.rotate(q, k, table, table, False)] == [q.shape, k.shape]
     assert ops.causal(q, k, k).shape == q.shape
     assert [x.shape for x in ops.causal_backward(q, q, k, k)] == [q.shape, k.shape, k.shape]
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(2, 1, 3, 64), (1, 5, 3, 64), (2, 5, 1, 64)])
+def test_rows_that_are_repeated_are_rows(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Of strides 0, as an expanded tensor has them, and the gradient of a sum over positions."""
+    x, weight = random(*shape, dtype=dtype).expand(2, 5, 3, 64), random(64, dtype=dtype)
+    assert torch.equal(rms_norm(x, weight, 1e-6), rms_norm(x.contiguous(), weight, 1e-6))
+    assert torch.equal(gated(x, x), gated(x.contiguous(), x.contiguous()))
+    cos, sin = random(5, 1, 64, seed=1, dtype=dtype), random(5, 1, 64, seed=2, dtype=dtype)
+    for mine, theirs in zip(rotate(x, x, cos, sin), rotate(x.contiguous(), x.contiguous(), cos, sin), strict=True):
+        assert torch.equal(mine, theirs)
+    q = x.contiguous().requires_grad_()
+    for dim in (0, 1, 2):
+        (found,) = torch.autograd.grad(rotate(q, q, cos, sin)[0].sum(dim).sum(), q)
+        (exact,) = torch.autograd.grad(turned(q.double(), q.double(), cos.double(), sin.double())[0].sum(), q)
+        torch.testing.assert_close(found.double(), exact.double(), rtol=NEAR[dtype], atol=NEAR[dtype])
+
+
+def test_turning_back_without_a_compiler_is_that_of_the_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, cos, sin = random(2, 5, 3, 64), random(5, 1, 64, seed=1), random(5, 1, 64, seed=2)
+    found = torch.ops.penstock.rotate(x, x, cos, sin, True)
+    monkeypatch.setattr(elementwise, "functions", lambda dtype: None)
+    for mine, theirs in zip(found, torch.ops.penstock.rotate(x, x, cos, sin, True), strict=True):
+        torch.testing.assert_close(mine, theirs)
