@@ -63,10 +63,10 @@ def installed() -> dict[str, Any]:
     }
 
 
-def cpu() -> dict[str, Any]:
-    """The host: its memory, and its links between two processes."""
+def cpu(threads: int) -> dict[str, Any]:
+    """The host: its memory, read by so many threads, and its links between two processes."""
     began = time.monotonic()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(threads)
     found = {"memory": bandwidths("cpu"), "launch_us": launch_us("cpu"), "links": links()}
     return {**found, "torch": torch.__version__, "seconds": time.monotonic() - began}
 

@@ -30,6 +30,7 @@ from penstock.runtime.cli.flags import Output, read_flags
 from penstock.runtime.cli.tracing import CommandError, ask_child
 from penstock.runtime.cluster.cluster import THIS, Cluster, Cpu
 from penstock.runtime.cluster.gpus import Gpu, HostTime, Tflops, gpu_like
+from penstock.runtime.cluster.machine import cgroup_limits, usable_cores, usable_memory_gib
 from penstock.runtime.plan.calibrate import fit_steps
 from penstock.runtime.record.errors import disk_fault, visible
 from penstock.runtime.record.folder import write_atomic
@@ -137,15 +138,10 @@ def check_torch() -> Iterator[Finding]:
 
 def check_cpu() -> Iterator[Finding]:
     """Cores, the CPU's instructions, memory."""
-    usable, present, quota = len(os.sched_getaffinity(0)), os.cpu_count() or 1, ""
-    cores: float = usable
-    with suppress(OSError, ValueError):
-        # A container may have fewer cores' worth of time than it sees: "max" or microseconds, and the period.
-        share, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(usable, int(share) / int(period))
-        quota = f", {int(share) / int(period):g} by the container's quota"
-    found = f"{usable} of {present} usable{quota}"
-    yield _judge("cores", found, cores >= 2, "generator and trainer take turns: lag brings little")
+    usable, limits = len(os.sched_getaffinity(0)), cgroup_limits()
+    quota = f", {limits.cores:g} by the container's quota" if limits.cores < usable else ""
+    found = f"{usable} of {os.cpu_count() or 1} usable{quota}"
+    yield _judge("cores", found, min(usable, limits.cores) >= 2, "generator and trainer take turns: lag brings little")
     flags: set[str] = set()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -155,8 +151,9 @@ def check_cpu() -> Iterator[Finding]:
     bf16 = bool({"amx_bf16", "avx512_bf16"} & flags)
     yield _judge("CPU flags", ", ".join(fast) or "none of AVX2, AVX-512, AMX", bf16, follows)
     memory = psutil.virtual_memory()
-    found = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
-    yield _judge("memory", found, memory.available > 2 * GIB, "each process takes about 0.4 GiB")
+    limit = f", {limits.memory / GIB:.1f} by the container's limit" if limits.memory < memory.total else ""
+    found = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available{limit}"
+    yield _judge("memory", found, min(memory.available, limits.memory) > 2 * GIB, "each process takes about 0.4 GiB")
 
 
 def check_processes() -> Iterator[Finding]:
@@ -237,7 +234,7 @@ def measure(path: Path) -> dict[str, Any]:
             pass
     except OSError as error:
         raise CommandError(str(disk_fault(path, error, choice="--out FILE")), 2) from error
-    raw = _asked("cpu")
+    raw = _asked("cpu", usable_cores())
     facts = cluster_facts(raw, {device: _asked("cuda", device) for device in Cluster.local().hosts[0].devices})
     Cluster.model_validate(facts)
     about = f"# Measured by `penstock doctor --measure` in {raw['seconds']:.0f} s, with torch {raw['torch']}.\n"
@@ -247,9 +244,10 @@ def measure(path: Path) -> dict[str, Any]:
     return facts | {"seconds": raw["seconds"]}
 
 
-def _asked(kind: str, *device: str) -> Any:
-    what = f"{(*device, kind)[0]} could not be measured: the process that does"
-    return ask_child(f"penstock.nodes.calibrate:{kind}", *device, what=what, deadline=DEADLINE)
+def _asked(kind: Literal["cpu", "cuda"], given: int | str) -> Any:
+    """What a child measures of the CPU with so many threads, or of that CUDA device."""
+    what = f"{given if kind == 'cuda' else kind} could not be measured: the process that does"
+    return ask_child(f"penstock.nodes.calibrate:{kind}", given, what=what, deadline=DEADLINE)
 
 
 def gpu_of(raw: Mapping[str, Any]) -> Gpu:
@@ -276,8 +274,8 @@ def cluster_facts(raw: Mapping[str, Any], gpus: Mapping[str, Mapping[str, Any]])
     """The cluster file's content. `raw` and `gpus` are what was measured of the host and of each CUDA device, of which
     the first one's stands for all."""
     memory = {f"{name}_gb_s": raw["memory"][name] for name in ("read", "copy", "cached")}
-    cpu = Cpu(memory_gib=psutil.virtual_memory().total / GIB, call_us=raw["launch_us"], **memory, **raw["links"])
-    host: dict[str, Any] = {"name": "local", "cores": len(os.sched_getaffinity(0)), "cpu": THIS}
+    cpu = Cpu(memory_gib=usable_memory_gib(), call_us=raw["launch_us"], **memory, **raw["links"])
+    host: dict[str, Any] = {"name": "local", "cores": usable_cores(), "cpu": THIS}
     found: dict[str, Any] = {"hosts": [host], "cpus": {THIS: cpu.model_dump()}}
     if gpus:
         # One kind for each host is all that a cluster file can say.

@@ -9,7 +9,6 @@ A fault of a file is told with its key, what was given, and what is needed, one 
 
 import os
 import re
-import subprocess
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -30,6 +29,7 @@ from pydantic import (
 
 from penstock.runtime.cluster.endpoints import LOOPBACK, ip_of, ipc_endpoint, is_loopback, tcp_endpoint
 from penstock.runtime.cluster.gpus import GPUS, Efficiency, Gpu, HostTime, Tflops, gpu_like, kind_of
+from penstock.runtime.cluster.machine import cuda_devices, usable_cores, usable_memory_gib
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
@@ -251,7 +251,7 @@ class Cluster(BaseModel):
     def local(num_gpus: int | None = None) -> "Cluster":
         """This machine: the cores that this process may use, and its CUDA devices, or as many as torch sees."""
         devices = cuda_devices() if num_gpus is None else tuple(f"cuda:{index}" for index in range(num_gpus))
-        return Cluster(hosts=(Host(name="local", cores=len(os.sched_getaffinity(0)), devices=devices),))
+        return Cluster(hosts=(Host(name="local", cores=usable_cores(), devices=devices),))
 
     @staticmethod
     def read(path: Path) -> "Cluster":
@@ -270,7 +270,7 @@ class Cluster(BaseModel):
         theirs. Of a machine with several kinds it is the one with least memory."""
         if not seen:
             return self
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+        memory = usable_memory_gib()
         least = min(seen, key=lambda gpu: gpu.memory_gib)
         gpu, known = gpu_like(least.name, least.memory_gib), kind_of(least.name)
         named = known if known and alike(GPUS[known], gpu) else None
@@ -364,26 +364,6 @@ def _filled(name: str, own: Any) -> Any:
         key: {**base[key], **own[key]} for key in ("tflops", "efficiency", "engine") if isinstance(own.get(key), dict)
     }
     return {**base, **{key: value for key, value in own.items() if key != "like"}, **nested}
-
-
-def cuda_devices() -> tuple[str, ...]:
-    """The NVIDIA devices that this process may use, as torch numbers them; without importing torch."""
-    # torch numbers what is visible from 0, whatever the driver calls it.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = _count_gpus()
-    if visible is not None:
-        count = min(count, len([part for part in visible.split(",") if part.strip() not in ("", "-1")]))
-    return tuple(f"cuda:{index}" for index in range(count))
-
-
-def _count_gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> int:
-    if proc.is_dir():
-        return len(list(proc.iterdir()))
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=5, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
 _PART = re.compile(r"(\d+)x(\d+)x([A-Za-z]\w*)")

@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock import __version__
-from penstock.runtime.cluster.cluster import cuda_devices
+from penstock.runtime.cluster.machine import cuda_devices, usable_cores, usable_memory_gib
 from penstock.runtime.control.messages import Codec, MessageError
 from penstock.runtime.packable import Packable
 
@@ -200,8 +200,8 @@ def facts(token: str, address: str, port: int = 0, environment: Mapping[str, str
         token=token,
         hostname=environment.get(HOSTNAME) or environment.get("SLURMD_NODENAME") or socket.gethostname(),
         address=address,
-        cores=len(os.sched_getaffinity(0)),
-        memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
+        cores=usable_cores(),
+        memory_gib=usable_memory_gib(),
         gpus=len(cuda_devices()),
         gpu=gpu,
         gpu_gib=gpu_gib,

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import pytest
 
 from penstock.nodes.calibrate import decoding_steps
@@ -15,6 +14,7 @@ from penstock.runtime.cli.doctor import Finding
 from penstock.runtime.cli.tracing import CommandError, ask_child
 from penstock.runtime.cluster.cluster import Cluster, Host, read_cluster
 from penstock.runtime.cluster.gpus import GPUS
+from penstock.runtime.cluster.machine import usable_memory_gib
 from penstock.runtime.plan.decode_cost import EAGER_KERNELS
 from penstock.runtime.record import trackers
 
@@ -129,7 +129,7 @@ def test_what_was_measured_is_this_machine_from_then_on(capsys: Output, monkeypa
     assert "measured in 60 s" in capsys.readouterr().out
     host = read_cluster("this", cache_folder() / PROFILE)
     assert (host.cpus["this"].read_gb_s, host.cpus["this"].shared_gb_s) == (20.0, 8.0)
-    assert host.cpus["this"].memory_gib == pytest.approx(psutil.virtual_memory().total / 2**30, rel=1e-4)
+    assert host.cpus["this"].memory_gib == pytest.approx(usable_memory_gib(), rel=1e-4)
     with_gpu = Host(name="local", cores=2, devices=("cuda:0",))
     monkeypatch.setattr(Cluster, "local", lambda: Cluster(hosts=(with_gpu,)))
     assert doctor.main(["--measure"]) == 0
