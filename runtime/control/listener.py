@@ -133,18 +133,29 @@ class Listener:
         event = 0
         while event != zmq.EVENT_MONITOR_STOPPED:
             ready = dict(poller.poll())
+            # All of them before an answer: whoever is let in by it is told of by one of these, and may be known at
+            # once. libzmq keeps fewer than so many.
+            for _ in range(MAX_DRAIN):
+                try:
+                    event, descriptor = struct.unpack("=hi", self._events.recv_multipart(zmq.NOBLOCK)[0])
+                except zmq.Again:
+                    break
+                self._count(event, descriptor)
+                if event == zmq.EVENT_MONITOR_STOPPED:
+                    break
             if self._questions in ready:
                 self._answer()
-            if self._events in ready:
-                event, descriptor = struct.unpack("=hi", self._events.recv_multipart()[0])
-                with self._lock:
-                    self._waiting.pop(descriptor, None)
-                    self._known.pop(descriptor, None)
-                    if event == zmq.EVENT_ACCEPTED:
-                        self._waiting[descriptor] = None
-                        self._shut_oldest()
         self._events.close(linger=0)
         self._questions.close(linger=0)
+
+    def _count(self, event: int, descriptor: int) -> None:
+        """A connection has come, or gone."""
+        with self._lock:
+            self._waiting.pop(descriptor, None)
+            self._known.pop(descriptor, None)
+            if event == zmq.EVENT_ACCEPTED:
+                self._waiting[descriptor] = None
+                self._shut_oldest()
 
     def _answer(self) -> None:
         """Answer one question of libzmq."""

@@ -128,9 +128,9 @@ def _cost(*texts: str) -> int:
     return sum(_EACH + (len(text) if text.isascii() else len(text.encode())) for text in texts)
 
 
-# Seconds from one heartbeat to the next; more where a run has more ranks than so many, up to a number that leaves two
-# chances until a peer is taken for dead.
-INTERVAL, RANKS, LONGEST = 1.0, 256, 4.0
+# Seconds from one heartbeat to the next; more where a run has more ranks than so many, up to a number that leaves a
+# rank that stands still four fifths of the time after which it is taken for dead.
+INTERVAL, RANKS, LONGEST = 1.0, 256, 2.0
 
 
 def beat_interval(ranks: int) -> float:

@@ -68,7 +68,6 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) ->
 
         config = RunConfig.from_json(json.loads(setup.config))
         name = config.plan.spelled(replica, index)
-        pulse.pace(sum(len(one.ranks) for one in config.plan.replicas))
         life = int(os.environ.get("PENSTOCK_LIFE", "0"))
         rank = RankRuntime(config, replica, index, setup.restore, join, pulse, client.wake, life)
     except RAISED as error:
@@ -78,6 +77,8 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) ->
     pulse.doing = lambda: str(rank.executor.doing)
     try:
         client.send(Ready(replica, index, os.getpid(), tuple(rank.executor.restored)))
+        # Not before: what a rank makes at its start may hold the interpreter's lock for long.
+        pulse.pace(sum(len(one.ranks) for one in config.plan.replicas))
         return work(client, rank)
     except RAISED as error:  # not by a node, which fails its firing alone
         traceback.print_exc()

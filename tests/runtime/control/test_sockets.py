@@ -43,11 +43,12 @@ from penstock.runtime.control.messages import (
     pack,
     unpack,
 )
-from penstock.runtime.control.rendezvous import Pulse
+from penstock.runtime.control.rendezvous import Pulse, beat_interval
 from penstock.runtime.control.security import Keys
 from penstock.runtime.control.sockets import (
     MAX_NOTES,
     PAUSE_S,
+    SILENCE,
     Client,
     Server,
     Tracker,
@@ -380,6 +381,36 @@ def test_connections_of_idle_strangers_leave_descriptors_for_files_and_for_ranks
         answers(first)
 
 
+@pytest.mark.parametrize("endpoint", [TCP])
+def test_a_connection_that_is_known_before_others_are_counted_is_no_stranger(
+    b: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, host = b.server._listener, ("127.0.0.1", int(b.server.endpoint.rpartition(":")[2]))
+    answer, held, greeted = gate._answer, gate._lock, threading.Event()
+
+    def slow() -> None:
+        answer()
+        assert greeted.wait(20)  # the gate stands still until the client has been heard
+
+    monkeypatch.setattr(gate, "_answer", slow)
+    monkeypatch.setattr(gate, "_most", (4, 100))
+    with held:
+        strangers = [b.stack.enter_context(socket.create_connection(host, timeout=20)) for _ in range(3)]
+        client = Client(b.join(), "rank", "generator/0")
+        b.stack.callback(client.close)
+        assert client.receive(0.3) == []  # its key waits to be asked about meanwhile
+    b.wait_for(1)
+    greeted.set()
+    strangers += [b.stack.enter_context(socket.create_connection(host, timeout=20)) for _ in range(8)]
+    for one in strangers[:7]:  # all but four
+        while one.recv(100):
+            pass
+    assert b.server.send("generator/0:0", Goodbye("still here"))
+    assert until(lambda: client.receive(0.1)) == [Goodbye("still here")]
+    assert client.lost(monotonic()) == 0
+    assert not b.server.counts
+
+
 def test_a_second_process_under_a_name_is_turned_away_until_the_first_is_forgotten(b: Bench) -> None:
     first = b.client()
     second = b.raw()
@@ -598,6 +629,11 @@ def test_a_pulse_says_what_the_main_thread_has_no_time_for(b: Bench) -> None:
     pulse.say(note)
     assert b.wait_for(1) == [("generator/0:0", note)]
     pulse.stop()
+
+
+@pytest.mark.parametrize("ranks", [1, 256, 1024, 1_000_000])
+def test_a_rank_of_a_large_run_may_stand_still_almost_as_long_as_one_of_a_small_run(ranks: int) -> None:
+    assert 1.0 <= beat_interval(ranks) <= SILENCE / 5
 
 
 # Silence is counted from the last sign of life, while somebody listens.
