@@ -171,19 +171,20 @@ def on_slurm(asked: Submission) -> int:
         said = {"script": job.text(), "file": str(job.script)}
         print(json.dumps(said) if asked.flags.json else said["script"], end="")
         return DONE
-    number = ""
     try:
         number = slurm_jobs.submit(job)
-        tell(f"job {number} is submitted, its script is {job.script}; {slurm_jobs.hints(job, number)}")
-        done = slurm_jobs.follow(job, number, tell, lambda text: print(visible(text), end="", flush=True))
     except slurm_jobs.SlurmError as error:
-        goes_on = f"; job {number} goes on: {slurm_jobs.hints(job, number)}" if number else ""
-        raise CommandError(f"{error}{goes_on}") from None
+        raise CommandError(str(error)) from None
     except OSError as error:
         raise disk_fault(job.folder, error, choice="--out DIR") from error
-    except KeyboardInterrupt:
-        if number:
-            tell(f"job {number} goes on; {slurm_jobs.hints(job, number)}")
+    hints = slurm_jobs.hints(job, number)
+    try:
+        tell(f"job {number} is submitted, its script is {job.script}; {hints}")
+        done = slurm_jobs.follow(job, number, tell, lambda text: print(visible(text), end="", flush=True))
+    except slurm_jobs.SlurmError as error:
+        raise CommandError(f"{error}; job {number} goes on: {hints}") from None
+    except (KeyboardInterrupt, OSError):  # OSError: nobody reads what the job says any more
+        tell(f"job {number} goes on; {hints}")
         raise
     if not done:
         tell(f"job {number} has not ended well; what it said is in {job.folder}")

@@ -164,3 +164,27 @@ def test_a_job_whose_log_nobody_reads_is_left(tmp_path: Path) -> None:
         assert running.wait(timeout=60) == 141
         assert running.stderr is not None
         assert "Traceback" not in running.stderr.read()
+
+
+def test_a_job_of_slurm_whose_output_nobody_reads_is_left_and_no_fault_of_the_disk(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    texts = {
+        "sbatch": "echo 17",
+        "scontrol": f"echo update >> {folder}/job.out; echo JobId=17 JobState=RUNNING NodeList=n1",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o700)
+    words = [sys.executable, "-m", "penstock.runtime.cli.main", "run", "toy", "--out", str(folder)]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    pipe = subprocess.PIPE
+    command = [*words, "--on", "slurm", "--submit"]
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as running:
+        assert running.stdout is not None
+        running.stdout.close()
+        assert running.wait(timeout=60) == 141
+        assert running.stderr is not None
+        said = running.stderr.read()
+    assert "job 17 goes on" in said
+    assert "scancel 17" in said
+    assert "Traceback" not in said
