@@ -36,14 +36,17 @@ OF_OTHER_TASKS = (
         "EXACT",
         "EXCLUSIVE",
         "GPU_BIND",
+        "GPUS",
+        "GPUS_PER_SOCKET",
         "GPUS_PER_TASK",
         "HINT",
         "HOSTFILE",
         "KILL_BAD_EXIT",
         "MEM_BIND",
     ),
-    *("MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE", "NO_KILL", "NPROCS", "NTASKS", "NTASKS_PER_GPU", "NTASKS_PER_NODE"),
-    *("OVERCOMMIT", "TASKS_PER_NODE", "THREADS_PER_CORE", "TRES_PER_TASK", "WAIT"),
+    *("MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE", "NO_KILL", "NPROCS"),
+    *("NTASKS", "NTASKS_PER_CORE", "NTASKS_PER_GPU", "NTASKS_PER_NODE", "NTASKS_PER_SOCKET", "NTASKS_PER_TRES"),
+    *("OVERCOMMIT", "TASKS_PER_NODE", "THREADS_PER_CORE", "TRES_BIND", "TRES_PER_TASK", "WAIT"),
 )
 # srun's lines of tasks that ended, and of nodes that did: "srun: error: n[1-2]: tasks 0-1: Exited with exit code 1".
 _TASKS = re.compile(r"srun: error: (?P<nodes>\S+): tasks? \[?(?P<numbers>[\d,-]+)\]?: (?P<why>.+)")

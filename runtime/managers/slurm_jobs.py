@@ -111,6 +111,7 @@ job=${{job:-$SLURM_JOB_ID}}
 restarts=${{SLURM_RESTART_COUNT:-0}}
 newest() {{ ls "$folder/checkpoints" 2>/dev/null | grep -E '^[0-9]{{8}}$' | tail -n 1; }}
 before=$(newest)
+summary=$(cat "$folder/summary.json" 2>/dev/null)
 echo "job $job on $SLURM_JOB_NODELIST, start $((restarts + 1))"
 
 {command} &
@@ -127,7 +128,8 @@ status=$?
 again=no
 if [ $status = {requeue} ]; then
     again=yes
-elif [ $status = 1 ]; then
+# A start that is refused leaves the summary of the one before, whose cause is not its own.
+elif [ $status = 1 ] && [ "$(cat "$folder/summary.json" 2>/dev/null)" != "$summary" ]; then
     grep -qsE '"cause": *"({mendable})"' "$folder/summary.json" && again=yes
 fi
 if [ $again = yes ] && [ "$restarts" -ge {most} ] && [ "$(newest)" = "$before" ]; then
@@ -135,10 +137,10 @@ if [ $again = yes ] && [ "$restarts" -ge {most} ] && [ "$(newest)" = "$before" ]
     again=no
 fi
 if [ $again = yes ]; then
-    # A job that its user has cancelled is not running any more.
-    case "$(scontrol show job --oneliner "$SLURM_JOB_ID")" in
-        *" JobState=RUNNING "*) scontrol requeue "$job" && echo "job $job is requeued" ;;
-    esac
+    # A job that its user has cancelled is not running any more; other tasks of its array may be, on lines of their own.
+    if scontrol show job --oneliner "$job" | grep -q "^JobId=$SLURM_JOB_ID .* JobState=RUNNING "; then
+        scontrol requeue "$job" && echo "job $job is requeued"
+    fi
 fi
 exit $status
 """
@@ -190,14 +192,15 @@ def follow(job: Job, number: str, tell: Callable[[str], None], show: Callable[[s
         for task, state in now.items():
             if state != states.get(task):
                 tell(f"job {task} is {state}")
-        states = now
+        # slurmctld forgets what has ended some minutes ago (MinJobAge), such as the first tasks of an array.
+        states = {task: state for task, state in (states | now).items() if task in now or state.split()[0] in ENDED}
         # An array's tasks say much at once: their outputs are files.
         for path in () if job.array else job.outputs().values():
             shown[path] = _show(path, shown[path], show)
         # A job that is requeued may look ended for a moment.
-        over = over + 1 if all(state.split()[0] in ENDED for state in now.values()) else 0
+        over = over + 1 if all(state.split()[0] in ENDED for state in states.values()) else 0
         if over > 1:
-            return all(state.split()[0] == WELL for state in now.values())
+            return all(state.split()[0] == WELL for state in states.values())
         sleep(LOOK_S)
 
 

@@ -1,16 +1,31 @@
-"""What is refused of Slurm before anything is started, and batch scripts; `tests/gates/test_slurm.py` has real jobs."""
+"""What is refused of Slurm before anything is started, and batch scripts; `tests/gates/test_slurm.py` has real jobs.
 
+For answers that a Slurm gives late or seldom, and for GPUs, shell scripts are in the place of its commands here.
+"""
+
+import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from penstock.runtime.control.agents import AgentsError
+from penstock.runtime.control.failure import MENDABLE
+from penstock.runtime.control.signals import FAILED, PREEMPTED
+from penstock.runtime.managers import slurm_jobs
 from penstock.runtime.managers.slurm import SlurmAgents
-from penstock.runtime.managers.slurm_jobs import Job
+from penstock.runtime.managers.slurm_jobs import Job, follow
 
 TWO = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n1,n2"}
+
+
+def instrument(path: Path, text: str) -> Path:
+    """A shell script in the place of a command."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o700)
+    return path
 
 
 @pytest.mark.parametrize(
@@ -53,3 +68,78 @@ def test_a_batch_script_is_one_whatever_words_and_folder_are(options: tuple[str,
 def test_options_of_sbatch_that_are_the_scripts_own_or_cannot_stand_in_it_are_refused(options: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=r"given .*needed"):
         Job("toy", ("run", "toy"), Path("/runs/a"), options)
+
+
+def test_srun_hears_nothing_of_the_gpus_and_tasks_that_other_steps_of_the_job_are_to_have(tmp_path: Path) -> None:
+    instrument(tmp_path / "srun", "env > $(dirname $0)/heard")
+    names = ("GPUS", "GPUS_PER_SOCKET", "TRES_BIND", "NTASKS_PER_CORE", "NTASKS_PER_SOCKET", "NTASKS_PER_TRES")
+    others = {f"SLURM_{name}": "1" for name in (*names, "GPU_BIND", "NTASKS")}
+    agents = SlurmAgents(None, {**TWO, **others, "PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    agents.start(tmp_path / "ticket.json", lambda text: None)
+    agents.stop()
+    heard = dict(line.partition("=")[::2] for line in (tmp_path / "heard").read_text().splitlines())
+    assert TWO.items() <= heard.items()
+    assert others.keys() & heard.keys() == set()
+
+
+def requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str, answer: str, **array: str) -> list[str]:
+    """What is requeued of job 17 by its script, whose command is `run`, if `answer` is that of scontrol; its folder has
+    the summary of a run that lost a host."""
+    folder = tmp_path / "run" / array.get("SLURM_ARRAY_TASK_ID", "")
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text('{"cause": "agent-died", "wall_s": 1.0}')
+    (tmp_path / "answer").write_text(answer)
+    text = f'[ $1 = show ] && exec cat {tmp_path}/answer\necho "$2" >> {tmp_path}/requeued'
+    instrument(tmp_path / "scontrol", text)
+    monkeypatch.setattr(sys, "executable", str(instrument(tmp_path / "python", f"cd {folder}\n{run}")))
+    job = Job("toy", ("run", "toy"), tmp_path / "run", ("--array", "3-4") if array else ())
+    environment = {**TWO, **array, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["bash"], input=job.text(), env=environment, text=True, timeout=60, stdout=subprocess.DEVNULL)
+    found = tmp_path / "requeued"
+    return found.read_text().split() if found.exists() else []
+
+
+RUNNING = "JobId=17 JobName=toy Priority=1 JobState=RUNNING Reason=None\n"
+
+
+@pytest.mark.parametrize("cause", [*MENDABLE, "node"])
+def test_a_job_is_requeued_after_a_loss_that_another_start_may_mend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
+    run = f"""echo '{{"cause": "{cause}", "wall_s": 2.0}}' > summary.json; exit {FAILED}"""
+    assert requeued(tmp_path, monkeypatch, run, RUNNING) == ["17"] * (cause in MENDABLE)
+
+
+def test_a_start_that_is_refused_is_not_requeued_for_what_ended_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert requeued(tmp_path, monkeypatch, f"exit {FAILED}", RUNNING) == []
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "COMPLETING", "CANCELLED"])
+def test_a_task_that_is_cancelled_is_not_requeued_since_another_of_its_array_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """The last task of an array has the array's number: an answer about that is about all of its tasks."""
+    tasks = {3: ("18", "RUNNING"), 4: ("17", state)}
+    line = "JobId={} ArrayJobId=17 ArrayTaskId={} JobName=toy JobState={} Reason=None\n"
+    answer = "".join(line.format(number, task, said) for task, (number, said) in tasks.items())
+    array = {"SLURM_ARRAY_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "4"}
+    found = requeued(tmp_path, monkeypatch, f"exit {PREEMPTED}", answer, **array)
+    assert found == ["17_4"] * (state == "RUNNING")
+
+
+@pytest.mark.parametrize(("first", "done"), [("FAILED", False), ("COMPLETED", True)])
+def test_an_array_whose_first_task_failed_has_failed_though_slurm_has_forgotten_that_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, done: bool
+) -> None:
+    line = "echo JobId={} ArrayJobId=17 ArrayTaskId={} JobState={}\n"
+    early, late = line.format(18, 3, first) + line.format(17, 4, "RUNNING"), line.format(17, 4, "COMPLETED")
+    again = f"mkdir {tmp_path}/asked 2>/dev/null"
+    instrument(tmp_path / "scontrol", f"if {again}; then\n{early}else\n{late}fi")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm_jobs, "LOOK_S", 0.01)
+    told: list[str] = []
+    job = Job("toy", ("run", "toy"), tmp_path, ("--array", "3-4"))
+    assert follow(job, "17", told.append, lambda text: None) is done
+    assert len(told) == 3  # each state once
