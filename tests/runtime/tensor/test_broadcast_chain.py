@@ -312,14 +312,21 @@ def test_a_replica_that_does_not_get_a_version_itself_blames_nobody_after_it() -
             lambda side: ReplicaLink(CHANNEL, store, timeout=30, transport="messages").open(side), sides
         )
     assert isinstance(onward, MessageTransport)
+    assert isinstance(after, MessageTransport)
 
     def gone() -> MessageTransport:
         raise TransportError("the trainer is gone")
 
     facts = published(WeightPublisher(CHANNEL, policy), 0)
     downstreams: tuple[Open | None, ...] = (lambda: onward, None)
-    for downstream in downstreams:  # the second one begins when the first one is over, on both sides
-        with pytest.raises(TransportError, match="the trainer is gone"):
-            receive(receiver, facts, ChainHop(relay, gone, downstream, linked=False))
+    following = ChainHop(ChainForwarder(CHANNEL, 0, blamed.append), lambda: after, None, linked=True)
+    with ThreadPoolExecutor(1) as threads:
+        # The next replica asks for the version: its link closes at once, and does not end at the link's deadline.
+        starved = threads.submit(receive, WeightReceiver(CHANNEL), facts, following)
+        for downstream in downstreams:  # the second one begins when the first one is over, on both sides
+            with pytest.raises(TransportError, match="the trainer is gone"):
+                receive(receiver, facts, ChainHop(relay, gone, downstream, linked=False))
+        with pytest.raises(TransportError):
+            starved.result()
     assert blamed == []
     after.close()
