@@ -123,12 +123,14 @@ def on_kubernetes(asked: Submission) -> int:
         whole = {"apiVersion": "v1", "kind": "List", "items": list(made)}
         print(json.dumps(whole) if asked.flags.json else kubernetes.as_yaml(made), end="")
         return DONE
+    goes_on = ""
     try:
         kubernetes.create(workload, secrets)
+        goes_on = f"the JobSet {workload.name} goes on; {kubernetes.hints(workload)}"
         tell(f"the JobSet {workload.name} is created, its run folder is {workload.folder} of {workload.claim}")
         done = kubernetes.follow(workload, _startup_deadline(asked), tell)
     except kubernetes.KubernetesError as error:
-        raise CommandError(str(error)) from None
+        raise CommandError(f"{error}; {goes_on}" if goes_on and not error.gone else str(error)) from None
     except KeyboardInterrupt:
         tell(f"the JobSet {workload.name} goes on; {kubernetes.hints(workload)}")
         raise

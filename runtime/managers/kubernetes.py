@@ -10,7 +10,8 @@ What starts again, and what counts:
 - The controller's Pod that is taken away, or that ends with 75 (a checkpoint was made: requeue me), restarts the whole
   JobSet, uncounted. All Pods are new, since an agent that has heard the run's goodbye has ended well and would not be
   started again by itself; `--resume auto` goes on from the last checkpoint.
-- Any other failure restarts the JobSet, too, but is counted: after `restarts` of them it has failed.
+- After any other failure of the controller's Pod the JobSet has failed: starting again what can be is the run's own
+  (`--restarts`, among the words of its command).
 
 The ticket: files of a Secret are root's, and the group of `fsGroup` may read them, whatever mode is asked for. So a
 first container of each Pod copies them, with mode 0400 and the user that penstock runs as, into memory.
@@ -19,14 +20,16 @@ first container of each Pod copies them, with mode 0400 and the user that pensto
 import json
 import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from math import ceil
 from time import monotonic, sleep
 from typing import Any
 
 from penstock.runtime.control.signals import PREEMPTED, nobody_reads
+from penstock.runtime.record.errors import visible
 
 API = "jobset.x-k8s.io/v1alpha2"
 CONTROLLER, AGENTS = "controller", "agents"
@@ -49,12 +52,17 @@ LONGEST_NAME = 40
 KEPT_S = 7 * 24 * 3600
 # Seconds that a Pod has beyond the run's grace, to end with a status of its own before it is killed.
 MARGIN_S = 5
-# Seconds for an answer of kubectl, and between two looks at a Pod that does not run yet.
-ANSWER_S, LOOK_S = 60.0, 3.0
+# Seconds for an answer of kubectl, between two looks at a JobSet, and without an answer until it is followed no longer.
+ANSWER_S, LOOK_S, DEAF_S = 60.0, 3.0, 600.0
+# The time at the beginning of a line of a log, in nanoseconds, as Kubernetes writes it.
+_TIME = re.compile(rb"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(Z|[+-]\d\d:\d\d) ")
 
 
 class KubernetesError(RuntimeError):
-    """kubectl is missing, or has not done what it was asked for: says what it said, and what is needed."""
+    """kubectl is missing, or has not done what it was asked for: says what it said, and what is needed. `gone`: the
+    JobSet is not there any more."""
+
+    gone = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,6 @@ class Workload:
     cpus: int = 2
     memory: str = "8Gi"
     grace: float = 60.0
-    restarts: int = 0
 
     def __post_init__(self) -> None:
         label = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
@@ -153,7 +160,7 @@ def manifests(workload: Workload, secrets: Mapping[str, str]) -> tuple[dict[str,
             # The headless service, by which Pods find the controller before it is ready.
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": workload.name},
             "successPolicy": {"operator": "All", "targetReplicatedJobs": [CONTROLLER]},
-            "failurePolicy": {"maxRestarts": workload.restarts, "rules": [uncounted]},
+            "failurePolicy": {"maxRestarts": 0, "rules": [uncounted]},
             "ttlSecondsAfterFinished": KEPT_S,
             "replicatedJobs": jobs,
         },
@@ -297,38 +304,108 @@ def create(workload: Workload, secrets: Mapping[str, str]) -> None:
 
 
 def follow(workload: Workload, deadline: float, tell: Callable[[str], None]) -> bool:
-    """Show the controller's log on standard output, through all restarts, until the run has ended: whether it is done.
-    `tell` hears what Pods wait for. Raises KubernetesError if the controller has not begun within `deadline` seconds,
-    and BrokenPipeError if nobody reads on; the JobSet stays."""
-    job = f"job/{workload.name}-{CONTROLLER}-0"
-    command = ["logs", "--follow", "--pod-running-timeout", f"{ceil(LOOK_S)}s", job, "--container", CONTROLLER]
-    since: list[str] = []
-    seen, until = "", monotonic() + deadline
+    """Show the controller's log on standard output, each line once, through all restarts, until the run has ended:
+    whether it is done. `tell` hears what Pods wait for. Raises KubernetesError if no controller runs within `deadline`
+    seconds, or if Kubernetes does not answer for DEAF_S, and BrokenPipeError if nobody reads on; the JobSet stays."""
+    log = _Log(workload)
+    seen, until, deaf = "", monotonic() + deadline, 0.0
     while True:
-        before = datetime.now(UTC)
-        # As long as the controller's Pod runs: what it does has deadlines of its own.
-        shown = subprocess.run(
-            _words(workload, [*command, *since]), stderr=subprocess.PIPE, text=True, errors="replace"
-        )
-        ended = _kubectl(workload, ["get", "jobset", workload.name, "-o", "jsonpath={.status.terminalState}"]).strip()
+        ended, trouble = "", None
+        try:
+            # In this order: where a run has ended, so has its log.
+            ended = _kubectl(
+                workload, ["get", "jobset", workload.name, "-o", "jsonpath={.status.terminalState}"]
+            ).strip()
+            pods = _pods(workload)
+            pod = _controllers(pods)
+            waits = pod is None or pod["status"].get("phase", "Pending") == "Pending"
+            if pod is not None and not waits and log.show(pod):
+                until = monotonic() + deadline
+        except KubernetesError as error:
+            trouble = error
         if ended:
+            if trouble is not None:
+                tell(f"the end of the controller's log is not shown: {trouble}")
             return ended == "Completed"
         if nobody_reads(1):
             raise BrokenPipeError("standard output")
-        if shown.returncode == 0:
-            # Of a Pod that goes on, what was shown already is not shown again.
-            since, until = ["--since-time", before.isoformat(timespec="seconds")], monotonic() + deadline
+        now = monotonic()
+        if trouble is not None:
+            # Asking again would not help where something is not there or not allowed.
+            if trouble.gone or "(Forbidden)" in str(trouble) or (deaf and now - deaf > DEAF_S):
+                raise trouble
+            if not deaf:
+                deaf = now
+                tell(f"{trouble}; asking again for {DEAF_S:.0f} s")
         else:
-            state = _state(workload)
-            if state != seen:
+            deaf = 0.0
+            state = _state(pods)
+            if waits and state != seen:
                 seen = state
                 tell(f"waiting for the controller's Pod: {state}")
-            if monotonic() > until:
-                given = f"{job}: given no Pod that runs within {deadline:.0f} s ({state}; {shown.stderr.strip()})"
-                raise KubernetesError(
-                    f"{given}; needed room for it, and an image that can be pulled: {hints(workload)}"
-                )
+            if now > until:
+                given = f"given no Pod of the controller that runs within {deadline:.0f} s ({state})"
+                raise KubernetesError(f"{given}; needed room for it, and an image that can be pulled")
         sleep(LOOK_S)
+
+
+class _Log:
+    """The logs of the controller's Pods, of which nothing is shown twice."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        # Of the Pod shown last: its name, and the time of its last line that was shown, as Kubernetes wrote it.
+        self._pod, self._last = "", b""
+        self._whole = False
+
+    def show(self, pod: dict[str, Any]) -> bool:
+        """Show the rest of this Pod's log, as long as it runs: what it does has deadlines of its own. False if all
+        of it was shown already. Raises KubernetesError if kubectl ends otherwise than the log."""
+        name, over = pod["metadata"]["name"], pod["status"]["phase"] in ("Succeeded", "Failed")
+        # Each Pod has times of its own: the next one's machine may have a clock that is behind.
+        if name != self._pod:
+            self._pod, self._last, self._whole = name, b"", False
+        if self._whole:
+            return False
+        words = ["logs", "--follow", "--timestamps", f"pod/{name}", "--container", CONTROLLER]
+        if self._last:
+            words += ["--since-time", self._last.decode().strip()]
+        with tempfile.TemporaryFile() as said:
+            with subprocess.Popen(_words(self._workload, words), stdout=subprocess.PIPE, stderr=said) as following:
+                assert following.stdout is not None
+                try:
+                    self._copy(following.stdout, over)
+                except BaseException:
+                    following.kill()
+                    raise
+            said.seek(0)
+            if following.returncode:
+                raise _refusal(words, following.returncode, said.read().decode(errors="replace"))
+        # A log may end early, with its connection: only what was over before has been read to its end.
+        self._whole = over
+        return True
+
+    def _copy(self, lines: Iterable[bytes], over: bool) -> None:
+        """To standard output, without times. kubectl begins with all of the second that it is told to begin at."""
+        last, old = _time(self._last), False
+        for line in lines:
+            # Cut off in the middle, it comes again as a whole.
+            if not line.endswith(b"\n") and not over:
+                return
+            if begins := _TIME.match(line):
+                old = _time(begins[0]) <= last
+                line = line[begins.end() :]
+                if not old:
+                    self._last = begins[0]
+            if not old:
+                print(visible(line.decode(errors="replace").rstrip("\n")), flush=True)
+
+
+def _time(line: bytes) -> tuple[float, bytes]:
+    """Of the beginning of a line: seconds and, as digits, nanoseconds. Times compare as these do; none is the first."""
+    if not (found := _TIME.match(line)):
+        return 0.0, b""
+    return datetime.fromisoformat((found[1] + found[3]).decode()).timestamp(), (found[2] or b"").ljust(9, b"0")
 
 
 def hints(workload: Workload) -> str:
@@ -337,12 +414,24 @@ def hints(workload: Workload) -> str:
     return f"kubectl describe jobset,pods{place} (all), kubectl delete jobset{place} {workload.name} (end it)"
 
 
-def _state(workload: Workload) -> str:
-    """What the Pods of the JobSet are at, in words."""
+def _pods(workload: Workload) -> list[dict[str, Any]]:
+    """The JobSet's."""
     selected = ["get", "pods", "-l", f"jobset.sigs.k8s.io/jobset-name={workload.name}", "-o", "json"]
+    return [{"status": {}, **pod} for pod in json.loads(_kubectl(workload, selected))["items"]]
+
+
+def _controllers(pods: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The controller's Pod, the newest if there are several."""
+    label = "jobset.sigs.k8s.io/replicatedjob-name"
+    found = [pod for pod in pods if pod["metadata"].get("labels", {}).get(label) == CONTROLLER]
+    return max(found, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")), default=None)
+
+
+def _state(pods: Sequence[dict[str, Any]]) -> str:
+    """What these Pods are at, in words."""
     found = []
-    for pod in json.loads(_kubectl(workload, selected))["items"]:
-        status = pod.get("status", {})
+    for pod in pods:
+        status = pod["status"]
         waits = [one["state"].get("waiting", {}) for one in status.get("containerStatuses", ()) if "state" in one]
         waits += [one for one in status.get("conditions", ()) if one.get("status") == "False"]
         why = next((f" ({one['reason']}: {one.get('message', '')})" for one in waits if "reason" in one), "")
@@ -364,8 +453,16 @@ def _kubectl(workload: Workload, words: Sequence[str], given: str = "") -> str:
     except subprocess.TimeoutExpired:
         raise KubernetesError(f"kubectl {' '.join(words)} has not answered within {ANSWER_S:.0f} s") from None
     if done.returncode:
-        said = " ".join(done.stderr.split())
-        absent = "no matches for kind" in said
-        needed = "; needed JobSet in the cluster: https://jobset.sigs.k8s.io/docs/installation" if absent else ""
-        raise KubernetesError(f"kubectl {' '.join(words)} ended with exit status {done.returncode}: {said}{needed}")
+        raise _refusal(words, done.returncode, done.stderr)
     return done.stdout
+
+
+def _refusal(words: Sequence[str], status: int, said: str) -> KubernetesError:
+    """What kubectl has said when it ended with this exit status."""
+    absent = "no matches for kind" in said
+    needed = "; needed JobSet in the cluster: https://jobset.sigs.k8s.io/docs/installation" if absent else ""
+    error = KubernetesError(
+        f"kubectl {' '.join(words)} ended with exit status {status}: {' '.join(said.split())}{needed}"
+    )
+    error.gone = "(NotFound): jobsets" in said
+    return error

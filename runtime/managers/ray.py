@@ -137,7 +137,7 @@ class RayAgents:
         """The first line of the driver. Raises AgentsError where it says that there is no cluster, or says nothing."""
         until = monotonic() + CONNECT_S
         where = f"at {self._where} ({ADDRESS})" if self._where else f"that this machine is part of (no {ADDRESS})"
-        needed = f"needed one that runs: ray start --head, or {ADDRESS}=HOST:PORT or ray://HOST:10001"
+        needed = f"needed one that runs: ray start --head, or from outside: {ADDRESS}=ray://HOST:10001"
         while monotonic() < until:
             # In short waits, so that signals are heard.
             with suppress(Empty):

@@ -15,13 +15,14 @@ import yaml
 
 from penstock.runtime.cli.main import main
 from penstock.runtime.control.security import DeskKeys, Ticket
-from tests.runtime.managers.kubectl import Kubectl
+from tests.runtime.managers.kubectl import Kubectl, line, pods
 
 from .conftest import Output, Patch, Say
 
 JOB = ("--on", "kubernetes", "--image", "registry.example/p:1", "--claim", "runs", "--agents", "3")
 MADE = (0, json.dumps({"metadata": {"uid": "u-1"}}), "")
 WELL = (0, "", "")
+RUNS = pods("toy-controller-0-0-x", "Running")
 
 
 @pytest.fixture(autouse=True)
@@ -117,14 +118,21 @@ def test_the_words_of_the_job_are_a_run_that_can_be(say: Say, capsys: Output) ->
 def test_a_job_is_created_and_followed_to_its_end(
     here: None, kubectl: Kubectl, capfd: pytest.CaptureFixture[str], state: str, status: int
 ) -> None:
-    kubectl.answer({"create": [MADE, WELL], "logs": [(0, "update 1\n", "")], "terminalState": [(0, state, "")]})
+    kubectl.answer(
+        {
+            "create": [MADE, WELL],
+            "logs": [(0, line("01", "update 1"), "")],
+            "terminalState": [(0, state, "")],
+            "get pods": [RUNS],
+        }
+    )
     with pytest.raises(SystemExit) as leaving:
         main(["run", "toy", *JOB, "--namespace", "team"])
     assert leaving.value.code == status
     captured = capfd.readouterr()
     assert captured.out == "update 1\n"
     assert ("kubectl delete jobset -n team toy-" in captured.err) is (state == "Failed")
-    assert [words[2] for words, _ in kubectl.calls] == ["create", "create", "logs", "get"]
+    assert [words[2] for words, _ in kubectl.calls] == ["create", "create", "get", "get", "logs"]
     assert all(words[:2] == ["--namespace", "team"] for words, _ in kubectl.calls)
 
 
@@ -136,10 +144,24 @@ def test_what_kubectl_refuses_ends_the_command(here: None, kubectl: Kubectl, cap
     assert "Forbidden" in capsys.readouterr().err
 
 
+def test_a_job_that_cannot_be_followed_goes_on_and_one_that_is_deleted_does_not(
+    here: None, kubectl: Kubectl, capsys: Output
+) -> None:
+    for said, goes_on in (("(Forbidden): no", True), ('(NotFound): jobsets.jobset.x-k8s.io "toy-1" not found', False)):
+        kubectl.answer({"create": [MADE, WELL], "terminalState": [(1, "", f"Error from server {said}")]})
+        with pytest.raises(SystemExit) as leaving:
+            main(["run", "toy", *JOB])
+        assert leaving.value.code == 1
+        told = capsys.readouterr().err
+        assert said in told
+        assert ("kubectl delete jobset toy-" in told) is goes_on
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_ctrl_c_leaves_the_job_and_says_how_to_end_it(tmp_path: Path, number: signal.Signals, status: int) -> None:
     kubectl = Kubectl(tmp_path)
-    kubectl.answer({"create": [MADE, WELL], "logs": [(0, "update 1\n", "", 60.0)]})
+    log = line("01", "update 1")
+    kubectl.answer({"create": [MADE, WELL], "logs": [(0, log, "", 60.0)], "terminalState": [WELL], "get pods": [RUNS]})
     words = [sys.executable, "-m", "penstock.runtime.cli.main", "run", "toy", *JOB]
     environment = {**os.environ, "PATH": str(tmp_path)}
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as running:
@@ -155,7 +177,8 @@ def test_ctrl_c_leaves_the_job_and_says_how_to_end_it(tmp_path: Path, number: si
 
 def test_a_job_whose_log_nobody_reads_is_left(tmp_path: Path) -> None:
     kubectl = Kubectl(tmp_path)
-    kubectl.answer({"create": [MADE, WELL], "logs": [(0, "update\n", "", 0.1)], "terminalState": [WELL]})
+    log = line("01", "update")
+    kubectl.answer({"create": [MADE, WELL], "logs": [(0, log, "", 0.1)], "terminalState": [WELL], "get pods": [RUNS]})
     words = [sys.executable, "-m", "penstock.runtime.cli.main", "run", "toy", *JOB]
     environment = {**os.environ, "PATH": str(tmp_path)}
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as running:

@@ -15,6 +15,11 @@ answers = json.loads((folder / "answers.json").read_text())
 key = next(key for key in answers if key in " ".join(sys.argv[1:]))
 status, out, err, *wait = answers[key].pop(0) if len(answers[key]) > 1 else answers[key][0]
 (folder / "answers.json").write_text(json.dumps(answers))
+if "logs" in sys.argv:
+    # Lines begin with their times. kubectl tells Kubernetes of the second alone since which they are asked for.
+    since = sys.argv[sys.argv.index("--since-time") + 1][:19] if "--since-time" in sys.argv else ""
+    lines = [line for line in out.splitlines(keepends=True) if line[:19] >= since]
+    out = "".join(line if "--timestamps" in sys.argv else line.partition(" ")[2] for line in lines)
 sys.stdout.write(out)
 sys.stdout.flush()
 sys.stderr.write(err)
@@ -23,7 +28,24 @@ sys.exit(status)
 '''
 Answers = dict[str, list[tuple[int, str, str] | tuple[int, str, str, float]]]
 """By words of a call: exit statuses, what goes to standard output and error, and perhaps seconds until it ends; of
-several for equal words one after the other, and the last one from then on."""
+several for equal words one after the other, and the last one from then on. Each line of a log begins with its time in
+UTC and a blank, which is shown where it is asked for."""
+
+
+def pods(name: str, phase: str, made: int = 1, **status: object) -> tuple[int, str, str]:
+    """The answer to "get pods" where the controller's Pod has this name and phase, and was made in that second."""
+    labels = {"jobset.sigs.k8s.io/replicatedjob-name": "controller"}
+    begun = f"2026-01-01T00:00:{made:02}Z"
+    pod = {
+        "metadata": {"name": name, "labels": labels, "creationTimestamp": begun},
+        "status": {"phase": phase, **status},
+    }
+    return 0, json.dumps({"items": [pod]}), ""
+
+
+def line(at: str, text: str) -> str:
+    """A line of a log, at that second (such as "07.5") of a minute."""
+    return f"2026-01-01T00:00:{at}Z {text}\n"
 
 
 class Kubectl:

@@ -31,7 +31,8 @@ from penstock.runtime.managers.kubernetes import (
     manifests,
 )
 
-from .kubectl import Kubectl
+from .kubectl import Kubectl, line
+from .kubectl import pods as controller
 
 ROOT = Path(__file__).resolve().parents[3]
 CRD = ROOT.parent / "shared" / "data" / "jobset" / "jobset.x-k8s.io_jobsets.yaml"
@@ -52,7 +53,7 @@ def keys(asked: Workload) -> dict[str, str]:
 
 WORKLOADS = {
     "smallest": workload(agents=1),
-    "with all": workload(gpus=8, cpus=96, memory="1.5Ti", namespace="team", grace=25.5, restarts=4, out="/runs/a/b"),
+    "with all": workload(gpus=8, cpus=96, memory="1.5Ti", namespace="team", grace=25.5, out="/runs/a/b"),
 }
 each = pytest.mark.parametrize("asked", WORKLOADS.values(), ids=WORKLOADS)
 
@@ -169,7 +170,7 @@ def test_what_is_taken_away_restarts_uncounted_and_the_rest_is_counted(asked: Wo
     assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
     assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
     assert rule["targetReplicatedJobs"] == [CONTROLLER]
-    assert spec["failurePolicy"]["maxRestarts"] == asked.restarts
+    assert spec["failurePolicy"]["maxRestarts"] == 0
     assert spec["successPolicy"]["targetReplicatedJobs"] == [CONTROLLER]
     for job in jobs({"spec": spec}).values():
         assert job["template"]["spec"]["restartPolicy"] == "Never"  # needed by the policies above
@@ -327,22 +328,34 @@ def test_a_cluster_without_jobset_and_a_machine_without_kubectl_are_told_what_is
         create(workload(), keys(workload()))
 
 
-def test_the_log_is_followed_through_restarts_until_the_jobset_has_ended(
-    kubectl: Kubectl, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+POD, NEXT = "aipo-1f-controller-0-0-x", "aipo-1f-controller-0-0-y"
+COMPLETED = (0, "Completed", "")
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.runtime.managers.kubernetes.LOOK_S", 0.01)
-    waiting = {
-        "metadata": {"name": "aipo-1f-controller-0-0-x"},
-        "status": {
-            "phase": "Pending",
-            "conditions": [{"status": "False", "reason": "Unschedulable", "message": "0/3"}],
-        },
-    }
+
+
+def logged(kubectl: Kubectl) -> list[tuple[str, bool]]:
+    """Of each Pod's log that was asked for: whose, and whether a part of it only."""
+    return [
+        (next(word for word in words if word.startswith("pod/")), "--since-time" in words)
+        for words, _ in kubectl.calls
+        if "logs" in words
+    ]
+
+
+def test_the_log_is_followed_through_restarts_until_the_jobset_has_ended(
+    kubectl: Kubectl, fast: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The next Pod's machine has a clock that is behind."""
+    waiting = controller(POD, "Pending", conditions=[{"status": "False", "reason": "Unschedulable", "message": "0/3"}])
     kubectl.answer(
         {
-            "logs": [(1, "", "no Pod"), (0, "update 1\n", ""), (0, "update 2\n", "")],
-            "terminalState": [WELL, WELL, (0, "Completed", "")],
-            "get pods": [(0, json.dumps({"items": [waiting]}), "")],
+            "logs": [(0, line("41", "update 1"), ""), (0, line("11", "update 2"), "")],
+            "terminalState": [WELL, WELL, WELL, COMPLETED],
+            "get pods": [waiting, waiting, controller(POD, "Running"), controller(NEXT, "Running", 2)],
         }
     )
     told: list[str] = []
@@ -350,23 +363,70 @@ def test_the_log_is_followed_through_restarts_until_the_jobset_has_ended(
     assert capfd.readouterr().out == "update 1\nupdate 2\n"
     assert len(told) == 1
     assert "Unschedulable" in told[0]
-    logs = [words for words, _ in kubectl.calls if "logs" in words]
-    assert ["--since-time" in words for words in logs] == [False, False, True]
+    assert logged(kubectl) == [(f"pod/{POD}", False), (f"pod/{NEXT}", False)]
+
+
+def test_each_line_of_a_log_is_shown_once_however_often_it_is_asked_for(
+    kubectl: Kubectl, fast: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whole lines, where the connection ends within one; and of a Pod that was over before, nothing is asked again."""
+    log = [line("07.5", "a 2026-01-01T00:00:09Z"), line("07.500000001", "b"), line("08.25", "c"), line("08.3", "end")]
+    cut = "".join(log[:3])[:-2]
+    whole = "".join(log)[:-1]
+    kubectl.answer(
+        {
+            "logs": [(0, log[0], ""), (0, cut, ""), (1, cut, "EOF"), (0, whole, ""), (0, whole, "")],
+            "terminalState": [*[WELL] * 6, COMPLETED],
+            "get pods": [*[controller(POD, "Running")] * 4, controller(POD, "Succeeded")],
+        }
+    )
+    told: list[str] = []
+    assert follow(workload(), 30.0, told.append)
+    assert capfd.readouterr().out == "a 2026-01-01T00:00:09Z\nb\nc\nend\n"
+    assert logged(kubectl) == [(f"pod/{POD}", False), *[(f"pod/{POD}", True)] * 4]
+    assert len(told) == 1
+    assert "EOF" in told[0]
+
+
+def test_a_cluster_that_does_not_answer_is_asked_again_for_some_minutes(
+    kubectl: Kubectl, fast: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away = (1, "", "Unable to connect to the server")
+    runs = controller(POD, "Running")
+    kubectl.answer(
+        {"logs": [WELL], "terminalState": [WELL, away, away, WELL, WELL, COMPLETED], "get pods": [runs, away, runs]}
+    )
+    told: list[str] = []
+    assert follow(workload(), 30.0, told.append)
+    assert len(told) == 1
+    monkeypatch.setattr("penstock.runtime.managers.kubernetes.DEAF_S", 0.05)
+    kubectl.answer({"terminalState": [away]})
+    with pytest.raises(KubernetesError, match="Unable to connect"):
+        follow(workload(), 30.0, told.append)
+
+
+def test_what_asking_again_would_not_help_is_told_at_once(kubectl: Kubectl) -> None:
+    deleted = (1, "", f'Error from server (NotFound): jobsets.jobset.x-k8s.io "{workload().name}" not found')
+    for answer, gone in ((deleted, True), ((1, "", "Error from server (Forbidden): pods is forbidden"), False)):
+        kubectl.answer({"terminalState": [answer]})
+        with pytest.raises(KubernetesError) as raised:
+            follow(workload(), 30.0, print)
+        assert raised.value.gone is gone
 
 
 def test_a_jobset_that_fails_is_told(kubectl: Kubectl) -> None:
-    kubectl.answer({"logs": [WELL], "terminalState": [(0, "Failed", "")]})
+    kubectl.answer({"logs": [WELL], "terminalState": [(0, "Failed", "")], "get pods": [controller(POD, "Failed")]})
     assert not follow(workload(), 30.0, print)
 
 
-def test_a_controller_that_never_runs_is_not_waited_for_forever(
-    kubectl: Kubectl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("penstock.runtime.managers.kubernetes.LOOK_S", 0.01)
-    kubectl.answer(
-        {"logs": [(1, "", "timed out")], "terminalState": [WELL], "get pods": [(0, json.dumps({"items": []}), "")]}
-    )
-    with pytest.raises(KubernetesError, match="there are no Pods yet") as raised:
+def test_how_a_run_has_ended_is_told_where_its_log_cannot_be_read(kubectl: Kubectl) -> None:
+    over = controller(POD, "Succeeded")
+    kubectl.answer({"logs": [(1, "", "no such node")], "terminalState": [COMPLETED], "get pods": [over]})
+    assert follow(workload(), 30.0, print)
+
+
+def test_a_controller_that_never_runs_is_not_waited_for_forever(kubectl: Kubectl, fast: None) -> None:
+    kubectl.answer({"terminalState": [WELL], "get pods": [(0, json.dumps({"items": []}), "")]})
+    with pytest.raises(KubernetesError, match="there are no Pods yet"):
         follow(workload(), 0.05, lambda _: None)
-    assert f"kubectl delete jobset {workload().name}" in str(raised.value)
     assert not any("delete" in words for words, _ in kubectl.calls)
