@@ -167,6 +167,8 @@ def go(
                 else:
                     status = launch(folder, cluster, display.tell, enrolled, early)
                 if enrolled is not None:
+                    # At once: agents that enrol for the run's next life come while this one is still being told of.
+                    enrolled.desk.rest()
                     enrolled.reason, enrolled.over = f"the run {STATUS.get(status, 'failed')}", status == DONE
                     enrolled.goes_on = enrolled.again and status == FAILED and display.progress.cause in MENDABLE
                 errors = display.progress.errors

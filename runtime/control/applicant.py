@@ -77,10 +77,11 @@ class NoSlot(Exception):
         self.status = status
 
 
-def enrol(file: Path, folder: Path | None, address: str, tell: Callable[[str], None]) -> Join:
+def enrol(file: Path, folder: Path | None, address: str, tell: Callable[[str], None], left: str = "") -> Join:
     """Be given a slot by the desk of the ticket in `file`. `folder` is the run folder here, None if it is where the
-    launcher has it; `address` is where this host's ranks listen, "" for the one that leads to the desk. Raises NoSlot,
-    and KeyFileError for a file that is no ticket."""
+    launcher has it; `address` is where this host's ranks listen, "" for the one that leads to the desk; `left` is a
+    run that this agent has left, of which it takes no slot. Raises NoSlot, and KeyFileError for a file that is no
+    ticket."""
     waited, own = monotonic(), folder.absolute() if folder else None
     while True:
         ticket = _ticket(file, waited, tell)
@@ -103,7 +104,7 @@ def enrol(file: Path, folder: Path | None, address: str, tell: Callable[[str], N
             # Whoever tries to connect gets no further than the system's queue.
             with closing(probed):
                 enrolling = facts(ticket.token, here, probed.getsockname()[1])
-                return _at_desk(client, ticket, file, own, enrolling, tell)
+                return _at_desk(client, ticket, file, own, enrolling, tell, left)
         except _Again:
             waited = monotonic()
             sleep(0.5)
@@ -128,8 +129,9 @@ def serve_ticket(file: Path, folder: Path | None, address: str, grace: float | N
     try:
         if fault := require_one_per_host():
             raise NoSlot(fault, 2)
+        left = ""
         while True:
-            join = enrol(file, folder, address, tell)
+            join = enrol(file, folder, address, tell, left)
             path = Path(join.folder) / "keys" / f"agent-{join.host}.json"
             path.unlink(missing_ok=True)  # of an agent that was killed
             join.write(path)
@@ -140,6 +142,7 @@ def serve_ticket(file: Path, folder: Path | None, address: str, grace: float | N
             if not again:
                 return status
             tell("the run has lost a process and goes on by itself; enrolling again")
+            left = join.run
     except NoSlot as error:
         tell(str(error))
         return error.status
@@ -163,9 +166,15 @@ class _Again(Exception):
 
 
 def _at_desk(
-    client: "DeskClient", ticket: Ticket, file: Path, own: Path | None, enrol: Enrol, tell: Callable[[str], None]
+    client: "DeskClient",
+    ticket: Ticket,
+    file: Path,
+    own: Path | None,
+    enrol: Enrol,
+    tell: Callable[[str], None],
+    left: str,
 ) -> Join:
-    """Enrol, and wait until the run begins. `file` had the ticket."""
+    """Enrol, and wait until a run begins that is not the one which was `left`. `file` had the ticket."""
     began = heard = monotonic()
     said, connected, welcome, tried = 0.0, False, None, False
     try:
@@ -189,6 +198,10 @@ def _at_desk(
                         raise NoSlot(f"the desk at {ticket.endpoint} refused this agent: {reason}", 0 if over else 1)
                     case Admitted(slot=slot, join=join):
                         made = msgspec.json.decode(join, type=Join)
+                        if made.run == left:
+                            # Its controller is about to end, and the desk does not know. A loss would be told of.
+                            client.send(Joined())
+                            raise _Again
                         client.send(Joined(lack := why_unreachable(made.endpoint)))
                         if lack:
                             raise NoSlot(f"cannot reach the controller: {lack}")

@@ -9,7 +9,8 @@ launcher
 - adds slots for agents that come later (`reserve`);
 - gives each slot its `Join` once the controller listens (`admit`), which the desk hands to the slot's agent;
 - hears which agents never got to the controller (`losses`);
-- says that a slot's agent has ended (`vacate`): the next one that enrols gets the slot, and its `Join` again.
+- says that a slot's agent has ended (`vacate`): the next one that enrols gets the slot, and its `Join` again;
+- says that the controller has ended (`rest`): whoever enrols after that waits for `close`, which tells how it goes on.
 
 `applicant` is the other end, of an agent.
 """
@@ -130,6 +131,7 @@ class Desk:
         self._out: list[tuple[bytes, FromDesk]] = []
         self._losses: list[tuple[str, str]] = []
         self._ended: Refused | None = None
+        self._resting = False
         self._most = expected + MAX_EXTRA
         self._listener = Listener(tcp_endpoint(bind), OPTIONS, (keys.secret, None), self._drop, expected)
         host, _, port = self._listener.endpoint.removeprefix("tcp://").rpartition(":")
@@ -158,7 +160,7 @@ class Desk:
         EnrolmentError past so many `seconds`, or when one has died. Called again for a run that goes on: its slots are
         made anew."""
         with self._lock:
-            self._most = count + MAX_EXTRA
+            self._most, self._resting = count + MAX_EXTRA, False
             self._slots.clear()
             self._losses.clear()
             for one in self._applicants.values():
@@ -254,6 +256,13 @@ class Desk:
         """The slots without an agent."""
         with self._lock:
             return [name for name, slot in self._slots.items() if slot.agent is None]
+
+    def rest(self) -> None:
+        """The controller has ended: no slot is given any more, and nobody is refused for want of one, until `close`."""
+        with self._lock:
+            self._resting = True
+            for slot in self._slots.values():
+                slot.join = None
 
     def close(self, reason: str = "the run has ended", *, over: bool = False, again: bool = False) -> None:
         """Refuse whoever is waiting, for this reason, and remove the ticket. `over`: the run has ended well; `again`:
@@ -372,7 +381,7 @@ class Desk:
         for one in list(self._applicants.values()):
             if now - one.seen > SILENCE_S:
                 self._go(one, f"no sign of life for {SILENCE_S:g} s")
-            elif self._slots and one.ready and not one.slot and now - one.ready > NO_SLOT_S:
+            elif self._slots and one.ready and not (one.slot or self._resting) and now - one.ready > NO_SLOT_S:
                 del self._applicants[one.identity]
                 free = [(name, slot.facts) for name, slot in self._slots.items() if slot.agent is None]
                 text = f"all {len(self._slots)} slots are taken ({', '.join(self._slots)})"
@@ -427,7 +436,7 @@ class Desk:
 
     def _fill(self) -> None:
         """Give slots without an agent to agents without a slot: that of its host first."""
-        if all(slot.agent is not None for slot in self._slots.values()):
+        if self._resting or all(slot.agent is not None for slot in self._slots.values()):
             return
         waiting = sorted((a for a in self._applicants.values() if a.ready and not a.slot), key=_arrival)
         for one in waiting:

@@ -90,6 +90,24 @@ def test_a_trainer_that_is_killed_twice_is_started_again_and_the_run_has_the_bit
     replayed(folder)
 
 
+def test_agents_of_a_run_with_free_slots_enrol_for_its_restart(tmp_path: Path) -> None:
+    """A free slot of the run that has ended is not given to them."""
+    folder = tmp_path / "r"
+    words = [*TOY, *MS, *SLOW, "--updates", "8", "--checkpoint-every", "2", "--restarts", "1", "--out", str(folder)]
+    words += ["--on", "agents", "--agents", "2", "--generators", "1..3", "--lost-replica", "replace"]
+    with ExitStack() as stack:
+        run = stack.enter_context(started("run", *words))
+        ticket = str(folder / "ticket.json")
+        agents = [stack.enter_context(started("agent", "--ticket", ticket)) for _ in range(2)]
+        (rank,) = until(partial(trainer, agents), "the trainer is there")
+        until(lambda: len(rows(folder)) >= 3, "3 updates were done")
+        rank.kill()
+        assert run.wait(DEADLINE_S) == 0
+        assert [agent.wait(60) for agent in agents] == [0, 0]
+    assert summary(folder)["status"] == "done"
+    assert len(read_segments(folder / "events.log")[0]) == 2
+
+
 def test_what_a_restart_does_not_mend_ends_the_run(tmp_path: Path) -> None:
     """An error of a node would only come again; and a loss beyond the last restart ends the run."""
     folder = tmp_path / "raises"

@@ -465,6 +465,57 @@ def test_whoever_waits_at_the_end_is_told_how_the_run_ended(tmp_path: Path, over
         office.desk = Desk(DeskKeys.make("x"), BIND, tmp_path)
 
 
+# Between two lives of a run that goes on by itself.
+
+
+def test_whoever_comes_after_the_controller_has_ended_waits_for_the_next_desk(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is one given a free slot of the run that has ended, nor refused, however long the run takes to end."""
+    monkeypatch.setattr(desk, "NO_SLOT_S", 0.1)
+    ticket = office.desk.ticket
+    with client(ticket) as one, client(ticket) as two:
+        come(one, ticket, hostname="a")
+        slots = office.wait(1, one)
+        office.desk.reserve(1)
+        office.begin(*slots, *office.desk.vacant())
+        assert isinstance(answer(one), Admitted)
+        one.send(Joined())
+        until(lambda: not office.desk._applicants)
+        office.desk.rest()
+        come(two, ticket, hostname="a")
+        office.heard("has come")
+        time.sleep(0.5)
+        # Whatever it was told before its sign of life has been answered.
+        assert isinstance(answer(two, Present()), Present)
+        assert office.desk.counts["refused"] == 0
+        office.desk.close(again=True)
+        refused = answer(two)
+        assert isinstance(refused, Refused)
+        assert refused.again
+    office.desk = Desk(DeskKeys.make("x"), BIND, office.folder)
+
+
+def test_an_agent_enrols_again_where_it_is_given_a_slot_of_the_run_that_it_has_left(office: Office) -> None:
+    """Its controller has said goodbye and is about to end: the slot is of no use, and the next run has one."""
+    agent = office.pool.submit(enrol, office.ticket, None, "", lambda text: None, "run1")
+    slots = office.wait(1)
+    office.desk.reserve(1)
+    vacant = office.desk.vacant()
+    office.begin(*slots, *vacant)
+    # As any agent that has come, it is given each slot that is free.
+    until(lambda: not office.desk.vacant() and bool(office.desk._applicants))
+    assert not agent.done()
+    assert office.desk.losses() == []
+    office.desk.rest()
+    office.desk.close(again=True)
+    office.desk = Desk(DeskKeys.make("x"), BIND, office.folder)
+    slots = office.wait(1)
+    keys = Keys.make("run2", "tcp://127.0.0.1:0", slots)
+    office.desk.admit(slots[0], keys.join(slots[0], office.controller, office.folder))
+    assert agent.result(PATIENCE_S).run == "run2"
+
+
 # Strangers.
 
 
