@@ -427,7 +427,7 @@ def main() -> None:
     folder = RunFolder.open(awaited() if sys.argv[1] == EARLY else sys.argv[1])
     config = RunConfig.load(folder)
     ranks = {rank_peer(r.name, i): rank.host for r in config.plan.replicas for i, rank in enumerate(r.ranks)}
-    if 0 < files < (needed := 2 * connections(ranks)):  # half of them are for connections that are known
+    if 0 < files < (needed := 3 * connections(ranks)):  # a listener lets so many in at once
         text = f"the controller may open {files} files, needed {needed} for {len(ranks)} ranks (ulimit -Hn {needed})"
         say(Failure(FailureCode.CONTROLLER, text).line())
         sys.exit(FAILED)

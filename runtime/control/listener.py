@@ -102,7 +102,9 @@ class Listener:
         if self._thread is not None:
             files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             files = files if files > 0 else 1 << 20
-            self._most = max(4, min(MAX_STRANGERS + expected, files // 8)), files // 2
+            # An eighth is left for other files.
+            strangers = min(expected + min(MAX_STRANGERS, files // 8), 3 * files // 8)
+            self._most = max(4, strangers), files // 2
             self._port = int(self.endpoint.rpartition(":")[2])
             self._thread.start()
 

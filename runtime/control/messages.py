@@ -40,7 +40,8 @@ Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
 
 class Hello(Packable, frozen=True):
     """The first message of every connection. `name` is a replica, or an agent's host; a heartbeat's socket says
-    whose it is: the replica's, or "agent:<host>".
+    whose it is: the replica's, or "agent:<host>". `again`: this process has said it before, on a connection that has
+    broken.
     """
 
     role: Literal["rank", "agent", "heartbeat"]
@@ -49,6 +50,7 @@ class Hello(Packable, frozen=True):
     pid: int
     host: str
     token: str
+    again: bool = False
 
     def __repr__(self) -> str:
         """All but the token."""

@@ -154,7 +154,7 @@ class _Dropped(Exception):
 @dataclass(slots=True)
 class _Connection:
     """A peer's socket. `key` is the public key that it came with, "" on a Unix socket; `heard` and `said` are the last
-    sequence numbers.
+    sequence numbers, `hello` that of its Hello, and `pid` the process that said it.
     """
 
     peer: str
@@ -162,6 +162,8 @@ class _Connection:
     host: str
     key: str
     identity: bytes
+    pid: int
+    hello: int
     heard: int
     said: int = 0
 
@@ -189,6 +191,8 @@ class Server:
         self._connections: dict[bytes, _Connection] = {}
         self._routes: dict[str, _Connection] = {}
         self._sides: dict[str, _Connection] = {}
+        # Peers, and whether it was their heartbeat's socket, that have ever said Hello: `forget` leaves them here.
+        self._greeted: set[tuple[str, bool]] = set()
         keys = None
         if not door.endpoint.startswith("ipc://"):
             if not (door.secret and door.allowed):
@@ -324,16 +328,28 @@ class Server:
         if not host == own == message.host:
             raise _Dropped("unauthorised", name, f"Hello of {message.peer}, which is none of host {host}")
         beats = message.role == "heartbeat"
-        if message.peer in (self._sides if beats else self._routes):
-            raise _Dropped("duplicate", name, f"Hello of {message.peer}, pid {message.pid}, but it is here already")
-        connection = _Connection(message.peer, message.role, host, key, identity, sequence)
-        self._connections[identity] = connection
+        of = self._sides if beats else self._routes
+        said = f"Hello of {message.peer}, pid {message.pid}"
+        before = of.get(message.peer)
+        if before is not None and not (message.again and _begun_again(before, message, host)):
+            raise _Dropped("duplicate", name, f"{said}, but it is here already")
+        # The run has gone on without it: a successor of that name may be on its way.
+        if before is None and message.again and (message.peer, beats) in self._greeted:
+            raise _Dropped("duplicate", name, f"{said}, which was here before and was given up")
+        connection = _Connection(message.peer, message.role, host, key, identity, message.pid, sequence, sequence)
+        if before is not None:
+            connection.said = before.said  # numbers grow for a client, whatever connection they come on
+            self._connections.pop(before.identity, None)
+        self._greeted.add((message.peer, beats))
+        self._connections[identity] = of[message.peer] = connection
         self.tracker.heard(message.peer, now)
-        if beats:
-            self._sides[message.peer] = connection
-            return []
-        self._routes[message.peer] = connection
-        return [(message.peer, message)]
+        return [] if beats else [(message.peer, message)]
+
+
+def _begun_again(before: _Connection, hello: Hello, host: str) -> bool:
+    """Is a Hello of the process that said the one `before`, and nothing since? So nothing it said is lost with that
+    connection: it was cut at once."""
+    return (before.host, before.pid, before.heard) == (host, hello.pid, before.hello)
 
 
 def _overreach(message: Message, connection: _Connection, ranks: Mapping[str, str]) -> str:
@@ -398,8 +414,8 @@ class Client:
         self._poller = zmq.Poller()
         for one in (self._socket, self._monitor, self._waker):
             self._poller.register(one, select.POLLIN)
-        self._hello = Hello(role, name, rank, os.getpid(), join.host, join.token)
-        self.send(self._hello)
+        self._opening: list[Message] = []  # what is said again on a new connection
+        self.send(Hello(role, name, rank, os.getpid(), join.host, join.token))
 
     def receive(self, timeout: float) -> list[Message]:
         """All that is waiting, after at most `timeout` seconds for the first of it; perhaps nothing.
@@ -417,6 +433,11 @@ class Client:
 
     def send(self, message: Message) -> bool:
         """False when more than MAX_WAITING messages wait already. While there is no connection, messages wait."""
+        if isinstance(message, Hello | AgentReady | Ready):
+            self._opening.append(message)
+        return self._say(message)
+
+    def _say(self, message: Message) -> bool:
         try:
             self._socket.send(pack(message, next(self._numbers)), zmq.NOBLOCK)
         except zmq.Again:
@@ -465,8 +486,9 @@ class Client:
             except zmq.Again:
                 return
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                if self._connected:
-                    self.send(self._hello)  # the controller may have cut the first connection before it heard anything
+                # The controller may have cut the first connection before it heard anything.
+                for said in self._opening if self._connected else ():
+                    self._say(structs.replace(said, again=True) if isinstance(said, Hello) else said)
                 self._down_since, self._connected = None, True
             elif self._down_since is None:
                 self._down_since = monotonic()

@@ -106,9 +106,11 @@ class Raw:
         sequence: int = 1,
         role: Role = "rank",
         host: str = "",
+        pid: int = 1,
+        again: bool = False,
     ) -> None:
         token = self.join.token if token is None else token
-        self.say(pack(Hello(role, name, 0, 1, host or self.join.host, token), sequence))
+        self.say(pack(Hello(role, name, 0, pid, host or self.join.host, token, again), sequence))
 
 
 @contextmanager

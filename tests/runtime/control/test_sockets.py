@@ -514,6 +514,61 @@ def test_a_client_that_connects_again_says_who_it_is(tmp_path: Path) -> None:
             until(lambda: again.receive(0.02) or client.receive(0.02) or "generator/0:0" in again.peers)
 
 
+def cut(b: Bench) -> None:
+    """Break all connections, as a network does."""
+    for descriptor in {*b.server._listener._waiting, *b.server._listener._known}:
+        connection = socket.socket(fileno=descriptor)
+        connection.shutdown(socket.SHUT_RDWR)
+        connection.detach()
+
+
+@pytest.mark.parametrize("endpoint", [TCP])
+def test_a_peer_that_is_cut_after_its_hello_is_heard_on_its_next_connection(b: Bench) -> None:
+    client = b.client()
+    assert b.server.send("generator/0:0", Goodbye("first"))
+    assert until(lambda: client.receive(0.1)) == [Goodbye("first")]
+    cut(b)
+    client.send(Ready("generator/0", 0, 1))  # it may be lost, or come before its sender has said who it is
+    until(lambda: client.receive(0.02) or b.hear() is None or len(b.heard) >= 3)
+    assert [type(message) for _, message in b.heard] == [Hello, Hello, Ready]
+    assert b.server.send("generator/0:0", Goodbye("second"))
+    assert until(lambda: client.receive(0.1)) == [Goodbye("second")]
+    client.send(RESULTS)
+    assert b.wait_for(4)[3] == ("generator/0:0", RESULTS)
+    assert b.server.counts.keys() <= {"unknown"}
+
+
+@pytest.mark.parametrize("endpoint", [TCP])
+def test_a_process_that_was_given_up_does_not_come_in_the_way_of_its_successor(b: Bench) -> None:
+    first = b.client()
+    b.server.forget("generator/0:0")
+    cut(b)
+    until(lambda: first.receive(0.02) or b.hear() is None or b.server.counts["duplicate"])
+    assert b.server.peers == ()
+    second = b.raw()
+    second.hello(sequence=1)
+    second.say(pack(RESULTS, 2))
+    assert b.wait_for(3)[2] == ("generator/0:0", RESULTS)
+
+
+def test_only_the_process_that_has_said_nothing_but_hello_may_say_it_again(b: Bench) -> None:
+    first, *others = (b.raw() for _ in range(4))
+    first.hello(sequence=1)
+    b.wait_for(1)
+    others[0].hello(sequence=1, again=True, pid=2)
+    b.wait_for_count("duplicate", 1)
+    others[1].hello(sequence=1, again=True)
+    b.wait_for(2)
+    first.say(pack(RESULTS, 2))
+    b.wait_for_count("unknown")
+    others[1].say(pack(RESULTS, 2))
+    b.wait_for(3)
+    others[2].hello(sequence=3, again=True)
+    b.wait_for_count("duplicate", 2)
+    others[1].say(pack(RESULTS, 3))
+    b.wait_for(4)
+
+
 @pytest.mark.parametrize("endpoint", [TCP])
 def test_a_key_that_is_not_on_the_list_is_refused(b: Bench) -> None:
     client = Client(stranger(b.join()), "rank", "generator/0")
