@@ -391,8 +391,11 @@ class AgentFlags:
     grace: Annotated[Seconds | None, Shown("SECONDS", "the run's --grace")] = None
     """Seconds from SIGTERM or SIGUSR1, as an engine sends them that takes the machine away, to its end. Until then its
     part of the run lives on."""
+    wait: Annotated[Seconds, Shown("SECONDS")] = 300.0
+    """With a ticket: how long it, and then its launcher, may take to be there."""
     requeue: bool = False
-    """After such a signal the exit status is 75, not 0, for an engine that then starts an agent on another host."""
+    """After such a signal, and where the launcher or the controller is not there any more, the exit status is 75, not 0
+    or 1, for an engine that then starts an agent on another host."""
 
 
 # The verbs that take a PROGRAM.

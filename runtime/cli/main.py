@@ -229,7 +229,9 @@ def agent(argv: Sequence[str]) -> int:
     folder = Path(flags.folder) if flags.folder else None
     with heard() as signals:
         if flags.ticket:
-            status = serve_ticket(Path(flags.ticket), folder, flags.address, flags.grace)
+            status = serve_ticket(
+                Path(flags.ticket), folder, flags.address, flags.grace, flags.wait, requeue=flags.requeue
+            )
         else:
             status = serve(Path(flags.join), folder, flags.grace)
     return PREEMPTED if flags.requeue and status == DONE and signals & {*PREEMPTIONS} else status

@@ -159,6 +159,7 @@ def _workload(asked: Submission) -> kubernetes.Workload:
             cpus=flags.cpus_per_agent,
             memory=flags.memory_per_agent,
             grace=flags.grace if "grace" in asked.traced.typed else GRACE_S,
+            wait=_startup_deadline(asked),
         )
 
 

@@ -2,7 +2,7 @@
 
 `serve_ticket` is `penstock agent --ticket FILE`. `enrol` waits for the ticket's file, connects to the desk, says what
 this host has, looks for the run folder, and waits until the run begins. Each of these has a deadline of its own, and
-says what it has waited for.
+says what it has waited for. A ticket that another one takes the place of is read again.
 """
 
 import socket
@@ -50,15 +50,18 @@ from penstock.runtime.control.enrolment import (
 )
 from penstock.runtime.control.listener import Options, dial, drain
 from penstock.runtime.control.messages import MAX_BYTES
-from penstock.runtime.control.security import Join, KeyPair, Ticket
+from penstock.runtime.control.security import Join, KeyFileError, KeyPair, Ticket
+from penstock.runtime.control.signals import FAILED, PREEMPTED
 from penstock.runtime.control.sockets import JOIN_S
 from penstock.runtime.record.errors import visible
 from penstock.runtime.record.folder import make_folder
 
 # Seconds for a file that another host has made to be seen here.
 SHARED_S = 5.0
-# Seconds for a desk of another key to be replaced by the ticket's, which may have been written a moment ago.
+# Seconds from the first refusal by a desk of another key to the end, if the ticket stays the same.
 OTHER_KEY_S = 10.0
+# Seconds for a ticket that cannot be read to be whole: it may be being copied here, or replaced.
+WHOLE_S = 2.0
 # Seconds between two signs of life, and those without one after which a desk is gone.
 PRESENT_S, GONE_S = 2.0, 15.0
 # Seconds after which an agent that reaches no desk says why for the first time.
@@ -77,14 +80,30 @@ class NoSlot(Exception):
         self.status = status
 
 
-def enrol(file: Path, folder: Path | None, address: str, tell: Callable[[str], None], left: str = "") -> Join:
+class NoDesk(NoSlot):
+    """There is no launcher, or none any more."""
+
+
+# Which file has the name of a ticket: its inode, and when it was written, in ns; None for none.
+_Mark = tuple[int, int] | None
+
+
+def enrol(
+    file: Path,
+    folder: Path | None,
+    address: str,
+    tell: Callable[[str], None],
+    left: str = "",
+    wait: float = JOIN_S,
+) -> Join:
     """Be given a slot by the desk of the ticket in `file`. `folder` is the run folder here, None if it is where the
     launcher has it; `address` is where this host's ranks listen, "" for the one that leads to the desk; `left` is a
-    run that this agent has left, of which it takes no slot. Raises NoSlot, and KeyFileError for a file that is no
-    ticket."""
+    run that this agent has left, of which it takes no slot. The ticket and then its desk may each be `wait` seconds
+    late. Raises NoSlot, and KeyFileError for a file that is no ticket."""
     waited, own = monotonic(), folder.absolute() if folder else None
+    refused: tuple[_Mark, float] = None, 0.0  # by a desk of another key than that of this file: when first
     while True:
-        ticket = _ticket(file, waited, tell)
+        ticket, mark = _ticket(file, waited + wait, tell)
         try:
             endpoint = resolved_endpoint(ticket.endpoint)
             here = resolved(address) if address else own_address(endpoint)
@@ -104,13 +123,15 @@ def enrol(file: Path, folder: Path | None, address: str, tell: Callable[[str], N
             # Whoever tries to connect gets no further than the system's queue.
             with closing(probed):
                 enrolling = facts(ticket.token, here, probed.getsockname()[1])
-                return _at_desk(client, ticket, file, own, enrolling, tell, left)
+                return _at_desk(client, ticket, file, mark, own, enrolling, tell, left, wait)
         except _Again:
             waited = monotonic()
             sleep(0.5)
         except _OtherKey:
             # Of a run that has ended, and its file is about to be replaced by that of the run which begins.
-            if monotonic() - waited > OTHER_KEY_S:
+            if refused[0] != mark:
+                refused = mark, monotonic()
+            if monotonic() - refused[1] > OTHER_KEY_S:
                 given = f"the ticket {file}, whose key is not that of what listens at {ticket.endpoint}"
                 raise NoSlot(f"given {given}: an old ticket, or another run's; needed that of this start") from None
             sleep(0.5)
@@ -118,10 +139,18 @@ def enrol(file: Path, folder: Path | None, address: str, tell: Callable[[str], N
             client.close()
 
 
-def serve_ticket(file: Path, folder: Path | None, address: str, grace: float | None = None) -> int:
+def serve_ticket(
+    file: Path,
+    folder: Path | None,
+    address: str,
+    grace: float | None = None,
+    wait: float = JOIN_S,
+    *,
+    requeue: bool = False,
+) -> int:
     """Be an agent of the run of this ticket, until the run is over; the exit status. Where the run goes on by itself
-    after a loss, enrol again. `grace` is this host's,
-    if it is not the run's."""
+    after a loss, enrol again. `grace` is this host's, if it is not the run's; `wait` as for `enrol`. `requeue`: where
+    there is no launcher, or no controller any more, the status is PREEMPTED."""
 
     def tell(text: str) -> None:
         print(visible(f"penstock agent: {text}"), file=sys.stderr, flush=True)
@@ -131,7 +160,7 @@ def serve_ticket(file: Path, folder: Path | None, address: str, grace: float | N
             raise NoSlot(fault, 2)
         left = ""
         while True:
-            join = enrol(file, folder, address, tell, left)
+            join = enrol(file, folder, address, tell, left, wait)
             path = Path(join.folder) / "keys" / f"agent-{join.host}.json"
             path.unlink(missing_ok=True)  # of an agent that was killed
             join.write(path)
@@ -140,21 +169,40 @@ def serve_ticket(file: Path, folder: Path | None, address: str, grace: float | N
             finally:
                 path.unlink(missing_ok=True)
             if not again:
-                return status
+                return PREEMPTED if requeue and status == FAILED else status
             tell("the run has lost a process and goes on by itself; enrolling again")
             left = join.run
     except NoSlot as error:
         tell(str(error))
-        return error.status
+        return PREEMPTED if requeue and isinstance(error, NoDesk) else error.status
 
 
-def _ticket(file: Path, since: float, tell: Callable[[str], None]) -> Ticket:
-    """The ticket, which the launcher may not have written yet."""
-    if not file.exists():
+def _mark(file: Path) -> _Mark:
+    try:
+        facts = file.stat()
+    except OSError:
+        return None
+    return facts.st_ino, facts.st_mtime_ns
+
+
+def _ticket(file: Path, until: float, tell: Callable[[str], None]) -> tuple[Ticket, _Mark]:
+    """The ticket, which the launcher may not have written yet, and which file it is."""
+    if _mark(file) is None:
         tell(f"waiting for {file}, which `penstock run … --on` writes")
-    while not file.exists() and monotonic() - since < JOIN_S:
-        sleep(0.2)
-    return Ticket.read(file)
+    bad: tuple[_Mark, float] = None, 0.0
+    while True:
+        while (mark := _mark(file)) is None and monotonic() < until:
+            sleep(0.2)
+        try:
+            # One that takes its place meanwhile has another mark, and is read next.
+            return Ticket.read(file), mark
+        except KeyFileError as error:
+            if bad[0] != mark:
+                bad = mark, monotonic()
+            # Others may read it, which no waiting changes; or it is not there, or not what it should be.
+            if error.__cause__ is None or mark is None or monotonic() - bad[1] > WHOLE_S:
+                raise
+            sleep(0.1)
 
 
 class _OtherKey(Exception):
@@ -162,19 +210,22 @@ class _OtherKey(Exception):
 
 
 class _Again(Exception):
-    """The run is about to open another desk."""
+    """The run is about to open another desk, or has another ticket."""
 
 
 def _at_desk(
     client: "DeskClient",
     ticket: Ticket,
     file: Path,
+    mark: _Mark,
     own: Path | None,
     enrol: Enrol,
     tell: Callable[[str], None],
     left: str,
+    wait: float,
 ) -> Join:
-    """Enrol, and wait until a run begins that is not the one which was `left`. `file` had the ticket."""
+    """Enrol, and wait until a run begins that is not the one which was `left`. `file` had the ticket when it had this
+    `mark`."""
     began = heard = monotonic()
     said, connected, welcome, tried = 0.0, False, None, False
     try:
@@ -223,14 +274,14 @@ def _at_desk(
                 # Nobody should have to wait for the deadline to learn of a firewall.
                 tried = True
                 if lack := why_unreachable(client.endpoint):
-                    tell(f"no desk at {ticket.endpoint} yet: {lack}; trying for {JOIN_S:.0f} s")
-            if not connected and welcome is None and not file.exists():
-                raise _Again  # its desk has been closed since it was read
-            if not connected and welcome is None and now - began > JOIN_S:
+                    tell(f"no desk at {ticket.endpoint} yet: {lack}; trying for {wait:g} s")
+            if not connected and welcome is None and _mark(file) != mark:
+                raise _Again  # its desk has been closed since it was read, or its launcher was killed before
+            if not connected and welcome is None and now - began > wait:
                 why = why_unreachable(client.endpoint) or f"what listens at {ticket.endpoint} does not answer"
-                raise NoSlot(f"no desk at {ticket.endpoint} within {JOIN_S:.0f} s: {why}")
+                raise NoDesk(f"no desk at {ticket.endpoint} within {wait:g} s (--wait): {why}")
             if (connected or welcome is not None) and now - heard > GONE_S:
-                raise NoSlot(f"the desk at {ticket.endpoint} has not answered for {GONE_S:.0f} s: its launcher is gone")
+                raise NoDesk(f"the desk at {ticket.endpoint} has not answered for {GONE_S:.0f} s: its launcher is gone")
     except BaseException as error:
         if not isinstance(error, _OtherKey | _Again | NoSlot):
             client.send(Withdrawn(f"it was ended ({type(error).__name__})"))

@@ -466,9 +466,10 @@ class Desk:
         lines += [f"  came: {one}" for one in ready]
         lines += [f"  came, and has not found the run folder {self._folder}: {one}" for one in looking]
         orders = {one.enrol.order for one in ready}
-        if orders and -1 not in orders:
+        # Two of the same number have none of the job's: each host's manager has numbered its own.
+        if -1 not in orders and len(orders) == len(ready) > 0:
             missing = [str(number) for number in range(count) if number not in orders]
-            lines.append(f"  missing: number {', '.join(missing)}")
+            lines += [f"  missing: number {', '.join(missing)}"] * bool(missing)
         lines += [f"  has not said whether it reaches the others: {one}" for one in asked]
         lines += [f"  refused: {text}" for text in refused]
         lines += [f"  {dropped} connections were none of an agent with this ticket"] * bool(dropped)

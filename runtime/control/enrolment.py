@@ -195,7 +195,10 @@ class Versions(NamedTuple):
 def facts(token: str, address: str, port: int = 0, environment: Mapping[str, str] = os.environ) -> Enrol:
     """What this host has, for a run whose ranks listen at `address` here, where something listens at `port` now."""
     versions, (gpu, gpu_gib) = Versions.here(), _gpu()
-    order = next((int(environment[name]) for name in ORDERS if environment.get(name, "").isdecimal()), -1)
+    # A torchrun of one host alone (--standalone) has nothing to number.
+    alone = environment.get("GROUP_WORLD_SIZE") == "1"
+    given = [environment.get(name, "") for name in ORDERS if not (alone and name == "GROUP_RANK")]
+    order = next((int(number) for number in given if number.isdecimal()), -1)
     return Enrol(
         token=token,
         hostname=environment.get(HOSTNAME) or environment.get("SLURMD_NODENAME") or socket.gethostname(),

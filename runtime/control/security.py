@@ -46,7 +46,8 @@ class _Secrets:
     needed: ClassVar[str]
 
     def write(self, path: Path) -> None:
-        """Made with mode 0600 before the first byte is in it. Raises FileExistsError."""
+        """Made with mode 0600 before the first byte is in it, and under its name once it is whole. Raises
+        FileExistsError."""
         make_folder(path.parent)
         create_file(path, self.text().encode())
 

@@ -5,7 +5,8 @@
 What starts again, and what counts:
 
 - An agent's Pod that is taken away (the condition DisruptionTarget: preempted, drained, evicted), or that ends with 75
-  (taken away, and its run goes on without it), gets a successor of its own, uncounted. It enrols with the ticket of the
+  (taken away, and its run goes on without it; or there is no launcher, or no controller any more), gets a successor of
+  its own, uncounted. It enrols with the ticket of the
   Secret, which stays the same.
 - The controller's Pod that is taken away, or that ends with 75 (a checkpoint was made: requeue me), restarts the whole
   JobSet, uncounted. All Pods are new, since an agent that has heard the run's goodbye has ended well and would not be
@@ -68,8 +69,8 @@ class KubernetesError(RuntimeError):
 @dataclass(frozen=True)
 class Workload:
     """What a run asks of Kubernetes. `words` are those of `penstock run` that are the run's own: the program and its
-    flags. `out` is the run folder as Pods see it. `gpus`, `cpus` and `memory` are each agent's, `grace` is in seconds.
-    Raises ValueError for what Kubernetes would refuse."""
+    flags. `out` is the run folder as Pods see it. `gpus`, `cpus` and `memory` are each agent's, `grace` is in seconds,
+    and so is `wait`, for which agents wait for the desk. Raises ValueError for what Kubernetes would refuse."""
 
     name: str
     image: str
@@ -82,6 +83,7 @@ class Workload:
     cpus: int = 2
     memory: str = "8Gi"
     grace: float = 60.0
+    wait: float = 900.0
 
     def __post_init__(self) -> None:
         label = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
@@ -188,7 +190,8 @@ def _job(
         "podFailurePolicy": {"rules": rules},
         "template": template,
     }
-    # An agent waits for the desk as long as a launcher takes to open it, not as long as a Pod takes to be scheduled.
+    # An agent waits for the desk (--wait) from when the launcher begins: not for its Pod to be scheduled, but while it
+    # downloads and traces.
     after = {} if name == CONTROLLER else {"dependsOn": [{"name": CONTROLLER, "status": "Ready"}]}
     return {"name": name, "replicas": 1, **after, "template": {"spec": spec}}
 
@@ -271,7 +274,7 @@ def _agent(workload: Workload) -> dict[str, Any]:
         given["nvidia.com/gpu"] = str(workload.gpus)
     return {
         # A Pod that has ended with 0 would have no successor.
-        "command": ["penstock", "agent", "--ticket", f"{KEYS}/{TICKET}", "--requeue"],
+        "command": ["penstock", "agent", "--ticket", f"{KEYS}/{TICKET}", "--wait", f"{workload.wait:g}", "--requeue"],
         "resources": {"requests": given, "limits": given},
     }
 

@@ -402,10 +402,21 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def create_file(path: Path, content: bytes) -> None:
-    """A new file of mode 0600. Raises FileExistsError whatever has the name, a link among others, and OSError."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(content)
+    """A new file of mode 0600, which has its name once it is whole. Raises FileExistsError whatever has the name, a
+    link among others, and OSError."""
+    # What gets the name meanwhile is replaced, and not written to. Not by a hard link, which some file systems lack.
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    beside = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}")
+    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(content)
+        beside.rename(path)
+    except BaseException:
+        with suppress(OSError):
+            beside.unlink()
+        raise
 
 
 def make_folder(path: Path, *, fresh: bool = False) -> Path:

@@ -33,6 +33,7 @@ from penstock.runtime.control.enrolment import (
     pack_for_desk,
 )
 from penstock.runtime.control.security import DeskKeys, Join, KeyFileError, KeyPair, Keys, Ticket
+from penstock.runtime.control.signals import FAILED, PREEMPTED
 
 pytestmark = pytest.mark.timeout(120)
 BIND = "127.0.0.1:0"
@@ -249,12 +250,98 @@ def test_an_agent_that_has_an_old_ticket_takes_the_new_one_that_takes_its_place(
         assert agent.result(PATIENCE_S).run == "run1"
 
 
+def test_an_old_ticket_of_a_dead_desk_is_read_again_when_another_takes_its_place(office: Office) -> None:
+    """The launcher that was killed has left its ticket, and nothing listens there any more."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        dead = f"127.0.0.1:{taken.getsockname()[1]}"
+    current = office.desk.ticket
+    office.ticket.unlink()
+    replace(current, endpoint=dead).write(office.ticket)
+    agent = office.agent()
+    time.sleep(0.5)
+    office.ticket.unlink()
+    current.write(office.ticket)
+    office.begin(*office.wait(1))
+    assert agent.result(PATIENCE_S).run == "run1"
+
+
+def test_a_refusal_of_an_old_ticket_counts_from_the_first_one_and_not_from_the_wait_for_the_desk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(applicant, "OTHER_KEY_S", 2.0)
+    with opened(tmp_path / "old") as old:
+        port = old.desk.ticket.endpoint.rpartition(":")[2]
+        stale = old.desk.ticket
+    ticket = tmp_path / "ticket.json"
+    stale.write(ticket)
+    with ThreadPoolExecutor() as pool:
+        agent = pool.submit(enrol, ticket, None, "", lambda text: None)
+        time.sleep(2.5)
+        with opened(tmp_path / "new", bind=f"127.0.0.1:{port}") as new:
+            time.sleep(0.7)
+            ticket.unlink()
+            new.desk.ticket.write(ticket)
+            new.begin(*new.wait(1))
+            assert agent.result(PATIENCE_S).run == "run1"
+
+
+def test_a_ticket_that_is_not_whole_yet_is_read_again(office: Office, tmp_path: Path) -> None:
+    ticket = tmp_path / "copied.json"
+    text = office.desk.ticket.text()
+    ticket.touch(mode=0o600)
+    agent = office.agent(ticket)
+    time.sleep(0.3)
+    ticket.write_text(text[:40])
+    time.sleep(0.3)
+    ticket.write_text(text)
+    office.begin(*office.wait(1))
+    assert agent.result(PATIENCE_S).run == "run1"
+
+
+def test_a_ticket_has_its_name_once_it_is_whole(office: Office, tmp_path: Path) -> None:
+    ticket = tmp_path / "ticket.json"
+
+    def read() -> set[bytes]:
+        found, end = set(), time.monotonic() + 1.0
+        while time.monotonic() < end:
+            with suppress(FileNotFoundError):
+                found.add(ticket.read_bytes())
+        return found
+
+    reading = office.pool.submit(read)
+    while not reading.done():
+        ticket.unlink(missing_ok=True)
+        office.desk.ticket.write(ticket)
+    assert reading.result() == {office.desk.ticket.text().encode()}
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["ticket.json"]
+
+
 def test_a_ticket_is_waited_for(office: Office, tmp_path: Path) -> None:
     agent = office.agent(tmp_path / "later.json")
     time.sleep(0.3)
     office.desk.ticket.write(tmp_path / "later.json")
     office.begin(*office.wait(1))
     assert agent.result(PATIENCE_S).run == "run1"
+
+
+@pytest.mark.parametrize(("requeue", "status"), [(False, FAILED), (True, PREEMPTED)])
+def test_an_agent_without_a_desk_ends_after_its_own_wait_and_with_75_if_it_is_to_be_started_again(
+    tmp_path: Path, requeue: bool, status: int
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    DeskKeys.make("job").ticket(f"127.0.0.1:{port}").write(tmp_path / "ticket.json")
+    assert serve_ticket(tmp_path / "ticket.json", None, "", wait=0.5, requeue=requeue) == status
+
+
+def test_an_agent_whose_desk_falls_silent_ends_with_75_if_it_is_to_be_started_again(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(applicant, "GONE_S", 3.0)
+    agent = office.pool.submit(serve_ticket, office.ticket, None, "", requeue=True)
+    until(lambda: any(one.ready for one in list(office.desk._applicants.values())))
+    monkeypatch.setattr(office.desk, "_take", lambda *frames: None)
+    assert agent.result(PATIENCE_S) == PREEMPTED
 
 
 # What has to be the same, and what has to be shared.
@@ -348,6 +435,29 @@ def test_too_few_agents_are_told_by_who_came_who_is_missing_and_who_was_refused(
     assert [line for line in lines if line.startswith("  came: n0 ")]
     assert "  missing: number 1, 2" in lines
     assert [line for line in lines if line.startswith("  refused: the agent of n2 ") and "torch 1.0.0" in line]
+
+
+def test_agents_whose_managers_number_each_host_alone_leave_no_number_missing(office: Office) -> None:
+    ticket = office.desk.ticket
+    with client(ticket) as one, client(ticket) as two:
+        come(one, ticket, hostname="n0", order=0)
+        come(two, ticket, hostname="n1", order=0)
+        with pytest.raises(EnrolmentError) as raised:
+            office.wait(3, seconds=1.0)
+    assert "2 of 3 agents came" in str(raised.value)
+    assert "missing" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("environment", "order"),
+    [
+        ({"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}, -1),
+        ({"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "JOB_COMPLETION_INDEX": "2"}, 2),
+        ({"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}, 1),
+    ],
+)
+def test_a_torchrun_of_one_host_alone_gives_its_agent_no_number(environment: dict[str, str], order: int) -> None:
+    assert enrolment.facts("t", "127.0.0.1", 0, environment).order == order
 
 
 def test_hosts_that_do_not_reach_each_other_are_told_with_the_connection(office: Office) -> None:
@@ -575,15 +685,14 @@ def test_a_flood_of_connections_keeps_no_agent_out(office: Office) -> None:
         one.close()
 
 
-def test_where_no_desk_listens_the_connection_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(applicant, "JOIN_S", 1.0)
+def test_where_no_desk_listens_the_connection_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     DeskKeys.make("job").ticket(f"127.0.0.1:{port}").write(tmp_path / "ticket.json")
     with pytest.raises(
         NoSlot, match=rf"from {socket.gethostname()} \(127\.0\.0\.1\) to 127\.0\.0\.1:{port} was refused"
     ):
-        enrol(tmp_path / "ticket.json", None, "", lambda text: None)
+        enrol(tmp_path / "ticket.json", None, "", lambda text: None, wait=1.0)
 
 
 # Names of hosts.

@@ -16,6 +16,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from penstock.runtime.cli.flags import AgentFlags, read_flags
 from penstock.runtime.control.security import DeskKeys, KeyFileError, Ticket
 from penstock.runtime.managers.kubernetes import (
     AGENTS,
@@ -254,6 +255,12 @@ def test_agents_have_what_was_asked_for_them_and_shared_memory() -> None:
     assert volumes[mounts["/dev/shm"]]["emptyDir"] == {"medium": "Memory"}
     assert volumes[mounts["/runs"]]["persistentVolumeClaim"]["claimName"] == "runs"
     assert jobs(read(workload(agents=5))[1])[AGENTS]["parallelism"] == 5
+
+
+def test_agents_wait_for_the_desk_as_long_as_was_asked_for() -> None:
+    [agent] = pods(read(workload(wait=1234.5))[1])[AGENTS]["containers"]
+    flags = read_flags(AgentFlags, "agent", agent["command"][2:])
+    assert (flags.wait, flags.requeue) == (1234.5, True)
 
 
 def test_words_of_the_user_are_not_expanded_by_kubernetes() -> None:
