@@ -115,6 +115,8 @@ def carry_on(number: int, frame: FrameType | None) -> None:
 
 # Signals whose meaning `leave_end_to_parent` took from this process.
 _LEFT: list[signal.Signals] = []
+# By thread, the signals that were blocked before it began to fork.
+_FORKING = threading.local()
 
 
 def leave_end_to_parent() -> None:
@@ -123,11 +125,20 @@ def leave_end_to_parent() -> None:
     if _LEFT:
         return
     _LEFT.extend(number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN)
-    os.register_at_fork(after_in_child=_hear_again)
+    os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_hear_again)
     for number in _LEFT:
         # No SIG_IGN, which a program that is started would keep.
         signal.signal(number, carry_on)
         signal.siginterrupt(number, False)
+
+
+def _hold() -> None:
+    # One that came to a child before it hears signals again would be lost.
+    _FORKING.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT)
+
+
+def _let_go() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _FORKING.mask)
 
 
 def _hear_again() -> None:
@@ -135,6 +146,7 @@ def _hear_again() -> None:
         if signal.getsignal(number) is carry_on:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     _LEFT.clear()
+    _let_go()
 
 
 def wait_handing_on(child: subprocess.Popen[bytes]) -> int:
