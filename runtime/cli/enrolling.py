@@ -87,7 +87,8 @@ def needed_agents(flags: AgentsFlags, options: RunOptions, plan: "RunPlan | None
         hosts = plan.num_hosts
         fewer = f"a plan for fewer hosts (it was made for --cluster {plan.source})"
         return Need(hosts, hosts, f"the hosts of --plan {getattr(flags, 'plan', '')}", fewer)
-    numbers = [number for word in flags.place for number in _place(word)[1]]
+    places = [_place(word) for word in flags.place]
+    numbers = [number for _, given in places for number in given]
     first, most = options.first_generators, options.generators
     if first and not numbers:
         why = f"--generators {first}..{most}: one for the other pools, and one for each of the first generators"
@@ -95,8 +96,8 @@ def needed_agents(flags: AgentsFlags, options: RunOptions, plan: "RunPlan | None
     if not numbers:
         return None
     # Those that may be late have the highest numbers.
-    own = [number for word in flags.place for pool, given in [_place(word)] if pool == GENERATOR for number in given]
-    late = max(0, len(set(own)) - first) if first else 0
+    own = {number for pool, given in places if pool == GENERATOR for number in given}
+    late = max(0, len(own) - first) if first else 0
     count = max(numbers) + 1
     return Need(count - late, count, f"--place {' '.join(flags.place)}", "other numbers in --place")
 

@@ -23,6 +23,7 @@ from penstock.runtime.cli.tracing import CommandError, Traced, usage_errors
 from penstock.runtime.control.security import DeskKeys
 from penstock.runtime.control.signals import DONE, FAILED
 from penstock.runtime.managers import kubernetes, slurm_jobs
+from penstock.runtime.managers.slurm import SlurmError
 from penstock.runtime.record.errors import disk_fault, visible
 from penstock.runtime.record.folder import absolute, default_path
 
@@ -176,7 +177,7 @@ def on_slurm(asked: Submission) -> int:
         return DONE
     try:
         number = slurm_jobs.submit(job)
-    except slurm_jobs.SlurmError as error:
+    except SlurmError as error:
         raise CommandError(str(error)) from None
     except OSError as error:
         raise disk_fault(job.folder, error, choice="--out DIR") from error
@@ -184,7 +185,7 @@ def on_slurm(asked: Submission) -> int:
     try:
         tell(f"job {number} is submitted, its script is {job.script}; {hints}")
         done = slurm_jobs.follow(job, number, tell, lambda text: print(visible(text), end="", flush=True))
-    except slurm_jobs.SlurmError as error:
+    except SlurmError as error:
         raise CommandError(f"{error}; job {number} goes on: {hints}") from None
     except (KeyboardInterrupt, OSError):  # OSError: nobody reads what the job says any more
         tell(f"job {number} goes on; {hints}")

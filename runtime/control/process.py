@@ -133,6 +133,12 @@ def tail(path: Path) -> str:
     return "\n".join(lines[-_TAIL_LINES:])
 
 
+def last_text(file: IO[bytes], limit: int) -> str:
+    """The text at the end of an open file, of so many bytes at most."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
+    return file.read().decode(errors="replace").strip()
+
+
 def log_to(path: Path) -> None:
     """Have this process's stderr, a file in memory, go to a log from now on, which gets what it holds first."""
     with os.fdopen(open_append(path), "ab") as log:

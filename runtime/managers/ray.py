@@ -25,7 +25,7 @@ from time import monotonic
 from typing import IO, Any
 
 from penstock.runtime.control.agents import AgentsError
-from penstock.runtime.control.process import describe_exit, kill
+from penstock.runtime.control.process import describe_exit, kill, last_text
 
 DRIVER = "penstock.runtime.managers.ray_driver"
 # Where Ray's clients look for their cluster; without it, for one that this machine is part of.
@@ -94,9 +94,6 @@ class RayAgents:
         return ended
 
     def lacking(self) -> str:
-        for said in self._heard():
-            if said is not None and said["kind"] == "state":
-                self._state = str(said["text"])
         return self._state
 
     def stop(self) -> None:
@@ -159,7 +156,5 @@ class RayAgents:
 
     def _printed(self) -> str:
         """What Ray has printed last."""
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - SHOWN_BYTES))
-        text = self._log.read().decode(errors="replace").strip()
+        text = last_text(self._log, SHOWN_BYTES)
         return f"\n{text}" if text else ""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from penstock.runtime.control.process import describe_exit, start
+from penstock.runtime.control.process import describe_exit, last_text, start
 
 # Bytes of what an agent says last that go to the launcher.
 SAID_BYTES = 2000
@@ -29,7 +29,5 @@ class AgentHolder:
             command = ["-m", "penstock.agent", "--ticket", "/proc/self/fd/0"]
             agent = start(command, "", environment=environment, stdin=held, stdout=subprocess.DEVNULL, stderr=said)
             agent.wait()
-            size = said.seek(0, os.SEEK_END)
-            said.seek(max(0, size - SAID_BYTES))
-            last = said.read().decode(errors="replace").strip()
+            last = last_text(said, SAID_BYTES)
         return agent.returncode, f"{describe_exit(agent)}\n{last}".strip()

@@ -30,29 +30,21 @@ ANSWER_S = 20.0
 LEAVE_S, END_S = 5.0, 5.0
 # What a job's options say of its own tasks is not for this step, which has all of each node.
 OF_OTHER_TASKS = (
-    *("CPUS_PER_TASK", "CPUS_PER_GPU", "CPU_BIND", "CPU_BIND_LIST", "CPU_BIND_TYPE", "CPU_BIND_VERBOSE"),
-    *(
-        "DISTRIBUTION",
-        "EXACT",
-        "EXCLUSIVE",
-        "GPU_BIND",
-        "GPUS",
-        "GPUS_PER_SOCKET",
-        "GPUS_PER_TASK",
-        "HINT",
-        "HOSTFILE",
-        "KILL_BAD_EXIT",
-        "MEM_BIND",
-    ),
-    *("MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE", "NO_KILL", "NPROCS"),
-    *("NTASKS", "NTASKS_PER_CORE", "NTASKS_PER_GPU", "NTASKS_PER_NODE", "NTASKS_PER_SOCKET", "NTASKS_PER_TRES"),
-    *("OVERCOMMIT", "TASKS_PER_NODE", "THREADS_PER_CORE", "TRES_BIND", "TRES_PER_TASK", "WAIT"),
-)
+    "CPUS_PER_TASK", "CPUS_PER_GPU", "CPU_BIND", "CPU_BIND_LIST", "CPU_BIND_TYPE", "CPU_BIND_VERBOSE",
+    "DISTRIBUTION", "EXACT", "EXCLUSIVE", "GPU_BIND", "GPUS", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "HINT",
+    "HOSTFILE", "KILL_BAD_EXIT", "MEM_BIND", "MEM_PER_CPU", "MEM_PER_GPU", "MEM_PER_NODE", "NO_KILL", "NPROCS",
+    "NTASKS", "NTASKS_PER_CORE", "NTASKS_PER_GPU", "NTASKS_PER_NODE", "NTASKS_PER_SOCKET", "NTASKS_PER_TRES",
+    "OVERCOMMIT", "TASKS_PER_NODE", "THREADS_PER_CORE", "TRES_BIND", "TRES_PER_TASK", "WAIT",
+)  # fmt: skip
 # srun's lines of tasks that ended, and of nodes that did: "srun: error: n[1-2]: tasks 0-1: Exited with exit code 1".
 _TASKS = re.compile(r"srun: error: (?P<nodes>\S+): tasks? \[?(?P<numbers>[\d,-]+)\]?: (?P<why>.+)")
 _NODES = re.compile(r"srun: error: (?P<why>Node failure) on (?P<nodes>\S+)")
 # A line of a task, with its number.
 _SAID = re.compile(r"\s*(\d+): (.*\S)")
+
+
+class SlurmError(AgentsError):
+    """Slurm's commands are missing, or have not done what they were asked for: says what they said."""
 
 
 class SlurmAgents:
@@ -86,7 +78,7 @@ class SlurmAgents:
         """The address of this machine from which a way leads to the allocation's nodes."""
         # On a node of its own, a machine may know its name as one of loopback only.
         others = [node for node in self._nodes if node != self._own] or self._nodes
-        said = _answer("scontrol", "show", "node", "--oneliner", others[0])
+        said = answer("scontrol", "show", "node", "--oneliner", others[0])
         found = re.search(r"\bNodeAddr=(\S+)", said)
         to = found[1] if found else others[0]
         try:
@@ -160,25 +152,23 @@ class SlurmAgents:
 
     def _lines(self) -> list[str]:
         """The whole lines that srun and its agents have said since the last call."""
-        with self._said.open("rb") as file:
-            file.seek(self._read)
-            whole, newline, _ = file.read().rpartition(b"\n")
-        self._read += len(whole + newline)
-        return whole.decode(errors="replace").splitlines()
+        lines = whole_lines(self._said, self._read)
+        self._read += len(lines)
+        return lines.decode(errors="replace").splitlines()
 
 
 def hostnames(nodes: str) -> list[str]:
-    """The nodes of a list as Slurm writes it, such as n[1-3,7]. Raises AgentsError."""
+    """The nodes of a list as Slurm writes it, such as n[1-3,7]. Raises SlurmError."""
     if "[" not in nodes:
         return [node for node in nodes.split(",") if node]
-    return _answer("scontrol", "show", "hostnames", nodes).split()
+    return answer("scontrol", "show", "hostnames", nodes).split()
 
 
 def _unfolded(nodes: str) -> list[str]:
     """The same while a run goes on, where an answer that is missing ends nothing."""
     try:
         return hostnames(nodes)
-    except AgentsError:
+    except SlurmError:
         return [nodes]
 
 
@@ -188,13 +178,24 @@ def _numbers(text: str) -> list[int]:
     return [number for low, _, high in bounds for number in range(int(low), int(high or low) + 1)]
 
 
-def _answer(*words: str) -> str:
+def answer(*words: str, seconds: float = ANSWER_S) -> str:
+    """What a command of Slurm's prints. Raises SlurmError."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=ANSWER_S)
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=seconds)
     except FileNotFoundError:
-        raise AgentsError(f"--on slurm: given no {words[0]} in PATH, needed Slurm's commands") from None
+        needed = "needed Slurm's commands (a login node has them), or --submit --dry-run"
+        raise SlurmError(f"--on slurm: given no {words[0]} in PATH, {needed}") from None
     except subprocess.TimeoutExpired:
-        raise AgentsError(f"--on slurm: {' '.join(words)} has not answered within {ANSWER_S:.0f} s") from None
+        raise SlurmError(f"--on slurm: {' '.join(words)} has not answered within {seconds:.0f} s") from None
     if done.returncode:
-        raise AgentsError(f"--on slurm: {' '.join(words)}: {done.stderr.strip()}")
+        said = " ".join(done.stderr.split())
+        raise SlurmError(f"--on slurm: {' '.join(words)} ended with exit status {done.returncode}: {said}")
     return done.stdout
+
+
+def whole_lines(path: Path, begin: int) -> bytes:
+    """What a file that grows has from there on, up to its last whole line. Raises OSError."""
+    with path.open("rb") as file:
+        file.seek(begin)
+        lines, newline, _ = file.read().rpartition(b"\n")
+    return lines + newline

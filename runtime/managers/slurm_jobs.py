@@ -12,9 +12,9 @@ An array has a task for each seed: a run in a folder of its own, whose name is t
 
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -22,6 +22,7 @@ from time import monotonic, sleep
 
 from penstock.runtime.control.failure import MENDABLE
 from penstock.runtime.control.signals import PREEMPTED
+from penstock.runtime.managers.slurm import SlurmError, answer, whole_lines
 from penstock.runtime.record.folder import JOB, write_atomic
 
 # The script, and what the job says, in the run folder.
@@ -37,10 +38,6 @@ WELL = "COMPLETED"
 ENDED = {WELL, "BOOT_FAIL", "CANCELLED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
 # Options of sbatch that are the script's own, or that are for something else than a job that is followed.
 _OWNED = re.compile(r"--(output|error|open-mode|wrap|parsable|test-only|wait)(=|$)|-[oeQW]")
-
-
-class SlurmError(RuntimeError):
-    """Slurm's commands are missing, or have not done what they were asked for: says what they said."""
 
 
 @dataclass(frozen=True)
@@ -159,12 +156,12 @@ def _lines(options: Sequence[str]) -> list[str]:
 def submit(job: Job) -> str:
     """Write the script and hand it to sbatch; the number of the job. Raises SlurmError, and then a new folder is gone
     again; OSError or RecordError for a folder that cannot be written to."""
-    _answer("sbatch", "--version")  # before there is a folder
+    answer("sbatch", "--version", seconds=ANSWER_S)  # before there is a folder
     new = not job.folder.exists()
     job.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomic(job.script, job.text().encode())
     try:
-        return _answer("sbatch", "--parsable", str(job.script)).strip().partition(";")[0]
+        return answer("sbatch", "--parsable", str(job.script), seconds=ANSWER_S).strip().partition(";")[0]
     except SlurmError:
         if new:
             job.script.unlink()
@@ -196,7 +193,11 @@ def follow(job: Job, number: str, tell: Callable[[str], None], show: Callable[[s
         states = {task: state for task, state in (states | now).items() if task in now or state.split()[0] in ENDED}
         # An array's tasks say much at once: their outputs are files.
         for path in () if job.array else job.outputs().values():
-            shown[path] = _show(path, shown[path], show)
+            with suppress(FileNotFoundError):
+                lines = whole_lines(path, shown[path])
+                shown[path] += len(lines)
+                if lines:
+                    show(lines.decode(errors="replace"))
         # A job that is requeued may look ended for a moment.
         over = over + 1 if all(state.split()[0] in ENDED for state in states.values()) else 0
         if over > 1:
@@ -213,37 +214,10 @@ def hints(job: Job, number: str) -> str:
 def _states(number: str) -> dict[str, str]:
     """The state of a job, or of each task of an array, in words."""
     found = {}
-    for line in _answer("scontrol", "show", "job", "--oneliner", number).splitlines():
+    for line in answer("scontrol", "show", "job", "--oneliner", number, seconds=ANSWER_S).splitlines():
         facts = dict(word.split("=", 1) for word in line.split() if "=" in word)
         task = facts.get("ArrayTaskId", "")
         state, reason, nodes = facts["JobState"], facts.get("Reason", "None"), facts.get("NodeList", "(null)")
         why = f" ({reason})" if state == "PENDING" and reason != "None" else ""
         found[f"{number}_{task}" if task else number] = f"{state}{why}{f' on {nodes}' * (state == 'RUNNING')}"
     return found
-
-
-def _show(path: Path, begin: int, show: Callable[[str], None]) -> int:
-    """Show what a file has from there on, up to its last whole line; where that ends."""
-    try:
-        with path.open("rb") as file:
-            file.seek(begin)
-            whole, newline, _ = file.read().rpartition(b"\n")
-    except FileNotFoundError:
-        return begin
-    if newline:
-        show((whole + newline).decode(errors="replace"))
-    return begin + len(whole + newline)
-
-
-def _answer(*words: str) -> str:
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=ANSWER_S)
-    except FileNotFoundError:
-        needed = "needed Slurm's commands (a login node has them), or --dry-run"
-        raise SlurmError(f"--on slurm: given no {words[0]} in PATH, {needed}") from None
-    except subprocess.TimeoutExpired:
-        raise SlurmError(f"{' '.join(words)} has not answered within {ANSWER_S:.0f} s") from None
-    if done.returncode:
-        said = " ".join(done.stderr.split())
-        raise SlurmError(f"{' '.join(words)} ended with exit status {done.returncode}: {said}")
-    return done.stdout

@@ -407,16 +407,8 @@ def create_file(path: Path, content: bytes) -> None:
     # What gets the name meanwhile is replaced, and not written to. Not by a hard link, which some file systems lack.
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-    beside = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}")
-    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(content)
-        beside.rename(path)
-    except BaseException:
-        with suppress(OSError):
-            beside.unlink()
-        raise
+    with _beside(path, 0o600) as file:
+        file.write(content)
 
 
 def make_folder(path: Path, *, fresh: bool = False) -> Path:
@@ -443,22 +435,29 @@ def replacing(path: Path, choice: str = PLACE, size: int = 0) -> Iterator[Binary
     """A new file that the body writes; after the body it is synced and takes the place of `path`. A library that writes
     by path is given its `name`. Where the body or a step after it fails, nothing is left of the new file, and `path` is
     as it was. An OSError becomes a RecordError with `choice` and `size` (see `disk_fault`)."""
-    beside = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}")
-    made = False
     try:
-        with open(beside, "xb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)) as file:
-            made = True
+        with _beside(path, 0o666) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
-    except BaseException as error:
-        if made:
+    except OSError as error:
+        raise disk_fault(path, error, size, choice) from error
+
+
+@contextmanager
+def _beside(path: Path, mode: int) -> Iterator[BinaryIO]:
+    """A new file that the body writes, and that takes the place of `path` after it; nothing is left of it where the
+    body or that fails."""
+    beside = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}")
+    with open(beside, "xb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, mode)) as file:
+        try:
+            yield file
+            file.close()
+            beside.replace(path)
+        except BaseException:
             with suppress(OSError):
                 beside.unlink()
-        if isinstance(error, OSError):
-            raise disk_fault(path, error, size, choice) from error
-        raise
+            raise
 
 
 def _odd(path: Path, facts: os.stat_result, needed: str = "a regular file of one name") -> RecordError:
