@@ -9,8 +9,8 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
-from dataclasses import replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -100,43 +100,7 @@ def enrol(
     launcher has it; `address` is where this host's ranks listen, "" for the one that leads to the desk; `left` is a
     run that this agent has left, of which it takes no slot. The ticket and then its desk may each be `wait` seconds
     late. Raises NoSlot, and KeyFileError for a file that is no ticket."""
-    waited, own = monotonic(), folder.absolute() if folder else None
-    refused: tuple[_Mark, float] = None, 0.0  # by a desk of another key than that of this file: when first
-    while True:
-        ticket, mark = _ticket(file, waited + wait, tell)
-        try:
-            endpoint = resolved_endpoint(ticket.endpoint)
-            here = resolved(address) if address else own_address(endpoint)
-        except AddressError as error:
-            raise NoSlot(str(error)) from None
-        except OSError as error:
-            raise NoSlot(f"no network leads to the desk at {ticket.endpoint}: {error.strerror or error}") from None
-        try:
-            probed = socket.create_server(
-                (here.strip("[]"), 0), family=socket.AF_INET6 if is_ipv6(here) else socket.AF_INET, backlog=MAX_PROBES
-            )
-        except OSError as error:
-            given = f"given the address {here}, which is none of this machine ({error.strerror})"
-            raise NoSlot(f"{given}; needed one at which the other hosts reach it (--address)") from None
-        client = DeskClient(ticket, endpoint)
-        try:
-            # Whoever tries to connect gets no further than the system's queue.
-            with closing(probed):
-                enrolling = facts(ticket.token, here, probed.getsockname()[1])
-                return _at_desk(client, ticket, file, mark, own, enrolling, tell, left, wait)
-        except _Again:
-            waited = monotonic()
-            sleep(0.5)
-        except _OtherKey:
-            # Of a run that has ended, and its file is about to be replaced by that of the run which begins.
-            if refused[0] != mark:
-                refused = mark, monotonic()
-            if monotonic() - refused[1] > OTHER_KEY_S:
-                given = f"the ticket {file}, whose key is not that of what listens at {ticket.endpoint}"
-                raise NoSlot(f"given {given}: an old ticket, or another run's; needed that of this start") from None
-            sleep(0.5)
-        finally:
-            client.close()
+    return _Enrolment(file, folder.absolute() if folder else None, address, tell, left, wait).slot()
 
 
 def serve_ticket(
@@ -213,79 +177,150 @@ class _Again(Exception):
     """The run is about to open another desk, or has another ticket."""
 
 
-def _at_desk(
-    client: "DeskClient",
-    ticket: Ticket,
-    file: Path,
-    mark: _Mark,
-    own: Path | None,
-    enrol: Enrol,
-    tell: Callable[[str], None],
-    left: str,
-    wait: float,
-) -> Join:
-    """Enrol, and wait until a run begins that is not the one which was `left`. `file` had the ticket when it had this
-    `mark`."""
-    began = heard = monotonic()
-    said, connected, welcome, tried = 0.0, False, None, False
-    try:
+@dataclass(frozen=True)
+class _Enrolment:
+    """What `enrol` was given; `own` is its folder, with an absolute path."""
+
+    file: Path
+    own: Path | None
+    address: str
+    tell: Callable[[str], None]
+    left: str
+    wait: float
+
+    def slot(self) -> Join:
+        waited = monotonic()
+        refused: tuple[_Mark, float] = None, 0.0  # by a desk of another key than that of this file: when first
+        while True:
+            ticket, mark = _ticket(self.file, waited + self.wait, self.tell)
+            try:
+                with ExitStack() as opened:
+                    endpoint, here = self._addresses(ticket, mark)
+                    # Whoever tries to connect gets no further than the system's queue.
+                    probed = opened.enter_context(_probed(here))
+                    client = DeskClient(ticket, endpoint)
+                    opened.callback(client.close)
+                    return self._at_desk(client, ticket, mark, facts(ticket.token, here, probed.getsockname()[1]))
+            except _Again:
+                waited = monotonic()
+            except _OtherKey:
+                # Of a run that has ended, and its file is about to be replaced by that of the run which begins.
+                if refused[0] != mark:
+                    refused = mark, monotonic()
+                if monotonic() - refused[1] > OTHER_KEY_S:
+                    given = f"the ticket {self.file}, whose key is not that of what listens at {ticket.endpoint}"
+                    raise NoSlot(f"given {given}: an old ticket, or another run's; needed that of this start") from None
+            sleep(0.5)
+
+    def _addresses(self, ticket: Ticket, mark: _Mark) -> tuple[str, str]:
+        """The resolved endpoint of the desk, and the address of this host's ranks. A name may be known late: a cluster
+        makes it with the launcher's Pod, and a name server keeps for some seconds that there was none."""
+        began, tried = monotonic(), False
         while True:
             try:
-                answers = list(client.receive(0.2))
-            except VersionError as error:
-                given = f"given Penstock {__version__} here, needed {error.args[0]:.40}, as the launcher has"
-                raise NoSlot(given) from None
-            now = monotonic()
-            if client.connected and not connected:
-                client.send(enrol)
-                heard = now
-            connected = client.connected
-            for answer in answers:
-                heard = now
-                match answer:
-                    case Refused(again=True):
-                        raise _Again
-                    case Refused(reason=reason, over=over):
-                        raise NoSlot(f"the desk at {ticket.endpoint} refused this agent: {reason}", 0 if over else 1)
-                    case Admitted(slot=slot, join=join):
-                        made = msgspec.json.decode(join, type=Join)
-                        if made.run == left:
-                            # Its controller is about to end, and the desk does not know. A loss would be told of.
-                            client.send(Joined())
-                            raise _Again
-                        client.send(Joined(lack := why_unreachable(made.endpoint)))
-                        if lack:
-                            raise NoSlot(f"cannot reach the controller: {lack}")
-                        tell(f"this is host {slot} of the run")
-                        return replace(made, folder=str(own)) if own else made
-                    case Welcome():
-                        if welcome is None:
-                            tell(f"enrolled at {ticket.endpoint}; waiting for the run to begin")
-                        welcome = answer
-                        client.send(_look(answer, own))
-                    case Probe(endpoints=endpoints):
-                        client.send(Reached("\n".join(filter(None, why_unreachable_all(endpoints)))[:4000]))
-            if connected and now - said > PRESENT_S:
-                said = now
-                client.send(Present())
-            if client.refused and not connected:
-                raise _OtherKey
-            if not connected and welcome is None and not tried and now - began > EARLY_S:
-                # Nobody should have to wait for the deadline to learn of a firewall.
+                endpoint = resolved_endpoint(ticket.endpoint)
+                if not self.address:
+                    return endpoint, own_address(endpoint)
+                break
+            except AddressError as error:
+                lack = str(error)
+            except OSError as error:
+                lack = f"no network leads there: {error.strerror or error}"
+            if not tried and monotonic() - began > EARLY_S:
                 tried = True
-                if lack := why_unreachable(client.endpoint):
-                    tell(f"no desk at {ticket.endpoint} yet: {lack}; trying for {wait:g} s")
-            if not connected and welcome is None and _mark(file) != mark:
-                raise _Again  # its desk has been closed since it was read, or its launcher was killed before
-            if not connected and welcome is None and now - began > wait:
-                why = why_unreachable(client.endpoint) or f"what listens at {ticket.endpoint} does not answer"
-                raise NoDesk(f"no desk at {ticket.endpoint} within {wait:g} s (--wait): {why}")
-            if (connected or welcome is not None) and now - heard > GONE_S:
-                raise NoDesk(f"the desk at {ticket.endpoint} has not answered for {GONE_S:.0f} s: its launcher is gone")
-    except BaseException as error:
-        if not isinstance(error, _OtherKey | _Again | NoSlot):
-            client.send(Withdrawn(f"it was ended ({type(error).__name__})"))
-        raise
+                self._not_yet(ticket, lack)
+            if _mark(self.file) != mark:
+                raise _Again
+            if monotonic() - began > self.wait:
+                raise self._no_desk(ticket, lack)
+            sleep(0.5)
+        try:
+            return endpoint, resolved(self.address)
+        except AddressError as error:
+            raise NoSlot(f"--address: {error}") from None
+
+    def _not_yet(self, ticket: Ticket, lack: str) -> None:
+        """Nobody should have to wait for the deadline to learn of a name that is wrong, or of a firewall."""
+        self.tell(f"no desk at {ticket.endpoint} yet: {lack}; trying for {self.wait:g} s")
+
+    def _no_desk(self, ticket: Ticket, why: str) -> NoDesk:
+        return NoDesk(f"no desk at {ticket.endpoint} within {self.wait:g} s (--wait): {why}")
+
+    def _at_desk(self, client: "DeskClient", ticket: Ticket, mark: _Mark, enrolling: Enrol) -> Join:
+        """Say `enrolling`, and wait until a run begins that is not the one which was `left`. The file had the ticket
+        when it had this `mark`."""
+        began = heard = monotonic()
+        said, connected, welcome, tried = 0.0, False, None, False
+        try:
+            while True:
+                try:
+                    answers = list(client.receive(0.2))
+                except VersionError as error:
+                    given = f"given Penstock {__version__} here, needed {error.args[0]:.40}, as the launcher has"
+                    raise NoSlot(given) from None
+                now = monotonic()
+                if client.connected and not connected:
+                    client.send(enrolling)
+                    heard = now
+                connected = client.connected
+                for answer in answers:
+                    heard = now
+                    match answer:
+                        case Refused(again=True):
+                            raise _Again
+                        case Refused(reason=reason, over=over):
+                            said_no = f"the desk at {ticket.endpoint} refused this agent: {reason}"
+                            raise NoSlot(said_no, 0 if over else 1)
+                        case Admitted(slot=slot, join=join):
+                            made = msgspec.json.decode(join, type=Join)
+                            if made.run == self.left:
+                                # Its controller is about to end, and the desk does not know. A loss would be told of.
+                                client.send(Joined())
+                                raise _Again
+                            client.send(Joined(lack := why_unreachable(made.endpoint)))
+                            if lack:
+                                raise NoSlot(f"cannot reach the controller: {lack}")
+                            self.tell(f"this is host {slot} of the run")
+                            return replace(made, folder=str(self.own)) if self.own else made
+                        case Welcome():
+                            if welcome is None:
+                                self.tell(f"enrolled at {ticket.endpoint}; waiting for the run to begin")
+                            welcome = answer
+                            client.send(_look(answer, self.own))
+                        case Probe(endpoints=endpoints):
+                            client.send(Reached("\n".join(filter(None, why_unreachable_all(endpoints)))[:4000]))
+                if connected and now - said > PRESENT_S:
+                    said = now
+                    client.send(Present())
+                if client.refused and not connected:
+                    raise _OtherKey
+                if not connected and welcome is None:
+                    if not tried and now - began > EARLY_S:
+                        tried = True
+                        if lack := why_unreachable(client.endpoint):
+                            self._not_yet(ticket, lack)
+                    if _mark(self.file) != mark:
+                        raise _Again  # its desk has been closed since it was read, or its launcher was killed before
+                    if now - began > self.wait:
+                        why = why_unreachable(client.endpoint)
+                        raise self._no_desk(ticket, why or f"what listens at {ticket.endpoint} does not answer")
+                elif now - heard > GONE_S:
+                    gone = f"has not answered for {GONE_S:.0f} s: its launcher is gone"
+                    raise NoDesk(f"the desk at {ticket.endpoint} {gone}")
+        except BaseException as error:
+            if not isinstance(error, _OtherKey | _Again | NoSlot):
+                client.send(Withdrawn(f"it was ended ({type(error).__name__})"))
+            raise
+
+
+def _probed(here: str) -> socket.socket:
+    """A socket that listens at this address of this machine, for others to try whether they reach it. Raises NoSlot."""
+    family = socket.AF_INET6 if is_ipv6(here) else socket.AF_INET
+    try:
+        return socket.create_server((here.strip("[]"), 0), family=family, backlog=MAX_PROBES)
+    except OSError as error:
+        given = f"given the address {here}, which is none of this machine ({error.strerror})"
+        raise NoSlot(f"{given}; needed one at which the other hosts reach it (--address)") from None
 
 
 def _look(welcome: Welcome, own: Path | None) -> Found:

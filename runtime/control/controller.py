@@ -155,7 +155,7 @@ class Controller:
         ]
         if late:
             names = ", ".join(map(self._spelled, late))
-            self._fail(FailureCode.SILENT, f"no sign of life from {names}: hung, stopped or gone")
+            self._fail(FailureCode.SILENT, f"no sign of life from {names}: hung, stopped or gone", *late)
         # The same moment for both: a stop of this process between them would be taken for a rank's delay.
         self.session.watch(now, self.server.tracker.held_up(now))
         self.session.decide(now, self.server.tracker.last)
@@ -241,7 +241,7 @@ class Controller:
                     return
                 if level == "error":
                     if peer.startswith("agent:"):
-                        self._fail(FailureCode.AGENT_DIED, text)
+                        self._fail(FailureCode.AGENT_DIED, text, peer)
                     else:
                         ranks = self.config.plan.replica(peer.rpartition(":")[0]).ranks
                         self._fail(FailureCode.RANK_RAISED, text, doubtful=len(ranks) > 1)
@@ -255,7 +255,7 @@ class Controller:
                 fault = f"{name} died: {reason}" + (f"\nit was {moving}" if moving else "")
                 if signal or (tail and status != EXIT_EXPLAINED):
                     self.server.forget(rank_peer(replica, rank))
-                    self._fail(FailureCode.RANK_DIED, fault)
+                    self._fail(FailureCode.RANK_DIED, fault, rank_peer(replica, rank))
                 else:  # it has said why itself, on a connection of its own: that may be heard later
                     self._fail(FailureCode.RANK_ENDED, fault)
             case _:
@@ -273,7 +273,7 @@ class Controller:
                 say({"kind": "without", "host": host})
                 return
             text = f"the agent of host {host} died, and with it {self._ranks_of(host)}: {reason}"
-            self._fail(FailureCode.AGENT_DIED, text)
+            self._fail(FailureCode.AGENT_DIED, text, agent_peer(host))
 
     # Replicas that come and go ----------------------------------------------------------------------------
 
@@ -348,6 +348,10 @@ class Controller:
     def _ranks_of(self, host: str) -> str:
         return ", ".join(f"{r} rank {i}" for (r, i), rank in self.ranks.items() if rank.host == host) or "no rank"
 
+    def _host(self, peer: str) -> str:
+        replica, _, name = peer.rpartition(":")
+        return name if replica == "agent" else self.ranks[replica, int(name)].host
+
     def _spelled(self, peer: str) -> str:
         """A peer in words: which rank, or whose agent."""
         if peer.startswith("agent:"):
@@ -362,14 +366,17 @@ class Controller:
         for replica, order in self.session.take().items():
             for peer in self.server.send_all(self.peers[replica], order):
                 text = f"{self.config.plan.spelled(replica, int(peer.rpartition(':')[2]))} cannot be reached"
-                self._fail(FailureCode.UNREACHABLE, text, replica=replica if replica in self.elastic else "")
+                self._fail(FailureCode.UNREACHABLE, text, peer, replica=replica if replica in self.elastic else "")
 
-    def _fail(self, code: FailureCode, text: str, *, doubtful: bool = False, replica: str = "") -> None:
-        """Report a failure."""
+    def _fail(self, code: FailureCode, text: str, *gone: str, doubtful: bool = False, replica: str = "") -> None:
+        """Report a failure. `gone` are the peers that are lost by it."""
+        hosts = {self._host(peer) for peer in gone}
         # An agent may know of the death that is behind a failure, but for one that it has just told of.
         agents = tuple(peer for peer in self.server.peers if peer.startswith("agent:"))
         agents = () if code == FailureCode.RANK_ENDED else agents
-        self.session.fail(Failure(code, text, agents, doubtful, replica), monotonic())
+        self.session.fail(
+            Failure(code, text, agents, doubtful, replica, hosts.pop() if len(hosts) == 1 else ""), monotonic()
+        )
 
     # Ending -----------------------------------------------------------------------------------------------
 
@@ -428,7 +435,11 @@ def main() -> None:
     config = RunConfig.load(folder)
     ranks = {rank_peer(r.name, i): rank.host for r in config.plan.replicas for i, rank in enumerate(r.ranks)}
     if 0 < files < (needed := 3 * connections(ranks)):  # a listener lets so many in at once
-        text = f"the controller may open {files} files, needed {needed} for {len(ranks)} ranks (ulimit -Hn {needed})"
+        text = (
+            f"the controller may open {files} files on {os.uname().nodename}, needed {needed} for {len(ranks)} ranks: "
+            f"a hard limit (ulimit -Hn) that its administrator sets, by LimitNOFILE of slurmd or of another service, "
+            f"--ulimit nofile={needed} of a container, or nofile in /etc/security/limits.conf for a login"
+        )
         say(Failure(FailureCode.CONTROLLER, text).line())
         sys.exit(FAILED)
     try:

@@ -61,7 +61,8 @@ DOUBT_S = 15.0
 class Failure:
     """What a detector found. `text` is for the user; `agents` are the peers that may know of a better cause.
     `doubtful`: a rank said it that computes with others, one of which may be gone. `replica`: the one without which it
-    would not be; its loss may be mended.
+    would not be; its loss may be mended. `host`: the one of which something is gone, where it is a single one: another
+    start may do without it.
     """
 
     code: FailureCode
@@ -69,6 +70,7 @@ class Failure:
     agents: tuple[str, ...] = ()
     doubtful: bool = False
     replica: str = ""
+    host: str = ""
 
     @property
     def held(self) -> bool:

@@ -309,9 +309,9 @@ class RunRecorder:
             self.log.tick(now - self.began)
         self._status(now, QUIET)
 
-    def finish(self, now: float, status: str, error: str, cause: str = "") -> None:
-        """The end, whatever it was. `cause` is the code of a failure. Raises RecordError where the folder does not take
-        it."""
+    def finish(self, now: float, status: str, error: str, cause: str = "", lost_host: str = "") -> None:
+        """The end, whatever it was. `cause` is the code of a failure, `lost_host` the host that it was on. Raises
+        RecordError where the folder does not take it."""
         self._status(now, -inf)
         self.folder.require()
         for thread in self._removing:
@@ -337,6 +337,7 @@ class RunRecorder:
             **({"replicas": self.replicas} if self.replicas else {}),
             "error": error,
             "cause": cause,
+            **({"lost_host": lost_host} if lost_host else {}),
             "records": self.log.records,
             "folder": str(self.folder.path),
         }

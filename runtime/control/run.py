@@ -509,7 +509,7 @@ class Session:
         if self.running:
             self.status, self.error = status, error
             cause = self.failure.code if self.failure else "preempted" if self.preempted and status == "stopped" else ""
-            self.recorder.finish(now, status, error, cause)
+            self.recorder.finish(now, status, error, cause, self.failure.host if self.failure else "")
 
 
 def _budget(grace: float) -> float:

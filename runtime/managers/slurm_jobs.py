@@ -5,7 +5,10 @@ The script runs `penstock run … --on slurm --resume auto` on the first node of
 - hands on to it what Slurm sends the script alone: SIGUSR1 some seconds before the time limit (`--signal=B:`), SIGTERM;
 - requeues the job if the run ends with 75 (it was stopped for Slurm: start me again), or has lost a host or a process,
   which another start may mend; a start that comes to no new checkpoint is the last one once there have been many. A job
-  that its user cancels is not requeued, since it is not in the state RUNNING any more.
+  that its user cancels is not requeued, since it is not in the state RUNNING any more;
+- excludes the node of which something was lost from the job's next starts (`ExcNodeList`, which Slurm lets a job's
+  owner change while the job is pending), if Slurm says (`sbatch --test-only`) that the job can do without it. A job
+  that cannot would be held for ever.
 
 An array has a task for each seed: a run in a folder of its own, whose name is the seed.
 """
@@ -91,6 +94,7 @@ class Job:
         return SCRIPT_TEXT.format(
             options="\n".join(f"#SBATCH {line}" for line in _lines([*own, *self.options])),
             folder=folder,
+            script=shlex.quote(str(self.script)),
             command=f'{command} --out "$folder"{seed}',
             requeue=PREEMPTED,
             mendable="|".join(MENDABLE),
@@ -133,10 +137,20 @@ if [ $again = yes ] && [ "$restarts" -ge {most} ] && [ "$(newest)" = "$before" ]
     echo "job $job is not requeued: start $((restarts + 1)) has come to no new checkpoint; is its time limit too short?"
     again=no
 fi
-if [ $again = yes ]; then
-    # A job that its user has cancelled is not running any more; other tasks of its array may be, on lines of their own.
-    if scontrol show job --oneliner "$job" | grep -q "^JobId=$SLURM_JOB_ID .* JobState=RUNNING "; then
-        scontrol requeue "$job" && echo "job $job is requeued"
+# A job that its user has cancelled is not running any more; other tasks of its array may be, on lines of their own.
+state=$(scontrol show job --oneliner "$job" | grep "^JobId=$SLURM_JOB_ID .* JobState=RUNNING ")
+if [ $again = yes ] && [ -n "$state" ]; then
+    # The node of which something was lost is left out, if Slurm says that the job can do without it.
+    lost= without=
+    [ $status = 1 ] && lost=$(sed -nE 's/.*"lost_host": *"([^"]+)".*/\\1/p' "$folder/summary.json")
+    if [ -n "$lost" ]; then
+        excluded=$(sed -nE 's/.* ExcNodeList=([^( ]+) .*/\\1,/p' <<< "$state")$lost
+        timeout 60 sbatch --test-only --exclude "$excluded" {script} &>/dev/null && without=$excluded
+    fi
+    scontrol requeue "$job" && echo "job $job is requeued"
+    # Slurm takes no such change while a job is running. This shell lives on for a moment (KillWait).
+    if [ -n "$without" ] && scontrol update "JobId=$job" "ExcNodeList=$without"; then
+        echo "job $job does without $without from now on; to undo: scontrol update JobId=$job ExcNodeList="
     fi
 fi
 exit $status

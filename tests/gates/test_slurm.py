@@ -171,7 +171,7 @@ def test_a_run_whose_node_dies_names_it_and_goes_on_without_it_with_the_same_bit
             done = slurm.state(run.job)
         finally:
             slurm.start("n2")
-    assert (status, done["JobState"], done["NodeList"]) == (0, "COMPLETED", "n[1,3]"), said
+    assert (status, done["JobState"], done["NodeList"], done["ExcNodeList"]) == (0, "COMPLETED", "n[1,3]", "n2"), said
     assert "host n2" in said
     assert_equal_bits(final_state(folder, updates), alone(tmp_path / "alone", updates))
 

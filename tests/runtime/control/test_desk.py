@@ -334,6 +334,29 @@ def test_an_agent_without_a_desk_ends_after_its_own_wait_and_with_75_if_it_is_to
     assert serve_ticket(tmp_path / "ticket.json", None, "", wait=0.5, requeue=requeue) == status
 
 
+@pytest.mark.parametrize(("requeue", "status"), [(False, FAILED), (True, PREEMPTED)])
+def test_a_desk_whose_name_is_not_known_is_waited_for_as_one_that_does_not_listen(
+    office: Office, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requeue: bool, status: int
+) -> None:
+    """A cluster makes the name of the launcher's Pod with that Pod."""
+    known: list[str] = []
+
+    def look_up(name: str, *_: object, **__: object) -> list[object]:
+        if not known:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(None, None, None, "", (known[0], 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    named = tmp_path / "named.json"
+    replace(office.desk.ticket, endpoint=office.desk.ticket.endpoint.replace("127.0.0.1", "localhost")).write(named)
+    assert serve_ticket(named, None, "", wait=0.5, requeue=requeue) == status
+    agent = office.agent(named)
+    time.sleep(0.3)
+    known.append("127.0.0.1")
+    office.begin(*office.wait(1))
+    assert agent.result(PATIENCE_S).run == "run1"
+
+
 def test_an_agent_whose_desk_falls_silent_ends_with_75_if_it_is_to_be_started_again(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:

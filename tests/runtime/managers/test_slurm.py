@@ -89,7 +89,7 @@ def requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: str, answer: 
     folder.mkdir(parents=True)
     (folder / "summary.json").write_text('{"cause": "agent-died", "wall_s": 1.0}')
     (tmp_path / "answer").write_text(answer)
-    text = f'[ $1 = show ] && exec cat {tmp_path}/answer\necho "$2" >> {tmp_path}/requeued'
+    text = f'[ $1 = show ] && exec cat {tmp_path}/answer\necho "$2" $3 >> {tmp_path}/requeued'
     instrument(tmp_path / "scontrol", text)
     monkeypatch.setattr(sys, "executable", str(instrument(tmp_path / "python", f"cd {folder}\n{run}")))
     job = Job("toy", ("run", "toy"), tmp_path / "run", ("--array", "3-4") if array else ())
@@ -108,6 +108,19 @@ def test_a_job_is_requeued_after_a_loss_that_another_start_may_mend(
 ) -> None:
     run = f"""echo '{{"cause": "{cause}", "wall_s": 2.0}}' > summary.json; exit {FAILED}"""
     assert requeued(tmp_path, monkeypatch, run, RUNNING) == ["17"] * (cause in MENDABLE)
+
+
+@pytest.mark.parametrize(("already", "excluded"), [("(null)", "n2"), ("n1", "n1,n2")])
+@pytest.mark.parametrize("able", [True, False])
+def test_a_job_is_requeued_without_the_node_that_it_has_lost_if_it_can_do_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, able: bool, already: str, excluded: str
+) -> None:
+    instrument(tmp_path / "sbatch", f'echo "$@" > {tmp_path}/asked\nexit {0 if able else 1}')
+    run = f"""echo '{{"cause": "agent-died", "lost_host": "n2"}}' > summary.json; exit {FAILED}"""
+    state = f"{RUNNING.strip()} ReqNodeList=(null) ExcNodeList={already} NodeList=n[1-2]\n"
+    without = ["JobId=17", f"ExcNodeList={excluded}"]
+    assert requeued(tmp_path, monkeypatch, run, state) == ["17", *without * able]
+    assert (tmp_path / "asked").read_text().split() == ["--test-only", "--exclude", excluded, f"{tmp_path}/run/job.sh"]
 
 
 def test_a_start_that_is_refused_is_not_requeued_for_what_ended_the_one_before(
