@@ -154,7 +154,9 @@ def _unreachable(endpoint: str, seconds: float, fault: int | None, text: str) ->
     if fault == errno.ETIMEDOUT:
         return f"{what} timed out after {seconds:g} s: is there a firewall between them?"
     if fault == errno.ECONNREFUSED:
-        return f"{what} was refused: nothing listens there"
+        return f"{what} was refused: nothing listens there, or a firewall rejects it"
+    if fault in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM):
+        return f"{what} failed: {text}: no network leads there, or a firewall rejects it"
     return f"{what} failed: {text}"
 
 

@@ -5,6 +5,7 @@ this host has, looks for the run folder, and waits until the run begins. Each of
 says what it has waited for. A ticket that another one takes the place of is read again.
 """
 
+import os
 import socket
 import struct
 import sys
@@ -53,7 +54,7 @@ from penstock.runtime.control.messages import MAX_BYTES
 from penstock.runtime.control.security import Join, KeyFileError, KeyPair, Ticket
 from penstock.runtime.control.signals import FAILED, PREEMPTED
 from penstock.runtime.control.sockets import JOIN_S
-from penstock.runtime.record.errors import visible
+from penstock.runtime.record.errors import disk_fault, visible
 from penstock.runtime.record.folder import make_folder
 
 # Seconds for a file that another host has made to be seen here.
@@ -126,8 +127,11 @@ def serve_ticket(
         while True:
             join = enrol(file, folder, address, tell, left, wait)
             path = Path(join.folder) / "keys" / f"agent-{join.host}.json"
-            path.unlink(missing_ok=True)  # of an agent that was killed
-            join.write(path)
+            try:
+                path.unlink(missing_ok=True)  # of an agent that was killed
+                join.write(path)
+            except OSError as error:
+                raise NoSlot(str(disk_fault(path, error))) from None
             try:
                 status, again = serve_once(path, grace=grace)
             finally:
@@ -327,17 +331,20 @@ def _look(welcome: Welcome, own: Path | None) -> Found:
     """Find the run folder, or make this host's own."""
     folder = own or Path(welcome.folder)
     until = monotonic() + SHARED_S
+    needed = "needed a file system that the hosts share, or a folder of this host's own (penstock agent --folder)"
     # A network file system may show a new file late; where there is not even the folder, none is waited for long.
     while True:
         with suppress(OSError):
             if (folder / welcome.file).read_text() == welcome.content:
-                return Found(shared=True)
+                if os.access(folder, os.W_OK | os.X_OK):
+                    return Found(shared=True)
+                given = f"given {folder}, where user {os.geteuid()} may not write from here"
+                return Found(shared=False, lack=f"{given}; {needed}")
         if own or monotonic() > until:
             break
         sleep(0.2)
     if own is None:
         given = f"given {folder}, which is another folder here" if folder.is_dir() else f"given no {folder} here"
-        needed = "needed a file system that the hosts share, or a folder of this host's own (penstock agent --folder)"
         return Found(shared=False, lack=f"{given}; {needed}")
     try:
         own.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
 """Agents that nobody has named beforehand get a slot for a ticket, and nobody else does. Real sockets on loopback."""
 
+import os
 import socket
 import stat
 import time
@@ -401,7 +402,7 @@ def test_another_version_of_penstock_is_named_on_both_sides(office: Office, monk
         office.agent().result(PATIENCE_S)
 
 
-@pytest.mark.parametrize("there", ["no folder", "another folder"])
+@pytest.mark.parametrize("there", ["no folder", "another folder", "one that is read-only here"])
 def test_a_folder_that_is_not_shared_is_found_when_an_agent_enrols(
     office: Office, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, there: str
 ) -> None:
@@ -410,6 +411,8 @@ def test_a_folder_that_is_not_shared_is_found_when_an_agent_enrols(
     office.desk.ticket.write(ticket)
     if there == "no folder":
         office.folder.rename(tmp_path / "elsewhere")
+    elif there == "one that is read-only here":  # root may write to any other
+        monkeypatch.setattr(os, "access", lambda *_: False)
     else:  # one of the same name with another content
         (office.folder / SHARED).write_text("0" * 32)
     with pytest.raises(NoSlot, match=r"needed a file system that the hosts share, or .*--folder"):
