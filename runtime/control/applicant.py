@@ -47,6 +47,7 @@ from penstock.runtime.control.enrolment import (
     facts,
     pack_for_desk,
     read_at_agent,
+    require_gpus,
     require_one_per_host,
 )
 from penstock.runtime.control.listener import Options, dial, drain
@@ -121,7 +122,7 @@ def serve_ticket(
         print(visible(f"penstock agent: {text}"), file=sys.stderr, flush=True)
 
     try:
-        if fault := require_one_per_host():
+        if fault := require_one_per_host() or require_gpus():
             raise NoSlot(fault, 2)
         left = ""
         while True:

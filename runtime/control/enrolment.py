@@ -254,3 +254,13 @@ def require_one_per_host(environment: Mapping[str, str] = os.environ) -> str:
     if each == "1":
         return ""
     return f"given {each} agents on this host by torchrun, needed --nproc-per-node 1: an agent starts all ranks of it"
+
+
+def require_gpus(environment: Mapping[str, str] = os.environ) -> str:
+    """What is wrong with the GPUs that Slurm has given to this process; "" for nothing, or if it has given none. Else a
+    run that was meant for them would be done on CPUs. How many are found is not compared: a part of a card is one."""
+    given = environment.get("SLURM_GPUS_ON_NODE", "")
+    if not given.isdecimal() or int(given) == 0 or cuda_devices():
+        return ""
+    needed = "needed a driver that works here (nvidia-smi -L), or a job without GPUs"
+    return f"given {given} GPUs by Slurm (SLURM_GPUS_ON_NODE), found none of NVIDIA that can be used; {needed}"

@@ -449,6 +449,16 @@ def test_gpus_that_agents_report_are_those_of_the_cluster(office: Office) -> Non
         assert kind.memory_gib == 12.0
 
 
+@pytest.mark.parametrize(
+    ("given", "found", "refused"), [("2", 0, True), ("2", 1, False), ("0", 0, False), ("", 0, False)]
+)
+def test_an_agent_that_finds_none_of_the_gpus_that_slurm_gave_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch, given: str, found: int, refused: bool
+) -> None:
+    monkeypatch.setattr(enrolment, "cuda_devices", lambda: tuple(f"cuda:{index}" for index in range(found)))
+    assert ("given 2 GPUs by Slurm" in enrolment.require_gpus({"SLURM_GPUS_ON_NODE": given})) is refused
+
+
 def test_too_few_agents_are_told_by_who_came_who_is_missing_and_who_was_refused(office: Office) -> None:
     ticket = office.desk.ticket
     with client(ticket) as one, client(ticket) as two:
