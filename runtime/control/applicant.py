@@ -157,7 +157,7 @@ def _mark(file: Path) -> _Mark:
 def _ticket(file: Path, until: float, tell: Callable[[str], None]) -> tuple[Ticket, _Mark]:
     """The ticket, which the launcher may not have written yet, and which file it is."""
     if _mark(file) is None:
-        tell(f"waiting for {file}, which `penstock run … --on` writes")
+        tell(f"waiting for {file}, which `penstock run … --on` writes, for {until - monotonic():.0f} s (--wait)")
     bad: tuple[_Mark, float] = None, 0.0
     while True:
         while (mark := _mark(file)) is None and monotonic() < until:
@@ -266,7 +266,7 @@ class _Enrolment:
                 now = monotonic()
                 if client.connected and not connected:
                     client.send(enrolling)
-                    heard = now
+                    heard = said = now
                 connected = client.connected
                 for answer in answers:
                     heard = now
@@ -324,7 +324,7 @@ def _probed(here: str) -> socket.socket:
     try:
         return socket.create_server((here.strip("[]"), 0), family=family, backlog=MAX_PROBES)
     except OSError as error:
-        given = f"given the address {here}, which is none of this machine ({error.strerror})"
+        given = f"given the address {here}, which is none of this machine ({os.strerror(error.errno or 0)})"
         raise NoSlot(f"{given}; needed one at which the other hosts reach it (--address)") from None
 
 

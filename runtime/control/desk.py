@@ -428,6 +428,11 @@ class Desk:
             number = next(n for n in range(1, len(agents) + 1) if _numbered(plain, n) not in self._slots)
             one.slot = _numbered(plain, number)
             self._slots[one.slot] = _Slot(one.enrol, one)
+        hosts = Counter((one.enrol.hostname, one.enrol.address) for one in agents)
+        for (name, address), count in hosts.items():
+            if count > 1:  # perhaps started twice, while another host's agent is missing
+                text = f"{count} agents are on {name} ({address}): each counts all cores and GPUs there as its own"
+                self._news.append(text)
         ports = [f"tcp://{one.enrol.address}:{one.enrol.port}" * bool(one.enrol.port) for one in agents]
         away = distances(len(agents))
         for place, one in enumerate(agents):
