@@ -87,6 +87,12 @@ static inline __attribute__((always_inline)) void score(float *to, const vector 
     memcpy(to, &found, sizeof found);
 }
 
+/* Ask for `count` positions of a head before they are needed: each slot's lie in a place of their own, to which no
+   processor looks ahead by itself (Zen 5: half the time). Into the second cache, for the first has no room for them. */
+static inline void ask_for(const stored *from, int64_t count) {
+    for (int64_t i = 0; i < count * K; i += 64 / (int64_t)sizeof(stored)) __builtin_prefetch(from + i, 0, 2);
+}
+
 /* Row r, of `positions[r]` >= 0, writes its key and value there in slot `slots[r]` and sees all up to it; the result of
    other rows is 0. Elements from one row to the next of q, k and v are `q_row`, `k_row` and `v_row`; a slot has G heads
    of C positions. Returns 1 where memory is lacking, otherwise 0. */
@@ -125,8 +131,11 @@ int attend(const stored *q, const stored *k, const stored *v, stored *keys, stor
                 for (int p = 0; p < PARTS; p++) query[n][p] *= scale;
             }
             int64_t whole = length / LANES * LANES;
-            for (int64_t c = 0; c < whole; c += LANES)
+            ask_for(value + whole * K, length - whole);
+            for (int64_t c = 0; c < whole; c += LANES) {
+                ask_for(value + c * K, LANES);
                 for (int n = 0; n < N; n++) score(weights + n * stride + c, query[n], key + c * K, LANES);
+            }
             for (int n = 0; n < N && whole < length; n++)
                 score(weights + n * stride + whole, query[n], key + whole * K, length - whole);
             float inverse[N];
@@ -139,7 +148,10 @@ int attend(const stored *q, const stored *k, const stored *v, stored *keys, stor
                 inverse[n] = 1 / mass;
             }
             memset(total, 0, sizeof total);
+            int64_t after = x + 1 < rows * G ? x + 1 : x;
+            const stored *next = keys + (slots[after / G] * G + after % G) * C * K;
             for (int64_t c = 0; c < length; c++) {
+                ask_for(next + c * K, 1);
                 load(each, value + c * K);
                 for (int n = 0; n < N; n++)
                     for (int p = 0; p < PARTS; p++) total[n][p] += weights[n * stride + c] * each[p];

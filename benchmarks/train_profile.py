@@ -1,0 +1,128 @@
+"""Where the seconds of an update of `train.py` go: each operation's own time on one core, by kind.
+
+    python benchmarks/train_profile.py [--models 3M 11M 25M] [--dtype bfloat16 | float32] [--keep]
+
+The work of one update at lag 1, in one process on one thread: the engine samples `train.py`'s responses, whose prompts
+each have eight, and `aipo_update` learns from them. `products` are matrix products without attention's; `of the peak`
+is their rate over that of a large product in the same run. `between operations` is the rest of the seconds that the
+work takes without a profiler: Python, the engine's book-keeping, autograd's. While both cores of a pair work, as in
+`train.py`, all takes longer.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from products import flops, peak
+from report import publish
+from torch.profiler import ProfilerActivity, profile
+from train import MODELS, PROMPT_TOKENS, PROMPTS, SAMPLES, TOKENS, multiplies_bfloat16, problems, write_model
+
+from penstock.graph.types import Advantages, Context, Prompts, Rollouts, Weights
+from penstock.nodes.generate import make_engine
+from penstock.nodes.learn.update import aipo_update
+from penstock.nodes.model import CausalLM
+from penstock.nodes.open_model import open_model
+from penstock.nodes.policy import make_policy
+
+KINDS = {
+    "products": ("aten::mm", "aten::addmm", "mkldnn::_linear_pointwise", "mkldnn::_reorder_linear_weight"),
+    "attention": ("penstock::attend", "penstock::causal", "penstock::causal_backward"),
+    "norms, gates, rotations": ("penstock::rms_norm", "penstock::gated", "penstock::rotate"),
+}
+"""Beginnings of the names of operations; a name belongs to the first kind that fits."""
+OTHER, REST = "other operations", "between operations"
+REPEATS = 3
+
+
+def sampling(folder: Path, dtype: str) -> Callable[[], Rollouts]:
+    """Sample the responses of a batch."""
+    context = Context(node="generate", model=str(folder), dtype=dtype, slots=PROMPTS * SAMPLES, max_tokens=TOKENS)
+    engine = make_engine(context, samples=SAMPLES)
+    weights = Weights(0, open_model(CausalLM, context)[0].state_dict())
+    rows = problems(PROMPTS)
+
+    def sample() -> Rollouts:
+        found: list[Rollouts] = []
+        for ordinal, row in enumerate(rows):
+            given = Prompts((ordinal,), (row["question"],), (row["answer"],))
+            engine.submit(ordinal, {"prompts": given, "behaviour": weights})
+        while engine.busy():
+            found += [rollouts for _, (rollouts, _) in engine.step()]
+        engine.slots.forget()  # or the next round finds its prompts computed
+        return Rollouts.concat(found)
+
+    return sample
+
+
+def learning(folder: Path, dtype: str, given: Rollouts) -> Callable[[], object]:
+    """Learn from them."""
+    context = Context(node="policy", model=str(folder), dtype=dtype, updates=1000)
+    policy, advantage = make_policy(context), Advantages(torch.linspace(-1, 1, len(given)))
+    return lambda: aipo_update.fn(policy, given, advantage, lr=1e-6)
+
+
+def clock(work: Callable[[], object]) -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def seconds_by_kind(work: Callable[[], object]) -> dict[str, float]:
+    """Seconds of the processor, all of them as `seconds` and by kind; medians of each."""
+    work()
+    seconds = median(clock(work) for _ in range(REPEATS))
+    rounds: list[dict[str, float]] = []
+    for _ in range(REPEATS):
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            work()
+        kinds = dict.fromkeys([*KINDS, OTHER], 0.0)
+        for event in seen.key_averages():
+            if "::" in event.key and not event.key.startswith(("autograd::", "torch::")):
+                kind = next((kind for kind, names in KINDS.items() if event.key.startswith(names)), OTHER)
+                kinds[kind] += event.self_cpu_time_total / 1e6
+        rounds.append(kinds)
+    found = {kind: median(kinds[kind] for kinds in rounds) for kind in rounds[0]}
+    return {"seconds": seconds, **found, REST: max(0.0, seconds - sum(found.values()))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="bfloat16 if the CPU multiplies it")
+    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/train_profile.json")
+    args = parser.parse_args()
+    dtype = args.dtype or ("bfloat16" if multiplies_bfloat16() else "float32")
+    torch.set_num_threads(1)
+    most, rows = peak(dtype, 1), []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in args.models:
+            hidden, layers, *_ = MODELS[name]
+            folder = Path(scratch) / name
+            write_model(folder, hidden, layers)
+            sample = sampling(folder, dtype)
+            given = sample()
+            tokens = float(given.response_lengths_N.float().mean())
+            # A pass to sample, and one to learn with a backward pass of twice its products.
+            whole = flops(hidden, layers, len(given), PROMPT_TOKENS, tokens)
+            for work, share in ((sample, 1 / 4), (learning(folder, dtype, given), 3 / 4)):
+                found = seconds_by_kind(work)
+                seconds = found.pop("seconds")
+                row: dict[str, Any] = {"model": name, "work": "generate" if work is sample else "update"}
+                row |= {"seconds": round(seconds, 2), **{kind: f"{part / seconds:.0%}" for kind, part in found.items()}}
+                row["products, of the peak"] = f"{share * whole / found['products'] / most:.0%}"
+                row["all, of the peak"] = f"{share * whole / seconds / most:.0%}"
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+    setup = {"dtype": dtype, "prompts": PROMPTS, "samples": SAMPLES, "max_tokens": TOKENS}
+    publish("train_profile", {"setup": setup, "peak, TFLOP/s": round(most / 1e12, 3), "rows": rows}, args.keep)
+
+
+if __name__ == "__main__":
+    main()
