@@ -156,7 +156,7 @@ class Agent:
         folders = (SHM, Path(self._join.folder))
         sweep(None, folders)  # of agents that were killed
         try:
-            self._client.send(AgentReady(self._join.host, os.getpid()))
+            self._client.send(AgentReady(self._join.host, os.getpid(), self._join.life))
             beat = 0.0
             while True:
                 for message in self._client.receive(INTERVAL / 2):

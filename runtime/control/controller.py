@@ -84,6 +84,7 @@ class Controller:
         self.pids: dict[tuple[str, int], int] = {}
         self.restored: dict[tuple[Firing, str], ObjectRef] = {}
         self.alive: set[str] = set()
+        self.agents: dict[str, int] = {}  # of each host whose agent has come, how many have had its place before
         self.elastic = config.elastic
         # Replicas that were lost, with how often each has ended since without having been ready.
         self.lost: dict[str, int] = {}
@@ -213,7 +214,8 @@ class Controller:
                     again = peer.rpartition(":")[0] in self.lost
                     restore = (self.cut.written, self.cut.folder.name) if self.cut and not again else ()
                     self.server.send(peer, Setup(self._config, restore))
-            case AgentReady(host=host):
+            case AgentReady(host=host, life=life):
+                self.agents[host] = life
                 for (name, index), place in self.ranks.items():
                     if place.host == host and (not self.lost or name in self._ended):
                         self._launch(name, index)
@@ -268,8 +270,9 @@ class Controller:
         elif word == "preempt":
             self.session.preempt(monotonic(), f"preempted ({rest})", self.config.flags.grace)
         elif word == "agent":
-            host, _, reason = rest.partition(" ")
-            if self._do_without(agent_peer(host), f"the agent of host {host} died: {reason}", known=True):
+            host, life, reason = rest.split(" ", 2)
+            # Another one may have its place by now.
+            if int(life) < self.agents.get(host, 0) or self._do_without(agent_peer(host), f"the agent of host {host} died: {reason}", known=True):
                 say({"kind": "without", "host": host})
                 return
             text = f"the agent of host {host} died, and with it {self._ranks_of(host)}: {reason}"
@@ -289,7 +292,7 @@ class Controller:
             return False
         if host:
             if agent_peer(host) in self.alive and not known:
-                say({"kind": "gone", "host": host})
+                say({"kind": "gone", "host": host, "life": self.agents.get(host, 0)})
             self.server.forget(peer)
             self.alive.discard(peer)
         for name in sorted(gone):

@@ -9,7 +9,8 @@ launcher
 - adds slots for agents that come later (`reserve`);
 - gives each slot its `Join` once the controller listens (`admit`), which the desk hands to the slot's agent;
 - hears which agents never got to the controller (`losses`);
-- says that a slot's agent has ended (`vacate`): the next one that enrols gets the slot, and its `Join` again;
+- says that a slot's agent has ended (`vacate`, or `ended` if its manager has told so): the next one that enrols gets
+  the slot, and its `Join` again. Of one end several may tell, late, and it is not taken for that of the next agent;
 - says that the controller has ended (`rest`): whoever enrols after that waits for `close`, which tells how it goes on.
 
 `applicant` is the other end, of an agent.
@@ -23,7 +24,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from hmac import compare_digest
 from pathlib import Path
 from secrets import token_hex
@@ -76,6 +77,8 @@ MAX_TRIED = 32
 MAX_EXTRA = 64
 # Bytes of a frame at the desk: facts and paths.
 _MAX_FRAME = 64 << 10
+# Seconds within which a manager tells of an agent that was missed, if it does.
+TOLD_S = 60.0
 # Seconds for the last answers to be sent.
 LINGER_S = 1.0
 _TICK_S = 0.05
@@ -108,9 +111,19 @@ class Applicant:
 
 @dataclass
 class _Slot:
+    """`given`: to how many agents its `Join` has been handed. `missed`: when some of them were found to have ended, of
+    which their manager has not told yet."""
+
     facts: Enrol
     agent: Applicant | None
     join: Join | None = None
+    given: int = 0
+    missed: list[float] = field(default_factory=list)
+
+    @property
+    def life(self) -> int:
+        """How many agents had the slot before the one that was given it last."""
+        return max(0, self.given - 1)
 
 
 class Desk:
@@ -129,7 +142,7 @@ class Desk:
         self._applicants: dict[bytes, Applicant] = {}
         self._slots: dict[str, _Slot] = {}
         self._out: list[tuple[bytes, FromDesk]] = []
-        self._losses: list[tuple[str, str]] = []
+        self._losses: list[tuple[str, int, str]] = []
         self._ended: Refused | None = None
         self._resting = False
         self._most = expected + MAX_EXTRA
@@ -229,8 +242,9 @@ class Desk:
             )
         return Cluster(hosts=tuple(hosts), bind=bind, gpus=kinds)
 
-    def losses(self) -> list[tuple[str, str]]:
-        """The slots whose agents had their `Join` since the last call, and do not reach the controller: why."""
+    def losses(self) -> list[tuple[str, int, str]]:
+        """The slots whose agents had their `Join` since the last call, and do not reach the controller: which agent of
+        the slot it was, and why."""
         with self._lock:
             found = list(self._losses)
             self._losses.clear()
@@ -245,12 +259,30 @@ class Desk:
                 self._hand_over(slot, own, own.agent)
         self._wake()
 
-    def vacate(self, slot: str) -> None:
-        """The slot's agent has ended; another one may have the slot."""
+    def vacate(self, slot: str, life: int) -> None:
+        """The slot's agent with this `life` in its `Join` has ended; another one may have the slot, or has it."""
         with self._lock:
-            self._leave(self._slots[slot])
+            own = self._slots[slot]
+            if own.agent is not None and own.life == life:
+                own.missed.append(monotonic())
+                self._leave(own)
+                self._fill()
+        self._wake()
+
+    def ended(self, slot: str) -> int | None:
+        """Its manager tells that an agent of the slot has ended, which is vacated. Returns which one it was; None for
+        one that has been missed already."""
+        with self._lock:
+            own = self._slots[slot]
+            own.missed = [when for when in own.missed if monotonic() - when < TOLD_S]
+            if own.missed:
+                del own.missed[0]
+                return None
+            life = own.life
+            self._leave(own)
             self._fill()
         self._wake()
+        return life
 
     def vacant(self) -> list[str]:
         """The slots without an agent."""
@@ -349,6 +381,7 @@ class Desk:
                 del self._applicants[old.identity]
                 if old.slot:
                     one.slot, one.unreached, self._slots[old.slot].agent = old.slot, old.unreached, one
+                    one.admitted = old.admitted
             self._applicants[identity] = one
             self._out.append((identity, Welcome(str(self._folder), SHARED, self._content)))
 
@@ -373,7 +406,7 @@ class Desk:
                 # From here on it is the controller that hears it.
                 del self._applicants[one.identity]
                 if message.lack and one.slot:
-                    self._losses.append((one.slot, message.lack))
+                    self._losses.append((one.slot, self._slots[one.slot].life, message.lack))
             case Withdrawn():
                 self._go(one, message.reason)
 
@@ -397,7 +430,8 @@ class Desk:
         self._news.append(f"the agent of {one} has left: {reason}")
         if one.slot:
             if one.admitted:
-                self._losses.append((one.slot, reason))
+                self._losses.append((one.slot, self._slots[one.slot].life, reason))
+                self._slots[one.slot].missed.append(monotonic())
             self._leave(self._slots[one.slot])
             self._fill()
 
@@ -455,7 +489,8 @@ class Desk:
 
     def _hand_over(self, name: str, slot: _Slot, one: Applicant) -> None:
         if slot.join is not None:
-            join = replace(slot.join, address=one.enrol.address)
+            slot.given += not one.admitted
+            join = replace(slot.join, address=one.enrol.address, life=slot.life)
             self._out.append((one.identity, Admitted(name, json.dumps({"format": 1, **asdict(join)}))))
             one.admitted = True
 

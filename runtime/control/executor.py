@@ -42,11 +42,13 @@ from penstock.runtime.schedule.events import (
     Send,
     Swap,
     Swapped,
+    Unread,
     kept_as,
 )
 from penstock.runtime.tensor.checkpoint import require_savable
 from penstock.runtime.tensor.object_store import life_of
 from penstock.runtime.tensor.offload import Offload, OffloadError, give_back
+from penstock.runtime.tensor.process_group import all_say
 from penstock.runtime.tensor.shm import ObjectRef, ObjectRefError, owner_of
 
 # Workspaces of fixed sizes: else cuBLAS chooses how it adds up by what is free of those that streams share.
@@ -252,7 +254,7 @@ class Executor:
 
     def _fire(self, command: Fire) -> list[Result]:
         self.doing = firing = command.firing
-        began = monotonic()
+        began, begun = monotonic(), False
         try:
             if firing.node in self.held.sources:
                 value = self.held.sources[firing.node].read(firing.index)
@@ -261,7 +263,8 @@ class Executor:
             held = self.held.nodes[firing.node]
             # What has left the device comes back while the inputs are fetched.
             self.resting.call(firing)
-            inputs = self._inputs(held, command)
+            inputs = self._read(held, command)
+            begun = True
             if firing.segment and held.stream:
                 inputs["paused"] = self.values.get((firing, held.node.outputs[0].name), self._handles)
             if held.stream:
@@ -274,7 +277,7 @@ class Executor:
             if isinstance(held.definition, Filter) and not isinstance(result, Dropped):
                 result = tuple(self._inputs(held, command).values())  # whatever the predicate did to its own
         except RAISED as error:
-            return [self._failure(firing, began, error)]
+            return [self._failure(firing, began, error, begun=begun)]
         if part is not None and not part.last:
             return [self._taken(held, firing, result, began)]
         answer = self._answer(held, firing, result, began, inputs)
@@ -300,6 +303,27 @@ class Executor:
             # No `Failed`: a publication is no firing that could be tried again.
             return Result(Abort(f"{self.doing} on {replica} rank {rank}:\n{told(error)}"))
         return Result(Published(channel, version, replica, rank), {}, {}, began, monotonic(), manifest)
+
+    def _read(self, held: Held, command: Fire) -> dict[str, Any]:
+        """The inputs of a firing. Ranks that fire an update together begin together: where one of them cannot read a
+        value that may have been lost, all of them raise ObjectRefError."""
+        several = len(self.setup.plan.replica(self.setup.replica).ranks) > 1
+        # All ranks have one order, and so ask each other or do not.
+        perishable = any(handle.owner in self.setup.perishable for handle in self._handles.values())
+        if held.node.clock != "update" or not (several and perishable):
+            return self._inputs(held, command)
+        inputs: dict[str, Any] = {}
+        fault: BaseException | None = None
+        try:
+            inputs = self._inputs(held, command)
+        except RAISED as error:
+            fault = error
+        ready = all_say(fault is None)
+        if fault is not None:
+            raise fault
+        if not ready:
+            raise ObjectRefError("another rank of this replica could not read a value of the update")
+        return inputs
 
     def _inputs(self, held: Held, command: Fire) -> dict[str, Any]:
         """Weights as they are live; carried values as they are or were; anything else as some firing made it."""
@@ -358,7 +382,8 @@ class Executor:
             return self._failure(firing, began, error)
         return Result(Done(firing, replica, rank, again=again), handles, dict(metrics), began, monotonic())
 
-    def _failure(self, firing: Firing, began: float, error: BaseException) -> Result:
+    def _failure(self, firing: Firing, began: float, error: BaseException, *, begun: bool = True) -> Result:
+        """What was raised, before or after the node has `begun`."""
         held = self.held.nodes.get(firing.node)
         written = f", written at {held.node.where}" if held is not None and held.node.where else ""
         text = f"{firing} on {self.setup.replica} rank {self.setup.rank}{written}:\n{told(error)}"
@@ -366,7 +391,8 @@ class Executor:
         if isinstance(error, ObjectRefError) and error.handle is not None:
             owners = {owner_of(r.name, n): r.name for r in self.setup.plan.replicas for n in range(len(r.ranks))}
             unread = owners[error.handle.owner], life_of(error.handle)
-        failed = Failed(firing, self.setup.replica, self.setup.rank, text)
+        blind = not begun and held is not None and held.node.clock == "update" and isinstance(error, ObjectRefError)
+        failed = (Unread if blind else Failed)(firing, self.setup.replica, self.setup.rank, text)
         return Result(failed, began=began, ended=monotonic(), unread=unread)
 
 

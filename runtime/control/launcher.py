@@ -5,7 +5,7 @@ It starts `python -m penstock.runtime.control.controller RUN_FOLDER`, which
 - says `{"kind": "listening", "endpoint": server.endpoint}` on stdout, and other JSON objects for the display, one per
   line, each flushed;
 - hears lines on stdin: `stop WHY` (a checkpoint and the end, please; without WHY it was the user's wish), `preempt WHY`
-  (the same for an engine), and `agent HOST REASON` (an agent died);
+  (the same for an engine), and `agent HOST LIFE REASON` (an agent died, before which so many have had its place);
 - exits with a status of `signals`; with 1 (failed) it has said why in a line of `"kind": "error"`.
 
 The controller and the first local agent may have been started before there was a run (`early`).
@@ -190,7 +190,7 @@ class Launcher:
             self._deadline = self._deadline if self.wish.status else inf
         elif message.get("kind") == "gone":  # the same where the controller has missed it
             if self.desk is not None:
-                self.desk.vacate(str(message["host"]))
+                self.desk.vacate(str(message["host"]), int(str(message["life"])))
         else:
             if message.get("kind") == "writing" and self.wish.status == INTERRUPTED:
                 self._deadline = monotonic() + float(str(message["seconds"])) + self.grace
@@ -241,22 +241,22 @@ class Launcher:
             if agent.returncode == 0:
                 continue  # it has heard the controller's goodbye
             said = tail(self.folder / "logs" / f"agent-{host}.err").replace("\n", " | ")
-            self._lost(controller, host, describe_exit(agent) + (f": {said}" if said else ""))
+            self._lost(controller, host, 0, describe_exit(agent) + (f": {said}" if said else ""))
         for host, why in self.starter.poll() if self.starter is not None else ():
-            if host in {each.name for each in self.cluster.hosts}:
-                self._lost(controller, host, why)
+            if self.desk is not None and host in {each.name for each in self.cluster.hosts}:
+                if (life := self.desk.ended(host)) is not None:
+                    self._lost(controller, host, life, why)
             else:
                 self.tell({"kind": "note", "level": "warning", "text": f"an agent {host} ended: {why}"})
-        for host, why in self.desk.losses() if self.desk is not None else ():
-            self._lost(controller, host, why)
+        for host, life, why in self.desk.losses() if self.desk is not None else ():
+            self.desk.vacate(host, life)
+            self._lost(controller, host, life, why)
         for text in self.desk.news() if self.desk is not None else ():
             self.tell({"kind": "note", "level": "info", "text": text})
 
-    def _lost(self, controller: Child, host: str, why: str) -> None:
+    def _lost(self, controller: Child, host: str, life: int, why: str) -> None:
         """The agent of a host has ended before the run."""
-        if self.desk is not None:
-            self.desk.vacate(host)
-        _say(controller, f"agent {host} {' '.join(why.split())}")
+        _say(controller, f"agent {host} {life} {' '.join(why.split())}")
         self._deadline = min(self._deadline, monotonic() + LOST_S)
 
     # The end ----------------------------------------------------------------------------------------------

@@ -126,10 +126,11 @@ class Note(Packable, frozen=True):
 
 
 class AgentReady(Packable, frozen=True):
-    """The agent of `host` can start ranks."""
+    """The agent of `host` can start ranks. `life`: how many others have been given its place before."""
 
     host: str
     pid: int
+    life: int = 0
 
 
 class Leaving(Packable, frozen=True):

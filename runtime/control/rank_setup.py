@@ -14,6 +14,7 @@ from penstock.graph.ir import Firing, Graph, Node
 from penstock.graph.types import Context
 from penstock.runtime.cluster.placement import Plan
 from penstock.runtime.record.timeline import pool_of
+from penstock.runtime.tensor.shm import owner_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class RankSetup:
 
     `offload`: does what is not needed between updates leave the device? With "auto" what can, with "on" a value that
     updates change must. `patience` is the seconds for each way. `run` is the run's id over all its lives, as in
-    `config.json`: a part of another run's checkpoint is refused.
+    `config.json`: a part of another run's checkpoint is refused. `elastic` are the replicas that may be lost.
     """
 
     graphs: tuple[Graph, ...]
@@ -76,6 +77,7 @@ class RankSetup:
     offload: Literal["auto", "on", "off"] = "off"
     patience: float = 60.0
     run: str = ""
+    elastic: frozenset[str] = frozenset()
 
     @property
     def pool(self) -> str:
@@ -129,6 +131,16 @@ class RankSetup:
         if self.exported:
             readers.add(self.plan.pool_of(self.holds[0]))  # where a firing that has paused may go on
         return any(rank.host != home for pool in readers for replica in pool.replicas for rank in replica.ranks)
+
+    @cached_property
+    def perishable(self) -> frozenset[str]:
+        """The owners of values that may be lost while this replica is about to read them: ranks of other replicas that
+        may be lost, but for those on the one host of this one."""
+        home = self.plan.replica(self.replica).hosts
+        ranks = [(r.name, n, one.host) for r in self.plan.replicas for n, one in enumerate(r.ranks)]
+        return frozenset(
+            owner_of(name, n) for name, n, host in ranks if name in self.elastic and home != (host,)
+        )
 
     def declared(self, firing: Firing, output: str) -> type:
         """The class that the graph declares for a value. Classes come from the graph, never from a message."""

@@ -243,14 +243,17 @@ class HeldValues:
         """A batch that is not read yet. None for a class that is no batch, or joins groups in its own way, and where
         some groups lack a column that others have: what stands for it is the class's to say (`concat`)."""
         keys = [(firing, read.output) for firing in read.firings(fire.firing, fire.groups)]
+        home = self.setup.plan.replica(self.setup.replica).ranks[self.setup.rank].host
         kind = self.setup.declared(*keys[0])
         there = all(key in self.kept or key in handles for key in keys)
         if not (issubclass(kind, Batchable) and may_defer(kind) and self.rows is not None and there):
             return None
         parts: list[tuple[Mapping[str, Column | None], int]] = []
         for key in keys:
-            if key in self.kept:
-                value = _own(self.kept[key])
+            # What may be lost in the middle of an update is read before it begins, and whole.
+            perishes = key in handles and handles[key].owner in self.setup.perishable and handles[key].host != home
+            if key in self.kept or perishes:
+                value = self.get(key, handles)
                 # A value may be of a class with more columns than the edge's.
                 if type(value) is not kind:
                     return None

@@ -52,6 +52,7 @@ from penstock.runtime.schedule.events import (
     ReplicaLost,
     Send,
     Swapped,
+    Unread,
 )
 from penstock.runtime.schedule.replay import SegmentOrigin
 from penstock.runtime.schedule.state import Ledger
@@ -193,6 +194,10 @@ class RunRecorder:
     def _answer(self, now: float, result: Result) -> None:
         """What a rank has answered. The ranks of a replica do the same at the same time: the first speaks for them."""
         match result.event:
+            case Unread(firing, replica, rank):
+                if rank == 0:
+                    text = f"{firing} on {replica} could not read a value of a replica that is gone: it is done again"
+                    self.note(text, "warning")
             case Failed(firing, replica, _, error):
                 head, tail = error[: MAX_TRACEBACK // 8], error[-MAX_TRACEBACK:]
                 self.raised = f"{head}\n…\n{tail}" if len(error) > MAX_TRACEBACK else error

@@ -430,7 +430,8 @@ class Session:
             if isinstance(event, Failed) and len((replica := self.config.plan.replica(event.replica)).ranks) > 1:
                 agents = tuple(map(agent_peer, replica.hosts))
             # What it could not read was on a host that is gone.
-            code = FailureCode.TRANSFER if result is not None and result.unread else FailureCode.NODE
+            unread = (result is not None and result.unread) or stage.scheduler.unread
+            code = FailureCode.TRANSFER if unread else FailureCode.NODE
             self.fail(Failure(code, stage.finish.error, agents, doubtful=bool(agents)), now)
         elif stage.finish.status == "stopped" and (stage.name == "train" or self.stopping is not None):
             self._finish(now, "stopped", self.why)

@@ -457,7 +457,17 @@ class RunConfig:
         holds = next(p.holds for p in self.plan.pools if replica in p.replicas)
         contexts = {name: context_of(name, self.graphs, self.flags, place) for name in holds}
         return RankSetup(
-            self.graphs, self.plan, replica.name, index, contexts, folder, restore, self.offload, patience, self.run
+            self.graphs,
+            self.plan,
+            replica.name,
+            index,
+            contexts,
+            folder,
+            restore,
+            self.offload,
+            patience,
+            self.run,
+            self.elastic,
         )
 
 

@@ -34,6 +34,7 @@ from penstock.runtime.schedule.events import (
     Send,
     Swap,
     Swapped,
+    Unread,
     answer,
     first_answer,
 )
@@ -60,6 +61,7 @@ KINDS: Mapping[type[Command | Event], Kind] = {
 CAUSES: Mapping[type[Event], str] = {
     Done: "{}[#] was done",
     Failed: "{}[#] had failed",
+    Unread: "{}[#] could not read a value",
     Published: "version # of {} was published",
     Arrived: "version # had arrived on {1}",
     Swapped: "version # went live on {1}",
@@ -126,6 +128,8 @@ class Follow:
         self._open: dict[Answer, Work] = {}
         self._free = dict.fromkeys(lanes(tables), 0)
         self._versions: dict[int, int] = {}
+        # The update that was fired last, and how old what it took was, by group.
+        self._counted: tuple[int, dict[int, int]] = (-1, {})
 
     def step(self, time: int, event: Event, commands: Sequence[Command]) -> None:
         self._hear(time, event)
@@ -220,7 +224,13 @@ class Follow:
             taken = (firing.segment + 1) * len(fire.groups)
             self.found.batches[firing.index] = max(taken, self.found.batches.get(firing.index, 0))
             # Of several steps that take the groups of an update only the first one still finds their versions.
-            self.found.lags.update(firing.index - self._versions.pop(g) for g in fire.groups if g in self._versions)
+            known = {g: firing.index - self._versions.pop(g) for g in fire.groups if g in self._versions}
+            # Groups that the update could not read are made again, and counted once.
+            before, counted = self._counted
+            counted = counted if before == firing.index else {}
+            self.found.lags.subtract(counted[g] for g in known if g in counted)
+            self.found.lags.update(known.values())
+            self._counted = firing.index, counted | known
         kind: Kind = "update" if step.per_update else "group"
         self._ask(time, fire, kind, firing.node, firing.index, cause, version)
 

@@ -37,6 +37,11 @@ class Failed(Packable, frozen=True):
     error: str
 
 
+class Unread(Failed, frozen=True):
+    """A rank has not begun a firing of an update, since a value that it reads is not there any more. No rank of the
+    replica says so unless all do."""
+
+
 class _OfVersion(Packable, frozen=True):
     channel: str
     version: int
@@ -101,7 +106,7 @@ class Abort(Packable, frozen=True):
     error: str
 
 
-Answer = Done | Failed | Published | Arrived | Swapped | Saved
+Answer = Done | Failed | Unread | Published | Arrived | Swapped | Saved
 Event = Begin | Answer | Copied | Checkpoint | ReplicaLost | ReplicaJoined | Abort
 
 

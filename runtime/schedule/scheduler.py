@@ -42,8 +42,9 @@ Invariants, checked after each event of the tests by `tests/runtime/schedule/che
     update, and makes the next version; a checkpoint may fall before it, and has nothing of the parts.
 16. A replica that is absent is asked for nothing. When one is lost, each group that it worked on, or kept something of
     that is still to be read, begins again at its sources, under its ordinal, when nothing is in work on it: all that
-    was made of it is freed. But an update that has read its groups goes on with them. Each group has one fate all the
-    same. A checkpoint of which a part was lost is made again.
+    was made of it is freed. But an update that has read its groups goes on with them; one of which no step could read
+    them gives them back, and one of which another step has read them waits until they are made again. Each group has
+    one fate all the same. A checkpoint of which a part was lost is made again.
 17. With pinned versions and replicas that may be lost, one may go back to an older version: that of the first group
     which has not started, if no other replica has it. The sender keeps what groups of the current update may need.
 """
@@ -69,6 +70,7 @@ from penstock.runtime.schedule.events import (
     ReplicaJoined,
     ReplicaLost,
     Saved,
+    Unread,
 )
 from penstock.runtime.schedule.state import State, UnawaitedError
 
@@ -200,7 +202,10 @@ class Scheduler(State):
         """A rank, perhaps the `last` one, has answered for a firing. Any may have failed, or dropped its group."""
         firing, replica = event.firing, event.replica
         step = self.tables.steps[firing.node]
-        if isinstance(event, Failed):
+        if isinstance(event, Unread):
+            self.unread.setdefault(firing.node, event.error)
+            self.verdicts[firing].add("unread")
+        elif isinstance(event, Failed):
             # An update cannot be taken back, and a state may have changed before it failed.
             hopeless = step.per_update or step.stateful
             # What a group that begins again has left may not be there to be read.
@@ -213,6 +218,8 @@ class Scheduler(State):
             self.raised = event.error
         elif event.dropped or event.again or event.paused:
             self.verdicts[firing] |= {name for name in ("dropped", "again", "paused") if getattr(event, name)}
+        elif step.per_update:
+            self.verdicts[firing].add("done")
         # A firing is over when all its ranks have answered: a retry must not meet the rest of the try that failed.
         if not last:
             return ()
@@ -220,8 +227,12 @@ class Scheduler(State):
         del self.running[firing]
         if not step.source:
             self.weigh(replica, -1)
-        if step.per_update:
+        if "unread" in verdicts:
+            transitions.take_back(self, verdicts)
+        elif step.per_update:
             transitions.update_done(self, step, firing, replica)
+            if self.unread:
+                transitions.make_again(self)
         elif "failed" in verdicts:
             transitions.group_failed(self, firing, replica, verdicts)
         else:

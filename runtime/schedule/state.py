@@ -229,13 +229,17 @@ class State:
     load: firings in work on each replica, sources not counted. queues: the replicas of each pool by their room.
     channels: the state of each weight channel.
     running: what is in work, and on which replica.
+    lacking: groups that the update in work was given, and of which a value was lost with its replica since. unread: the
+    steps of it that could not read such a value, with what they said; they wait. remaking: of the groups that it has
+    taken, those that begin again while it goes on.
     update: the update that is due or in work. taken: the groups that it has so far, in the order in which they are
     finished and taken: its whole batch at once, unless a step accumulates.
     done: the steps on the critical path that this update is done with. parts: of those that accumulate and are not
     done, how many parts are. off_path: for each step off it, the update that
     it fires at next.
     between: the values that steps of this update made for later ones, and where they are.
-    verdicts: of firings in work, what some rank has said: "failed", "dropped", "again", "paused".
+    verdicts: of firings in work, what some rank has said: "failed", "dropped", "again", "paused"; of an update's
+    "done", "unread".
     tries: how often a firing in work has failed. raised: what the last failure raised.
     drops, failures: groups that filters have dropped, and per-group firings that have failed, each try counted, since
     the last update.
@@ -273,6 +277,9 @@ class State:
         self.queues = {pool: LeastLoadedQueue(replicas) for pool, replicas in tables.by_pool.items()}
         self.update = rules.start
         self.taken: tuple[int, ...] = ()
+        self.lacking: set[int] = set()
+        self.unread: dict[str, str] = {}
+        self.remaking: set[int] = set()
         self.done: set[str] = set()
         self.parts: dict[str, int] = {}
         self.off_path = {s.name: s.due(rules.start) for s in tables.steps.values() if s.off_path}
@@ -402,8 +409,8 @@ class State:
 
     @property
     def whole(self) -> bool:
-        """Has the current update all of its groups?"""
-        return len(self.taken) == self.rules.batch
+        """Has the current update all of its groups, and are they finished?"""
+        return len(self.taken) == self.rules.batch and not self.remaking
 
     def room(self, replica: Replica) -> int:
         return replica.capacity - self.load[replica.name]

@@ -16,7 +16,9 @@ that accumulates fires in parts, as soon as the groups of each are taken; its la
 
 *Replicas* may be lost. What one worked on and kept is lost with it, and the groups that had some of it begin again from
 their sources, once nothing is in work on them any more: what others have made of them is of no use, since with free
-versions a second response is another one. An update that has begun is left to finish, with what it has read.
+versions a second response is another one. An update that has begun is left to finish, with what it has read. If it
+could read nothing, since the value was gone before, it has not begun: its groups are given back. Another step of the
+same update may have read them: then the update keeps them, and they must be made with equal bits (pinned versions).
 
 *Checkpoints* fall between two updates, when nothing that changes state is in work: then every rank copies its part
 aside. Free-running admissions go on meanwhile: they are later than the checkpoint and not in it. When all have copied,
@@ -79,9 +81,11 @@ def group_done(
     if not made:
         return None
     offer(state, group.ordinal, group.made, [state.tables.steps[name] for name in made])
+    complete = False
     if len(group.made) == state.tables.num_group_steps:
         state.ledger.finish(group)
-    complete = group.finished and assemble(state)
+        complete = assemble(state) or group.ordinal in state.remaking
+        state.remaking.discard(group.ordinal)
     # The common case by far: nothing may start but the step's readers, and what waited for its room.
     quiet = step.private and not step.turns and not complete and state.checkpoint is None
     return state.tables.stirs[step.name] if quiet else None
@@ -231,12 +235,11 @@ def lose_replica(state: State, replica: str, reason: str) -> None:
     steps = state.tables.steps
     given = any(steps[f.node].per_update and steps[f.node].groups for f in state.running)
     if given or any(steps[name].groups for name in state.done):
-        hit -= set(state.taken)
+        kept = hit & set(state.taken) - state.remaking
+        state.lacking |= kept
+        hit -= kept
     elif hit & set(state.taken):
-        if state.rules.order == "strict":
-            state.ledger.give_back(state.taken)
-        state.taken = ()
-    past = [ordinal for ordinal in sorted(hit) if _is_past(state, ordinal)]
+        _give_back(state)
     for ordinal in sorted(hit):
         _lose_values(state, state.ledger.groups[ordinal])
     if any(isinstance(key, Saved) for key in lost):
@@ -247,10 +250,7 @@ def lose_replica(state: State, replica: str, reason: str) -> None:
             _all_copied(state)
         if not any(isinstance(key, Saved) for key in state.answers):
             commit(state)
-    if past and not state.ended:
-        version = needed_version(state.ledger.before(past[0]), state.tables.max_lag, state.rules.batch)
-        which = f"given the loss of {replica} ({reason}), and with it of group {past[0]}"
-        state.fail(f"{which}; needed version {version} to make it again, older than the checkpoint that has it: resume")
+    _require_versions(state, hit, f"the loss of {replica} ({reason})")
     state.losses += 1
     most = LOSSES * sum(len(state.tables.by_pool[p]) for p, why in state.tables.fixed_pools.items() if not why)
     if state.losses > most and not state.ended:
@@ -268,6 +268,60 @@ def join_replica(state: State, replica: str) -> None:
         if channel.pool == pool:
             state.channels[name].join(replica)
     state.sort(replica)
+
+
+def take_back(state: State, verdicts: Collection[str]) -> None:
+    """A firing of an update has not begun, since values that it reads are lost: it fires again when there are others."""
+    if "done" in verdicts:
+        given = "given an update that some ranks have done, and others could not read"
+        state.fail(f"{given}; needed all of them or none. One said {_first(state.unread)}")
+    else:
+        make_again(state)
+
+
+def make_again(state: State) -> None:
+    """Make the groups again that the update in work could not read, once none of its steps reads them any more."""
+    readers = [name for name in state.tables.critical if state.tables.steps[name].groups]
+    if any(firing.node in readers for firing in state.running):
+        return
+    lost, over = state.lacking & set(state.taken), [name for name in readers if name in state.done]
+    if not lost:
+        state.fail(_first(state.unread))
+        return
+    if over and not state.pinned:
+        given = f"given groups that {', '.join(over)} has read and {', '.join(state.unread)} could not"
+        needed = f'needed equal ones, which versions="pinned" makes again. It said {_first(state.unread)}'
+        state.fail(f"{given}; {needed}")
+        return
+    if over:
+        state.remaking |= lost
+    else:
+        _give_back(state)
+    for ordinal in sorted(lost):
+        _lose_values(state, state.ledger.groups[ordinal])
+    _require_versions(state, lost, f"values that {', '.join(state.unread)} could not read")
+    state.lacking.clear()
+    state.unread.clear()
+
+
+def _first(errors: Mapping[str, str]) -> str:
+    return next(iter(errors.values()))
+
+
+def _give_back(state: State) -> None:
+    """The current update has taken no group yet."""
+    if state.rules.order == "strict":
+        state.ledger.give_back(state.taken)
+    state.taken = ()
+
+
+def _require_versions(state: State, ordinals: Collection[int], given: str) -> None:
+    """The run fails if it cannot make groups again: `given` says what they are lost by."""
+    past = [ordinal for ordinal in sorted(ordinals) if _is_past(state, ordinal)]
+    if past and not state.ended:
+        version = needed_version(state.ledger.before(past[0]), state.tables.max_lag, state.rules.batch)
+        needed = f"needed version {version} to make it again, older than the checkpoint that has it: resume"
+        state.fail(f"given {given}, and with it of group {past[0]}; {needed}")
 
 
 def _is_past(state: State, ordinal: int) -> bool:
@@ -321,7 +375,7 @@ def assemble(state: State) -> bool:
         return False
     batch, ledger, before = state.rules.batch, state.ledger, state.taken
     piece = state.tables.piece or batch
-    while not state.whole:
+    while len(state.taken) < batch:
         if state.rules.order == "ready":
             found = ledger.take_ready(piece, batch, state.update, state.deadline, state.taken)
         else:
@@ -344,7 +398,7 @@ def start_updates(state: State, steps: tuple[NodeStep, ...]) -> None:
         if step.accumulate:
             groups = groups[part * step.accumulate :][: step.accumulate]
         due = firing.index <= state.update and firing.index < state.rules.end and firing not in state.running
-        if not due or state.room(replica) <= 0:
+        if not due or step.name in state.unread or state.room(replica) <= 0:
             continue
         if step.off_path:
             # While a checkpoint is due it starts only to let go of versions that are in the checkpoint's way.
@@ -392,6 +446,7 @@ def end_updates(state: State) -> None:
         state.done.clear()
         state.update, state.taken = state.update + 1, ()
         state.drops = state.failures = state.losses = 0
+        state.lacking.clear()
 
 
 def _is_over(state: State) -> bool:

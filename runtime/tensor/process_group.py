@@ -330,14 +330,25 @@ class Pace:
         count = len(waiting)
         if self._together and (waiting or busy or self.busy):
             # The least of the counts is what all ranks have got; the least of -busy says whether any one is.
-            met = torch.tensor([self.taken + count, -int(busy)])
-            try:
-                dist.all_reduce(met, dist.ReduceOp.MIN)
-            except RuntimeError as error:
-                raise TransportError(f"a rank of this replica is gone: {first_line(error)}") from error
-            count, self.busy = int(met[0]) - self.taken, bool(met[1])
+            met, least = _least(self.taken + count, -int(busy))
+            count, self.busy = met - self.taken, bool(least)
         self.taken += count
         return [waiting.popleft() for _ in range(count)]
+
+
+def all_say(yes: bool) -> bool:
+    """Do all ranks of this replica say so (see `open_world`)? Each asks at the same place. Raises TransportError."""
+    return bool(_least(int(yes))[0])
+
+
+def _least(*numbers: int) -> list[int]:
+    """The least of what the ranks of this replica give, one by one."""
+    met = torch.tensor(numbers)
+    try:
+        dist.all_reduce(met, dist.ReduceOp.MIN)
+    except RuntimeError as error:
+        raise TransportError(f"a rank of this replica is gone: {first_line(error)}") from error
+    return [int(number) for number in met]
 
 
 class AllReduce:

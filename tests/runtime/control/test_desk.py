@@ -31,6 +31,7 @@ from penstock.runtime.control.enrolment import (
     Reached,
     Refused,
     Welcome,
+    Withdrawn,
     pack_for_desk,
 )
 from penstock.runtime.control.security import DeskKeys, Join, KeyFileError, KeyPair, Keys, Ticket
@@ -536,7 +537,7 @@ def test_an_agent_that_does_not_reach_the_controller_says_from_where_to_where(of
         agent.result(PATIENCE_S)
     assert said in str(raised.value)
     until(lambda: bool(office.desk._losses))
-    assert [(slot, said in why) for slot, why in office.desk.losses()] == [(slots[0], True)]
+    assert [(slot, life, said in why) for slot, life, why in office.desk.losses()] == [(slots[0], 0, True)]
 
 
 def test_an_agent_that_its_manager_finds_dead_is_not_waited_for(office: Office) -> None:
@@ -569,15 +570,53 @@ def test_an_agent_that_is_started_again_gets_the_slot_of_its_host_and_the_same_j
             each.send(Joined())
     until(lambda: not office.desk._applicants)
     for slot in ("a", "b"):
-        office.desk.vacate(slot)
+        office.desk.vacate(slot, 0)
     with client(ticket) as again:
         come(again, ticket, hostname="b", address="127.0.0.2")
         found = answer(again)
     assert isinstance(found, Admitted)
     assert found.slot == "b"
     # Its ranks listen where it is now.
-    assert msgspec.json.decode(found.join, type=Join) == replace(joins["b"], address="127.0.0.2")
+    assert msgspec.json.decode(found.join, type=Join) == replace(joins["b"], address="127.0.0.2", life=1)
     assert office.desk.vacant() == ["a"]
+
+
+def test_an_end_that_is_told_of_twice_is_not_taken_for_that_of_the_next_agent(office: Office) -> None:
+    """Its controller has missed it, or the desk has; its manager tells of it when another one has the slot. The next
+    thing that the manager tells is of that one."""
+    ticket = office.desk.ticket
+    with ExitStack() as stack:
+        life, slot = -1, ""
+
+        def newcomer() -> DeskClient:
+            nonlocal life
+            one = stack.enter_context(client(ticket))
+            come(one, ticket, hostname="a")
+            life += 1
+            if life == 0:
+                office.begin(*office.wait(1, one))
+            admitted = answer(one)
+            assert isinstance(admitted, Admitted)
+            assert msgspec.json.decode(admitted.join, type=Join).life == life
+            return one
+
+        first = newcomer()
+        (slot,) = (host.name for host in office.desk.cluster(BIND).hosts)
+        first.send(Joined())
+        until(lambda: not office.desk._applicants)
+        office.desk.vacate(slot, 0)
+        second = newcomer()
+        office.desk.vacate(slot, 0)
+        assert office.desk.ended(slot) is None
+        second.send(Withdrawn("it was ended"))
+        until(lambda: office.desk.vacant() == [slot])
+        assert office.desk.losses() == [(slot, 1, "it was ended")]
+        newcomer()
+        assert office.desk.ended(slot) is None
+        office.desk.vacate(slot, 1)
+        assert office.desk.vacant() == []
+        assert office.desk.ended(slot) == 2
+        assert office.desk.vacant() == [slot]
 
 
 def test_an_agent_for_which_there_is_no_slot_is_refused_after_a_while(

@@ -190,17 +190,23 @@ def test_a_host_may_come_late_leave_and_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_host_whose_agent_is_killed_is_missed_and_the_run_goes_on_without_its_generator(tmp_path: Path) -> None:
-    """It is in the middle of its responses then, and at lag 0 has no others."""
-    updates, options = 6, {"lag": 0, **delays(generate=2000.0)}
-    flags = toy_flags(updates=updates, **PINNED)
-    folder = make_run(tmp_path / "r", "toy", options, flags, generators=2, cluster=THREE)
+def test_an_update_that_is_about_to_read_what_a_dead_host_has_gives_its_groups_back(tmp_path: Path) -> None:
+    """Before anybody has missed the host, and while it makes others. The trainer has two ranks, of which each reads a
+    half: none of them begins."""
+    updates, options = 12, {"lag": LAG, **delays(generate=20.0, update=300.0)}
+    flags = toy_flags(updates=updates, **{**PINNED, "deadline": 12.0})
+    meshes = ("trainer=dp2",)
+    folder = make_run(tmp_path / "r", "toy", options, flags, generators=2, cluster=THREE, meshes=meshes)
     with Running(folder) as running, agent_of(running, "b"), agent_of(running, "c") as agent:
-        running.until_update(3)
+        running.until_update(4)
         agent.kill()
         assert running.wait() == 0, running.errors
     assert comings(folder) == [("generator/1", "lost")]
-    bits = undisturbed(tmp_path / "u", "toy", {"lag": 0, **delays()}, updates)
+    (stage,) = (
+        s for segment in read_segments(folder / "events.log")[0] for s in segment.stages if s.facts["stage"] == "train"
+    )
+    assert sum(b"Unread" in step.event for step in stage.steps) == 2
+    bits = undisturbed(tmp_path / "u", "toy", {"lag": LAG, **delays()}, updates)
     assert_as_if_nothing_had_happened(folder, updates, bits)
 
 

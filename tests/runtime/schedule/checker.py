@@ -39,6 +39,7 @@ from penstock.runtime.schedule.events import (
     Send,
     Swap,
     Swapped,
+    Unread,
     answer,
     first_answer,
 )
@@ -157,6 +158,8 @@ class Work:
     dropped: bool = False
     again: bool = False
     paused: bool = False
+    done: bool = False
+    unread: bool = False
 
     def made(self, firing: Firing) -> Firing:
         """What its outputs are called: those of a paused one begin the next segment."""
@@ -214,6 +217,9 @@ class Checker:
         self.finish: Finish | None = None
         self.absent: set[str] = set()
         self.again: set[int] = set()
+        # Groups of the update in work that have lost a value since it was given them; its steps that could not read it.
+        self.lacking: set[int] = set()
+        self.unread: set[str] = set()
         self.bounds: dict[tuple[int, str, str, int], tuple[int]] = {}
         self.losses, self.spoiled = 0, False
         # May a replica go back to an older version?
@@ -267,6 +273,10 @@ class Checker:
                     work.dropped |= event.dropped
                     work.again |= event.again
                     work.paused |= event.paused
+                    work.done = True
+                elif isinstance(event, Unread):
+                    work.unread = True
+                    self.unread.add(facts.name)
                 else:
                     work.failed = True
                     spent = self.attempts[event.firing] >= self.rules.retries and self.rules.on_failure == "stop"
@@ -275,6 +285,7 @@ class Checker:
                 if self._answered(event):
                     del self.running[event.firing]
                     (self._update_done if facts.per_update else self._group_done)(facts, event.firing, work)
+                    self._make_again()
         if isinstance(event, Answer) and not isinstance(event, Done | Failed) and self._answered(event):
             match event:
                 case Saved():
@@ -310,8 +321,6 @@ class Checker:
         """Nothing is left of what a replica worked on and held, and its groups begin again."""
         self.absent.add(replica)
         self.losses += 1
-        versions = self.books.versions.items() if self.rules.order == "ready" else ()
-        bounds = {key: (v,) for key, v in versions if self._begins(key[1], key[0]) is not None}
         fixed = {f.pool for f in self.facts.values() if f.per_update or f.stateful}
         elastic = [r for r, pool in self.pool_of.items() if pool not in fixed and not self._carries(pool)]
         self.doomed |= self.losses > 3 * len(elastic)
@@ -331,10 +340,18 @@ class Checker:
         if any(
             self.facts[f.node].groups and self.facts[f.node].per_update for f in self.running if f.node in self.facts
         ) or any(count > self.books.update and self.facts[n].groups for n, count in self.applied.items()):
-            hit -= set(self.taken)
+            kept = {g for g in hit & set(self.taken) if self._finished(g)}
+            self.lacking |= kept
+            hit -= kept
         elif hit & set(self.taken):
             self.taken = ()
-        for ordinal in hit:
+        self._lose_groups(hit)
+        self._drop_spoiled()
+
+    def _lose_groups(self, ordinals: set[int]) -> None:
+        versions = self.books.versions.items() if self.rules.order == "ready" else ()
+        bounds = {key: (v,) for key, v in versions if self._begins(key[1], key[0]) is not None}
+        for ordinal in ordinals:
             if self.books.fates[ordinal] == "pending":
                 # What was made before a cut with an older version than the cut's can only be had by another resume.
                 weighted = self.pinned and any(f.weights for f in self.facts.values())
@@ -343,7 +360,26 @@ class Checker:
                 self.again.add(ordinal)
                 self.bounds |= {key: bound for key, bound in bounds.items() if key[0] == ordinal}
                 self._begin_again(ordinal)
-        self._drop_spoiled()
+
+    def _finished(self, ordinal: int) -> bool:
+        """Is all made of a group that there is to make, and was none of it lost before it was read?"""
+        nodes = {n for n, f in self.facts.items() if not f.per_update}
+        return ordinal not in self.again and set(self.books.made[ordinal]) == nodes
+
+    def _make_again(self) -> None:
+        """An update of which a step could not read its groups gives them back, or has them made anew."""
+        readers = {f.name for f in self.facts.values() if f.per_update and f.groups}
+        if not self.unread or any(f.node in readers for f in self.running):
+            return
+        lost = self.lacking & set(self.taken)
+        over = any(self.applied[name] > self.books.update for name in readers)
+        self.doomed |= not lost or (over and not self.pinned)
+        if self.doomed:
+            return
+        if not over:
+            self.taken = ()
+        self.lacking, self.unread = set(), set()
+        self._lose_groups(lost)
 
     def _carries(self, pool: str) -> bool:
         return any(pool == p.name and name in self.carried for p in self.plan.pools for name in p.holds)
@@ -432,7 +468,8 @@ class Checker:
         return batches * self.rules.batch * (1 + self._max_lag())
 
     def _update_done(self, facts: Facts, firing: Firing, work: Work) -> None:
-        if work.failed:
+        self.doomed |= work.unread and work.done
+        if work.failed or work.unread:
             return
         if firing.segment < self._last_part(facts.name):
             self.parts[facts.name] += 1
@@ -458,6 +495,7 @@ class Checker:
             for ordinal in self.taken:
                 self.books.fates[ordinal], self.books.consumed[ordinal] = "consumed", update
                 self._versions_fit(ordinal, update)
+            self.lacking = set()
             self.books.update, self.taken, self.drops, self.failures, self.losses = update + 1, (), 0, 0, 0
             self.applied = dict.fromkeys(self.applied, self.books.update)
 
@@ -493,7 +531,7 @@ class Checker:
             if not there or (self.rules.order == "ready" and not self._in_time(taken)):
                 return False
             self.taken += tuple(kept)
-        return True
+        return all(map(self._finished, self.taken))
 
     def _in_time(self, taken: set[int]) -> bool:
         """May each of the groups that an update leaves still be consumed by its deadline, some perhaps by this one?"""
@@ -574,7 +612,7 @@ class Checker:
         that is not between two parts."""
         begun = any(f.node in self.applied and f.segment == self._last_part(f.node) for f in self.running)
         begun = begun or any(count > self.books.update for count in self.applied.values())
-        return self.takes_groups and begun and len(self.taken) < self.rules.batch
+        return self.takes_groups and begun and not self._batch_ready()
 
     def _moving(self) -> bool:
         """Is anything in work that a cut must not fall into?"""

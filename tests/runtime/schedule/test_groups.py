@@ -8,11 +8,11 @@ import pytest
 
 from penstock.graph.ir import Firing, Graph
 from penstock.runtime.schedule.compile import Rules
-from penstock.runtime.schedule.events import Abort, Begin, Done, Failed, Finish, Fire, Free
+from penstock.runtime.schedule.events import Abort, Begin, Done, Failed, Finish, Fire, Free, Unread
 from penstock.runtime.schedule.state import Ledger
 
-from .graphs import aipo, broadcast, call, graph, keep
-from .world import freed, world
+from .graphs import actor_critic, aipo, broadcast, call, graph, keep
+from .world import World, freed, world
 
 # Dropped ----------------------------------------------------------------------------------------------------
 
@@ -265,3 +265,59 @@ def test_a_ledger_survives_json() -> None:
     assert (restored.groups[3].place, restored.groups[3].deadlines) == (2, {"generate": 5})
     assert (restored.groups[5].place, restored.groups[5].deadlines) == (None, {})
     assert restored.first == 3
+
+
+# Lost -------------------------------------------------------------------------------------------------------
+
+
+def at_a_loss(graph: Graph, node: str, versions: str) -> World:
+    """Update 1 is at a step when a generator is lost that has values which the step is to read."""
+    rules = Rules(batch=2, end=3, versions=versions, lost_replica="replace")  # type: ignore[arg-type]
+    made = world(graph, rules, replicas=2, ranks=2)
+    made.until_fired(node, 1)
+    held = made.scheduler.ledger.groups[made.scheduler.taken[0]].made["generate"]
+    made.lose(held)
+    made.join(held)
+    return made
+
+
+def find_nothing(made: World, node: str) -> list[Finish]:
+    """No rank can read what the step is to read; the end, if the run ends by it."""
+    made.blind.add(Firing(node, 1))
+    while Firing(node, 1) in made.blind:
+        made.step(made.at(node, 1))
+    return [made.finish] if made.finish else []
+
+
+@pytest.mark.parametrize("versions", ["free", "pinned"])
+def test_an_update_that_could_read_nothing_of_a_lost_value_gives_its_groups_back(versions: str) -> None:
+    made = at_a_loss(aipo(), "update", versions)
+    assert find_nothing(made, "update") == []
+    assert made.scheduler.taken == ()
+    made.end()
+    assert made.batches() == [(0, 1), (2, 3), (2, 3), (4, 5)]
+    assert made.outcomes == {"consumed": 6, "dropped": 0, "failed": 0}
+
+
+def test_groups_that_another_step_of_the_update_has_read_are_made_again_for_it_alone() -> None:
+    """Pinned versions make them with equal bits; others may be other ones, so that the steps would learn from two."""
+    made = at_a_loss(actor_critic(), "update_policy", "pinned")
+    assert find_nothing(made, "update_policy") == []
+    made.end()
+    assert made.batches("update_policy") == [(0, 1), (2, 3), (2, 3), (4, 5)]
+    assert made.batches("targets") == [(0, 1), (2, 3), (4, 5)]
+    made = at_a_loss(actor_critic(), "update_policy", "free")
+    assert [end.status for end in find_nothing(made, "update_policy")] == ["failed"]
+
+
+@pytest.mark.parametrize("case", ["one rank has read it", "nothing is lost"])
+def test_an_update_that_cannot_be_taken_back_ends_the_run(case: str) -> None:
+    made = at_a_loss(aipo(), "update", "pinned")
+    if case == "nothing is lost":
+        made = world(aipo(), Rules(batch=2, end=3, versions="pinned", lost_replica="replace"), replicas=2)
+        made.until_fired("update", 1)
+    else:
+        made.step(made.at("update", 1))
+    made.feed(Unread(Firing("update", 1), "trainer/0", len(made.tables.replicas["trainer/0"].ranks) - 1, "gone"))
+    assert made.finish is not None
+    assert (made.finish.status, "gone" in made.finish.error) == ("failed", True)

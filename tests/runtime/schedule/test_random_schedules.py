@@ -124,6 +124,13 @@ class Runs(RuleBasedStateMachine):
 
     @precondition(going)
     @rule(index=st.integers(0, 1000))
+    def find_gone(self, index: int) -> None:
+        """A step of an update finds that values which it was given are gone with their replica."""
+        if firings := self.world.unreadable():
+            self.world.blind.add(firings[index % len(firings)])
+
+    @precondition(going)
+    @rule(index=st.integers(0, 1000))
     def join(self, index: int) -> None:
         """One that was lost is there again."""
         if absent := sorted(self.world.scheduler.absent):

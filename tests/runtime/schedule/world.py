@@ -30,6 +30,7 @@ from penstock.runtime.schedule.events import (
     ReplicaLost,
     Save,
     Saved,
+    Unread,
     answer,
 )
 from penstock.runtime.schedule.idle_causes import States, cause
@@ -46,7 +47,7 @@ class Setting:
 
     `fails`, `drops`, `again` and `pauses` map nodes to probabilities; a group's verdict is the same in every life.
     Answers that name something in `slow` (a node, a replica or a channel) come late. `loses`: how probable it is that a
-    replica is lost in place of an answer, where the rules allow that.
+    replica is lost in place of an answer, where the rules allow that, and that an update then cannot read what it had.
     """
 
     graph: Graph
@@ -79,6 +80,7 @@ class World:
         self.pending: list[Answer | Copied] = []
         self.heard: list[Event] = []
         self.told: list[list[Command]] = []
+        self.blind: set[Firing] = set()
         self.finish: Finish | None = None
         self.commit: Commit | None = None
         self.states, self.idle = States(self.scheduler), dict[str, str]()
@@ -127,6 +129,11 @@ class World:
         # A rank that has written its part at once does not say that it has copied it.
         if isinstance(event, Saved) and (copied := Copied(event.update, event.replica, event.rank)) in self.pending:
             self.pending.remove(copied)
+        if isinstance(event, Done) and event.firing in self.blind:
+            said = Unread(event.firing, event.replica, event.rank, f"{event.firing} could not read a value")
+            if not any(isinstance(one, Done) and one.firing == event.firing for one in self.pending):
+                self.blind.remove(event.firing)
+            return self.feed(said)
         if isinstance(event, Done):
             told, own = (self.setting.drops, self.setting.again, self.setting.pauses), Random(f"{event.firing}")
             dropped, again, paused = (own.random() < shares.get(event.firing.node, 0) for shares in told)
@@ -151,6 +158,16 @@ class World:
         """A replica dies, with the answers that it had to give."""
         self.pending = [event for event in self.pending if event.replica != replica]
         return self.feed(ReplicaLost(replica, "killed"))
+
+    def unreadable(self) -> list[Firing]:
+        """The firings of updates that may find a value gone, of which no rank has answered yet."""
+        own, found = self.tables, []
+        for firing, replica in self.scheduler.running.items():
+            step, ranks = own.steps[firing.node], len(own.replicas[replica].ranks)
+            left = sum(isinstance(event, Done) and event.firing == firing for event in self.pending)
+            if step.per_update and step.groups and self.scheduler.lacking and left == ranks:
+                found.append(firing)
+        return found
 
     def join(self, replica: str) -> list[Command]:
         return self.feed(ReplicaJoined(replica))
@@ -177,6 +194,8 @@ class World:
                 continue
             quick = [event for event in self.pending if not self.setting.slow & _names(event)]
             event = rng.choice(quick if quick and rng.random() < 0.97 else self.pending)
+            if (firings := self.unreadable()) and rng.random() < 0.3:
+                self.blind.add(rng.choice(firings))
             if isinstance(event, Done) and rng.random() < self.setting.fails.get(event.firing.node, 0):
                 self.fail(event)
             else:
