@@ -272,7 +272,9 @@ class Controller:
         elif word == "agent":
             host, life, reason = rest.split(" ", 2)
             # Another one may have its place by now.
-            if int(life) < self.agents.get(host, 0) or self._do_without(agent_peer(host), f"the agent of host {host} died: {reason}", known=True):
+            if int(life) < self.agents.get(host, 0) or self._do_without(
+                agent_peer(host), f"the agent of host {host} died: {reason}", known=True
+            ):
                 say({"kind": "without", "host": host})
                 return
             text = f"the agent of host {host} died, and with it {self._ranks_of(host)}: {reason}"

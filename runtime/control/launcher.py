@@ -248,10 +248,12 @@ class Launcher:
                     self._lost(controller, host, life, why)
             else:
                 self.tell({"kind": "note", "level": "warning", "text": f"an agent {host} ended: {why}"})
-        for host, life, why in self.desk.losses() if self.desk is not None else ():
+        if self.desk is None:
+            return
+        for host, life, why in self.desk.losses():
             self.desk.vacate(host, life)
             self._lost(controller, host, life, why)
-        for text in self.desk.news() if self.desk is not None else ():
+        for text in self.desk.news():
             self.tell({"kind": "note", "level": "info", "text": text})
 
     def _lost(self, controller: Child, host: str, life: int, why: str) -> None:

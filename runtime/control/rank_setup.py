@@ -138,9 +138,7 @@ class RankSetup:
         may be lost, but for those on the one host of this one."""
         home = self.plan.replica(self.replica).hosts
         ranks = [(r.name, n, one.host) for r in self.plan.replicas for n, one in enumerate(r.ranks)]
-        return frozenset(
-            owner_of(name, n) for name, n, host in ranks if name in self.elastic and home != (host,)
-        )
+        return frozenset(owner_of(name, n) for name, n, host in ranks if name in self.elastic and home != (host,))
 
     def declared(self, firing: Firing, output: str) -> type:
         """The class that the graph declares for a value. Classes come from the graph, never from a message."""

@@ -96,8 +96,8 @@ class Join(_Secrets):
     `hosts` has each host's public key: those who may ask this host's ranks for values, and whom they may ask.
     `address` is where these ranks listen for that. `modules` are what all ranks import, once for a host. `grace` are
     the seconds that the host has left once an engine tells its agent that it takes it away. `again`: a run that fails
-    by the loss of a process goes on by itself, and an agent with a ticket enrols again. `life`: how many agents have had
-    the place of this one before.
+    by the loss of a process goes on by itself, and an agent with a ticket enrols again. `life`: how many agents
+    have had the place of this one before.
     """
 
     needed: ClassVar[str] = "the join file that `penstock run --cluster` wrote for this host"

@@ -271,7 +271,7 @@ def join_replica(state: State, replica: str) -> None:
 
 
 def take_back(state: State, verdicts: Collection[str]) -> None:
-    """A firing of an update has not begun, since values that it reads are lost: it fires again when there are others."""
+    """A firing of an update has not begun, since values are lost that it reads: it fires again with others."""
     if "done" in verdicts:
         given = "given an update that some ranks have done, and others could not read"
         state.fail(f"{given}; needed all of them or none. One said {_first(state.unread)}")

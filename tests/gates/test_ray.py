@@ -153,12 +153,11 @@ def test_an_actor_that_dies_in_mid_response_is_replaced_and_its_groups_are_done_
 
 
 def test_after_an_actors_death_in_mid_sync_the_run_goes_on(cluster: RayCluster, tmp_path: Path) -> None:
-    """Half of a version is through when it dies. Without it, or, where an update is about to read its values, from the
-    last checkpoint."""
+    """Half of a version is through when it dies, and an update is perhaps about to read its values."""
     mark, options = tmp_path / "half", {"lag": LAG, "way": "messages"}
     # On a busy machine another actor takes long to come, and with it the only generator.
     common: dict[str, Any] = {"updates": UPDATES, "batch": BATCH, "versions": "pinned", "deadline": DEADLINE_S}
-    flags = toy_flags(**common, lost_replica="replace", restarts=2, checkpoint_every=1)
+    flags = toy_flags(**common, lost_replica="replace")
     troubled, nodes = {**options, "mark": str(mark), "at": 3}, Cluster(hosts=HOSTS, pools={"generator": "b"})
     folder = make_run(tmp_path / "r", LARGE, troubled, flags, cluster=nodes)
     running = cluster.penstock("resume", str(folder), "--agents", "2")
