@@ -21,6 +21,7 @@ from chart import line_chart
 from here import Job, run_here, serve, shared_base, spread_out
 from report import RESULTS, ROOT, publish, spread
 
+from penstock import cache_folder
 from penstock.graph import broadcast, program
 from penstock.graph.types import Policy, Prompts
 from penstock.nodes.advantage import group_advantage
@@ -31,7 +32,6 @@ from penstock.nodes.learn.losses import Loss
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.score import math_answer, score
 from penstock.programs.evaluate import evaluate
-from penstock.runtime.cli.base_model import cache_folder
 from penstock.runtime.control.run_config import RunOptions
 
 METHODS: Mapping[str, Loss] = {

@@ -1,16 +1,22 @@
-"""C that is compiled where it runs, for this processor."""
+"""C that is compiled where it runs, for this processor, and kept in the user's cache for later processes."""
 
 import ctypes
+import hashlib
 import os
+import secrets
 import shlex
+import shutil
+import stat
 import subprocess
 import tempfile
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from penstock import cache_folder
 from penstock.graph.types import NodeWarning
 
 COMPILE_S = 60.0
@@ -30,18 +36,76 @@ def compiler() -> str:
 
 
 def compile_c(source: Path, dtype: torch.dtype, given: Sequence[str] = ()) -> ctypes.CDLL:
-    """The functions of a file for tensors of a dtype of `DTYPES`, compiled with such definitions. Raises OSError or
-    subprocess.TimeoutExpired where it does not compile, or there is no compiler."""
-    # Compiled by each process, in a third of a second: nobody else can have written what is loaded, and it is of this
-    # processor. What is loaded stays when its file goes.
-    with tempfile.TemporaryDirectory() as folder:
-        library = str(Path(folder) / f"{source.stem}.so")
-        narrow = ["-DBF16"] if dtype == torch.bfloat16 else []
-        command = [*shlex.split(compiler()), *_FLAGS, _HEADERS, *given, *narrow, str(source), "-o", library, "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_S)
-        if done.returncode:
-            raise OSError(done.stderr.strip()[-500:] or f"status {done.returncode}")
-        return ctypes.CDLL(library)
+    """The functions of a file for tensors of a dtype of `DTYPES`, compiled with such definitions, now or by an earlier
+    process. Raises OSError or subprocess.TimeoutExpired where it does not compile, or there is no compiler."""
+    narrow = ["-DBF16"] if dtype == torch.bfloat16 else []
+    command = [*shlex.split(compiler()), *_FLAGS, _HEADERS, *given, *narrow, str(source), "-lm"]
+    name = f"{source.stem}-{_key(command, source)}.so"
+    kept = _kept()
+    try:
+        if kept is not None:
+            with suppress(OSError):  # it is not there yet, or not whole, or nothing is executed from there
+                return ctypes.CDLL(f"/proc/self/fd/{kept}/{name}")
+        # What is loaded stays when its file goes.
+        with tempfile.TemporaryDirectory() as folder:
+            library = Path(folder) / name
+            done = subprocess.run([*command, "-o", library], capture_output=True, text=True, timeout=COMPILE_S)
+            if done.returncode:
+                raise OSError(done.stderr.strip()[-500:] or f"status {done.returncode}")
+            if kept is not None:
+                with suppress(OSError):  # a full disk, say: the next process compiles it again
+                    _keep(library, kept)
+            return ctypes.CDLL(str(library))
+    finally:
+        if kept is not None:
+            os.close(kept)
+
+
+def _key(command: Sequence[str], source: Path) -> str:
+    """Of what a library follows from: the command, what it reads, its compiler, and this processor. Raises OSError
+    where there is no such compiler."""
+    program = shutil.which(command[0])
+    if program is None:
+        raise FileNotFoundError(f"no {command[0]}")
+    facts, key = os.stat(program), hashlib.sha256()
+    key.update(repr((list(command), program, facts.st_size, facts.st_mtime_ns)).encode())
+    for path in (source, *sorted(Path(__file__).parent.glob("*.h"))):
+        key.update(path.read_bytes())
+    # Of the first core, but for how fast it is at the moment.
+    first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
+    key.update("\n".join(line for line in first.splitlines() if "mhz" not in line.lower()).encode())
+    return key.hexdigest()[:32]
+
+
+def _kept() -> int | None:
+    """The folder of what was compiled before, opened; None where there can be none, or others could write to it. All
+    that is in a folder of this user's, to which nobody else may write, was put there by this user."""
+    folder = cache_folder() / "compiled"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    facts = os.fstat(opened)
+    if facts.st_uid == os.geteuid() and not stat.S_IMODE(facts.st_mode) & 0o022:
+        return opened
+    os.close(opened)
+    return None
+
+
+def _keep(library: Path, kept: int) -> None:
+    """Put a library into the folder: it is there whole or not at all, whoever else does the same. Raises OSError."""
+    half = f".{secrets.token_hex(8)}"
+    try:
+        with os.fdopen(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=kept), "wb") as file:
+            file.write(library.read_bytes())
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(half, library.name, src_dir_fd=kept, dst_dir_fd=kept)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(half, dir_fd=kept)
+        raise
 
 
 def compiled_or_warned(source: Path, dtype: torch.dtype, given: Sequence[str] = ()) -> ctypes.CDLL | None:

@@ -1,7 +1,4 @@
-"""The small model that runs start from when none is given: trained by the program `sft` once, and kept in the cache.
-
-Where what is built once is kept: $PENSTOCK_CACHE, else `penstock` in the user's cache folder.
-"""
+"""The small model that runs start from when none is given: trained by the program `sft` once, and kept in the cache."""
 
 import fcntl
 import hashlib
@@ -13,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from penstock import __path__ as roots
+from penstock import cache_folder
 from penstock.runtime.cli.display import Line
 from penstock.runtime.cli.launching import asked, configure, launch
 from penstock.runtime.cli.tracing import CommandError, trace_program
@@ -24,13 +22,6 @@ from penstock.runtime.record.folder import RunFolder, open_regular
 
 # The cluster file in the cache that `penstock doctor --measure` writes and `--cluster this` reads.
 PROFILE = "machine.toml"
-
-
-def cache_folder() -> Path:
-    given = os.environ.get("PENSTOCK_CACHE")
-    if given:
-        return Path(given).absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
 
 
 # The flags of `penstock run sft` beside the data; the rest is that program's own defaults.

@@ -25,7 +25,8 @@ import zmq
 from rich.console import Console
 from rich.text import Text
 
-from penstock.runtime.cli.base_model import PROFILE, cache_folder
+from penstock import cache_folder
+from penstock.runtime.cli.base_model import PROFILE
 from penstock.runtime.cli.flags import Output, read_flags
 from penstock.runtime.cli.tracing import CommandError, ask_child
 from penstock.runtime.cluster.cluster import THIS, Cluster, Cpu

@@ -1,8 +1,11 @@
 """What is compiled for a CPU: norms, gated activations, rotary positions and causal attention are those of the
 formulas, forward and backward, and as good without a compiler."""
 
+import ctypes
 import math
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.nodes.model import causal, elementwise
-from penstock.nodes.model.compiled import NoCompilerWarning
+from penstock.nodes.model.compiled import NoCompilerWarning, compile_c
 from penstock.nodes.model.decoder import attend_causal
 from penstock.nodes.model.elementwise import gated, rms_norm, rotate
 
@@ -193,6 +196,65 @@ def test_without_a_compiler_it_is_said_in_one_text(monkeypatch: pytest.MonkeyPat
             assert kind.__wrapped__(torch.float32) is None
         texts |= {str(each.message) for each in said}
     assert len(texts) == 1
+
+
+@pytest.fixture
+def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How often the compiler was called; the user's cache is empty."""
+    calls, program = tmp_path / "calls", tmp_path / "cc"
+    calls.touch()
+    program.write_text(f'#!/bin/sh\necho >> {calls}\nexec cc "$@"\n')
+    program.chmod(0o700)
+    monkeypatch.setenv("CC", str(program))
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    return lambda: len(calls.read_text().splitlines())
+
+
+def counting(folder: Path, number: int) -> Path:
+    source = folder / "counting.c"
+    source.write_text(f"int number(void) {{ return {number} + N; }}\n")
+    return source
+
+
+def number(library: ctypes.CDLL) -> int:
+    return int(library.number())
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_what_was_compiled_is_kept_for_what_it_follows_from(tmp_path: Path, compilations: Callable[[], int]) -> None:
+    source, kept = counting(tmp_path, 1), tmp_path / "cache" / "compiled"
+    assert [number(compile_c(source, torch.float32, ["-DN=1"])) for _ in range(3)] == [2] * 3
+    assert (compilations(), len(list(kept.iterdir()))) == (1, 1)
+    # Other definitions, another dtype, another source, another compiler.
+    assert number(compile_c(source, torch.float32, ["-DN=5"])) == 6
+    assert number(compile_c(source, torch.bfloat16, ["-DN=1"])) == 2
+    assert number(compile_c(counting(tmp_path, 7), torch.float32, ["-DN=1"])) == 8
+    (tmp_path / "cc").write_text((tmp_path / "cc").read_text() + "\n")
+    assert number(compile_c(source, torch.float32, ["-DN=1"])) == 8
+    assert (compilations(), len(list(kept.iterdir()))) == (5, 5)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_what_is_not_whole_or_may_be_others_is_compiled_again(tmp_path: Path, compilations: Callable[[], int]) -> None:
+    source, kept = counting(tmp_path, 1), tmp_path / "cache" / "compiled"
+    assert number(compile_c(source, torch.float32, ["-DN=1"])) == 2
+    (library,) = kept.iterdir()
+    whole = library.read_bytes()
+    library.unlink()  # what a process has loaded stays as it is
+    library.touch()
+    assert number(compile_c(source, torch.float32, ["-DN=1"])) == 2
+    assert (compilations(), library.stat().st_size) == (2, len(whole))
+    # A folder to which others may write: it is neither read nor written.
+    kept.chmod(0o777)
+    library.unlink()
+    assert number(compile_c(source, torch.float32, ["-DN=1"])) == 2
+    assert (compilations(), list(kept.iterdir())) == (3, [])
+    # One that is a link, perhaps of somebody else.
+    kept.rename(tmp_path / "other")
+    (tmp_path / "other").chmod(0o700)
+    kept.symlink_to(tmp_path / "other")
+    assert number(compile_c(source, torch.float32, ["-DN=1"])) == 2
+    assert (compilations(), list((tmp_path / "other").iterdir())) == (4, [])
 
 
 def test_operations_say_what_they_make_without_making_it() -> None:

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from penstock import cache_folder
 from penstock.nodes.calibrate import decoding_steps
 from penstock.runtime.cli import doctor
-from penstock.runtime.cli.base_model import PROFILE, cache_folder
+from penstock.runtime.cli.base_model import PROFILE
 from penstock.runtime.cli.doctor import Finding
 from penstock.runtime.cli.tracing import CommandError, ask_child
 from penstock.runtime.cluster.cluster import Cluster, Host, read_cluster
