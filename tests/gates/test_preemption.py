@@ -162,7 +162,7 @@ def test_one_command_is_all_that_a_job_needs_that_is_taken_away_and_given_back(t
     """From the command line: two preemptions, one of them before there is a run, and what a run alone would be."""
     words = ["toy", "--lag", "1", "--versions", "pinned", "--updates", "40", "--batch", "2", "--seed", "5", "--plain"]
     options = [word for name, ms in delays(generate=5.0, update=50.0).items() for word in (f"--{name}", str(ms))]
-    folder, whole = tmp_path / "r", tmp_path / "whole"
+    folder = tmp_path / "r"
     command = [*words, *(word.replace("_", "-") for word in options), "--grace", "60", "--resume", "auto"]
     early = subprocess.Popen([*PENSTOCK, "run", *command, "--out", str(folder)])
     until(lambda: handles(early.pid, signal.SIGTERM), "the command hears signals")
@@ -179,7 +179,8 @@ def test_one_command_is_all_that_a_job_needs_that_is_taken_away_and_given_back(t
     assert second.returncode == 0, second.stderr
     again = penstock("run", *command, "--out", str(folder))
     assert (again.returncode, "all 40 updates are done" in again.stdout) == (0, True)
-    assert penstock("run", *command, "--out", str(whole)).returncode == 0
+    flags = toy_flags(updates=40, batch=2, versions="pinned", seed=5)
+    whole = run_here(make_run(tmp_path / "whole", "toy", {"lag": 1}, flags))
     assert_equal_bits(final_state(folder, 40), final_state(whole, 40))
     assert_all_consumed(folder, 80)
 

@@ -25,16 +25,16 @@ from .running import (
     assert_equal_bits,
     final_state,
     make_run,
-    penstock,
     replayed,
     rows,
+    run_here,
     run_to_end,
     summary,
     toy_flags,
     until,
 )
 
-pytestmark = [pytest.mark.timeout(480), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(480), pytest.mark.slow, pytest.mark.xdist_group("ray")]
 UPDATES, BATCH, LAG = 8, 4, 2
 TOY = [
     "toy",
@@ -76,11 +76,9 @@ def nothing_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run on this host, with two generators."""
-    folder = tmp_path_factory.mktemp("alone") / "r"
-    done = penstock("run", *TOY, *FAST, "--generators", "2", "--out", str(folder), "--plain")
-    assert done.returncode == 0, done.stderr
-    return folder
+    """The same run on this host, in one process, with two generators."""
+    flags = toy_flags(updates=UPDATES, batch=BATCH, versions="pinned", seed=5)
+    return run_here(make_run(tmp_path_factory.mktemp("alone") / "r", "toy", {"lag": LAG}, flags, generators=2))
 
 
 def end(running: "subprocess.Popen[str]") -> tuple[int, str]:
@@ -115,13 +113,6 @@ def test_a_run_on_three_nodes_has_the_bits_of_one_on_this_host(
     assert status == 0, said
     assert_all_consumed(tmp_path / "r", UPDATES * BATCH)
     assert_equal_bits(final_state(tmp_path / "r", UPDATES), final_state(alone, UPDATES))
-
-
-def test_a_run_from_outside_of_the_cluster_by_rays_client(cluster: RayCluster, alone: Path, tmp_path: Path) -> None:
-    folder, address = tmp_path / "r", f"ray://{ADDRESS}:{CLIENT_PORT}"
-    status, said = end(cluster.penstock("run", *TOY, *FAST, "--agents", "2", "--out", str(folder), address=address))
-    assert status == 0, said
-    assert_equal_bits(final_state(folder, UPDATES), final_state(alone, UPDATES))
 
 
 def test_a_cluster_that_is_too_small_is_told_by_what_was_asked_and_what_there_is(
@@ -187,10 +178,12 @@ def test_a_run_that_cannot_do_without_it_ends_with_the_reason_of_the_actors_deat
     assert "actor" in summary(folder)["error"], said
 
 
-def test_two_runs_at_once_are_on_nodes_of_their_own(cluster: RayCluster, alone: Path, tmp_path: Path) -> None:
-    folders = [tmp_path / "one", tmp_path / "two"]
+def test_two_runs_at_once_are_on_nodes_of_their_own_be_one_from_outside_of_the_cluster_by_rays_client(
+    cluster: RayCluster, alone: Path, tmp_path: Path
+) -> None:
+    folders, outside = [tmp_path / "one", tmp_path / "two"], f"ray://{ADDRESS}:{CLIENT_PORT}"
     first = cluster.penstock("run", *TOY, *FAST, "--agents", "1", "--generators", "2", "--out", str(folders[0]))
-    second = cluster.penstock("run", *TOY, *FAST, "--agents", "2", "--out", str(folders[1]))
+    second = cluster.penstock("run", *TOY, *FAST, "--agents", "2", "--out", str(folders[1]), address=outside)
     for running in (first, second):
         status, said = end(running)
         assert status == 0, said
@@ -198,14 +191,11 @@ def test_two_runs_at_once_are_on_nodes_of_their_own(cluster: RayCluster, alone: 
         assert_equal_bits(final_state(folder, UPDATES), final_state(alone, UPDATES))
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_a_run_that_is_stopped_while_it_waits_for_nodes_keeps_none(
-    cluster: RayCluster, tmp_path: Path, number: signal.Signals, status: int
-) -> None:
+def test_a_run_that_is_stopped_while_it_waits_for_nodes_keeps_none(cluster: RayCluster, tmp_path: Path) -> None:
     running = cluster.penstock("run", *TOY, "--agents", "5", "--out", str(tmp_path / "r"))
     until_it(running, lambda: cluster.groups(), "it has asked for nodes")
-    running.send_signal(number)
-    assert end(running)[0] == status
+    running.send_signal(signal.SIGTERM)
+    assert end(running)[0] == 75
 
 
 def test_a_launcher_that_is_killed_keeps_no_nodes(cluster: RayCluster, tmp_path: Path) -> None:

@@ -19,10 +19,13 @@ from .running import (
     assert_all_consumed,
     assert_equal_bits,
     final_state,
+    make_run,
     penstock,
     replayed,
     rows,
+    run_here,
     summary,
+    toy_flags,
     until,
 )
 
@@ -31,7 +34,7 @@ PENSTOCK = (sys.executable, "-m", "penstock.runtime.cli.main")
 BATCH, UPDATES = 2, 24
 TOY = ("toy", "--lag", "1", "--versions", "pinned", "--batch", str(BATCH), "--seed", "5", "--plain")
 MS = ("--score-ms", "0", "--sync-ms", "0")
-SLOW, QUICK = ("--generate-ms", "50", "--update-ms", "150"), ("--generate-ms", "0", "--update-ms", "0")
+SLOW = ("--generate-ms", "50", "--update-ms", "150")
 
 
 @contextmanager
@@ -84,8 +87,8 @@ def test_a_trainer_that_is_killed_twice_is_started_again_and_the_run_has_the_bit
     assert summary(folder)["status"] == "done"
     assert_all_consumed(folder, UPDATES * BATCH)
     assert len(read_segments(folder / "events.log")[0]) == 3
-    whole = tmp_path / "whole"
-    assert penstock("run", *TOY, *MS, *QUICK, "--updates", str(UPDATES), "--out", str(whole)).returncode == 0
+    flags = toy_flags(updates=UPDATES, batch=BATCH, versions="pinned", seed=5)
+    whole = run_here(make_run(tmp_path / "whole", "toy", {"lag": 1}, flags))
     assert_equal_bits(final_state(folder, UPDATES), final_state(whole, UPDATES))
     replayed(folder)
 

@@ -26,7 +26,7 @@ from penstock.runtime.plan.run_plan import KEY, RunPlan, pool_layouts, run_plan
 from penstock.runtime.plan.search import Solution
 from penstock.runtime.plan.workload import Lognormal, Workload
 
-CASES, FAST = 200, 4
+CASES, FAST = 64, 4
 """Drawn cases, and the first ones, which are in each run of the tests."""
 PROGRAMS = ("aipo", "grpo", "ppo", "rlhf", "dapo", "online_dpo", "moving_reference", "tool_use", "ema", "remax")
 DENSE = sorted(name for name, shape in SHAPES.items() if not model_lack(shape))
