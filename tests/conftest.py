@@ -1,4 +1,4 @@
-"""What holds for all tests: nothing of Hypothesis goes by the clock, for a shared machine is slow at any moment; and with
+"""What holds for all tests: nothing of Hypothesis goes by the clock, for a shared machine is slow at any moment; with
 several workers, what takes longest begins first.
 """
 
