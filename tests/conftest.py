@@ -2,6 +2,9 @@
 several workers, what takes longest begins first.
 """
 
+import tempfile
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -26,3 +29,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return min(place.get(name, len(LONGEST)) for name in names)
 
     items.sort(key=order)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests, libraries and their processes put into the machine's folder of temporary files is in pytest's, which
+    removes it: many of them are killed, and remove nothing."""
+    folder = tmp_path_factory.getbasetemp() / "t"  # short, since the paths of Unix sockets are
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", str(folder))
+        yield

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Lock, Thread
 from time import monotonic
 from typing import IO, Any, Self
@@ -41,6 +42,8 @@ class TrackerProcess:
         self.where, self.logged, self.closed, self.warning = "", -1, False, ""
         self.ending = False
         self._log = AppendFile(folder.logs / f"tracker-{name}.log")
+        # Clients leave files there that they would remove at an orderly end, which not all of them come to.
+        self._temporary = TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True)
         command = [sys.executable, "-m", "penstock.runtime.record.track_run", name, str(folder.path), str(first)]
         # A session of its own: Ctrl-C is the run's, whose last rows are still to come.
         self.process = subprocess.Popen(
@@ -48,6 +51,7 @@ class TrackerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            env={**os.environ, "TMPDIR": self._temporary.name},
             start_new_session=True,
         )
         assert self.process.stdout is not None
@@ -110,6 +114,7 @@ class TrackerProcess:
             self.process.wait()
         for thread in self._threads:
             thread.join(LAST_LINES_S)
+        self._temporary.cleanup()
 
 
 class TrackerProcesses:

@@ -6,6 +6,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -214,9 +215,13 @@ FIGURES = {"accuracy_before": 0.25, "accuracy_after": 0.75}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_tracker_has_each_update_once_over_the_lives_of_a_run(name: str, made: Callable[..., Life]) -> None:
+def test_a_tracker_has_each_update_once_over_the_lives_of_a_run_and_leaves_nothing_else(
+    name: str, made: Callable[..., Life], tmp_path: Path, monkeypatch: Patch
+) -> None:
     if lack := lacks(name):
         pytest.skip(lack)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     life = made(name, track_project="arith", lora=4)
     life.start()
     life.rows(*(row(update, 0.5) for update in range(5)))
@@ -245,6 +250,7 @@ def test_a_tracker_has_each_update_once_over_the_lives_of_a_run(name: str, made:
     files = [path for path in life.folder.path.rglob("*") if path.is_file()]
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
     assert len(list(life.folder.logs.glob("tracker-*.log"))) == 1
+    assert list(tmp_path.glob("temporary/penstock-*")) == []
 
 
 # A client that is none: what a test writes into its `log` is what happens to the tracker's process.
