@@ -263,10 +263,9 @@ def test_an_update_in_parts_works_while_the_rest_is_generated() -> None:
         assert period_bound(made, seconds, BATCH).seconds == pytest.approx(period_s)
 
 
-@PROCESSES
-def test_parts_of_a_batch_make_one_value_and_one_row(tmp_path: Path, processes: bool) -> None:
+def test_parts_of_a_batch_make_one_value_and_one_row(tmp_path: Path) -> None:
     whole = run(tmp_path, "accumulating", lag=0, accumulate=0)
-    parts = run(tmp_path, "accumulating", processes=processes, lag=0, accumulate=1)
+    parts = run(tmp_path, "accumulating", lag=0, accumulate=1)
     assert_equal_bits(final_state(parts, UPDATES), final_state(whole, UPDATES))
     for one, other, count in zip(rows(whole), rows(parts), (3.0,) * UPDATES, strict=True):
         assert (one["total"], one["parts"], one["groups"]) == (other["total"], 1.0, BATCH)
@@ -303,8 +302,7 @@ def test_minibatches_that_do_not_divide_the_batch_are_refused_before_anything_st
     assert check(trace(found, {"minibatches": 3}), batch=6) == []
 
 
-@PROCESSES
-@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize(("lag", "processes"), [(0, False), (2, False), pytest.param(2, True, marks=pytest.mark.slow)])
 def test_updates_in_a_row_make_one_version(tmp_path: Path, lag: int, processes: bool) -> None:
     pinned = replace(TOY, versions="pinned")
     found = rows(run(tmp_path, "in_a_row", processes=processes, lag=lag, flags=pinned))
@@ -325,8 +323,10 @@ def test_a_node_fires_where_and_when_the_call_says(tmp_path: Path) -> None:
 # Delays -------------------------------------------------------------------------------------------------------
 
 
-@PROCESSES
-@pytest.mark.parametrize(("lag", "delayed"), [(0, 0), (1, 1), (2, 3), (2, 0)])
+@pytest.mark.parametrize(
+    ("lag", "delayed", "processes"),
+    [(0, 0, False), (1, 1, False), (2, 3, False), (2, 0, False), pytest.param(2, 3, True, marks=pytest.mark.slow)],
+)
 def test_the_groups_of_an_update_see_exactly_the_updates_before_it_less_the_lag(
     tmp_path: Path, lag: int, delayed: int, processes: bool
 ) -> None:

@@ -52,8 +52,7 @@ def last_update(folder: Path) -> int:
     return saved.update if saved else 0
 
 
-@pytest.mark.parametrize("who", ["launcher", "agent"])
-@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize(("who", "lag"), [("launcher", 0), ("agent", 2)])
 def test_a_run_that_is_preempted_and_started_again_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, who: str, lag: int
 ) -> None:
