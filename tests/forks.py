@@ -1,4 +1,4 @@
-"""Other processes of a test, forked from one that has imported torch once: they start in milliseconds, not seconds.
+"""Other processes of a test, forked from one that has imported what they call: they start in milliseconds, not seconds.
 
 peer = Forked("tests.runtime.tensor.peer:main", "source", str(path))      # like a Popen with pipes
 """
@@ -19,13 +19,16 @@ from time import sleep
 import psutil
 
 LOOK_S = 0.005
+HERE = Path(__file__).parent
 
 
 @cache
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    # Optimizers import it when they are made, each process by itself.
-    context.set_forkserver_preload(["torch._dynamo"])
+    # What each process would import by itself: what they call, and what that imports when it is called.
+    cases = [f"tests.nodes.{path.stem}" for path in sorted((HERE / "nodes").glob("*_cases.py"))]
+    later = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+    context.set_forkserver_preload([*later, *cases, "tests.nodes.ranked", "tests.runtime.tensor.peer"])
     return context
 
 

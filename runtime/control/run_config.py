@@ -376,13 +376,16 @@ class RunConfig:
         return 2 + max(Tables(graph, self.plan).max_lag for graph in self.graphs) * bool(self.elastic)
 
     def modules(self) -> tuple[str, ...]:
-        """Modules of Penstock that ranks import for the makers and the nodes of this run, sorted.
+        """Modules that ranks import for the makers and the nodes of this run, sorted.
 
         Those of the user are not among them: what they do when they are imported is for each rank by itself.
         """
+        # With these torch cuts a model over ranks, and their import takes each of them half a second.
+        cut = any(len(replica.ranks) > 1 for replica in self.plan.replicas)
+        torch = {"torch.distributed.fsdp", "torch.distributed.tensor.parallel"} if cut else set()
         paths = [argument.maker for graph in self.graphs for argument in graph.arguments]
         paths += [node.op for graph in self.graphs for node in graph.nodes if node.construct == "call"]
-        return tuple(sorted({path.partition(":")[0] for path in paths if path.startswith("penstock.")}))
+        return tuple(sorted(torch | {path.partition(":")[0] for path in paths if path.startswith("penstock.")}))
 
     @property
     def offload(self) -> Offload:

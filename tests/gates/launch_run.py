@@ -17,6 +17,7 @@ def tell(line: dict[str, Any]) -> None:
 if __name__ == "__main__":
     folder = RunFolder.open(sys.argv[1])
     folder.lock()
-    flags = RunConfig.load(folder).flags
+    config = RunConfig.load(folder)
     cluster = Cluster.model_validate(folder.read_json("config.json")["asked"]["cluster"])
-    sys.exit(Launcher(folder.path, sys.argv[2], cluster, tell, grace=flags.grace).run())
+    launcher = Launcher(folder.path, sys.argv[2], cluster, tell, grace=config.flags.grace, modules=config.modules())
+    sys.exit(launcher.run())
