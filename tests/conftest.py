@@ -4,6 +4,8 @@ several workers, what takes longest begins first.
 
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,24 +13,63 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
 
-# Files and tests that would be waited for at the end if they began there, the longest first. Of tests that are marked
-# slow, those of a file are apart, unless a mark `xdist_group` keeps them together; of others, they are together.
+# Of tests that are marked slow each goes to any worker by itself, but for those that share what takes long to make: by
+# the names of their files, or by their own, which go before; "" is for itself.
+SHARING = {
+    "test_ray": "a Ray cluster",
+    "test_slurm": "a Slurm cluster",
+    "test_ppo_learns_and_its_critic_comes_to_expect_the_reward": "a taught policy",
+    "test_a_student_comes_closer_to_its_teacher": "a taught policy",
+    "test_a_reward_model_learns_to_tell_right_from_wrong": "a reward model",
+    "test_rlhf_finds_right_answers_by_the_reward_model_alone": "a reward model",
+    "test_vllm": "processes with vLLM",
+    "test_aipo_runs_with_vllm_in_an_interpreter_of_the_generators_own": "",
+    "test_a_run_samples_with_ranks_that_share_a_model": "",
+    "test_a_generator_that_dies_within_a_swap_is_named_and_the_run_goes_on_from_its_checkpoint": "",
+    "test_what_vllm_cannot_do_is_refused_before_a_run": "",
+}
+# Files and tests that would be waited for at the end if they began there, the longest first.
 LONGEST = (
     "test_ray",
+    "test_vllm",
     "test_slurm",
+    "test_what_the_command_and_all_programs_print_is_what_it_was",
+    "test_pods",
+    "test_torchrun",
+    "test_models_learn",
+    "test_a_policy_that_seldom_calls_a_tool_learns_to_call_it",
+    "test_an_algorithm_makes_the_base_better",
+    "test_run_plan",
+    "test_equal_bits",
+    "test_trackers",
+    "test_processes",
+    "test_desk",
 )
 
 
+def names(nodeid: str) -> tuple[str, str]:
+    """Of a test its own name and that of its file."""
+    path, _, name = nodeid.partition("::")
+    return name.partition("[")[0], Path(path).stem
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """What `--dist loadgroup` is here."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Apart(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            found = [SHARING[name] for name in names(nodeid) if name in SHARING]
+            return (found and found[0]) or nodeid
+
+    return Apart(config, log) if config.getoption("dist") == "loadgroup" else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not hasattr(config, "workerinput"):
-        return
-    place = {name: number for number, name in enumerate(LONGEST)}
-
-    def order(item: pytest.Item) -> int:
-        names = item.path.stem, item.name.partition("[")[0]
-        return min(place.get(name, len(LONGEST)) for name in names)
-
-    items.sort(key=order)
+    if hasattr(config, "workerinput"):
+        place = {name: number for number, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: min(place.get(name, len(LONGEST)) for name in names(item.nodeid)))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -34,7 +34,7 @@ from .running import (
     until,
 )
 
-pytestmark = [pytest.mark.timeout(480), pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.timeout(480), pytest.mark.slow]
 UPDATES, BATCH, LAG = 8, 4, 2
 TOY = [
     "toy",

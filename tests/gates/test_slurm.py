@@ -32,7 +32,7 @@ from .running import (
 )
 from .slurm import LOGIN, NODES, Slurm, Unavailable, unpacked
 
-pytestmark = [pytest.mark.timeout(480), pytest.mark.slow, pytest.mark.xdist_group("slurm")]
+pytestmark = [pytest.mark.timeout(480), pytest.mark.slow]
 PENSTOCK = (sys.executable, "-m", "penstock.runtime.cli.main")
 BATCH, SEED, LAG = 2, 5, 1
 # What a job is in when it has ended, and its nodes are free again.

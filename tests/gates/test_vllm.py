@@ -29,8 +29,6 @@ pytestmark = [
 ]
 
 Found = Mapping[str, Any]
-# One process of the tests asks, for all that are answered.
-of_cases = pytest.mark.xdist_group("cases")
 
 
 def asked(folder: Path, kind: str, ranks: int = 1) -> list[Found]:
@@ -72,7 +70,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     return asked(tmp_path_factory.mktemp("cases") / "ranks", "untied", 2)
 
 
-@of_cases
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 def test_weights_that_come_within_a_response_make_its_next_tokens(kind: str, request: pytest.FixtureRequest) -> None:
     """And every token has the log-probability that the trainer gives it with the weights of its version."""
@@ -92,7 +89,6 @@ def assert_swapped_within(every: Found) -> None:
     assert found["copied"] == 0
 
 
-@of_cases
 def test_ranks_that_share_a_model_sample_the_same_tokens_each_from_its_part_of_the_weights(ranks: list[Found]) -> None:
     """What arrived is proved on each, by the digests of the whole, and as a trainer that shares it so computes it."""
     for found in ranks:
@@ -104,7 +100,6 @@ def test_ranks_that_share_a_model_sample_the_same_tokens_each_from_its_part_of_t
     assert second["mismatches"] == [measured]
 
 
-@of_cases
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 def test_the_first_group_after_a_swap_is_measured(kind: str, request: pytest.FixtureRequest) -> None:
     found = request.getfixturevalue(kind)["swapped_within"]
@@ -113,7 +108,6 @@ def test_the_first_group_after_a_swap_is_measured(kind: str, request: pytest.Fix
     assert found["models"] == 1
 
 
-@of_cases
 def test_segments_go_on_with_newer_weights(untied: Found) -> None:
     found = untied["paused"]
     assert found["segments"] > 1
@@ -122,7 +116,6 @@ def test_segments_go_on_with_newer_weights(untied: Found) -> None:
     assert found["longest"] > 6
 
 
-@of_cases
 def test_a_conversation_goes_on_after_the_tokens_that_were_sampled(untied: Found) -> None:
     found = untied["turns"]
     assert found["kept"] == [True, True]
@@ -130,7 +123,6 @@ def test_a_conversation_goes_on_after_the_tokens_that_were_sampled(untied: Found
     assert max(found["differences"].values()) < CLOSE
 
 
-@of_cases
 def test_a_response_ends_with_a_stop_string_or_a_stop_token_or_its_bound(untied: Found) -> None:
     ended = untied["stopped"]["rows"]
     assert any(text.endswith("a") for text, _, _ in ended)
@@ -139,12 +131,10 @@ def test_a_response_ends_with_a_stop_string_or_a_stop_token_or_its_bound(untied:
         assert finished or length == 24
 
 
-@of_cases
 def test_temperature_zero_takes_the_likeliest_token_and_is_not_measured(untied: Found) -> None:
     assert untied["greedy"] == {"alike": True, "logprobs": 0.0, "measured": False}
 
 
-@of_cases
 def test_weights_that_vllm_does_not_compute_with_stop_the_run_and_are_named(
     untied: Found, tied: Found, ranks: list[Found]
 ) -> None:

@@ -14,8 +14,6 @@ from tests.gates.running import assert_equal_bits, make_run, rows, run_here, sta
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # the first one may have to build the base
 
 Row = dict[str, Any]
-# Of tests that share a run one process makes it.
-of_reward_model, of_taught = (pytest.mark.xdist_group(name) for name in ("a reward model", "a taught policy"))
 
 
 def run(path: Path, program: str, options: dict[str, Any], base: str, updates: int, **flags: Any) -> Path:
@@ -45,7 +43,6 @@ def taught(base: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, l
     return folder / "checkpoints" / "00000014" / "policy", rows(folder)
 
 
-@of_taught
 def test_ppo_learns_and_its_critic_comes_to_expect_the_reward(taught: tuple[Path, list[Row]]) -> None:
     _, figures = taught
     assert gain(figures, "reward_mean") > 0.25
@@ -54,7 +51,6 @@ def test_ppo_learns_and_its_critic_comes_to_expect_the_reward(taught: tuple[Path
     assert figures[-1]["value_mean"] > 0.4
 
 
-@of_reward_model
 def test_a_reward_model_learns_to_tell_right_from_wrong(reward_model: tuple[Path, list[Row]]) -> None:
     folder, figures = reward_model
     assert figures[0]["accuracy"] == 0.5
@@ -62,7 +58,6 @@ def test_a_reward_model_learns_to_tell_right_from_wrong(reward_model: tuple[Path
     assert (folder / "config.json").exists()
 
 
-@of_reward_model
 def test_rlhf_finds_right_answers_by_the_reward_model_alone(
     tmp_path: Path, base: str, reward_model: tuple[Path, list[Row]]
 ) -> None:
@@ -79,7 +74,6 @@ def test_online_dpo_learns_from_best_and_worst(tmp_path: Path, base: str) -> Non
     assert max(row["margin"] for row in figures) > 0.5
 
 
-@of_taught
 @pytest.mark.parametrize("full", [False, True])
 def test_a_student_comes_closer_to_its_teacher(
     tmp_path: Path, base: str, taught: tuple[Path, list[Row]], full: bool
