@@ -53,17 +53,22 @@ def names(nodeid: str) -> tuple[str, str]:
     return name.partition("[")[0], Path(path).stem
 
 
+def group(nodeid: str) -> str:
+    """Of the tests that one worker takes."""
+    found = [SHARING[name] for name in names(nodeid) if name in SHARING]
+    return (found and found[0]) or nodeid
+
+
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """What `--dist loadgroup` is here."""
-    from xdist.scheduler import LoadScopeScheduling
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """What `--dist loadgroup` is here: xdist's own one does not know pytest 9's names of tests."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
-    class Apart(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            found = [SHARING[name] for name in names(nodeid) if name in SHARING]
-            return (found and found[0]) or nodeid
-
-    return Apart(config, log) if config.getoption("dist") == "loadgroup" else None
+    made = LoadScopeScheduling(config, log)
+    made._split_scope = group
+    return made
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
