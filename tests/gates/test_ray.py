@@ -178,7 +178,7 @@ def test_a_run_that_cannot_do_without_it_ends_with_the_reason_of_the_actors_deat
     assert "actor" in summary(folder)["error"], said
 
 
-def test_two_runs_at_once_are_on_nodes_of_their_own_be_one_from_outside_of_the_cluster_by_rays_client(
+def test_two_runs_at_once_one_from_outside_are_on_nodes_of_their_own(
     cluster: RayCluster, alone: Path, tmp_path: Path
 ) -> None:
     folders, outside = [tmp_path / "one", tmp_path / "two"], f"ray://{ADDRESS}:{CLIENT_PORT}"
