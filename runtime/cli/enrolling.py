@@ -144,6 +144,16 @@ def enrolment(flags: AgentsFlags, folder: RunFolder, name: str, need: Need | Non
             raise
 
 
+def agents_words(flags: AgentsFlags) -> list[str]:
+    """The words of a command line that say whose agents a run is on: they are to be said again where it goes on."""
+    words = []
+    for name in ("on", "agents", "bind", "ticket_keys", "place"):
+        if value := getattr(flags, name):
+            given = value if isinstance(value, tuple) else (value,)
+            words += [f"--{name.replace('_', '-')}", *map(str, given)]
+    return words
+
+
 def check_agents(flags: AgentsFlags, cluster: str) -> None:
     """Raises CommandError for flags of agents that contradict others, or that say something of agents that are none."""
     given = {"--agents": flags.agents, "--bind": flags.bind, "--ticket-keys": flags.ticket_keys, "--place": flags.place}

@@ -41,15 +41,17 @@ from penstock.runtime.control.signals import (
 from penstock.runtime.record.checkpoints import latest_checkpoint, read_best
 from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.event_log import read_segments
-from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.folder import JOB, RunFolder
 from penstock.runtime.record.metrics import LOST, read_rows
 from penstock.runtime.record.trackers import lacks
+from penstock.runtime.record.typed_json import ConfigFile
 from penstock.runtime.schedule.compile import Tables, check_rules
 from penstock.runtime.schedule.events import Event
 from penstock.runtime.schedule.replay import SegmentOrigin
 
 # The largest event log that is followed for the summary of a run whose controller could write none.
 LOG_BYTES = 32 << 20
+SCRIPT, _ = JOB
 # Seconds for trackers at the end of a run that is preempted. What they have not taken then, a resume hands them.
 HASTE_S = 0.5
 STATUS = {DONE: "done", INTERRUPTED: "stopped", PREEMPTED: "stopped"}
@@ -94,9 +96,11 @@ def asked(
     cluster: Cluster,
     digests: Mapping[str, str],
     wanted: Mapping[str, Any] | None = None,
+    agents: Sequence[str] = (),
 ) -> dict[str, Any]:
     """What the user asked for and where, as `config.json` keeps it; `digests` are those of the data files, `wanted` is
-    what another command line is compared with that goes on with the run."""
+    what another command line is compared with that goes on with the run, `agents` are the words that say whose agents
+    it is on."""
     return {
         "program": name,
         "command": list(argv),
@@ -104,6 +108,7 @@ def asked(
         "digests": dict(digests),
         "wanted": dict(wanted or {}),
         "cluster": cluster.model_dump(mode="json"),
+        "agents": list(agents),
         "penstock": __version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -183,7 +188,7 @@ def go(
     with suppress(OSError):
         for error in errors:
             print(visible(f"penstock: {error}"), file=sys.stderr)
-        text = summary_text(summary, updates, relative(folder.path), drawn)
+        text = summary_text(summary, updates, relative(folder.path), drawn, going_on(folder))
         print(json.dumps(summary) if flags.json else visible(text))
     return status
 
@@ -321,8 +326,9 @@ def _made(folder: RunFolder, accuracy: Mapping[str, float | None], seconds: floa
     }
 
 
-def summary_text(summary: Mapping[str, Any], updates: int, folder: str, report: str = "") -> str:
-    """The summary for people. `updates` are those that were asked for; `report` says where the page is."""
+def summary_text(summary: Mapping[str, Any], updates: int, folder: str, report: str = "", command: str = "") -> str:
+    """The summary for people. `updates` are those that were asked for; `report` says where the page is, `command` how
+    to go on, where that is not by `penstock resume` alone."""
     before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
     rows = [("status", str(summary["status"]))]
     if before is not None or after is not None:
@@ -349,8 +355,22 @@ def summary_text(summary: Mapping[str, Any], updates: int, folder: str, report: 
         if at < done:
             held = f"the last checkpoint, of update {at}" if at else f"{begin}, since there is no checkpoint"
             begin = f"{held} ({done - at} update{'s' if done - at > 1 else ''} will be done again)"
-        rows.append(("to go on", f"penstock resume {quote(folder)}, from {begin}"))
+        rows.append(("to go on", f"{command or f'penstock resume {quote(folder)}'}, from {begin}"))
     return "\n".join(f"{name:<11}{value}" for name, value in rows)
+
+
+def going_on(folder: RunFolder) -> str:
+    """The command that goes on with the run of a folder, as one would type it here; "" for one without a config."""
+    try:
+        was = folder.read_json("config.json", ConfigFile).get("asked", {})
+    except RecordError:
+        return ""
+    words, path = was.get("agents", []), folder.path
+    # A job's script is in the run folder; that of an array beside the folders of its tasks.
+    for script, task in ((path / SCRIPT, ""), (path.parent / SCRIPT, f"--array={quote(path.name)} ")):
+        if "slurm" in words and script.is_file():
+            return f"sbatch {task}{quote(relative(script))}"
+    return " ".join(["penstock resume", quote(relative(path)), *map(quote, words)])
 
 
 def relative(path: Path) -> str:

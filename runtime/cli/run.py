@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from penstock.graph.hub import model_folder
 from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.cli.display import Display
-from penstock.runtime.cli.enrolling import Enrolled, check_agents, enrolment, needed_agents, placed, tell
+from penstock.runtime.cli.enrolling import Enrolled, agents_words, check_agents, enrolment, needed_agents, placed, tell
 from penstock.runtime.cli.flags import (
     ELSEWHERE,
     NEW,
@@ -33,7 +33,7 @@ from penstock.runtime.cli.flags import (
     read_flags,
     with_changes,
 )
-from penstock.runtime.cli.launching import asked, configure, decided, go, require_start
+from penstock.runtime.cli.launching import asked, configure, decided, go, going_on, require_start
 from penstock.runtime.cli.planned import chosen, machines, plan_lacks, require_devices, require_precision
 from penstock.runtime.cli.submitting import Submission, submitter
 from penstock.runtime.cli.tracing import CommandError, Traced, faults_text, require_inputs
@@ -147,7 +147,7 @@ def _run(
         def prepare(display: Display) -> None:
             model = str(base_model(flags.data, display.tell)) if needs_base else config.flags.model
             complete = replace(config, flags=replace(config.flags, model=model))
-            complete.write(folder, asked(argv[0], argv, cluster, digests, _wanted(traced, flags)))
+            complete.write(folder, asked(argv[0], argv, cluster, digests, _wanted(traced, flags), agents_words(flags)))
             if config.flags.offload == "on" and (why := why_no_turns(config.graph, config.plan)):
                 text = f"--offload on frees no memory that anybody needs: {why}"
                 display.tell({"kind": "note", "level": "warning", "text": text})
@@ -312,6 +312,9 @@ def _go_on(
         if wanted == done and summary.get("status") == "done":
             raise _AllDone(f"{folder.path}: all {done} updates are done; --updates {2 * done} would go on")
         former = cluster = _cluster_of(folder, was)
+        if was.get("agents") and not (flags.on or flags.cluster or flags.in_process):
+            given = "given a run whose hosts were agents with a ticket, which have ended with it"
+            raise CommandError(f"{folder.path}: {given}; needed: {going_on(folder)}", 2)
         need = needed_agents(flags, options) if flags.on and options.first_generators else None
         enrolled = stack.enter_context(enrolment(flags, folder, config.graph.name, need)) if flags.on else None
         if enrolled is not None:
@@ -344,9 +347,10 @@ def _go_on(
             seen = require_inputs(config.graphs, config.flags)
         require_devices(config.plan, cluster, config.flags.dtype, seen)
         require_precision(config.graphs, cluster, config.flags)
-        if config != before:
+        words = agents_words(flags)
+        if config != before or words != was.get("agents", []):
             said = {"cluster": cluster.model_dump(mode="json"), "wanted": command or was.get("wanted", {})}
-            config.write(folder, {**was, **said})
+            config.write(folder, {**was, **said, "agents": words})
         # It tells how the last life ended, and this one may be killed before it can tell.
         path.unlink(missing_ok=True)
         earlier = float(summary.get("wall_s", logged))

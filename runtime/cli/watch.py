@@ -22,7 +22,7 @@ from rich.console import Console
 from penstock.graph.ir import Firing
 from penstock.runtime.cli.display import Line, dashboard, open_display
 from penstock.runtime.cli.flags import FolderFlags, read_flags
-from penstock.runtime.cli.launching import relative, summary_text
+from penstock.runtime.cli.launching import going_on, relative, summary_text
 from penstock.runtime.control.messages import read_record
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.record.errors import RecordError, visible
@@ -126,7 +126,7 @@ def watch_in_terminal(folder: RunFolder, *, plain: bool, once: bool) -> int:
             print(visible(f"penstock watch: {error}"), file=sys.stderr)
         summary = watched.summary()
         if summary is not None and "command_s" in summary:
-            print(visible(summary_text(summary, updates, shown)))
+            print(visible(summary_text(summary, updates, shown, command=going_on(folder))))
     return 0
 
 

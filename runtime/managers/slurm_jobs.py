@@ -124,6 +124,8 @@ trap 'kill -TERM $run' TERM
 while kill -0 $run 2>/dev/null; do wait $run; done
 wait $run
 status=$?
+# Of what ends this shell from here on, as a requeue does, nobody has to hear.
+trap '' USR1 TERM
 
 # 75: it was stopped, with a checkpoint if there was time. It goes on, perhaps on other nodes, as when it has lost one.
 again=no

@@ -30,6 +30,7 @@ class Asked(TypedDict, total=False):
     folder: Text
     digests: dict[str, Text]
     cluster: dict[str, Any]
+    agents: list[Text]
     penstock: Text
 
 

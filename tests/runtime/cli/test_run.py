@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from penstock.graph import load, trace
 from penstock.runtime.cli import base_model, run, starting, tracing
 from penstock.runtime.cli.display import Line
 from penstock.runtime.cli.flags import RunFlags
-from penstock.runtime.cli.launching import finish, summary_text
+from penstock.runtime.cli.launching import finish, going_on, summary_text
 from penstock.runtime.cli.planned import require_devices
 from penstock.runtime.cli.tracing import CommandError, Traced, ask_child, require_inputs
 from penstock.runtime.cluster.cluster import Cluster
@@ -702,3 +703,25 @@ def test_where_other_hosts_have_another_shape_the_plan_is_made_anew_and_says_why
     assert resume(on_two, "--cluster", cluster) == 0
     assert said in capsys.readouterr().out
     assert set(hosts_of(processes.configs[1]).values()) <= set(names)
+
+
+@pytest.mark.parametrize(("words", "script", "needed"), [
+    (["--on", "agents", "--agents", "2"], "", "penstock resume {} --on agents --agents 2"),
+    (["--on", "slurm"], "job.sh", "sbatch {}/job.sh"),
+    (["--on", "slurm"], "../job.sh", "sbatch --array=run {}/job.sh"),
+    (["--on", "slurm"], "", "penstock resume {} --on slurm"),
+])  # fmt: skip
+def test_a_run_whose_agents_have_ended_says_how_it_goes_on(
+    processes: Processes, on_two: RunFolder, tmp_path: Path, words: list[str], script: str, needed: str
+) -> None:
+    said = json.loads(on_two.config.read_text())
+    on_two.config.write_text(json.dumps(said | {"asked": said["asked"] | {"agents": words}}))
+    if script:
+        (on_two.path / script).write_text("")
+    place = on_two.path.parent if script.startswith("..") else on_two.path
+    assert going_on(on_two) == needed.format(place)
+    with pytest.raises(CommandError, match=re.escape(f"needed: {needed.format(place)}")):
+        resume(on_two)
+    # Those of a file are known from then on.
+    cluster = hosts_file(tmp_path / "others.toml", "n7", "n8")
+    assert (resume(on_two, "--cluster", cluster), resume(on_two, "--updates", 99)) == (0, 0)
