@@ -313,8 +313,8 @@ def _go_on(
             raise _AllDone(f"{folder.path}: all {done} updates are done; --updates {2 * done} would go on")
         former = cluster = _cluster_of(folder, was)
         if was.get("agents") and not (flags.on or flags.cluster or flags.in_process):
-            given = "given a run whose hosts were agents with a ticket, which have ended with it"
-            raise CommandError(f"{folder.path}: {given}; needed: {going_on(folder)}", 2)
+            ended = "given a run whose hosts were agents with a ticket, which have ended with it"
+            raise CommandError(f"{folder.path}: {ended}; needed: {going_on(folder)}", 2)
         need = needed_agents(flags, options) if flags.on and options.first_generators else None
         enrolled = stack.enter_context(enrolment(flags, folder, config.graph.name, need)) if flags.on else None
         if enrolled is not None:
