@@ -35,7 +35,7 @@ from penstock.graph.protocols import TENSOR
 from penstock.graph.types import Metrics, NodeWarning, Rollouts
 from penstock.nodes.generate.conversation import Response, SampledGroup, StopStrings
 from penstock.nodes.generate.groups import GroupStream, Holder
-from penstock.nodes.generate.kv_cache import DecodeMemory
+from penstock.nodes.generate.kv_cache import CacheSize, DecodeMemory
 from penstock.nodes.generate.sampling import MOST_MISMATCH, keyed_uniform, mismatch
 from penstock.nodes.model.eight_bit import require_products
 from penstock.nodes.model.hf import point_at
@@ -77,8 +77,8 @@ class Engine(GroupStream):
         self.unpacked = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
         num_slots = -(-context.slots // ROW_TILE) * ROW_TILE
         shape = model.attention_config, num_slots, self.length, context.max_tokens
-        self.size = *shape, model.dtype, context.device, self.records
-        DecodeMemory.check(*self.size)
+        self.size = CacheSize(*shape, model.dtype, context.device, self.records)
+        self.size.require_memory()
         self.memory: DecodeMemory | None = None
         stops = np.zeros(spec.config.vocab_size, dtype=bool)
         stops[list(spec.tokenizer.stops)] = True
@@ -109,7 +109,7 @@ class Engine(GroupStream):
             return finished
         if self.behaviour.version != self.version:
             self._renew()
-        memory = self.memory = self.memory or DecodeMemory(*self.size)
+        memory = self.memory = self.memory or DecodeMemory(self.size)
         slots, num_slots = self.slots, len(self.slots.live)
         with torch.inference_mode():
             self._place(memory)
@@ -143,7 +143,7 @@ class Engine(GroupStream):
         self.check_weights()
         self.version = self.behaviour.version
         point_at(self.model, self.behaviour.tensors, f"weights of version {self.version}")
-        self.model.pack(self.size[1])
+        self.model.pack(self.size.slots)
         # A response begins on one version: rows that have sampled nothing begin again.
         self.queue.extendleft(reversed(self.slots.forget()))
 

@@ -4,6 +4,7 @@ Shapes: R rows of a pass, S slots, G key-value heads, H query heads, C positions
 of a response.
 """
 
+from dataclasses import dataclass
 from heapq import nlargest
 
 import psutil
@@ -21,17 +22,56 @@ from penstock.nodes.open_model import spec_of
 GPU_ROWS = 256
 
 
+@dataclass(frozen=True)
+class CacheSize:
+    """What a cache is for: `slots` of `length` positions each, `max_tokens` of them for a response, of a model of this
+    shape and dtype. `routes`: are the experts of each token recorded?"""
+
+    config: ModelConfig
+    slots: int
+    length: int
+    max_tokens: int
+    dtype: torch.dtype
+    device: str
+    routes: bool = False
+
+    @property
+    def stored(self) -> torch.dtype:
+        """What keys and values are kept in."""
+        groups = self.config.num_key_value_heads
+        return stored_dtype(self.dtype, self.device, self.config.num_attention_heads // groups, self.config.head_dim)
+
+    def require_memory(self) -> None:
+        """Raises ValueError if the device has less memory left than the cache takes."""
+        config, positions = self.config, self.config.num_hidden_layers * self.length * self.slots
+        taken = 2 * positions * config.num_key_value_heads * config.head_dim * self.stored.itemsize
+        taken += self.routes * 2 * positions * config.num_experts_per_tok
+        if torch.device(self.device).type == "cuda":
+            # What torch holds and has not given out counts as taken for the driver.
+            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            available = torch.cuda.mem_get_info(self.device)[0] + unused
+        else:
+            available = psutil.virtual_memory().available
+        if taken > available:
+            raise ValueError(
+                f"generate: given {self.slots} slots of {self.length} positions, whose keys and values take {taken} "
+                f"bytes ({taken / 2**30:.1f} GiB), needed at most the {available} bytes ({available / 2**30:.1f} GiB) "
+                f"that {self.device} has left: give fewer --slots or fewer --max-tokens, or the program an option "
+                f"max_prompt (tokens of the longest prompt) below {self.length - self.max_tokens}"
+            )
+
+
 class Cache:
     """Keys and values of all slots, and the attention of one forward pass over them.
 
     `keys` and `values` are [layers, S, G, C, K]; the last position of a slot is never part of a conversation.
     """
 
-    def __init__(self, config: ModelConfig, slots: int, length: int, dtype: torch.dtype, device: str) -> None:
-        shape = (config.num_hidden_layers, slots, config.num_key_value_heads, length, config.head_dim)
-        stored = stored_dtype(dtype, device, config.num_attention_heads // config.num_key_value_heads, config.head_dim)
-        self.keys, self.values = (slot_memory(shape, stored, device) for _ in range(2))
-        self._slots_R = self._positions_R = torch.arange(slots, device=device)
+    def __init__(self, size: CacheSize) -> None:
+        config = size.config
+        shape = (config.num_hidden_layers, size.slots, config.num_key_value_heads, size.length, config.head_dim)
+        self.keys, self.values = (slot_memory(shape, size.stored, size.device) for _ in range(2))
+        self._slots_R = self._positions_R = torch.arange(size.slots, device=size.device)
 
     def begin(self, slots_R: Tensor, positions_R: Tensor) -> None:
         """Prepare a pass: row r is the token at `positions_R[r]` of slot `slots_R[r]`, whose earlier ones are there or
@@ -53,64 +93,27 @@ class DecodeMemory:
     """What a generator keeps on its device, as zeros: the cache of all slots, what is uploaded for a pass over `rows`
     tokens (in `inputs_4R`: tokens, slots, positions, and the number of the next token in its response), and the draws
     of whole responses. All addresses stay. `experts_SCLK` are those that the token at each position went through; None
-    unless `routes` are recorded. A slot has `length` positions, `max_tokens` of them for a response.
+    unless `size` says that they are recorded.
 
-    Raises ValueError as `check` does: weights have come since it was asked.
+    Raises ValueError as `CacheSize.require_memory` does: weights have come since it was asked.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        slots: int,
-        length: int,
-        max_tokens: int,
-        dtype: torch.dtype,
-        device: str,
-        routes: bool = False,
-    ) -> None:
-        self.check(config, slots, length, max_tokens, dtype, device, routes)
-        self.cache = Cache(config, slots, length, dtype, device)
+    def __init__(self, size: CacheSize) -> None:
+        size.require_memory()
+        config, slots, device = size.config, size.slots, size.device
+        self.cache = Cache(size)
         # What reading the weights takes, a GPU computes so many rows in.
         self.rows = slots if torch.device(device).type == "cpu" else max(slots, GPU_ROWS)
         self.inputs_4R = torch.zeros(4, self.rows, dtype=torch.long, device=device)
-        self.uniform_ST = torch.zeros(slots, max_tokens, dtype=torch.float64, device=device)
-        shape = slots, length, config.num_hidden_layers, config.num_experts_per_tok
-        self.experts_SCLK = torch.zeros(shape, dtype=torch.int16, device=device) if routes else None
+        self.uniform_ST = torch.zeros(slots, size.max_tokens, dtype=torch.float64, device=device)
+        shape = slots, size.length, config.num_hidden_layers, config.num_experts_per_tok
+        self.experts_SCLK = torch.zeros(shape, dtype=torch.int16, device=device) if size.routes else None
 
     def copy(self, source: int, slots_M: Tensor, length: int) -> None:
         """The first `length` positions of slot `source` to others."""
         self.cache.copy(source, slots_M, length)
         if self.experts_SCLK is not None:
             self.experts_SCLK[slots_M, :length] = self.experts_SCLK[source, None, :length]
-
-    @staticmethod
-    def check(
-        config: ModelConfig,
-        slots: int,
-        length: int,
-        max_tokens: int,
-        dtype: torch.dtype,
-        device: str,
-        routes: bool = False,
-    ) -> None:
-        """Raises ValueError if the device has less memory left than the cache takes."""
-        groups, width = config.num_key_value_heads, config.head_dim
-        stored = stored_dtype(dtype, device, config.num_attention_heads // groups, width)
-        taken = 2 * config.num_hidden_layers * groups * width * length * slots * stored.itemsize
-        taken += routes * 2 * config.num_hidden_layers * config.num_experts_per_tok * length * slots
-        if torch.device(device).type == "cuda":
-            # What torch holds and has not given out counts as taken for the driver.
-            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            available = torch.cuda.mem_get_info(device)[0] + unused
-        else:
-            available = psutil.virtual_memory().available
-        if taken > available:
-            raise ValueError(
-                f"generate: given {slots} slots of {length} positions, whose keys and values take {taken} bytes "
-                f"({taken / 2**30:.1f} GiB), needed at most the {available} bytes ({available / 2**30:.1f} GiB) that "
-                f"{device} has left: give fewer --slots or fewer --max-tokens, or the program an option max_prompt "
-                f"(tokens of the longest prompt) below {length - max_tokens}"
-            )
 
 
 # Prompts of a file that are encoded before a run starts, the longest texts first: a few seconds of work. Of those that

@@ -21,7 +21,7 @@ from penstock.nodes.generate import attention, generate, make_engine
 from penstock.nodes.generate.attention import attend
 from penstock.nodes.generate.conversation import SampledGroup
 from penstock.nodes.generate.engine import Engine
-from penstock.nodes.generate.kv_cache import Cache, DecodeMemory
+from penstock.nodes.generate.kv_cache import Cache, CacheSize, DecodeMemory
 from penstock.nodes.generate.sampling import Sampler, keyed_uniform
 from penstock.nodes.learn.batching import Packed
 from penstock.nodes.learn.logprobs import packed_logprobs
@@ -528,7 +528,7 @@ def test_passes_over_a_cache_are_the_whole_forward_and_a_prompt_has_the_bits_of_
         whole_SCD = model(tokens_SC)
     with torch.inference_mode():
         model.pack(SLOTS)
-        caches = [Cache(CACHE_CONFIG, SLOTS, 64, dtype, "cpu") for _ in range(2)]
+        caches = [Cache(CacheSize(CACHE_CONFIG, SLOTS, 64, 8, dtype, "cpu")) for _ in range(2)]
         for position in range(30):
             step_SD = step(caches[0], list(range(SLOTS)), [position] * SLOTS)
             error_SD = (step_SD - whole_SCD[:, position]).float().abs()
@@ -561,7 +561,7 @@ def test_a_layer_of_a_pass_is_at_most_sixteen_operations_one_of_them_attention_i
         model = CausalLM(replace(CACHE_CONFIG, num_hidden_layers=layers))
         model.init_weights(0)
         model.pack(SLOTS)
-        cache = Cache(model.config, SLOTS, 64, torch.float32, "cpu")
+        cache = Cache(CacheSize(model.config, SLOTS, 64, 8, torch.float32, "cpu"))
         tokens_R1, positions_R = torch.zeros(SLOTS, 1, dtype=torch.long), torch.zeros(SLOTS, dtype=torch.long)
         cache.begin(torch.arange(SLOTS), positions_R)
         with torch.inference_mode(), Operations() as seen:
@@ -578,16 +578,17 @@ def test_a_layer_of_a_pass_is_at_most_sixteen_operations_one_of_them_attention_i
 def test_a_cache_that_does_not_fit_is_refused_before_it_is_taken(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    cache = DecodeMemory(CACHE_CONFIG, SLOTS, 72, 8, dtype, "cpu").cache
+    size = CacheSize(CACHE_CONFIG, SLOTS, 72, 8, dtype, "cpu")
+    cache = DecodeMemory(size).cache
     taken = cache.keys.nbytes + cache.values.nbytes
     for lacks in (0, 1):
         available = SimpleNamespace(available=taken - lacks)
         monkeypatch.setattr("psutil.virtual_memory", lambda available=available: available)
-        for use in (DecodeMemory, DecodeMemory.check):
+        for use in (DecodeMemory, CacheSize.require_memory):
             with (
                 pytest.raises(ValueError, match=r"fewer --slots .* max_prompt .* below 64") if lacks else nullcontext()
             ):
-                use(CACHE_CONFIG, SLOTS, 72, 8, dtype, "cpu")
+                use(size)
 
 
 def test_without_a_compiler_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
