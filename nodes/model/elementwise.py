@@ -27,36 +27,33 @@ _PLAIN = (Tensor, nn.Parameter)
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang and Sennrich, arXiv 1910.07467, equation 4), in
     float32 at least and rounded once."""
-    if not suits(x, weight_D):
+    learns = _learns(x, weight_D)
+    if not suits(x, weight_D, learns=learns):
         return F.rms_norm(x, weight_D.shape, weight_D, eps)
-    if not _learns(x, weight_D):
-        return torch.ops.penstock.rms_norm(x, weight_D, eps)  # type: ignore[no-any-return]
-    if functions(x.dtype) is None:
-        return F.rms_norm(x, weight_D.shape, weight_D, eps)
-    return _RmsNorm.apply(x, weight_D, eps)  # type: ignore[no-any-return,no-untyped-call]
+    if learns:
+        return _RmsNorm.apply(x, weight_D, eps)  # type: ignore[no-any-return,no-untyped-call]
+    return torch.ops.penstock.rms_norm(x, weight_D, eps)  # type: ignore[no-any-return]
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up (Shazeer, arXiv 2002.05202), rounded once."""
-    if not suits(gate, up):
+    learns = _learns(gate, up)
+    if not suits(gate, up, learns=learns):
         return _plain_gated(gate, up)
-    if not _learns(gate, up):
-        return torch.ops.penstock.gated(gate, up)  # type: ignore[no-any-return]
-    if functions(gate.dtype) is None:
-        return _plain_gated(gate, up)
-    return _Gated.apply(gate, up)  # type: ignore[no-any-return,no-untyped-call]
+    if learns:
+        return _Gated.apply(gate, up)  # type: ignore[no-any-return,no-untyped-call]
+    return torch.ops.penstock.gated(gate, up)  # type: ignore[no-any-return]
 
 
 def rotate(q_BSHK: Tensor, k_BSGK: Tensor, cos_BS1K: Tensor, sin_BS1K: Tensor) -> tuple[Tensor, Tensor]:
     """Each pair (x[i], x[i + K/2]) of queries and keys turned by its position's angle (Su et al., arXiv 2104.09864,
     equation 34). The first half of `sin` is negative, B may be left out of both tables."""
-    if not suits(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K):
+    learns = _learns(q_BSHK, k_BSGK)
+    if not suits(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K, learns=learns):
         return _plain_rotate(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K)
-    if not _learns(q_BSHK, k_BSGK):
-        return torch.ops.penstock.rotate(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K, False)  # type: ignore[no-any-return]
-    if functions(q_BSHK.dtype) is None:
-        return _plain_rotate(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K)
-    return _Rotate.apply(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K)  # type: ignore[no-any-return,no-untyped-call]
+    if learns:
+        return _Rotate.apply(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K)  # type: ignore[no-any-return,no-untyped-call]
+    return torch.ops.penstock.rotate(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K, False)  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -77,11 +74,13 @@ def functions(dtype: torch.dtype) -> ctypes.CDLL | None:
     return found
 
 
-def suits(*tensors: Tensor) -> bool:
-    """Are the compiled ones for such tensors? They are plain ones on a CPU, all float32 or all bfloat16."""
+def suits(*tensors: Tensor, learns: bool) -> bool:
+    """Are the operations for such tensors? They are plain ones on a CPU, all float32 or all bfloat16. Where something
+    `learns` there has to be a compiler, too: without one an operation is torch's own, and has no gradient."""
     # On a meta tensor it is as on a GPU: what is counted there is what is computed there. A DTensor has its own rules.
     dtype = tensors[0].dtype
-    return dtype in DTYPES and all(x.device.type == "cpu" and x.dtype == dtype and type(x) in _PLAIN for x in tensors)
+    plain = all(x.device.type == "cpu" and x.dtype == dtype and type(x) in _PLAIN for x in tensors)
+    return plain and dtype in DTYPES and not (learns and functions(dtype) is None)
 
 
 def _learns(*tensors: Tensor) -> bool:
