@@ -6,7 +6,7 @@ them to the others are four numbers a token: the largest logit, and sums.
 Shapes: P predicted tokens, D hidden width, V vocabulary, W words of a rank, C tokens of one chunk.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -120,26 +120,8 @@ class _Chunked(torch.autograd.Function):
         return torch.cat(logprobs), entropy_P
 
     @staticmethod
-    def backward(ctx: Any, grad_P: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
-        """∂ log π(y) / ∂ logit_v = (1[v = y] − π(v)) / T."""
-        hidden_PD, weight_VD, targets_P, temperature_P = ctx.saved_tensors
-        grad_hidden_PD = torch.empty_like(hidden_PD)
-        grad_weight_VD = _sum_like(weight_VD) if ctx.needs_input_grad[1] else None
-        for rows in _chunks(len(targets_P), ctx.size):
-            hidden_CD, grad_C = hidden_PD[rows], grad_P[rows]
-            temperature_C = None if temperature_P is None else temperature_P[rows]
-            grad_CV = torch.softmax(_logits(hidden_CD, weight_VD, temperature_C), dim=-1)
-            grad_C = grad_C if temperature_C is None else grad_C / temperature_C
-            grad_CV.mul_(-grad_C[:, None])
-            grad_CV.scatter_add_(1, targets_P[rows, None], grad_C[:, None])
-            # Products in the weights' own type, as autograd's; their sum over chunks is in float32.
-            grad_CV = grad_CV.to(weight_VD.dtype)
-            grad_hidden_PD[rows] = grad_CV @ weight_VD
-            if grad_weight_VD is not None:
-                grad_weight_VD += grad_CV.T @ hidden_CD
-            del grad_CV
-        grad_weight_VD = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_PD, grad_weight_VD, None, None, None, None
+    def backward(ctx: Any, grad_P: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        return _gradients(ctx, grad_P, lambda logits_CV, rows: torch.softmax(logits_CV, dim=-1))
 
 
 def logprobs_over_ranks(
@@ -198,7 +180,7 @@ class _OverRanks(torch.autograd.Function):
         sums_3P[2] = (sums_3P[2] - largest_P) * here_P
         sum_P, weighted_P, target_P = words.sum(sums_3P)
         log_P = sum_P.log()
-        ctx.save_for_backward(hidden_PD, weight_WD, rows_P, here_P, temperature_P, largest_P + log_P)
+        ctx.save_for_backward(hidden_PD, weight_WD, rows_P, temperature_P, here_P, largest_P + log_P)
         ctx.size = size
         entropy_P = log_P - weighted_P / sum_P
         ctx.mark_non_differentiable(entropy_P)
@@ -206,30 +188,38 @@ class _OverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_P: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """As `_Chunked`'s, of this rank's words."""
-        hidden_PD, weight_WD, rows_P, here_P, temperature_P, log_P = ctx.saved_tensors
-        grad_hidden_PD = torch.empty_like(hidden_PD)
-        grad_weight_WD = _sum_like(weight_WD) if ctx.needs_input_grad[1] else None
-        # Of a logit, and not of a logit over its temperature.
-        grad_P = grad_P if temperature_P is None else grad_P / temperature_P
-        for rows in _chunks(len(rows_P), ctx.size):
-            hidden_CD, grad_C = hidden_PD[rows], grad_P[rows]
-            temperature_C = None if temperature_P is None else temperature_P[rows]
-            grad_CW = _logits(hidden_CD, weight_WD, temperature_C).sub_(log_P[rows, None]).exp_()
-            grad_CW.mul_(-grad_C[:, None])
-            grad_CW.scatter_add_(1, rows_P[rows, None], (grad_C * here_P[rows])[:, None])
-            grad_CW = grad_CW.to(weight_WD.dtype)
-            grad_hidden_PD[rows] = grad_CW @ weight_WD
-            if grad_weight_WD is not None:
-                grad_weight_WD += grad_CW.T @ hidden_CD
-            del grad_CW
-        grad_weight_WD = None if grad_weight_WD is None else grad_weight_WD.to(weight_WD.dtype)
-        return grad_hidden_PD, grad_weight_WD, None, None, None, None
+        *_, here_P, log_P = ctx.saved_tensors
+        return _gradients(ctx, grad_P, lambda logits_CW, rows: logits_CW.sub_(log_P[rows, None]).exp_(), here_P)
 
 
-def _sum_like(weight: Tensor) -> Tensor:
-    """Zeros to add a weight's gradient up in."""
-    return torch.zeros_like(weight, dtype=torch.float32)
+def _gradients(
+    ctx: Any, grad_P: Tensor, probabilities: Callable[[Tensor, slice], Tensor], here_P: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    """The gradients of hidden states and of the head, and None for the other four inputs, by chunks of tokens whose
+    logits are computed again: ∂ log π(y) / ∂ logit_v = (1[v = y] − π(v)) / T.
+
+    `probabilities` makes π of the logits of some tokens; `here_P` says whether a target is among this rank's words, None
+    if all are.
+    """
+    hidden_PD, weight_VD, targets_P, temperature_P, *_ = ctx.saved_tensors
+    grad_hidden_PD = torch.empty_like(hidden_PD)
+    grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+    # Of a logit, and not of a logit over its temperature.
+    grad_P = grad_P if temperature_P is None else grad_P / temperature_P
+    grad_target_P = grad_P if here_P is None else grad_P * here_P
+    for rows in _chunks(len(targets_P), ctx.size):
+        temperature_C = None if temperature_P is None else temperature_P[rows]
+        grad_CV = probabilities(_logits(hidden_PD[rows], weight_VD, temperature_C), rows)
+        grad_CV.mul_(-grad_P[rows, None])
+        grad_CV.scatter_add_(1, targets_P[rows, None], grad_target_P[rows, None])
+        # Products in the weights' own type, as autograd's; their sum over chunks is in float32.
+        grad_CV = grad_CV.to(weight_VD.dtype)
+        grad_hidden_PD[rows] = grad_CV @ weight_VD
+        if grad_weight_VD is not None:
+            grad_weight_VD += grad_CV.T @ hidden_PD[rows]
+        del grad_CV  # before the next chunk's logits are there
+    grad_weight_VD = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
+    return grad_hidden_PD, grad_weight_VD, None, None, None, None
 
 
 def _chunks(length: int, size: int) -> Iterator[slice]:
