@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Protocol, TypeVar, cast
 
-from penstock.graph.types import Batchable, joined, row_numbers
+from penstock.graph.types import Batchable, joined, row_numbers, taken
 
 B = TypeVar("B", bound=Batchable)
 
@@ -42,7 +42,7 @@ class Present:
         return () if isinstance(self.values, tuple) else tuple(self.values.shape[1:])
 
     def read(self, rows: Sequence[int]) -> Any:
-        return _taken(self.values, rows)
+        return taken(self.values, rows)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Joined:
         found = joined(pieces, self.widths)
         order = [place for places in wanted.values() for place in places]
         back = sorted(range(len(order)), key=order.__getitem__)
-        return found if back == list(range(len(back))) else _taken(found, back)
+        return found if back == list(range(len(back))) else taken(found, back)
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,3 @@ def _deferring(kind: type[Batchable]) -> type:
         **{name: column(name) for name in names},
     }
     return type(kind.__name__, (_Deferred, kind), body)
-
-
-def _taken(values: Any, rows: Sequence[int]) -> Any:
-    return tuple(values[row] for row in rows) if isinstance(values, tuple) else values[list(rows)]

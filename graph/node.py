@@ -16,6 +16,7 @@ from penstock.graph.errors import defined, fault, nearest
 from penstock.graph.imports import path_of
 from penstock.graph.interface import Interface, interface
 from penstock.graph.ir import Clock
+from penstock.graph.protocols import Stream
 from penstock.graph.trace import Handle, current, recording
 from penstock.graph.types import COLUMNS, MOST_FIGURES, NAME_LENGTH, Metrics, Rewards, Weights
 
@@ -297,6 +298,20 @@ class Paused:
     """
 
     value: Any
+
+
+def fire(stream: Stream, inputs: Mapping[str, Any]) -> Any:
+    """The outputs of one firing of a stream that is called outside of a run. Raises what made it fail."""
+    tag = object()
+    stream.submit(tag, inputs)
+    while True:
+        results = dict(stream.step())
+        if isinstance(made := results.get(tag), Paused):
+            stream.submit(tag, {**inputs, "paused": made.value})
+        elif isinstance(made, BaseException):
+            raise made
+        elif tag in results:
+            return made
 
 
 class UntrustedError(RuntimeError):

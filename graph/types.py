@@ -46,6 +46,12 @@ NAME_LENGTH, MOST_FIGURES = 100, 1000
 MAX_PROMPT = 2048
 
 
+def random_key(*parts: str | int) -> int:
+    """A 63-bit key for randomness: a pure function of `parts`."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
 class NodeWarning(UserWarning):
     """What a node has to tell the user of a run: `warnings.warn("…", NodeWarning)`.
 
@@ -143,8 +149,7 @@ class Context:
 
     def key(self, *parts: str | int) -> int:
         """A 63-bit key for this node's randomness: a pure function of seed, node and `parts`."""
-        text = "/".join(map(str, (self.seed, self.node, *parts)))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+        return random_key(self.seed, self.node, *parts)
 
     @property
     def _evaluated(self) -> tuple[str, str]:
@@ -341,13 +346,7 @@ class Batchable:
         """
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         index = row_numbers(rows, len(self), type(self).__name__)
-
-        def taken(column: Any) -> Any:
-            if column is None:
-                return None
-            return tuple(column[row] for row in index) if isinstance(column, tuple) else column[index]
-
-        return type(self)(**{name: taken(column) for name, column in columns.items()})
+        return type(self)(**{name: taken(column, index) for name, column in columns.items()})
 
 
 @dataclass
@@ -437,19 +436,11 @@ class Rollouts(Batchable):
     def concat(cls, parts: Sequence[Self]) -> Self:
         """One value with the rows of all parts. Rows without log-probabilities get NaN if other rows have them."""
         for name, without in _WITHOUT.items():
-            if len({getattr(part, name) is None for part in parts}) > 1:
-                parts = [
-                    part if getattr(part, name) is not None else replace(part, **{name: without(part)})
-                    for part in parts
-                ]
-        if len({part.experts_NSLK is None for part in parts}) > 1:
-            like = next(part.experts_NSLK for part in parts if part.experts_NSLK is not None)
-            parts = [
-                p
-                if p.experts_NSLK is not None
-                else replace(p, experts_NSLK=like.new_zeros((len(p), 1, *like.shape[2:])))
-                for p in parts
-            ]
+            columns = [getattr(part, name) for part in parts]
+            like = next((column for column in columns if column is not None), None)
+            if like is not None:
+                given = zip(parts, columns, strict=True)
+                parts = [p if c is not None else replace(p, **{name: without(p, like)}) for p, c in given]
         return super().concat(parts)
 
     @property
@@ -490,12 +481,14 @@ class Rollouts(Batchable):
         return lengths_N
 
 
-# What stands for a column in rows without it, where they are joined with rows that have it.
-_WITHOUT: Mapping[str, Callable[[Rollouts], Array]] = {
-    "logprobs_NT": lambda part: part.versions_NT * math.nan,
-    "replayed_N": lambda part: part.response_lengths_N < 0,
-    "prefixes_N": lambda part: part.response_lengths_N * 0 - 1,
-    "prefix_lengths_N": lambda part: part.response_lengths_N * 0,
+# What stands for a column in rows without it, where they are joined with rows that have it: made of these rows, and of
+# the column of some others.
+_WITHOUT: Mapping[str, Callable[[Rollouts, Array], Array]] = {
+    "logprobs_NT": lambda part, like: part.versions_NT * math.nan,
+    "replayed_N": lambda part, like: part.response_lengths_N < 0,
+    "prefixes_N": lambda part, like: part.response_lengths_N * 0 - 1,
+    "prefix_lengths_N": lambda part, like: part.response_lengths_N * 0,
+    "experts_NSLK": lambda part, like: like.new_zeros((len(part), 1, *like.shape[2:])),
 }
 
 
@@ -680,6 +673,13 @@ def row_numbers(rows: "Sequence[int] | Array", count: int, name: str) -> list[in
         needed = f"0 to {count - 1}, or True or False for each row"
         raise ValueError(f"{name}.take: given row {wrong[0]!r}, needed {needed}")
     return index
+
+
+def taken(column: Any, rows: Sequence[int]) -> Any:
+    """These rows of a column, in this order: of an array or a tuple; None of one that is None."""
+    if column is None:
+        return None
+    return tuple(column[row] for row in rows) if isinstance(column, tuple) else column[list(rows)]
 
 
 def joined(values: Sequence[Any], widths: Sequence[int] = ()) -> Any:

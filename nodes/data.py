@@ -14,7 +14,6 @@ For a model that can call a calculator a problem has two digits, "37+58=". The t
 So calling pays.
 """
 
-import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from penstock.graph.protocols import Source
-from penstock.graph.types import Batchable, Context, Prompts
+from penstock.graph.types import Batchable, Context, Prompts, random_key
 from penstock.nodes.data_files import (
     DataError,
     FileProblem,
@@ -241,8 +240,7 @@ def held_out(digits: int) -> tuple[Problem, ...]:
     """The problems of the evaluation, which depend on nothing but the number of digits."""
     chosen: dict[Problem, None] = {}
     for index in count():
-        digest = hashlib.blake2b(f"held-out/{index}".encode(), digest_size=8).digest()
-        chosen[Problem.draw(int.from_bytes(digest, "big") >> 1, digits)] = None
+        chosen[Problem.draw(random_key("held-out", index), digits)] = None
         if len(chosen) == HELD_OUT:
             break
     return tuple(chosen)

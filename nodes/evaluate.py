@@ -5,6 +5,7 @@ from typing import Any
 
 from penstock.graph import node, requires
 from penstock.graph.ir import PRECISIONS
+from penstock.graph.node import fire
 from penstock.graph.types import Context, Metrics, Weights
 from penstock.nodes.data import open_prompts
 from penstock.nodes.generate import make_engine
@@ -62,13 +63,7 @@ def measure(
 
     It reads nothing but weights, so no update waits for it: `measure.every(10)(broadcast(policy))`.
     """
-    # A run drives the engine itself; this is for a call by hand, which waits for its own exam.
-    tag = object()
-    examiner.submit(tag, {"behaviour": behaviour})
-    while True:
-        for done, metrics in examiner.step():
-            if done is tag:
-                return examiner, metrics
+    return examiner, fire(examiner, {"behaviour": behaviour})
 
 
 measure.precisions = PRECISIONS

@@ -6,7 +6,6 @@ groups of an update), so a lost group, a wrong order or stale weights change the
 `jitter_ms` adds to each firing's `ms` between nothing and so much more, keyed by the firing.
 """
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,19 @@ import torch
 from torch import Tensor
 
 from penstock.graph import node
+from penstock.graph.node import fire
 from penstock.graph.protocols import Carried, Source
-from penstock.graph.types import Context, Metrics, Policy, Prompts, Replies, Rewards, Rollouts, Weights
+from penstock.graph.types import (
+    Context,
+    Metrics,
+    Policy,
+    Prompts,
+    Replies,
+    Rewards,
+    Rollouts,
+    Weights,
+    random_key,
+)
 from penstock.nodes.environments.environment import environment
 from penstock.nodes.learn.batching import behaviour_logprobs, sampled_mask
 
@@ -88,7 +98,7 @@ class FakeEngine:
     def _make_token(self, group: _Group) -> None:
         ordinal, place = group.prompts.ordinals[0], group.begin + len(group.made)
         weights_W = group.behaviour.tensors["values"]
-        keys_N = torch.tensor([key("token", ordinal, sample, place) % WIDTH for sample in range(self.samples)])
+        keys_N = torch.tensor([random_key("token", ordinal, sample, place) % WIDTH for sample in range(self.samples)])
         logprobs_N = -weights_W[keys_N].float().abs()
         # The token depends on the weights, too: what stale ones have made changes the next policy.
         group.made.append((keys_N + (logprobs_N * 1000).long().abs(), logprobs_N, group.behaviour.version))
@@ -140,14 +150,9 @@ def _continued(before: Rollouts, replies: Replies, made: Rollouts) -> Rollouts:
     )
 
 
-def key(*parts: str | int) -> int:
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
 def duration(ms: float, jitter_ms: float, name: str, index: int) -> float:
     """Milliseconds of one firing."""
-    return ms + jitter_ms * (key("jitter", name, index) % 10_000) / 10_000
+    return ms + jitter_ms * (random_key("jitter", name, index) % 10_000) / 10_000
 
 
 @contextmanager
@@ -222,11 +227,7 @@ def fake_generate(
     With a `conversation` and `replies`, four tokens more in each row that is not done, after one for the reply.
     """
     inputs = {"prompts": prompts, "behaviour": behaviour, "conversation": conversation, "replies": replies}
-    engine.submit(0, inputs)
-    finished: Sequence[tuple[Any, Any]] = ()
-    while not finished:
-        finished = engine.step()
-    return engine, finished[0][1]
+    return engine, fire(engine, inputs)
 
 
 @environment
@@ -241,8 +242,8 @@ def fake_environment(
     and 1 that depends on all of its tokens."""
     ordinal, turn = rollouts.ordinals[0], max(rollouts.turns())
     with lasting(ms, jitter_ms, f"fake_environment.{turn}", ordinal):
-        done = [spoken > key("turns", ordinal, row) % most for row, spoken in enumerate(rollouts.turns())]
-        texts = tuple(str(key("reply", ordinal, row, turn) % 1000) for row in range(len(rollouts)))
+        done = [spoken > random_key("turns", ordinal, row) % most for row, spoken in enumerate(rollouts.turns())]
+        texts = tuple(str(random_key("reply", ordinal, row, turn) % 1000) for row in range(len(rollouts)))
         rewards_N = (rollouts.tokens_NS.sum(1) % 101).float() / 100
     return Replies(texts, ("user",) * len(texts), torch.tensor(done), rewards_N)
 

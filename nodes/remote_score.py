@@ -24,6 +24,7 @@ from urllib.error import HTTPError
 import torch
 
 from penstock.graph import node, requires
+from penstock.graph.node import fire
 from penstock.graph.requires import Call
 from penstock.graph.types import Context, Metrics, Rewards, Rollouts
 from penstock.nodes.environments.environment import STEP_S
@@ -166,14 +167,7 @@ def remote_score(
 
     Metrics: `reward_mean`, `asked_again` (calls that were made again, per row).
     """
-    tag = object()
-    scorer.submit(tag, {"rollouts": rollouts})
-    while True:
-        for found, result in scorer.step():
-            if isinstance(result, BaseException):
-                raise result
-            if found is tag:
-                return scorer, *result
+    return scorer, *fire(scorer, {"rollouts": rollouts})
 
 
 def web_address(call: Call) -> None:

@@ -17,8 +17,7 @@ from penstock.graph.engines import ENGINES, OURS, EngineName
 from penstock.graph.errors import Fault, GraphError
 from penstock.graph.imports import load
 from penstock.graph.ir import PRECISIONS
-from penstock.graph.node import NodeDef, Paused
-from penstock.graph.protocols import Stream
+from penstock.graph.node import NodeDef, fire
 from penstock.graph.requires import Call
 from penstock.graph.types import Context, Metrics, Prefixes, Prompts, Replies, Rollouts, Weights
 from penstock.nodes.generate.conversation import SampledGroup, SampledRow, never_said
@@ -144,7 +143,7 @@ def generate(
         raise ValueError(f"generate: given {given}, needed the options that its engine was made with: {made}")
     inputs = {"prompts": prompts, "behaviour": behaviour, "conversation": conversation, "replies": replies}
     inputs["after"] = after
-    rollouts, metrics = _fire(stream, inputs)
+    rollouts, metrics = fire(stream, inputs)
     return stream, rollouts, metrics
 
 
@@ -275,22 +274,10 @@ def reply(
     made = (replier.ask, replier.over, replier.reward, replier.role)
     if made != (ask, over, reward, role):
         raise ValueError("reply: given other options than those that its state was made with, needed the same")
-    replies, metrics = _fire(replier, {"rollouts": rollouts, "behaviour": behaviour, "earlier": earlier})
+    replies, metrics = fire(replier, {"rollouts": rollouts, "behaviour": behaviour, "earlier": earlier})
     return replier, replies, metrics
 
 
 # `generate.of(judge)` as the second node of `alternate` is this node with the judge's weights.
 generate.answering = reply
 generate.precisions = reply.precisions = PRECISIONS
-
-
-def _fire(stream: Stream, inputs: Mapping[str, Any]) -> Any:
-    """The outputs of one firing of a stream that is called outside of a run."""
-    tag = object()
-    stream.submit(tag, inputs)
-    while True:
-        results = dict(stream.step())
-        if isinstance(made := results.get(tag), Paused):
-            stream.submit(tag, {**inputs, "paused": made.value})
-        elif tag in results:
-            return made

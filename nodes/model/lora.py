@@ -7,7 +7,6 @@ of what goes into A, DoRA, rsLoRA, adapters of embedding and head.
 Shapes: in, out: of W [out, in]; r: rank; A [r, in], B [out, r].
 """
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.graph.errors import nearest
+from penstock.graph.types import random_key
 from penstock.nodes.model.config import ModelError
 from penstock.nodes.model.kernels import Linear
 
@@ -132,8 +132,7 @@ def initial(name: str, shape: Sequence[int], seed: int) -> Tensor:
     """An adapter's matrix before it has learnt, float32: a function of the seed and of its name."""
     if name.endswith(B):
         return torch.zeros(*shape)
-    key = hashlib.blake2b(f"{seed}/lora/{name}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(key, "big") >> 1)
+    generator = torch.Generator().manual_seed(random_key(seed, "lora", name))
     # Kaiming's uniform with a = √5, as peft draws it, and torch a linear map.
     return (torch.rand(*shape, generator=generator) * 2 - 1) / math.sqrt(shape[-1])
 
