@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypedDict
 
@@ -260,6 +260,10 @@ class Graph:
 
     def replace(self, **changes: Any) -> "Graph":
         return replace(self, **changes)
+
+    def at_lag(self, lag: int, broadcasts: Collection[str]) -> "Graph":
+        """The graph with the weights of these broadcasts at most `lag` updates old."""
+        return self.replace(nodes=tuple(replace(n, lag=lag) if n.name in broadcasts else n for n in self.nodes))
 
     def to_json(self) -> dict[str, Json]:
         return {

@@ -296,12 +296,10 @@ def run_plan(
 
 def at_lag(graph: Graph, lag: int) -> Graph:
     """The graph with weights that are at most so many updates old."""
-    sent = [node for node in graph.nodes if node.construct == "broadcast" and (node.lag or 0) > lag]
-    own = {node.lag for node in sent}
-    nodes = tuple(replace(node, lag=lag) if node in sent else node for node in graph.nodes)
+    sent = {node.name: node.lag for node in graph.nodes if node.construct == "broadcast" and (node.lag or 0) > lag}
     # What the program calls its lag says so, too.
-    options = tuple((name, lag if name == "lag" and value in own else value) for name, value in graph.options)
-    return graph.replace(nodes=nodes, options=options)
+    said = ((name, lag if name == "lag" and value in sent.values() else value) for name, value in graph.options)
+    return graph.at_lag(lag, sent.keys()).replace(options=tuple(said))
 
 
 def pool_layouts(roles: Roles, best: Solution, cluster: Cluster) -> dict[str, PoolLayout]:

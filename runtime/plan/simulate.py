@@ -336,7 +336,7 @@ class Scene:
         return 0 if self.plan.shared else self.roles.lag
 
     def run(self, updates: int) -> "Simulated":
-        graph = relagged(self.graph, self.roles, self.lag)
+        graph = self.at(self.lag).graph
         if self.plan.shared:
             graph = graph.replace(nodes=tuple(replace(node, accumulate=0) for node in graph.nodes))
         tables = Tables(graph, self.places(graph))
@@ -353,8 +353,8 @@ class Scene:
                 yield lag, self.at(lag).run(updates).result
 
     def at(self, lag: int) -> "Scene":
-        """The same with another lag."""
-        return replace(self, graph=relagged(self.graph, self.roles, lag))
+        """The same with weights of the generator that may be `lag` updates old."""
+        return replace(self, graph=self.graph.at_lag(lag, {self.roles.cycle[1]}))
 
     @property
     def in_flight(self) -> int:
@@ -503,9 +503,3 @@ class Simulated:
         low, high = plan.confidence.range_s(self.result.steady_s)
         what = f"{what}: {low:g} to {high:g} s per update, {plan.confidence.words}"
         return f"<p>{escape(what)}</p>{self.result._repr_html_()}"
-
-
-def relagged(graph: Graph, roles: Roles, lag: int) -> Graph:
-    """A graph whose generator's weights may be `lag` updates old."""
-    nodes = tuple(replace(node, lag=lag) if node.name == roles.cycle[1] else node for node in graph.nodes)
-    return graph.replace(nodes=nodes)

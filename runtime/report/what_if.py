@@ -328,8 +328,7 @@ def generators(tables: Tables) -> str | None:
 
 def with_lag(graph: Graph, now: int, lag: int) -> Graph:
     """The graph with another lag on the broadcasts that have the largest one."""
-    nodes = [replace(n, lag=lag) if n.construct == "broadcast" and n.lag == now else n for n in graph.nodes]
-    return graph.replace(nodes=tuple(nodes))
+    return graph.at_lag(lag, {n.name for n in graph.nodes if n.construct == "broadcast" and n.lag == now})
 
 
 def with_replicas(plan: Plan, name: str, size: int | None = None, capacity: int | None = None) -> Plan:
