@@ -17,7 +17,7 @@ from penstock.runtime.cluster.placement import Replica
 from penstock.runtime.schedule.compile import Channel
 from penstock.runtime.tensor.layout import Mesh
 from penstock.runtime.tensor.reshard import chain
-from penstock.runtime.tensor.wire_format import plan_of
+from penstock.runtime.tensor.wire_format import SyncLayouts
 
 # Transports that are sent as messages even between ranks of one host.
 BY_MESSAGES = ("messages", "nccl")
@@ -44,7 +44,7 @@ class Routes:
         if self._settled:
             return
         first, names = self._replicas[0], [replica.name for replica in self._replicas]
-        plan = plan_of(description, Mesh.of(first.mesh or None, len(first.ranks)))
+        plan = SyncLayouts.of(description, Mesh.of(first.mesh or None, len(first.ranks))).plan
         for destination, source in enumerate(chain(plan, len(names))):
             if source is not None:
                 self._sources[names[destination]] = names[source]

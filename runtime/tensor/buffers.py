@@ -155,12 +155,13 @@ def _places(layout: Layout, rank: int, fused: Sequence[Sequence[str]]) -> tuple[
             if name in sizes and name not in places:
                 places[name] = end
                 # Kernels read a tensor by lines: after one of an odd size the next begins a line of its own.
-                end += sizes[name] if sizes[name] % LINE == 0 else _aligned(sizes[name])
-        end = _aligned(end)
+                end += sizes[name] if sizes[name] % LINE == 0 else aligned(sizes[name])
+        end = aligned(end)
     return places, end
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Up to the next multiple of `ALIGN`."""
     return -(-nbytes // ALIGN) * ALIGN
 
 

@@ -317,9 +317,12 @@ def hashed_tensors(mode: Mode, version: int, names: Sequence[str]) -> tuple[str,
 
 
 class Checksums:
-    """One rank's part in the proofs of what its replica holds of `layout`; `add` sums over the replica's ranks."""
+    """One rank's part in the proofs of what its replica holds of `layout`; `add` sums over the replica's ranks. Without
+    it a rank has everything, and proves it by itself."""
 
-    def __init__(self, layout: Layout, rank: int, add: Add) -> None:
+    def __init__(self, layout: Layout, rank: int, add: Add | None) -> None:
+        if add is None:
+            layout, rank, add = layout.replicated(1), 0, alone
         self._layout = layout
         self._rank = rank
         self._add = add

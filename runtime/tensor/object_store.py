@@ -308,14 +308,11 @@ class ObjectRows:
             if end > len(self._head):
                 self._head += read([(len(self._head), end - len(self._head))])[0]
             meta = json.loads(bytes(self._head[_PREFIX.size : end]))
-            sizes = [(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in meta["tensors"]]
-            offsets, needed = _places(end, [_count(shape) * dtype.itemsize for _, dtype, shape in sizes])
-            if needed != handle.nbytes:
-                raise ValueError(f"given {handle.nbytes} bytes, needed {needed}")
+            tensors = _tensor_places(meta, end, handle.nbytes)
             self.columns: dict[str, Column | None] = {
                 name: None if value is None else Present(tuple(value)) for name, value in meta["plain"].items()
             }
-            for (name, dtype, shape), offset in zip(sizes, offsets, strict=True):
+            for name, dtype, shape, offset in tensors:
                 if name in meta["texts"]:
                     self.columns[name] = _Texts(self, offset, shape[0])
                 else:
@@ -325,7 +322,7 @@ class ObjectRows:
                 raise CodecError(f"{cls.__name__}: given the columns {sorted(self.columns)}, needed {sorted(names)}")
             self.count = int(meta["rows"])
             counts = [len(value) for value in meta["plain"].values() if value is not None]
-            counts += [shape[0] for name, _, shape in sizes if name not in meta["texts"]]
+            counts += [shape[0] for name, _, shape, _ in tensors if name not in meta["texts"]]
             if set(counts) - {self.count}:
                 raise ValueError(f"given columns of {sorted(set(counts))} rows, needed {self.count}")
 
@@ -458,19 +455,24 @@ def _header_end(block: bytearray) -> int:
 
 def _tensors(block: bytearray, meta: dict[str, Any]) -> list[Tensor]:
     """Views of `block`, after checking that they lie in it."""
-    shapes = [(DTYPES[dtype], shape) for _, dtype, shape in meta["tensors"]]
-    counts = [_count(shape) for _, shape in shapes]
-    sizes = [count * dtype.itemsize for count, (dtype, _) in zip(counts, shapes, strict=True)]
-    offsets, end = _places(_header_end(block), sizes)
-    # The tensors must fill the block: sizes that were damaged would give views of other bytes.
-    if end != len(block):
-        raise ValueError(f"given {len(block)} bytes, needed {end}")
     return [
         torch.frombuffer(block, dtype=dtype, count=count, offset=offset).view(shape)
-        if count
+        if (count := _count(shape))
         else torch.empty(shape, dtype=dtype)
-        for (dtype, shape), count, offset in zip(shapes, counts, offsets, strict=True)
+        for _, dtype, shape, offset in _tensor_places(meta, _header_end(block), len(block))
     ]
+
+
+def _tensor_places(
+    meta: dict[str, Any], header_end: int, nbytes: int
+) -> list[tuple[str, torch.dtype, tuple[int, ...], int]]:
+    """Name, dtype, shape and first byte of each tensor of a block of so many bytes. Raises ValueError unless they fill
+    it: sizes that were damaged would give views of other bytes."""
+    sizes = [(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in meta["tensors"]]
+    offsets, needed = _places(header_end, [_count(shape) * dtype.itemsize for _, dtype, shape in sizes])
+    if needed != nbytes:
+        raise ValueError(f"given {nbytes} bytes, needed {needed}")
+    return [(*size, offset) for size, offset in zip(sizes, offsets, strict=True)]
 
 
 def _count(shape: Sequence[int]) -> int:

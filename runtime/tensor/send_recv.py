@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from penstock.runtime.tensor.buffers import ALIGN, Shards
+from penstock.runtime.tensor.buffers import Shards, aligned
 from penstock.runtime.tensor.layout import Copy
 from penstock.runtime.tensor.process_group import Connection, Message
 from penstock.runtime.tensor.reshard import BUCKET, LARGE
@@ -333,7 +333,7 @@ def _staged(pieces: Sequence[Tensor], device: torch.device) -> int:
     # Memory of another device has to be staged.
     if len(pieces) == 1 and first.is_contiguous() and first.device.type == device.type:
         return 0
-    return -(-sum(piece.nbytes for piece in pieces) // ALIGN) * ALIGN
+    return aligned(sum(piece.nbytes for piece in pieces))
 
 
 def divide(copies: Sequence[Copy], itemsizes: Mapping[str, int], sizes: BucketSizes) -> list[list[tuple[Copy, ...]]]:

@@ -48,9 +48,8 @@ from penstock.runtime.tensor.digest import MODES, Add, ChecksumError, Checksums,
 from penstock.runtime.tensor.layout import ITEMSIZE, Copy, Layout, LayoutError, Mesh, sharded
 from penstock.runtime.tensor.process_group import AllReduce, Receiving, Sending, TransportError
 from penstock.runtime.tensor.quantise import Converter, Restorer
-from penstock.runtime.tensor.reshard import reshard
 from penstock.runtime.tensor.streams import Fence, SideStream, current_stream, fence
-from penstock.runtime.tensor.wire_format import converted, rules_from_json, rules_to_json, target_layout
+from penstock.runtime.tensor.wire_format import SyncLayouts, converted, rules_to_json
 
 
 class LocalTransport:
@@ -165,9 +164,8 @@ class WeightPublisher:
         if ranks > 1 and add is None and isinstance(carried, Sharded):
             raise ValueError(f"{channel}: given weights in parts on {ranks} ranks, needed `add`, to sum over them")
         self.channel = channel
-        self._source, self._wanted, self._experts = source_layout(carried, ranks, add or alone)
+        self._source, wanted, experts = source_layout(carried, ranks, add or alone)
         self.layout = converted(self._source, wire)
-        self._wire = wire
         self._convert: Convert | None = None
         if wire:
             agree = add.maximum if add else None
@@ -179,13 +177,16 @@ class WeightPublisher:
         self._device = device
         self._stream = SideStream(device)
         self._proof = proof
-        # Without a sum over the ranks each has everything, and proves it by itself.
-        self._prover = Checksums(self.layout if add else self.layout.replicated(1), rank if add else 0, add or alone)
+        self._prover = Checksums(self.layout, rank, add)
         self._names = tuple(t.name for t in self.layout.tensors)
-        wanted = rules_to_json(self._wanted)
-        about = dict(carried.about()) if isinstance(carried, Described) else {}
-        described = {"wire": wire, "wanted": wanted, "experts": self._experts, "proof": proof, "about": about}
-        self.description = {"layout": self._source.to_json(), **described}
+        self.description: Description = {
+            "layout": self._source.to_json(),
+            "wire": wire,
+            "wanted": rules_to_json(wanted),
+            "experts": experts,
+            "proof": proof,
+            "about": dict(carried.about()) if isinstance(carried, Described) else {},
+        }
         self._snapshots: list[WeightSnapshot] = []
         self._published: dict[int, dict[str, int]] = {}  # the digests of those that are held
         self._sending: Counter[int] = Counter()  # transfers under way, by version
@@ -236,9 +237,7 @@ class WeightPublisher:
         # One object for ever: transports know by its identity which buckets they have made for it.
         with self._lock:  # two replicas may ask at once
             if mesh not in self._copies:
-                read = target_layout(self._source, self._wanted, mesh, self._experts)
-                target = converted(read, self._wire)
-                self._copies[mesh] = reshard(self.layout, target).sends(self._rank)
+                self._copies[mesh] = SyncLayouts.of(self.description, mesh).plan.sends(self._rank)
             return self._copies[mesh]
 
     def _hold(self, version: int) -> WeightSnapshot:
@@ -385,17 +384,12 @@ class WeightReceiver:
     def _prepared(self) -> tuple[DoubleBuffer, Checksums]:
         """The arena, and what checks it; made for the first version."""
         if self._arena is None or self._prover is None:
-            source, wire = Layout.from_json(self.description["layout"]), self.description["wire"]
-            wanted = rules_from_json(self.description["wanted"])
-            read = target_layout(source, wanted, self.mesh, self.description["experts"])
-            target = converted(read, wire)
-            self._copies = reshard(converted(source, wire), target).receives(self._rank)
+            layouts, wire = SyncLayouts.of(self.description, self.mesh), self.description["wire"]
+            self._copies, target = layouts.plan.receives(self._rank), layouts.received
             if wire and self._restores:
-                self._restorer = Restorer(read, target, wire, self._rank, self._device)
+                self._restorer = Restorer(layouts.read, target, wire, self._rank, self._device)
             self._arena = DoubleBuffer(target, self._rank, self._device, self._allocate, self._fused)
-            # A rank alone proves all that it has, as if it were the whole replica.
-            own = target if self._add else target.replicated(1)
-            self._prover = Checksums(own, self._rank if self._add else 0, self._add or alone)
+            self._prover = Checksums(target, self._rank, self._add)
         return self._arena, self._prover
 
     def _sides(self) -> str:

@@ -6,15 +6,15 @@ tensors like any others, NAME in eight bits and NAME.scale in float32, with a sc
 [out / 128, in / 128] rounded up. A rank holds the scales of the rows or blocks that its region touches, so that plan
 and checksums need to know nothing of it.
 
-A receiving replica's layout (`target_layout`) and plan (`plan_of`) follow from its mesh and what the sender says of its
-weights as JSON: the layout, the rules by which a replica with an axis "tp" splits the tensors, and the number of a
+A receiving replica's layout (`target_layout`) and plan (`SyncLayouts`) follow from its mesh and what the sender says of
+its weights as JSON: the layout, the rules by which a replica with an axis "tp" splits the tensors, and the number of a
 layer's experts, which one with an axis "ep" deals out.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.graph.protocols import EXPERT, TENSOR, Rule
 from penstock.runtime.tensor.layout import (
@@ -130,16 +130,25 @@ def target_layout(source: Layout, wanted: Mapping[str, Rule], mesh: Mesh, expert
     return sharded(tensors, Mesh(axes), wanted or {"": None}, experts=experts, sharding_axes=())
 
 
-def plan_of(description: Mapping[str, Any], mesh: Mesh) -> ReshardPlan:
-    """The plan from a sender, whose description of its weights this is (`sync`), to a replica on `mesh`."""
-    source, wire = Layout.from_json(description["layout"]), description["wire"]
-    target = target_layout(source, rules_from_json(description["wanted"]), mesh, description["experts"])
-    return reshard(converted(source, wire), converted(target, wire))
+class SyncLayouts(NamedTuple):
+    """What the sender sends, what a replica receives, and what its readers have: the same in their own dtypes."""
+
+    sent: Layout
+    received: Layout
+    read: Layout
+
+    @staticmethod
+    def of(description: Mapping[str, Any], mesh: Mesh) -> "SyncLayouts":
+        """From a sender, whose description of its weights this is (`weight_sync`), to a replica on `mesh`."""
+        source, wire = Layout.from_json(description["layout"]), description["wire"]
+        wanted = {key: None if rule is None else (rule[0], rule[1]) for key, rule in description["wanted"].items()}
+        read = target_layout(source, wanted, mesh, description["experts"])
+        return SyncLayouts(converted(source, wire), converted(read, wire), read)
+
+    @property
+    def plan(self) -> ReshardPlan:
+        return reshard(self.sent, self.received)
 
 
 def rules_to_json(rules: Mapping[str, Rule]) -> dict[str, list[int] | None]:
     return {key: None if rule is None else list(rule) for key, rule in rules.items()}
-
-
-def rules_from_json(data: Mapping[str, Any]) -> dict[str, Rule]:
-    return {key: None if rule is None else (rule[0], rule[1]) for key, rule in data.items()}
