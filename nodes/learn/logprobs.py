@@ -198,7 +198,7 @@ def _gradients(
     """The gradients of hidden states and of the head, and None for the other four inputs, by chunks of tokens whose
     logits are computed again: ∂ log π(y) / ∂ logit_v = (1[v = y] − π(v)) / T.
 
-    `probabilities` makes π of the logits of some tokens; `here_P` says whether a target is among this rank's words, None
+    `probabilities` makes π of the logits of some tokens; `here_P`: which targets are among this rank's words, None
     if all are.
     """
     hidden_PD, weight_VD, targets_P, temperature_P, *_ = ctx.saved_tensors

@@ -36,6 +36,7 @@ from penstock.runtime.plan.workload import IntArray, halved, of_run
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.typed_json import ConfigFile
+from penstock.runtime.report.follow import NS
 from penstock.runtime.report.run_history import StageHistory, read_facts
 from penstock.runtime.report.what_if import firings, group_work
 
@@ -45,8 +46,6 @@ FEWEST = 4
 ROWS_DIFFER, TOKENS_DIFFER = 1.5, 1.3
 # By how much products may be slower or, below 1, faster than the model has them.
 SLOWER = (0.1, 1000.0)
-# Nanoseconds of a second.
-NS = 1e9
 
 
 class CalibrationError(ValueError):

@@ -85,12 +85,10 @@ def combine(parts: Sequence[Metrics]) -> Metrics:
 class Rows:
     """Assembles rows from what nodes report. Time is passed in, in seconds on one clock.
 
-    `nodes` says of each per-update node that a row waits for how many updates lie between two of its firings. `groups`
-    are the metrics of groups that no update has taken yet, by ordinal, then by node and turn. Those of a group that is
-    lost count nowhere.
-
-    `nodes` are the per-update nodes, each with how often it fires: an update's row is complete when all that fire at
-    it have reported. `elapsed` is the `time_s` of the last row that a resumed run keeps.
+    `nodes` are the per-update nodes, each with the number of updates between two of its firings: an update's row is
+    complete when all that fire at it have reported. `elapsed` is the `time_s` of the last row that a resumed run keeps.
+    `groups` are the metrics of groups that no update has taken yet, by ordinal, then by node and turn. Those of a group
+    that is lost count nowhere.
     """
 
     def __init__(self, nodes: Mapping[str, int], now: float, elapsed: float = 0.0) -> None:
