@@ -87,43 +87,28 @@ def _on_meta(q_RHK: Tensor, *_: Tensor) -> Tensor:
 
 
 @torch.library.impl(_library, "attend", "CPU")
-def _on_cpu(
-    q_RHK: Tensor,
-    k_RGK: Tensor,
-    v_RGK: Tensor,
-    keys_SGCK: Tensor,
-    values_SGCK: Tensor,
-    slots_R: Tensor,
-    positions_R: Tensor,
-) -> Tensor:
+def _on_cpu(*given: Tensor) -> Tensor:
+    q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, *_ = given  # those of `attend`, and so below
     (rows, heads, width), (_, groups, length, _) = q_RHK.shape, keys_SGCK.shape
     function = compiled(heads // groups, width, keys_SGCK.dtype)
     if function is None or q_RHK.dtype != keys_SGCK.dtype:
-        return _by_blocks(q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R)
+        return _by_blocks(*given)
     for tensor in (q_RHK, k_RGK, v_RGK):
         assert tensor.stride()[1:] == (width, 1)
     assert keys_SGCK.is_contiguous()
     assert values_SGCK.is_contiguous()
     out_RHK = torch.empty(q_RHK.shape, dtype=q_RHK.dtype)
-    tensors = q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R, out_RHK
     strides = q_RHK.stride(0), k_RGK.stride(0), v_RGK.stride(0)
     sizes = rows, groups, length, *strides, 1 / math.sqrt(width), torch.get_num_threads()
-    if function(*(tensor.data_ptr() for tensor in tensors), *sizes):
+    if function(*(tensor.data_ptr() for tensor in (*given, out_RHK)), *sizes):
         raise MemoryError(f"generate: no memory for the scores of {length} positions")
     return out_RHK
 
 
-def _by_blocks(
-    q_RHK: Tensor,
-    k_RGK: Tensor,
-    v_RGK: Tensor,
-    keys_SGCK: Tensor,
-    values_SGCK: Tensor,
-    slots_R: Tensor,
-    positions_R: Tensor,
-) -> Tensor:
+def _by_blocks(*given: Tensor) -> Tensor:
     """By torch's own operations. Blocks beyond all rows are not computed on a CPU, and change no bit of any row: they
     have weights of 0."""
+    q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R = given
     (rows, _, width), (_, groups, length, _) = q_RHK.shape, keys_SGCK.shape
     keys_SGCK[slots_R, :, positions_R] = k_RGK.to(keys_SGCK.dtype)
     values_SGCK[slots_R, :, positions_R] = v_RGK.to(keys_SGCK.dtype)
@@ -146,22 +131,15 @@ def _by_blocks(
 
 
 @torch.library.impl(_library, "attend", "CUDA")
-def _on_cuda(
-    q_RHK: Tensor,
-    k_RGK: Tensor,
-    v_RGK: Tensor,
-    keys_SGCK: Tensor,
-    values_SGCK: Tensor,
-    slots_R: Tensor,
-    positions_R: Tensor,
-) -> Tensor:
+def _on_cuda(*given: Tensor) -> Tensor:
     # It takes as long to import as torch, and not every run has a GPU.
     from torch.nn.attention.varlen import varlen_attn
 
+    q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R = given
     # Of torch 2.11 it has no pages, and no flash attention takes float32.
     paged = "block_table" in inspect.signature(varlen_attn).parameters and q_RHK.dtype != torch.float32
     if not paged or keys_SGCK.shape[2] % PAGE:
-        return _by_blocks(q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R)
+        return _by_blocks(*given)
     (_, groups, length, width), device = keys_SGCK.shape, q_RHK.device
     keys_SGCK[slots_R, :, positions_R] = k_RGK
     values_SGCK[slots_R, :, positions_R] = v_RGK
