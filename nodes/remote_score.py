@@ -108,10 +108,8 @@ class RemoteScorer:
             if tried < self.retries:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
-        name = getattr(getattr(self.by, "func", self.by), "__qualname__", self.by)
-        place = f"{name} on {rollouts.place(row)}"
-        shown = "prompt {!r}, response {!r}, answer {!r}".format(*given)
-        raise ScoreError(f"{place}: {self.retries + 1} calls failed, the last with {why} ({shown})") from cause
+        what = f": {self.retries + 1} calls failed, the last with {why}"
+        raise ScoreError.on(self.by, rollouts, row, what) from cause
 
     async def _ask(self, given: tuple[str, str, str]) -> Any:
         if inspect.iscoroutinefunction(self.by):

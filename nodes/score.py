@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,6 +67,14 @@ MOST_READ, MOST_TOLD = 20_000, 5
 
 class ScoreError(RuntimeError):
     """A reward function did not give a reward: which group and row, and why (`__cause__`)."""
+
+    @classmethod
+    def on(cls, rule: Callable[..., Any], rollouts: Rollouts, row: int, what: str) -> "ScoreError":
+        """That of a row, with its texts: a traceback alone does not say which response it was."""
+        name = getattr(getattr(rule, "func", rule), "__qualname__", rule)
+        prompt, response, answer = rollouts.prompts[row], rollouts.texts[row], rollouts.answers[row]
+        shown = f"prompt {prompt!r}, response {response!r}, answer {answer!r}"
+        return cls(f"{name} on {rollouts.place(row)}{what} ({shown})")
 
 
 def answers_that(read: Callable[[str], object]) -> Callable[[Call], None]:
@@ -252,17 +261,13 @@ def accuracy(rewards: Rewards) -> Metrics:
 
 
 def _reward(by: Rule, rollouts: Rollouts, row: int) -> float:
-    prompt, response, answer = rollouts.prompts[row], rollouts.texts[row], rollouts.answers[row]
-    name = getattr(getattr(by, "func", by), "__qualname__", by)
-    place = f"{name} on {rollouts.place(row)}"
-    shown = f"prompt {prompt!r}, response {response!r}, answer {answer!r}"
-    # Whatever a user's rule raises is told with the row: a traceback alone does not say which response it was.
+    # Whatever a user's rule raises is told with the row.
     try:
-        value = float(by(prompt, response, answer))
+        value = float(by(rollouts.prompts[row], rollouts.texts[row], rollouts.answers[row]))
     except Exception as error:
-        raise ScoreError(f"{place} raised {type(error).__name__}: {error} ({shown})") from error
+        raise ScoreError.on(by, rollouts, row, f" raised {type(error).__name__}: {error}") from error
     if not math.isfinite(value):
-        raise ScoreError(f"{place} gave {value}, needed a finite number ({shown})")
+        raise ScoreError.on(by, rollouts, row, f" gave {value}, needed a finite number")
     return value
 
 
