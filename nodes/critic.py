@@ -88,7 +88,6 @@ def value_loss(values_P: Tensor, old_P: Tensor, returns_P: Tensor, *, clip: floa
     if clip is not None:
         old_P = old_P.detach()
         clipped_P = values_P.clamp(old_P - clip, old_P + clip)
-        # The larger error: the smaller one would let the critic run away from its goal at no cost.
         errors_P = torch.maximum(errors_P, (clipped_P - returns_P).square())
     return errors_P / 2
 

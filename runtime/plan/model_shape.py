@@ -224,9 +224,8 @@ def stages_of(shape: Shape, count: int) -> tuple[Stage, ...]:
 
 
 def read_shape(given: str) -> Shape:
-    """A model directory, its `config.json`, a name of `SHAPES` or of the Hub; of a directory of adapters, the base with
-    these.
-    Raises ShapeError, with what is needed."""
+    """That of a model directory, of its `config.json`, of a name of `SHAPES` or of the Hub; of a directory of adapters,
+    that of the base with these. Raises ShapeError, with what is needed."""
     if given in SHAPES:
         return SHAPES[given]
     try:

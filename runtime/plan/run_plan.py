@@ -39,19 +39,17 @@ from penstock.runtime.record.typed_json import parse_json
 KEY = "run"
 # The options that every plan decides; some decide others, too.
 DECIDED = (
-    *(
-        "batch",
-        "max_tokens",
-        "device",
-        "dtype",
-        "generators",
-        "mesh",
-        "slots",
-        "micro_tokens",
-        "recompute",
-        "optimizer_state",
-        "offload",
-    ),
+    "batch",
+    "max_tokens",
+    "device",
+    "dtype",
+    "generators",
+    "mesh",
+    "slots",
+    "micro_tokens",
+    "recompute",
+    "optimizer_state",
+    "offload",
 )
 
 
