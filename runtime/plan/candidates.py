@@ -526,17 +526,20 @@ class LayoutCandidates:
 
     def generating(self, nodes: NodeGroup, table: GeneratorTable, row: int, copies: int) -> Generating:
         """The layout in a row, with its memory."""
-        generator = replace(self.bases(nodes)[int(table.base[row])], slots=int(table.slots[row]))
+        generator = self._generator(nodes, table, row)
         memory = generator_memory(generator, self.context, copies)
         return Generating(generator, int(table.replicas[row]), memory)
 
     def simulate(self, nodes: NodeGroup, table: GeneratorTable, row: int) -> None:
         """Notes the seconds of a row's rollout, simulated over the batch's lengths, in all tables of the node group."""
-        generator = replace(self.bases(nodes)[int(table.base[row])], slots=int(table.slots[row]))
-        alike, seconds = int(table.alike[row]), rollout_s(self.work, generator, int(table.replicas[row]))
+        generator, replicas = self._generator(nodes, table, row), int(table.replicas[row])
+        alike, seconds = int(table.alike[row]), rollout_s(self.work, generator, replicas)
         self._rollouts[nodes][alike] = seconds
         for each in self._tables[nodes]:
             each.note(alike, seconds)
+
+    def _generator(self, nodes: NodeGroup, table: GeneratorTable, row: int) -> Generator:
+        return replace(self.bases(nodes)[int(table.base[row])], slots=int(table.slots[row]))
 
     def bases(self, nodes: NodeGroup) -> list[Generator]:
         """A generator of one slot for each mesh; none on GPUs that do not compute in its precision."""
@@ -546,19 +549,19 @@ class LayoutCandidates:
         staged = STAGE in row.axes and STAGE in row.over_hosts
         # Stages only over whole hosts, where a host is not enough.
         meshes = [
-            mesh
+            Parallel(tp=tp, pp=pp)
             for tp in self.resorts.tensor_sizes(nodes, nodes.gpus)
             for pp in (_divisors(len(nodes.hosts)) if staged and tp == nodes.each else (1,))
-            if cut_lack("generator", shape, (mesh := Parallel(tp=tp, pp=pp)).axes) is None and pin in (None, mesh.axes)
         ]
         # Experts over the GPUs of a host, each of which has all of the rest.
-        meshes += [
-            mesh
-            for ep in (_divisors(min(nodes.each, nodes.gpus))[1:] if shape.experts and EXPERT in row.axes else ())
-            if cut_lack("generator", shape, (mesh := Parallel(fsdp=ep, ep=ep)).axes) is None
-            and pin in (None, mesh.axes)
+        if shape.experts and EXPERT in row.axes:
+            meshes += [Parallel(fsdp=ep, ep=ep) for ep in _divisors(min(nodes.each, nodes.gpus))[1:]]
+        wanted = (mesh for mesh in meshes if pin in (None, mesh.axes))
+        return [
+            Generator(shape, gpu, mesh, 1, self.precision)
+            for mesh in wanted
+            if cut_lack("generator", shape, mesh.axes) is None
         ]
-        return [Generator(shape, gpu, mesh, 1, self.precision) for mesh in meshes]
 
     def _row_bytes(self, nodes: NodeGroup, copies: int) -> tuple[FloatArray, FloatArray]:
         """[bases] each: bytes of a rank without any rows, and of each row."""
