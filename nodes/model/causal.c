@@ -19,6 +19,8 @@
 #define BROAD 1
 #endif
 #define BLOCK (4 * TALL)
+/* Of what a thread works in, at most. */
+#define PARTS 11
 
 typedef struct {
     int64_t sequence, position, head;
@@ -143,115 +145,147 @@ static float *take(int count, const int64_t sizes[], float *parts[]) {
     return memory;
 }
 
-/* out [B, S, G * N, K]: each query sees the keys up to its own position. Returns 1 where memory is lacking, otherwise
-   0. */
-int causal(const stored *q, const stored *k, const stored *v, stored *out, const Strides *at, int64_t B, int64_t S,
-           int64_t G, int64_t N, int64_t K, float scale, int threads) {
+/* What a call is about: its sizes, and where q, k, v and the gradient of what `causal` makes lie (`at`, in this order).
+   Rows of K floats take `wide_k` in memory, and rows of S scores `wide_s`. */
+typedef struct {
+    const stored *q, *k, *v, *grad;
+    stored *out, *grad_q, *grad_k, *grad_v;
+    const Strides *at;
+    int64_t S, G, N, K, wide_k, wide_s;
+    float scale;
+} Attention;
+
+/* Where head n of sequence b begins. */
+static const stored *head(const stored *x, Strides at, int64_t b, int64_t n) {
+    return x + b * at.sequence + n * at.head;
+}
+
+/* In one of `heads` that is made: from position s on. */
+static stored *made_head(stored *x, int64_t heads, const Attention *a, int64_t b, int64_t s, int64_t n) {
+    return x + ((b * a->S + s) * heads + n) * a->K;
+}
+
+/* What is made of one key-value head of a sequence, in `parts` of memory. */
+typedef void Group(const Attention *a, int64_t b, int64_t g, float *parts[]);
+
+/* Each key-value head of B sequences, by as many threads. Returns 1 where memory is lacking, otherwise 0. */
+static int each_group(Group *group, const Attention *a, int64_t B, int count, const int64_t sizes[], int threads) {
     int failed = 0;
-    int64_t wide_k = whole(K, LANES), wide_s = whole(S, LANES) + LANES;
-    const int64_t sizes[] = {S * wide_k, S * wide_k, K * wide_s, BLOCK * wide_k, TALL * wide_s, TALL * wide_k};
 #pragma omp parallel num_threads(threads)
     {
-        float *parts[6], *memory = take(6, sizes, parts);
+        float *parts[PARTS], *memory = take(count, sizes, parts);
         if (!memory) {
 #pragma omp atomic write
             failed = 1;
         }
 #pragma omp for schedule(dynamic)
-        for (int64_t x = 0; x < B * G; x++) {
-            if (!memory) continue;
-            float *keys = parts[0], *values = parts[1], *turned = parts[2], *query = parts[3], *score = parts[4];
-            float *made = parts[5];
-            int64_t b = x / G, g = x % G;
-            widen(keys, k + b * at[1].sequence + g * at[1].head, at[1].position, 0, S, K, wide_k, 1);
-            widen(values, v + b * at[2].sequence + g * at[2].head, at[2].position, 0, S, K, wide_k, 1);
-            turn(turned, keys, S, K, wide_s, wide_k);
-            for (int64_t n = g * N; n < (g + 1) * N; n++)
-                for (int64_t first = 0; first < S; first += TALL) {
-                    int64_t end = first + TALL < S ? first + TALL : S;
-                    widen(query, q + b * at[0].sequence + n * at[0].head, at[0].position, first, end, K, wide_k, scale);
-                    multiply(score, wide_s, query, wide_k, 1, turned, wide_s, TALL, K, whole(end, LANES) / LANES, 0);
-                    for (int64_t i = first; i < end; i++) softmax(score + (i - first) * wide_s, i + 1, end);
-                    multiply(made, wide_k, score, wide_s, 1, values, wide_k, TALL, end, wide_k / LANES, 0);
-                    narrow(out + ((b * S + first) * G * N + n) * K, G * N * K, made, end - first, K, wide_k, 1);
-                }
-        }
+        for (int64_t x = 0; x < B * a->G; x++)
+            if (memory) group(a, x / a->G, x % a->G, parts);
         free(memory);
     }
     return failed;
+}
+
+static void outputs(const Attention *a, int64_t b, int64_t g, float *parts[]) {
+    float *keys = parts[0], *values = parts[1], *turned = parts[2], *query = parts[3], *score = parts[4];
+    float *made = parts[5];
+    int64_t S = a->S, K = a->K, heads = a->G * a->N, wide_k = a->wide_k, wide_s = a->wide_s;
+    widen(keys, head(a->k, a->at[1], b, g), a->at[1].position, 0, S, K, wide_k, 1);
+    widen(values, head(a->v, a->at[2], b, g), a->at[2].position, 0, S, K, wide_k, 1);
+    turn(turned, keys, S, K, wide_s, wide_k);
+    for (int64_t n = g * a->N; n < (g + 1) * a->N; n++)
+        for (int64_t first = 0; first < S; first += TALL) {
+            int64_t end = first + TALL < S ? first + TALL : S;
+            widen(query, head(a->q, a->at[0], b, n), a->at[0].position, first, end, K, wide_k, a->scale);
+            multiply(score, wide_s, query, wide_k, 1, turned, wide_s, TALL, K, whole(end, LANES) / LANES, 0);
+            for (int64_t i = first; i < end; i++) softmax(score + (i - first) * wide_s, i + 1, end);
+            multiply(made, wide_k, score, wide_s, 1, values, wide_k, TALL, end, wide_k / LANES, 0);
+            narrow(made_head(a->out, heads, a, b, first, n), heads * K, made, end - first, K, wide_k, 1);
+        }
+}
+
+/* A query's `weight`, of its softmax over the first `count` keys, and the gradient of its scores in the place of that
+   of its weights; 0 for the keys up to `end` that it does not see. */
+static void score_gradient(float *weight, float *grad, int64_t count, int64_t end) {
+    softmax(weight, count, end);
+    int64_t seen = whole(count, LANES);
+    vector products = {0}, share, x;
+    for (int64_t j = 0; j < seen; j += LANES) {
+        memcpy(&share, weight + j, sizeof share), memcpy(&x, grad + j, sizeof x);
+        products += share * x;
+    }
+    float mean = total(products);
+    for (int64_t j = 0; j < seen; j += LANES) {
+        memcpy(&share, weight + j, sizeof share), memcpy(&x, grad + j, sizeof x);
+        x = share * (x - mean);
+        memcpy(grad + j, &x, sizeof x);
+    }
+    for (int64_t j = count; j < end; j++) grad[j] = 0;
+}
+
+static void gradients(const Attention *a, int64_t b, int64_t g, float *parts[]) {
+    float *keys = parts[0], *values = parts[1], *keys_t = parts[2], *values_t = parts[3], *to_keys = parts[4];
+    float *to_values = parts[5], *query = parts[6], *given = parts[7], *weight = parts[8], *to_score = parts[9];
+    float *to_query = parts[10];
+    int64_t S = a->S, K = a->K, heads = a->G * a->N, wide_k = a->wide_k, wide_s = a->wide_s;
+    widen(keys, head(a->k, a->at[1], b, g), a->at[1].position, 0, S, K, wide_k, 1);
+    widen(values, head(a->v, a->at[2], b, g), a->at[2].position, 0, S, K, wide_k, 1);
+    turn(keys_t, keys, S, K, wide_s, wide_k);
+    turn(values_t, values, S, K, wide_s, wide_k);
+    memset(to_keys, 0, whole(S, TALL) * wide_k * sizeof(float));
+    memset(to_values, 0, whole(S, TALL) * wide_k * sizeof(float));
+    for (int64_t n = g * a->N; n < (g + 1) * a->N; n++)
+        for (int64_t block = 0; block < S; block += BLOCK) {
+            int64_t last = block + BLOCK < S ? block + BLOCK : S, tall = whole(last, TALL);
+            widen(query, head(a->q, a->at[0], b, n), a->at[0].position, block, last, K, wide_k, a->scale);
+            widen(given, head(a->grad, a->at[3], b, n), a->at[3].position, block, last, K, wide_k, 1);
+            for (int64_t first = block; first < last; first += TALL) {
+                int64_t end = first + TALL < S ? first + TALL : S, vectors = whole(end, LANES) / LANES;
+                float *w = weight + (first - block) * wide_s, *d = to_score + (first - block) * wide_s;
+                const float *own = query + (first - block) * wide_k, *above = given + (first - block) * wide_k;
+                multiply(w, wide_s, own, wide_k, 1, keys_t, wide_s, TALL, K, vectors, 0);
+                multiply(d, wide_s, above, wide_k, 1, values_t, wide_s, TALL, K, vectors, 0);
+                /* To the last keys that queries of the block see. */
+                for (int64_t i = 0; i < end - first; i++)
+                    score_gradient(w + i * wide_s, d + i * wide_s, first + i + 1, tall);
+                multiply(to_query, wide_k, d, wide_s, 1, keys, wide_k, TALL, end, wide_k / LANES, 0);
+                stored *to = made_head(a->grad_q, heads, a, b, first, n);
+                narrow(to, heads * K, to_query, end - first, K, wide_k, a->scale);
+            }
+            multiply(to_values, wide_k, weight, 1, wide_s, given, wide_k, tall, last - block, wide_k / LANES, 1);
+            multiply(to_keys, wide_k, to_score, 1, wide_s, query, wide_k, tall, last - block, wide_k / LANES, 1);
+        }
+    narrow(made_head(a->grad_k, a->G, a, b, 0, g), a->G * K, to_keys, S, K, wide_k, 1);
+    narrow(made_head(a->grad_v, a->G, a, b, 0, g), a->G * K, to_values, S, K, wide_k, 1);
+}
+
+static Attention attention(const Strides *at, int64_t S, int64_t G, int64_t N, int64_t K, float scale) {
+    return (Attention){
+        .at = at, .S = S, .G = G, .N = N, .K = K, .wide_k = whole(K, LANES), .wide_s = whole(S, LANES) + LANES,
+        .scale = scale,
+    };
+}
+
+/* out [B, S, G * N, K]: each query sees the keys up to its own position. Returns as `each_group`. */
+int causal(const stored *q, const stored *k, const stored *v, stored *out, const Strides *at, int64_t B, int64_t S,
+           int64_t G, int64_t N, int64_t K, float scale, int threads) {
+    Attention a = attention(at, S, G, N, K, scale);
+    a.q = q, a.k = k, a.v = v, a.out = out;
+    const int64_t keys = S * a.wide_k;
+    const int64_t sizes[] = {keys, keys, K * a.wide_s, BLOCK * a.wide_k, TALL * a.wide_s, TALL * a.wide_k};
+    return each_group(outputs, &a, B, 6, sizes, threads);
 }
 
 /* Gradients of q, k and v for the gradient `grad` of what `causal` makes of them, whose strides are the fourth. */
 int causal_backward(const stored *q, const stored *k, const stored *v, const stored *grad, stored *grad_q,
                     stored *grad_k, stored *grad_v, const Strides *at, int64_t B, int64_t S, int64_t G, int64_t N,
                     int64_t K, float scale, int threads) {
-    int failed = 0;
+    Attention a = attention(at, S, G, N, K, scale);
+    a.q = q, a.k = k, a.v = v, a.grad = grad, a.grad_q = grad_q, a.grad_k = grad_k, a.grad_v = grad_v;
     /* Of whole tiles of keys. */
-    int64_t wide_k = whole(K, LANES), wide_s = whole(S, LANES) + LANES, tall_s = whole(S, TALL);
-    const int64_t of_keys = tall_s * wide_k, turned = K * wide_s, of_queries = BLOCK * wide_k, scores = BLOCK * wide_s;
-    const int64_t sizes[] = {of_keys,    of_keys,    turned, turned, of_keys,      of_keys,
-                             of_queries, of_queries, scores, scores, TALL * wide_k};
-#pragma omp parallel num_threads(threads)
-    {
-        float *parts[11], *memory = take(11, sizes, parts);
-        if (!memory) {
-#pragma omp atomic write
-            failed = 1;
-        }
-#pragma omp for schedule(dynamic)
-        for (int64_t x = 0; x < B * G; x++) {
-            if (!memory) continue;
-            float *keys = parts[0], *values = parts[1], *keys_t = parts[2], *values_t = parts[3], *to_keys = parts[4];
-            float *to_values = parts[5], *query = parts[6], *given = parts[7], *weight = parts[8], *to_score = parts[9];
-            float *to_query = parts[10];
-            int64_t b = x / G, g = x % G;
-            widen(keys, k + b * at[1].sequence + g * at[1].head, at[1].position, 0, S, K, wide_k, 1);
-            widen(values, v + b * at[2].sequence + g * at[2].head, at[2].position, 0, S, K, wide_k, 1);
-            turn(keys_t, keys, S, K, wide_s, wide_k);
-            turn(values_t, values, S, K, wide_s, wide_k);
-            memset(to_keys, 0, of_keys * sizeof(float));
-            memset(to_values, 0, of_keys * sizeof(float));
-            for (int64_t n = g * N; n < (g + 1) * N; n++)
-                for (int64_t block = 0; block < S; block += BLOCK) {
-                    int64_t last = block + BLOCK < S ? block + BLOCK : S;
-                    widen(query, q + b * at[0].sequence + n * at[0].head, at[0].position, block, last, K, wide_k, scale);
-                    widen(given, grad + b * at[3].sequence + n * at[3].head, at[3].position, block, last, K, wide_k, 1);
-                    for (int64_t first = block; first < last; first += TALL) {
-                        int64_t end = first + TALL < S ? first + TALL : S, vectors = whole(end, LANES) / LANES;
-                        float *w = weight + (first - block) * wide_s, *d = to_score + (first - block) * wide_s;
-                        const float *own = query + (first - block) * wide_k, *above = given + (first - block) * wide_k;
-                        multiply(w, wide_s, own, wide_k, 1, keys_t, wide_s, TALL, K, vectors, 0);
-                        multiply(d, wide_s, above, wide_k, 1, values_t, wide_s, TALL, K, vectors, 0);
-                        for (int64_t i = first; i < end; i++, w += wide_s, d += wide_s) {
-                            /* Keys that a block's last queries see and this one does not, too. */
-                            softmax(w, i + 1, whole(last, TALL));
-                            int64_t seen = whole(i + 1, LANES);
-                            vector products = {0}, share, x;
-                            for (int64_t j = 0; j < seen; j += LANES) {
-                                memcpy(&share, w + j, sizeof share), memcpy(&x, d + j, sizeof x);
-                                products += share * x;
-                            }
-                            float mean = total(products);
-                            for (int64_t j = 0; j < seen; j += LANES) {
-                                memcpy(&share, w + j, sizeof share), memcpy(&x, d + j, sizeof x);
-                                x = share * (x - mean);
-                                memcpy(d + j, &x, sizeof x);
-                            }
-                            for (int64_t j = i + 1; j < whole(last, TALL); j++) d[j] = 0;
-                        }
-                        d = to_score + (first - block) * wide_s;
-                        multiply(to_query, wide_k, d, wide_s, 1, keys, wide_k, TALL, end, wide_k / LANES, 0);
-                        narrow(grad_q + ((b * S + first) * G * N + n) * K, G * N * K, to_query, end - first, K, wide_k,
-                               scale);
-                    }
-                    int64_t tall = whole(last, TALL);
-                    multiply(to_values, wide_k, weight, 1, wide_s, given, wide_k, tall, last - block, wide_k / LANES, 1);
-                    multiply(to_keys, wide_k, to_score, 1, wide_s, query, wide_k, tall, last - block, wide_k / LANES, 1);
-                }
-            narrow(grad_k + (b * S * G + g) * K, G * K, to_keys, S, K, wide_k, 1);
-            narrow(grad_v + (b * S * G + g) * K, G * K, to_values, S, K, wide_k, 1);
-        }
-        free(memory);
-    }
-    return failed;
+    const int64_t of_keys = whole(S, TALL) * a.wide_k, turned = K * a.wide_s;
+    const int64_t of_queries = BLOCK * a.wide_k, scores = BLOCK * a.wide_s;
+    const int64_t sizes[] = {of_keys,    of_keys,    turned, turned, of_keys,         of_keys,
+                             of_queries, of_queries, scores, scores, TALL * a.wide_k};
+    return each_group(gradients, &a, B, 11, sizes, threads);
 }
