@@ -21,13 +21,18 @@ from .test_generate import run
 from .updating import batch
 
 
-def engine(rank: int, folder: Path, dtype: str) -> None:
-    """Ranks with a share of the experts each sample the bits of one rank, and record the same routing."""
-    made = random_model(CONFIGS["qwen3_moe"]).to(getattr(torch, dtype))
+def shared_model(rank: int, folder: Path) -> str:
+    """The directory of a model with experts, which the first rank writes."""
     if rank == 0:
         directory("qwen3_moe", folder)
     dist.barrier()
-    model = str(folder / "qwen3_moe")
+    return str(folder / "qwen3_moe")
+
+
+def engine(rank: int, folder: Path, dtype: str) -> None:
+    """Ranks with a share of the experts each sample the bits of one rank, and record the same routing."""
+    made = random_model(CONFIGS["qwen3_moe"]).to(getattr(torch, dtype))
+    model = shared_model(rank, folder)
     given = Context(
         node="generate", seed=3, model=model, slots=32, max_tokens=8, dtype=dtype, batch=1, replay_routing=True
     )
@@ -51,10 +56,7 @@ def engine(rank: int, folder: Path, dtype: str) -> None:
 
 def in_int8(rank: int, folder: Path) -> None:
     """Each rank computes with the eight bits of its own experts, and all sample the bits of one rank."""
-    if rank == 0:
-        directory("qwen3_moe", folder)
-    dist.barrier()
-    model = str(folder / "qwen3_moe")
+    model = shared_model(rank, folder)
     one = reading(Context(node="generate", seed=3, model=model, slots=32, max_tokens=8), "int8")
     weights, _ = sent(make_policy(replace(one, node="policy")), "int8")
     parted = make_engine(replace(one, mesh=(("ep", dist.get_world_size()),), rank=rank), samples=3)
@@ -69,10 +71,7 @@ def in_int8(rank: int, folder: Path) -> None:
 def other_ways(rank: int, folder: Path, mesh: str) -> None:
     """With layers that are computed again, weights that stay whole, a batch that leaves a rank without work of its own,
     a reference beside the policy, and masters of another precision."""
-    if rank == 0:
-        directory("qwen3_moe", folder)
-    dist.barrier()
-    given: dict[str, Any] = {"model": str(folder / "qwen3_moe")}
+    given: dict[str, Any] = {"model": shared_model(rank, folder)}
     rollouts, advantage = (part.take([2]) for part in batch())
     for more in ({"recompute": "layer"}, {"zero": 1}, {"optimizer_state": "host"}):
         parted, one = policy(mesh, rank, **given, **more), policy(**given)
@@ -93,10 +92,7 @@ def other_ways(rank: int, folder: Path, mesh: str) -> None:
 
 def logprobs(rank: int, folder: Path, mesh: str, dtype: str) -> None:
     """Log-probabilities of a policy whose experts are dealt out have the bits of one rank's."""
-    if rank == 0:
-        directory("qwen3_moe", folder)
-    dist.barrier()
-    given: dict[str, Any] = {"model": str(folder / "qwen3_moe"), "dtype": dtype, "micro_tokens": 12}
+    given: dict[str, Any] = {"model": shared_model(rank, folder), "dtype": dtype, "micro_tokens": 12}
     both = policy(mesh, rank, **given), policy(**given)
     ours, theirs = (policy_logprobs.fn(each, batch()[0]).logprobs_NT for each in both)
     assert torch.equal(ours, theirs)

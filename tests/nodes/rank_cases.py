@@ -18,7 +18,7 @@ from penstock.nodes.learn.update import policy_update, term
 from penstock.nodes.model import CausalLM, load_model
 from penstock.nodes.policy import LanguagePolicy, make_policy, make_reference
 from penstock.nodes.trainable import SequenceModel
-from penstock.runtime.tensor.layout import Mesh, sharded
+from penstock.runtime.tensor.layout import Layout, Mesh, Region, sharded
 
 from .rollouts import random_rollouts
 from .tiny_model import export
@@ -172,16 +172,20 @@ def goes_on(learner: LanguagePolicy, resumed: LanguagePolicy) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def layout_of(parted: SequenceModel[Any]) -> Layout:
+    facts = parted.sharding()
+    named = [(name, shape, "float32") for name, shape in facts.shapes.items()]
+    return sharded(named, Mesh(facts.mesh), facts.rules, facts.stages, experts=facts.experts)
+
+
 def assert_boxes(parted: SequenceModel[Any], one: SequenceModel[Any], rank: int, *, exactly: bool = True) -> None:
     """Each rank has the boxes that the tensor plane expects."""
-    given, whole, facts = parted.weights(), one.weights(), parted.sharding()
-    assert facts.shapes == {name: tuple(tensor.shape) for name, tensor in whole.items()}
-    named = [(name, shape, "float32") for name, shape in facts.shapes.items()]
-    mesh = Mesh(tuple(facts.mesh))
-    for tensor in sharded(named, mesh, facts.rules, facts.stages, experts=facts.experts).tensors:
+    given, whole = parted.weights(), one.weights()
+    assert parted.sharding().shapes == {name: tuple(tensor.shape) for name, tensor in whole.items()}
+    for tensor in layout_of(parted).tensors:
         boxes = tensor.held_by(rank)
         for box in boxes:
-            piece = whole[tensor.name][tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
+            piece = whole[tensor.name][box.slices(Region.whole(tensor.shape))]
             assert given[tensor.name].shape == piece.shape, tensor.name
             assert not exactly or torch.equal(given[tensor.name], piece), tensor.name
         assert boxes or tensor.name not in given or not given[tensor.name].numel(), tensor.name
@@ -196,12 +200,11 @@ def assert_whole(parted: Any, one: Any) -> None:
 
 def assert_gradients_near(parted: LanguagePolicy, one: LanguagePolicy) -> None:
     """The moments, which are means of gradients: each rank's box of one rank's."""
-    given, whole, facts = parted.state()[0], one.state()[0], parted.sharding()
-    named = [(name, shape, "float32") for name, shape in facts.shapes.items()]
-    for tensor in sharded(named, Mesh(tuple(facts.mesh)), facts.rules, facts.stages, experts=facts.experts).tensors:
+    given, whole = parted.state()[0], one.state()[0]
+    for tensor in layout_of(parted).tensors:
         for box in tensor.held_by(dist.get_rank()):
             name = f"exp_avg.{tensor.name}"
-            piece = whole[name][tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
+            piece = whole[name][box.slices(Region.whole(tensor.shape))]
             torch.testing.assert_close(given[name], piece, rtol=1e-4, atol=1e-6, msg=name)
 
 
