@@ -2,10 +2,10 @@
 
     python benchmarks/fake_ranks.py PACE TENSORS JOIN_FILE …
 
-They speak the real wire: for each agent, rank and heartbeat a connection of its own, over TCP and CURVE, with the
-messages and the times of real ones. What is fake is the work. An update takes PACE seconds, a group a share of that,
-and no weights move; a version has a manifest of TENSORS names. A group of ranks meets on the controller's board as
-torch's gloo has it do, with addresses of the size that gloo's have.
+They speak the real wire: an agent over TCP and CURVE, its ranks and their heartbeats by the relay that real agents
+have, with the messages and the times of real ones. What is fake is the work. An update takes PACE seconds, a group a
+share of that, and no weights move; a version has a manifest of TENSORS names. A group of ranks meets on the
+controller's board as torch's gloo has it do, with addresses of the size that gloo's have.
 """
 
 import heapq
@@ -13,9 +13,10 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time
 from typing import Any
 from zlib import crc32
 
@@ -25,6 +26,7 @@ from penstock.graph.ir import Firing
 from penstock.runtime.control.listener import Options, dial, drain, raise_descriptors
 from penstock.runtime.control.messages import (
     AgentReady,
+    Delivery,
     Found,
     Goodbye,
     Heartbeat,
@@ -40,10 +42,12 @@ from penstock.runtime.control.messages import (
     Results,
     Setup,
     pack,
+    rank_peer,
     unpack,
 )
 from penstock.runtime.control.process import die_with_parent
-from penstock.runtime.control.rendezvous import INTERVAL, beat_interval
+from penstock.runtime.control.relay import Relay
+from penstock.runtime.control.rendezvous import INTERVAL, agent_interval, beat_interval
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.security import Join
 from penstock.runtime.schedule.events import (
@@ -63,6 +67,10 @@ from penstock.runtime.tensor.shm import ObjectRef, owner_of
 
 # Bytes of what gloo posts of each rank, in hexadecimal twice as many.
 ADDRESS_BYTES = 200
+# Seconds between the fastest and the slowest clock of a host.
+SKEW = 0.02
+# Ranks that compute together end together: at a multiple of so many seconds.
+TOGETHER = 0.05
 # Of PACE: the seconds of a group's responses, and of a transfer of weights.
 GROUP, TRANSFER = 0.6, 0.1
 OPTIONS: Options = {zmq.SNDHWM: 1000, zmq.RCVHWM: 1000}
@@ -80,7 +88,7 @@ class Peers:
         self.hears: dict[zmq.Socket[bytes], Callable[[Message], None]] = {}
         self.due: list[tuple[float, int, Callable[[], None]]] = []
         self.order = count()
-        self.left = 0
+        self.left: set[FakeAgent] = set()
         self.config: RunConfig | None = None
         self.interval = INTERVAL
 
@@ -100,7 +108,7 @@ class Peers:
         say(hello)
         return say
 
-    def beat(self, say: Callable[[Message], None], host: str, doing: Callable[[], str], ranks: bool = True) -> None:
+    def beat(self, say: Callable[[Message], None], host: str, doing: Callable[[], str]) -> None:
         """As a `Pulse` does: those of a host at once, those of other hosts at other moments."""
         phase = crc32(host.encode()) % 1009 / 1009
 
@@ -109,7 +117,7 @@ class Peers:
             wait()
 
         def wait() -> None:
-            interval, now = self.interval if ranks else INTERVAL, monotonic()
+            interval, now = self.interval, monotonic()
             self.after(((now / interval - phase) // 1 + 1 + phase) * interval - now, again)
 
         wait()
@@ -121,27 +129,43 @@ class Peers:
             while self.due and self.due[0][0] <= now:
                 heapq.heappop(self.due)[2]()
             wait = min(1.0, max(0.0, self.due[0][0] - monotonic())) if self.due else 1.0
-            for socket, _ in self.poller.poll(int(1000 * wait) + 1):
+            wait = min([wait, *(agent.relay.wait(now) for agent in self.left)])
+            ready = dict(self.poller.poll(int(1000 * wait) + 1))
+            for socket in ready.keys() & self.hears.keys():
                 for frames, _, _ in drain(socket):  # type: ignore[arg-type]
                     self.hears[socket](unpack(frames[0])[1])  # type: ignore[index]
+            now = monotonic()
+            for agent in self.left:
+                if agent.relay.socket in ready or not agent.relay.wait(now):
+                    agent.carry(now)
         self.context.destroy(linger=500)
 
 
 class FakeAgent:
-    """Says that it is there, and makes a rank of each Launch."""
+    """Says that it is there, makes a rank of each Launch, and carries for them as a real one does."""
 
     def __init__(self, peers: Peers, join: Join) -> None:
         self.peers, self.join = peers, join
-        peers.left += 1
+        # Clocks of hosts differ by some milliseconds.
+        skew = SKEW * (crc32(join.host.encode()) % 1009 / 1009 - 0.5)
+        self.relay = Relay(join, agent_interval(len(join.hosts)), clock=lambda: time() + skew)
+        peers.left.add(self)
+        peers.poller.register(self.relay.socket, zmq.POLLIN)
         self.say = peers.connect(join, Hello("agent", join.host, 0, 1, join.host, join.token), self.hear)
         self.say(AgentReady(join.host, 1))
-        peers.beat(self.say, join.host, str, ranks=False)
 
     def hear(self, message: Message) -> None:
         if isinstance(message, Launch):
-            FakeRank(self.peers, self.join, message.replica, message.rank)
+            self.relay.begin(rank_peer(message.replica, message.rank))
+            FakeRank(self.peers, replace(self.join, endpoint=self.relay.endpoint), message.replica, message.rank)
+        elif isinstance(message, Delivery):
+            self.relay.deliver(message)
         elif isinstance(message, Goodbye):
-            self.peers.left -= 1
+            self.peers.left = self.peers.left - {self}
+
+    def carry(self, now: float) -> None:
+        for said in self.relay.take(now):
+            self.say(said)
 
 
 class FakeRank:
@@ -240,7 +264,8 @@ class FakeRank:
             self.doing = ""
             self.flush()
 
-        self.peers.after(seconds, then)
+        until = monotonic() + seconds
+        self.peers.after(seconds - until % -TOGETHER, then)
 
     def flush(self) -> None:
         if self.found:

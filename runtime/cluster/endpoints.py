@@ -22,14 +22,19 @@ LOOPBACK = "127.0.0.1"
 _LONGEST_PATH = 107
 
 
-def ipc_endpoint(folder: Path, temporary: Path = Path("/tmp")) -> str:
-    """The socket in the run folder, or, where that path is too long for one or no UTF-8, in this user's own folder of
-    /tmp."""
-    path = folder.absolute() / SOCKET_NAME
-    if len(os.fsencode(path)) > _LONGEST_PATH or not str(path).isprintable():
-        name = hashlib.sha256(os.fsencode(path)).hexdigest()[:24]
-        path = _private_folder(temporary / f"penstock-{os.geteuid()}") / f"{name}.sock"
+def ipc_endpoint(folder: Path, temporary: Path = Path("/tmp"), name: str = SOCKET_NAME, *, aside: bool = False) -> str:
+    """The socket of this name in the run folder, or, `aside` or where that path is too long for one or no UTF-8, in
+    this user's own folder of /tmp."""
+    path = folder.absolute() / name
+    if aside or len(os.fsencode(path)) > _LONGEST_PATH or not str(path).isprintable():
+        short = hashlib.sha256(os.fsencode(path)).hexdigest()[:24]
+        path = _private_folder(temporary / f"penstock-{os.geteuid()}") / f"{short}.sock"
     return f"ipc://{path}"
+
+
+def relay_endpoint(folder: Path, host: str, *, aside: bool = False) -> str:
+    """The same, where the ranks of a host find its agent."""
+    return ipc_endpoint(folder, name=f"agent-{host}.sock", aside=aside)
 
 
 def tcp_endpoint(bind: str) -> str:

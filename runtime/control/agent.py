@@ -11,6 +11,8 @@ The ranks are forked by a child of the agent, `python -m penstock.runtime.contro
 those of a pool with an interpreter of its own by a child that runs in that. Each is
 in a session of its own, has stdout and stderr in `logs/<pool>-<replica>-<rank>.out` and `.err`, and in its environment
     PENSTOCK_JOIN      the file to connect with: `Join.read(Path(os.environ["PENSTOCK_JOIN"]))`
+    PENSTOCK_ENDPOINT  where to: the controller's Unix socket or, where that is reached over a network, one of the
+                       agent's, which carries what they say and hear (`relay`)
     PENSTOCK_FOLDER    the run folder on this host
     PENSTOCK_REPLICA, PENSTOCK_RANK, PENSTOCK_RUN, PENSTOCK_PARENT
     PENSTOCK_LIFE      how often the replica has been lost before
@@ -22,7 +24,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -31,19 +34,24 @@ from time import monotonic
 from types import FrameType
 
 from penstock.runtime.control.early import EARLY, awaited
+from penstock.runtime.control.listener import WireError
 from penstock.runtime.control.messages import (
     AgentReady,
+    Delivery,
     End,
     Exited,
     Goodbye,
     Heartbeat,
     Launch,
     Leaving,
+    Message,
     Note,
+    rank_peer,
     signal_name,
 )
 from penstock.runtime.control.process import PACKET_BYTES, RUN, borrowed, die_with_parent, kill, start, tail, taken
-from penstock.runtime.control.rendezvous import INTERVAL
+from penstock.runtime.control.relay import Relay
+from penstock.runtime.control.rendezvous import INTERVAL, agent_interval
 from penstock.runtime.control.security import Join
 from penstock.runtime.control.signals import PREEMPTED, Wish, on_stop
 from penstock.runtime.control.sockets import SILENCE, Client
@@ -118,8 +126,12 @@ class Agent:
     ) -> None:
         self._join, self._join_file = join, join_file
         # A Unix socket breaks only when the controller is gone; between hosts a line may come back.
-        self._silence = 1.0 if join.endpoint.startswith("ipc://") else silence
+        local = join.endpoint.startswith("ipc://")
+        self._silence = 1.0 if local else silence
         self._client = Client(join, "agent", join.host)
+        self._relay = None if local else Relay(join, agent_interval(len(join.hosts)))
+        if self._relay is not None:
+            self._client.watch(self._relay.socket)
         self._wish, self._until = Wish(), inf
         self._logs = make_folder(Path(join.folder) / "logs")
         self._log = self._logs / f"ranks-{join.host}.err"
@@ -159,7 +171,7 @@ class Agent:
             self._client.send(AgentReady(self._join.host, os.getpid(), self._join.life))
             beat = 0.0
             while True:
-                for message in self._client.receive(INTERVAL / 2):
+                for message in self._carry(INTERVAL / 2):
                     if isinstance(message, Goodbye):
                         self.again = message.lost and self._join.again
                         self._await_ends(LEAVE_S)  # they hear their own goodbyes
@@ -175,7 +187,7 @@ class Agent:
                     self._client.send(Leaving(self._join.host, self._join.grace))
                 if now >= self._until:
                     raise _Ended(self._wish.number)
-                if now >= beat:
+                if now >= beat and self._relay is None:
                     beat = now + INTERVAL
                     self._client.send(Heartbeat())
                 if gone := self._client.gone(self._silence):
@@ -197,6 +209,22 @@ class Agent:
                 forks.close()
             sweep(None, folders)
             self._client.close()
+            if self._relay is not None:
+                self._relay.close()
+
+    def _carry(self, seconds: float) -> Iterator[Message]:
+        """Wait so long for what the controller says to this process, and hand on what it says to ranks, and they to
+        it."""
+        if self._relay is None:
+            yield from self._client.receive(seconds)
+            return
+        for message in self._client.receive(min(seconds, self._relay.wait(monotonic()))):
+            if isinstance(message, Delivery):
+                self._relay.deliver(message)
+            else:
+                yield message
+        for said in self._relay.take(monotonic()):
+            self._client.send(said)
 
     def _launch(self, launch: Launch) -> None:
         """Start a rank, whose output goes to files of its name."""
@@ -206,6 +234,7 @@ class Agent:
         stdout, stderr = self._logs / f"{stem}.out", self._logs / f"{stem}.err"
         environment = {
             "PENSTOCK_JOIN": str(self._join_file),
+            "PENSTOCK_ENDPOINT": self._join.endpoint if self._relay is None else self._relay.endpoint,
             "PENSTOCK_REPLICA": launch.replica,
             "PENSTOCK_RANK": str(launch.rank),
             "PENSTOCK_LIFE": str(launch.life),
@@ -214,6 +243,8 @@ class Agent:
         }
         assert name not in self._stderr, name
         self._stderr[name] = stderr
+        if self._relay is not None:
+            self._relay.begin(rank_peer(launch.replica, launch.rank))
         if launch.python not in self._forks:
             try:
                 begun = Forks.begin(borrowed(WORKER_MODULE), self._join.run, self._log, launch.python)
@@ -242,7 +273,7 @@ class Agent:
         until = monotonic() + seconds
         self._tell_ended()
         while self._stderr and monotonic() < until:
-            self._client.receive(0.05)
+            deque(self._carry(0.05), maxlen=0)
             self._tell_ended()
 
     def _tell_ended(self) -> None:
@@ -278,6 +309,8 @@ class Agent:
         """Tell of a rank's end; `status` is negative for a signal."""
         replica, _, rank = name.rpartition(".")
         last_lines = tail(self._stderr.pop(name)) or tail(self._log)
+        if self._relay is not None:
+            self._relay.end(rank_peer(replica, int(rank)))
         self._client.send(Exited(replica, int(rank), pid, max(0, status), max(0, -status), last_lines))
 
 
@@ -305,7 +338,11 @@ def serve_once(
         said = f"penstock agent: host {join.host} has no {join.folder}: {needed} of checkpoints (--folder)"
         print(visible(said), file=sys.stderr)
         return 2, False
-    agent = Agent(join, join_file, early=early)
+    try:
+        agent = Agent(join, join_file, early=early)
+    except WireError as error:
+        print(visible(f"penstock agent: {error.strerror}"), file=sys.stderr)
+        return 1, False
     with on_stop(agent.hear):
         fault = agent.run()
     if fault:

@@ -151,9 +151,7 @@ class Controller:
         for peer, message in heard:
             self._hear(peer, message)
         now = monotonic()
-        late = [
-            peer for peer in self.server.tracker.late(now) if not self._do_without(peer, "it gives no sign of life")
-        ]
+        late = [peer for peer in self.server.late(now) if not self._do_without(peer, "it gives no sign of life")]
         if late:
             names = ", ".join(map(self._spelled, late))
             self._fail(FailureCode.SILENT, f"no sign of life from {names}: hung, stopped or gone", *late)
@@ -439,7 +437,8 @@ def main() -> None:
     folder = RunFolder.open(awaited() if sys.argv[1] == EARLY else sys.argv[1])
     config = RunConfig.load(folder)
     ranks = {rank_peer(r.name, i): rank.host for r in config.plan.replicas for i, rank in enumerate(r.ranks)}
-    if 0 < files < (needed := 3 * connections(ranks)):  # a listener lets so many in at once
+    door = Door.read(folder.path / "keys" / "controller.json")
+    if 0 < files < (needed := 3 * connections(ranks, door.endpoint)):  # a listener lets so many in at once
         text = (
             f"the controller may open {files} files on {os.uname().nodename}, needed {needed} for {len(ranks)} ranks: "
             f"a hard limit (ulimit -Hn) that its administrator sets, by LimitNOFILE of slurmd or of another service, "
@@ -448,7 +447,7 @@ def main() -> None:
         say(Failure(FailureCode.CONTROLLER, text).line())
         sys.exit(FAILED)
     try:
-        server = Server(Door.read(folder.path / "keys" / "controller.json"), ranks)
+        server = Server(door, ranks)
     except WireError as error:
         say(Failure(FailureCode.CONTROLLER, str(error.strerror)).line())
         sys.exit(FAILED)

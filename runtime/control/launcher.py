@@ -33,7 +33,7 @@ from types import FrameType
 from typing import IO, Any
 
 from penstock.runtime.cluster.cluster import Cluster
-from penstock.runtime.cluster.endpoints import LOOPBACK, socket_file
+from penstock.runtime.cluster.endpoints import LOOPBACK, relay_endpoint, socket_file
 from penstock.runtime.control.agents import Agents
 from penstock.runtime.control.desk import Desk
 from penstock.runtime.control.early import AGENT, CONTROLLER, Early
@@ -301,7 +301,8 @@ class Launcher:
         another one be in its place, of which nothing is removed."""
         left = sweep_processes(self.run_id)
         sweep(self.run_id, (SHM, folder.held))
-        if (file := socket_file(self.keys.door.endpoint)) is not None:
+        doors = [self.keys.door.endpoint, *(relay_endpoint(folder.path, host) for host in self.keys.hosts)]
+        for file in filter(None, map(socket_file, doors)):
             (folder.held / file.name if file.parent == folder.path else file).unlink(missing_ok=True)
         _clear(folder.held)
         if left:

@@ -6,6 +6,8 @@ A frame is MessagePack of [PROTOCOL, sequence, [class name, fields…]]. A *peer
 - A rank: Hello, Setup, Ready, then Orders and Results until Goodbye.
 - An agent: Hello, AgentReady, then a Launch for each of its ranks and an Exited for each that ends, until Goodbye;
   Leaving, if its host is taken away. An End asks it to kill a rank.
+- Between hosts an agent carries what its ranks say, several at once as a Report, and what is said to them, each thing
+  once for all of its ranks that it is for, as a Delivery; SignsOfLife says how they are (see `relay`).
 - Ranks that form a process group Post to the controller's key-value store, Count and Look there; Found is the answer.
 - A rank asks a rank of another host for part of a block in one frame, MessagePack of [EXCHANGE, number, Ask]. The
   answer repeats the number: [EXCHANGE, number, ""] with the bytes in a second frame, or [EXCHANGE, number, why not]
@@ -15,7 +17,6 @@ Events and commands are written to the event log in the same encoding, without a
 """
 
 import signal as signals
-from collections.abc import Callable
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -26,7 +27,7 @@ from penstock.runtime.packable import Packable
 from penstock.runtime.schedule.events import Abort, Answer, Command, Copied, Event
 from penstock.runtime.tensor.shm import ObjectRef
 
-PROTOCOL: Literal[8] = 8
+PROTOCOL: Literal[9] = 9
 # Characters of a text for the user: the middle of a longer one is left out.
 MAX_TEXT = 16 << 10
 # Bytes of one packed value, in either direction: metadata only, so ten times what a large batch needs.
@@ -83,10 +84,10 @@ class Manifest(Packable, frozen=True):
 
 
 class Result(Packable, frozen=True):
-    """A rank's answer to a command. `outputs` are for other ranks; `began` and `ended` are seconds of
-    `time.monotonic` on the rank's host. `manifest` comes with `Published`, from the first rank of the replica: all its
-    ranks have made the same. `unread` comes with `Failed` where a value could not be read: the replica that made it,
-    and its life.
+    """A rank's answer to a command, or that of several (the event's `others`). `outputs` are for other ranks; `began`
+    and `ended` are seconds of `time.monotonic` on the rank's host. `manifest` comes with `Published`, from the first
+    rank of the replica: all its ranks have made the same. `unread` comes with `Failed` where a value could not be read:
+    the replica that made it, and its life.
     """
 
     event: Answer | Copied | Abort
@@ -116,6 +117,17 @@ class Heartbeat(Packable, frozen=True):
     """The process lives; `doing` is what its main thread is at."""
 
     doing: str = ""
+
+
+class SignsOfLife(Packable, frozen=True):
+    """What is new of the ranks of an agent, by their names as peers: what they are at, and which give no sign of life.
+    `dropped` counts by kind the frames that the agent has dropped since the last one; `last` describes one of them.
+    """
+
+    doing: dict[str, str]
+    silent: tuple[str, ...] = ()
+    dropped: dict[str, int] = field(default_factory=dict)
+    last: str = ""
 
 
 class Note(Packable, frozen=True):
@@ -249,11 +261,40 @@ class End(Packable, frozen=True):
     rank: int
 
 
+class Delivery(Packable, frozen=True):
+    """Hand `message`, packed, to several ranks; `aside`: on the connections of their heartbeats."""
+
+    peers: tuple[str, ...]
+    message: bytes
+    aside: bool = False
+
+
 Question = Post | Count | Look
+OfRank = Hello | Ready | Results | SendFailed | Note | Question
+
+
+class Report(Packable, frozen=True):
+    """What ranks have said to their agent, in order. The tokens of their Hellos are left out."""
+
+    said: tuple[tuple[str, OfRank], ...]
+
+
 ToController = (
-    Hello | Ready | Result | Results | SendFailed | Heartbeat | Note | AgentReady | Leaving | Exited | Question
+    Hello
+    | Ready
+    | Result
+    | Results
+    | SendFailed
+    | Heartbeat
+    | SignsOfLife
+    | Note
+    | AgentReady
+    | Leaving
+    | Exited
+    | Question
+    | Report
 )
-Message = ToController | Setup | Order | Found | Goodbye | Launch | End
+Message = ToController | Setup | Order | Found | Goodbye | Launch | End | Delivery
 
 # The exit status of a rank that has said in a `Note` why it ends.
 EXIT_EXPLAINED = 3
@@ -367,7 +408,7 @@ def _escaped(plain: Any) -> Any:
     return plain
 
 
-_FRAME: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[8], int, Message], "frame")
+_FRAME: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[9], int, Message], "frame")
 _RECORD: Codec[Event | Command] = Codec(Event | Command, "record")
 QUESTION: Codec[tuple[int, int, Ask]] = Codec(tuple[Literal[1], int, Ask], "question")
 ANSWER: Codec[tuple[int, int, str]] = Codec(tuple[Literal[1], int, str], "answer")
@@ -387,10 +428,14 @@ def pack(message: Message, sequence: int = 0) -> bytes:
     return _FRAME.pack((PROTOCOL, sequence, message))
 
 
-def pack_for_many(message: Message) -> Callable[[int], bytes]:
-    """The same for several receivers: what makes the frame of a sequence number. The message is packed once."""
-    packed = msgspec.Raw(_FRAME.pack((PROTOCOL, 0, message))[_HEAD:])
-    return lambda sequence: _HEADER((PROTOCOL, sequence, packed))
+def pack_message(message: Message) -> bytes:
+    """A message without its frame: packed once, for several receivers. Raises MessageError as `pack`."""
+    return _FRAME.pack((PROTOCOL, 0, message))[_HEAD:]
+
+
+def framed(packed: bytes, sequence: int) -> bytes:
+    """The frame of a packed message."""
+    return _HEADER((PROTOCOL, sequence, msgspec.Raw(packed)))
 
 
 def unpack(data: bytes) -> tuple[int, Message]:

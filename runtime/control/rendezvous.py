@@ -133,6 +133,15 @@ def _cost(*texts: str) -> int:
 INTERVAL, RANKS, LONGEST = 1.0, 256, 2.0
 
 
+# The same of agents, in a run of more hosts than so many.
+HOSTS = 32
+
+
+def agent_interval(hosts: int) -> float:
+    """Seconds from one heartbeat of an agent to the next in a run of so many hosts."""
+    return min(LONGEST, max(INTERVAL, INTERVAL * hosts / HOSTS))
+
+
 def beat_interval(ranks: int) -> float:
     """Seconds from one heartbeat to the next in a run of so many ranks: their controller hears all of them."""
     return min(LONGEST, max(INTERVAL, INTERVAL * ranks / RANKS))

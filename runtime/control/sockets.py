@@ -5,28 +5,27 @@ connection or of a kind that a controller does not hear is counted by kind in `c
 and never raises. On tcp always CURVE: a key that is not on the door's list does not get as far as a frame. Each side
 numbers its frames on a connection; a number that does not grow is a replay. Not for several threads.
 
-Who may say what is decided here and nowhere else. On tcp a connection is its key's host, whatever it says; on a Unix
-socket, which only the run's user can open, the host that it says. A host may say Hello for its own agent and for the
-ranks that the plan has there, a rank speaks for itself, an agent for itself and the ranks of its host, and values are
-where their maker is. What goes beyond that is counted as "unauthorised", what goes beyond a peer's amount of notes or
-questions as "excessive".
+On tcp a connection is its key's host, whatever it says; on a Unix socket, which only the run's user can open, the host
+that it says. A host may say Hello for its own agent and for the ranks that the plan has there. What goes beyond that,
+and beyond what `rights` allow, is counted as "unauthorised", what goes beyond a peer's amount of notes or questions as
+"excessive".
 
-`Tracker` knows who has been silent for too long. It is pure: time is passed in, and never goes back.
+A rank has a connection of its own, or its agent carries what it says and hears (`relay`): then it is for the agent to
+see whether it lives.
 """
 
 import os
 import select
 import struct
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from hmac import compare_digest
-from itertools import count, takewhile
-from math import inf
-from time import monotonic
-from typing import Any, Literal, get_args
+from itertools import count
+from time import monotonic, sleep
+from typing import Literal
 
 import zmq
 from msgspec import structs
@@ -36,74 +35,25 @@ from penstock.runtime.control.listener import Listener, Options, dial, drain
 from penstock.runtime.control.messages import (
     MAX_BYTES,
     AgentReady,
-    Exited,
+    Delivery,
     Found,
     Heartbeat,
     Hello,
-    Leaving,
     Message,
     MessageError,
     Note,
-    Question,
+    OfRank,
     Ready,
-    Results,
-    SendFailed,
-    agent_peer,
+    Report,
+    SignsOfLife,
+    framed,
     pack,
-    pack_for_many,
-    rank_peer,
-    shortened,
+    pack_message,
     unpack,
 )
+from penstock.runtime.control.rights import SAYS, overreach, readable
 from penstock.runtime.control.security import Door, Join
-from penstock.runtime.schedule.events import Abort, Failed
-from penstock.runtime.tensor.shm import ObjectRef, owner_of
-
-# Seconds between two looks that count at most: whoever looks at nobody for longer was held up, not they.
-PAUSE_S = 1.0
-
-
-class Tracker:
-    """The last sign of life of each peer. A peer is tracked from its first sign until it is forgotten.
-
-    Peers are kept in the order of their last signs, so that a look at who is late costs no more for many of them.
-    While the one who listens is stopped it hears nobody: that time, `held_up` in all, is no one's silence.
-    """
-
-    def __init__(self, silence: float) -> None:
-        self._silence = silence
-        self._last: dict[str, tuple[float, float]] = {}  # as the clock had it, and of the time that counts
-        self._looked = inf
-        self._held_up = 0.0
-
-    def heard(self, peer: str, now: float) -> None:
-        self._last.pop(peer, None)
-        self._last[peer] = now, self._counted(now)
-
-    def forget(self, peer: str) -> None:
-        self._last.pop(peer, None)
-
-    def last(self, peer: str) -> float:
-        """Its last sign of life; −∞ for a peer that is not tracked."""
-        return self._last.get(peer, (-inf, -inf))[0]
-
-    def late(self, now: float) -> list[str]:
-        """The peers silent for more than `silence` seconds, in the order of their names."""
-        until = self._counted(now) - self._silence
-        silent = takewhile(lambda entry: entry[1][1] < until, self._last.items())
-        return sorted(peer for peer, _ in silent)
-
-    def held_up(self, now: float) -> float:
-        """Seconds up to `now` in which the one who listens was stopped itself: whoever is waited for need not answer
-        for these. A deadline is looked at with the same `now`: a stop may come between any two lines.
-        """
-        self._held_up += max(0.0, now - self._looked - PAUSE_S)
-        self._looked = now
-        return self._held_up
-
-    def _counted(self, now: float) -> float:
-        return now - self.held_up(now)
-
+from penstock.runtime.control.silence import Tracker
 
 # Seconds without a sign of life after which a peer is taken for dead.
 SILENCE = 10.0
@@ -121,16 +71,11 @@ MAX_NOTES = 100
 _CUT_OFF = MAX_BYTES + (64 << 10)
 # Seconds for what is still being sent when a socket is closed.
 FLUSH_S = 0.5
+# In a run of so many hosts, what comes within so many seconds is heard at once: to wake costs as much as to hear.
+MANY_HOSTS, GATHER_S = 32, 0.002
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
-
-
-# What a connection of each role may say after its Hello.
-_SAYS: Mapping[str, tuple[type, ...]] = {
-    "agent": (AgentReady, Exited, Heartbeat, Leaving, Note),
-    "rank": (Ready, Results, SendFailed, Heartbeat, Note),
-    "heartbeat": (Heartbeat, Note, *get_args(Question)),
-}
-
+# What an agent may count that it has dropped.
+DROPPED = ("malformed", "oversized", "unknown", "replayed", "unexpected", "unauthorised", "duplicate", "excessive")
 
 # What both sides need. A connection is cut when the other side's kernel has not answered for SILENCE. It is not libzmq
 # that pings: it would not answer while its process is stopped, and cut all its connections when that goes on.
@@ -168,9 +113,9 @@ class _Connection:
     said: int = 0
 
 
-def connections(ranks: Mapping[str, str]) -> int:
-    """How many a run makes with its controller: two for each rank, and one for each host."""
-    return 2 * len(ranks) + len(set(ranks.values()))
+def connections(ranks: Mapping[str, str], endpoint: str) -> int:
+    """How many a run makes with its controller: one for each host and, on a Unix socket, two for each rank."""
+    return len(set(ranks.values())) + (2 * len(ranks) if endpoint.startswith("ipc://") else 0)
 
 
 class Server:
@@ -185,12 +130,23 @@ class Server:
         self.doing: dict[str, str] = {}
         self._token = door.token.encode()
         self._ranks = ranks
+        # The ranks of each host's replicas, for which its agent may speak.
+        here: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+        for peer, host in ranks.items():
+            replica, _, rank = peer.rpartition(":")
+            here[host][replica].add(int(rank))
+        self._here = {host: {name: frozenset(of) for name, of in replicas.items()} for host, replicas in here.items()}
         self._hosts = {public: host for host, public in door.allowed.items()}
         self._notes: Counter[str] = Counter()
         self.tracker = Tracker(silence)
         self._connections: dict[bytes, _Connection] = {}
+        # The way to each peer: its own connection, or that of its agent. And to each heartbeat with one of its own.
         self._routes: dict[str, _Connection] = {}
         self._sides: dict[str, _Connection] = {}
+        self._ways: dict[
+            tuple[str, ...], list[tuple[_Connection | None, tuple[str, ...]]]
+        ] = {}  # until a route changes
+        self._silent: dict[str, str] = {}  # by the agents that say so
         # Peers, and whether it was their heartbeat's socket, that have ever said Hello: `forget` leaves them here.
         self._greeted: set[tuple[str, bool]] = set()
         keys = None
@@ -199,10 +155,10 @@ class Server:
                 raise ValueError(f"{door.endpoint}: given no keys, needed CURVE keys on tcp")
             keys = door.secret, door.allowed.values()
         options = {**_OPTIONS, zmq.RCVHWM: MAX_UNREAD}
-        self._listener = Listener(door.endpoint, options, keys, self._refused, connections(ranks))
-        self._socket, self.endpoint = self._listener.socket, self._listener.endpoint
+        self._listener = Listener(door.endpoint, options, keys, self._refused, connections(ranks, door.endpoint))
+        self.socket, self.endpoint = self._listener.socket, self._listener.endpoint
         self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self.socket, zmq.POLLIN)
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -217,6 +173,8 @@ class Server:
         until, left = monotonic() + timeout, timeout
         # Heartbeats alone are no reason to return: of a thousand ranks there is one each moment.
         while not found and self._poller.poll(int(1000 * left)):
+            if len(self._here) >= MANY_HOSTS:
+                sleep(GATHER_S)
             now = monotonic()
             for frames, key, descriptor in self._listener.drain():
                 try:
@@ -238,23 +196,55 @@ class Server:
 
     def send(self, peer: str, message: Message) -> bool:
         """False when `peer` cannot be reached: it never said Hello, is gone, or has stopped reading."""
+        connection = self._routes.get(peer)
         # The thread that beats for a rank asks, and hears the answer while the main thread is at work.
-        connection = (self._sides if isinstance(message, Found) else self._routes).get(peer)
-        if connection is None:
-            return False
-        return self._send(connection, partial(pack, message))
+        aside = isinstance(message, Found)
+        if connection is not None and connection.peer != peer:
+            message = Delivery((peer,), pack_message(message), aside)
+        elif aside:
+            connection = self._sides.get(peer)
+        return connection is not None and self._send(connection, partial(pack, message))
 
     def send_all(self, peers: Sequence[str], message: Message) -> list[str]:
         """Send the same to several; those of them that cannot be reached."""
-        framed = pack_for_many(message)
-        return [p for p in peers if (one := self._routes.get(p)) is None or not self._send(one, framed)]
+        packed, unreached = pack_message(message), list[str]()
+        for connection, reached in self._ways_to(tuple(peers)):
+            if connection is not None:
+                carried = connection.peer != reached[0]
+                frame = partial(pack, Delivery(reached, packed)) if carried else partial(framed, packed)
+                if self._send(connection, frame):
+                    continue
+            unreached += reached
+        return unreached
 
-    def _send(self, connection: _Connection, framed: Callable[[int], bytes]) -> bool:
+    def _ways_to(self, peers: tuple[str, ...]) -> list[tuple[_Connection | None, tuple[str, ...]]]:
+        """Connections, each with those of the peers that are reached by it. The ranks of a replica are asked for again
+        and again."""
+        if peers not in self._ways:
+            found: dict[bytes, tuple[_Connection | None, list[str]]] = {}
+            for peer in peers:
+                connection = self._routes.get(peer)
+                found.setdefault(connection.identity if connection else b"", (connection, []))[1].append(peer)
+            self._ways[peers] = [(connection, tuple(of)) for connection, of in found.values()]
+        return self._ways[peers]
+
+    def deliver(self, delivery: Delivery) -> None:
+        """Hand on what is said to peers with connections of their own. One that is gone hears nothing."""
+        of = self._sides if delivery.aside else self._routes
+        for peer in delivery.peers:
+            if (connection := of.get(peer)) is not None:
+                self._send(connection, partial(framed, delivery.message))
+
+    def late(self, now: float) -> list[str]:
+        """The peers that give no sign of life, in the order of their names."""
+        return sorted([*self.tracker.late(now), *self._silent])
+
+    def _send(self, connection: _Connection, frame: Callable[[int], bytes]) -> bool:
         # Numbers have to grow, and may have gaps: that of a frame that is not sent is not used again.
         connection.said += 1
         try:
-            self._socket.send(connection.identity, _MORE)
-            self._socket.send(framed(connection.said), zmq.NOBLOCK)
+            self.socket.send(connection.identity, _MORE)
+            self.socket.send(frame(connection.said), zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
@@ -262,8 +252,11 @@ class Server:
         return True
 
     def forget(self, peer: str) -> None:
-        """A peer that ended: it is not late, cannot be sent to, and may say Hello again as a new process."""
-        self._routes.pop(peer, None)
+        """A peer that ended: it is not late, cannot be sent to, and may say Hello again as a new process. With an agent
+        those are forgotten for whom it carries."""
+        self._ways.clear()
+        self._routes = {name: way for name, way in self._routes.items() if peer not in (name, way.peer)}
+        self._silent = {name: agent for name, agent in self._silent.items() if peer not in (name, agent)}
         self._sides.pop(peer, None)
         self.tracker.forget(peer)
         self.doing.pop(peer, None)
@@ -298,9 +291,10 @@ class Server:
             return greeted
         if sequence <= connection.heard:
             raise _Dropped("replayed", name, f"frame {sequence} after frame {connection.heard}")
-        if not isinstance(message, _SAYS[connection.role]):
+        if not isinstance(message, SAYS[connection.role]):
             raise _Dropped("unexpected", name, type(message).__name__)
-        if claim := _overreach(message, connection, self._ranks):
+        plain = isinstance(message, Heartbeat | SignsOfLife | Report)  # what these claim is looked at below
+        if not plain and (claim := overreach(message, connection.peer, connection.host, self._ranks)):
             raise _Dropped("unauthorised", name, claim)
         # Not before: a frame that is refused must not make those behind it replays.
         connection.heard = sequence
@@ -308,11 +302,60 @@ class Server:
         if isinstance(message, Heartbeat):
             self.doing[connection.peer] = message.doing[:MAX_DOING]
             return []
+        if isinstance(message, Report):
+            return self._reported(message, connection, name)
+        if isinstance(message, SignsOfLife):
+            self._note_signs(message, connection, name)
+            return []
+        return [self._noted(connection.peer, message, name)]
+
+    def _reported(self, report: Report, agent: _Connection, name: str) -> list[tuple[str, Message]]:
+        """What the ranks of an agent say. What one may not say is dropped by itself."""
+        found = []
+        for peer, message in report.said:
+            try:
+                found.append(self._carried(peer, message, agent, name))
+            except _Dropped as drop:
+                self.drop(*drop.args)
+        return found
+
+    def _carried(self, peer: str, message: OfRank, agent: _Connection, name: str) -> tuple[str, Message]:
+        """What a rank says by its agent. Raises _Dropped."""
+        if self._ranks.get(peer) != agent.host:
+            raise _Dropped("unauthorised", name, f"{type(message).__name__} of {peer:.200}")
+        known = self._routes.get(peer)
+        if isinstance(message, Hello):
+            if (message.role, message.peer, message.host) != ("rank", peer, agent.host):
+                raise _Dropped("unauthorised", name, f"Hello of {message.peer}, handed on as that of {peer}")
+            if known is not None and not (message.again and known is agent):
+                raise _Dropped("duplicate", name, f"Hello of {peer}, pid {message.pid}, but it is here already")
+            self._greeted.add((peer, False))
+            self._routes[peer] = agent
+            self._ways.clear()
+            return peer, message
+        if known is not agent:
+            raise _Dropped("unknown", name, f"{type(message).__name__} of {peer}, before its Hello or after its end")
+        if claim := overreach(message, peer, agent.host, self._ranks, self._here[agent.host]):
+            raise _Dropped("unauthorised", name, f"{claim}, handed on as that of {peer}")
+        return self._noted(peer, message, name)
+
+    def _noted(self, peer: str, message: Message, name: str) -> tuple[str, Message]:
+        """A message as it is handed on. Raises _Dropped for a note too many."""
         if isinstance(message, Note) and message.level != "error":
-            self._notes[connection.peer] += 1
-            if self._notes[connection.peer] > MAX_NOTES:
-                raise _Dropped("excessive", name, f"a note after {MAX_NOTES} of them")
-        return [(connection.peer, _readable(message))]
+            self._notes[peer] += 1
+            if self._notes[peer] > MAX_NOTES:
+                raise _Dropped("excessive", name, f"a note of {peer} after {MAX_NOTES} of them")
+        return peer, readable(message)
+
+    def _note_signs(self, signs: SignsOfLife, agent: _Connection, name: str) -> None:
+        """An agent tells how its ranks are. Of those of others, and of those that are not here, it can tell nothing."""
+        own = {peer: doing for peer, doing in signs.doing.items() if self._routes.get(peer) is agent}
+        self.doing.update((peer, doing[:MAX_DOING]) for peer, doing in own.items())
+        silent = {peer: agent.peer for peer in signs.silent if self._routes.get(peer) is agent}
+        self._silent = {peer: by for peer, by in self._silent.items() if by != agent.peer} | silent
+        if counted := {kind: number for kind, number in signs.dropped.items() if kind in DROPPED and number > 0}:
+            self.counts.update(counted)
+            self.dropped.append(f"{signs.last:.600} (at {name})")
 
     def _greet(
         self, identity: bytes, key: str, name: str, sequence: int, message: Message, now: float
@@ -342,6 +385,7 @@ class Server:
             self._connections.pop(before.identity, None)
         self._greeted.add((message.peer, beats))
         self._connections[identity] = of[message.peer] = connection
+        self._ways.clear()
         self.tracker.heard(message.peer, now)
         return [] if beats else [(message.peer, message)]
 
@@ -350,42 +394,6 @@ def _begun_again(before: _Connection, hello: Hello, host: str) -> bool:
     """Is a Hello of the process that said the one `before`, and nothing since? So nothing it said is lost with that
     connection: it was cut at once."""
     return (before.host, before.pid, before.heard) == (host, hello.pid, before.hello)
-
-
-def _overreach(message: Message, connection: _Connection, ranks: Mapping[str, str]) -> str:
-    """What a message claims that its sender may not; "" for none."""
-    peer, handles = connection.peer, list[ObjectRef]()
-    match message:
-        case Ready(replica=replica, rank=rank, restored=restored):
-            claimed, handles = {rank_peer(replica, rank)}, [handle for _, _, handle in restored]
-        case Results(results):
-            answers = [result.event for result in results if not isinstance(result.event, Abort)]
-            claimed = {rank_peer(answer.replica, answer.rank) for answer in answers}
-            handles = [handle for result in results for handle in result.outputs.values()]
-        case AgentReady(host=host) | Leaving(host=host):
-            claimed = {agent_peer(host)}
-        case Exited(replica=replica, rank=rank):
-            dead = rank_peer(replica, rank)
-            return "" if ranks.get(dead) == connection.host else f"Exited of {dead}"
-        case _:
-            return ""
-    if others := claimed - {peer}:
-        return f"{type(message).__name__} of {', '.join(sorted(others))}"
-    name, _, index = peer.rpartition(":")
-    for handle in handles:
-        if handle.host not in ("", connection.host) or handle.owner != owner_of(name, int(index)):
-            return f"a value of {handle.owner} on host {handle.host}"
-    return ""
-
-
-def _readable(message: Any) -> Any:
-    """The message with texts of a length that a terminal and a log can take."""
-    if isinstance(message, Results) and any(isinstance(one.event, Failed | Abort) for one in message.results):
-        return Results(tuple(structs.replace(one, event=_readable(one.event)) for one in message.results))
-    if not isinstance(message, Note | Exited | Failed | Abort | SendFailed):
-        return message
-    texts = ((name, getattr(message, name)) for name in ("text", "tail", "error") if hasattr(message, name))
-    return structs.replace(message, **{name: shortened(text) for name, text in texts})
 
 
 class Client:
@@ -448,8 +456,8 @@ class Client:
         """Make `receive` return; the one method for other threads."""
         os.eventfd_write(self._waker, 1)
 
-    def watch(self, descriptor: int) -> None:
-        """Let `receive` return when `descriptor` is readable."""
+    def watch(self, descriptor: int | zmq.Socket[bytes]) -> None:
+        """Let `receive` return when a descriptor, or another socket, is readable."""
         self._poller.register(descriptor, select.POLLIN)
 
     def unwatch(self, descriptor: int) -> None:

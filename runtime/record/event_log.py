@@ -26,7 +26,7 @@ from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import AppendFile, read_file
 from penstock.runtime.record.typed_json import NEEDED, Count, Cut, Number, Text
 
-FORMAT = 3
+FORMAT = 4
 MAGIC = b"penstock events %d\n" % FORMAT
 CHAIN, CHECK = 16, 4
 LENGTH = struct.Struct("<I")

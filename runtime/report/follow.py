@@ -36,6 +36,7 @@ from penstock.runtime.schedule.events import (
     Swapped,
     Unread,
     answer,
+    each,
     first_answer,
 )
 
@@ -132,7 +133,8 @@ class Follow:
         self._counted: tuple[int, dict[int, int]] = (-1, {})
 
     def step(self, time: int, event: Event, commands: Sequence[Command]) -> None:
-        self._hear(time, event)
+        for said in each(event):
+            self._hear(time, said)
         cause = cause_of(event)
         for command in commands:
             match command:

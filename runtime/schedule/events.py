@@ -1,15 +1,22 @@
 """What the scheduler hears and says. Frozen, typed and packable: the wire and the event log use these same classes.
 
 A *replica* is named "pool/index". A *channel* carries the weights of one carried value to one pool:
-"policy>generator". A command goes to every rank of its replica; each rank answers with its own event.
+"policy>generator". A command goes to every rank of its replica; each rank answers with its own event, or one for
+itself and as many `others` after it as have done the same.
 """
 
-from msgspec import structs
+from collections.abc import Iterator
+from typing import Annotated
+
+from msgspec import Meta, structs
 
 from penstock.graph.ir import Firing
 from penstock.runtime.packable import Packable
 
 # Events ---------------------------------------------------------------------------------------------------
+
+# So many ranks after the one that an event names have done the same.
+Others = Annotated[int, Meta(ge=0, lt=1 << 20)]
 
 
 class Begin(Packable, frozen=True):
@@ -26,6 +33,7 @@ class Done(Packable, frozen=True):
     dropped: bool = False
     again: bool = False
     paused: bool = False
+    others: Others = 0
 
 
 class Failed(Packable, frozen=True):
@@ -50,6 +58,7 @@ class _OfVersion(Packable, frozen=True):
 
 class _VersionAnswer(_OfVersion, frozen=True):
     rank: int = 0
+    others: Others = 0
 
 
 class Published(_VersionAnswer, frozen=True):
@@ -77,6 +86,7 @@ class Copied(Packable, frozen=True):
     update: int
     replica: str
     rank: int = 0
+    others: Others = 0
 
 
 class Saved(Packable, frozen=True):
@@ -85,6 +95,7 @@ class Saved(Packable, frozen=True):
     update: int
     replica: str
     rank: int = 0
+    others: Others = 0
 
 
 class ReplicaLost(Packable, frozen=True):
@@ -216,4 +227,17 @@ def first_answer(event: Answer | Copied) -> Answer:
             return Done(firing, replica)
         case Copied(update, replica):
             return Saved(update, replica)
-    return structs.replace(event, rank=0)
+    return structs.replace(event, rank=0, others=0)
+
+
+def ranks_of(event: Answer | Copied) -> range:
+    """The ranks that an event speaks for."""
+    return range(event.rank, event.rank + 1 + (0 if isinstance(event, Failed) else event.others))
+
+
+def each(event: Event) -> Iterator[Event]:
+    """The same for each rank by itself."""
+    if isinstance(event, Answer | Copied) and not isinstance(event, Failed) and event.others:
+        yield from (structs.replace(event, rank=rank, others=0) for rank in ranks_of(event))
+    else:
+        yield event

@@ -71,6 +71,7 @@ from penstock.runtime.schedule.events import (
     ReplicaLost,
     Saved,
     Unread,
+    ranks_of,
 )
 from penstock.runtime.schedule.state import State, UnawaitedError
 
@@ -150,15 +151,15 @@ class Scheduler(State):
                 transitions.join_replica(self, event.replica)
                 return None
             case Copied():
-                if (event.replica, event.rank) not in self.copying:
+                if not all((event.replica, rank) in self.copying for rank in ranks_of(event)):
                     raise UnawaitedError(f"scheduler: an answer that nobody awaits: {event}")
-                return None if transitions.copied(self, event.replica, event.rank) else ()
+                return None if self._copied(event) else ()
         last = self.answered(event)
         if isinstance(event, Done | Failed):
             return self._fired(event, last)
         if isinstance(event, Saved):
             # One that has written its part at once has copied it, too.
-            stirred = transitions.copied(self, event.replica, event.rank)
+            stirred = self._copied(event)
             if any(isinstance(awaited, Saved) for awaited in self.answers):
                 return None if stirred else ()
             transitions.commit(self)
@@ -183,6 +184,10 @@ class Scheduler(State):
         # Of a thousand replicas this concerns one, and there nothing but its weights and its groups.
         admission.move_weights(self)
         return steps
+
+    def _copied(self, event: Copied | Saved) -> bool:
+        """Ranks have copied their parts of the checkpoint; true if all have, so that the run goes on."""
+        return any(transitions.copied(self, event.replica, rank) for rank in ranks_of(event))
 
     def _outlive(self, event: Event) -> None:
         """The run has failed, and ends when the checkpoint that is being written is whole. Nothing else is heard."""

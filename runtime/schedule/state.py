@@ -32,6 +32,7 @@ from penstock.runtime.schedule.events import (
     Question,
     answer,
     first_answer,
+    ranks_of,
 )
 
 
@@ -329,12 +330,13 @@ class State:
         self.out.append(command)
 
     def answered(self, event: Answer) -> bool:
-        """Note a rank's answer; true when it was the last one awaited. Raises UnawaitedError if none is awaited."""
-        key = first_answer(event)
+        """Note the answer of a rank, or of several; true when no other is awaited. Raises UnawaitedError if it is not
+        awaited of one of them."""
+        key, said = first_answer(event), ranks_of(event)
         ranks = self.answers.get(key)
-        if ranks is None or event.rank not in ranks:
+        if ranks is None or not ranks.issuperset(said):
             raise UnawaitedError(f"scheduler: an answer that nobody awaits: {event}")
-        ranks.remove(event.rank)
+        ranks.difference_update(said)
         if ranks:
             return False
         del self.answers[key]

@@ -145,8 +145,8 @@ def test_a_run_that_goes_on_is_said_to_and_nothing_of_it_is_missed(folder: Path,
         ),
         (
             "events.log",
-            lambda data: data.replace(b"penstock events 3", b"penstock events 1", 1),
-            "needed an event log of format 3",
+            lambda data: data.replace(b"penstock events 4", b"penstock events 1", 1),
+            "needed an event log of format 4",
         ),
     ],
 )

@@ -35,6 +35,7 @@ from penstock.runtime.schedule.events import (
     Command,
     Done,
     Event,
+    Others,
     ReplicaJoined,
     ReplicaLost,
 )
@@ -49,8 +50,10 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**63), 2**63 - 1),
     float: st.floats(allow_nan=False),
     bool: st.booleans(),
+    bytes: st.binary(max_size=20),
     types.NoneType: st.none(),
     Seconds: st.floats(-1e12, 1e12),
+    Others: st.integers(0, (1 << 20) - 1),
 }
 PLAIN[Any] = st.recursive(
     st.one_of(*PLAIN.values()),

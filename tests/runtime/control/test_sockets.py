@@ -45,14 +45,8 @@ from penstock.runtime.control.messages import (
 )
 from penstock.runtime.control.rendezvous import Pulse, beat_interval
 from penstock.runtime.control.security import Keys
-from penstock.runtime.control.sockets import (
-    MAX_NOTES,
-    PAUSE_S,
-    SILENCE,
-    Client,
-    Server,
-    Tracker,
-)
+from penstock.runtime.control.silence import PAUSE_S, Tracker
+from penstock.runtime.control.sockets import MAX_NOTES, SILENCE, Client, Server
 from penstock.runtime.schedule.events import Begin, Checkpoint, Done, Failed, Fire, Published, Saved, Swapped
 from penstock.runtime.tensor.shm import ObjectRef
 from tests.halt import halt
@@ -249,7 +243,7 @@ def test_mutated_frames_are_messages_or_counted_on_both_sides(b: Bench) -> None:
     theirs: list[Message] = [order, Goodbye("x"), Found(1, {"k": "0"})]
     for _ in range(number):
         frame = mutated(chance, [pack(message, 1 << 30) for message in theirs])
-        b.server._socket.send_multipart([identity, frame])
+        b.server.socket.send_multipart([identity, frame])
     heard: list[Message] = []
 
     def all_taken() -> bool:
@@ -495,8 +489,8 @@ def test_a_client_knows_when_the_server_is_gone_and_drops_replayed_frames(b: Ben
     until(lambda: client.receive(0.05) == [] and client.lost(monotonic()) == 0)
     connection = b.server._routes["generator/0:0"]
     for sequence in (1, 1, 2):
-        b.server._socket.send_multipart([connection.identity, pack(Order(()), sequence)])
-    b.server._socket.send_multipart([connection.identity, b"junk"])
+        b.server.socket.send_multipart([connection.identity, pack(Order(()), sequence)])
+    b.server.socket.send_multipart([connection.identity, b"junk"])
     until(lambda: client.receive(0.05) is not None and client.counts["malformed"])
     assert client.counts == {"replayed": 1, "malformed": 1}
     b.server.close()

@@ -111,7 +111,7 @@ def test_half_a_frame_at_the_end_is_what_a_kill_leaves(path: Path) -> None:
     ("content", "said"),
     [
         (b"hello", "another kind"),
-        (b"penstock events 12\nhello", r"given one of format 12, which another version wrote, needed .* format 3$"),
+        (b"penstock events 12\nhello", r"given one of format 12, which another version wrote, needed .* format 4$"),
         (b"", "given an empty file"),
         (None, "cannot be read"),
     ],

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, note, settings
@@ -20,8 +21,9 @@ from msgspec import structs
 from penstock.graph.ir import Firing
 from penstock.runtime.record.event_log import Step
 from penstock.runtime.schedule.compile import Rules
-from penstock.runtime.schedule.events import Checkpoint, Command, Done, first_answer
+from penstock.runtime.schedule.events import Answer, Checkpoint, Command, Copied, Done, each, first_answer
 from penstock.runtime.schedule.replay import ReplayError, SegmentOrigin, replay
+from penstock.runtime.schedule.scheduler import Scheduler
 
 from .graphs import aipo
 from .random_settings import random_setting
@@ -189,6 +191,37 @@ def test_the_result_of_a_replay_counts_what_happened() -> None:
     result = replay([recorded(made)], digest)[0]
     assert (result.events, result.updates, result.commands) == (len(made.heard), 2, sum(map(len, made.told)))
     assert result.outcomes == {"consumed": 4, "dropped": 0, "failed": 0}
+
+
+def test_one_answer_for_several_ranks_is_as_good_as_one_of_each() -> None:
+    made = world(aipo(lag=1), Rules(batch=2, end=4), replicas=2, ranks=3)
+    made.until_fired("update", 1)
+    made.feed(Checkpoint())
+    while made.finish is None:
+        made.step()
+    together: list[Any] = []
+    for event in made.heard:
+        last: Any = together[-1] if together else None
+        now: Any = event
+        same = isinstance(event, Answer | Copied) and type(last) is type(event)
+        if same and structs.replace(now, rank=last.rank, others=last.others) == last:
+            together[-1] = structs.replace(last, others=last.others + 1)
+        else:
+            together.append(event)
+    assert len(together) < len(made.heard) / 2
+    assert [one for event in together for one in each(event)] == made.heard
+    scheduler = Scheduler(made.tables, made.scheduler.rules, complete={})
+    told = [command for event in together for command in scheduler.handle(event)]
+    assert told == [command for commands in made.told for command in commands]
+
+
+def test_an_answer_for_a_rank_too_many_changes_nothing() -> None:
+    made = world(aipo(), Rules(batch=1, end=1), ranks=3)
+    event = made.pending[0]
+    for rank, others in ((0, 3), (1, 2), (2, 1), (0, 1 << 19)):
+        with pytest.raises(ValueError, match="nobody awaits"):
+            made.scheduler.handle(structs.replace(event, rank=rank, others=others))
+    made.end()
 
 
 def test_other_commands_than_recorded_are_refused_by_record() -> None:

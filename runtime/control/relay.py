@@ -1,0 +1,202 @@
+"""What an agent does for its ranks where the controller is reached over a network: one connection for a host.
+
+The ranks connect to a Unix socket of their agent instead, and notice nothing else of it. What they say goes to the
+controller as a `Report`, what is said to them comes as a `Delivery`. Ranks of one replica do the same at the same time:
+their answers are held until all of the host's have given them, for HOLD seconds at most, and go as one. Nothing waits
+for an answer that is held, since a command is carried out when all have answered. So the controller hears each thing
+once for each host, and not once for each rank. Of heartbeats it hears what is new in them (`SignsOfLife`): who lives is
+seen here. What the ranks of a host may say is checked here by the rank, and by the controller once more by the host.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from time import time
+from typing import Any
+
+from msgspec import structs
+
+from penstock.runtime.cluster.endpoints import relay_endpoint
+from penstock.runtime.control.listener import WireError
+from penstock.runtime.control.messages import (
+    Delivery,
+    Heartbeat,
+    Hello,
+    Message,
+    MessageError,
+    Note,
+    OfRank,
+    Report,
+    Result,
+    Results,
+    SignsOfLife,
+    pack,
+    rank_peer,
+)
+from penstock.runtime.control.rendezvous import INTERVAL
+from penstock.runtime.control.security import Door, Join
+from penstock.runtime.control.sockets import SILENCE, Server
+from penstock.runtime.schedule.events import Abort, Copied, Done, Event, Failed, Saved
+
+# Seconds for which an answer waits for those of the host's other ranks: by so much at most they seem to end later.
+HOLD = 0.2
+
+
+@dataclass(slots=True)
+class _Held:
+    """The answers of ranks that have done the same, by rank, since a moment."""
+
+    since: float
+    results: dict[int, Result] = field(default_factory=dict)
+
+
+class Relay:
+    """`endpoint` is where ranks connect, `socket` what is readable when they have said something. Every `interval`
+    seconds it says that the host lives, and what is new in its ranks' heartbeats: when `clock`, the time of day, is a
+    multiple of it, so that the controller wakes once for all hosts."""
+
+    def __init__(
+        self, join: Join, interval: float = INTERVAL, silence: float = SILENCE, clock: Callable[[], float] = time
+    ) -> None:
+        self._host, self._interval, self._clock = join.host, interval, clock
+        self._ranks: dict[str, str] = {}  # that were started, as the server wants to know them
+        self._alive: defaultdict[str, set[str]] = defaultdict(set)  # those that have not ended, by replica
+        try:
+            self._server = self._listening(join, silence)
+        except WireError:  # a file system that hosts share may have no sockets
+            self._server = self._listening(join, silence, aside=True)
+        self.endpoint, self.socket = self._server.endpoint, self._server.socket
+        self._said: list[tuple[str, OfRank]] = []
+        self._held: defaultdict[str, dict[Event, _Held]] = defaultdict(dict)
+        self._due = -inf
+        self._doing: dict[str, str] = {}
+        self._silent: tuple[str, ...] = ()
+        self._dropped: Counter[str] = Counter()
+
+    def _listening(self, join: Join, silence: float, *, aside: bool = False) -> Server:
+        endpoint = relay_endpoint(Path(join.folder), join.host, aside=aside)
+        return Server(Door(join.run, endpoint, join.token), self._ranks, silence)
+
+    def begin(self, peer: str) -> None:
+        """A process of this name is about to be started."""
+        self._server.forget(peer)
+        self._ranks[peer] = self._host
+        self._alive[_replica(peer)].add(peer)
+
+    def end(self, peer: str) -> None:
+        """It has ended: nobody waits for it. What it has said before may still be heard."""
+        self._alive[_replica(peer)].discard(peer)
+
+    def deliver(self, delivery: Delivery) -> None:
+        """Hand on what the controller says to ranks."""
+        self._server.deliver(delivery)
+
+    def wait(self, now: float) -> float:
+        """Seconds until something is due."""
+        due = min((held.since + HOLD for of in self._held.values() for held in of.values()), default=inf)
+        return max(0.0, min(due, self._due) - now)
+
+    def take(self, now: float) -> Iterator[Message]:
+        """What is to be told to the controller now."""
+        for peer, message in self._server.receive(0.0):
+            self._hear(peer, message, now)
+        for replica, held in self._held.items():
+            self._release(replica, [done for done, one in held.items() if one.since + HOLD <= now])
+        said, self._said = self._said, []
+        yield from _reports(said)
+        yield from self._tell(now)
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _hear(self, peer: str, message: Any, now: float) -> None:
+        """A rank's message: an answer may wait for those of others, what follows it comes behind it."""
+        replica = _replica(peer)
+        for one in message.results if isinstance(message, Results) else (message,):
+            if isinstance(one, Result) and not isinstance(one.event, Failed | Abort) and len(self._alive[replica]) > 1:
+                self._gather(replica, one, now)
+                continue
+            self._release(replica)
+            if isinstance(one, Hello):
+                one = structs.replace(one, token="")
+            self._said.append((peer, Results((one,)) if isinstance(one, Result) else one))
+
+    def _gather(self, replica: str, result: Result, now: float) -> None:
+        """Hold an answer, and let it go with those of the others when all are there."""
+        event: Any = result.event
+        held, done = self._held[replica], structs.replace(event, rank=0)
+        # Two answers to one command, of which the second says more; others may be told in any order.
+        ends = [one for one in held if isinstance(one, Copied)] if isinstance(event, Saved) else []
+        if done in held and event.rank in held[done].results:
+            ends.append(done)
+        self._release(replica, ends)
+        one = held.setdefault(done, _Held(now))
+        one.results[event.rank] = result
+        if len(one.results) >= len(self._alive[replica]):
+            self._release(replica, [done])
+
+    def _release(self, replica: str, ends: list[Any] | None = None) -> None:
+        """Let go some of what is held of a replica, or all."""
+        held = self._held[replica]
+        for done in [*held] if ends is None else ends:
+            for result in merged(held.pop(done).results):
+                first: Any = result.event
+                self._said.append((rank_peer(replica, first.rank), Results((result,))))
+
+    def _tell(self, now: float) -> Iterator[Message]:
+        """What is new of how ranks are; of those that have fallen silent at once."""
+        alive = set().union(*self._alive.values())
+        silent = tuple(peer for peer in self._server.tracker.late(now) if peer in alive)
+        if now < self._due and silent == self._silent:
+            return
+        self._due = now + self._interval - self._clock() % self._interval
+        doing = {peer: at for peer, at in self._server.doing.items() if self._doing.get(peer, "") != at}
+        dropped = self._server.counts - self._dropped
+        if doing or dropped or silent != self._silent:
+            last = self._server.dropped[-1] if dropped else ""
+            yield SignsOfLife(doing, silent, dict(dropped), last)
+        else:
+            yield Heartbeat()
+        self._doing, self._silent, self._dropped = dict(self._server.doing), silent, self._server.counts.copy()
+
+
+def merged(results: Mapping[int, Result]) -> Iterator[Result]:
+    """The answers of ranks, by rank, to one command, each with as many others as follow and add nothing to it. Of what
+    was made and measured a replica's first rank tells for all."""
+    run: Any = None
+    for rank in sorted(results):
+        one: Any = results[rank]
+        if rank and isinstance(one.event, Done):
+            one = structs.replace(one, metrics={})
+        adds = one.outputs or one.metrics or one.manifest is not None or one.unread is not None
+        if run is not None and not adds and rank == run.event.rank + run.event.others + 1:
+            run = structs.replace(run, event=structs.replace(run.event, others=run.event.others + 1))
+            continue
+        if run is not None:
+            yield run
+        run = one
+    if run is not None:
+        yield run
+
+
+def _reports(said: list[tuple[str, OfRank]]) -> Iterator[Report]:
+    """As few reports as hold what ranks have said."""
+    if not said:
+        return
+    whole = Report(tuple(said))
+    try:
+        pack(whole)
+        yield whole
+    except MessageError as error:
+        if half := len(said) // 2:
+            yield from _reports(said[:half])
+            yield from _reports(said[half:])
+        else:
+            peer = said[0][0]
+            yield Report(((peer, Note("error", f"{peer}: what it says is too long to be handed on: {error}")),))
+
+
+def _replica(peer: str) -> str:
+    return peer.rpartition(":")[0]
