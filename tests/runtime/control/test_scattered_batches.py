@@ -201,7 +201,10 @@ def test_a_class_of_the_users_is_joined_as_it_says(stack: ExitStack, parts: list
     store, reader = ObjectStore(run, "trainer.0", host="a"), ObjectReader(run, host="a")
     stack.callback(store.close)
     stack.callback(reader.close)
-    setup: Any = SimpleNamespace(declared=lambda firing, output: type(parts[0]), replica="trainer/0")
+    alone = SimpleNamespace(replica=lambda name: SimpleNamespace(ranks=[SimpleNamespace(host="a")]))
+    setup: Any = SimpleNamespace(
+        declared=lambda firing, output: type(parts[0]), replica="trainer/0", rank=0, plan=alone, perishable=()
+    )
     keys = [(Firing("judge", number), "out") for number in range(len(parts))]
     kept = dict(zip(keys, parts, strict=True)) if own else {}
     handles = {} if own else {key: store.put(part) for key, part in zip(keys, parts, strict=True)}
