@@ -170,7 +170,7 @@ def _trace(program: Program[..., Any], options: dict[str, Any], flags: Any) -> t
     graphs: dict[str, Graph] = {}
     faults: list[Fault] = []
     batch, groups = getattr(flags, "batch", None), getattr(flags, "eval_groups", None) or None
-    unmeasured = isinstance(flags, RunFlags) and not flags.eval_groups
+    unmeasured = getattr(flags, "eval_groups", None) == 0
     try:
         precision = getattr(flags, "generator_precision", "")
         graphs["graph"] = in_precision(trace(program, options, batch=batch), precision)

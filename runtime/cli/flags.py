@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 import tyro
 from msgspec import Meta
 
-from penstock.graph.engines import EngineName
 from penstock.graph.errors import nearest
 from penstock.runtime.cli.tracing import CommandError, usage_errors
 from penstock.runtime.cluster.capabilities import GeneratorPrecision
@@ -233,39 +232,12 @@ class ShowFlags(ProgramFlags):
 
 
 @dataclass(frozen=True)
-class CheckFlags(MachineFlags, ProgramFlags):
-    """Flags of check"""
+class CheckFlags(MachineFlags, ProgramFlags, RunOptions):
+    """Flags of check, which are those of a run"""
 
+    # One that is no number of groups is a fault like others.
     batch: int = RunOptions.batch
-    """Prompt groups per update that the program is to run with."""
-    max_tokens: Positive = RunOptions.max_tokens
-    """Longest response that it is to run with, in tokens."""
-    model: Annotated[str, Shown("DIR", "a small base model")] = ""
-    """Model directory that it is to run with."""
-    data: Annotated[str, Shown("FILE", "arithmetic")] = ""
-    """Problems that it is to run with."""
-    eval_data: Annotated[str, Shown("FILE", "problems of --data that training never sees")] = ""
-    """Problems that it is to be measured on."""
-    engine: EngineName = RunOptions.engine
-    """What its generators are to decode with."""
-    versions: Literal["free", "pinned"] = RunOptions.versions
-    """Which versions of weights its groups are to use."""
-    generators: Positive = RunOptions.generators
-    """Replicas of the generator, perhaps a range, such as 2..8."""
-    first_generators: Count = RunOptions.first_generators
-    """Those that it is to begin with; 0 is all."""
-    lost_replica: Literal["stop", "replace"] = RunOptions.lost_replica
-    """What is to follow when a replica of a generator or scorer dies."""
-    lora: Count = RunOptions.lora
-    """Rank of the adapters that its policies are to learn; 0 is none."""
-    lora_alpha: Annotated[float, Meta(ge=0), Shown("ALPHA", "twice the rank")] = RunOptions.lora_alpha
-    """Their alpha."""
-    lora_targets: Annotated[tuple[str, ...], Shown("NAME …", "all linear maps of a layer")] = RunOptions.lora_targets
-    """Linear maps that they are of."""
-    generator_precision: Annotated[GeneratorPrecision, AS_PROGRAM] = RunOptions.generator_precision
-    """What its generators are to compute in."""
-    invariant: bool = RunOptions.invariant
-    """Log-probabilities are to be the same bits in generators and trainer."""
+    """Fresh prompt groups per update."""
 
 
 @dataclass(frozen=True)

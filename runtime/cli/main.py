@@ -188,7 +188,7 @@ def check(argv: Sequence[str]) -> int:
         from penstock.runtime.control.run_config import choose_device
 
         cluster = machines(traced.flags, traced.gpus)
-        device = "cuda" if planned else choose_device("auto", graphs, cluster)
+        device = "cuda" if planned else choose_device(traced.flags.device, graphs, cluster)
         faults = [*plan_lacks(traced, cluster), *faults, *precision_lacks(graphs, cluster, device)]
         faults += invariance_lacks(graphs, device, ()) if traced.flags.invariant else ()
     if graphs and (traced.flags.cluster or traced.flags.engine != CheckFlags.engine):
