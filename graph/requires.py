@@ -148,6 +148,12 @@ class Call:
             return None
         return self.view.arguments.get(sent.inputs[0].ref.node)
 
+    def carried(self, name: str) -> Argument | None:
+        """The carried value that an input is; None for any other input."""
+        ref = self._inputs.get(name)
+        argument = None if ref is None else self.view.arguments.get(ref.node)
+        return argument if argument is not None and argument.kind == "carried" else None
+
     def readers(self, *types: type, sure: bool = False) -> Iterator[Node]:
         """The nodes that read what this call makes of some types, as it is or through nodes that pass such values on.
 

@@ -28,6 +28,8 @@ from penstock.graph.types import Batchable, Context, Prompts, random_key
 from penstock.nodes.data_files import (
     DataError,
     FileProblem,
+    Row,
+    Table,
     is_on_hub,
     open_table,
     read_demonstration,
@@ -113,8 +115,7 @@ def open_demonstrations(context: Context) -> Source:
     digits = arithmetic_digits(context)
     if digits is None:
         table = open_table(context)
-        rows = Epochs(context, table.read(read_demonstration, context))
-        return Made(lambda ordinal: Demonstrations(*zip(*rows.group(ordinal), strict=True)), table.data)
+        return FileRows(context, table, read_demonstration, Demonstrations)
 
     def read(ordinal: int) -> Demonstrations:
         problems = _problems(context, digits, ordinal)
@@ -151,8 +152,7 @@ def open_pairs(context: Context) -> Source:
     digits = arithmetic_digits(context)
     if digits is None:
         table = open_table(context)
-        rows = Epochs(context, table.read(read_pair, context))
-        return Made(lambda ordinal: Pairs(*zip(*rows.group(ordinal), strict=True)), table.data)
+        return FileRows(context, table, read_pair, Pairs)
 
     def read(ordinal: int) -> Pairs:
         problems = _problems(context, digits, ordinal)
@@ -307,6 +307,28 @@ class FilePrompts(Epochs[FileProblem]):
     def answers(self) -> Iterator[tuple[str, str]]:
         """All reference answers, each with the place where it is written."""
         return ((row.place, row.answer) for row in self.rows)
+
+
+class FileRows(Epochs[tuple[str, tuple[str, ...]]]):
+    """Values of `kind`, each of `ROWS` rows of a table: the prompts, and the one or two responses to each. `data` as of
+    `graph.protocols.Pinned`."""
+
+    def __init__(
+        self,
+        context: Context,
+        table: Table,
+        read: Callable[[Row, Context], tuple[str, ...]],
+        kind: Callable[..., Demonstrations | Pairs],
+    ) -> None:
+        super().__init__(context, table.read(lambda row, context: (row.place, read(row, context)), context))
+        self.kind, self.data = kind, table.data
+
+    def read(self, ordinal: int) -> Demonstrations | Pairs:
+        return self.kind(*zip(*(texts for _, texts in self.group(ordinal)), strict=True))
+
+    def texts(self) -> Iterator[tuple[str, str, str]]:
+        """The place where each row is written, its prompt, and a response."""
+        return ((place, texts[0], response) for place, texts in self.rows for response in texts[1:])
 
 
 def arithmetic_digits(context: Context) -> int | None:

@@ -48,13 +48,19 @@ class Row(NamedTuple):
         return DataError(f"{self.place}: given {given}, needed {needed}")
 
     def value(self, field: str, flag: str = "") -> Any:
-        """The field, which `flag` may rename. Raises DataError where there is none, or it is null."""
-        if field not in self.fields:
-            hint = f" ({flag} names another)" if flag else ""
-            raise self.lack(f"the fields {sorted(self.fields)}", f"{field!r}{hint}")
-        if self.fields[field] is None:
+        """The field, which `flag` may rename; "a.b" is the field b of the object a, unless one is called so. Raises
+        DataError where there is none, or it is null."""
+        value: Any = self.fields
+        for name in [field] if field in self.fields else field.split("."):
+            if not isinstance(value, Mapping) or name not in value:
+                there = f"the fields {sorted(map(str, value))}" if isinstance(value, Mapping) else f"{value!r:.80}"
+                whose = "" if value is self.fields else f" before {name!r} of {field!r}"
+                hint = f" ({flag} names another)" if flag else ""
+                raise self.lack(f"{there}{whose}", f"{name!r}{hint}")
+            value = value[name]
+        if value is None:
             raise self.lack(f"null as {field!r}", "a value")
-        return self.fields[field]
+        return value
 
     def text(self, field: str, value: Any) -> str:
         """A value that has to be a text with something in it."""
@@ -109,6 +115,14 @@ def read_demonstration(row: Row, context: Context) -> tuple[str, str]:
         if not prompt:
             raise row.lack("a message of the assistant alone", "one before it")
         return conversation(prompt), row.text("content", last["content"])
+    # Where the response has a column of its own, it may be chat messages, too: the assistant's alone.
+    field = context.answer_field or "answer"
+    said = row.value(field, "--answer-field")
+    if isinstance(said, list) and said and all(isinstance(part, dict) and "role" in part for part in said):
+        (*before, last_said) = row.messages(field, said)
+        if before or last_said["role"] != "assistant":
+            raise row.lack(f"{len(said)} messages as {field!r}", "one, an assistant's")
+        return conversation([*prompt, last]), row.text(field, last_said["content"])
     return conversation([*prompt, last]), _answer(row, context)
 
 
@@ -203,10 +217,17 @@ def open_table(context: Context) -> Table:
             raise DataError(f"--data-split: given {wanted!r} of the file {data}, needed a directory or a data set")
         return Table(list(_file_rows(path)), data)
     if path.is_dir() and any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
-        saved = _library("datasets", data).load_from_disk(data)
-        splits = dict(saved) if hasattr(saved, "keys") else {"train": saved}
-        name, rows = _chosen(splits, wanted, data)
-        return Table(_numbered(rows, f"{data} ({name})"), data)
+        library = _library("datasets", data)
+        try:
+            saved = library.load_from_disk(data)
+            splits = dict(saved) if hasattr(saved, "keys") else {"train": saved}
+            name, rows = _chosen(splits, wanted, data)
+            return Table(_numbered(rows, f"{data} ({name})"), data)
+        except DataError:
+            raise
+        except Exception as error:  # the library raises whatever its readers do
+            needed = "what `save_to_disk` of datasets has written, all of it"
+            raise DataError(f"{data}: cannot be read: {type(error).__name__}: {error}; needed {needed}") from error
     if path.is_dir():
         files: dict[str, list[Path]] = {}
         for file in sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES):

@@ -5,8 +5,9 @@ the model of a carried value before its weights are there.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import nlargest
 from typing import Any, TypeVar
 
 from penstock.graph.errors import Fault, GraphError
@@ -14,6 +15,7 @@ from penstock.graph.imports import imported, short
 from penstock.graph.protocols import EXPERT, STAGE, TENSOR, Axes, num_ranks, rule_of
 from penstock.graph.requires import PREFIXES, Call, opened
 from penstock.graph.types import Context, Prefixes, Rollouts
+from penstock.nodes.data import FileRows
 from penstock.nodes.model import (
     CausalLM,
     Decoder,
@@ -38,7 +40,7 @@ from penstock.nodes.model.tensor_parallel import (
     tensor_parallel,
 )
 from penstock.nodes.parallel.mesh import Ranks
-from penstock.nodes.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from penstock.nodes.tokenizer import Tokenizer, TokenizerError, byte_tokenizer, load_tokenizer
 
 # What arithmetic is written in.
 ALPHABET = "0123456789+-=:"
@@ -221,16 +223,19 @@ def open_part(spec: ModelSpec, context: Context, ranks: Ranks) -> CausalLM:
     """A rank's part of a model to decode with, in the dtype and on the device of `context`. Its own weights come later,
     as those of a carried value; the base of adapters is read now."""
     given = spec.config, torch_dtype(context.dtype), context.device
-    if ranks.size(EXPERT) > 1:  # which no model with adapters has
-        return CausalLMWithOwnExperts(*given, ranks.count, ranks.rank).requires_grad_(False)
-    parts = ranks.count
-    model = CausalLM(*given, lora=spec.lora) if parts == 1 else CausalLMPart(*given, parts, ranks.rank, spec.lora)
+    parts = ranks.size(TENSOR)
+    if ranks.size(EXPERT) > 1:
+        model: CausalLM = CausalLMWithOwnExperts(*given, ranks.count, ranks.rank, spec.lora)
+    elif parts > 1:
+        model = CausalLMPart(*given, parts, ranks.rank, spec.lora)
+    else:
+        model = CausalLM(*given, lora=spec.lora)
     if spec.lora is not None:
         # Of the whole model, of which this rank reads what it keeps.
         whole, _ = open_model(CausalLM, replace(spec.base, dtype=context.dtype), lora=spec.lora, unread=True)
         weights, rules = dict(whole.named_parameters()), tensor_parallel(spec.config)
         for name, parameter in model.named_parameters():
-            region = part_of(weights[name].shape, rule_of(name, rules), parts, ranks.rank)
+            region = part_of(weights[name].shape, rule_of(name, rules), parts, ranks.rank % parts)
             piece = whole.source(name, region) if whole.source is not None else weights[name][region]
             parameter.data.copy_(piece)
     return model.to(given[1]).requires_grad_(False)
@@ -269,6 +274,65 @@ def spec_of(call: Call, name: str) -> ModelSpec | None:
     if maker and (lack := _spec_lack(maker, value)):
         raise call.lack(*lack, input=name, code="unknown-model")
     return None if call.context is None else weights_spec(call.context, name)
+
+
+# Rows of a file that are encoded before a run starts, the longest first: a few seconds of work. Of those that are too
+# long, the first `MOST_TOLD` are named.
+MOST_ENCODED, MOST_TOLD = 20_000, 5
+# (place, prompt, response or None).
+TextRow = tuple[str, str, str | None]
+
+
+def suspects(tokenizer: Tokenizer, rows: Iterable[TextRow], most: int) -> list[TextRow]:
+    """The rows that may have more than `most` tokens, in order; of too many the `MOST_ENCODED` longest texts."""
+
+    def bound(prompt: str, response: str | None) -> float:
+        # It costs nothing, and is enough for nearly all rows.
+        return tokenizer.bound(prompt) + (0 if response is None else len(response.encode()) + 1)
+
+    found = [row for row in rows if bound(*row[1:]) > most]
+    longest = nlargest(
+        MOST_ENCODED, range(len(found)), key=lambda index: len(found[index][1] + (found[index][2] or ""))
+    )
+    return [found[index] for index in sorted(longest)]
+
+
+def refuse_long(what: str, code: str, tokenizer: Tokenizer, rows: Sequence[TextRow], most: int, needed: str) -> None:
+    """Raises GraphError for rows of more than `most` tokens, a response's end included, and for those that the
+    tokenizer cannot say."""
+    faults, found = list[Fault](), list[tuple[str, int]]()
+    for place, prompt, response in rows:
+        try:
+            size = len(tokenizer.encode_prompt(prompt))
+            size += 0 if response is None else len(tokenizer.encode(response)) + 1
+        except TokenizerError as error:
+            given, _, lack = str(error).removeprefix("given ").partition(", needed ")
+            faults.append(Fault("unmet-requirement", what, given, lack, place))
+            continue
+        if size > most:
+            found.append((place, size))
+    more = f", one of {len(found)} that are too long" if len(found) > MOST_TOLD else ""
+    faults += [Fault(code, what, f"{what} of {size} tokens{more}", needed, place) for place, size in found[:MOST_TOLD]]
+    if faults:
+        raise GraphError(*faults[:MOST_TOLD])
+
+
+def rows_fit(model: str, source: str, what: str) -> Callable[[Call], None]:
+    """Requirement of a node that learns from rows: with its prompt each is at most as long as the context of the model
+    that its input `model` is. It looks at the longest rows of a file, as its input `source` has them. Raises
+    GraphError."""
+
+    def check(call: Call) -> None:
+        rows, argument = call.source(source), call.carried(model)
+        if not isinstance(rows, FileRows) or argument is None or (made := opened(argument.maker)) is None:
+            return
+        spec = made.spec(call.view.contexts[argument.name])
+        if isinstance(spec, ModelSpec):
+            most, tokenizer = spec.config.max_position_embeddings, spec.tokenizer
+            needed = f"at most {most}, the context of the model"
+            refuse_long(what, "row-too-long", tokenizer, suspects(tokenizer, rows.texts(), most), most, needed)
+
+    return check
 
 
 N = TypeVar("N")

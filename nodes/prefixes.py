@@ -17,9 +17,8 @@ from penstock.graph import node, requires
 from penstock.graph.requires import Call
 from penstock.graph.types import Context, Metrics, Prefixes, Rollouts
 from penstock.nodes.learn.batching import behaviour_logprobs
-from penstock.nodes.open_model import run_spec
+from penstock.nodes.open_model import ModelSpec, run_spec
 from penstock.nodes.option_checks import count
-from penstock.nodes.tokenizer import Tokenizer
 
 
 class Said(NamedTuple):
@@ -77,11 +76,11 @@ def cut(
     Raises ValueError for a place that is none, for conversations, and for rollouts of another model's words than the
     run's.
     """
-    tokenizer = _tokenizer(context.model, context.data) if context is not None else _tokenizer("", "")
+    spec = _spec(context.model, context.data) if context is not None else _spec("", "")
     logprobs_NT = behaviour_logprobs(rollouts, "cut")
     rows, lengths = list[int](), list[int]()
     for row in range(len(rollouts)):
-        places = _places(rollouts, row, logprobs_NT, tokenizer, at)
+        places = _places(rollouts, row, logprobs_NT, spec, at)
         if len(places) > most:  # the middles of equal parts
             places = [places[len(places) * (2 * number + 1) // (2 * most)] for number in range(most)]
         rows += [row] * len(places)
@@ -108,9 +107,9 @@ def cut(
     return prefixes, {"prefixes": float(len(rows)), **({"prefix_length": sum(lengths) / len(rows)} if rows else {})}
 
 
-def _places(rollouts: Rollouts, row: int, logprobs_NT: Tensor, tokenizer: Tokenizer, at: At) -> list[int]:
+def _places(rollouts: Rollouts, row: int, logprobs_NT: Tensor, spec: ModelSpec, at: At) -> list[int]:
     """Tokens that each prefix of a row keeps, in order. Raises ValueError as `cut` does."""
-    where = f"cut, {rollouts.place(row)}"
+    where, tokenizer = f"cut, {rollouts.place(row)}", spec.tokenizer
     if len(rollouts.transcripts[row]) != 1:
         given = f"a conversation of {len(rollouts.transcripts[row])} texts"
         raise ValueError(f"{where}: given {given}, needed a response of one turn")
@@ -118,7 +117,8 @@ def _places(rollouts: Rollouts, row: int, logprobs_NT: Tensor, tokenizer: Tokeni
     tokens = rollouts.tokens_NS[row, begin : begin + length].tolist()
     if tokens and tokens[-1] in tokenizer.stops:
         tokens = tokens[:-1]
-    if not all(0 <= token < tokenizer.vocab_size for token in tokens) or (
+    # A model may have more words than its tokenizer.
+    if not all(0 <= token < spec.config.vocab_size for token in tokens) or (
         tokenizer.decode(tokens) != rollouts.texts[row]
     ):
         given = f"tokens that do not say {rollouts.texts[row]!r:.40} in the words of the run's model"
@@ -152,5 +152,5 @@ def _begins(values: Tensor, of_N: Tensor, lengths_N: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=4)
-def _tokenizer(model: str, data: str) -> Tokenizer:
-    return run_spec(Context(model=model, data=data)).tokenizer
+def _spec(model: str, data: str) -> ModelSpec:
+    return run_spec(Context(model=model, data=data))

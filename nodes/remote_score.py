@@ -12,7 +12,6 @@ overdue, its thread goes on until the function returns, so the function should h
 import asyncio
 import inspect
 import json
-import math
 import os
 import urllib.request
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -29,7 +28,7 @@ from penstock.graph.requires import Call
 from penstock.graph.types import Context, Metrics, Rewards, Rollouts
 from penstock.nodes.environments.environment import STEP_S
 from penstock.nodes.option_checks import count, positive
-from penstock.nodes.score import ScoreError
+from penstock.nodes.score import ScoreError, reward_of
 
 # (prompt, response, reference answer) → reward.
 RemoteRule = Callable[[str, str, str], float] | Callable[[str, str, str], Awaitable[float]]
@@ -95,10 +94,7 @@ class RemoteScorer:
             async with self.places:
                 try:
                     async with asyncio.timeout(self.deadline):
-                        value = float(await self._ask(given))
-                    if math.isfinite(value):
-                        return value, tried
-                    raise ValueError(f"given {value}, needed a finite number")
+                        return reward_of(await self._ask(given)), tried
                 except TimeoutError as error:
                     cause: Exception = error
                     why = str(error) or f"no answer within {self.deadline:g} s"
@@ -177,6 +173,13 @@ def web_address(call: Call) -> None:
         raise call.lack(f"{variable!r}, which is not set", "an environment variable that is set", "token_variable")
 
 
+class _Stays(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: it would ask by GET, without the response, and send the token to whoever it names."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 @requires(web_address, positive("timeout"))
 def http_reward(
     prompt: str, response: str, answer: str, *, url: str, token_variable: str = "", timeout: float = 60.0
@@ -195,11 +198,16 @@ def http_reward(
     asked = json.dumps({"prompt": prompt, "response": response, "answer": answer}).encode()
     request = urllib.request.Request(url, asked, headers, method="POST")
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as reply:
-            said = reply.read(MOST_BYTES)
+        with urllib.request.build_opener(_Stays).open(request, timeout=timeout) as reply:
+            status, said = reply.status, reply.read(MOST_BYTES)
     except HTTPError as error:
-        raise RuntimeError(f"given status {error.code} from {url}: {error.read(200)!r}, needed 200") from None
-    found = json.loads(said)
+        status, said = error.code, error.read(200)
+    if status != 200:
+        raise RuntimeError(f"given status {status} from {url}: {said[:200]!r}, needed 200")
+    try:
+        found = json.loads(said)
+    except ValueError:
+        found = None
     reward = found.get("reward") if isinstance(found, dict) else found
     if isinstance(reward, bool) or not isinstance(reward, int | float):
         raise ValueError(f'given {said[:200]!r} from {url}, needed {{"reward": number}} or a number')

@@ -27,7 +27,15 @@ from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_optio
 from penstock.nodes.learn.sft import rollouts_of
 from penstock.nodes.learn.update import Forward
 from penstock.nodes.model import ModelError, Scorer, load_model
-from penstock.nodes.open_model import ModelSpec, directory_spec, open_model, reads_tokens, require_model, run_spec
+from penstock.nodes.open_model import (
+    ModelSpec,
+    directory_spec,
+    open_model,
+    reads_tokens,
+    require_model,
+    rows_fit,
+    run_spec,
+)
 from penstock.nodes.tokenizer import load_tokenizer
 from penstock.nodes.trainable import Frozen, Learner, Model, SequenceModel, expect
 
@@ -201,6 +209,7 @@ def reward_scores(
     return Rewards(scores_N), {"learned_reward": float(scores_N.mean())}
 
 
+@requires(rows_fit("reward_model", "pairs", "a response with its prompt"))
 @node(pool="trainer", clock="update")
 @update_options()
 def preference_update(

@@ -2,6 +2,7 @@
 rewards before they become advantages: penalties, and which groups are worth learning from.
 """
 
+import inspect
 import math
 import re
 import warnings
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from penstock.graph import node, requires
 from penstock.graph.errors import Fault, GraphError
+from penstock.graph.imports import imported, names_function, short
 from penstock.graph.requires import Call
 from penstock.graph.types import Context, Metrics, NodeWarning, Rewards, Rollouts
 from penstock.nodes import symbolic_math
@@ -30,10 +32,10 @@ _DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})++|[0-9]++)(?:\.[0-9]++)?+|\.[0-9]++)(?
 # follows something to subtract from: "48-24" holds 48 and 24.
 _NUMBER = re.compile(
     rf"""(?P<sign>(?:(?<![\w.)−-])[−-]\s?\$?|\$[−-]?)?)
-    (?<![0-9.])(?<![0-9][,/eE])
+    (?<![0-9.])(?<![0-9][,/eExX])
     (?:(?P<whole>[0-9]++)\s++(?=[0-9]++/[0-9]))?+
     (?P<top>{_DIGITS})(?:\s?/\s?(?P<bottom>{_DIGITS}))?+
-    (?!\s?/\s?[0-9]|[.,]?[0-9])""",
+    (?!\s?/\s?[0-9]|[.,]?[0-9]|[xX][0-9a-fA-F])""",
     re.VERBOSE,
 )
 # A number with more of them, or a larger exponent, is none: Python refuses to read 4,300 digits.
@@ -52,8 +54,16 @@ _LATEX = [
         (r"\\[,;: ()\[\]]|~", " "),
     )
 ]
-# A number between these is a part of an expression, such as of 2^{10}, \sqrt{2} or 3\pi.
-_WITHIN = re.compile(r"(?:[\^_{]|\\[A-Za-z]+|sqrt\s*\()\s*[−-]?\s*$"), re.compile(r"\s*(?:[\^_{}]|\\|\*\*\s*[0-9(])")
+# A number between these is a part of an expression, such as of 2^{10}, \sqrt{2}, √2, 3\pi, 3² or 3i, or of "3k"; or it
+# is what the answer is not, or is compared with.
+_WITHIN = (
+    re.compile(r"(?:[\^_{√∛∜]|\\[A-Za-z]+|sqrt\s*\(|\b(?:not|than))\s*[−-]?\s*$"),
+    re.compile(r"\s*(?:[\^_{}]|\\|\*\*\s*[0-9(]|[√π])|[ikK]\b|[¹²³⁰⁴-⁹½⅓⅔¼¾⅛]"),
+)
+# In a box, before or after a number.
+_DENIED = re.compile(r"\b(?:not|than|or|except)\b")
+# Between two "=", where another unknown is.
+_UNKNOWN = re.compile(r",\s*\\?[A-Za-z]\w{0,9}\s*$")
 # Characters before a number in which its expression is looked for, so that no text takes long.
 _NEAR = 40
 # What may stand around a number that is an answer by itself: currency, words and units.
@@ -75,6 +85,18 @@ class ScoreError(RuntimeError):
         prompt, response, answer = rollouts.prompts[row], rollouts.texts[row], rollouts.answers[row]
         shown = f"prompt {prompt!r}, response {response!r}, answer {answer!r}"
         return cls(f"{name} on {rollouts.place(row)}{what} ({shown})")
+
+
+def reward_of(value: Any) -> float:
+    """What a reward function has returned, as a number that a reward can be: finite in float32. A text is none, even if
+    it says one. Raises ValueError."""
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # torch raises the third of several numbers
+        number = math.nan
+    if not abs(number) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"given {value!r:.80} ({type(value).__name__}), needed a finite number")
+    return number
 
 
 def answers_that(read: Callable[[str], object]) -> Callable[[Call], None]:
@@ -186,7 +208,8 @@ def final_number(text: str) -> Fraction | None:
     """The number that a text ends with (see `math_answer`); None if there is none."""
     boxed = _last_boxed(text)
     if boxed is not None:
-        return _only(boxed.rpartition("=")[2])
+        *sides, last = boxed.split("=")
+        return None if any(map(_UNKNOWN.search, sides)) else _only(last)
     plain = _without_latex(text.rpartition(FINAL)[2])
     matches = list(_NUMBER.finditer(plain))
     if not matches:
@@ -207,7 +230,7 @@ def _only(text: str) -> Fraction | None:
         return None
     (match,) = matches
     rest = plain[: match.start()], plain[match.end() :]
-    return None if any(_UNITS.sub("", part) for part in rest) else _value(match)
+    return None if any(_UNITS.sub("", part) or _DENIED.search(part) for part in rest) else _value(match)
 
 
 def _without_latex(text: str) -> str:
@@ -244,6 +267,14 @@ def _value(match: re.Match[str]) -> Fraction | None:
     return -value if match["sign"].strip("$ ") else value
 
 
+def computes(call: Call) -> None:
+    """What `score` requires of its rule: that it gives a number by itself. Raises GraphError."""
+    by: Any = call.options.get("by")
+    if names_function(by) and inspect.iscoroutinefunction(imported(by["path"])):
+        raise call.lack(f"{short(by['path'])}, which is async", "a plain function; remote_score awaits others", "by")
+
+
+@requires(computes)
 @node(pool="scorer")
 def score(rollouts: Rollouts, *, by: Rule = math_answer) -> tuple[Rewards, Metrics]:
     """The reward of each response by the rule `by`. A rule that raises fails the group: it is never a zero reward."""
@@ -263,12 +294,13 @@ def accuracy(rewards: Rewards) -> Metrics:
 def _reward(by: Rule, rollouts: Rollouts, row: int) -> float:
     # Whatever a user's rule raises is told with the row.
     try:
-        value = float(by(rollouts.prompts[row], rollouts.texts[row], rollouts.answers[row]))
+        value = by(rollouts.prompts[row], rollouts.texts[row], rollouts.answers[row])
     except Exception as error:
         raise ScoreError.on(by, rollouts, row, f" raised {type(error).__name__}: {error}") from error
-    if not math.isfinite(value):
-        raise ScoreError.on(by, rollouts, row, f" gave {value}, needed a finite number")
-    return value
+    try:
+        return reward_of(value)
+    except ValueError as error:
+        raise ScoreError.on(by, rollouts, row, f": {error}") from error
 
 
 def mixed(rollouts: Rollouts, rewards: Rewards) -> bool:

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from jinja2 import Template, TemplateError
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
@@ -171,7 +173,9 @@ class Tokenizer:
         assert self.template is not None
         messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
         try:
-            return _compiled(self.template).render(messages=messages, add_generation_prompt=True, **self.special)
+            # transformers gives the last two, too.
+            given = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None}
+            return _compiled(self.template).render(**given, **self.special)
         except TemplateError as error:
             raise TokenizerError(f"chat template: {error}") from error
         except Exception as error:  # a template is a program, which may raise what it likes
@@ -239,10 +243,13 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more exact
         raise TokenizerError(f"{path}: cannot be read: {error}") from error
+    # What it was saved with, which is that of a caller who has cut and padded batches, is not the model's.
+    backend.no_truncation()
+    backend.no_padding()
     files = "tokenizer_config.json", "generation_config.json", "config.json"
     config, generation, model = (_json(folder / name) for name in files)
     special: dict[str, str] = {}
-    for key in ("bos_token", "eos_token", "pad_token"):
+    for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
         # A token's text stands there by itself or as the content of an object.
         token = said.get("content") if isinstance(said := config.get(key), dict) else said
         if said:
@@ -301,7 +308,11 @@ def _template(folder: Path, config: dict[str, Any]) -> str | None:
             raise TokenizerError(f"{path}: cannot be read: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):
-        template = {item["name"]: item["template"] for item in template}.get("default")
+        named = [item for item in template if isinstance(item, dict) and item.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    if template is not None and not isinstance(template, str):
+        needed = "a text, or a list of objects with name and template"
+        raise TokenizerError(f"{folder / 'tokenizer_config.json'}: given chat_template {template!r}, needed {needed}")
     return template
 
 
@@ -309,12 +320,23 @@ def _json(path: Path) -> dict[str, Any]:
     return read_json(path, TokenizerError) if path.exists() else {}
 
 
+class _Generation(Extension):
+    """`{% generation %}…{% endgeneration %}` around what the assistant says: of use to those who learn from it alone,
+    and as if it were not there for those who render a prompt."""
+
+    tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 @lru_cache(maxsize=8)
 def _compiled(template: str) -> Template:
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    extensions = ["jinja2.ext.loopcontrols"]
+    extensions = ["jinja2.ext.loopcontrols", _Generation]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     # As chat templates expect it: without HTML escapes.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)

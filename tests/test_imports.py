@@ -47,7 +47,7 @@ PRIVATE_WORDS = {
     "learnt": 10,
     "mastered": 2,
     "meeting": 2,
-    "opener": 1,
+    "opener": 2,
     "parcel": 0,
     "perishing": 0,
     "prover": 1,

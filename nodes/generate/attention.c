@@ -93,12 +93,12 @@ static inline void ask_for(const stored *from, int64_t count) {
     for (int64_t i = 0; i < count * K; i += 64 / (int64_t)sizeof(stored)) __builtin_prefetch(from + i, 0, 2);
 }
 
-/* Row r, of `positions[r]` >= 0, writes its key and value there in slot `slots[r]` and sees all up to it; the result of
-   other rows is 0. Elements from one row to the next of q, k and v are `q_row`, `k_row` and `v_row`; a slot has G heads
-   of C positions. Returns 1 where memory is lacking, otherwise 0. */
+/* Row r, of `positions[r]` >= 0, writes its key and value there in slot `slots[r]` and sees all up to it, or the last
+   `window` unless that is 0; the result of other rows is 0. Elements from one row to the next of q, k and v are `q_row`,
+   `k_row` and `v_row`; a slot has G heads of C positions. Returns 1 where memory is lacking, otherwise 0. */
 int attend(const stored *q, const stored *k, const stored *v, stored *keys, stored *values, const int64_t *slots,
            const int64_t *positions, stored *out, int64_t rows, int64_t G, int64_t C, int64_t q_row, int64_t k_row,
-           int64_t v_row, float scale, int threads) {
+           int64_t v_row, int64_t window, float scale, int threads) {
     int failed = 0;
 #pragma omp parallel num_threads(threads)
     {
@@ -124,7 +124,10 @@ int attend(const stored *q, const stored *k, const stored *v, stored *keys, stor
                 memset(to, 0, sizeof(stored) * N * K);
                 continue;
             }
-            const stored *key = keys + (slots[row] * G + g) * C * K, *value = values + (slots[row] * G + g) * C * K;
+            int64_t unseen = 0 < window && window < length ? length - window : 0;
+            int64_t begin = ((slots[row] * G + g) * C + unseen) * K;
+            const stored *key = keys + begin, *value = values + begin;
+            length -= unseen;
             vector query[N][PARTS], total[N][PARTS], each[PARTS];
             for (int n = 0; n < N; n++) {
                 load(query[n], q + row * q_row + (g * N + n) * K);

@@ -15,6 +15,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,11 +37,13 @@ def attend(
     values_SGCK: Tensor,
     slots_R: Tensor,
     positions_R: Tensor,
+    window: int = 0,
 ) -> Tensor:
-    """Row r writes its key and value at position `positions_R[r]` of slot `slots_R[r]`, then sees all up to it; softmax
-    in float32. Rows of one slot see each other's. A row at position -1 is empty: what it gives means nothing, and it
-    changes at most the last position of its slot. Returns [R, H, K]."""
-    return _attend(q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R)  # type: ignore[no-any-return]
+    """Row r writes its key and value at position `positions_R[r]` of slot `slots_R[r]`, then sees all up to it, at most
+    the last `window` unless that is 0; softmax in float32. Rows of one slot see each other's. A row at position -1 is
+    empty: what it gives means nothing, and it changes at most the last position of its slot. Returns [R, H, K]."""
+    own = q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R
+    return _attend(*own, window)  # type: ignore[no-any-return]
 
 
 def slot_memory(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
@@ -69,26 +72,28 @@ def compiled(per_group: int, width: int, dtype: torch.dtype) -> Callable[..., in
     if library is None:
         return None
     function = library.attend
-    function.argtypes = [*[ctypes.c_void_p] * 8, *[ctypes.c_int64] * 6, ctypes.c_float, ctypes.c_int]
+    function.argtypes = [*[ctypes.c_void_p] * 8, *[ctypes.c_int64] * 7, ctypes.c_float, ctypes.c_int]
     function.restype = ctypes.c_int
     return function
 
 
 _library = torch.library.Library("penstock", "DEF")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
-    "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor positions) -> Tensor"
+    "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor slots, Tensor positions, "
+    "int window) -> Tensor"
 )
 _attend = torch.ops.penstock.attend.default
 
 
 @torch.library.impl(_library, "attend", "Meta")
-def _on_meta(q_RHK: Tensor, *_: Tensor) -> Tensor:
+def _on_meta(q_RHK: Tensor, *_: Any) -> Tensor:
     return q_RHK.new_empty(q_RHK.shape)
 
 
 @torch.library.impl(_library, "attend", "CPU")
-def _on_cpu(*given: Tensor) -> Tensor:
-    q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, *_ = given  # those of `attend`, and so below
+def _on_cpu(*given: Any) -> Tensor:
+    # Those of `attend`, and so below.
+    (q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, *_), window = given, given[-1]
     (rows, heads, width), (_, groups, length, _) = q_RHK.shape, keys_SGCK.shape
     function = compiled(heads // groups, width, keys_SGCK.dtype)
     if function is None or q_RHK.dtype != keys_SGCK.dtype:
@@ -99,16 +104,16 @@ def _on_cpu(*given: Tensor) -> Tensor:
     assert values_SGCK.is_contiguous()
     out_RHK = torch.empty(q_RHK.shape, dtype=q_RHK.dtype)
     strides = q_RHK.stride(0), k_RGK.stride(0), v_RGK.stride(0)
-    sizes = rows, groups, length, *strides, 1 / math.sqrt(width), torch.get_num_threads()
-    if function(*(tensor.data_ptr() for tensor in (*given, out_RHK)), *sizes):
+    sizes = rows, groups, length, *strides, window, 1 / math.sqrt(width), torch.get_num_threads()
+    if function(*(tensor.data_ptr() for tensor in (*given[:-1], out_RHK)), *sizes):
         raise MemoryError(f"generate: no memory for the scores of {length} positions")
     return out_RHK
 
 
-def _by_blocks(*given: Tensor) -> Tensor:
+def _by_blocks(*given: Any) -> Tensor:
     """By torch's own operations. Blocks beyond all rows are not computed on a CPU, and change no bit of any row: they
     have weights of 0."""
-    q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R = given
+    q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R, window = given
     (rows, _, width), (_, groups, length, _) = q_RHK.shape, keys_SGCK.shape
     keys_SGCK[slots_R, :, positions_R] = k_RGK.to(keys_SGCK.dtype)
     values_SGCK[slots_R, :, positions_R] = v_RGK.to(keys_SGCK.dtype)
@@ -122,7 +127,10 @@ def _by_blocks(*given: Tensor) -> Tensor:
     bounds = [(begin, min(length, begin + BLOCK)) for begin in range(0, reach, BLOCK)]
     for begin, end in bounds:
         scores_RGNC[..., begin:end] = q_RGNK @ keys_SGCK[:, :, begin:end].float().transpose(2, 3)
-    hidden_RC = torch.arange(length, device=q_RHK.device) > positions_R[:, None]
+    positions_C = torch.arange(length, device=q_RHK.device)
+    hidden_RC = positions_C > positions_R[:, None]
+    if window:
+        hidden_RC |= positions_C <= positions_R[:, None] - window
     weights_RGNC = scores_RGNC.masked_fill_(hidden_RC[:, None, None], -math.inf).softmax(-1)
     out_RGNK = torch.zeros_like(q_RGNK)
     for begin, end in bounds:
@@ -131,14 +139,14 @@ def _by_blocks(*given: Tensor) -> Tensor:
 
 
 @torch.library.impl(_library, "attend", "CUDA")
-def _on_cuda(*given: Tensor) -> Tensor:
+def _on_cuda(*given: Any) -> Tensor:
     # It takes as long to import as torch, and not every run has a GPU.
     from torch.nn.attention.varlen import varlen_attn
 
-    q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R = given
+    q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R, window = given
     # Of torch 2.11 it has no pages, and no flash attention takes float32.
     paged = "block_table" in inspect.signature(varlen_attn).parameters and q_RHK.dtype != torch.float32
-    if not paged or keys_SGCK.shape[2] % PAGE:
+    if not paged or window or keys_SGCK.shape[2] % PAGE:
         return _by_blocks(*given)
     (_, groups, length, width), device = keys_SGCK.shape, q_RHK.device
     keys_SGCK[slots_R, :, positions_R] = k_RGK

@@ -85,7 +85,8 @@ class StopStrings:
 
     def end(self, tokens: IntArray) -> bool:
         """Whether the last of a response's tokens ends it."""
-        if not self.completing[tokens[-1]]:
+        # A model may have more words than its tokenizer: those say nothing.
+        if tokens[-1] >= len(self.completing) or not self.completing[tokens[-1]]:
             return False
         said = self.tokenizer.decode(tokens[-self.reach :].tolist())
         return any(text in said for text in self.texts)
@@ -208,9 +209,16 @@ class SampledGroup:
 
     @staticmethod
     def branch(
-        tag: Any, prompts: Prompts, samples: int, prefixes: Prefixes, tokenizer: Tokenizer, max_tokens: int
+        tag: Any,
+        prompts: Prompts,
+        samples: int,
+        prefixes: Prefixes,
+        tokenizer: Tokenizer,
+        max_tokens: int,
+        num_words: int,
     ) -> "SampledGroup":
-        """`samples` responses after each of `prefixes`, none of which may be a whole response of `max_tokens`.
+        """`samples` responses after each of `prefixes`, none of which may be a whole response of `max_tokens`. The
+        model has `num_words`, perhaps more than its tokenizer.
 
         Raises ValueError for prefixes of other prompts or of another tokenizer, for two of one number, and for one that
         has ended or leaves no room for a token.
@@ -234,7 +242,7 @@ class SampledGroup:
             place = f"generate, group {ordinal}, prefix {number}"
             if number < 0:
                 raise ValueError(f"{place}: given a negative number, needed 0 or more")
-            if row.prompt != encoded[index] or not all(0 <= token < tokenizer.vocab_size for token in said):
+            if row.prompt != encoded[index] or not all(0 <= token < num_words for token in said):
                 given = f"a prompt of {len(row.prompt)} tokens that are not those of {prompts.texts[index]!r:.40}"
                 raise ValueError(f"{place}: given {given}, needed prefixes of this prompt by the model's own tokenizer")
             if ends := [step for step, token in enumerate(said) if token in tokenizer.stops]:

@@ -152,7 +152,8 @@ class GroupStream(ABC):
     def _branched(self, tag: Any, prompts: Prompts, after: Prefixes) -> SampledGroup:
         """What follows each prefix. Raises ValueError as `SampledGroup.branch`, for a prefix that a stop string has
         ended, and for one that is to be learnt from and was sampled otherwise."""
-        group = SampledGroup.branch(tag, prompts, self.samples, after, self.tokenizer, self.context.max_tokens)
+        words = self.spec.config.vocab_size
+        group = SampledGroup.branch(tag, prompts, self.samples, after, self.tokenizer, self.context.max_tokens, words)
         group.context = not self.learn_prefix
         if self.learn_prefix:
             _check_settings(after, self.sampler, "prefixes", "what is learnt from is sampled as its row is")

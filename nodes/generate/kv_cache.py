@@ -5,7 +5,6 @@ of a response.
 """
 
 from dataclasses import dataclass
-from heapq import nlargest
 
 import psutil
 import torch
@@ -17,7 +16,7 @@ from penstock.graph.types import MAX_PROMPT, Context, Prompts
 from penstock.nodes.data import FilePrompts
 from penstock.nodes.generate.attention import attend, slot_memory, stored_dtype
 from penstock.nodes.model.config import ModelConfig
-from penstock.nodes.open_model import spec_of
+from penstock.nodes.open_model import refuse_long, spec_of, suspects
 
 GPU_ROWS = 256
 
@@ -78,10 +77,11 @@ class Cache:
         in this pass; an empty row is at -1."""
         self._slots_R, self._positions_R = slots_R, positions_R
 
-    def attend(self, layer: int, q_R1HK: Tensor, k_R1GK: Tensor, v_R1GK: Tensor) -> Tensor:
+    def attend(self, layer: int, q_R1HK: Tensor, k_R1GK: Tensor, v_R1GK: Tensor, window: int) -> Tensor:
         """One token per row, over its slot's positions up to it. An `Attend` of the model."""
         rows = q_R1HK[:, 0], k_R1GK[:, 0], v_R1GK[:, 0]
-        return attend(*rows, self.keys[layer], self.values[layer], self._slots_R, self._positions_R)[:, None]
+        given = self.keys[layer], self.values[layer], self._slots_R, self._positions_R
+        return attend(*rows, *given, window)[:, None]
 
     def copy(self, source: int, slots_M: Tensor, length: int) -> None:
         """The first `length` positions of slot `source` to others."""
@@ -116,11 +116,6 @@ class DecodeMemory:
             self.experts_SCLK[slots_M, :length] = self.experts_SCLK[source, None, :length]
 
 
-# Prompts of a file that are encoded before a run starts, the longest texts first: a few seconds of work. Of those that
-# are too long, the first `MOST_TOLD` are named.
-MOST_ENCODED, MOST_TOLD = 20_000, 5
-
-
 def cache_length(positions: int, context: Context) -> int:
     """Positions of a slot: a prompt of `max_prompt` tokens (an option of the program) and a response, at most the
     `positions` of the model's context.
@@ -143,29 +138,18 @@ def room(call: Call) -> None:
     """Requirement of a node that samples: weights of a known model with a vocabulary, whose context has room for a
     response, and prompts with room for one after them.
 
-    It looks at the longest `MOST_ENCODED` prompts of a file, and at the first prompt of another source. Raises
-    GraphError.
+    It looks at the longest prompts of a file, and at the first prompt of another source. Raises GraphError.
     """
     spec = spec_of(call, "behaviour")
     if call.context is None or spec is None:
         return
     length, tokenizer = cache_length(spec.config.max_position_embeddings, call.context), spec.tokenizer
     source, most = call.source("prompts"), length - call.context.max_tokens
+    rows: list[tuple[str, str, str | None]]
     if isinstance(source, FilePrompts):
-        # `bound` costs nothing, and is enough for nearly all prompts.
-        suspects = [(place, text) for place, text in source.texts() if tokenizer.bound(text) > most]
-        longest = nlargest(MOST_ENCODED, range(len(suspects)), key=lambda index: len(suspects[index][1]))
-        texts = [suspects[index] for index in sorted(longest)]
+        rows = suspects(tokenizer, ((place, text, None) for place, text in source.texts()), most)
     elif isinstance(first := call.first("prompts"), Prompts):
-        texts = [(f"group {ordinal}", text) for ordinal, text in zip(first.ordinals, first.texts, strict=True)]
+        rows = [(f"group {ordinal}", text, None) for ordinal, text in zip(first.ordinals, first.texts, strict=True)]
     else:
         return
-    sizes = [(place, len(tokenizer.encode_prompt(text))) for place, text in texts]
-    found = [(place, size) for place, size in sizes if size > most]
-    if found:
-        needed = needed_prompt(length, call.context)
-        more = f", one of {len(found)} that are too long" if len(found) > MOST_TOLD else ""
-        told = found[:MOST_TOLD]
-        raise GraphError(
-            *(Fault("prompt-too-long", "a prompt", f"a prompt of {n} tokens{more}", needed, place) for place, n in told)
-        )
+    refuse_long("a prompt", "prompt-too-long", tokenizer, rows, most, needed_prompt(length, call.context))

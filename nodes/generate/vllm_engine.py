@@ -23,7 +23,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,10 @@ class VllmModel:
         heads = max(1, config.num_key_value_heads // ranks.count)
         token = 2 * config.num_hidden_layers * heads * config.head_dim * dtype.itemsize
         with tempfile.TemporaryDirectory(prefix="penstock-vllm-") as folder:
-            facts = {"architectures": [self.reference.architecture], **config.to_json(context.dtype)}
+            # Where no text is longer than its window, vLLM need not know of it.
+            short = config.sliding_window is not None and stream.length <= config.sliding_window
+            shape = replace(config, sliding_window=None, layer_types=()) if short else config
+            facts = {"architectures": [self.reference.architecture], **shape.to_json(context.dtype)}
             Path(folder, "config.json").write_text(json.dumps(facts))
             arguments = EngineArgs(
                 model=folder,
@@ -263,6 +266,11 @@ class VllmEngine(GroupStream):
     def _hear(self, name: str, row: _Row, output: Any) -> None:
         """Record what a step has made of a row."""
         (made,) = output.outputs
+        # Tokens end a row, and nothing else: vLLM says here that it gave a request up, and why.
+        if output.finished and made.finish_reason not in ("stop", "length"):
+            given = f"{made.finish_reason!r} ({made.stop_reason}) by vllm after {len(row.tokens)} tokens"
+            place = f"generate, group {row.holder.group.prompts.ordinals[0]}"
+            raise RuntimeError(f"{place}: given the end {given}, needed a response; its log says more")
         row.tokens += made.token_ids
         for token, logprobs in zip(made.token_ids, made.logprobs or (), strict=True):
             row.logprobs.append(logprobs[token].logprob)

@@ -13,12 +13,15 @@ from penstock.nodes.data import Demonstrations
 from penstock.nodes.learn.losses import imitate
 from penstock.nodes.learn.optimizer import UpdateOptions, cosine, update_options
 from penstock.nodes.learn.update import policy_update
+from penstock.nodes.open_model import rows_fit
 from penstock.nodes.option_checks import count, not_negative
 from penstock.nodes.policy import language_model
 from penstock.nodes.tokenizer import Tokenizer
 
+fits = rows_fit("policy", "demonstrations", "a demonstration")
 
-@requires(count(0, "warmup"), not_negative("final"))
+
+@requires(count(0, "warmup"), not_negative("final"), fits)
 @node(pool="trainer", clock="update")
 @update_options(weight_decay=0.01)
 def sft_update(
@@ -80,6 +83,7 @@ def rollouts_of(
     )
 
 
+@requires(fits)
 @node(pool="trainer", clock="update")
 def demonstrated(policy: Policy, demonstrations: Demonstrations) -> Rollouts:
     """Demonstrations as rollouts, by the tokenizer of the policy that is to learn from them (see `rollouts_of`).

@@ -102,13 +102,14 @@ static void narrow(stored *to, int64_t step, const float *from, int64_t rows, in
         }
 }
 
-/* The softmax of a row's first `count` scores in their place, and 0 after them up to `end` and to the next multiple of
-   LANES. */
-static void softmax(float *row, int64_t count, int64_t end) {
-    int64_t padded = whole(count, LANES);
+/* The softmax of a row's first `count` scores in their place, of the last `window` of them unless that is 0; and 0 for
+   the others, up to `end` and to the next multiple of LANES. */
+static void softmax(float *row, int64_t count, int64_t end, int64_t window) {
+    int64_t padded = whole(count, LANES), unseen = 0 < window && window < count ? count - window : 0;
     end = end < padded ? padded : end;
     vector mass = {0}, most, x;
-    for (int64_t j = count; j < padded; j++) row[j] = row[0];
+    for (int64_t j = 0; j < unseen; j++) row[j] = row[count - 1];
+    for (int64_t j = count; j < padded; j++) row[j] = row[count - 1];
     memcpy(&most, row, sizeof most);
     for (int64_t j = LANES; j < padded; j += LANES) {
         memcpy(&x, row + j, sizeof x);
@@ -121,6 +122,7 @@ static void softmax(float *row, int64_t count, int64_t end) {
         x = exponentials(x - top);
         memcpy(row + j, &x, sizeof x);
     }
+    for (int64_t j = 0; j < unseen; j++) row[j] = 0;
     for (int64_t j = count; j < end; j++) row[j] = 0;
     for (int64_t j = 0; j < padded; j += LANES) {
         memcpy(&x, row + j, sizeof x);
@@ -151,7 +153,7 @@ typedef struct {
     const stored *q, *k, *v, *grad;
     stored *out, *grad_q, *grad_k, *grad_v;
     const Strides *at;
-    int64_t S, G, N, K, wide_k, wide_s;
+    int64_t S, G, N, K, window, wide_k, wide_s;
     float scale;
 } Attention;
 
@@ -198,16 +200,16 @@ static void outputs(const Attention *a, int64_t b, int64_t g, float *parts[]) {
             int64_t end = first + TALL < S ? first + TALL : S;
             widen(query, head(a->q, a->at[0], b, n), a->at[0].position, first, end, K, wide_k, a->scale);
             multiply(score, wide_s, query, wide_k, 1, turned, wide_s, TALL, K, whole(end, LANES) / LANES, 0);
-            for (int64_t i = first; i < end; i++) softmax(score + (i - first) * wide_s, i + 1, end);
+            for (int64_t i = first; i < end; i++) softmax(score + (i - first) * wide_s, i + 1, end, a->window);
             multiply(made, wide_k, score, wide_s, 1, values, wide_k, TALL, end, wide_k / LANES, 0);
             narrow(made_head(a->out, heads, a, b, first, n), heads * K, made, end - first, K, wide_k, 1);
         }
 }
 
-/* A query's `weight`, of its softmax over the first `count` keys, and the gradient of its scores in the place of that
-   of its weights; 0 for the keys up to `end` that it does not see. */
-static void score_gradient(float *weight, float *grad, int64_t count, int64_t end) {
-    softmax(weight, count, end);
+/* A query's `weight`, of its softmax over the first `count` keys, as far as its `window` has them, and the gradient of
+   its scores in the place of that of its weights; 0 for the keys up to `end` that it does not see. */
+static void score_gradient(float *weight, float *grad, int64_t count, int64_t end, int64_t window) {
+    softmax(weight, count, end, window);
     int64_t seen = whole(count, LANES);
     vector products = {0}, share, x;
     for (int64_t j = 0; j < seen; j += LANES) {
@@ -247,7 +249,7 @@ static void gradients(const Attention *a, int64_t b, int64_t g, float *parts[]) 
                 multiply(d, wide_s, above, wide_k, 1, values_t, wide_s, TALL, K, vectors, 0);
                 /* To the last keys that queries of the block see. */
                 for (int64_t i = 0; i < end - first; i++)
-                    score_gradient(w + i * wide_s, d + i * wide_s, first + i + 1, tall);
+                    score_gradient(w + i * wide_s, d + i * wide_s, first + i + 1, tall, a->window);
                 multiply(to_query, wide_k, d, wide_s, 1, keys, wide_k, TALL, end, wide_k / LANES, 0);
                 stored *to = made_head(a->grad_q, heads, a, b, first, n);
                 narrow(to, heads * K, to_query, end - first, K, wide_k, a->scale);
@@ -259,17 +261,18 @@ static void gradients(const Attention *a, int64_t b, int64_t g, float *parts[]) 
     narrow(made_head(a->grad_v, a->G, a, b, 0, g), a->G * K, to_values, S, K, wide_k, 1);
 }
 
-static Attention attention(const Strides *at, int64_t S, int64_t G, int64_t N, int64_t K, float scale) {
+static Attention attention(const Strides *at, int64_t S, int64_t G, int64_t N, int64_t K, int64_t window, float scale) {
     return (Attention){
-        .at = at, .S = S, .G = G, .N = N, .K = K, .wide_k = whole(K, LANES), .wide_s = whole(S, LANES) + LANES,
-        .scale = scale,
+        .at = at, .S = S, .G = G, .N = N, .K = K, .window = window, .wide_k = whole(K, LANES),
+        .wide_s = whole(S, LANES) + LANES, .scale = scale,
     };
 }
 
-/* out [B, S, G * N, K]: each query sees the keys up to its own position. Returns as `each_group`. */
+/* out [B, S, G * N, K]: each query sees the keys up to its own position, the last `window` of them unless that is 0.
+   Returns as `each_group`. */
 int causal(const stored *q, const stored *k, const stored *v, stored *out, const Strides *at, int64_t B, int64_t S,
-           int64_t G, int64_t N, int64_t K, float scale, int threads) {
-    Attention a = attention(at, S, G, N, K, scale);
+           int64_t G, int64_t N, int64_t K, int64_t window, float scale, int threads) {
+    Attention a = attention(at, S, G, N, K, window, scale);
     a.q = q, a.k = k, a.v = v, a.out = out;
     const int64_t keys = S * a.wide_k;
     const int64_t sizes[] = {keys, keys, K * a.wide_s, BLOCK * a.wide_k, TALL * a.wide_s, TALL * a.wide_k};
@@ -279,8 +282,8 @@ int causal(const stored *q, const stored *k, const stored *v, stored *out, const
 /* Gradients of q, k and v for the gradient `grad` of what `causal` makes of them, whose strides are the fourth. */
 int causal_backward(const stored *q, const stored *k, const stored *v, const stored *grad, stored *grad_q,
                     stored *grad_k, stored *grad_v, const Strides *at, int64_t B, int64_t S, int64_t G, int64_t N,
-                    int64_t K, float scale, int threads) {
-    Attention a = attention(at, S, G, N, K, scale);
+                    int64_t K, int64_t window, float scale, int threads) {
+    Attention a = attention(at, S, G, N, K, window, scale);
     a.q = q, a.k = k, a.v = v, a.grad = grad, a.grad_q = grad_q, a.grad_k = grad_k, a.grad_v = grad_v;
     /* Of whole tiles of keys. */
     const int64_t of_keys = whole(S, TALL) * a.wide_k, turned = K * a.wide_s;

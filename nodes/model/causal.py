@@ -26,13 +26,14 @@ def suits(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> bool:
     return plain and q_BSHK.device.type == "cpu" and functions(q_BSHK.dtype) is not None
 
 
-def attend(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
-    """Each token sees itself and the tokens before it in its sequence, H / G query heads share a key-value head; in
-    float32, rounded once. A sequence's bits depend on no other sequence and not on the threads. [B, S, H, K]."""
+def attend(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int = 0) -> Tensor:
+    """Each token sees itself and the tokens before it in its sequence, at most the last `window` unless that is 0; H /
+    G query heads share a key-value head; in float32, rounded once. A sequence's bits depend on no other sequence and
+    not on the threads. [B, S, H, K]."""
     given = q_BSHK, k_BSGK, v_BSGK
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        return _Attend.apply(*given)  # type: ignore[no-any-return,no-untyped-call]
-    return torch.ops.penstock.causal(*given)  # type: ignore[no-any-return]
+        return _Attend.apply(*given, window)  # type: ignore[no-any-return,no-untyped-call]
+    return torch.ops.penstock.causal(*given, window)  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -43,58 +44,65 @@ def functions(dtype: torch.dtype) -> ctypes.CDLL | None:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     strides = ctypes.POINTER(number)
-    found.causal.argtypes = [*[pointer] * 4, strides, *[number] * 5, ctypes.c_float, ctypes.c_int]
-    found.causal_backward.argtypes = [*[pointer] * 7, strides, *[number] * 5, ctypes.c_float, ctypes.c_int]
+    found.causal.argtypes = [*[pointer] * 4, strides, *[number] * 6, ctypes.c_float, ctypes.c_int]
+    found.causal_backward.argtypes = [*[pointer] * 7, strides, *[number] * 6, ctypes.c_float, ctypes.c_int]
     return found
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
+    def forward(ctx: Any, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int) -> Tensor:
         ctx.save_for_backward(q_BSHK, k_BSGK, v_BSGK)
-        return torch.ops.penstock.causal(q_BSHK, k_BSGK, v_BSGK)  # type: ignore[no-any-return]
+        ctx.window = window
+        return torch.ops.penstock.causal(q_BSHK, k_BSGK, v_BSGK, window)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_BSHK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.ops.penstock.causal_backward(grad_BSHK, *ctx.saved_tensors)  # type: ignore[no-any-return]
+    def backward(ctx: Any, grad_BSHK: Tensor) -> tuple[Tensor | None, ...]:
+        return *torch.ops.penstock.causal_backward(grad_BSHK, *ctx.saved_tensors, ctx.window), None
 
 
 _library = torch.library.Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _schema in (
-    "causal(Tensor q, Tensor k, Tensor v) -> Tensor",
-    "causal_backward(Tensor grad, Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor, Tensor)",
+    "causal(Tensor q, Tensor k, Tensor v, int window) -> Tensor",
+    "causal_backward(Tensor grad, Tensor q, Tensor k, Tensor v, int window) -> (Tensor, Tensor, Tensor)",
 ):
     _library.define(_schema)  # type: ignore[no-untyped-call]
 
 
 @torch.library.impl(_library, "causal", "Meta")
-def _on_meta(q_BSHK: Tensor, *_: Tensor) -> Tensor:
+def _on_meta(q_BSHK: Tensor, *_: Tensor | int) -> Tensor:
     return q_BSHK.new_empty(q_BSHK.shape)
 
 
 @torch.library.impl(_library, "causal_backward", "Meta")
-def _backward_on_meta(grad_BSHK: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+def _backward_on_meta(
+    grad_BSHK: Tensor, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int
+) -> tuple[Tensor, ...]:
+    given = q_BSHK, k_BSGK, v_BSGK
     return tuple(x.new_empty(x.shape) for x in given)
 
 
 @torch.library.impl(_library, "causal", "CPU")
-def _on_cpu(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
-    return _call("causal", (q_BSHK, k_BSGK, v_BSGK), (q_BSHK,))[0]
+def _on_cpu(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int) -> Tensor:
+    return _call("causal", (q_BSHK, k_BSGK, v_BSGK), (q_BSHK,), window)[0]
 
 
 @torch.library.impl(_library, "causal_backward", "CPU")
-def _backward_on_cpu(grad_BSHK: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-    return _call("causal_backward", (*given, grad_BSHK), given)
+def _backward_on_cpu(
+    grad_BSHK: Tensor, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int
+) -> tuple[Tensor, ...]:
+    given = q_BSHK, k_BSGK, v_BSGK
+    return _call("causal_backward", (*given, grad_BSHK), given, window)
 
 
-def _call(name: str, given: tuple[Tensor, ...], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _call(name: str, given: tuple[Tensor, ...], like: tuple[Tensor, ...], window: int) -> tuple[Tensor, ...]:
     """What a function makes of tensors [B, S, heads, K]: tensors like those."""
     given = tuple(x if x.stride(-1) == 1 else x.contiguous() for x in given)
     made = tuple(torch.empty(x.shape, dtype=x.dtype) for x in like)
     (batch, length, heads, width), groups = given[0].shape, given[1].shape[2]
     strides = [x.stride(dim) for x in given for dim in range(3)]
-    sizes = batch, length, groups, heads // groups, width, 1 / math.sqrt(width), torch.get_num_threads()
+    sizes = batch, length, groups, heads // groups, width, window, 1 / math.sqrt(width), torch.get_num_threads()
     library = functions(given[0].dtype)
     assert library is not None
     addresses = (x.data_ptr() for x in (*given, *made))

@@ -22,6 +22,8 @@ _ROPE = {
 }
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+# No size of a model is larger. More would be memory that no machine has, or names without end.
+MOST, MOST_LAYERS = 1 << 24, 1 << 14
 # Settings that the decoder has no choice of, in any family; null and a missing key mean the same.
 _FIXED = {"hidden_act": "silu", "attention_dropout": 0.0}
 
@@ -94,6 +96,8 @@ class ModelConfig:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     norm_topk_prob: bool = False
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -111,6 +115,11 @@ class ModelConfig:
     def family(self) -> Family:
         return FAMILIES[self.model_type]
 
+    def window_of(self, layer: int) -> int:
+        """The tokens that each one sees in a layer at most: the last ones, itself included; 0 is all before it."""
+        slides = not self.layer_types or self.layer_types[layer] == "sliding_attention"
+        return self.sliding_window if self.sliding_window and slides else 0
+
     def to_json(self, dtype: str = "float32") -> dict[str, Any]:
         """The content of `config.json` but for the head."""
         # Newer readers know `rope_parameters` and `dtype`, older ones `rope_scaling` and `torch_dtype`.
@@ -118,12 +127,14 @@ class ModelConfig:
         if not self.family.experts:
             facts = {key: value for key, value in facts.items() if key not in (*_EXPERT_SIZES, "norm_topk_prob")}
         eos, scaling = facts.pop("eos_token_ids"), {} if self.rope_scaling is None else self.rope_scaling.to_json()
+        if layer_types := facts.pop("layer_types"):
+            facts |= {"layer_types": list(layer_types)}
+        if self.sliding_window and "use_sliding_window" in self.family.defaults:
+            facts |= {"use_sliding_window": True}
         return {
             **facts,
             **_FIXED,
             **self.family.fixed,
-            # Some families have one unless it is said.
-            "sliding_window": None,
             "rope_scaling": scaling or None,
             "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default", **scaling},
             "eos_token_id": list(eos) if len(eos) > 1 else next(iter(eos), None),
@@ -134,7 +145,7 @@ class ModelConfig:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "ModelConfig":
         """From the content of a `config.json`. Raises ModelError for what this decoder would compute differently."""
-        if (family := FAMILIES.get(data.get("model_type", ""))) is None:
+        if (family := FAMILIES.get(str(data.get("model_type")))) is None:
             raise ModelError(f"given model_type {data.get('model_type')!r}, needed one of: {', '.join(FAMILIES)}")
         if "num_local_experts" in data:  # as newer files call it
             data = {"num_experts": data["num_local_experts"], **data}
@@ -150,7 +161,7 @@ class ModelConfig:
             sizes["norm_topk_prob"] = _flag(data, "norm_topk_prob")
         heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
         longest = _need(data, "max_position_embeddings")
-        _refuse_window(data, longest)
+        window, layer_types = _window(data, family, longest)
         rope_theta, rope_scaling = _rope(data)
         return ModelConfig(
             **sizes,
@@ -166,6 +177,8 @@ class ModelConfig:
             eos_token_ids=token_ids(data.get("eos_token_id")),
             pad_token_id=data.get("pad_token_id"),
             model_type=family.model_type,
+            sliding_window=window,
+            layer_types=layer_types,
         )
 
 
@@ -178,9 +191,11 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 
 def _need(data: Mapping[str, Any], key: str) -> int:
-    value = data.get(key)
-    if type(value) is int and value > 0:
+    value, most = data.get(key), MOST_LAYERS if key == "num_hidden_layers" else MOST
+    if type(value) is int and 0 < value <= most:
         return value
+    if type(value) is int and value > most:
+        raise ModelError(f"given {key} {value}, needed at most {most}")
     near = get_close_matches(key, [k for k in data if k != key], n=1, cutoff=0.8)
     hint = f" (there is {near[0]!r})" if near and value is None else ""
     raise ModelError(f"given {key} {value!r}, needed a positive whole number{hint}")
@@ -200,17 +215,35 @@ def _number(data: Mapping[str, Any], key: str, default: float | None = None) -> 
     raise ModelError(f"given {key} {value!r}, needed a number above 0")
 
 
-def _refuse_window(data: Mapping[str, Any], longest: int) -> None:
-    """Refuse attention to the last `sliding_window` tokens only, unless no text (of at most `longest` tokens) can be
-    longer than the window."""
+def _window(data: Mapping[str, Any], family: Family, longest: int) -> tuple[int | None, tuple[str, ...]]:
+    """The tokens that some layers attend to at most, and the kinds of all layers, where these are not alike. Without
+    such a layer, or where no text (of at most `longest` tokens) can be longer, (None, ()).
+    """
     window, kinds = data.get("sliding_window"), data.get("layer_types") or ()
-    if data.get("use_sliding_window") is False and "sliding_attention" not in kinds:
-        return
-    if window is not None and not (type(window) is int and window >= longest):
-        needed = f"null, or at least max_position_embeddings ({longest}): every layer attends to all tokens"
-        raise ModelError(f"given sliding_window {window!r}, needed {needed}")
-    if others := sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"}):
-        raise ModelError(f"given layer_types with {', '.join(map(repr, others))}, needed 'full_attention' only")
+    if not isinstance(kinds, list | tuple) or (set(map(str, kinds)) - {"full_attention", "sliding_attention"}):
+        needed = "'full_attention' or 'sliding_attention' for each layer"
+        raise ModelError(f"given layer_types {data['layer_types']!r:.80}, needed {needed}")
+    layers = _need(data, "num_hidden_layers")
+    if kinds and len(kinds) != layers:
+        raise ModelError(f"given layer_types of {len(kinds)} layers, needed {layers}, which num_hidden_layers says")
+    if not kinds and "max_window_layers" in data:
+        full = data["max_window_layers"]
+        if type(full) is not int:
+            raise ModelError(f"given max_window_layers {full!r}, needed a whole number")
+        kinds = ["full_attention" if index < full else "sliding_attention" for index in range(layers)]
+    slides = "sliding_attention" in kinds or not kinds
+    if not slides or not (data.get("use_sliding_window", True) or data.get("layer_types")):
+        return None, ()
+    if window is None and not data.get("layer_types"):
+        return None, ()
+    if type(window) is not int or window < 1:
+        raise ModelError(
+            f"given sliding_window {window!r}, needed a number of tokens, or null and no layer that has one"
+        )
+    if window < longest and not family.windows:
+        needed = f"null, or at least max_position_embeddings ({longest}): no {family.model_type} has one"
+        raise ModelError(f"given sliding_window {window}, needed {needed}")
+    return (window, tuple(kinds)) if window < longest else (None, ())
 
 
 def _rope(data: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -236,7 +269,7 @@ def _rope(data: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 def _scaling_from_json(said: Mapping[str, Any], data: Mapping[str, Any]) -> RopeScaling | None:
     """What an object with a `rope_type` says, in a file of this content."""
     kind = said.get("rope_type", said.get("type", "default"))
-    if kind not in _ROPE:
+    if str(kind) not in _ROPE:
         raise ModelError(f"given rope_type {kind!r}, needed one of: {', '.join(_ROPE)}")
     if kind == "default":
         return None

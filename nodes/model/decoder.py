@@ -3,7 +3,7 @@ families of models.
 
 Trainer and generator differ in nothing but `attend`, which gets each layer's queries, keys and values: causal, or over
 a cache. What stands on top is a language model's head (`CausalLM`) or one that gives a number (`Scorer`). Parameters
-are named as in Hugging Face's checkpoints. Left out: dropout, sliding windows, attention weights as output.
+are named as in Hugging Face's checkpoints. Left out: dropout, attention weights as output.
 
 Shapes: B rows, S tokens of a row, D hidden width, H query heads, G key-value heads, K width of a head, V vocabulary,
 W words of a rank, P positions.
@@ -24,7 +24,7 @@ from penstock.nodes.model.config import ModelConfig, ModelError
 from penstock.nodes.model.elementwise import rms_norm, rotate
 from penstock.nodes.model.expert_parallel import Dealt
 from penstock.nodes.model.kernels import Linear, linear, multiplied, pack, packed, together
-from penstock.nodes.model.lora import Lora, LoraLinear, initial, is_adapter
+from penstock.nodes.model.lora import ATTENTION, Lora, LoraLinear, initial, is_adapter
 from penstock.nodes.model.mlp import Experts, Mlp, Route
 from penstock.nodes.model.words import WordEmbedding, Words, own_part, shared
 
@@ -32,8 +32,9 @@ from penstock.nodes.model.words import WordEmbedding, Words, own_part, shared
 LOGIT_ELEMENTS = 1 << 26
 
 Result = TypeVar("Result")
-# (layer, q_BSHK, k_BSGK, v_BSGK) → [B, S, H, K]; keys and queries are already rotated.
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# (layer, q_BSHK, k_BSGK, v_BSGK, window) → [B, S, H, K]; keys and queries are already rotated. Each token sees the
+# last `window` tokens, itself included; 0 is all.
+Attend = Callable[[int, Tensor, Tensor, Tensor, int], Tensor]
 
 
 class Decoder(nn.Module):
@@ -88,8 +89,10 @@ class Decoder(nn.Module):
         raise NotImplementedError
 
     def _add_adapters(self) -> None:
-        if self.lora is not None and self.config.family.experts:
-            raise ModelError(f"LoRA: given a {self.config.model_type}, needed a model without experts")
+        if self.lora is not None and self.config.family.experts and (others := self.lora.beyond_attention):
+            given = f"the targets {', '.join(others)} of a {self.config.model_type}"
+            needed = f"--lora-targets {' '.join(ATTENTION)}, or some of them: its experts have no adapters"
+            raise ModelError(f"LoRA: given {given}, needed {needed}")
         for name, module in list(self.model.layers.named_modules()):
             if self.lora is not None and isinstance(module, Linear) and name.endswith(self.lora.targets):
                 self.model.layers.set_submodule(name, LoraLinear(module, self.lora))
@@ -311,7 +314,7 @@ class Norm(nn.RMSNorm):
 class _Attention(nn.Module):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
-        self.index, self.head_dim = index, config.head_dim
+        self.index, self.head_dim, self.window = index, config.head_dim, config.window_of(index)
         queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         family = config.family
         self.q_proj = Linear(config.hidden_size, queries, family.qkv_bias)
@@ -327,21 +330,25 @@ class _Attention(nn.Module):
         q_BSHK, k_BSGK, v_BSGK = (x.view(heads) for x in together(x_BSD, self.q_proj, self.k_proj, self.v_proj))
         q_BSHK, k_BSGK = self.q_norm(q_BSHK), self.k_norm(k_BSGK)
         q_BSHK, k_BSGK = rotate(q_BSHK, k_BSGK, *rope)
-        out_BSHK = attend(self.index, q_BSHK, k_BSGK, v_BSGK)
+        out_BSHK = attend(self.index, q_BSHK, k_BSGK, v_BSGK, self.window)
         return self.o_proj(out_BSHK.flatten(2))  # type: ignore[no-any-return]
 
 
-def attend_causal(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
+def attend_causal(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int = 0) -> Tensor:
     """Each token sees itself and the tokens before it in its row. An `Attend`."""
     if causal.suits(q_BSHK, k_BSGK, v_BSGK):
-        return causal.attend(q_BSHK, k_BSGK, v_BSGK)
-    dtype = q_BSHK.dtype
+        return causal.attend(q_BSHK, k_BSGK, v_BSGK, window)
+    dtype, length = q_BSHK.dtype, q_BSHK.shape[1]
     # The CPU's kernel for bfloat16 has a backward pass three times as slow.
     if q_BSHK.device.type == "cpu":
         q_BSHK, k_BSGK, v_BSGK = q_BSHK.float(), k_BSGK.float(), v_BSGK.float()
     q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
     grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
-    out_BHSK = F.scaled_dot_product_attention(q_BHSK, k_BGSK, v_BGSK, is_causal=True, enable_gqa=grouped)
+    seen_SS = None
+    if 0 < window < length:
+        seen_SS = torch.ones(length, length, dtype=torch.bool, device=q_BSHK.device).tril().triu(1 - window)
+    plain = seen_SS is None
+    out_BHSK = F.scaled_dot_product_attention(q_BHSK, k_BGSK, v_BGSK, seen_SS, is_causal=plain, enable_gqa=grouped)
     return out_BHSK.transpose(1, 2).to(dtype)
 
 

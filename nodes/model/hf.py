@@ -6,6 +6,7 @@ A directory of adapters names the directory of its base, from which everything e
 import fcntl
 import hashlib
 import json
+import math
 import os
 import stat
 import tempfile
@@ -37,6 +38,8 @@ SHARD_BYTES = 4 << 30
 SETTLED_S = 10.0
 # The head of a model that gives a number.
 HEAD = "score.weight"
+# Of the numbers in a file.
+_STORED = ("F64", "F32", "BF16", "F16")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -174,6 +177,9 @@ def load_model(
     check_names(read, {name: piece for name, piece in pieces.items() if name not in unused}, str(base))
     for name, parameter in read.items():
         check_shape(name, pieces[name].get_shape(), parameter, str(base))
+        if (stored := pieces[name].get_dtype()) not in _STORED:
+            needed = f"one of {', '.join(_STORED)}: weights as they are, unquantised"
+            raise ModelError(f"{base}: {name}: given numbers of {stored}, needed {needed}")
 
     def region(name: str, slices: tuple[slice, ...]) -> Tensor:
         if is_adapter(name):
@@ -183,6 +189,9 @@ def load_model(
             return torch.zeros(parameters[name][slices].shape)
         # Files are mapped memory: what is not sliced is not read.
         piece: Tensor = pieces[name][slices]
+        # One sum, which keeps what is no number, and takes no memory.
+        if not math.isfinite(piece.sum(dtype=torch.float32)):
+            raise ModelError(f"{base}: {name}: given NaN or infinity among its numbers, needed finite ones")
         place = name.removesuffix("weight")
         if saved is not None and merges and place + A in adapters:
             a, b = adapters[place + A][:, slices[1]], adapters[place + B][slices[0]]
@@ -271,8 +280,8 @@ def weight_files(folder: Path) -> list[Path]:
     """The files of weights of a model directory."""
     if (folder / INDEX).exists():
         files = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(files, dict):
-            raise ModelError(f"{folder / INDEX}: given weight_map {files!r}, needed the file of each tensor")
+        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+            raise ModelError(f"{folder / INDEX}: given weight_map {files!r:.200}, needed the file of each tensor")
         return sorted({folder / Path(file).name for file in files.values()})
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]

@@ -88,24 +88,25 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, rows.sum(0) if of_bias else None
 
 
-def attend_causal(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
+def attend_causal(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int = 0) -> Tensor:
     """Each token sees itself and the tokens before it in its row. An `Attend`, by the generator's operation."""
-    return _Attend.apply(q_BSHK, k_BSGK, v_BSGK)  # type: ignore[no-any-return,no-untyped-call]
+    return _Attend.apply(q_BSHK, k_BSGK, v_BSGK, window)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
+    def forward(ctx: Any, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int) -> Tensor:
         ctx.save_for_backward(q_BSHK, k_BSGK, v_BSGK)
-        return _attend(q_BSHK, k_BSGK, v_BSGK)
+        ctx.window = window
+        return _attend(q_BSHK, k_BSGK, v_BSGK, window)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_BSHK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.ops.penstock.causal_backward(grad_BSHK, *ctx.saved_tensors)  # type: ignore[no-any-return]
+    def backward(ctx: Any, grad_BSHK: Tensor) -> tuple[Tensor | None, ...]:
+        return *torch.ops.penstock.causal_backward(grad_BSHK, *ctx.saved_tensors, ctx.window), None
 
 
-def _attend(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
+def _attend(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int) -> Tensor:
     # The generator imports models.
     from penstock.nodes.generate.attention import attend
 
@@ -114,7 +115,7 @@ def _attend(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
     slots_R = torch.arange(batch).repeat_interleave(length)
     positions_R = torch.arange(length).repeat(batch)
     q_RHK, k_RGK, v_RGK = (x.contiguous().flatten(0, 1) for x in (q_BSHK, k_BSGK, v_BSGK))
-    out_RHK = attend(q_RHK, k_RGK, v_RGK, keys_BGSK, values_BGSK, slots_R, positions_R)
+    out_RHK = attend(q_RHK, k_RGK, v_RGK, keys_BGSK, values_BGSK, slots_R, positions_R, window)
     return out_RHK.view(q_BSHK.shape)
 
 

@@ -20,8 +20,9 @@ from penstock.graph.types import random_key
 from penstock.nodes.model.config import ModelError
 from penstock.nodes.model.kernels import Linear
 
-# The linear maps of a layer, in the order in which they compute.
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# The linear maps of a layer, in the order in which they compute; those of attention first.
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+TARGETS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 # What the names of an adapter's two matrices end with.
 A, B = "lora_A.weight", "lora_B.weight"
 
@@ -61,6 +62,11 @@ class Lora:
     @property
     def scale(self) -> float:
         return self.alpha / self.rank
+
+    @property
+    def beyond_attention(self) -> tuple[str, ...]:
+        """The targets that are maps of an MLP."""
+        return tuple(name for name in self.targets if name not in ATTENTION)
 
     def __str__(self) -> str:
         return f"rank {self.rank}, alpha {self.alpha:g}, targets {', '.join(self.targets)}"

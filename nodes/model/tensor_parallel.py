@@ -157,9 +157,11 @@ class CausalLMWithOwnExperts(CausalLM):
     No gradient goes through it. Raises ModelError for experts that cannot be dealt out so.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: str, parts: int, part: int) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: str, parts: int, part: int, lora: Lora | None = None
+    ) -> None:
         check_experts(config, parts)
-        super().__init__(config, dtype, device, unread=True)
+        super().__init__(config, dtype, device, lora=lora, unread=True)
         self.deal_experts(Gather(parts, part))
         # The others never had memory. Buffers have theirs.
         buffers = dict(self.named_buffers())

@@ -23,6 +23,8 @@ from penstock.runtime.record.typed_json import parse_json
 
 # The maps that tensor parallelism cuts by what goes in.
 NARROWING = ("o_proj", "down_proj")
+# Those of attention, which may have adapters where an MLP is a mixture of experts.
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 # The families with biases of queries, keys and values, and those that norm each head's queries and keys; and what
 # `transformers` takes for sizes that a file leaves out. The nodes have their own table, and a test compares them.
 QKV_BIAS, QK_NORM = ("qwen2",), ("qwen3", "qwen3_moe")
@@ -118,8 +120,11 @@ class Shape:
             return self
         if unknown := [name for name in targets if name not in self.maps]:
             raise ShapeError(f"--lora-targets: given {unknown[0]!r}, needed some of {', '.join(self.maps)}")
-        if self.experts or self.latent is not None:
-            raise ShapeError(f"--lora: given {self.name}, needed a dense model without latent attention")
+        if self.latent is not None:
+            raise ShapeError(f"--lora: given {self.name}, needed a model without latent attention")
+        if self.experts and (others := [name for name in targets or self.maps if name not in ATTENTION]):
+            given = f"{', '.join(others)} of {self.name}, whose experts have no adapters"
+            raise ShapeError(f"--lora-targets: given {given}, needed some of {', '.join(ATTENTION)}")
         return replace(self, lora=Adapters(rank, tuple(name for name in self.maps if name in (targets or self.maps))))
 
     @cached_property

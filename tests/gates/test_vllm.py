@@ -123,6 +123,12 @@ def test_a_conversation_goes_on_after_the_tokens_that_were_sampled(untied: Found
     assert max(found["differences"].values()) < CLOSE
 
 
+def test_a_request_that_vllm_gives_up_is_told_with_its_reason_and_its_group(untied: Found) -> None:
+    found = untied["given_up"]
+    assert all(said in found["raised"] for said in ("group 6", "error", "a lost block"))
+    assert not found["busy"]
+
+
 def test_a_response_ends_with_a_stop_string_or_a_stop_token_or_its_bound(untied: Found) -> None:
     ended = untied["stopped"]["rows"]
     assert any(text.endswith("a") for text, _, _ in ended)

@@ -28,6 +28,9 @@ from penstock.nodes.model.tensor_parallel import tensor_parallel
 from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver, sync_in_process
 from tests.nodes.tiny_model import CONFIG, TOKENIZER, save
 
+# isort: split
+from vllm.outputs import CompletionOutput, RequestOutput
+
 SHAPE: Mapping[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -197,6 +200,21 @@ class Cases:
         rows = zip(rollouts.texts, rollouts.finished_N.tolist(), rollouts.lengths(), strict=True)
         return {"rows": [(text, finished, int(length)) for text, finished, length in rows]}
 
+    def given_up(self) -> Mapping[str, Any]:
+        """vLLM ends a request for a reason of its own."""
+        self.swap(13)
+        engine = self.engine(samples=1)
+        self.submit(engine, 6)
+        engine.step()
+        ((name, sink),) = engine.vllm.sinks.items()
+        ended = CompletionOutput(0, "", [], None, None, finish_reason="error", stop_reason="a lost block")
+        try:
+            sink(RequestOutput(name, None, [1], None, [ended], True))
+        except RuntimeError as error:
+            engine.reset()
+            return {"raised": str(error), "busy": engine.busy()}
+        return {"raised": ""}
+
     def greedy(self) -> Mapping[str, Any]:
         self.swap(15)
         engine = self.engine(samples=2, temperature=0.0)
@@ -265,7 +283,9 @@ def main(folder: Path, kind: str, ranks: int = 1, rank: int = 0) -> None:
     if kind == "tied":
         found["wrong head"] = cases.wrong(without_packing)
     elif ranks == 1:
-        found |= {case.__name__: case() for case in (cases.paused, cases.turns, cases.stopped, cases.greedy)}
+        found |= {
+            case.__name__: case() for case in (cases.paused, cases.turns, cases.stopped, cases.given_up, cases.greedy)
+        }
     for name in ("self_attn.k_proj", "mlp.down_proj", "input_layernorm") if kind == "untied" else ():
         found[f"wrong {name}"] = cases.wrong(without_a_tensor(f"model.layers.1.{name}.weight"))
     print(json.dumps(found))

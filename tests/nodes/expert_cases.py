@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 
 from penstock.graph.protocols import expert_of
-from penstock.graph.types import Context, Weights
+from penstock.graph.types import Context, Origin, Policy, Weights
 from penstock.nodes.distill import policy_logprobs, reference_logprobs
 from penstock.nodes.generate import make_engine
 from penstock.nodes.learn.update import policy_update
+from penstock.nodes.model.lora import ATTENTION
 from penstock.nodes.policy import make_policy, make_reference
 
 from .family_cases import CONFIGS, directory, random_model
@@ -30,7 +31,8 @@ def shared_model(rank: int, folder: Path) -> str:
 
 
 def engine(rank: int, folder: Path, dtype: str) -> None:
-    """Ranks with a share of the experts each sample the bits of one rank, and record the same routing."""
+    """Ranks with a share of the experts each sample the bits of one rank, and record the same routing; with adapters of
+    attention, too."""
     made = random_model(CONFIGS["qwen3_moe"]).to(getattr(torch, dtype))
     model = shared_model(rank, folder)
     given = Context(
@@ -52,6 +54,14 @@ def engine(rank: int, folder: Path, dtype: str) -> None:
         assert torch.equal(rollouts.logprobs_NT, one.logprobs_NT)
         assert torch.equal(rollouts.experts_NSLK, one.experts_NSLK)
         assert metrics["mismatch"] == figures["mismatch"]
+    learner: Any = make_policy(replace(given, node="policy", lora=3, lora_targets=ATTENTION))
+    for number, master in enumerate(learner.masters.values()):
+        master.data.copy_(torch.randn(master.shape, generator=torch.Generator().manual_seed(number)) / 8)
+    sent = Weights(1, dict(learner.weights()), learner.about())
+    reading = replace(given, weights={"behaviour": Origin(Policy.maker, learner.context)})
+    places = replace(reading, mesh=mesh, rank=rank), reading
+    ours, theirs = (run(make_engine(place, samples=3), range(2), sent) for place in places)
+    assert all(torch.equal(ours[ordinal][0].logprobs_NT, theirs[ordinal][0].logprobs_NT) for ordinal in ours)
 
 
 def in_int8(rank: int, folder: Path) -> None:
@@ -70,7 +80,7 @@ def in_int8(rank: int, folder: Path) -> None:
 
 def other_ways(rank: int, folder: Path, mesh: str) -> None:
     """With layers that are computed again, weights that stay whole, a batch that leaves a rank without work of its own,
-    a reference beside the policy, and masters of another precision."""
+    adapters of attention, a reference beside the policy, and masters of another precision."""
     given: dict[str, Any] = {"model": shared_model(rank, folder)}
     rollouts, advantage = (part.take([2]) for part in batch())
     for more in ({"recompute": "layer"}, {"zero": 1}, {"optimizer_state": "host"}):
@@ -80,6 +90,13 @@ def other_ways(rank: int, folder: Path, mesh: str) -> None:
             assert_same_everywhere(ours)
             assert_near(ours, theirs)
         assert_whole(parted, one)
+    own = {**given, "lora": 3, "lora_targets": ATTENTION}
+    adapters, alone = policy(mesh, rank, **own), policy(**own)
+    for _ in range(2):
+        ours, theirs = (policy_update.fn(each, *batch(), **OPTIONS)[1] for each in (adapters, alone))
+        assert_same_everywhere(ours)
+        assert_near(ours, theirs)
+    assert_whole(adapters, alone)
     references: Any = [make_reference(context(*place, **given)) for place in ((mesh, rank), ())]
     ours, theirs = (reference_logprobs.fn(each, batch()[0], micro_tokens=12).logprobs_NT for each in references)
     assert torch.equal(ours, theirs)

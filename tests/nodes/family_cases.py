@@ -31,9 +31,9 @@ from .updating import batch
 
 
 def config_of(family: str, base: ModelConfig = CONFIG, **changes: Any) -> ModelConfig:
-    """A small model of a family."""
+    """A small model of a family; those of Mistral have a sliding window."""
     experts: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 14}
-    own = experts if FAMILIES[family].experts else {}
+    own = experts if FAMILIES[family].experts else {"sliding_window": 7} if family == "mistral" else {}
     return replace(base, model_type=family, **{**own, **changes})
 
 

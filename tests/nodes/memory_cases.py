@@ -59,7 +59,7 @@ class Counter(MemTracker):  # type: ignore[no-untyped-call]
         return found
 
 
-def attend(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
+def attend(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int) -> Tensor:
     """As on a GPU, in the run's dtype: on a CPU, autograd keeps copies of bfloat16 in float32."""
     q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
     grouped = q_BHSK.shape[1] != k_BGSK.shape[1]

@@ -13,11 +13,12 @@ Asked = dict[str, Any]
 
 @dataclass
 class Server:
-    """`answer` gives (status, body) for what it is asked; `asked` is all of that, `most` how many at once."""
+    """`answer` gives (status, body) for what it is asked by POST; `asked` is all of that, `most` how many at once."""
 
     url: str = ""
     asked: list[Asked] = field(default_factory=list)
     tokens: set[str] = field(default_factory=set)
+    gets: int = 0
     now: int = 0
     most: int = 0
 
@@ -26,12 +27,16 @@ class Server:
 
 
 @contextmanager
-def serving(answer: Callable[[Asked, Server], tuple[int, bytes]]) -> Iterator[Server]:
+def serving(answer: Callable[[Asked, Server], tuple[int, bytes]], location: str = "") -> Iterator[Server]:
     server, lock = Server(), Lock()
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, format: str, *args: object) -> None:
             pass
+
+        def do_GET(self) -> None:
+            server.gets += 1
+            self.send_error(405)
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -46,6 +51,8 @@ def serving(answer: Callable[[Asked, Server], tuple[int, bytes]]) -> Iterator[Se
                 with lock:
                     server.now -= 1
             self.send_response(status)
+            if location:
+                self.send_header("Location", location)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

@@ -147,6 +147,21 @@ def test_fields_are_named_or_made_by_a_function_of_the_row(tmp_path: Path) -> No
     assert prompts(replace(given, prompt_field="problem"))[2] == ("p5", "5")
     assert prompts(replace(given, prompt_field="problem", answer_field="level"))[2] == ("p5", "5")
     assert prompts(replace(given, prompt_field="problem", answer_field="none"))[2] == ("p5", "")
+    nested = [{"problem": "p", "a.b": "x", "model": {"truth": 3, "none": None}}]
+    jsonl(tmp_path / "nested.jsonl", nested)
+    parquet(tmp_path / "nested.parquet", nested)
+    for name in ("nested.jsonl", "nested.parquet"):
+        inner = replace(given, data=str(tmp_path / name), prompt_field="problem", answer_field="model.truth")
+        assert prompts(inner) == [("p", "3")]
+        assert prompts(replace(inner, answer_field="a.b")) == [("p", "x")]
+        for field, said in (
+            ("model.x", r"given the fields \['none', 'truth'\] before 'x' of 'model.x', needed 'x' \(--answer-field"),
+            ("problem.x", "given 'p' before 'x' of 'problem.x'"),
+            ("model.none", "given null as 'model.none'"),
+            ("x.y", r"given the fields \['a.b', 'model', 'problem'\], needed 'x'"),
+        ):
+            with pytest.raises(DataError, match=said):
+                prompts(replace(inner, answer_field=field))
     assert prompts(replace(given, row=OF_MATH)) == [("p1", "1"), ("p2", "2")]
     parquet(tmp_path / "d.parquet", [*MATH, {"problem": "p", "answer": 1, "level": 4}])
     with pytest.raises(DataError, match=r"d\.parquet, row 4: .*of_math raised KeyError"):
@@ -215,6 +230,13 @@ def test_demonstrations_and_pairs_may_be_chat_messages(tmp_path: Path) -> None:
     shown = Context(data=str(tmp_path / "d.jsonl"), prompt_field="messages")
     made = read(shown, open_demonstrations, 1)[0]
     assert {*zip(made.texts, made.responses, strict=True)} == {(conversation(CHAT), "4")}
+    apart = replace(shown, prompt_field="prompt", answer_field="completion")
+    jsonl(tmp_path / "d.jsonl", [{"prompt": CHAT, "completion": answered[-1:]}])
+    made = read(apart, open_demonstrations, 1)[0]
+    assert {*zip(made.texts, made.responses, strict=True)} == {(conversation(CHAT), "4")}
+    jsonl(tmp_path / "d.jsonl", [{"prompt": CHAT, "completion": CHAT[1:]}])
+    with pytest.raises(DataError, match=r"d\.jsonl:1: given 2 messages as 'completion', needed one, an assistant's"):
+        open_demonstrations(apart)
     texts = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
     first = {"chosen": answered, "rejected": other}
     second = {"prompt": "2+2?", "chosen": [CHAT[2], answered[-1]], "rejected": [CHAT[2], other[-1]]}
@@ -241,6 +263,14 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
     (tmp_path / "d.parquet").write_text("no parquet")
     with pytest.raises(DataError, match=r"d\.parquet: cannot be read"):
         open_prompts(Context(data=str(tmp_path / "d.parquet")))
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"_data_files": [{"filename": "none.arrow"}]}'])
+def test_what_save_to_disk_has_not_finished_is_refused(tmp_path: Path, text: str) -> None:
+    saved(tmp_path / "d", ROWS)
+    (tmp_path / "d" / "state.json").write_text(text)
+    with pytest.raises(DataError, match=r"/d: cannot be read: .*needed what `save_to_disk`"):
+        open_prompts(Context(data=str(tmp_path / "d")))
 
 
 def test_rows_whose_answer_no_rule_can_read_are_told_before_a_run(

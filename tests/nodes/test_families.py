@@ -15,13 +15,14 @@ import transformers
 from torch import Tensor
 
 from penstock.graph.protocols import rule_of
-from penstock.graph.types import Advantages, Context, Replies, Rollouts, Weights
-from penstock.nodes.generate import generate, make_engine
+from penstock.graph.types import Advantages, Context, Origin, Replies, Rollouts, Weights
+from penstock.nodes.generate import attention, generate, make_engine
 from penstock.nodes.learn.logprobs import route_of
 from penstock.nodes.learn.update import policy_update
-from penstock.nodes.model import CausalLM, Lora, ModelConfig, ModelError, Scorer, load_model, read_config
+from penstock.nodes.model import CausalLM, Lora, ModelConfig, ModelError, Scorer, causal, load_model, read_config
 from penstock.nodes.model.config import RopeScaling
 from penstock.nodes.model.families import FAMILIES
+from penstock.nodes.model.lora import ATTENTION, TARGETS
 from penstock.nodes.model.mlp import Route
 from penstock.nodes.model.tensor_parallel import stages_of, tensor_parallel
 from penstock.nodes.policy import FrozenPolicy, LanguagePolicy, make_policy, make_reference, require_policy
@@ -33,7 +34,7 @@ from tests.nodes.family_cases import CONFIGS, config_of, directory, random_model
 from tests.nodes.rank_cases import OPTIONS
 from tests.nodes.ranked import spawn
 from tests.nodes.test_generate import drain, prompts, run
-from tests.nodes.tiny_model import export, save
+from tests.nodes.tiny_model import TOKENIZER, export, save
 from tests.nodes.updating import batch, equal
 
 # Nothing divides anything else.
@@ -62,6 +63,19 @@ def logits(made: CausalLM) -> Tensor:
         return made.logits(made(TOKENS)).float()
 
 
+def assert_computes(ours: CausalLM, theirs: Any) -> Tensor:
+    """The same logits, which are returned, and gradients."""
+    found, needed = ours.logits(ours(TOKENS)), theirs(TOKENS).logits
+    torch.testing.assert_close(found, needed, rtol=0, atol=1e-4)
+    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)) / found.shape[0]
+    (found * weight).sum().backward()  # type: ignore[no-untyped-call]
+    (needed * weight).sum().backward()
+    expected = gradients_of(theirs)
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-4, msg=name)
+    return found.detach()
+
+
 def gradients_of(theirs: Any) -> dict[str, Tensor]:
     """By the names of the files: in memory their experts lie together, gate over up."""
     found = {}
@@ -88,19 +102,12 @@ def test_a_family_has_the_logits_and_gradients_of_transformers_and_its_files(
     assert read_config(tmp_path / "ours") == config
     theirs = theirs_of(tmp_path / "ours")
     assert type(theirs).__name__ == ours.architecture
-    found, needed = ours.logits(ours(TOKENS)), theirs(TOKENS).logits
-    torch.testing.assert_close(found, needed, rtol=0, atol=1e-4)
-    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)) / found.shape[0]
-    (found * weight).sum().backward()  # type: ignore[no-untyped-call]
-    (needed * weight).sum().backward()
-    expected = gradients_of(theirs)
-    for name, parameter in ours.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-4, msg=name)
+    found = assert_computes(ours, theirs)
     # What they write is read again.
     theirs.save_pretrained(tmp_path / "theirs")
     again = load_model(CausalLM, tmp_path / "theirs")
     assert replace(again.config, initializer_range=config.initializer_range) == config
-    assert torch.equal(logits(again), found.detach())
+    assert torch.equal(logits(again), found)
 
 
 @families
@@ -132,13 +139,16 @@ SMALL = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 48, "num_hid
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"model_type": "mistral"}, "sliding_window 4096, needed null, or at least max_position_embeddings"),
+        ({"model_type": "mistral"}, None),
         ({"model_type": "mistral", "sliding_window": None}, None),
         ({"model_type": "mistral", "max_position_embeddings": 4096}, None),
         ({"model_type": "qwen2", "sliding_window": 64}, None),
-        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, "sliding_window 64"),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, None),
+        ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 1}, None),
+        ({"model_type": "qwen3_moe", "use_sliding_window": True}, None),
         ({"model_type": "qwen3"}, None),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias True, needed False"),
+        ({"model_type": "llama", "sliding_window": 64}, "sliding_window 64, needed null, or at least max_position_emb"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias True, needed False"),
         ({"model_type": "llama", "attention_dropout": 0.1}, "attention_dropout 0.1, needed 0.0"),
         ({"model_type": "qwen3_moe", "num_local_experts": 9}, None),
@@ -163,12 +173,46 @@ def test_what_a_config_leaves_out_is_what_transformers_takes_and_what_is_compute
         assert getattr(ours, name) == getattr(theirs, name)
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 2)
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    slides = "sliding_attention" in getattr(theirs, "layer_types", ["sliding_attention"])
+    window = getattr(theirs, "sliding_window", None) if slides else None
+    # One that no text outgrows is none.
+    assert ours.sliding_window == (window if window and window < ours.max_position_embeddings else None)
     if ours.num_experts:
         for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"):
             assert getattr(ours, name) == getattr(theirs, name)
     shape = read_shape(str(tmp_path))
     assert (shape.experts, shape.active) == (ours.num_experts, ours.num_experts_per_tok)
     assert (shape.kv_heads, shape.head_dim) == (ours.num_key_value_heads, ours.head_dim)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "qwen3_moe"])
+def test_a_sliding_window_is_that_of_transformers_in_each_layer_that_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, compiled: bool
+) -> None:
+    """In logits and gradients, in a generator, and in its files; also by torch's own operations."""
+    if not compiled:
+        monkeypatch.setattr(causal, "suits", lambda *given: False)
+        monkeypatch.setattr(attention, "compiled", lambda *given: None)
+    window, kinds = 13, ("full_attention", "sliding_attention", "full_attention")
+    own = {"layer_types": kinds} if "max_window_layers" in FAMILIES[family].defaults else {}
+    config = config_of(family, ODD, sliding_window=window, **own)
+    ours, full = random_model(config), random_model(replace(config, sliding_window=None, layer_types=()))
+    save(ours, tmp_path / "ours")
+    TOKENIZER.save(tmp_path / "ours")
+    assert read_config(tmp_path / "ours") == config
+    theirs = theirs_of(tmp_path / "ours")
+    found = assert_computes(ours, theirs)
+    assert torch.equal(found[:, :window], logits(full)[:, :window])
+    assert not torch.allclose(found[:, window:], logits(full)[:, window:], rtol=0, atol=1e-2)
+    theirs.save_pretrained(tmp_path / "theirs")
+    again = read_config(tmp_path / "theirs")
+    assert (again.sliding_window, again.layer_types) == (config.sliding_window, config.layer_types)
+    # Responses outgrow the window.
+    context = Context(node="generate", seed=3, model=str(tmp_path / "ours"), slots=16, max_tokens=40, batch=1)
+    made = run(make_engine(context, samples=2), range(4), Weights(0, ours.state_dict()))
+    assert max(int(rollouts.response_lengths_N.max()) for rollouts, _ in made.values()) > window
+    assert max(metrics["mismatch"] for _, metrics in made.values()) < 1e-5
 
 
 YARNS: list[dict[str, Any]] = [
@@ -334,10 +378,27 @@ def test_routing_is_replayed_over_ranks(mesh: str, tmp_path: Path) -> None:
     spawn(2, "tests.nodes.family_cases:replayed", mesh, folder=tmp_path)
 
 
-def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
+def test_a_mixture_has_adapters_of_attention_alone(tmp_path: Path) -> None:
     given = Context(node="policy", model=directory("qwen3_moe", tmp_path), lora=3)
-    with pytest.raises(ModelError, match="given a qwen3_moe, needed a model without experts"):
+    with pytest.raises(ModelError, match=r"targets gate_proj, up_proj, down_proj .*--lora-targets q_proj k_proj"):
         make_policy(given)
+    made: Any = make_policy(replace(given, lora_targets=("q_proj", "o_proj")))
+    for _ in range(2):
+        policy_update.fn(made, *batch(), **OPTIONS, lr=1e-2)
+    export(made, tmp_path / "adapters")
+    base = theirs_of(given.model)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    tokens = TOKENS % made.model.config.vocab_size
+    with torch.no_grad():
+        found, plain = (each.logits(each(tokens)) for each in (made.model, load_model(CausalLM, given.model)))
+        torch.testing.assert_close(found, theirs(tokens).logits, rtol=0, atol=1e-4)
+    assert not torch.allclose(found, plain, rtol=0, atol=1e-2)
+    # A generator applies what it is sent.
+    origin = {"behaviour": Origin("penstock.nodes.policy:make_policy", made.context)}
+    context = replace(made.context, node="generate", slots=16, max_tokens=8, batch=1, weights=origin)
+    sent = Weights(made.version, dict(made.weights()), made.about())
+    figures = [metrics["mismatch"] for _, metrics in run(make_engine(context, samples=2), range(2), sent).values()]
+    assert max(figures) < 1e-5
 
 
 @families
@@ -360,10 +421,9 @@ def test_the_planner_counts_a_familys_parameters(family: str, tied: bool) -> Non
     rules = tensor_parallel(config)
     for name, (_, rule) in tensors(shape).items():
         assert rule == rule_of(name, rules) or ".experts." in name
-    if shape.experts:
-        return
-    lora = CausalLM(config, device="meta", lora=Lora(4, 8.0)).own_parameters()
-    assert {name: size for name, (size, _) in tensors(shape.with_lora(4)).items()} == {
+    targets = ATTENTION if shape.experts else TARGETS
+    lora = CausalLM(config, device="meta", lora=Lora(4, 8.0, targets)).own_parameters()
+    assert {name: size for name, (size, _) in tensors(shape.with_lora(4, targets)).items()} == {
         name: tuple(p.shape) for name, p in lora.items()
     }
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -28,8 +30,9 @@ from penstock.nodes.learn.logprobs import packed_logprobs
 from penstock.nodes.model import CausalLM, ModelConfig, ModelError
 from penstock.nodes.model.compiled import NoCompilerWarning
 from penstock.nodes.policy import LanguagePolicy, make_policy
+from penstock.nodes.prefixes import after_tokens, cut
 from penstock.nodes.tokenizer import Tokenizer
-from tests.nodes.tiny_model import TOKENIZER, model, weights
+from tests.nodes.tiny_model import CONFIG, TOKENIZER, model, save, weights
 
 TEXTS = ("1+2=", "37+58=", "abc" * 5, "9", "0123456789+-=abc0", "12-7=" * 9, "4+4=", "77-")
 
@@ -267,16 +270,32 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_string(context: Co
     stop = (longest[2:4],)  # of two tokens
     stopped = run(make_engine(context, samples=8, stop=stop), range(16), behaviour)
     found = 0
-    for (whole, _), (cut, _) in ((plain[ordinal], stopped[ordinal]) for ordinal in plain):
-        for row in range(len(cut)):
-            begin, length = int(cut.prompt_lengths_N[row]), int(cut.response_lengths_N[row])
-            assert torch.equal(cut.tokens_NS[row, begin : begin + length], whole.tokens_NS[row, begin : begin + length])
-            assert torch.equal(cut.logprobs_NT[row, :length], whole.logprobs_NT[row, :length])
+    for (whole, _), (short, _) in ((plain[ordinal], stopped[ordinal]) for ordinal in plain):
+        for row in range(len(short)):
+            begin, length = int(short.prompt_lengths_N[row]), int(short.response_lengths_N[row])
+            assert torch.equal(
+                short.tokens_NS[row, begin : begin + length], whole.tokens_NS[row, begin : begin + length]
+            )
+            assert torch.equal(short.logprobs_NT[row, :length], whole.logprobs_NT[row, :length])
             ends = [whole.texts[row].find(text) + len(text) for text in stop if text in whole.texts[row]]
-            assert cut.texts[row] == whole.texts[row][: min(ends, default=999)]
-            assert cut.finished_N[row] == (bool(ends) or bool(whole.finished_N[row]))
+            assert short.texts[row] == whole.texts[row][: min(ends, default=999)]
+            assert short.finished_N[row] == (bool(ends) or bool(whole.finished_N[row]))
             found += bool(ends)
     assert 0 < found < 16 * 8
+
+
+def test_a_model_may_have_more_words_than_its_tokenizer(context: Context, tmp_path: Path) -> None:
+    """Vocabularies are rounded up. Such words say nothing, and a response goes on after them, as after any prefix."""
+    wide = model(config=replace(CONFIG, vocab_size=CONFIG.vocab_size + 90))
+    save(wide, tmp_path)
+    TOKENIZER.save(tmp_path)
+    given, behaviour = replace(context, model=str(tmp_path)), Weights(0, wide.state_dict())
+    rollouts, _ = run(make_engine(given, samples=8, stop=("1",)), [1], behaviour)[1]
+    unsaid = [row for row in range(8) if (rollouts.tokens_NS[row] >= TOKENIZER.vocab_size).any()]
+    assert unsaid
+    prefixes, _ = cut.fn(rollouts.take(unsaid), at=partial(after_tokens, tokens=3), context=given)
+    after = run(make_engine(given, samples=2), [1], behaviour, {"after": prefixes})[1][0]
+    assert len(after) == 2 * len(prefixes) > 0
 
 
 def test_after_a_stop_string_the_reply_begins_with_the_end_of_the_turn(context: Context) -> None:
@@ -475,20 +494,22 @@ def filled(length: int, dtype: torch.dtype, width: int = 8) -> tuple[Tensor, ...
     return tuple(torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)
 
 
+@pytest.mark.parametrize("window", [0, 1, 21])
 @pytest.mark.parametrize("width", [6, 8, 20, 64, 80])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_over_slots_is_attention(kernel: str, dtype: torch.dtype, width: int) -> None:
+def test_attention_over_slots_is_attention(kernel: str, dtype: torch.dtype, width: int, window: int) -> None:
     """Of rows of several slots, some of them of one, and some empty."""
     q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK = filled(200, dtype, width)
     slots_R, positions_R = torch.arange(SLOTS), torch.arange(SLOTS) * 12 + 3
     slots_R[4:9], positions_R[4:9], positions_R[12] = 5, torch.arange(60, 65), -1
     own = keys_SGCK.clone(), values_SGCK.clone()
-    out_RHK = attend(q_RHK, k_RGK, v_RGK, *own, slots_R, positions_R)
+    out_RHK = attend(q_RHK, k_RGK, v_RGK, *own, slots_R, positions_R, window)
     for row, (slot, position) in enumerate(zip(slots_R.tolist(), positions_R.tolist(), strict=True)):
         if position < 0:
             continue
         assert torch.equal(own[0][slot, :, position], k_RGK[row])
-        keys_HCK, values_HCK = (x[slot, :, : position + 1].float().repeat_interleave(2, 0) for x in own)
+        seen = slice(max(0, position + 1 - window) if window else 0, position + 1)
+        keys_HCK, values_HCK = (x[slot, :, seen].float().repeat_interleave(2, 0) for x in own)
         expected_H1K = F.scaled_dot_product_attention(q_RHK[row, :, None].float(), keys_HCK, values_HCK)
         error_HK = (out_RHK[row].float() - expected_H1K[:, 0]).abs()
         assert error_HK.max() < (2e-6 if dtype == torch.float32 else 0.01)

@@ -3,6 +3,7 @@ prompt was computed, the threads and the dtype."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,7 @@ def test_gradients_are_those_of_the_plain_formulas(dtype: torch.dtype) -> None:
     cases: list[tuple[Any, Any, tuple[Tensor, ...]]] = [
         (invariant.linear, F.linear, (x, weight, bias)),
         (lambda *qkv: invariant.attend_causal(0, *qkv), lambda *qkv: attend_causal(0, *qkv), (q, k, k.flip(0))),
+        (partial(invariant.attend_causal, 0, window=3), partial(attend_causal, 0, window=3), (q, k, k.flip(0))),
     ]
     near = 1e-5 if dtype == torch.float32 else 0.05
     for ours, theirs, given in cases:

@@ -5,6 +5,7 @@ import ctypes
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -70,12 +71,14 @@ def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     return one(q), one(k)
 
 
-def attended(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> Tensor:
+def attended(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int = 0) -> Tensor:
     """By the whole matrix of scores."""
     groups, length = q_BSHK.shape[2] // k_BSGK.shape[2], q_BSHK.shape[1]
     k_BSHK, v_BSHK = (x.repeat_interleave(groups, 2) for x in (k_BSGK, v_BSGK))
     scores_BHSS = torch.einsum("bshk,bthk->bhst", q_BSHK, k_BSHK) / math.sqrt(q_BSHK.shape[-1])
     hidden_SS = torch.ones(length, length, dtype=torch.bool).triu(1)
+    if window:
+        hidden_SS |= torch.ones(length, length, dtype=torch.bool).tril(-window)
     return torch.einsum("bhst,bthk->bshk", scores_BHSS.masked_fill(hidden_SS, -math.inf).softmax(-1), v_BSHK)
 
 
@@ -119,7 +122,9 @@ def test_causal_attention_is_that_of_the_formula(dtype: torch.dtype, width: int,
         q = random(2, length, heads, width, dtype=dtype)
         k, v = (random(2, length, groups, width, seed=s, dtype=dtype) for s in (1, 2))
         assert causal.suits(q, k, v)
-        assert_of_the_formula(lambda *qkv: attend_causal(0, *qkv), attended, (q, k, v))
+        for window in (0, 1, 9):
+            ours, formula = partial(attend_causal, 0, window=window), partial(attended, window=window)
+            assert_of_the_formula(ours, formula, (q, k, v))
 
 
 @DTYPES
@@ -127,8 +132,18 @@ def test_no_bit_of_a_token_depends_on_those_after_it_or_on_other_sequences(dtype
     q, k, v = (random(3, 40, 2, 16, seed=s, dtype=dtype) for s in range(3))
     whole = causal.attend(q, k, v)
     assert torch.equal(causal.attend(q[1:2], k[1:2], v[1:2])[0], whole[1])
+
+    def beginning(length: int, window: int = 0) -> Tensor:
+        return causal.attend(q[:, :length], k[:, :length], v[:, :length], window)
+
     for length in (1, 6, 17, 33):
-        assert torch.equal(causal.attend(*(x[:, :length] for x in (q, k, v))), whole[:, :length])
+        assert torch.equal(beginning(length), whole[:, :length])
+    # What a window has room for changes no bit.
+    windowed = causal.attend(q, k, v, 11)
+    assert torch.equal(windowed[:, :11], whole[:, :11])
+    assert torch.equal(causal.attend(q, k, v, 40), whole)
+    for length in (12, 33):
+        assert torch.equal(beginning(length, 11), windowed[:, :length])
 
 
 @DTYPES
@@ -266,8 +281,8 @@ def test_operations_say_what_they_make_without_making_it() -> None:
     assert ops.gated(q, q).shape == q.shape
     assert [x.shape for x in ops.gated_backward(q, q, q)] == [q.shape] * 2
     assert [x.shape for x in ops.rotate(q, k, table, table, False)] == [q.shape, k.shape]
-    assert ops.causal(q, k, k).shape == q.shape
-    assert [x.shape for x in ops.causal_backward(q, q, k, k)] == [q.shape, k.shape, k.shape]
+    assert ops.causal(q, k, k, 0).shape == q.shape
+    assert [x.shape for x in ops.causal_backward(q, q, k, k, 0)] == [q.shape, k.shape, k.shape]
 
 
 @DTYPES

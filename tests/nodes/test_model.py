@@ -209,9 +209,20 @@ def test_older_and_unused_fields_of_a_config_are_read(said: dict[str, Any], foun
         ({"hidden_act": "gelu"}, "hidden_act 'gelu', needed 'silu'"),
         ({"attention_bias": True}, "attention_bias True, needed False"),
         ({"vocab_size": None, "vocab_sizes": 5}, "vocab_size None.*there is 'vocab_sizes'"),
-        ({"sliding_window": 4}, "sliding_window 4, needed null, or at least max_position_embeddings"),
-        ({"layer_types": ["chunked_attention"]}, "layer_types with 'chunked_attention', needed 'full_attention'"),
-        ({"layer_types": ["sliding_attention"], "sliding_window": 4}, "sliding_window 4"),
+        ({"model_type": ["llama"]}, r"model_type \['llama'\], needed one of: llama"),
+        ({"sliding_window": 4}, r"sliding_window 4, needed null, or at least max_position_embeddings \(64\)"),
+        ({"sliding_window": 0}, "sliding_window 0, needed a number of tokens, or null"),
+        ({"layer_types": ["chunked_attention"]}, r"layer_types \['chunked_attention'\], needed 'full_attention' or"),
+        ({"layer_types": 5}, "layer_types 5, needed 'full_attention' or"),
+        ({"layer_types": ["full_attention"]}, "layer_types of 1 layers, needed 2"),
+        (
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": None},
+            "sliding_window None, needed a number of tok",
+        ),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000, needed at most"),
+        ({"hidden_size": 10**30}, "hidden_size 10+, needed at most"),
+        ({"max_position_embeddings": 10**13}, "max_position_embeddings 10+, needed at most"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, r"rope_type \['yarn'\], needed one of: default, linear"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config .*awq.*, needed none"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5, needed 1"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, needed 1"),
@@ -292,10 +303,16 @@ def without_shard(folder: Path) -> None:
             rf"{KEYS}: given shape \[8, 32\], needed \[16, 32\]",
         ),
         (changed(**{"model.bias": torch.zeros(32)}), r"model\.bias is not known .*; needed the \d+ tensors of"),
+        (changed(**{NORM: torch.full((32,), torch.nan)}), rf"{NORM}: given NaN or infinity"),
+        (changed(**{KEYS: torch.ones(16, 32, dtype=torch.int8)}), rf"{KEYS}: given numbers of I8, needed one of F64"),
         (lambda folder: (folder / WEIGHTS).rename(folder / "x.bin"), r"given x\.bin, needed model\.safetensors"),
         (lambda folder: (folder / WEIGHTS).unlink(), r"given no weights, needed model\.safetensors"),
         (lambda folder: (folder / WEIGHTS).write_bytes(b"none"), r"model\.safetensors: cannot be read"),
         (lambda folder: (folder / INDEX).write_text("{}"), "given weight_map None, needed the file of each tensor"),
+        (
+            lambda folder: (folder / INDEX).write_text('{"weight_map": {"a": 1}}'),
+            "given weight_map .*, needed the file",
+        ),
         (without_shard, "cannot be read"),
     ],
 )
@@ -504,6 +521,27 @@ def test_a_chat_template_gives_the_same_prompt_as_transformers(tmp_path: Path, p
     assert tokenizer.encode_prompt("what is").count(0) == 1
 
 
+def test_a_template_may_mark_what_the_assistant_says_and_ask_for_tools(tmp_path: Path) -> None:
+    """The marks are for trainers of demonstrations, who learn from that alone."""
+    transformers = pytest.importorskip("transformers")
+    marked = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}.{% endgeneration %} {% endfor %}"
+    marked += "{% if tools is not none or documents is not none %}tools{% endif %}"
+    folder = words_folder(tmp_path, chat_template=marked)
+    message = [{"role": "user", "content": "what is"}]
+    expected = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(message, tokenize=False)
+    assert load_tokenizer(folder).render("what is") == expected == "user: what is. "
+
+
+def test_how_a_tokenizer_was_used_when_it_was_saved_changes_no_prompt(tmp_path: Path) -> None:
+    """Its file keeps how the last batch was cut and padded."""
+    tokenizer = byte_tokenizer("ab")
+    needed = tokenizer.encode("abab")
+    tokenizer.backend.enable_truncation(max_length=3)
+    tokenizer.backend.enable_padding(length=8)
+    tokenizer.save(tmp_path)
+    assert load_tokenizer(tmp_path).encode("abab") == needed
+
+
 @pytest.mark.parametrize(
     ("template", "said"),
     [
@@ -553,6 +591,7 @@ def test_a_directory_without_any_tokenizer_is_read_by_bytes(tmp_path: Path) -> N
         ("generation_config.json", '{"eos_token_id": 99}', "given eos_token_id 99, needed one of the 5 of tokenizer"),
         ("config.json", '{"vocab_size": 999, "eos_token_id": [2, 900]}', "given eos_token_id 900.*of another model?"),
         ("config.json", '{"vocab_size": 3, "eos_token_id": 0}', "given token 4, needed tokens below 3, the vocab"),
+        ("tokenizer_config.json", '{"eos_token": "a", "chat_template": 5}', "given chat_template 5, needed a text"),
     ],
 )
 def test_what_a_tokenizers_files_say_wrongly_is_named(tmp_path: Path, file: str, text: str, said: str) -> None:

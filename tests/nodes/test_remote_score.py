@@ -18,7 +18,7 @@ from penstock.nodes.advantage import group_advantage
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.remote_score import RemoteRule, RemoteScorer, http_reward, remote_score
-from penstock.nodes.score import ScoreError
+from penstock.nodes.score import ScoreError, score
 from tests.nodes.reward_server import Asked, Server, serving
 from tests.nodes.rollouts import random_rollouts
 
@@ -97,7 +97,10 @@ def test_no_more_calls_are_made_at_once_than_allowed() -> None:
     assert server.most <= 2
 
 
-FAULTS = [(500, b""), (429, b"later"), (200, b"no JSON"), (200, b'{"reward": null}'), (200, b"NaN"), (200, b"true")]
+FAULTS = [
+    *((500, b""), (429, b"later"), (204, b""), (201, b"1"), (200, b"no JSON"), (200, b"\xff"), (200, b"[1]")),
+    *((200, b'{"reward": null}'), (200, b'{"reward": "1"}'), (200, b"NaN"), (200, b"1e39"), (200, b"true")),
+]
 
 
 @pytest.mark.parametrize(("status", "body"), FAULTS)
@@ -115,6 +118,20 @@ def test_a_call_that_fails_is_made_again_and_one_that_always_fails_fails_its_gro
     assert isinstance(found[1], ScoreError)
     assert "group 1, row 1: 3 calls failed" in str(found[1])
     assert server.tries("7") == 3
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_no_redirect_is_followed_and_no_token_sent_on(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    monkeypatch.setenv("JUDGE", "secret")
+    with (
+        serving(lambda asked, server: reward(asked)) as other,
+        serving(lambda asked, server: (status, b""), location=other.url) as server,
+    ):
+        by = partial(http_reward, url=server.url, token_variable="JUDGE")
+        (failed,) = played(scorer(by), {0: group(0, "1")}).values()
+    assert isinstance(failed, ScoreError)
+    assert f"status {status}" in str(failed)
+    assert (other.asked, other.gets) == ([], 0)
 
 
 def test_a_server_that_is_not_there_fails_the_group() -> None:
@@ -186,6 +203,22 @@ def asks(policy: Policy, prompts: Prompts, *, url: str = "http://judge:8000", ca
     rollouts = generate(prompts, broadcast(policy), samples=2)
     rewards = remote_score(rollouts, by=partial(http_reward, url=url), concurrency=calls)
     return aipo_update(policy, rollouts, group_advantage(rewards))
+
+
+async def judged(prompt: str, response: str, answer: str) -> float:
+    return 1.0
+
+
+@program
+def awaits(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts = generate(prompts, broadcast(policy), samples=2)
+    rewards = score(rollouts, by=judged)  # type: ignore[arg-type]
+    return aipo_update(policy, rollouts, group_advantage(rewards))
+
+
+def test_a_rule_that_is_async_is_told_by_check() -> None:
+    (fault,) = check(trace(awaits))
+    assert "remote_score" in fault.needed
 
 
 def test_a_url_that_is_none_and_options_that_are_none_are_told_by_check() -> None:

@@ -107,6 +107,8 @@ RIGHT = [
     ("It is $\\frac{3}{4}$ of it.", "3/4"),
     (r"\(18\)", "18"),
     ("**18**", "18"),
+    ("It is 12 cm², or 12 m³", "12"),
+    (r"\boxed{x=y=12}", "12"),
     (r"\boxed{52_8}", "52_8"),
     (r"\boxed{2\sqrt{3}}", r"2\sqrt{3}"),
     (r"\boxed{\sqrt{12}}", r"2\sqrt{3}"),
@@ -162,6 +164,11 @@ WRONG = [
     (r"\boxed{(3,\infty)}", r"(2,\infty)"),
     ("", r"2\sqrt{3}"),
     ("99999999999999999999999999999999999991", "99999999999999999999999999999999999992"),
+    *(
+        (f"It is {wrong}", "12")
+        for wrong in ("0x12", "√12", "12i", "12²", "12½", "12π", "12k", "not 12", "more than 12")
+    ),
+    *((rf"\boxed{{{wrong}}}", "12") for wrong in ("0x12", "√12", "12k", "not 12", "x=5, y=12", r"x=5,\theta=12")),
 ]
 
 
@@ -172,7 +179,9 @@ def test_equal_numbers_are_right_however_they_are_written(response: str, answer:
     assert math_answer("", response, answer) == reward
 
 
-@pytest.mark.parametrize("piece", ["^", "{", r"\frac{", r"\boxed{", "1,", "-", r"\text{", " ", "9 ", "(1/"])
+@pytest.mark.parametrize(
+    "piece", ["=, a", "√", "^", "{", r"\frac{", r"\boxed{", "1,", "-", r"\text{", " ", "9 ", "(1/"]
+)
 def test_no_response_takes_long_to_read(piece: str) -> None:
     """Where it takes a time that grows with the square of the length, this does not end."""
     text = piece * 100_000
@@ -259,15 +268,20 @@ def test_score_rewards_every_row_in_order() -> None:
     ("value", "said"),
     [
         (lambda length: 1.0 / (length - 3), r"on group 7, row 1 raised ZeroDivisionError.*'abc'"),
-        (lambda length: float("nan"), "on group 7, row 0 gave nan, needed a finite number"),
-        (lambda length: float("inf"), "on group 7, row 0 gave inf, needed a finite number"),
-        (lambda length: None, "on group 7, row 0 raised TypeError"),
+        (lambda length: float("nan"), r"on group 7, row 0: given nan \(float\), needed a finite number"),
+        (lambda length: float("inf"), r"on group 7, row 0: given inf \(float\), needed a finite number"),
+        (lambda length: 10**400, r"on group 7, row 0: given 10+ \(int\), needed a finite number"),
+        (lambda length: 1e39, r"on group 7, row 0: given 1e\+39 \(float\), needed"),  # infinite in float32
+        (lambda length: None, r"on group 7, row 0: given None \(NoneType\), needed"),
+        (lambda length: "1", r"on group 7, row 0: given '1' \(str\), needed"),
+        (lambda length: [1.0], r"on group 7, row 0: given \[1.0\] \(list\), needed"),
+        (lambda length: torch.ones(2), r"on group 7, row 0: given tensor.* \(Tensor\), needed"),
     ],
 )
 def test_a_rule_that_raises_names_the_group_and_the_row(value: Callable[[int], Any], said: str) -> None:
     with pytest.raises(ScoreError, match=said) as caught:
         score.fn(rollouts(("ok", "abc"), ("1", "1")), by=lambda prompt, response, answer: value(len(response)))
-    assert (caught.value.__cause__ is None) == ("gave" in said)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError if "raised" in said else ValueError)
 
 
 # A group is worth learning from if its rewards differ; what is too long costs, up to one.

@@ -222,6 +222,23 @@ def test_prompts_longer_than_the_context_are_told_with_their_lines_before_anythi
     assert faults("run", "aipo", "--max-tokens", "24") == []
 
 
+def test_rows_to_learn_from_that_are_longer_than_the_context_are_told_with_their_lines(tmp_path: Path) -> None:
+    words = ["--data", str(tmp_path / "d.jsonl"), "--model", "new"]
+
+    def found(program: str, *rows: dict[str, str]) -> list[tuple[str, str, str]]:
+        (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        told = faults("run", program, *words)
+        return [(fault["code"], fault["given"], fault["where"].rpartition("/")[2]) for fault in told]
+
+    fits, long = "b" * 2042, "b" * 2043
+    shown = [{"question": "aaaaa", "answer": answer} for answer in ("b", fits, long)]
+    assert found("sft", *shown) == [("row-too-long", "a demonstration of 2049 tokens", "d.jsonl:3")]
+    assert found("sft", *shown[:2]) == []
+    pairs = [{"prompt": "aaaaa", "chosen": "b", "rejected": rejected} for rejected in (fits, long)]
+    given = "a response with its prompt of 2049 tokens"
+    assert found("reward_model", *pairs) == [("row-too-long", given, "d.jsonl:2")]
+
+
 @pytest.mark.parametrize(("words", "most"), [([], 31), (["--model", "{model}"], 23)])
 def test_responses_that_leave_no_room_for_a_prompt_are_told_before_anything_starts(
     tmp_path: Path, words: list[str], most: int
