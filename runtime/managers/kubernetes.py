@@ -462,8 +462,11 @@ def _kubectl(workload: Workload, words: Sequence[str], given: str = "") -> str:
 
 def _refusal(words: Sequence[str], status: int, said: str) -> KubernetesError:
     """What kubectl has said when it ended with this exit status."""
-    absent = "no matches for kind" in said
-    needed = "; needed JobSet in the cluster: https://jobset.sigs.k8s.io/docs/installation" if absent else ""
+    needed = ""
+    if "no matches for kind" in said:
+        needed = "; needed JobSet in the cluster: https://jobset.sigs.k8s.io/docs/installation"
+    elif re.search("connection refused|no such host|i/o timeout|[Uu]nable to connect", said):
+        needed = "; needed a cluster that kubectl reaches (kubectl config current-context, kubectl cluster-info)"
     error = KubernetesError(
         f"kubectl {' '.join(words)} ended with exit status {status}: {' '.join(said.split())}{needed}"
     )

@@ -324,11 +324,14 @@ def test_a_secret_that_is_refused_takes_the_jobset_with_it(kubectl: Kubectl) -> 
     assert kubectl.calls[-1][0][:3] == ["delete", "jobset", workload().name]
 
 
-def test_a_cluster_without_jobset_and_a_machine_without_kubectl_are_told_what_is_needed(
+def test_a_cluster_without_jobset_none_at_all_and_a_machine_without_kubectl_are_told_what_is_needed(
     kubectl: Kubectl, tmp_path: Path
 ) -> None:
     kubectl.answer({"create": [(1, "", 'no matches for kind "JobSet" in version "jobset.x-k8s.io/v1alpha2"')]})
     with pytest.raises(KubernetesError, match=r"needed JobSet in the cluster.*jobset\.sigs"):
+        create(workload(), keys(workload()))
+    kubectl.answer({"create": [(1, "", "dial tcp 127.0.0.1:8080: connect: connection refused")]})
+    with pytest.raises(KubernetesError, match="needed a cluster that kubectl reaches"):
         create(workload(), keys(workload()))
     (tmp_path / "kubectl").unlink()
     with pytest.raises(KubernetesError, match="given no kubectl in PATH, needed it"):
