@@ -64,6 +64,10 @@ LOST_S = 8.0
 _TICK = 0.1
 # Seconds to wait for a line of a controller that has ended, where another process keeps its stdout open.
 LAST_LINE_S = 1.0
+# Seconds without a line of the controller after which it is looked at, and for it to end once it is killed.
+QUIET_S, KILLED_S = 15.0, 5.0
+# States of a process, as the kernel has them, in which a controller says nothing.
+HELD_UP = {"D": "waits for a disk or a network file system", "T": "is stopped, by SIGSTOP or a debugger"}
 # Bytes of a line, beyond which it is taken for several.
 _LONGEST_LINE = 64 << 20
 
@@ -155,7 +159,8 @@ class Launcher:
 
     def _watch(self, controller: Child) -> None:
         """Until the controller has ended, or has been ended here, and all its lines are heard."""
-        asked, ended, closed = False, False, False
+        asked, ended, closed, looked = False, False, False, False
+        heard = monotonic()
         # Bounded, so that a controller that talks faster than a terminal shows is held up.
         lines: Queue[bytes | None] = Queue(maxsize=1000)
         assert controller.stdout is not None
@@ -171,14 +176,37 @@ class Launcher:
             if self.wish.at_once:
                 self._deadline = 0.0
             if line:
+                heard, looked = monotonic(), False
                 self._hear(line.rstrip(b"\n"))
             elif ended:
                 return
+            elif not looked and monotonic() - heard > QUIET_S and (why := self._held_up(controller)):
+                looked = True
+                text = f"the controller (process {controller.pid}) {why}, and has said nothing for {QUIET_S:g} s"
+                self.tell({"kind": "note", "level": "warning", "text": f"{text}; the run folder is {self.folder}"})
             self._check_agents(controller)
             if monotonic() > self._deadline:
-                kill(controller)
-                controller.wait()
+                self._kill(controller)
             ended = controller.poll() is not None
+
+    def _held_up(self, controller: Child) -> str:
+        """What a controller waits for that does nothing itself; "" for one that may be at work."""
+        try:
+            # Behind its name, which may have blanks and brackets.
+            state = Path(f"/proc/{controller.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return ""
+        return HELD_UP.get(state, "")
+
+    def _kill(self, controller: Child) -> None:
+        kill(controller)
+        with suppress(subprocess.TimeoutExpired):
+            controller.wait(timeout=KILLED_S)
+            return
+        # Nobody can end a process that waits for a disk; and what is in the folder could not be cleared either.
+        text = f"the controller (process {controller.pid}) is killed, and ends when {self.folder} answers again"
+        self.tell({"kind": "note", "level": "warning", "text": text})
+        controller.wait()
 
     def _hear(self, line: bytes) -> None:
         message = read_line(line)
@@ -283,8 +311,7 @@ class Launcher:
 
     def _end(self, controller: Child) -> None:
         """Agents have heard the goodbye, or see that the controller is gone; what is left soon after is killed."""
-        kill(controller)
-        controller.wait()
+        self._kill(controller)
         assert controller.stdin is not None
         controller.stdin.close()
         until = min(self._deadline, monotonic() + LEAVE_S)

@@ -189,6 +189,24 @@ def test_ctrl_c_is_heard_while_the_controller_never_stops_talking(tmp_path: Path
     assert run.run() == 130
 
 
+def test_a_controller_that_is_held_up_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is by a file system that does not answer; and it goes on when it can."""
+    monkeypatch.setattr(launcher_module, "QUIET_S", 0.2)
+    run, pids = Run(tmp_path, "wait"), list[int]()
+
+    def stop(line: Line) -> None:
+        pids.append(line["controller"])
+        os.kill(pids[0], signal.SIGSTOP)
+
+    def go_on(line: Line) -> None:
+        if pids and f"(process {pids[0]}) is stopped" in line["text"]:
+            os.kill(pids[0], signal.SIGCONT)
+            interrupt(line)
+
+    run.when |= {"ready": stop, "note": go_on}
+    assert run.run() == 130
+
+
 def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_module, "LEAVE_S", 1000.0)
     run = Run(tmp_path, "deaf", grace=1000.0, FAKE_RANK="deaf")
