@@ -294,19 +294,22 @@ def _library(name: str, data: str) -> Any:
 
 
 def _file_rows(path: Path) -> Iterator[Row]:
-    """The rows of a parquet file, or of one with a JSON object per line."""
+    """The rows of a parquet file, or of one with a JSON object per line; a `.json` may be an array of them."""
     try:
         if path.suffix == ".parquet":
             yield from _numbered(_library("pyarrow.parquet", str(path)).read_table(path).to_pylist(), str(path))
             return
-        lines = path.read_bytes().splitlines()
+        content = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{path}: cannot be read: {error}") from error
-    for number, line in enumerate(lines, 1):
+    if path.suffix == ".json" and content.lstrip()[:1] == b"[":
+        yield from _array_rows(path, content)
+        return
+    for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
         row = Row(f"{path}:{number}", {})
@@ -317,3 +320,15 @@ def _file_rows(path: Path) -> Iterator[Row]:
         if not isinstance(fields, dict):
             raise row.lack(f"a JSON {type(fields).__name__}", "an object")
         yield row._replace(fields=fields)
+
+
+def _array_rows(path: Path, content: bytes) -> Iterator[Row]:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        needed = "an array of objects, or one object per line"
+        raise DataError(f"{path}: given something that is not JSON: {error}; needed {needed}") from error
+    for row in _numbered(found, str(path)):
+        if not isinstance(row.fields, dict):
+            raise row.lack(f"a JSON {type(row.fields).__name__}", "an object")
+        yield row

@@ -33,6 +33,10 @@ def jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def array(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    path.write_text(json.dumps(list(rows), indent=1))
+
+
 def parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
@@ -60,7 +64,8 @@ def prompts(context: Context) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "write"), [("d.jsonl", jsonl), ("d.parquet", parquet), ("saved", saved), ("shards", shards)]
+    ("name", "write"),
+    [("d.jsonl", jsonl), ("d.json", array), ("d.parquet", parquet), ("saved", saved), ("shards", shards)],
 )
 def test_rows_are_the_same_whatever_they_are_kept_in(tmp_path: Path, name: str, write: Any) -> None:
     write(tmp_path / name, ROWS)
@@ -257,6 +262,16 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     monkeypatch.setattr(data_files, "find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"needed: pip install 'penstock\[data\]'"):
         open_prompts(Context(data=name))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("[{}", "d.json: given something that is not JSON"), ("[3]", "d.json, row 1: given a JSON int, needed an object")],
+)
+def test_an_array_that_holds_no_rows_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "d.json").write_text(text)
+    with pytest.raises(DataError, match=said):
+        open_prompts(Context(data=str(tmp_path / "d.json")))
 
 
 def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
