@@ -168,7 +168,9 @@ def _ticket(file: Path, until: float, tell: Callable[[str], None]) -> tuple[Tick
         except KeyFileError as error:
             if bad[0] != mark:
                 bad = mark, monotonic()
-            # Others may read it, which no waiting changes; or it is not there, or not what it should be.
+            if mark is None and isinstance(error.__cause__, FileNotFoundError):
+                raise NoDesk(str(error), error.status) from None
+            # Others may read it, which no waiting changes; or it may not be read, or is not what it should be.
             if error.__cause__ is None or mark is None or monotonic() - bad[1] > WHOLE_S:
                 raise
             sleep(0.1)

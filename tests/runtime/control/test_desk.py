@@ -304,8 +304,8 @@ def test_a_ticket_has_its_name_once_it_is_whole(office: Office, tmp_path: Path) 
     ticket = tmp_path / "ticket.json"
 
     def read() -> set[bytes]:
-        found, end = set(), time.monotonic() + 1.0
-        while time.monotonic() < end:
+        found, end = set[bytes](), time.monotonic() + 1.0
+        while time.monotonic() < end or not found:
             with suppress(FileNotFoundError):
                 found.add(ticket.read_bytes())
         return found
@@ -334,6 +334,8 @@ def test_an_agent_without_a_desk_ends_after_its_own_wait_and_with_75_if_it_is_to
         port = taken.getsockname()[1]
     DeskKeys.make("job").ticket(f"127.0.0.1:{port}").write(tmp_path / "ticket.json")
     assert serve_ticket(tmp_path / "ticket.json", None, "", wait=0.5, requeue=requeue) == status
+    missing = serve_ticket(tmp_path / "none.json", None, "", wait=0.1, requeue=requeue)
+    assert missing == (PREEMPTED if requeue else 2)
 
 
 @pytest.mark.parametrize(("requeue", "status"), [(False, FAILED), (True, PREEMPTED)])
