@@ -64,7 +64,7 @@ def case(folder: Path, name: str, dtype: str, threads: int, tiny: bool) -> dict[
         def restore(self, tensors: Any, facts: Any) -> None: ...
         def export(self, folder: str) -> None: ...
 
-    context = Context(node="generate", model=str(folder), dtype=dtype, slots=ROWS, max_tokens=tokens, batch=1)
+    context = Context(node="generate", model=str(folder), dtype=dtype, slots=ROWS, max_tokens=tokens, batch=ROWS)
     engines: dict[str, GroupStream] = {
         "vllm": open_engine(context, engine="vllm", samples=1),
         "ours": open_engine(context, engine="penstock", samples=1),
