@@ -61,7 +61,7 @@ CAPABILITIES: Mapping[Kind, Capability] = {
     "small": Capability(),
 }
 
-# The `model_type`s that nodes have a decoder for (`nodes/model/families.py`).
+# The `model_type`s that nodes have a decoder for (`nodes/model/families/`).
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 # Those of them whose MLPs are mixtures of experts.
 MIXTURES = ("qwen3_moe",)
