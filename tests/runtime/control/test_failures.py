@@ -235,7 +235,7 @@ def test_a_stage_that_begins_after_the_controller_was_stopped_has_its_own_deadli
 
 def test_an_agent_that_died_explains_the_death_of_its_rank(controller: Controller) -> None:
     controller._hear("agent:local", Exited("generator/0", 0, 77, 0, 9, ""))
-    controller.launcher.put("agent local killed by SIGKILL")
+    controller.launcher.put("agent local 0 killed by SIGKILL")
     ranks = "trainer/0 rank 0, generator/0 rank 0, scorer/0 rank 0"
     text = f"the agent of host local died, and with it {ranks}: killed by SIGKILL"
     assert ended_by(controller) == (FailureCode.AGENT_DIED, text)
