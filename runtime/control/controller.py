@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import inf
 from time import monotonic
 from typing import Any
@@ -58,8 +58,8 @@ from penstock.runtime.schedule.events import Abort
 from penstock.runtime.schedule.state import UnawaitedError
 from penstock.runtime.tensor.shm import ObjectRef
 
-# Seconds between two looks at deadlines and at what the launcher says, when nothing is heard.
-TICK = 0.1
+# Seconds between two looks at deadlines, when nothing is heard.
+TICK = 0.25
 # Seconds for ranks and agents to end after a goodbye.
 DISMISS_S = 2.0
 # Seconds between two lists of the run's processes, while ranks come.
@@ -407,9 +407,10 @@ def say(line: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _listen(lines: "queue.SimpleQueue[str]") -> None:
+def _listen(lines: "queue.SimpleQueue[str]", wake: Callable[[], None]) -> None:
     for line in sys.stdin:
         lines.put(line.rstrip("\n"))
+        wake()
 
 
 def _control(folder: RunFolder, config: RunConfig, server: Server) -> int:
@@ -420,7 +421,7 @@ def _control(folder: RunFolder, config: RunConfig, server: Server) -> int:
     recorder.dropped_frames, session.doing = server.counts, server.doing
     controller = Controller(folder, config, server, session, cut)
     # Lines are read by a thread, since stdin cannot be polled together with what it has buffered.
-    threading.Thread(target=_listen, args=[controller.launcher], daemon=True).start()
+    threading.Thread(target=_listen, args=[controller.launcher, server.wake], daemon=True).start()
     try:
         status = controller.run()
     finally:

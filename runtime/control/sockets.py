@@ -71,8 +71,9 @@ MAX_NOTES = 100
 _CUT_OFF = MAX_BYTES + (64 << 10)
 # Seconds for what is still being sent when a socket is closed.
 FLUSH_S = 0.5
-# In a run of so many hosts, what comes within so many seconds is heard at once: to wake costs as much as to hear.
-MANY_HOSTS, GATHER_S = 32, 0.002
+# In a run of so many hosts, what comes within so many seconds is heard at once: to wake costs as much as to hear. Hosts
+# say at the same moments that they live: while they do, it is so many seconds.
+MANY_HOSTS, GATHER_S, BURST_S = 32, 0.002, 0.01
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 # What an agent may count that it has dropped.
 DROPPED = ("malformed", "oversized", "unknown", "replayed", "unexpected", "unauthorised", "duplicate", "excessive")
@@ -157,34 +158,47 @@ class Server:
         options = {**_OPTIONS, zmq.RCVHWM: MAX_UNREAD}
         self._listener = Listener(door.endpoint, options, keys, self._refused, connections(ranks, door.endpoint))
         self.socket, self.endpoint = self._listener.socket, self._listener.endpoint
+        self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
-        self._poller.register(self.socket, zmq.POLLIN)
+        for one in (self.socket, self._waker):
+            self._poller.register(one, zmq.POLLIN)
 
     @property
     def peers(self) -> tuple[str, ...]:
         return tuple(self._routes)
 
     def receive(self, timeout: float) -> list[tuple[str, Message]]:
-        """All that is waiting, after at most `timeout` seconds for the first of it; perhaps nothing.
+        """All that is waiting, after at most `timeout` seconds for the first of it; perhaps nothing. Returns early when
+        another thread calls `wake`.
 
         A peer's Hello comes as its first message. Heartbeats are noted and not handed on.
         """
         found: list[tuple[str, Message]] = []
         until, left = monotonic() + timeout, timeout
+        gather = GATHER_S if len(self._here) >= MANY_HOSTS else 0.0
         # Heartbeats alone are no reason to return: of a thousand ranks there is one each moment.
-        while not found and self._poller.poll(int(1000 * left)):
-            if len(self._here) >= MANY_HOSTS:
-                sleep(GATHER_S)
+        while not found and (ready := dict(self._poller.poll(int(1000 * left)))):
+            if self._waker in ready:
+                os.eventfd_read(self._waker)
+                left = 0.0
+            if gather:
+                sleep(gather)
+                gather = BURST_S
             now = monotonic()
             for frames, key, descriptor in self._listener.drain():
                 try:
                     found += self._take(frames, key, descriptor, now)
                 except _Dropped as drop:
                     self.drop(*drop.args)
-            left = until - now
+            left = min(left, until - now)
             if left <= 0:
                 break
         return found
+
+    def wake(self) -> None:
+        """Make `receive` return; the one method for other threads."""
+        if self._waker >= 0:
+            os.eventfd_write(self._waker, 1)
 
     def _refused(self, address: str) -> None:
         self.drop("refused", address, "a key that is not on the list")
@@ -265,6 +279,9 @@ class Server:
     def close(self) -> None:
         """What is still being sent gets half a second."""
         self._listener.close(FLUSH_S)
+        if self._waker >= 0:
+            waker, self._waker = self._waker, -1
+            os.close(waker)
         if (file := socket_file(self.endpoint)) is not None:
             file.unlink(missing_ok=True)
 
