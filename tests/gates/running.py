@@ -44,6 +44,8 @@ TWO_NAMES = Cluster(hosts=(Host(name="a", cores=1), Host(name="b", cores=1)), po
 ENDLESS = 100_000
 # Seconds for what a test waits for; only a fault takes so long.
 DEADLINE_S = 180.0
+# Seconds between two looks: some of them go through all processes of the machine.
+LOOK_S = 0.05
 
 Options = Mapping[str, Any]
 Line = dict[str, Any]
@@ -143,7 +145,7 @@ class Running:
 
     def until_update(self, number: int) -> None:
         """Until `number` updates are in metrics.jsonl."""
-        self.until(lambda: len(rows(self.folder)) >= number, f"update {number}")
+        self.until(lambda: num_rows(self.folder) >= number, f"update {number}")
 
     def until_line(self, match: Callable[[Line], bool], what: str) -> Line:
         found: Line = self.until(lambda: next((line for line in list(self.lines) if match(line)), None), what)
@@ -217,7 +219,7 @@ def until(look: Callable[[], Any], what: str) -> Any:
     while monotonic() < end:
         if found := look():
             return found
-        sleep(0.02)
+        sleep(LOOK_S)
     raise AssertionError(f"not within {DEADLINE_S:.0f} s: {what}")
 
 
@@ -281,6 +283,12 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def num_rows(folder: Path) -> int:
+    """How many whole lines there are: quick, for it is asked again and again."""
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def summary(folder: Path) -> dict[str, Any]:

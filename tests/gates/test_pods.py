@@ -16,6 +16,7 @@ from .running import (
     delays,
     final_state,
     make_run,
+    num_rows,
     replayed,
     rows,
     run_here,
@@ -53,11 +54,11 @@ def test_pods_that_are_taken_away_have_successors_and_the_run_has_the_bits_of_on
     ) as following:
         try:
             pods.await_jobset(DEADLINE_S)
-            until(lambda: pods.step() or len(rows(folder)) >= 2, "two updates")
+            until(lambda: pods.step() or num_rows(folder) >= 2, "two updates")
             pods.pod("agents-1").terminate()
             until(lambda: pods.step() or pods.successors, "its successor was started")
-            seen = len(rows(folder))
-            until(lambda: pods.step() or len(rows(folder)) > seen, "another update")
+            seen = num_rows(folder)
+            until(lambda: pods.step() or num_rows(folder) > seen, "another update")
             assert (pods.starts, pods.successors) == (1, 1), pods.logs()
             assert ("agents", 75) in pods.statuses
             pods.pod("agents-0").terminate()

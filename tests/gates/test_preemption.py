@@ -26,6 +26,7 @@ from .running import (
     delays,
     final_state,
     make_run,
+    num_rows,
     penstock,
     replayed,
     rows,
@@ -119,7 +120,7 @@ def test_a_trainer_that_hangs_holds_nobody_up(tmp_path: Path, number: signal.Sig
         running.until(mark.exists, "the third update began")
         running.signal(number)
         assert running.wait() == status
-    assert len(rows(folder)) == 2
+    assert num_rows(folder) == 2
 
 
 def test_a_host_that_is_gone_before_its_time_is_a_preemption_too(tmp_path: Path) -> None:
@@ -169,10 +170,10 @@ def test_one_command_is_all_that_a_job_needs_that_is_taken_away_and_given_back(t
     assert early.wait(DEADLINE_S) == 75
     assert rows(folder) == []
     first = subprocess.Popen([*PENSTOCK, "run", *command, "--out", str(folder)])
-    until(lambda: len(rows(folder)) >= 2, "two updates are done")
+    until(lambda: num_rows(folder) >= 2, "two updates are done")
     first.send_signal(signal.SIGUSR1)
     assert first.wait(DEADLINE_S) == 75
-    done = len(rows(folder))
+    done = num_rows(folder)
     assert 2 <= done < 40
     second = penstock("run", *command, "--out", str(folder))
     assert second.returncode == 0, second.stderr

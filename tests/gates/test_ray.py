@@ -25,6 +25,7 @@ from .running import (
     assert_equal_bits,
     final_state,
     make_run,
+    num_rows,
     replayed,
     rows,
     run_here,
@@ -131,7 +132,7 @@ def test_an_actor_that_dies_in_mid_response_is_replaced_and_its_groups_are_done_
     """It holds the only generator: the run goes on when another actor has come."""
     folder = tmp_path / "r"
     running = cluster.penstock("run", *TOY, *SLOW, "--agents", "2", "--lost-replica", "replace", "--out", str(folder))
-    until_it(running, lambda: len(rows(folder)) >= 2, "two updates are done")
+    until_it(running, lambda: num_rows(folder) >= 2, "two updates are done")
     lost = cluster.agents()[1]
     cluster.kill_actor(1)
     until(lambda: not lost.is_running(), "the agent has ended with its actor")

@@ -20,9 +20,9 @@ from .running import (
     assert_equal_bits,
     final_state,
     make_run,
+    num_rows,
     penstock,
     replayed,
-    rows,
     run_here,
     summary,
     toy_flags,
@@ -69,7 +69,7 @@ def test_a_trainer_that_is_killed_twice_is_started_again_and_the_run_has_the_bit
 
     def killed(process: psutil.Process, updates: int) -> bool:
         """Once there are so many updates."""
-        if len(rows(folder)) < updates:
+        if num_rows(folder) < updates:
             return False
         process.kill()
         return True
@@ -103,7 +103,7 @@ def test_agents_of_a_run_with_free_slots_enrol_for_its_restart(tmp_path: Path) -
         ticket = str(folder / "ticket.json")
         agents = [stack.enter_context(started("agent", "--ticket", ticket)) for _ in range(2)]
         (rank,) = until(partial(trainer, agents), "the trainer is there")
-        until(lambda: len(rows(folder)) >= 3, "3 updates were done")
+        until(lambda: num_rows(folder) >= 3, "3 updates were done")
         rank.kill()
         assert run.wait(DEADLINE_S) == 0
         assert [agent.wait(60) for agent in agents] == [0, 0]

@@ -23,8 +23,8 @@ from .running import (
     assert_equal_bits,
     final_state,
     make_run,
+    num_rows,
     replayed,
-    rows,
     run_here,
     summary,
     toy_flags,
@@ -80,7 +80,7 @@ class Submitted:
 
     def until_update(self, number: int) -> dict[str, str]:
         """What is said of the job once so many updates are done."""
-        until(lambda: len(rows(self.folder)) >= number, f"update {number} of job {self.job}")
+        until(lambda: num_rows(self.folder) >= number, f"update {number} of job {self.job}")
         return self.slurm.state(self.job)
 
     def wait(self) -> tuple[int, str]:
@@ -188,7 +188,7 @@ def test_ctrl_c_leaves_a_job_usr1_requeues_it_and_scancel_has_it_make_a_checkpoi
         # As Slurm does before the time limit.
         slurm.say("scancel", "--batch", "--signal", "USR1", run.job)
         until(lambda: slurm.state(run.job)["Restarts"] == "1", "the job was requeued")
-        before = len(rows(folder))
+        before = num_rows(folder)
         assert run.until_update(before + 2)["JobState"] == "RUNNING"
         slurm.say("scancel", run.job)
         done = ended(slurm, run.job)

@@ -17,6 +17,7 @@ from .running import (
     delays,
     final_state,
     make_run,
+    num_rows,
     rows,
     run_here,
     summary,
@@ -113,7 +114,7 @@ def test_an_agent_that_dies_is_started_again_by_its_hosts_torchrun_and_enrols_ag
 ) -> None:
     launcher = job.launch()
     agents = [job.agent(host, "--standalone") for host in ("b", "c")]
-    job.until(lambda: len(rows(job.run)) >= 3, "three updates", launcher, *agents)
+    job.until(lambda: num_rows(job.run) >= 3, "three updates", launcher, *agents)
     kill_agent(agents[1])
     assert launcher.wait(DEADLINE_S) == 0, job.logs()
     assert [agent.wait(DEADLINE_S) for agent in agents] == [0, 0], job.logs()
@@ -128,7 +129,7 @@ def test_nodes_of_one_torchrun_start_again_together_and_the_run_goes_on_with_all
     launcher = job.launch()
     meet = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "b:29400")
     agents = [job.agent(host, *meet) for host in ("b", "c")]
-    job.until(lambda: len(rows(job.run)) >= 3, "three updates", launcher, *agents)
+    job.until(lambda: num_rows(job.run) >= 3, "three updates", launcher, *agents)
     kill_agent(agents[1])
     assert launcher.wait(DEADLINE_S) == 75, job.logs()
     launcher = job.launch()

@@ -32,6 +32,7 @@ from tests.gates.running import (
     delays,
     final_state,
     make_run,
+    num_rows,
     penstock,
     replayed,
     rows,
@@ -168,22 +169,25 @@ def agent_of(running: Running, host: str) -> Iterator["subprocess.Popen[bytes]"]
 @pytest.mark.slow
 def test_a_host_may_come_late_leave_and_come_back(tmp_path: Path) -> None:
     """A range of generators: the run begins with one, and takes a second one whenever its host's agent is there."""
-    updates, options = 150, {"lag": LAG, **delays(generate=100.0, update=20.0)}
-    flags = toy_flags(updates=updates, first_generators=1, **PINNED)
+    options = {"lag": LAG, **delays(generate=100.0, update=20.0)}
+    flags = toy_flags(updates=ENDLESS, first_generators=1, grace=60.0, **PINNED)
     folder = make_run(tmp_path / "r", "toy", options, flags, generators=2, cluster=THREE)
     with Running(folder) as running, agent_of(running, "b"):
         running.until_update(2)
         with agent_of(running, "c") as late:
             running.until_line(lambda line: "generator/1 rank 0 on host c is there" in line.get("text", ""), "it came")
-            seen = len(rows(folder))
+            seen = num_rows(folder)
             running.until_update(seen + 3)
             late.terminate()
             assert late.wait(60) == 0
         running.until_line(lambda line: "generator/1 rank 0 on host c is lost" in line.get("text", ""), "it went")
         with agent_of(running, "c"):
             until_again(running, "generator/1", 1, where=" on host c")
-            assert running.wait() == 0, running.errors
+            running.until_update(num_rows(folder) + 3)
+            running.interrupt()
+            assert running.wait() == 130, running.errors
     assert comings(folder) == [("generator/1", event) for event in ("joined", "lost", "joined")]
+    updates = summary(folder)["updates"]
     bits = undisturbed(tmp_path / "u", "toy", {"lag": LAG, **delays()}, updates)
     assert_as_if_nothing_had_happened(folder, updates, bits)
 
@@ -270,7 +274,7 @@ def test_an_agent_with_a_ticket_that_comes_late_takes_a_free_slot_and_so_does_th
             return sum(b"ReplicaJoined" in step.event for stage in stages for step in stage.steps) >= times
 
         def more_than(updates: int) -> bool:
-            return len(rows(folder)) > updates
+            return num_rows(folder) > updates
 
         for _ in range(2):
             stack.enter_context(enrolled(ticket, tmp_path))
@@ -278,7 +282,7 @@ def test_an_agent_with_a_ticket_that_comes_late_takes_a_free_slot_and_so_does_th
         for times in (1, 2):
             late = stack.enter_context(enrolled(ticket, tmp_path))
             wait(partial(came, times), "the third agent's generator came")
-            wait(partial(more_than, len(rows(folder)) + 2), "updates with two generators")
+            wait(partial(more_than, num_rows(folder) + 2), "updates with two generators")
             if times == 1:
                 late.terminate()
                 assert late.wait(60) == 0
