@@ -58,9 +58,10 @@ def test_the_list_is_that_of_the_folder() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lag", [0, 2])
 # The untrained model solves too few problems for a group of DAPO to be kept.
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "dapo"])
+@pytest.mark.parametrize(
+    ("name", "lag"), [("grpo", 0), ("ppo", 0), ("guessing", 0), *((name, 2) for name in NAMES if name != "dapo")]
+)
 def test_an_algorithm_runs(tmp_path: Path, name: str, lag: int) -> None:
     folder = run_here(tiny(tmp_path / "r", name, lag))
     assert summary(folder)["status"] == "done"
@@ -101,17 +102,14 @@ def base() -> str:
         ("reinforce", {}),
         ("rloo", {}),
         ("grpo", {}),
-        ("grpo", {"kl": 0.01}),
         ("dr_grpo", {}),
         ("dapo", {}),
         ("gspo", {"lr": 1e-4}),
         ("cispo", {"lr": 1e-4}),
-        ("reinforce_pp", {}),
         ("reinforce_pp", {"baseline": True, "minibatches": 2}),
         ("aipo", {}),
         ("tis", {"lr": 1e-4}),
         ("sequence_weighting", {}),
-        ("sequence_weighting", {"level": "token", "bound": "mask"}),
         ("decoupled_ppo", {"lr": 1e-4}),
         ("remax", {}),
         ("vineppo", {}),

@@ -78,8 +78,10 @@ def test_a_slow_environment_stalls_nothing_within_the_lag(tmp_path: Path, proces
     assert replayed(folder)[0].outcomes["consumed"] == UPDATES * BATCH
 
 
-@PROCESSES
-@pytest.mark.parametrize("how", ["sleep", *(pytest.param(how, marks=pytest.mark.slow) for how in ("loop", "read"))])
+@pytest.mark.parametrize(
+    ("how", "processes"),
+    [("sleep", False), *(pytest.param(how, True, marks=pytest.mark.slow) for how in ("loop", "read"))],
+)
 def test_a_group_whose_environment_hangs_fails_and_the_run_goes_on(tmp_path: Path, how: str, processes: bool) -> None:
     options = {"folder": marks(tmp_path), "hangs": 5, "how": how, "deadline": DEADLINE_S, "lag": 2}
     folder = run(prepared(tmp_path, "r", "shopping", options, on_failure="replace"), processes)

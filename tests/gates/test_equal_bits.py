@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ def digits(path: Path, lag: int = 0, flags: RunOptions = REAL, accumulate: int =
     return make_run(path, f"{FAULTS}digits", options, at_lag(flags, lag), **more)
 
 
+@cache
 def real_loop(lag: int) -> list[dict[str, Tensor]]:
     facts = {name: getattr(REAL, name) for name in ("seed", "data", "max_tokens", "batch", "updates", "slots")}
     return aipo_loop(Context(**facts), more_digits, samples=SAMPLES, lr=LR, lag=lag)
