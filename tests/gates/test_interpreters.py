@@ -5,9 +5,11 @@ import sys
 import sysconfig
 import venv
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from penstock.runtime.cli.children import answer
 from tests.gates.running import HERE, penstock
 from tests.nodes.family_cases import directory
 
@@ -55,14 +57,14 @@ def test_an_interpreter_that_cannot_be_used_is_refused_before_there_is_a_run(tmp
     silent = tmp_path / "silent"
     silent.write_text("#!/bin/sh\necho no interpreter\n")
     silent.chmod(0o755)
-    for python in (str(bare / "bin/python"), str(silent), str(tmp_path / "nowhere")):
+    run = "run", "--out", str(tmp_path / "run")
+    for python, verb in ((bare / "bin/python", "check"), (silent, run[0]), (tmp_path / "nowhere", "check")):
         cluster = cluster_file(tmp_path, f'python = "{python}"')
-        for verb, flags in (("check", ()), ("run", ("--out", str(tmp_path / "run")))):
-            ended = penstock(verb, "toy", "--cluster", cluster, *flags)
-            assert ended.returncode == 1
-            assert "pools.generator.python [no-interpreter]" in ended.stdout + ended.stderr
-            assert python in ended.stdout + ended.stderr
-        assert not (tmp_path / "run").exists()
+        ended = penstock(verb, "toy", "--cluster", cluster, *(run[1:] if verb == "run" else ()))
+        assert ended.returncode == 1
+        assert "pools.generator.python [no-interpreter]" in ended.stdout + ended.stderr
+        assert str(python) in ended.stdout + ended.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_path_of_an_interpreter_is_whole(tmp_path: Path) -> None:
@@ -96,24 +98,28 @@ def test_an_engine_that_is_not_installed_is_refused_with_what_to_install_and_whe
         assert f"{own} -m pip install vllm" in ended.stdout + ended.stderr
     assert not run.exists()
     # Of a program whose generator has no such option nothing is asked.
-    assert penstock("check", "toy", "--engine", "vllm").returncode == 0
+    assert faults("toy", "--engine", "vllm") == []
+
+
+def faults(program: str, *words: str) -> list[dict[str, Any]]:
+    """What `penstock check` tells, asked in this process."""
+    found: list[dict[str, Any]] = answer("check", program, words)["faults"]
+    return found
 
 
 @pytest.mark.parametrize("flags", [("--versions", "pinned"), ("--lora", "4")])
 def test_what_an_engine_cannot_do_is_refused(flags: tuple[str, str], tmp_path: Path) -> None:
     """However installed: bits that are repeatable, and adapters."""
-    ended = penstock("check", "aipo", "--engine", "vllm", *flags, "--json")
-    cannot = [fault for fault in json.loads(ended.stdout)["faults"] if fault["code"] == "engine-cannot"]
+    cannot = [fault for fault in faults("aipo", "--engine", "vllm", *flags) if fault["code"] == "engine-cannot"]
     # Of the generator, and of that of the evaluation.
     assert [Path(fault["where"]).name.partition(":")[0] for fault in cannot] == ["aipo.py", "evaluate.py"]
-    assert penstock("check", "aipo", "--engine", "penstock", *flags).returncode == 0
+    assert faults("aipo", "--engine", "penstock", *flags) == []
 
 
 def test_a_mixture_of_experts_is_refused_by_an_engine_whose_experts_are_not_proved(tmp_path: Path) -> None:
     """By its family's name, before anything is installed."""
     model, shape = directory("qwen3_moe", tmp_path), ("--model", str(tmp_path / "qwen3_moe"))
-    ended = penstock("check", "aipo", "--engine", "vllm", *shape, "--json")
-    cannot = [fault for fault in json.loads(ended.stdout)["faults"] if fault["code"] == "engine-cannot"]
+    cannot = [fault for fault in faults("aipo", "--engine", "vllm", *shape) if fault["code"] == "engine-cannot"]
     assert len(cannot) == 2, model
     assert all("qwen3_moe" in fault["given"] for fault in cannot)
-    assert penstock("check", "aipo", "--engine", "penstock", *shape).returncode == 0
+    assert faults("aipo", "--engine", "penstock", *shape) == []

@@ -433,7 +433,6 @@ def test_the_planner_counts_a_familys_parameters(family: str, tied: bool) -> Non
     ("ranks", "mesh"),
     [
         (2, "tp=2"),
-        pytest.param(2, "fsdp=2", marks=slow),
         pytest.param(2, "pp=2", marks=slow),
         pytest.param(4, "fsdp=2,tp=2", marks=slow),
     ],

@@ -113,8 +113,7 @@ def test_a_closed_pipe_stops_a_run_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [(), ("--plain",)])
-@pytest.mark.parametrize("controlling", [True, False])
+@pytest.mark.parametrize(("words", "controlling"), [((), True), (("--plain",), False)])
 def test_a_closed_terminal_stops_a_run_in_order(tmp_path: Path, words: tuple[str, ...], controlling: bool) -> None:
     """With SIGHUP if it is the terminal that controls the run, else by its errors."""
     master, slave = pty.openpty()
@@ -139,7 +138,7 @@ def test_a_closed_terminal_stops_a_run_in_order(tmp_path: Path, words: tuple[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", ["the process", "its group", "its terminal"])
+@pytest.mark.parametrize("to", ["the process", "its terminal"])
 def test_an_interrupt_of_a_run_in_one_process_is_heard_once_whoever_gets_it(tmp_path: Path, to: str) -> None:
     master, slave = pty.openpty()
 
@@ -156,8 +155,6 @@ def test_an_interrupt_of_a_run_in_one_process_is_heard_once_whoever_gets_it(tmp_
             pass
         if to == "the process":
             running.send_signal(signal.SIGINT)
-        elif to == "its group":
-            os.killpg(running.pid, signal.SIGINT)
         else:
             os.write(master, b"\x03")
         threading.Thread(target=running.stdout.read, daemon=True).start()
