@@ -51,16 +51,16 @@ class Enrolled:
     again: bool = False
     goes_on: bool = False
 
-    def await_agents(self, seconds: float, late: int = 0) -> Cluster:
-        """The hosts of the agents, and so many for those that may come later. Raises CommandError where they do not
-        come in time."""
+    def await_agents(self, seconds: float, total: int = 0, fewest: int = 0) -> Cluster:
+        """The hosts of the agents, and others for those that may come later, so many in `total`. With `fewest` the run
+        goes on with so many after a while. Raises CommandError where they do not come in time."""
         try:
-            self.desk.wait(self.agents.slots, seconds, self.agents.poll, tell)
+            came = self.desk.wait(self.agents.slots, seconds, self.agents.poll, tell, fewest=fewest)
         except EnrolmentError as error:
             self.reason = "not all agents came in time"
             raise CommandError("\n".join(filter(None, [str(error), self.agents.lacking()]))) from None
-        if late:
-            self.desk.reserve(late)
+        if came < total:
+            self.desk.reserve(total - came)
         self.cluster = self.desk.cluster(self.bind)
         return self.cluster
 

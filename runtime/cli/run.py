@@ -84,8 +84,7 @@ def run_traced(
     # The agents of a run find its folder before there is a plan.
     need = needed_agents(traced.flags, traced.flags, traced.plan)
     with _new_folder(traced) as folder, enrolment(traced.flags, folder, traced.name, need) as enrolled:
-        late = max(0, need.total - enrolled.agents.slots) if need is not None else 0
-        cluster = enrolled.await_agents(traced.flags.startup_deadline, late)
+        cluster = enrolled.await_agents(traced.flags.startup_deadline, need.total if need is not None else 0)
         enrolled.again = traced.flags.restarts > 0
         status, path = _run(traced, cluster, argv, began, folder, enrolled, early)
     return _restarted(status, path, traced.flags, {})
@@ -319,8 +318,11 @@ def _go_on(
         enrolled = stack.enter_context(enrolment(flags, folder, config.graph.name, need)) if flags.on else None
         if enrolled is not None:
             # Of the hosts that it had, those that may be late may be late again.
-            late = max(0, len(former.hosts) - enrolled.agents.slots) if options.first_generators else 0
-            cluster = enrolled.await_agents(options.startup_deadline, late)
+            total = len(former.hosts) if options.first_generators else 0
+            fewest = need.first if need is not None and left is not None else 0
+            cluster = enrolled.await_agents(options.startup_deadline, total, fewest)
+            if total == len(cluster.hosts):
+                cluster = _in_need_first(cluster, former, config, saved)
             enrolled.again = (options.restarts if left is None else left) > 0
             if flags.place:
                 cluster, _ = placed(flags.place, config.graph, cluster, options.generators)
@@ -358,6 +360,16 @@ def _go_on(
         if status == FAILED and config != before and latest_checkpoint(folder) == saved:
             before.write(folder, was)  # what was wanted now may be why
         return status
+
+
+def _in_need_first(cluster: Cluster, former: Cluster, config: RunConfig, saved: SavedCheckpoint | None) -> Cluster:
+    """The hosts of a run that goes on, of which the last ones may be late: each in the place of the host that it stands
+    for, those that may be late in the places of hosts that may."""
+    wait = config.may_be_late - config.holding(saved.cut if saved is not None else None)
+    hosts = {host for replica in config.plan.replicas if replica.name not in wait for host in replica.hosts}
+    places = sorted(range(len(former.hosts)), key=lambda place: former.hosts[place].name not in hosts)
+    ordered = dict(zip(places, cluster.hosts, strict=True))
+    return cluster.model_copy(update={"hosts": tuple(ordered[place] for place in range(len(places)))})
 
 
 def _cluster_of(folder: RunFolder, was: Mapping[str, Any]) -> Cluster:

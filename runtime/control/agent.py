@@ -238,6 +238,7 @@ class Agent:
             "PENSTOCK_REPLICA": launch.replica,
             "PENSTOCK_RANK": str(launch.rank),
             "PENSTOCK_LIFE": str(launch.life),
+            "PENSTOCK_START": str(launch.start),
             "OMP_NUM_THREADS": str(launch.threads),
             "MKL_NUM_THREADS": str(launch.threads),
         }

@@ -11,8 +11,8 @@ import queue
 import sys
 import threading
 import traceback
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from time import monotonic
 from typing import Any
@@ -21,7 +21,7 @@ from msgspec import structs
 
 from penstock.graph.ir import Firing
 from penstock.runtime.control.early import EARLY, awaited
-from penstock.runtime.control.failure import MENDABLE, Failure, FailureCode
+from penstock.runtime.control.failure import DOUBT_S, HELD_S, MENDABLE, Failure, FailureCode
 from penstock.runtime.control.listener import WireError, raise_descriptors
 from penstock.runtime.control.messages import (
     EXIT_EXPLAINED,
@@ -36,6 +36,7 @@ from penstock.runtime.control.messages import (
     Note,
     Question,
     Ready,
+    Result,
     Results,
     SendFailed,
     Setup,
@@ -54,7 +55,7 @@ from penstock.runtime.record.checkpoints import SavedCheckpoint, latest_checkpoi
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.timeline import pool_of
-from penstock.runtime.schedule.events import Abort
+from penstock.runtime.schedule.events import Abort, Failed
 from penstock.runtime.schedule.state import UnawaitedError
 from penstock.runtime.tensor.shm import ObjectRef
 
@@ -85,10 +86,15 @@ class Controller:
         self.restored: dict[tuple[Firing, str], ObjectRef] = {}
         self.alive: set[str] = set()
         self.agents: dict[str, int] = {}  # of each host whose agent has come, how many have had its place before
+        self._able: set[str] = set()  # the hosts whose agents can start ranks
         self.elastic = config.elastic
+        self._holding = config.holding(cut.cut if cut else None)
         # Replicas that were lost, with how often each has ended since without having been ready.
         self.lost: dict[str, int] = {}
-        self._ended: set[str] = set()  # those of them whose process has ended, and which no agent has started again
+        self._coming: set[str] = set()  # those of them that were started again and are not ready yet
+        self._begun: set[tuple[str, int]] = set()  # ranks that an agent was told to start, and has not told the end of
+        self._starts: Counter[str] = Counter()  # of each replica
+        self._doubted: list[tuple[float, str, Result]] = []  # failures behind which a lost rank may be: since when
         self._config = json.dumps(config.to_json())
         self._unlisted, self._listed_at = False, -inf  # has a rank come since processes.json was written, and when
         self._told = (0, 0.0)  # frames dropped by the last note of them, and when that was
@@ -99,7 +105,7 @@ class Controller:
             self._assemble()
             if self.session.running:  # nobody has stopped it meanwhile
                 late = {name for name, index in self.ranks if (name, index) not in self.pids}
-                self.lost, self._ended = dict.fromkeys(late, 0), set(late)
+                self.lost = dict.fromkeys(late, 0)
                 self.session.begin(monotonic(), self.restored, late)
                 self._send()
             while self.session.running:
@@ -129,12 +135,10 @@ class Controller:
 
     def _enough(self) -> bool:
         """Are all ranks ready, or all that the run cannot begin without, and all whose agents are there?"""
-        waiting = {name: rank.host for (name, index), rank in self.ranks.items() if (name, index) not in self.pids}
-        # A checkpoint that the run goes on from may have values that they alone have.
-        held = {holder for _, made, *_ in self.cut.cut["groups"] for holder in made.values()} if self.cut else set()
-        late = self.config.may_be_late - held
-        there = sum(name in self.config.may_be_late for name, _ in self.pids)
-        if waiting.keys() - late or any(agent_peer(host) in self.alive for host in waiting.values()):
+        waiting = {name for name, index in self.ranks if (name, index) not in self.pids}
+        late = self.config.may_be_late - self._holding
+        there = len(self.config.may_be_late - waiting)
+        if waiting - late or any(map(self._has_agents, waiting)):
             return False
         return not waiting or there >= self.config.flags.first_generators
 
@@ -151,6 +155,7 @@ class Controller:
         for peer, message in heard:
             self._hear(peer, message)
         now = monotonic()
+        self._believe(now)
         late = [peer for peer in self.server.late(now) if not self._do_without(peer, "it gives no sign of life")]
         if late:
             names = ", ".join(map(self._spelled, late))
@@ -191,16 +196,11 @@ class Controller:
                     self._fail(FailureCode.TRANSFER, error, replica=replica)
             case Results(results):
                 for result in results:
-                    if isinstance(result.event, Abort):
-                        self._fail(FailureCode.TRANSFER, result.event.error)
-                    elif self.session.running:
-                        if result.unread and result.unread[1] == self.session.life(result.unread[0]):
-                            # It has not been missed yet.
-                            self._do_without(rank_peer(result.unread[0], 0), f"{peer} cannot read what it has made")
-                        try:
-                            self.session.answer(result, monotonic())
-                        except UnawaitedError as error:  # it changes nothing
-                            self.server.drop("unawaited", peer, str(error))
+                    replica = peer.rpartition(":")[0]
+                    if isinstance(result.event, Failed | Abort) and replica in self.elastic and self.peers[replica][1:]:
+                        self._doubted.append((monotonic(), peer, result))
+                    else:
+                        self._answer(peer, result)
             case _ if isinstance(message, Question):
                 for asker, found in self.board.hear(peer, message):
                     if found.error:
@@ -214,14 +214,22 @@ class Controller:
                     self.server.send(peer, Setup(self._config, restore))
             case AgentReady(host=host, life=life):
                 self.agents[host] = life
-                for (name, index), place in self.ranks.items():
-                    if place.host == host and (not self.lost or name in self._ended):
-                        self._launch(name, index)
+                self._able.add(host)
+                here = [key for key, place in self.ranks.items() if place.host == host]
+                self._begun.difference_update(here)
+                for name in dict.fromkeys(name for name, _ in here):
+                    if self.session.stage is not None and name not in self.lost and name in self.elastic:
+                        self._lose(name, f"the agent of host {host} has ended, and another one has come")
+                    # Ranks of one that may be late wait for each other only where all of them can come.
+                    if name in self.lost or (self.session.stage is None and name in self.config.may_be_late):
+                        self._launch_all(name)
+                    elif self.session.stage is None:
+                        self._launch(name, [index for own, index in here if own == name], 0)
             case Leaving(host, grace):
                 if not self._let_go(host, f"host {host} is taken away within {grace:g} s"):
                     self.session.leave(host, grace, monotonic())
             # Of a host whose agent has left meanwhile: it ends with that, and is not there.
-            case Ready(replica, rank) if replica in self.lost and not self._has_agent(replica):
+            case Ready(replica, rank) if replica in self.lost and not self._has_agents(replica):
                 self.server.forget(peer)
                 self.alive.discard(peer)
             # A rank is set up once: a second answer could put others in the place of restored values.
@@ -230,11 +238,12 @@ class Controller:
             case Ready(replica, rank, pid, restored):
                 self.pids[replica, rank] = pid
                 self.restored.update(((firing, output), handle) for firing, output, handle in restored)
-                if replica in self.lost:
+                if replica in self.lost and all((replica, index) in self.pids for index in self._indices(replica)):
                     del self.lost[replica]
+                    self._coming.discard(replica)
                     self.session.join(replica, monotonic())
                     came = "is there again" if self.session.life(replica) else "is there"
-                    self.session.recorder.note(f"{self.config.plan.spelled(replica, rank)} {came}", "info")
+                    self.session.recorder.note(f"{self._named(replica)} {came}", "info")
                 self._unlisted = True
             case Note(level, text):
                 if level == "error" and self._do_without(peer, text):
@@ -249,6 +258,7 @@ class Controller:
                 self.session.recorder.note(text, level)
             case Exited(replica=replica, rank=rank, reason=reason, signal=signal, status=status, tail=tail):
                 self.alive.discard(rank_peer(replica, rank))
+                self._begun.discard((replica, rank))
                 if self._do_without(rank_peer(replica, rank), message.reason, ended=True):
                     return
                 moving, name = self.session.moving(replica), self.config.plan.spelled(replica, rank)
@@ -282,8 +292,8 @@ class Controller:
 
     def _do_without(self, peer: str, reason: str, *, ended: bool = False, known: bool = False) -> bool:
         """A rank or an agent is gone: if the run goes on without it, the replicas that it had are lost. `ended`: an
-        agent has told of the end of a rank's process, so that it can be started again. `known`: the launcher has told
-        of the end of an agent, and need not be told."""
+        agent has told of the end of a rank's process. `known`: the launcher has told of the end of an agent, and need
+        not be told."""
         if self.session.stage is None or not self.session.running:
             return False
         host = peer.removeprefix("agent:") if peer.startswith("agent:") else ""
@@ -295,58 +305,117 @@ class Controller:
                 say({"kind": "gone", "host": host, "life": self.agents.get(host, 0)})
             self.server.forget(peer)
             self.alive.discard(peer)
+            self._able.discard(host)
+            self._begun -= {key for key, rank in self.ranks.items() if rank.host == host}
         for name in sorted(gone):
-            rank = rank_peer(name, 0)
-            if name not in self.lost:
-                self.lost[name] = 0 if ended else -1  # the end of this life is still to be told of
-                where = self.config.plan.spelled(name, 0)
-                self.session.recorder.note(f"{where} is lost, and its groups begin again: {reason}", "warning")
-                self.pids.pop((name, 0), None)
-                self.session.lose(name, reason, monotonic())
-                if not ended:
-                    self.server.send(agent_peer(self.ranks[name, 0].host), End(name, 0))
-            elif ended:
-                self.lost[name] += name not in self._ended
-            self.server.forget(rank)
-            self.alive.discard(rank)
-            if ended or host:
-                self._ended.add(name)
-            if ended:
-                self._start_again(name, reason)
+            # What one says late that has been missed since is nothing of those that were started in its place.
+            if name not in self.lost or host or ended or peer in self.alive:
+                self._lose(name, reason)
+            self._start_again(name, reason)
         return True
+
+    def _lose(self, name: str, reason: str) -> None:
+        """A rank of a replica is gone, and with it the replica: its other ranks cannot go on, and are ended."""
+        if name not in self.lost:
+            self.lost[name] = 0
+            self.session.recorder.note(f"{self._named(name)} is lost, and its groups begin again: {reason}", "warning")
+            self.session.lose(name, reason, monotonic())
+        elif name in self._coming:
+            self._coming.discard(name)
+            self.lost[name] += 1
+        else:
+            return
+        for index, peer in enumerate(self.peers[name]):
+            self.pids.pop((name, index), None)
+            if (name, index) in self._begun:
+                self.server.send(agent_peer(self.ranks[name, index].host), End(name, index))
+            self.server.forget(peer)
+            self.alive.discard(peer)
 
     def _let_go(self, host: str, reason: str) -> bool:
         """A host is leaving: if the run goes on without it, its ranks and its agent may end."""
-        gone = {name for (name, _), rank in self.ranks.items() if rank.host == host}
-        if not gone <= self.elastic or self.session.stage is None or not self.session.running:
+        keys = [key for key, rank in self.ranks.items() if rank.host == host]
+        if not {name for name, _ in keys} <= self.elastic or self.session.stage is None or not self.session.running:
             return False
-        for peer in (*(rank_peer(name, 0) for name in gone), agent_peer(host)):
+        for peer in (*(rank_peer(*key) for key in keys), agent_peer(host)):
             self.server.send(peer, Goodbye(reason))
         return self._do_without(agent_peer(host), reason)
 
     def _start_again(self, name: str, reason: str) -> None:
-        """Start a lost replica again, if its agent is there and it has not ended too often before it was ready."""
-        if not self._has_agent(name):
+        """Start a lost replica again, if its agents are there, all its processes have ended, and it has not ended too
+        often before it was ready."""
+        if name in self._coming or not self._may_launch(name):
             return
         if self.lost[name] < STARTS:
-            self._launch(name, 0)
+            self._launch_all(name)
         else:
-            text = f"{self.config.plan.spelled(name, 0)} ended {STARTS} times before it was ready: {reason}"
+            text = f"{self._named(name)} ended {STARTS} times before it was ready: {reason}"
             self.session.recorder.note(f"{text}\nit is not started again", "warning")
         pool = next(pool for pool in self.config.plan.pools if pool.name == pool_of(name))
         if all(self.lost.get(replica.name, 0) >= STARTS for replica in pool.replicas):
             self._fail(FailureCode.RANK_DIED, f"no replica of pool {pool.name} is left; the last was {name}: {reason}")
 
-    def _has_agent(self, name: str) -> bool:
-        """Is the agent of a replica's host there?"""
-        return agent_peer(self.ranks[name, 0].host) in self.alive
+    def _indices(self, name: str) -> range:
+        return range(len(self.peers[name]))
 
-    def _launch(self, name: str, index: int) -> None:
-        place = self.ranks[name, index]
+    def _named(self, name: str) -> str:
+        """A replica in words."""
+        return self.config.plan.replica(name).located if self.peers[name][1:] else self.config.plan.spelled(name, 0)
+
+    def _has_agents(self, name: str) -> bool:
+        """Are the agents of all of a replica's hosts there?"""
+        return self._able.issuperset(self.config.plan.replica(name).hosts)
+
+    def _may_launch(self, name: str) -> bool:
+        """Can all ranks of a replica be started, and has none that was started before been left?"""
+        return self._has_agents(name) and not any((name, index) in self._begun for index in self._indices(name))
+
+    def _launch_all(self, name: str) -> None:
+        """Start a replica, if that can be done now."""
+        if self._may_launch(name):
+            if name in self.lost:
+                self._coming.add(name)
+            self._launch(name, self._indices(name), self._starts[name])
+
+    def _launch(self, name: str, indices: Iterable[int], start: int) -> None:
+        """Start ranks of a replica, which has been started so often before."""
+        self._starts[name] = start + 1
         python = next(p.python for p in self.config.plan.pools if p.name == pool_of(name))
-        self._ended.discard(name)
-        life = self.session.life(name)
-        self.server.send(agent_peer(place.host), Launch(name, index, place.threads, python, life))
+        for index in indices:
+            place, life = self.ranks[name, index], self.session.life(name)
+            self._begun.add((name, index))
+            self.server.send(agent_peer(place.host), Launch(name, index, place.threads, python, life, start))
+
+    # Failures that may be another's -----------------------------------------------------------------------
+
+    def _answer(self, peer: str, result: Result) -> None:
+        """A rank has answered, or says that it cannot."""
+        replica = peer.rpartition(":")[0]
+        if isinstance(result.event, Abort):
+            self._fail(FailureCode.TRANSFER, result.event.error, replica=replica if replica in self.elastic else "")
+        elif self.session.running:
+            if result.unread and result.unread[1] == self.session.life(result.unread[0]):
+                # It has not been missed yet.
+                self._do_without(rank_peer(result.unread[0], 0), f"{peer} cannot read what it has made")
+            try:
+                self.session.answer(result, monotonic())
+            except UnawaitedError as error:  # it changes nothing
+                self.server.drop("unawaited", peer, str(error))
+
+    def _believe(self, now: float) -> None:
+        """Hear the failures of ranks that compute with others, once it is clear that none of these is gone: a replica
+        that is lost has nothing to answer for."""
+        waiting, self._doubted = self._doubted, []
+        for since, peer, result in waiting:
+            replica = peer.rpartition(":")[0]
+            agents = map(agent_peer, self.config.plan.replica(replica).hosts)
+            heard = all(self.server.tracker.last(agent) > since for agent in agents)
+            if replica in self.lost:
+                continue
+            if now - since > DOUBT_S or (now - since > HELD_S and heard):
+                self._answer(peer, result)
+            else:
+                self._doubted.append((since, peer, result))
 
     def _ranks_of(self, host: str) -> str:
         return ", ".join(f"{r} rank {i}" for (r, i), rank in self.ranks.items() if rank.host == host) or "no rank"

@@ -79,6 +79,8 @@ MAX_EXTRA = 64
 _MAX_FRAME = 64 << 10
 # Seconds within which a manager tells of an agent that was missed, if it does.
 TOLD_S = 60.0
+# The share of the time for the start after which a run that goes on by itself does with fewer agents, if it can.
+FEWER = 0.25
 # Seconds for the last answers to be sent.
 LINGER_S = 1.0
 _TICK_S = 0.05
@@ -168,23 +170,29 @@ class Desk:
         return found
 
     def wait(self, count: int, seconds: float, poll: Callable[[], list[tuple[str, str]]], tell: Callable[[str], None],
-             flag: str = "--startup-deadline") -> None:  # fmt: skip
-        """Until `count` agents are ready, which then are the slots. `poll` tells of agents that have died. Raises
-        EnrolmentError past so many `seconds`, or when one has died. Called again for a run that goes on: its slots are
-        made anew."""
+             flag: str = "--startup-deadline", fewest: int = 0) -> int:  # fmt: skip
+        """Until `count` agents are ready, which then are the slots; how many they are: past a share of so many
+        `seconds`, `fewest` will do, if it is given. `poll` tells of agents that have died. Raises EnrolmentError past
+        the seconds, or when one has died that is needed. Called again for a run that goes on: its slots are made anew.
+        """
         with self._lock:
             self._most, self._resting = count + MAX_EXTRA, False
             self._slots.clear()
             self._losses.clear()
             for one in self._applicants.values():
                 one.slot, one.unreached = "", None
-        until = monotonic() + seconds
+        began = monotonic()
+        until, patience = began + seconds, began + FEWER * seconds
         while True:
             deaths = poll()
             for text in self.news():
                 tell(text)
             with self._lock:
                 ready = [each for each in self._applicants.values() if each.ready and not each.admitted]
+                if not self._slots and fewest and len(ready) >= fewest and monotonic() > patience:
+                    came = f"{len(ready)} of {count} agents came within {FEWER * seconds:g} of {seconds:g} s ({flag})"
+                    tell(f"{came}: the run goes on with them, and takes others when they come")
+                    count = len(ready)
                 if not self._slots and len(ready) >= count:
                     self._seat(sorted(ready, key=_arrival)[:count])
                     # A firewall is told of now, and not by the first ranks that wait for each other in vain.
@@ -195,9 +203,9 @@ class Desk:
                     if lacks := list(filter(None, unreached)):
                         needed = "needed hosts that reach each other at any port of net.ipv4.ip_local_port_range"
                         raise EnrolmentError("\n".join([f"hosts do not reach each other; {needed}", *map(str, lacks)]))
-                    return
+                    return count
             self._wake()
-            if deaths:
+            if deaths and not fewest:
                 said = "; ".join(f"the agent {f'of {host} ' * bool(host)}ended: {why}" for host, why in deaths)
                 raise EnrolmentError(f"{said}\n{self._lacking(count)}")
             if monotonic() > until:

@@ -245,13 +245,14 @@ class Goodbye(Packable, frozen=True):
 
 class Launch(Packable, frozen=True):
     """Start a rank with this many CPU threads, in an interpreter of its own if `python` names one. `life`: how often
-    its replica has been lost before."""
+    its replica has been lost before; `start`: how often it has been started, be it ready or not."""
 
     replica: str
     rank: int
     threads: int = 1
     python: str = ""
     life: int = 0
+    start: int = 0
 
 
 class End(Packable, frozen=True):

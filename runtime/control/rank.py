@@ -115,9 +115,9 @@ def require_device(device: str, host: str) -> None:
 class RankRuntime:
     """All that rank `index` of `replica` holds, made from the first checkpoint named in `restore` that is there.
 
-    `life` is how often the replica has been lost before. `server` answers readers on other hosts; None where there are
-    none: then nothing listens. `notes` are what the user
-    should know: values and weights that go a slower way, and warnings of nodes.
+    `life` is how often the replica has been lost before, `start` how often it was started. `server` answers readers on
+    other hosts; None where there are none: then nothing listens. `notes` are what the user should know: values and
+    weights that go a slower way, and warnings of nodes.
     """
 
     def __init__(
@@ -130,6 +130,7 @@ class RankRuntime:
         pulse: Pulse,
         wake: Callable[[], None],
         life: int = 0,
+        start: int = 0,
     ) -> None:
         try:
             join = dataclasses.replace(join, address=resolved(join.address))
@@ -158,7 +159,8 @@ class RankRuntime:
         if num_ranks > 1:
             names = [config.plan.spelled(replica, number) for number in range(num_ranks)]
             open_world(
-                meet(f"ranks of {replica}"),
+                # Of those that have met before the keys are still there.
+                meet(f"ranks of {replica}" + (f", start {start}" if start else "")),
                 names,
                 index,
                 timeout=flags.deadline,

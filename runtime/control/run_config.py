@@ -43,6 +43,8 @@ from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.trackers import Name as TrackerName
 from penstock.runtime.record.typed_json import ConfigFile
 from penstock.runtime.schedule.compile import Channel, Rules, Tables
+from penstock.runtime.schedule.scheduler import Scheduler
+from penstock.runtime.schedule.transitions import holders_of_past
 
 A = TypeVar("A")
 
@@ -332,12 +334,6 @@ class RunConfig:
             options = replace(options, recompute="none")
         plan = plan or plan_for(graphs, cluster, options)
         config = RunConfig(graph, evaluation, plan, options, secrets.token_hex(6))
-        several = [
-            f"{r.name} ({len(r.ranks)} ranks)" for r in plan.replicas if r.name in config.elastic and r.ranks[1:]
-        ]
-        if several:
-            given = f"--lost-replica replace: given {', '.join(several)}"
-            raise ValueError(f"{given}; needed replicas of one rank: the others' work breaks with the one that is lost")
         if options.first_generators and not config.may_be_late:
             given = f"--first-generators: given {options.first_generators} of {options.generators}"
             raise ValueError(f"{given}; needed --lost-replica replace, and generators that can be lost (docs/hosts.md)")
@@ -368,6 +364,12 @@ class RunConfig:
             if held
             else frozenset()
         )
+
+    def holding(self, cut: Mapping[str, Any] | None) -> frozenset[str]:
+        """The replicas with values in a checkpoint that a run which goes on from it cannot make again."""
+        if cut is None or not self.may_be_late:
+            return frozenset()
+        return frozenset(holders_of_past(Scheduler(Tables(self.graph, self.plan), self.rules(cut["update"]), cut)))
 
     @property
     def kept_versions(self) -> int:

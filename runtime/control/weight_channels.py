@@ -292,7 +292,8 @@ class WeightChannels(LocalChannels):
         if len(own.ranks) > 1:
             label, apart = f"{channel} on {self.replica}", len(own.hosts) > 1
             names = [f"rank {number}{f' on host {rank.host}' * apart}" for number, rank in enumerate(own.ranks)]
-            store, address = self.ground.meet(f"proof of {label}"), self.ground.address if apart else LOOPBACK
+            life = f", life {self.ground.life}" if self.ground.life else ""
+            store, address = self.ground.meet(f"proof of {label}{life}"), self.ground.address if apart else LOOPBACK
             self.adders[channel] = AllReduce(label, store, self.rank, names, self.ground.timeout, address)
         return self.adders.get(channel)
 

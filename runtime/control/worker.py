@@ -69,8 +69,8 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) ->
 
         config = RunConfig.from_json(json.loads(setup.config))
         name = config.plan.spelled(replica, index)
-        life = int(os.environ.get("PENSTOCK_LIFE", "0"))
-        rank = RankRuntime(config, replica, index, setup.restore, join, pulse, client.wake, life)
+        life, start = (int(os.environ.get(name, "0")) for name in ("PENSTOCK_LIFE", "PENSTOCK_START"))
+        rank = RankRuntime(config, replica, index, setup.restore, join, pulse, client.wake, life, start)
     except RAISED as error:
         traceback.print_exc()
         client.send(Note("error", f"{name} could not start:\n{told(error)}"))

@@ -330,6 +330,13 @@ def _is_past(state: State, ordinal: int) -> bool:
     return state.pinned and state.tables.lagged and needed < state.rules.start
 
 
+def holders_of_past(state: State) -> set[str]:
+    """The replicas that hold values of groups which this run, resumed, cannot make again."""
+    return {
+        each for group in state.ledger.groups.values() if _is_past(state, group.ordinal) for each in _holders(group)
+    }
+
+
 def _holders(group: GroupState) -> set[str]:
     """The replicas that hold a value of a group that is still to be read."""
     found = {holder for name, holder in group.made.items() if group.readers[name]}
@@ -555,6 +562,13 @@ def restore(state: State, saved: Mapping[str, Any]) -> None:
         raise ValueError(f"cut: given {', '.join(sorted(odd))}, which the graph does not have")
     state.ledger.restore(saved)
     state.off_path.update(saved.get("trailing", {}))
+    for group in state.ledger.groups.values():
+        if _holders(group) & state.absent:
+            if _is_past(state, group.ordinal):
+                raise ValueError(f"cut: given group {group.ordinal} of a replica that is not there, needed its values")
+            _release(state, group)
+            group.made.clear()
+            group.readers.clear()
     for ordinal, group in state.ledger.groups.items():
         if len(group.made) == state.tables.num_group_steps:
             state.ledger.finish(group)

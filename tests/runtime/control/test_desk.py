@@ -547,6 +547,28 @@ def test_an_agent_that_its_manager_finds_dead_is_not_waited_for(office: Office) 
         office.desk.wait(2, PATIENCE_S, lambda: [("n1", "exit status 3")], office.said.append)
 
 
+def test_a_run_that_goes_on_by_itself_does_with_fewer_agents_after_a_while_if_it_can(office: Office) -> None:
+    """What their managers tell of others does not end it then, and these find free slots."""
+    ticket = office.desk.ticket
+    with client(ticket) as one, client(ticket) as two:
+        come(one, ticket, hostname="a")
+        said: list[str] = []
+        died = lambda: [("b", "exit status 3")]  # noqa: E731
+        waited = office.pool.submit(office.desk.wait, 3, 8.0, died, said.append, fewest=1)
+        until(
+            lambda: (
+                waited.done()
+                or any(isinstance(found, Probe) and not one.send(Reached()) for found in one.receive(0.05))
+            )
+        )
+        assert waited.result(PATIENCE_S) == 1
+        assert len([text for text in said if "1 of 3 agents" in text]) == 1
+        office.desk.reserve(2)
+        assert len(office.desk.vacant()) == 2
+        come(two, ticket, hostname="b")
+        until(lambda: len(office.desk.vacant()) == 1)
+
+
 def test_an_agent_that_left_before_the_run_began_is_replaced_by_the_next(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:

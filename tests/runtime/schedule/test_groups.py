@@ -1,6 +1,7 @@
 """What becomes of groups: which an update takes, those dropped or failed, what is freed, when a run ends for them."""
 
 import json
+from dataclasses import replace
 from itertools import combinations
 from random import Random
 
@@ -9,7 +10,9 @@ import pytest
 from penstock.graph.ir import Firing, Graph
 from penstock.runtime.schedule.compile import Rules
 from penstock.runtime.schedule.events import Abort, Begin, Done, Failed, Finish, Fire, Free, Unread
+from penstock.runtime.schedule.scheduler import Scheduler
 from penstock.runtime.schedule.state import Ledger
+from penstock.runtime.schedule.transitions import holders_of_past
 
 from .graphs import actor_critic, aipo, broadcast, call, graph, keep
 from .world import World, freed, world
@@ -321,3 +324,24 @@ def test_an_update_that_cannot_be_taken_back_ends_the_run(case: str) -> None:
     made.feed(Unread(Firing("update", 1), "trainer/0", len(made.tables.replicas["trainer/0"].ranks) - 1, "gone"))
     assert made.finish is not None
     assert (made.finish.status, "gone" in made.finish.error) == ("failed", True)
+
+
+def test_groups_of_a_checkpoint_whose_replica_is_not_there_are_made_again_if_they_can_be() -> None:
+    """With pinned versions and a lag, the ones that need older weights than the checkpoint has cannot."""
+    made = world(aipo(lag=1), Rules(batch=2, end=5, lost_replica="replace"), replicas=2)
+    made.until_fired("update", 1)
+    made.exhaust("update")
+    cut = made.stop()
+    state = cut.scheduler
+    held = {holder for group in state.ledger.groups.values() for holder in group.made.values()}
+    assert {"generator/0", "generator/1"} <= held
+    for versions, lost in (("free", set[str]()), ("pinned", {"generator/0", "generator/1"})):
+        rules = replace(state.rules, versions=versions)  # type: ignore[arg-type]
+        assert holders_of_past(Scheduler(made.tables, rules, cut.cut)) - {"scorer/0"} == lost
+    again = Scheduler(made.tables, state.rules, cut.cut, absent={"generator/1"})
+    told = again.handle(Begin())
+    kept = {(value, free.replica) for free in told if isinstance(free, Free) for value in free.firings}
+    assert kept
+    for ordinal, group in again.ledger.groups.items():
+        whole = "generator/1" not in state.ledger.groups[ordinal].made.values()
+        assert (group.made == state.ledger.groups[ordinal].made) is whole
