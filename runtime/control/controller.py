@@ -223,6 +223,9 @@ class Controller:
                     # Ranks of one that may be late wait for each other only where all of them can come.
                     if name in self.lost or (self.session.stage is None and name in self.config.may_be_late):
                         self._launch_all(name)
+                        if lacking := [each for each in self.config.plan.replica(name).hosts if each not in self._able]:
+                            text = f"{self._named(name)} waits for the agent of host {', '.join(lacking)}"
+                            self.session.recorder.note(text, "warning")
                     elif self.session.stage is None:
                         self._launch(name, [index for own, index in here if own == name], 0)
             case Leaving(host, grace):
@@ -277,6 +280,8 @@ class Controller:
             self.session.stop(monotonic(), rest)
         elif word == "preempt":
             self.session.preempt(monotonic(), f"preempted ({rest})", self.config.flags.grace)
+        elif word == "refused":
+            self.session.recorder.note(line, "warning")
         elif word == "agent":
             host, life, reason = rest.split(" ", 2)
             # Another one may have its place by now.

@@ -5,7 +5,8 @@ It starts `python -m penstock.runtime.control.controller RUN_FOLDER`, which
 - says `{"kind": "listening", "endpoint": server.endpoint}` on stdout, and other JSON objects for the display, one per
   line, each flushed;
 - hears lines on stdin: `stop WHY` (a checkpoint and the end, please; without WHY it was the user's wish), `preempt WHY`
-  (the same for an engine), and `agent HOST LIFE REASON` (an agent died, before which so many have had its place);
+  (the same for an engine), `agent HOST LIFE REASON` (an agent died, before which so many have had its place), and
+  `refused TEXT` (what an agent lacks for the slots that are free);
 - exits with a status of `signals`; with 1 (failed) it has said why in a line of `"kind": "error"`.
 
 The controller and the first local agent may have been started before there was a run (`early`).
@@ -282,6 +283,9 @@ class Launcher:
             self.desk.vacate(host, life)
             self._lost(controller, host, life, why)
         for text in self.desk.news():
+            if text.startswith("refused "):  # the controller tells it, too, and keeps it for the summary
+                _say(controller, " ".join(text.split()))
+                continue
             self.tell({"kind": "note", "level": "info", "text": text})
 
     def _lost(self, controller: Child, host: str, life: int, why: str) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from random import Random
+from time import sleep
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from tests.gates.running import (
     ENDLESS,
     LARGE,
     ONE_HOST,
+    TWO_NAMES,
     Line,
     Running,
     assert_all_consumed,
@@ -292,5 +295,30 @@ def test_an_agent_with_a_ticket_that_comes_late_takes_a_free_slot_and_so_does_th
     assert "generator/1 lost" in (folder / "report.html").read_text()
     assert ("generator/1 is lost" in said.stdout, said.returncode) == (True, 0)
     updates = summary(folder)["updates"]
+    bits = undisturbed(tmp_path / "u", "toy", {"lag": LAG, **delays()}, updates)
+    assert_as_if_nothing_had_happened(folder, updates, bits)
+
+
+@pytest.mark.slow
+def test_ranks_that_are_killed_at_random_times_change_no_bit(tmp_path: Path) -> None:
+    """What and when is drawn by the seed: PENSTOCK_KILLS=30 PENSTOCK_SEED=7 has more of them, and others."""
+    kills, seed = (int(os.environ.get(f"PENSTOCK_{name}", least)) for name, least in (("KILLS", "4"), ("SEED", "0")))
+    rng, updates, meshes = Random(seed), 12 * kills, ("generator=tp2",) * (seed % 2)
+    options = {"lag": LAG, **delays(generate=40.0, score=5.0, update=60.0)}
+    flags = toy_flags(updates=updates, checkpoint_every=4, **PINNED)
+    # The generators on a host of another name: what they have goes with them, and is not left in memory.
+    folder = make_run(tmp_path / "r", "toy", options, flags, generators=2, cluster=TWO_NAMES, meshes=meshes)
+    ranks = [f"{replica}.{rank}" for replica in ("generator/0", "generator/1") for rank in range(1 + len(meshes))]
+    with Running(folder) as running:
+        running.until_update(1)
+        for number in range(kills):
+            running.until_update(min(updates - 1, rng.randrange(10 * number, 10 * number + 10)))
+            sleep(rng.uniform(0.0, 0.2))
+            name = rng.choice([*ranks, "scorer/0.0"])
+            # One that has just been killed may not be there yet, or not have got ready: then it ends once more.
+            for pid in running.pids(lambda process: process.name() == name):  # noqa: B023 - called here
+                os.kill(pid, signal.SIGKILL)
+        assert running.wait() == 0, running.errors
+    assert any(event == "lost" for _, event in comings(folder)), f"seed {seed}"
     bits = undisturbed(tmp_path / "u", "toy", {"lag": LAG, **delays()}, updates)
     assert_as_if_nothing_had_happened(folder, updates, bits)
