@@ -142,6 +142,7 @@ class Agent:
         if early is None or early.child.poll() is not None:  # one that has ended would end again, and say why
             early = Forks.begin(worker, join.run, self._log)
         self._forks = {"": self._opened(early)}
+        self._worker = tuple(worker)
 
     def _opened(self, forks: Forks) -> Forks:
         """Tell a child that forks ranks of the run, and hear it from now on."""
@@ -246,9 +247,14 @@ class Agent:
         self._stderr[name] = stderr
         if self._relay is not None:
             self._relay.begin(rank_peer(launch.replica, launch.rank))
-        if launch.python not in self._forks:
+        before = self._forks.get(launch.python)
+        if before is None or before.child.poll() is not None:  # it was killed, and with it all that it had forked
             try:
-                begun = Forks.begin(borrowed(WORKER_MODULE), self._join.run, self._log, launch.python)
+                if before is not None:
+                    self._hear(before)
+                    self._forks.pop(launch.python).close()
+                worker = borrowed(WORKER_MODULE) if launch.python else self._worker
+                begun = Forks.begin(worker, self._join.run, self._log, launch.python)
                 self._forks[launch.python] = self._opened(begun)
             except OSError as error:
                 what, given = f"pools.{pool_of(launch.replica)}.python", f"{launch.python!r} ({error.strerror})"

@@ -235,6 +235,9 @@ class Controller:
             case Ready(replica, rank) if replica in self.lost and not self._has_agents(replica):
                 self.server.forget(peer)
                 self.alive.discard(peer)
+            # It was given up since it has said so.
+            case Ready() if peer not in self.alive:
+                self.server.drop("unexpected", peer, "Ready of a rank that is lost")
             # A rank is set up once: a second answer could put others in the place of restored values.
             case Ready(replica, rank) if (replica, rank) in self.pids:
                 self.server.drop("unexpected", peer, "a second Ready")
@@ -443,6 +446,9 @@ class Controller:
         for replica, order in self.session.take().items():
             for peer in self.server.send_all(self.peers[replica], order):
                 text = f"{self.config.plan.spelled(replica, int(peer.rpartition(':')[2]))} cannot be reached"
+                # It lacks this order, whatever becomes of its connection.
+                if replica in self.elastic and self._do_without(peer, text):
+                    continue
                 self._fail(FailureCode.UNREACHABLE, text, peer, replica=replica if replica in self.elastic else "")
 
     def _fail(self, code: FailureCode, text: str, *gone: str, doubtful: bool = False, replica: str = "") -> None:
