@@ -553,14 +553,10 @@ def test_a_run_that_goes_on_by_itself_does_with_fewer_agents_after_a_while_if_it
     with client(ticket) as one, client(ticket) as two:
         come(one, ticket, hostname="a")
         said: list[str] = []
-        died = lambda: [("b", "exit status 3")]  # noqa: E731
-        waited = office.pool.submit(office.desk.wait, 3, 8.0, died, said.append, fewest=1)
-        until(
-            lambda: (
-                waited.done()
-                or any(isinstance(found, Probe) and not one.send(Reached()) for found in one.receive(0.05))
-            )
-        )
+        waited = office.pool.submit(office.desk.wait, 3, 8.0, lambda: [("b", "exit status 3")], said.append, fewest=1)
+        while not waited.done():
+            if any(isinstance(found, Probe) for found in one.receive(0.05)):
+                one.send(Reached())
         assert waited.result(PATIENCE_S) == 1
         assert len([text for text in said if "1 of 3 agents" in text]) == 1
         office.desk.reserve(2)

@@ -307,7 +307,7 @@ FORKS = "forks"
 def of_name(process: psutil.Process, name: str) -> bool:
     parent = process.parent()
     if name != FORKS or parent is None:
-        return process.name() == name
+        return str(process.name()) == name
     return "penstock.runtime.control.worker" in process.cmdline() and "/b.json" in " ".join(parent.cmdline())
 
 
