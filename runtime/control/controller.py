@@ -236,7 +236,7 @@ class Controller:
                 self.server.forget(peer)
                 self.alive.discard(peer)
             # It was given up since it has said so.
-            case Ready() if peer not in self.alive:
+            case Ready(replica) if replica in self.lost and peer not in self.alive:
                 self.server.drop("unexpected", peer, "Ready of a rank that is lost")
             # A rank is set up once: a second answer could put others in the place of restored values.
             case Ready(replica, rank) if (replica, rank) in self.pids:

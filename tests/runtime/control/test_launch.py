@@ -254,7 +254,7 @@ def test_a_dead_agent_is_named_to_the_controller_and_its_ranks_die(tmp_path: Pat
     run = Run(tmp_path, "wait", FAKE_RANK="deaf")
     run.when["ready"] = killing("agent:local")
     assert run.run() == 1
-    assert run.said("told")["line"] == "agent local killed by SIGKILL"
+    assert run.said("told")["line"] == "agent local 0 killed by SIGKILL"
 
 
 def test_a_controller_that_raises_is_reported_with_the_end_of_its_traceback(tmp_path: Path) -> None:
