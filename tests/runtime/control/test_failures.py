@@ -239,6 +239,7 @@ def test_an_agent_that_died_explains_the_death_of_its_rank(controller: Controlle
     ranks = "trainer/0 rank 0, generator/0 rank 0, scorer/0 rank 0"
     text = f"the agent of host local died, and with it {ranks}: killed by SIGKILL"
     assert ended_by(controller) == (FailureCode.AGENT_DIED, text)
+    assert getattr(controller.session.failure, "host", "") == "local"
 
 
 def test_a_rank_that_keeps_too_much_is_told_and_counted(b: Bench, controller: Controller) -> None:
