@@ -94,7 +94,7 @@ def processor_s(pid: int) -> float:
 
 
 @contextmanager
-def controlled(config: RunConfig, profile: str = "") -> Iterator[tuple[Popen[bytes], Path, Keys]]:
+def controlled(config: RunConfig) -> Iterator[tuple[Popen[bytes], Path, Keys]]:
     """The controller's process of a new run folder."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = RunFolder.create(Path(scratch) / "run")
@@ -103,8 +103,9 @@ def controlled(config: RunConfig, profile: str = "") -> Iterator[tuple[Popen[byt
         keys = Keys.make(config.run, "tcp://127.0.0.1:0", sorted(hosts))
         keys.door.write(folder.path / "keys" / "controller.json")
         make_folder(folder.path / "logs")
-        command = ["-m", "cProfile", "-o", profile, *CONTROLLER] if profile else [*CONTROLLER]
-        controller = start([*command, str(folder.path)], config.run, stdin=PIPE, stdout=PIPE, stderr=sys.stderr.buffer)
+        controller = start(
+            [*CONTROLLER, str(folder.path)], config.run, stdin=PIPE, stdout=PIPE, stderr=sys.stderr.buffer
+        )
         try:
             yield controller, folder.path, keys
         finally:
@@ -126,12 +127,12 @@ def lines_of(controller: Popen[bytes]) -> "queue.Queue[dict[str, Any] | None]":
     return lines
 
 
-def steps(layout: Layout, updates: int, pace: float, processes: int = 4, profile: str = "") -> dict[str, Any]:
+def steps(layout: Layout, updates: int, pace: float, processes: int = 4) -> dict[str, Any]:
     """A whole run: seconds and processor seconds of the start, and processor seconds of the controller for each update,
     without the first, which are the first weights', and the last, after which there is no more to generate. Raises
     RuntimeError for a run that does not end well."""
     config = layout.config(updates)
-    with controlled(config, profile) as (controller, folder, keys):
+    with controlled(config) as (controller, folder, keys):
         lines, began = lines_of(controller), monotonic()
         children: list[Popen[bytes]] = []
         try:

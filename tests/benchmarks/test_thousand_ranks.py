@@ -17,7 +17,7 @@ def test_a_run_of_fake_ranks_ends_well_and_is_counted() -> None:
     found = script().steps(script().Layout(hosts=4, trainer=4, generators=2, tp=2, batch=4), 4, 0.1, processes=2)
     assert (found["ranks"], found["groups"]) == (8, 4)
     assert found["controller_s"] >= 0
-    # For each update a firing of each rank of each group's nodes, at least.
+    # For each update one of each group's nodes, at least: ranks of a host that have done the same answer as one.
     assert found["events"] > 4 * (2 + 1 + 1)
 
 
