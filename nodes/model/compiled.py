@@ -80,11 +80,11 @@ def _key(command: Sequence[str], source: Path) -> str:
 def _kept() -> int | None:
     """The folder of what was compiled before, opened; None where there can be none, or others could write to it. All
     that is in a folder of this user's, to which nobody else may write, was put there by this user."""
-    folder = cache_folder() / "compiled"
     try:
+        folder = cache_folder() / "compiled"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
+    except (OSError, RuntimeError):  # the latter of a user without a home, as containers have
         return None
     facts = os.fstat(opened)
     if facts.st_uid == os.geteuid() and not stat.S_IMODE(facts.st_mode) & 0o022:

@@ -2,10 +2,11 @@
 
 The ranks connect to a Unix socket of their agent instead, and notice nothing else of it. What they say goes to the
 controller as a `Report`, what is said to them comes as a `Delivery`. Ranks of one replica do the same at the same time:
-their answers are held until all of the host's have given them, for HOLD seconds at most, and go as one. Nothing waits
-for an answer that is held, since a command is carried out when all have answered. So the controller hears each thing
-once for each host, and not once for each rank. Of heartbeats it hears what is new in them (`SignsOfLife`): who lives is
-seen here. What the ranks of a host may say is checked here by the rank, and by the controller once more by the host.
+their answers are held until all of the host's have given them, for HOLD seconds at most, and go as one; the last one
+goes at once. Nothing waits for an answer that is held, since a command is carried out when all have answered. So the
+controller hears each thing once for each host, and not once for each rank. Of heartbeats it hears what is new in them
+(`SignsOfLife`): who lives is seen here. What the ranks of a host may say is checked here by the rank, and by the
+controller once more by the host.
 """
 
 from collections import Counter, defaultdict
@@ -38,10 +39,13 @@ from penstock.runtime.control.messages import (
 from penstock.runtime.control.rendezvous import INTERVAL
 from penstock.runtime.control.security import Door, Join
 from penstock.runtime.control.sockets import SILENCE, Server
-from penstock.runtime.schedule.events import Abort, Copied, Done, Event, Failed, Saved
+from penstock.runtime.schedule.events import Abort, Copied, Done, Event, Failed, Saved, first_answer
 
 # Seconds for which an answer waits for those of the host's other ranks: by so much at most they seem to end later.
 HOLD = 0.2
+
+# A number that no frame comes to: what can be packed with it can be packed with any.
+_LATE = 1 << 62
 
 
 @dataclass(slots=True)
@@ -70,6 +74,8 @@ class Relay:
         self.endpoint, self.socket = self._server.endpoint, self._server.socket
         self._said: list[tuple[str, OfRank]] = []
         self._held: defaultdict[str, dict[Event, _Held]] = defaultdict(dict)
+        # Of commands that some ranks have answered and others have not, those whose answers have gone, by replica.
+        self._gone: defaultdict[str, dict[Event, set[int]]] = defaultdict(dict)
         self._due = -inf
         self._doing: dict[str, str] = {}
         self._silent: tuple[str, ...] = ()
@@ -84,6 +90,7 @@ class Relay:
         self._server.forget(peer)
         self._ranks[peer] = self._host
         self._alive[_replica(peer)].add(peer)
+        self._gone.pop(_replica(peer), None)
 
     def end(self, peer: str) -> None:
         """It has ended: nobody waits for it. What it has said before may still be heard."""
@@ -119,6 +126,8 @@ class Relay:
                 self._gather(replica, one, now)
                 continue
             self._release(replica)
+            if isinstance(one, Result) and isinstance(one.event, Failed):
+                self._note_gone(replica, one.event)
             if isinstance(one, Hello):
                 one = structs.replace(one, token="")
             self._said.append((peer, Results((one,)) if isinstance(one, Result) else one))
@@ -134,16 +143,28 @@ class Relay:
         self._release(replica, ends)
         one = held.setdefault(done, _Held(now))
         one.results[event.rank] = result
-        if len(one.results) >= len(self._alive[replica]):
+        gone = self._gone[replica].get(_command(event), ())
+        if len(one.results.keys() | gone) >= len(self._alive[replica]):
             self._release(replica, [done])
 
     def _release(self, replica: str, ends: list[Any] | None = None) -> None:
         """Let go some of what is held of a replica, or all."""
         held = self._held[replica]
         for done in [*held] if ends is None else ends:
-            for result in merged(held.pop(done).results):
+            results = held.pop(done).results
+            for result in merged(results):
                 first: Any = result.event
                 self._said.append((rank_peer(replica, first.rank), Results((result,))))
+            for result in results.values():
+                self._note_gone(replica, result.event)
+
+    def _note_gone(self, replica: str, event: Any) -> None:
+        """A rank's answer has gone: those of others to the same command do not wait for it."""
+        command = _command(event)
+        gone = self._gone[replica].setdefault(command, set())
+        gone.add(event.rank)
+        if len(gone) >= len(self._alive[replica]):
+            del self._gone[replica][command]
 
     def _tell(self, now: float) -> Iterator[Message]:
         """What is new of how ranks are; of those that have fallen silent at once."""
@@ -187,7 +208,7 @@ def _reports(said: list[tuple[str, OfRank]]) -> Iterator[Report]:
         return
     whole = Report(tuple(said))
     try:
-        pack(whole)
+        pack(whole, _LATE)
         yield whole
     except MessageError as error:
         if half := len(said) // 2:
@@ -196,6 +217,11 @@ def _reports(said: list[tuple[str, OfRank]]) -> Iterator[Report]:
         else:
             peer = said[0][0]
             yield Report(((peer, Note("error", f"{peer}: what it says is too long to be handed on: {error}")),))
+
+
+def _command(event: Any) -> Event:
+    """One for all answers to a command, whatever they say. A checkpoint's has two: a part is copied, then written."""
+    return structs.replace(event, rank=0) if isinstance(event, Copied) else first_answer(event)
 
 
 def _replica(peer: str) -> str:

@@ -272,6 +272,17 @@ def test_what_is_not_whole_or_may_be_others_is_compiled_again(tmp_path: Path, co
     assert (compilations(), list((tmp_path / "other").iterdir())) == (4, [])
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_a_user_without_a_home_keeps_nothing(
+    tmp_path: Path, compilations: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PENSTOCK_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 54321)  # of whom the system knows nothing
+    assert [number(compile_c(counting(tmp_path, 1), torch.float32, ["-DN=1"])) for _ in range(2)] == [2] * 2
+    assert compilations() == 2
+
+
 def test_operations_say_what_they_make_without_making_it() -> None:
     """What a compiler traces, or a planner counts."""
     q, k = torch.empty(2, 5, 4, 8, device="meta"), torch.empty(2, 5, 2, 8, device="meta")

@@ -12,6 +12,7 @@ from msgspec import structs
 from penstock.graph.ir import Firing
 from penstock.runtime.cluster.endpoints import socket_file
 from penstock.runtime.control.messages import (
+    MAX_BYTES,
     Delivery,
     Exited,
     Found,
@@ -27,9 +28,10 @@ from penstock.runtime.control.messages import (
     Result,
     Results,
     SignsOfLife,
+    pack,
     rank_peer,
 )
-from penstock.runtime.control.relay import Relay
+from penstock.runtime.control.relay import HOLD, Relay
 from penstock.runtime.control.rendezvous import Pulse
 from penstock.runtime.control.sockets import Client
 from penstock.runtime.schedule.events import Arrived, Done, Failed, Fire, each
@@ -138,6 +140,58 @@ def test_an_answer_waits_a_moment_for_those_of_others_and_what_follows_it_comes_
     ranks[2].send(done(2))
     host.until(lambda: len(host.heard(Results)) == 4)  # the one between them has not answered
     assert [message.results[0].event.rank for _, message in host.heard(Results)[2:]] == [0, 2]
+
+
+def test_the_last_answer_to_a_command_waits_for_none_that_has_gone(b: Bench) -> None:
+    host = Host(b)
+    ranks, now = [host.rank(number) for number in range(3)], monotonic()
+
+    def take(seconds: float, expected: int) -> list[tuple[int, str]]:
+        """(rank, event) of what is said so many seconds later, once so many ranks have been heard."""
+        said: list[tuple[int, str]] = []
+
+        def heard() -> bool:
+            for report in host.relay.take(now + seconds):
+                for _, message in report.said if isinstance(report, Report) else ():
+                    assert isinstance(message, Results)
+                    said.extend((one.rank, type(one).__name__) for r in message.results for one in each(r.event))  # type: ignore[union-attr]
+            return len(said) >= expected
+
+        until(heard)
+        return said
+
+    ranks[0].send(done(0))
+    assert take(1.0, 0) == []
+    host.relay.socket.poll(1000)
+    assert take(1.0, 0) == []
+    assert take(1.0 + HOLD, 1) == [(0, "Done")]
+    ranks[2].send(done(2, metrics={"tokens": 1.0}))
+    host.relay.socket.poll(1000)
+    assert take(2.0, 0) == []
+    ranks[1].send(done(1))
+    assert take(2.0, 2) == [(1, "Done"), (2, "Done")]
+    # So it is where one has failed, and when all are asked again.
+    ranks[0].send(Results((Result(Failed(FIRING, "generator/0", 0, "KeyError")),)))
+    assert take(3.0, 1) == [(0, "Failed")]
+    ranks[1].send(done(1))
+    host.relay.socket.poll(1000)
+    assert take(3.0, 0) == []
+    ranks[2].send(done(2))
+    assert take(3.0, 2) == [(1, "Done"), (2, "Done")]
+    ranks[0].send(done(0))
+    host.relay.socket.poll(1000)
+    assert take(4.0, 0) == []
+
+
+def test_what_a_frame_has_no_room_for_is_told_whatever_its_number(b: Bench) -> None:
+    host = Host(b)
+    rank = host.rank(0)
+    for _ in range(300):
+        host.agent.send(Heartbeat())
+    most = MAX_BYTES - len(pack(Report((("generator/0:0", done(0, metrics={"": 1.0})),)))) - 4
+    rank.send(done(0, metrics={"x" * most: 1.0}))  # with number 0 it fits to the byte
+    host.until(lambda: host.heard(Note))
+    assert [(peer, note.level) for peer, note in host.heard(Note)] == [("generator/0:0", "error")]
 
 
 def test_a_shared_folder_without_sockets_is_done_without(b: Bench, tmp_path: Path) -> None:
