@@ -29,6 +29,8 @@ ip link set lo up && ip link add own type veth peer name other && ip link set ot
 ip addr add {ADDRESS}/24 dev own && ip route add default dev own && exec "$0" "$@"
 """
 OBJECT_STORE_BYTES = 80 << 20
+# Where Ray's files are: the paths of its sockets are long, and it makes no folder for the file of its address.
+TEMPORARY = "/tmp"
 # Seconds for the cluster to go away.
 END_S = 30.0
 # Seconds that Ray gives a node to start, and how often a cluster is started that has not begun on a busy machine.
@@ -41,7 +43,7 @@ class RayCluster:
     def __init__(self, process: "subprocess.Popen[str]", address: str) -> None:
         self.process, self.address = process, address
         self.where = ["nsenter", f"--net=/proc/{process.pid}/ns/net"]
-        self.environment = {**os.environ, "RAY_ADDRESS": address}
+        self.environment = {**os.environ, "RAY_ADDRESS": address, "TMPDIR": TEMPORARY}
 
     def groups(self) -> list[str]:
         """The states of the placement groups that are not removed."""
@@ -92,6 +94,7 @@ def start(nodes: int) -> "subprocess.Popen[str]":
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     environment.pop("RAY_ADDRESS", None)
     environment["RAY_raylet_start_wait_time_s"] = str(START_S)
+    environment["TMPDIR"] = TEMPORARY
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
 
@@ -121,8 +124,7 @@ def main() -> None:
     # What Ray says goes to stderr: the address is alone on stdout.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    # A short path: those of Unix sockets are in it.
-    with TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
+    with TemporaryDirectory(prefix="ray-", dir=TEMPORARY) as folder:
         given: dict[str, Any] = {"object_store_memory": OBJECT_STORE_BYTES}
         head = {
             "num_cpus": 0,
