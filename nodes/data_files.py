@@ -10,6 +10,7 @@ whose name says none is the training split's. The split is `--data-split`, or el
 
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -306,7 +307,7 @@ def _file_rows(path: Path) -> Iterator[Row]:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{path}: cannot be read: {error}") from error
-    if path.suffix == ".json" and content.lstrip()[:1] == b"[":
+    if path.suffix == ".json" and content.removeprefix(BOM_UTF8).lstrip()[:1] == b"[":
         yield from _array_rows(path, content)
         return
     for number, line in enumerate(content.splitlines(), 1):

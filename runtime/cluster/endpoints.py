@@ -32,9 +32,10 @@ def ipc_endpoint(folder: Path, temporary: Path = Path("/tmp"), name: str = SOCKE
     return f"ipc://{path}"
 
 
-def relay_endpoint(folder: Path, host: str, *, aside: bool = False) -> str:
-    """The same, where the ranks of a host find its agent."""
-    return ipc_endpoint(folder, name=f"agent-{host}.sock", aside=aside)
+def relay_endpoint(folder: Path, host: str, life: int = 0, *, aside: bool = False) -> str:
+    """The same, where the ranks of a host find its agent. Each that has had the host's place has one of its own: who
+    ends removes its socket, perhaps after another one has come, on a machine that shares the folder."""
+    return ipc_endpoint(folder, name=f"agent-{host}.{life}.sock", aside=aside)
 
 
 def tcp_endpoint(bind: str) -> str:

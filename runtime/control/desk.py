@@ -292,6 +292,11 @@ class Desk:
         self._wake()
         return life
 
+    def given(self, slot: str) -> int:
+        """To how many agents the slot has been given."""
+        with self._lock:
+            return self._slots[slot].given if slot in self._slots else 0
+
     def vacant(self) -> list[str]:
         """The slots without an agent."""
         with self._lock:

@@ -332,7 +332,9 @@ class Launcher:
         another one be in its place, of which nothing is removed."""
         left = sweep_processes(self.run_id)
         sweep(self.run_id, (SHM, folder.held))
-        doors = [self.keys.door.endpoint, *(relay_endpoint(folder.path, host) for host in self.keys.hosts)]
+        given = {host: max(1, self.desk.given(host) if self.desk else 1) for host in self.keys.hosts}
+        doors = [relay_endpoint(folder.path, host, life) for host, lives in given.items() for life in range(lives)]
+        doors.append(self.keys.door.endpoint)
         for file in filter(None, map(socket_file, doors)):
             (folder.held / file.name if file.parent == folder.path else file).unlink(missing_ok=True)
         _clear(folder.held)

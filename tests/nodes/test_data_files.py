@@ -34,7 +34,7 @@ def jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def array(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    path.write_text(json.dumps(list(rows), indent=1))
+    path.write_text(json.dumps(list(rows), indent=1), encoding="utf-8-sig")  # with the mark that some editors put there
 
 
 def parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

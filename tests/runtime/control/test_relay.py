@@ -203,6 +203,14 @@ def test_a_shared_folder_without_sockets_is_done_without(b: Bench, tmp_path: Pat
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
 
 
+def test_an_agent_that_ends_late_leaves_its_successor_its_socket(b: Bench) -> None:
+    late, successor = Relay(b.join()), Relay(replace(b.join(), life=1))
+    b.stack.callback(successor.close)
+    files = [socket_file(one.endpoint) for one in (late, successor)]
+    late.close()
+    assert [file is not None and file.exists() for file in files] == [False, True]
+
+
 def test_a_value_of_the_board_comes_to_the_thread_that_beats(b: Bench) -> None:
     host = Host(b)
     rank = host.rank(0)
