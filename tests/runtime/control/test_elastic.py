@@ -199,8 +199,8 @@ def test_a_host_may_come_late_leave_and_come_back(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_update_that_is_about_to_read_what_a_dead_host_has_gives_its_groups_back(tmp_path: Path) -> None:
-    """Before anybody has missed the host, and while it makes others. The trainer has two ranks, of which each reads a
-    half: none of them begins."""
+    """While it makes others. The trainer has two ranks, of which each reads a half: none of them begins. Whether it is
+    the read that fails or the weights' way to the host is a matter of moments, and no bit depends on it."""
     updates, options = 12, {"lag": LAG, **delays(generate=20.0, update=300.0)}
     flags = toy_flags(updates=updates, **{**PINNED, "deadline": 12.0})
     meshes = ("trainer=dp2",)
@@ -210,10 +210,6 @@ def test_an_update_that_is_about_to_read_what_a_dead_host_has_gives_its_groups_b
         agent.kill()
         assert running.wait() == 0, running.errors
     assert comings(folder) == [("generator/1", "lost")]
-    (stage,) = (
-        s for segment in read_segments(folder / "events.log")[0] for s in segment.stages if s.facts["stage"] == "train"
-    )
-    assert sum(b"Unread" in step.event for step in stage.steps) == 2
     bits = undisturbed(tmp_path / "u", "toy", {"lag": LAG, **delays()}, updates)
     assert_as_if_nothing_had_happened(folder, updates, bits)
 
