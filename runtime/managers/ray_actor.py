@@ -15,9 +15,10 @@ SAID_BYTES = 2000
 class AgentHolder:
     """An actor with one agent, which ends with it."""
 
-    def run(self, ticket: bytes, environment: Mapping[str, str], folder: str) -> tuple[int, str]:
+    def run(self, ticket: bytes, environment: Mapping[str, str], folder: str, wait: float) -> tuple[int, str]:
         """Start an agent with the text of this ticket, and wait for its end: its exit status, and what it said last.
-        It runs in `folder`, the launcher's, if that is here, too, so that it finds the same modules."""
+        It runs in `folder`, the launcher's, if that is here, too, so that it finds the same modules; it waits for the
+        launcher for `wait` seconds."""
         if Path(folder).is_dir():
             os.chdir(folder)
         # In memory, readable by this user alone, and gone with the last process that has it, however that ends.
@@ -26,7 +27,7 @@ class AgentHolder:
         with os.fdopen(held, "wb") as file, TemporaryFile() as said:
             file.write(ticket)
             file.flush()
-            command = ["-m", "penstock.agent", "--ticket", "/proc/self/fd/0"]
+            command = ["-m", "penstock.agent", "--ticket", "/proc/self/fd/0", "--wait", f"{wait:g}"]
             agent = start(command, "", environment=environment, stdin=held, stdout=subprocess.DEVNULL, stderr=said)
             agent.wait()
             last = last_text(said, SAID_BYTES)

@@ -32,6 +32,8 @@ LEAVE_S = 5.0
 AGAIN_S = 3.0
 # How often in a row an agent is started again that has lived no longer than so many seconds.
 STARTS, LIVED_S = 3, 60.0
+# For how long it waits for the launcher, which was there when it asked for the actor: less than an agent that lives.
+WAIT_S = 30.0
 # Seconds between two looks, and between two at what the cluster has.
 LOOK_S, STATE_S = 0.1, 1.0
 
@@ -119,7 +121,8 @@ class Driver:
         )
         place.actor, place.began, place.starts = kind.remote(), monotonic(), place.starts + 1
         # An argument of a call, and not of the actor's making, which Ray keeps to make it again.
-        place.ref = place.actor.run.remote(self.ticket, {HOSTNAME: place.name, ORDER: str(place.number)}, self.folder)
+        environment = {HOSTNAME: place.name, ORDER: str(place.number)}
+        place.ref = place.actor.run.remote(self.ticket, environment, self.folder, WAIT_S)
 
     def _end(self, place: Place, ref: Any) -> None:
         try:

@@ -77,6 +77,9 @@ class Slices:
     def get_shape(self) -> list[int]:
         return list(self.piece.get_shape())
 
+    def get_dtype(self) -> str:
+        return str(self.piece.get_dtype())
+
     def __getitem__(self, region: Any) -> Tensor:
         tensor: Tensor = self.piece[region]
         self.read[self.name] += tensor.nbytes

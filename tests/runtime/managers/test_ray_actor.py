@@ -10,17 +10,17 @@ NOWHERE = "no folder"
 
 
 def test_how_an_agent_has_ended_and_what_it_said_last_comes_back() -> None:
-    status, said = AgentHolder().run(b"no ticket", {}, NOWHERE)
+    status, said = AgentHolder().run(b"no ticket", {}, NOWHERE, 0.5)
     assert status == 2
     assert "not a key file" in said
 
 
 def test_a_ticket_is_understood_and_none_of_it_is_said(tmp_path: Path) -> None:
-    """Its desk has a host name that nobody knows, upon which an agent gives up at once."""
+    """Its desk has a host name that nobody knows, and for which it waits half a second."""
     ticket = Ticket("job", "nobody.invalid:1", "k" * 40, "secret-token")
     ticket.write(tmp_path / "ticket.json")
     before = os.getcwd()
-    status, said = AgentHolder().run((tmp_path / "ticket.json").read_bytes(), {}, NOWHERE)
+    status, said = AgentHolder().run((tmp_path / "ticket.json").read_bytes(), {}, NOWHERE, 0.5)
     assert status == 1
     assert "nobody.invalid" in said
     assert ticket.token not in said
