@@ -209,8 +209,7 @@ class Controller:
             case Hello(role=role):
                 self.alive.add(peer)
                 if role == "rank":
-                    again = peer.rpartition(":")[0] in self.lost
-                    restore = (self.cut.written, self.cut.folder.name) if self.cut and not again else ()
+                    restore = self._restored_by(peer.rpartition(":")[0])
                     self.server.send(peer, Setup(self._config, restore))
             case AgentReady(host=host, life=life):
                 self.agents[host] = life
@@ -431,6 +430,15 @@ class Controller:
     def _host(self, peer: str) -> str:
         replica, _, name = peer.rpartition(":")
         return name if replica == "agent" else self.ranks[replica, int(name)].host
+
+    def _restored_by(self, replica: str) -> tuple[str, ...]:
+        """The names of the checkpoint of which a replica takes up its part; none where it has none: it was lost since,
+        or may not have been there when the checkpoint was made, and no group had anything from it."""
+        if self.cut is None or replica in self.lost:
+            return ()
+        if replica in self.elastic and all(replica not in group[1].values() for group in self.cut.cut["groups"]):
+            return ()
+        return self.cut.written, self.cut.folder.name
 
     def _spelled(self, peer: str) -> str:
         """A peer in words: which rank, or whose agent."""

@@ -1,5 +1,6 @@
 """What a rank of a trainer holds, by component, as torch's memory tracker counts it during our own update."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
@@ -114,6 +115,7 @@ def counted(config: ModelConfig, how: Context, lora: Lora | None = None) -> tupl
             policy_update.fn(learner, rows, Advantages(torch.ones(len(rows))), loss=reinforce, micro_tokens=TOKENS)
 
         update()
+        gc.collect()  # what goes in cycles would go at some moment of the next step
         held = counter.live
 
         def begin(*_: Any) -> None:
