@@ -65,8 +65,8 @@ TICK = 0.25
 DISMISS_S = 2.0
 # Seconds between two lists of the run's processes, while ranks come.
 LIST_S = 1.0
-# How often a lost replica is started that ends before it is ready.
-STARTS = 3
+# How often a lost replica is started that ends before it is ready; and how often one at all whose weights do not come.
+STARTS, MOST_STARTS = 3, 12
 
 
 class Controller:
@@ -399,7 +399,10 @@ class Controller:
         """A rank has answered, or says that it cannot."""
         replica = peer.rpartition(":")[0]
         if isinstance(result.event, Abort):
-            self._fail(FailureCode.TRANSFER, result.event.error, replica=replica if replica in self.elastic else "")
+            # One that was started again may have heard what was on its way to the one before it.
+            again = replica in self.elastic and 1 < self._starts[replica] <= MOST_STARTS
+            if not (again and self._do_without(peer, result.event.error)):
+                self._fail(FailureCode.TRANSFER, result.event.error, replica=replica if replica in self.elastic else "")
         elif self.session.running:
             if result.unread and result.unread[1] == self.session.life(result.unread[0]):
                 # It has not been missed yet.
