@@ -400,9 +400,9 @@ class Controller:
         replica = peer.rpartition(":")[0]
         if isinstance(result.event, Abort):
             # One that was started again may have heard what was on its way to the one before it.
-            again = replica in self.elastic and 1 < self._starts[replica] <= MOST_STARTS
+            again = 1 < self._starts[replica] <= MOST_STARTS
             if not (again and self._do_without(peer, result.event.error)):
-                self._fail(FailureCode.TRANSFER, result.event.error, replica=replica if replica in self.elastic else "")
+                self._fail(FailureCode.TRANSFER, result.event.error, replica=replica)
         elif self.session.running:
             if result.unread and result.unread[1] == self.session.life(result.unread[0]):
                 # It has not been missed yet.
@@ -458,9 +458,8 @@ class Controller:
             for peer in self.server.send_all(self.peers[replica], order):
                 text = f"{self.config.plan.spelled(replica, int(peer.rpartition(':')[2]))} cannot be reached"
                 # It lacks this order, whatever becomes of its connection.
-                if replica in self.elastic and self._do_without(peer, text):
-                    continue
-                self._fail(FailureCode.UNREACHABLE, text, peer, replica=replica if replica in self.elastic else "")
+                if not self._do_without(peer, text):
+                    self._fail(FailureCode.UNREACHABLE, text, peer, replica=replica)
 
     def _fail(self, code: FailureCode, text: str, *gone: str, doubtful: bool = False, replica: str = "") -> None:
         """Report a failure. `gone` are the peers that are lost by it."""
