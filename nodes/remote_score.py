@@ -6,7 +6,9 @@ is tried again; one that fails for good, or has no end in time, fails its group.
 
 All calls of a rank are made from one event loop, in a thread of its own, so that clients of asynchronous libraries can
 be shared. A function that is not `async` has a thread for each call. A thread cannot be killed: where such a call is
-overdue, its thread goes on until the function returns, so the function should have a timeout of its own.
+overdue, its thread goes on until the function returns, so the function should have a timeout of its own. An `async`
+function that waits without `await` holds up all others: after a while it is told by its name, and the groups in work
+fail.
 """
 
 import asyncio
@@ -35,6 +37,8 @@ RemoteRule = Callable[[str, str, str], float] | Callable[[str, str, str], Awaita
 
 # Seconds before the first retry of a call; each further one waits twice as long, up to the other.
 PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
+# Seconds between two beats of the event loop, and seconds beyond a call's deadline without one.
+BEAT_S, SILENT_S = 0.5, 5.0
 # Of a server's answer, so many bytes are read.
 MOST_BYTES = 1 << 20
 
@@ -44,12 +48,21 @@ class RemoteScorer:
     may take `deadline` seconds, and is tried `retries` times more."""
 
     def __init__(self, by: RemoteRule, concurrency: int, deadline: float, retries: int) -> None:
-        self.by, self.deadline, self.retries = by, deadline, retries
-        self.places = asyncio.Semaphore(concurrency)
+        self.by, self.concurrency, self.deadline, self.retries = by, concurrency, deadline, retries
         self.groups: dict[Future[tuple[Rewards, Metrics]], Any] = {}
+        self.rows: dict[asyncio.Task[Any], tuple[Rollouts, int]] = {}
         self.news = Event()
-        self.loop = asyncio.new_event_loop()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.loop, self.places, self.silent_s = asyncio.new_event_loop(), asyncio.Semaphore(self.concurrency), 0.0
+        self.loop.call_soon(self._beat, self.loop)
         Thread(target=self.loop.run_forever, name="remote_score", daemon=True).start()
+
+    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        if loop is self.loop:
+            self.silent_s = 0.0
+            loop.call_later(BEAT_S, self._beat, loop)
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
         group = asyncio.run_coroutine_threadsafe(self._group(inputs["rollouts"]), self.loop)
@@ -58,7 +71,10 @@ class RemoteScorer:
 
     def step(self) -> Sequence[tuple[Any, Any]]:
         """The groups whose rows are all answered, or of which one failed; a moment's wait for the first one."""
-        self.news.wait(STEP_S)
+        # In steps, so that time in which this process was stopped does not count.
+        self.silent_s = 0.0 if self.news.wait(STEP_S) else self.silent_s + STEP_S
+        if self.silent_s > self.deadline + SILENT_S:
+            self._tell_silence()
         # Before looking: what ends meanwhile is seen now or ends the next wait.
         self.news.clear()
         done = [group for group in self.groups if group.done()]
@@ -67,10 +83,23 @@ class RemoteScorer:
     def busy(self) -> bool:
         return bool(self.groups)
 
+    def _tell_silence(self) -> None:
+        """Raises ScoreError for the call that holds the event loop up."""
+        said = f": has waited for over {self.deadline:g} s without await, which holds up all other calls; "
+        said += "needed await, or a function that is not async"
+        call = asyncio.current_task(self.loop)
+        if call is not None and call in self.rows:
+            raise ScoreError.on(self.by, *self.rows[call], said)
+        raise ScoreError(f"remote_score{said}")
+
     def reset(self) -> None:
         for group in self.groups:
             group.cancel()
         self.groups.clear()
+        self.rows.clear()
+        if self.silent_s > self.deadline:
+            # Its thread goes on until the function returns.
+            self._begin()
 
     async def _group(self, rollouts: Rollouts) -> tuple[Rewards, Metrics]:
         rows = [asyncio.ensure_future(self._row(rollouts, row)) for row in range(len(rollouts))]
@@ -93,8 +122,7 @@ class RemoteScorer:
         for tried in range(self.retries + 1):
             async with self.places:
                 try:
-                    async with asyncio.timeout(self.deadline):
-                        return reward_of(await self._ask(given)), tried
+                    return reward_of(await self._ask(given, (rollouts, row))), tried
                 except TimeoutError as error:
                     cause: Exception = error
                     why = str(error) or f"no answer within {self.deadline:g} s"
@@ -107,32 +135,51 @@ class RemoteScorer:
         what = f": {self.retries + 1} calls failed, the last with {why}"
         raise ScoreError.on(self.by, rollouts, row, what) from cause
 
-    async def _ask(self, given: tuple[str, str, str]) -> Any:
-        if inspect.iscoroutinefunction(self.by):
-            return await self.by(*given)
-        answer: asyncio.Future[Any] = self.loop.create_future()
+    async def _ask(self, given: tuple[str, str, str], row: tuple[Rollouts, int]) -> Any:
+        """What the function answers. Raises what it has raised, and TimeoutError at the deadline."""
+        # A task of its own: a function that goes on when it is cancelled is not waited for.
+        call = self.loop.create_task(self._called(given))
+        self.rows[call] = row
+        call.add_done_callback(lambda _: self.rows.pop(call, None))
+        try:
+            await asyncio.wait({call}, timeout=self.deadline)
+            if not call.done():
+                raise TimeoutError
+            answer, error = call.result()
+        finally:
+            call.cancel()
+        if isinstance(error, Exception):
+            raise error
+        if error is not None:  # it would end the event loop, and the calls of all others
+            raise RuntimeError(f"{type(error).__name__} {error}".strip()) from error
+        return answer
 
-        def settle(outcome: Any, error: Exception | None) -> None:
+    async def _called(self, given: tuple[str, str, str]) -> tuple[Any, BaseException | None]:
+        """(what the function answers, what it raises instead)."""
+        answer: asyncio.Future[tuple[Any, BaseException | None]] = self.loop.create_future()
+
+        def settle(outcome: Any, error: BaseException | None) -> None:
             if not answer.done():  # nobody waits for one that is overdue
-                answer.set_result(outcome) if error is None else answer.set_exception(error)
+                answer.set_result((outcome, error))
 
         def work() -> None:
-            outcome: tuple[Any, Exception | None]
             try:
                 outcome = self.by(*given), None
-            except Exception as error:
+            except BaseException as error:
                 outcome = None, error
             self.loop.call_soon_threadsafe(settle, *outcome)
 
+        if inspect.iscoroutinefunction(self.by):
+            try:
+                return await self.by(*given), None
+            except BaseException as error:
+                return None, error
         Thread(target=work, name="remote_score", daemon=True).start()
         return await answer
 
 
 def _outcome(group: Future[tuple[Rewards, Metrics]]) -> Any:
-    # A function may cancel the task that calls it.
-    return (
-        ScoreError("remote_score: a call was cancelled") if group.cancelled() else group.exception() or group.result()
-    )
+    return group.exception() or group.result()
 
 
 def make_remote_scorer(context: Context, **options: Any) -> RemoteScorer:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from threading import Barrier, Event
@@ -171,6 +172,57 @@ def test_an_async_function_is_awaited_and_given_up_at_its_deadline() -> None:
     late = played(scorer(partial(judge, first=3600.0), deadline=0.5), {0: group(0, "1"), 1: group(1, "2")})
     assert isinstance(late[0], ScoreError)
     assert late[1][0].values_N.tolist() == [2.0]
+
+
+async def leaves(prompt: str, response: str, answer: str, *, how: type[BaseException]) -> float:
+    """Ends what calls it, but of "2"."""
+    if response != "2":
+        raise how
+    return 2.0
+
+
+@pytest.mark.parametrize("how", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_a_function_that_ends_its_caller_fails_its_group_alone(how: type[BaseException]) -> None:
+    found = played(scorer(partial(leaves, how=how), retries=1), {0: group(0, "1", "2"), 1: group(1, "2")})
+    assert isinstance(found[0], ScoreError)
+    assert f"group 0, row 0: 2 calls failed, the last with RuntimeError: {how.__name__}" in str(found[0])
+    assert found[1][0].values_N.tolist() == [2.0]
+
+
+async def goes_on(prompt: str, response: str, answer: str) -> float:
+    """Of "1" never ends, whatever it is told."""
+    while response == "1":
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600.0)
+    return float(response)
+
+
+def test_a_function_that_goes_on_when_it_is_cancelled_is_not_waited_for() -> None:
+    found = played(scorer(goes_on, deadline=0.2, concurrency=1), {0: group(0, "1"), 1: group(1, "2")})
+    assert isinstance(found[0], ScoreError)
+    assert "no answer within 0.2 s" in str(found[0])
+    assert found[1][0].values_N.tolist() == [2.0]
+
+
+async def holds_up(prompt: str, response: str, answer: str, *, until: Event) -> float:
+    """Of "1" waits without await."""
+    if response == "1":
+        until.wait(PATIENCE_S)
+    return float(response)
+
+
+def test_a_function_that_waits_without_await_is_named_and_later_calls_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "BEAT_S", 0.05)
+    monkeypatch.setattr(module, "SILENT_S", 1.0)
+    release = Event()
+    made = scorer(partial(holds_up, until=release), deadline=0.2)
+    with pytest.raises(ScoreError, match=r"holds_up on group 0, row 1: .* without await"):
+        played(made, {0: group(0, "2", "1"), 1: group(1, "3")})
+    made.reset()
+    assert played(made, {1: group(1, "3")})[1][0].values_N.tolist() == [3.0]
+    release.set()
 
 
 def test_groups_that_are_given_up_are_asked_about_no_more() -> None:
