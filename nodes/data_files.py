@@ -202,7 +202,7 @@ def _mapped(rows: Iterable[Row], path: str) -> Iterator[Row]:
     for row in rows:
         try:
             fields = function(dict(row.fields))
-        except Exception as error:  # whatever a user's function raises is told with the row
+        except (Exception, SystemExit) as error:  # whatever a user's function raises is told with the row
             raise DataError(f"{row.place}: {path} raised {type(error).__name__}: {error}") from error
         if fields is not None and not isinstance(fields, dict):
             raise row.lack(f"a {type(fields).__name__} from {path}", "a dict, or None to leave the row out")
@@ -213,16 +213,17 @@ def _mapped(rows: Iterable[Row], path: str) -> Iterator[Row]:
 def open_table(context: Context) -> Table:
     """All rows of what `context.data` and `context.data_split` name. Raises DataError."""
     data, wanted, path = context.data, context.data_split, Path(context.data)
+    flag = "--eval-split" if context.split == "whole" else "--data-split"
     if path.is_file():
         if wanted:
-            raise DataError(f"--data-split: given {wanted!r} of the file {data}, needed a directory or a data set")
+            raise DataError(f"{flag}: given {wanted!r} of the file {data}, needed a directory or a data set")
         return Table(list(_file_rows(path)), data)
     if path.is_dir() and any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
         library = _library("datasets", data)
         try:
             saved = library.load_from_disk(data)
             splits = dict(saved) if hasattr(saved, "keys") else {"train": saved}
-            name, rows = _chosen(splits, wanted, data)
+            name, rows = _chosen(splits, wanted, data, flag)
             return Table(_numbered(rows, f"{data} ({name})"), data)
         except DataError:
             raise
@@ -235,9 +236,9 @@ def open_table(context: Context) -> Table:
             files.setdefault(_split_of(file.relative_to(path)), []).append(file)
         if not files:
             raise DataError(f"{data}: given a directory without one of {', '.join(_SUFFIXES)}, needed a file of rows")
-        _, chosen = _chosen(files, wanted, data)
+        _, chosen = _chosen(files, wanted, data, flag)
         return Table([row for file in chosen for row in _file_rows(file)], data)
-    return _hub_table(data, wanted)
+    return _hub_table(data, wanted, flag)
 
 
 def is_on_hub(data: str) -> bool:
@@ -245,7 +246,7 @@ def is_on_hub(data: str) -> bool:
     return bool(_HUB.fullmatch(data)) and not data.endswith(_SUFFIXES)
 
 
-def _hub_table(data: str, wanted: str) -> Table:
+def _hub_table(data: str, wanted: str, flag: str) -> Table:
     match = _HUB.fullmatch(data)
     assert match is not None
     name, config, revision = match["name"], match["config"], match["revision"]
@@ -261,7 +262,7 @@ def _hub_table(data: str, wanted: str) -> Table:
     # Where the Hub cannot be reached, the library takes what it has, of whatever revision.
     if revision and _COMMIT.fullmatch(revision) and found != revision:
         raise DataError(f"data: given {data!r} and a cache of revision {found}, needed that revision, or the Hub")
-    split, _ = _chosen(dict(builder.info.splits), wanted, data)
+    split, _ = _chosen(dict(builder.info.splits), wanted, data, flag)
     pinned = f"{name}:{config}@{found}" if config else f"{name}@{found}"
     return Table(_numbered(builder.as_dataset(split=split), f"{pinned} ({split})"), pinned)
 
@@ -278,11 +279,11 @@ def _split_of(file: Path) -> str:
     return next((word for word in reversed(words) if word in _SPLITS), "train")
 
 
-def _chosen(splits: Mapping[str, T], wanted: str, data: str) -> tuple[str, T]:
+def _chosen(splits: Mapping[str, T], wanted: str, data: str, flag: str) -> tuple[str, T]:
     name = wanted or ("train" if "train" in splits or len(splits) != 1 else next(iter(splits)))
     if name not in splits:
         given = repr(wanted) if wanted else "none"
-        raise DataError(f"--data-split: given {given} of {data}, needed one of {', '.join(sorted(splits))}")
+        raise DataError(f"{flag}: given {given} of {data}, needed one of {', '.join(sorted(splits))}")
     return name, splits[name]
 
 

@@ -37,8 +37,8 @@ RemoteRule = Callable[[str, str, str], float] | Callable[[str, str, str], Awaita
 
 # Seconds before the first retry of a call; each further one waits twice as long, up to the other.
 PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
-# Seconds between two beats of the event loop, and seconds beyond a call's deadline without one.
-BEAT_S, SILENT_S = 0.5, 5.0
+# Seconds between two ticks of the event loop, and seconds beyond a call's deadline without one.
+TICK_S, SILENT_S = 0.5, 5.0
 # Of a server's answer, so many bytes are read.
 MOST_BYTES = 1 << 20
 
@@ -56,13 +56,15 @@ class RemoteScorer:
 
     def _begin(self) -> None:
         self.loop, self.places, self.silent_s = asyncio.new_event_loop(), asyncio.Semaphore(self.concurrency), 0.0
-        self.loop.call_soon(self._beat, self.loop)
+        self.loop.call_soon(self._tick, self.loop)
         Thread(target=self.loop.run_forever, name="remote_score", daemon=True).start()
 
-    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
-        if loop is self.loop:
-            self.silent_s = 0.0
-            loop.call_later(BEAT_S, self._beat, loop)
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        if loop is not self.loop:
+            loop.stop()
+            return
+        self.silent_s = 0.0
+        loop.call_later(TICK_S, self._tick, loop)
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
         group = asyncio.run_coroutine_threadsafe(self._group(inputs["rollouts"]), self.loop)
@@ -138,7 +140,7 @@ class RemoteScorer:
     async def _ask(self, given: tuple[str, str, str], row: tuple[Rollouts, int]) -> Any:
         """What the function answers. Raises what it has raised, and TimeoutError at the deadline."""
         # A task of its own: a function that goes on when it is cancelled is not waited for.
-        call = self.loop.create_task(self._called(given))
+        call = asyncio.create_task(self._called(given))
         self.rows[call] = row
         call.add_done_callback(lambda _: self.rows.pop(call, None))
         try:
@@ -156,18 +158,20 @@ class RemoteScorer:
 
     async def _called(self, given: tuple[str, str, str]) -> tuple[Any, BaseException | None]:
         """(what the function answers, what it raises instead)."""
-        answer: asyncio.Future[tuple[Any, BaseException | None]] = self.loop.create_future()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
         def settle(outcome: Any, error: BaseException | None) -> None:
             if not answer.done():  # nobody waits for one that is overdue
                 answer.set_result((outcome, error))
 
         def work() -> None:
+            outcome: tuple[Any, BaseException | None]
             try:
                 outcome = self.by(*given), None
             except BaseException as error:
                 outcome = None, error
-            self.loop.call_soon_threadsafe(settle, *outcome)
+            loop.call_soon_threadsafe(settle, *outcome)
 
         if inspect.iscoroutinefunction(self.by):
             try:

@@ -89,6 +89,11 @@ class Tokenizer:
         """One more than the largest token."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
+    @cached_property
+    def words(self) -> list[str]:
+        """What each token says alone."""
+        return self.backend.decode_batch([[token] for token in range(self.vocab_size)])
+
     def encode(self, text: str) -> list[int]:
         """The tokens of a text by itself, without any that mark its beginning or end."""
         return self._encode(text)

@@ -59,7 +59,8 @@ def can_stop(call: Call) -> None:
     given = call.options.get("stop", ())
     texts = given if isinstance(given, (tuple, list)) else [given]
     spec = spec_of(call, "behaviour") if texts else None
-    told = [(text, never_said(text, None if spec is None else spec.tokenizer)) for text in texts]
+    tokenizer, most = (None, 0) if spec is None or call.context is None else (spec.tokenizer, call.context.max_tokens)
+    told = [(text, never_said(text, tokenizer, most)) for text in texts]
     if faults := [(text, needed) for text, needed in told if needed]:
         what, where = f"{call.what}: option 'stop'", call.node.where
         raise GraphError(*(Fault("stop-never-matches", what, repr(text), needed, where) for text, needed in faults))

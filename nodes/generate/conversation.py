@@ -53,17 +53,26 @@ class Response(NamedTuple):
         return Response(self.tokens[count:], self.logprobs[count:], self.versions[count:], self.finished)
 
 
-def never_said(text: Any, tokenizer: Tokenizer | None) -> str:
-    """What is needed of a stop string that can never match, or always does; otherwise nothing."""
+def never_said(text: Any, tokenizer: Tokenizer | None, max_tokens: int = 0) -> str:
+    """What is needed of a stop string that can never match, in responses of so many tokens (0: any number), or always
+    does; otherwise nothing."""
     if not isinstance(text, str) or not text:
         return "texts that are not empty"
+    if tokenizer is None:
+        return ""
     try:
         # Thrice, so that what a tokenizer does at the beginning and the end of a text is not done to the second.
-        if tokenizer is None or text in tokenizer.decode(tokenizer.encode(3 * text)):
-            return ""
+        sayable = text in tokenizer.decode(tokenizer.encode(3 * text))
     except TokenizerError:
-        pass
-    return "a text that the model can say, without special tokens and as its tokenizer writes it"
+        sayable = False
+    if not sayable:
+        return "a text that the model can say, without special tokens and as its tokenizer writes it"
+    if 0 < max_tokens < len(text):
+        # With a space that may be left out alone.
+        most = max_tokens * (1 + max(map(len, tokenizer.words)))
+        if len(text) > most:
+            return f"at most {most} characters: a response of {max_tokens} tokens (--max-tokens) cannot say more"
+    return ""
 
 
 class StopStrings:
@@ -78,10 +87,11 @@ class StopStrings:
         # A text of so many bytes has at most so many tokens, and some may say nothing.
         self.reach = max(len(text.encode()) for text in texts) + 4
         last = {text[-1] for text in texts}
-        said = tokenizer.backend.decode_batch([[token] for token in range(tokenizer.vocab_size)])
         # Few tokens can complete one: only these are looked at. What a part of a character says is not known alone, and
         # a space may be left out at the beginning.
-        self.completing = np.array([not text.strip() or "\ufffd" in text or bool(last & {*text}) for text in said])
+        self.completing = np.array(
+            [not text.strip() or "\ufffd" in text or bool(last & {*text}) for text in tokenizer.words]
+        )
 
     def end(self, tokens: IntArray) -> bool:
         """Whether the last of a response's tokens ends it."""

@@ -30,6 +30,8 @@ from penstock.nodes.model.lora import A, B, Lora, initial, is_adapter, merged
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", "adapter_model.safetensors"
+# What stands in place of a large file in a clone without Git LFS begins with it.
+LFS = b"version https://git-lfs"
 # What peft's names begin with.
 PEFT = "base_model.model."
 # Of one file of weights.
@@ -298,6 +300,8 @@ def _pieces(paths: Sequence[Path]) -> dict[str, Any]:
         try:
             file: Any = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
+            if path.is_file() and path.open("rb").read(len(LFS)) == LFS:
+                raise ModelError(f"{path}: given a pointer of Git LFS, needed the file: git lfs pull") from None
             raise ModelError(f"{path}: cannot be read: {error}") from error
         pieces |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
     return pieces

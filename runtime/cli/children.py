@@ -10,6 +10,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import sys
 import traceback
@@ -39,6 +40,8 @@ from penstock.runtime.control.run_config import EVALUATION, RunConfig, RunOption
 from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.folder import RunFolder
 
+# What makers say of what they lack.
+LACK = re.compile(r"(?P<place>.*?: )??given (?P<given>.+?)[,;] needed (?P<needed>.+)", re.DOTALL)
 # What the names of our modules begin with; the last is the one that a child was started with.
 OURS = ("penstock.", "importlib", "__main__")
 
@@ -89,7 +92,7 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
             known = {name: value for name, value in (program.defaults | vars(flags)).items() if name in fields}
             asked = RunFlags(**known)
             wanted = asked.options(asked.model)
-            faults += [*clashes(program, "run").values(), *unmet(made, wanted)]
+            faults += [*clashes(program, "run").values(), *(fault for fault, _ in unmet(made, wanted))]
             faults = faults or _tried(made, wanted)[0]
             faults.sort(key=by_place)
         elif verb == "run" and not faults and flags.on not in ELSEWHERE:
@@ -230,8 +233,8 @@ def try_inputs(graphs: Sequence[Graph], flags: RunOptions, sources: dict[str, So
                 load(node.op)
             for _, option in node.options:
                 resolve(option)
-    for fault in unmet(graphs, flags):
-        raise ValueError(fault.given)
+    for _, text in unmet(graphs, flags):
+        raise ValueError(text)
     for graph in graphs:
         # Not before its requirements are met: a source may open what they look for.
         for argument in graph.sources:
@@ -246,8 +249,9 @@ def try_inputs(graphs: Sequence[Graph], flags: RunOptions, sources: dict[str, So
     return list(dict.fromkeys(faults))
 
 
-def unmet(graphs: Sequence[Graph], flags: RunOptions) -> Iterator[Fault]:
-    """What makers require (`requires`) and a run of these graphs does not have, in program order. Nothing is made.
+def unmet(graphs: Sequence[Graph], flags: RunOptions) -> Iterator[tuple[Fault, str]]:
+    """What makers require (`requires`) and a run of these graphs does not have, in program order, each as a fault and
+    as a text. Nothing is made.
 
     What several values lack is told of the first of them.
     """
@@ -263,20 +267,25 @@ def unmet(graphs: Sequence[Graph], flags: RunOptions) -> Iterator[Fault]:
             required_ones = requirements(load(argument.maker))
         except GraphError as error:
             known = [fault for fault in error.faults if argument.maker]  # `check` has told of one that is missing
-            yield from (dataclasses.replace(fault, what=f"{what}: maker", where=argument.where) for fault in known)
+            for fault in known:
+                yield dataclasses.replace(fault, what=f"{what}: maker", where=argument.where), fault.given
             continue
         for required in required_ones:
             try:
                 required(context)
             except ValueError as error:
-                if (required, str(error)) not in told:
+                if (required, text := str(error)) not in told:
                     needed = f"what {getattr(required, '__name__', 'its check')} requires ({defined(required)})"
-                    yield Fault("unmet-requirement", what, str(error), needed, argument.where)
-                told.add((required, str(error)))
+                    lack = LACK.fullmatch(text)
+                    given, needed = (
+                        (f"{lack['place'] or ''}{lack['given']}", lack["needed"]) if lack else (text, needed)
+                    )
+                    yield Fault("unmet-requirement", what, given, needed, argument.where), text
+                told.add((required, text))
     makers = [opened(argument.maker) for argument in arguments.values() if argument.kind == "carried"]
     if flags.lora and graphs and not any(maker is not None and maker.lora for maker in makers):
         given = f"{flags.lora} and {graphs[0].name}, of which no value has adapters"
-        yield Fault("unmet-requirement", "--lora", given, "a program with a policy that learns", "")
+        yield Fault("unmet-requirement", "--lora", given, "a program with a policy that learns", ""), given
 
 
 def check_meshes(graphs: Sequence[Graph], flags: RunOptions) -> None:

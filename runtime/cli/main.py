@@ -190,7 +190,7 @@ def check(argv: Sequence[str]) -> int:
         cluster = machines(traced.flags, traced.gpus)
         device = "cuda" if planned else choose_device(traced.flags.device, graphs, cluster)
         faults = [*plan_lacks(traced, cluster), *faults, *precision_lacks(graphs, cluster, device)]
-        faults += invariance_lacks(graphs, device, ()) if traced.flags.invariant else ()
+        faults += invariance_lacks(graphs, device, traced.flags.mesh) if traced.flags.invariant else ()
     if graphs and (traced.flags.cluster or traced.flags.engine != CheckFlags.engine):
         from penstock.runtime.cli.planned import engine_lacks
 

@@ -103,6 +103,10 @@ def test_a_split_is_chosen_and_another_one_measured_on_whole(tmp_path: Path, wri
     jsonl(file, ROWS)
     with pytest.raises(DataError, match="--data-split: given 'test' of the file"):
         open_prompts(Context(data=str(file), data_split="test"))
+    # The flag that the split was given with.
+    for data, said in ((tmp_path, "--eval-split: given 'dev' of"), (file, "--eval-split: given 'dev' of the file")):
+        with pytest.raises(DataError, match=said):
+            open_prompts(Context(data=str(data), eval_split="dev").evaluation())
 
 
 def test_splits_are_not_mixed_and_a_directory_has_files(tmp_path: Path) -> None:
@@ -171,6 +175,8 @@ def test_fields_are_named_or_made_by_a_function_of_the_row(tmp_path: Path) -> No
     parquet(tmp_path / "d.parquet", [*MATH, {"problem": "p", "answer": 1, "level": 4}])
     with pytest.raises(DataError, match=r"d\.parquet, row 4: .*of_math raised KeyError"):
         open_prompts(replace(given, row=OF_MATH, data=str(tmp_path / "d.parquet")))
+    with pytest.raises(DataError, match=r"d\.parquet, row 1: sys:exit raised SystemExit"):
+        open_prompts(replace(given, row="sys:exit", data=str(tmp_path / "d.parquet")))
     jsonl(tmp_path / "d.jsonl", MATH[2:])
     with pytest.raises(DataError, match=r"given no row that .*of_math keeps"):
         open_prompts(replace(given, row=OF_MATH))

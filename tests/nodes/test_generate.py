@@ -21,7 +21,7 @@ from penstock.nodes import fake
 from penstock.nodes.fake import FakeEngine, FakePolicy, fake_environment, fake_generate, fake_score, fake_update
 from penstock.nodes.generate import attention, generate, make_engine
 from penstock.nodes.generate.attention import attend
-from penstock.nodes.generate.conversation import SampledGroup
+from penstock.nodes.generate.conversation import SampledGroup, never_said
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.kv_cache import Cache, CacheSize, DecodeMemory
 from penstock.nodes.generate.sampling import Sampler, keyed_uniform
@@ -31,7 +31,7 @@ from penstock.nodes.model import CausalLM, ModelConfig, ModelError
 from penstock.nodes.model.compiled import NoCompilerWarning
 from penstock.nodes.policy import LanguagePolicy, make_policy
 from penstock.nodes.prefixes import after_tokens, cut
-from penstock.nodes.tokenizer import Tokenizer
+from penstock.nodes.tokenizer import Tokenizer, byte_tokenizer
 from tests.nodes.tiny_model import CONFIG, TOKENIZER, model, save, weights
 
 TEXTS = ("1+2=", "37+58=", "abc" * 5, "9", "0123456789+-=abc0", "12-7=" * 9, "4+4=", "77-")
@@ -462,6 +462,15 @@ def test_what_cannot_work_is_an_error(context: Context, changes: dict[str, Any],
 def test_a_stop_string_that_the_model_cannot_say_is_an_error(context: Context, text: str) -> None:
     with pytest.raises(ValueError, match=f"option 'stop': given '{text}', needed"):
         make_engine(context, stop=("1", text))
+
+
+def test_a_stop_string_that_is_longer_than_any_response_is_told(context: Context) -> None:
+    tokenizer = byte_tokenizer()
+    # Each token says one character at most, and perhaps a space.
+    most = 3 * (1 + max(map(len, tokenizer.words)))
+    assert not never_said("x" * most, tokenizer, 3)
+    assert f"at most {most} characters" in never_said("x" * (most + 1), tokenizer, 3)
+    assert not never_said("x" * 9999, tokenizer)
 
 
 def test_an_engine_that_has_released_its_memory_samples_the_same(context: Context) -> None:

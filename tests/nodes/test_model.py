@@ -308,6 +308,12 @@ def without_shard(folder: Path) -> None:
         (lambda folder: (folder / WEIGHTS).rename(folder / "x.bin"), r"given x\.bin, needed model\.safetensors"),
         (lambda folder: (folder / WEIGHTS).unlink(), r"given no weights, needed model\.safetensors"),
         (lambda folder: (folder / WEIGHTS).write_bytes(b"none"), r"model\.safetensors: cannot be read"),
+        (
+            lambda folder: (folder / WEIGHTS).write_bytes(
+                b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"
+            ),
+            r"model\.safetensors: given a pointer of Git LFS, needed the file: git lfs pull",
+        ),
         (lambda folder: (folder / INDEX).write_text("{}"), "given weight_map None, needed the file of each tensor"),
         (
             lambda folder: (folder / INDEX).write_text('{"weight_map": {"a": 1}}'),

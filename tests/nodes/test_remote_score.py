@@ -214,7 +214,7 @@ async def holds_up(prompt: str, response: str, answer: str, *, until: Event) -> 
 def test_a_function_that_waits_without_await_is_named_and_later_calls_are_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "BEAT_S", 0.05)
+    monkeypatch.setattr(module, "TICK_S", 0.05)
     monkeypatch.setattr(module, "SILENT_S", 1.0)
     release = Event()
     made = scorer(partial(holds_up, until=release), deadline=0.2)

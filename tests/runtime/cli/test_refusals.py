@@ -20,10 +20,12 @@ FP8_ON_CPU = (
 )
 INT8_OF_ADAPTERS = r"aipo\.py:\d+: generate: input 'behaviour' \[no-precision\].*given +int8 with adapters of rank 2"
 INVARIANT_INT8 = r"aipo\.py:\d+: --invariant \[not-invariant\].*given +weights in int8 \(from broadcast\)"
+INVARIANT_TP = r"--invariant \[not-invariant\].*given +generator=tp2"
 NOT_COMPUTED = (
     ("--generator-precision fp8", FP8_ON_CPU),
     ("--generator-precision int8 --lora 2", INT8_OF_ADAPTERS),
     ("--invariant --generator-precision int8", INVARIANT_INT8),
+    ("--invariant --mesh generator=tp2", INVARIANT_TP),
 )
 RANGE = "--on agents --lost-replica replace --generators 2..8"
 JOB = "--on kubernetes --image i --claim c --agents 2"
@@ -95,7 +97,6 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         ("run dapo --versions pinned --model new", 2, 'versions="pinned": given the filter keep'),
         ("run curriculum --on-failure replace --model new", 2, 'on_failure="replace": given choose'),
         *((f"run aipo {words}", 1, said) for words, said in NOT_COMPUTED),
-        ("run aipo --invariant --mesh generator=tp2", 1, r"not-invariant.*given +generator=tp2"),
         ("run aipo --invariant --dtype float16", 1, r"aipo.py:\d+: generate: .*not-invariant.*given +float16"),
         ("run aipo --mesh generator=tp8", 1, "mesh-cut.*given 4 attention heads"),
         ("run aipo --mesh trainer=fsdp2xep2", 1, "mesh-cut.*given a llama without experts"),
@@ -164,6 +165,17 @@ def test_check_refuses_a_precision_that_a_run_does(
     with pytest.raises(SystemExit) as leaving:
         main(["check", "aipo", *words.split()])
     assert leaving.value.code == 1
+    assert re.search(said, " ".join(capsys.readouterr().out.split()))
+
+
+def test_check_says_what_is_given_and_needed_of_a_model_that_cannot_be_used(
+    tmp_path: Path, here: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gemma2"}')
+    with pytest.raises(SystemExit) as leaving:
+        main(["check", "aipo", "--model", str(tmp_path)])
+    assert leaving.value.code == 1
+    said = r"given +\S+/config\.json: model_type 'gemma2' needed +one of: llama, mistral"
     assert re.search(said, " ".join(capsys.readouterr().out.split()))
 
 
