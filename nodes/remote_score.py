@@ -60,11 +60,9 @@ class RemoteScorer:
         Thread(target=self.loop.run_forever, name="remote_score", daemon=True).start()
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
-        if loop is not self.loop:
-            loop.stop()
-            return
-        self.silent_s = 0.0
-        loop.call_later(TICK_S, self._tick, loop)
+        if loop is self.loop:
+            self.silent_s = 0.0
+            loop.call_later(TICK_S, self._tick, loop)
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
         group = asyncio.run_coroutine_threadsafe(self._group(inputs["rollouts"]), self.loop)
