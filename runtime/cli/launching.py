@@ -4,7 +4,7 @@ import json
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -14,6 +14,7 @@ from time import monotonic
 from typing import Any, cast
 
 from penstock import __version__
+from penstock.graph.errors import Fault
 from penstock.runtime.cli.display import Display, Line, clock, open_display, percent
 from penstock.runtime.cli.enrolling import Enrolled
 from penstock.runtime.cli.flags import StartFlags
@@ -28,7 +29,7 @@ from penstock.runtime.control.failure import MENDABLE
 from penstock.runtime.control.launcher import Launcher
 from penstock.runtime.control.listener import Listener, WireError
 from penstock.runtime.control.messages import read_record
-from penstock.runtime.control.run_config import RunConfig
+from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.control.signals import (
     DONE,
     FAILED,
@@ -228,20 +229,23 @@ def draw(folder: RunFolder, summary: Mapping[str, Any]) -> tuple[Path | None, st
     return None, f"{' '.join(reason.split())} (penstock report {quote(relative(folder.path))})"
 
 
+def record_lacks(flags: RunOptions) -> Iterator[Fault]:
+    """Trackers whose clients are not installed here. Raises CommandError for a metric of checkpoints that is none."""
+    try:
+        if flags.keep_best:
+            read_best(flags.keep_best)
+    except ValueError as error:
+        raise CommandError(str(error), 2) from None
+    yield from filter(None, map(lacks, dict.fromkeys(flags.track)))
+
+
 def require_start(config: RunConfig, cluster: Cluster, flags: StartFlags) -> None:
     """Before anything is written: raises CommandError for a run in one process whose plan has ranks that work together,
     or interpreters of their own, for interpreters here that lack what ranks need, for processes whose controller could
     not listen where the cluster file says, for trackers whose clients are not installed, and for options that cannot be
     understood."""
-    try:
-        if config.flags.keep_best:
-            read_best(config.flags.keep_best)
-    except ValueError as error:
-        raise CommandError(str(error), 2) from None
-    for tracker in config.flags.track:
-        if text := lacks(tracker):
-            raise CommandError(f"--track {tracker}: {text}")
-    if faults := tuple(interpreter_lacks(config.graphs, config.plan, cluster, config.flags.engine)):
+    faults = [*record_lacks(config.flags), *interpreter_lacks(config.graphs, config.plan, cluster, config.flags.engine)]
+    if faults:
         raise CommandError(faults_text(faults))
     for pool in config.plan.pools if flags.in_process else ():
         if pool.python:

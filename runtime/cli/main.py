@@ -196,6 +196,10 @@ def check(argv: Sequence[str]) -> int:
 
         faults += engine_lacks(traced)
     flags = traced.flags
+    if flags.track or flags.keep_best:
+        from penstock.runtime.cli.launching import record_lacks
+
+        faults += record_lacks(flags)
     elastic = flags.lost_replica != CheckFlags.lost_replica
     if graphs and not faults and (elastic or flags.first_generators):
         from penstock.runtime.cli.planned import loss_lacks

@@ -17,6 +17,7 @@ import json
 import os
 import re
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
+from penstock.graph.errors import Fault
 from penstock.runtime.record.folder import make_folder
 
 Name = Literal["tensorboard", "wandb", "trackio", "mlflow"]
@@ -66,16 +68,17 @@ class Tracker(Protocol):
         `update`; `report` is its page. Waits until the store has all of it."""
 
 
-def lacks(name: str) -> str:
-    """What a tracker needs that is not installed, and the command that installs it; "" for nothing."""
+def lacks(name: str) -> Fault | None:
+    """What a tracker needs that is not installed, and the command that installs it; None for nothing."""
     needed = [name]
     # MLflow keeps runs in a database of this machine unless it is told of a server.
     if name == "mlflow" and os.environ.get("MLFLOW_TRACKING_URI", "sqlite:").startswith("sqlite:"):
         needed.append("sqlalchemy")
     for package in needed:
         if find_spec(package) is None:
-            return f"the package {package} is not installed; needed: pip install 'penstock[{name}]'"
-    return ""
+            given, install = f"no package {package} in {sys.executable}", f"pip install 'penstock[{name}]'"
+            return Fault("missing-module", f"--track {name}", given, install)
+    return None
 
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)

@@ -8,6 +8,7 @@ import pytest
 
 from penstock.runtime.cli.main import VERBS, main
 from penstock.runtime.control.security import Keys
+from penstock.runtime.record import trackers
 from tests.runtime.report.runs import simulated_run
 
 from .conftest import Patch, Refuse
@@ -177,6 +178,23 @@ def test_check_says_what_is_given_and_needed_of_a_model_that_cannot_be_used(
     assert leaving.value.code == 1
     said = r"given +\S+/config\.json: model_type 'gemma2' needed +one of: llama, mistral"
     assert re.search(said, " ".join(capsys.readouterr().out.split()))
+
+
+@pytest.mark.parametrize("verb", ["check", "run"])
+def test_all_trackers_whose_clients_are_not_installed_are_told(
+    verb: str, here: None, capsys: pytest.CaptureFixture[str], monkeypatch: Patch
+) -> None:
+    # As where none of the extras is installed.
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as leaving:
+        main([verb, "toy", "--track", "wandb", "trackio"])
+    assert leaving.value.code == 1
+    found = " ".join("".join(capsys.readouterr()).split())
+    for name in ("wandb", "trackio"):
+        said = (
+            rf"--track {name} \[missing-module\] given no package {name} in .* needed pip install 'penstock\[{name}\]'"
+        )
+        assert re.search(said, found)
 
 
 @pytest.mark.parametrize(

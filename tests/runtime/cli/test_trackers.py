@@ -223,7 +223,7 @@ def test_a_tracker_has_each_update_once_over_the_lives_of_a_run_and_leaves_nothi
     name: str, made: Callable[..., Life], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     if lack := lacks(name):
-        pytest.skip(lack)
+        pytest.skip(str(lack))
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     life = made(name, track_project="arith", lora=4)
