@@ -13,6 +13,8 @@
 
 /* Rows whose gradients of a weight are added up by themselves, whatever the threads are. */
 #define CHUNK 64
+/* Rows of a transposed matrix's tile. */
+#define LINE (64 / (int64_t)sizeof(stored))
 
 static inline float inverse_rms(const stored *row, int64_t D, float eps) {
     vector squares = {0};
@@ -118,5 +120,29 @@ void rotate(const stored *x, const stored *cos, const stored *sin, stored *out, 
                 store_part(to + k, a * load_part(c + k, n) + b * load_part(first + k, n), n);
                 store_part(to + k + half, b * load_part(c + k + half, n) + a * load_part(second + k, n), n);
             }
+        }
+}
+
+/* out [D, R] = the transpose of x [R, D], whose rows are x_row numbers apart; to the bit. A lane has a number each of
+   LINE / LANES rows, one after the other, so that a vector is a whole line of the cache in what is made. */
+void transposed(const stored *x, stored *out, int64_t R, int64_t D, int64_t x_row, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t r = 0; r < R; r += LINE)
+        for (int64_t d = 0; d < D; d += LANES) {
+            vector lanes[LANES] = {0};
+            for (int64_t i = 0; i < LINE && r + i < R; i++) {
+                const stored *from = x + (r + i) * x_row + d;
+                __builtin_prefetch(from + LINE * x_row);
+                vector each = load_part(from, D - d);
+#ifdef BF16
+                bits_vector first = (bits_vector)each >> 16;
+                lanes[i / 2] = i % 2 ? (vector)((bits_vector)lanes[i / 2] | (bits_vector)each) : (vector)first;
+#else
+                lanes[i] = each;
+#endif
+            }
+            transpose(lanes);
+            for (int64_t i = 0; i < LANES && d + i < D; i++)
+                memcpy(out + (d + i) * R + r, &lanes[i], R - r < LINE ? (R - r) * sizeof(stored) : sizeof(vector));
         }
 }

@@ -56,6 +56,18 @@ def rotate(q_BSHK: Tensor, k_BSGK: Tensor, cos_BS1K: Tensor, sin_BS1K: Tensor) -
     return torch.ops.penstock.rotate(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K, False)  # type: ignore[no-any-return]
 
 
+def transposed(x_RD: Tensor) -> Tensor:
+    """The transpose of a matrix on a CPU, [D, R], in memory of its own: where `functions` are there for its dtype, a
+    view elsewhere."""
+    compiled = functions(x_RD.dtype)
+    if compiled is None:
+        return x_RD.t()
+    x_RD, row = _rows(x_RD, 1)
+    out_DR = torch.empty(x_RD.shape[::-1], dtype=x_RD.dtype)
+    compiled.transposed(x_RD.data_ptr(), out_DR.data_ptr(), *x_RD.shape, row, torch.get_num_threads())
+    return out_DR
+
+
 @functools.cache
 def functions(dtype: torch.dtype) -> ctypes.CDLL | None:
     """Those of elementwise.c; None for a dtype that it has none for, or where they do not compile, of which it
@@ -69,7 +81,8 @@ def functions(dtype: torch.dtype) -> ctypes.CDLL | None:
     found.gated.argtypes = [*[pointer] * 3, *[number] * 4, threads]
     found.gated_backward.argtypes = [*[pointer] * 5, *[number] * 2, threads]
     found.rotate.argtypes = [*[pointer] * 4, *[number] * 6, threads]
-    for name in ("rms_norm", "gated", "gated_backward", "rotate"):
+    found.transposed.argtypes = [*[pointer] * 2, *[number] * 3, threads]
+    for name in ("rms_norm", "gated", "gated_backward", "rotate", "transposed"):
         getattr(found, name).restype = None
     return found
 

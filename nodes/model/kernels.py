@@ -12,9 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from penstock.nodes.model import invariant
+from penstock.nodes.model.compiled import DTYPES
 from penstock.nodes.model.eight_bit import Narrow, narrow_parameters, product
+from penstock.nodes.model.elementwise import transposed
 
 _onednn = None
 if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -57,9 +60,11 @@ def together(x: Tensor, *maps: Linear) -> Sequence[Tensor]:
     if maps[0].row_scales is not None:
         rows = Narrow.of(x.flatten(0, -2), maps[0].weight.dtype)
         return [product(x, rows, each.weight, each.row_scales, each.bias) for each in maps]
-    if maps[0].joined is None:
-        return [each(x) for each in maps]
-    return torch.split(multiplied(x, *maps[0].joined), [each.out_features for each in maps], -1)
+    if maps[0].joined is not None:
+        return torch.split(multiplied(x, *maps[0].joined), [each.out_features for each in maps], -1)
+    if all(type(each) is Linear and not each.invariant and _learns(x, each.weight) for each in maps):
+        return _Linear.apply(x, *(each.weight for each in maps), *(each.bias for each in maps))  # type: ignore[no-any-return,no-untyped-call]
+    return [each(x) for each in maps]
 
 
 def pack(maps: Sequence[Linear], rows: int) -> None:
@@ -92,32 +97,73 @@ def _packed_dtypes() -> tuple[torch.dtype, ...]:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, with `weight` [out, in] and any number of leading dimensions of `x`."""
+    if _learns(x, weight):
+        return _Linear.apply(x, weight, bias)[0]  # type: ignore[no-any-return,no-untyped-call]
+    return _plain(x, weight, bias)
+
+
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     # In float32 torch multiplies with MKL, which keeps to AVX2 on processors other than Intel's. oneDNN uses AVX-512
     # there (Zen 5, one core: 93 against 188 GFLOP/s) and is equal or better elsewhere.
-    if _onednn is None or x.dtype != torch.float32 or x.device.type != "cpu" or x.dtype != weight.dtype:
-        return F.linear(x, weight, bias)
+    if _onednn is not None and x.dtype == torch.float32 and _suits(x, weight):
+        return multiplied(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def _suits(x: Tensor, weight: Tensor) -> bool:
     # A DTensor's own rules say how it is multiplied.
-    if type(weight) not in _PLAIN:
-        return F.linear(x, weight, bias)
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return,no-untyped-call]
-    return multiplied(x, weight, bias)
+    return x.device.type == "cpu" and x.dtype == weight.dtype and type(weight) in _PLAIN
+
+
+def _learns(x: Tensor, weight: Tensor) -> bool:
+    """Is it a product with gradients of ours?"""
+    asked = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    return asked and _onednn is not None and x.dtype in DTYPES and _suits(x, weight)
 
 
 class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return multiplied(x, weight, bias)
+    """What maps with such weights, and as many biases, make of the same input."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1])
-        of_x, of_weight, of_bias = ctx.needs_input_grad
-        grad_x = multiplied(grad, weight.t()) if of_x else None
-        grad_weight = multiplied(rows.t(), x.reshape(-1, x.shape[-1]).t()) if of_weight else None
-        return grad_x, grad_weight, rows.sum(0) if of_bias else None
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        count = len(parameters) // 2
+        ctx.save_for_backward(x, *parameters[:count])
+        return tuple(_plain(x, *each) for each in zip(parameters[:count], parameters[count:], strict=True))  # type: ignore[arg-type]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        of_x, *of_weights = ctx.needs_input_grad[: len(weights) + 1]
+        of_biases = ctx.needs_input_grad[len(weights) + 1 :]
+        columns = x.reshape(-1, x.shape[-1])
+        rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
+        grad_x = None
+        for each, weight in zip(rows, weights, strict=True) if of_x else ():
+            grad_x = _plain(each, weight.t(), None) if grad_x is None else _added(grad_x, each, weight.t())
+        learn = [each for each, of in zip(rows, of_weights, strict=True) if of]
+        found = iter(_of_weights(learn, columns) if learn else ())
+        made = [next(found) if of else None for of in of_weights]
+        summed = [each.sum(0) if of else None for each, of in zip(rows, of_biases, strict=True)]
+        return None if grad_x is None else grad_x.view(x.shape), *made, *summed
+
+
+def _of_weights(grads: Sequence[Tensor], x_RI: Tensor) -> list[Tensor]:
+    """The gradient [O, I] of each weight, whose map's is [R, O]."""
+    # oneDNN reads a transposed factor anew for each tile of a product (AMX, 1,656 rows: 0.7 against 1.25 TFLOP/s), so
+    # one of the two is transposed before: what is less to move.
+    rows, inputs = x_RI.shape
+    outputs = sum(grad.shape[1] for grad in grads)
+    if outputs * rows <= inputs * (rows + outputs):
+        return [_plain(transposed(grad_RO), x_RI.t(), None) for grad_RO in grads]
+    x_IR = transposed(x_RI)
+    return [transposed(_plain(x_IR, grad_RO.t(), None)) for grad_RO in grads]
+
+
+def _added(sums: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """sums + x @ weight.T, rounded once."""
+    assert _onednn is not None
+    return _onednn.binary(x, sums, weight, None, "add")  # type: ignore[no-any-return]
 
 
 def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -9,19 +9,32 @@ typedef int32_t int_vector __attribute__((vector_size(4 * LANES)));
 typedef uint32_t bits_vector __attribute__((vector_size(4 * LANES)));
 
 #ifdef BF16
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 typedef uint16_t narrow_vector __attribute__((vector_size(2 * LANES)));
 
 static inline vector load(const stored *from) {
     narrow_vector narrow;
     memcpy(&narrow, from, sizeof narrow);
+#ifdef __AVX512F__
+    /* One instruction, where GCC makes four of the line below. */
+    return (vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)narrow), 16);
+#else
     return (vector)(__builtin_convertvector(narrow, bits_vector) << 16);
+#endif
 }
 
 /* As `rounded`. */
 static inline void store(stored *to, vector x) {
+#ifdef __AVX512BF16__
+    __m256bh narrow = _mm512_cvtneps_pbh((__m512)x);
+#else
     bits_vector bits = (bits_vector)x, none = (bits_vector)(x != x);
     bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     narrow_vector narrow = __builtin_convertvector((bits & ~none) | (none & 0x7fc0), narrow_vector);
+#endif
     memcpy(to, &narrow, sizeof narrow);
 }
 #else

@@ -49,7 +49,17 @@ from penstock.runtime.control.messages import (
     rank_peer,
     signal_name,
 )
-from penstock.runtime.control.process import PACKET_BYTES, RUN, borrowed, die_with_parent, kill, start, tail, taken
+from penstock.runtime.control.process import (
+    PACKET_BYTES,
+    RUN,
+    borrowed,
+    die_with_parent,
+    huge_pages,
+    kill,
+    start,
+    tail,
+    taken,
+)
 from penstock.runtime.control.relay import Relay
 from penstock.runtime.control.rendezvous import INTERVAL, agent_interval
 from penstock.runtime.control.security import Join
@@ -93,7 +103,7 @@ class Forks:
         try:
             with theirs:
                 own = theirs.fileno()
-                child = start(command, run, python=python, environment=ALONE, stdin=own, stderr=stderr)
+                child = start(command, run, python=python, environment=ALONE | huge_pages(), stdin=own, stderr=stderr)
         except OSError:
             door.close()
             os.close(stderr)

@@ -318,6 +318,17 @@ def keep_freed_memory() -> None:
         mallopt(_ARENA_MAX, 1)
 
 
+def huge_pages() -> dict[str, str]:
+    """What a program's environment needs, beside this process's, to ask the kernel for huge pages for all that it
+    allocates; nothing changes where kernel or C library have none, or where the user has said which to take."""
+    # An update walks over some hundred megabytes: 4 % of its time, and 11 % of that of sampling 128 responses from a
+    # model of 25 million parameters, goes into finding the addresses of small pages.
+    given = os.environ.get("GLIBC_TUNABLES", "")
+    if "glibc.malloc.hugetlb" in given:
+        return {}
+    return {"GLIBC_TUNABLES": ":".join(filter(None, (given, "glibc.malloc.hugetlb=1")))}
+
+
 # What a node may raise that is its own failure: one that leaves the process (`sys.exit`) would end the run unsaid.
 RAISED = (Exception, SystemExit)
 OWN = ("penstock.", "__main__")

@@ -16,7 +16,8 @@ from torch import Tensor
 from penstock.nodes.model import causal, elementwise
 from penstock.nodes.model.compiled import NoCompilerWarning, compile_c
 from penstock.nodes.model.decoder import attend_causal
-from penstock.nodes.model.elementwise import gated, rms_norm, rotate
+from penstock.nodes.model.elementwise import gated, rms_norm, rotate, transposed
+from penstock.nodes.model.kernels import Linear, linear, together
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 NEAR = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -128,6 +129,47 @@ def test_causal_attention_is_that_of_the_formula(dtype: torch.dtype, width: int,
 
 
 @DTYPES
+@pytest.mark.parametrize("shape", [(1, 1), (1, 40), (40, 1), (16, 32), (33, 17), (97, 130)])
+def test_a_transposed_matrix_has_the_same_numbers_to_the_bit(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x = random(*shape, dtype=dtype)
+    x.view(-1)[0], x.view(-1)[-1] = torch.finfo(dtype).smallest_normal / 4, -torch.inf
+    assert torch.equal(transposed(x), x.t())
+    wide = random(shape[0], shape[1] + 3, dtype=dtype)
+    assert torch.equal(transposed(wide[:, :-3]), wide[:, :-3].t())
+    assert torch.equal(transposed(wide.t()), wide)
+
+
+@DTYPES
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [(1,), (3, 7), (66,)])
+@pytest.mark.parametrize("outputs", [(3,), (130,), (32, 16, 16)])
+def test_maps_of_one_input_and_their_gradients_are_those_of_the_formula(
+    dtype: torch.dtype, outputs: tuple[int, ...], rows: tuple[int, ...], bias: bool
+) -> None:
+    x, count = random(*rows, 20, dtype=dtype), len(outputs)
+    weights = [random(each, 20, seed=i, dtype=dtype) for i, each in enumerate(outputs)]
+    biases = [random(each, seed=i, dtype=dtype) for i, each in enumerate(outputs)] if bias else []
+
+    def ours(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        maps = [Linear(20, each, bias) for each in outputs]
+        for i, each in enumerate(maps):
+            for name, given in zip(("weight", "bias"), parameters[i::count], strict=False):
+                del each._parameters[name]
+                setattr(each, name, given)
+        return tuple(together(x, *maps))
+
+    def formula(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        return tuple(F.linear(x, *parameters[i::count]) for i in range(count))
+
+    given = (x, *weights, *biases)
+    found, exact = with_gradients(ours, given), with_gradients(formula, tuple(x.double() for x in given))
+    for mine, theirs in zip(found, exact, strict=True):
+        near = NEAR[dtype] * max(1.0, float(theirs.abs().max()))
+        torch.testing.assert_close(mine.double(), theirs, rtol=NEAR[dtype], atol=near)
+        assert mine.is_contiguous()
+
+
+@DTYPES
 def test_no_bit_of_a_token_depends_on_those_after_it_or_on_other_sequences(dtype: torch.dtype) -> None:
     q, k, v = (random(3, 40, 2, 16, seed=s, dtype=dtype) for s in range(3))
     whole = causal.attend(q, k, v)
@@ -180,6 +222,7 @@ def test_without_a_compiler_results_are_the_same_within_rounding(
     cases: list[tuple[Call, tuple[Tensor, ...]]] = [
         (lambda x, w: rms_norm(x, w, 1e-5), (x, weight)),
         (gated, (x, other)),
+        (linear, (x, random(30, 20, dtype=dtype))),
         (lambda q, k: rotate(q, k, cos, sin), (q, k)),
         (lambda *qkv: attend_causal(0, *qkv), (q, k, v)),
     ]

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import platform
 import pty
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from penstock.runtime.control.process import (
     PARENT,
     describe_exit,
     die_with_parent,
+    huge_pages,
     kill,
     processes_of,
     read_line,
@@ -495,6 +497,34 @@ def test_memory_that_is_used_again_is_not_faulted_in_again() -> None:
         for keep in (True, False)
     }
     assert 10 * faults[True] < faults[False], faults
+
+
+_HUGE = """
+import ctypes, re
+from pathlib import Path
+ctypes.CDLL(None).mallopt(-3, 32 << 20)  # as `keep_freed_memory` does
+taken = bytearray(24 << 20)
+print(int(re.search(r"AnonHugePages:\\s+(\\d+)", Path("/proc/self/smaps_rollup").read_text())[1]))
+"""
+_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not _PAGES.exists() or "[never]" in _PAGES.read_text(), reason="a kernel without huge pages")
+@pytest.mark.skipif(platform.libc_ver() < ("glibc", "2.35"), reason="a C library without huge pages")
+def test_what_ranks_allocate_has_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def huge_kb() -> int:
+        child = start(["-c", _HUGE], "t1", environment=huge_pages(), stdout=subprocess.PIPE)
+        found, _ = child.communicate(timeout=60)
+        return int(found)
+
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    assert huge_kb() > 16 << 10
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=7")
+    assert huge_pages()["GLIBC_TUNABLES"].startswith("glibc.malloc.tcache_count=7:")
+    assert huge_kb() > 16 << 10
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
+    assert huge_pages() == {}
+    assert huge_kb() == 0 or "[always]" in _PAGES.read_text()
 
 
 def test_all_that_asks_to_stop_calls_the_act_and_is_given_back() -> None:
