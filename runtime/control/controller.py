@@ -65,8 +65,8 @@ TICK = 0.25
 DISMISS_S = 2.0
 # Seconds between two lists of the run's processes, while ranks come.
 LIST_S = 1.0
-# How often a lost replica is started that ends before it is ready; and how often one at all whose weights do not come.
-STARTS, MOST_STARTS = 3, 12
+# How often a lost replica is started that ends before it is ready.
+STARTS = 3
 
 
 class Controller:
@@ -337,6 +337,7 @@ class Controller:
             if (name, index) in self._begun:
                 self.server.send(agent_peer(self.ranks[name, index].host), End(name, index))
             self.server.forget(peer)
+            self.board.forget(peer)
             self.alive.discard(peer)
 
     def _let_go(self, host: str, reason: str) -> bool:
@@ -399,10 +400,7 @@ class Controller:
         """A rank has answered, or says that it cannot."""
         replica = peer.rpartition(":")[0]
         if isinstance(result.event, Abort):
-            # One that was started again may have heard what was on its way to the one before it.
-            again = 1 < self._starts[replica] <= MOST_STARTS
-            if not (again and self._do_without(peer, result.event.error)):
-                self._fail(FailureCode.TRANSFER, result.event.error, replica=replica)
+            self._fail(FailureCode.TRANSFER, result.event.error, replica=replica)
         elif self.session.running:
             if result.unread and result.unread[1] == self.session.life(result.unread[0]):
                 # It has not been missed yet.

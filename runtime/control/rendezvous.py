@@ -81,6 +81,16 @@ class Board:
                 self._waiting[look.keys[lacking]].append((asker, look, lacking, cost))
         return answers
 
+    def forget(self, peer: str) -> None:
+        """A peer has ended: a successor of its name, which counts its own questions, gets no answer to those. What it
+        has posted stays."""
+        for key, waiting in [*self._waiting.items()]:
+            self._keep(peer, -sum(cost for asker, _, _, cost in waiting if asker == peer))
+            if left := [one for one in waiting if one[0] != peer]:
+                self._waiting[key] = left
+            else:
+                del self._waiting[key]
+
     def _look(self, peer: str, look: Look) -> list[tuple[str, Found]]:
         """The answer; none yet if it waits for a key."""
         if look.at_once or (lacking := self._lacking(look)) is None:

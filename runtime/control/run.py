@@ -89,6 +89,7 @@ class Outbox:
                 tuple(commands), tuple(handles), self.checkpoint, self.kept, tuple(manifests), self._lives_in(commands)
             )
             for replica, (commands, handles, manifests) in self._drafts.items()
+            if commands
         }
         self._drafts.clear()
         self.checkpoint, self.kept = "", ()
@@ -109,8 +110,11 @@ class Outbox:
         return structs.replace(manifest, layout="" if known else self.layouts[channel])
 
     def forget(self, replica: str) -> None:
-        """A replica is lost: the one that comes in its place knows nothing."""
+        """A replica is lost: the one that comes in its place knows nothing, and awaits nothing of what was to be sent
+        to it."""
         self._drafts.pop(replica, None)
+        for commands, _, _ in self._drafts.values():
+            commands[:] = [one for one in commands if not (isinstance(one, Send) and one.replica == replica)]
         self._told = {(channel, known) for channel, known in self._told if known != replica}
 
     def _lives_in(self, commands: Sequence[Command]) -> dict[str, int]:

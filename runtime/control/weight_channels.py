@@ -187,6 +187,7 @@ class WeightChannels(LocalChannels):
         self.memories: dict[str, WritableMemory] = {}
         self._opened: dict[Span, Transport] = {}
         self._turns: defaultdict[Span, Lock] = defaultdict(Lock)
+        self._lives: dict[str, int] = {}  # of receivers, the newest
 
     def counts(self) -> Counter[str]:
         """The syncs that went out in full and as deltas, and the versions that were passed on, where there are any."""
@@ -196,6 +197,8 @@ class WeightChannels(LocalChannels):
 
     def send(self, command: Send, manifest: Manifest | None, life: int = 0) -> None:
         channel, version, together = command.channel, command.version, command.together
+        if not self._of_this_life(command, life):
+            return
         routes = self.routes[channel]
         if command.source == self.replica:
             publisher = self.publishers[channel]
@@ -306,6 +309,17 @@ class WeightChannels(LocalChannels):
         if isinstance(moved, Exception):
             self._unsent.put(SendFailed(span.target, span.life, f"{self.replica} rank {self.rank}: {moved}"))
             self.ground.wake()
+
+    def _of_this_life(self, command: Send, life: int) -> bool:
+        """Is a version for its receiver as it is now? One for another life is refused, and the user told."""
+        receives = command.replica == self.replica
+        known = self.ground.life if receives else max(life, self._lives.get(command.replica, 0))
+        self._lives[command.replica] = known
+        if life != known:
+            given = f"version {command.version} of {command.channel} for {command.replica}, life {life}"
+            self.ground.warn(f"{self.replica} rank {self.rank}: given {given}, needed life {known}: it is not moved")
+            self.ground.wake()
+        return life == known
 
     def _give_up(self, span: Span) -> None:
         """Close the links to the former lives of a receiver."""

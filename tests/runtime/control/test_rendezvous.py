@@ -39,6 +39,18 @@ def test_whoever_looks_waits_until_all_keys_are_there_and_each_gets_its_own_answ
     assert board.hear(A, Look(2, ("x",))) == [(A, Found(2, {"x": "03"}))]
 
 
+def test_what_a_peer_that_has_ended_had_asked_is_answered_to_none_that_comes_in_its_place() -> None:
+    board = Board()
+    assert board.hear("a:0", Look(1, ("key",))) == board.hear("b:0", Look(1, ("key",))) == []
+    board.forget("a:0")
+    assert board.hear("a:0", Look(1, ("other",))) == []
+    assert board.hear("b:0", Post("key", "01")) == [("b:0", Found(1, {"key": "01"}))]
+    assert board.hear("b:0", Post("other", "02")) == [("a:0", Found(1, {"other": "02"}))]
+    for number in range(100):  # the room for its questions is there again
+        assert board.hear("a:0", Look(number, ("k" * (MAX_KEPT // 2),))) == []
+        board.forget("a:0")
+
+
 def test_a_look_at_once_is_answered_with_what_is_there() -> None:
     board = Board()
     board.hear(A, Post("x", "01"))

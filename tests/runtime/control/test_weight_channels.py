@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,7 +20,7 @@ from penstock.graph import trace
 from penstock.programs.toy import toy
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.cluster.placement import Rank, Replica, place
-from penstock.runtime.control.messages import Manifest, Result
+from penstock.runtime.control.messages import Manifest, Result, SendFailed
 from penstock.runtime.control.recorder import RunRecorder
 from penstock.runtime.control.routes import GRACE, Routes
 from penstock.runtime.control.run import Outbox, Stage
@@ -190,6 +191,35 @@ def test_hosts_of_other_names_get_messages_at_their_address_whatever_they_share(
     assert listening() - before == {address} - before
     for side in sides.values():
         side.close()
+
+
+@pytest.mark.parametrize(("life", "own"), [(0, 1), (2, 1), (1, 0)])
+def test_weights_for_another_life_of_a_replica_are_refused_and_said_by_it(
+    memory: SharedMemory, life: int, own: int
+) -> None:
+    generator, said = both_sides("b", memory)["destination"], list[str]()
+    generator.ground = replace(generator.ground, life=own, warn=said.append)
+    command = Send(CHANNEL, 3, TRAINER, GENERATOR)
+    generator.send(command, Manifest(CHANNEL, 3, {}, json.dumps(description())), life)
+    assert (len(said), generator.arrived(), generator.weights(CHANNEL).version) == (1, [], -1)
+    assert all(word in said[0] for word in (CHANNEL, f"life {life}", f"life {own}"))
+
+
+def test_weights_for_a_life_that_has_ended_are_refused_and_said_by_their_sender(memory: SharedMemory) -> None:
+    trainer, said = both_sides("b", memory, timeout=0.2)["source"], list[str]()
+    trainer.ground = replace(trainer.ground, warn=said.append, elastic=True)
+    policy = Policy(4)
+    trainer.publish(CHANNEL, 0, {"policy": policy})
+    command, failed = Send(CHANNEL, 0, TRAINER, GENERATOR), list[SendFailed]()
+    for life in (1, 0, 1):  # nobody is there to receive
+        trainer.send(command, None, life)
+
+    def both_failed() -> bool:
+        failed.extend(trainer.unsent())
+        return len(failed) == 2
+
+    until(both_failed)
+    assert ([one.life for one in failed], len(said), "life 0" in said[0]) == ([1, 1], 1, True)
 
 
 def test_the_error_of_a_bridge_between_hosts_names_both(memory: SharedMemory) -> None:
@@ -388,6 +418,35 @@ def test_a_replica_that_comes_again_is_told_the_layout_again_and_older_versions_
     assert outbox.tell(CHANNEL, 3, "generator/0").layout == "the layout"
     outbox.forget("generator/0")
     assert outbox.tell(CHANNEL, 1, "generator/0") == Manifest(CHANNEL, 1, {"w": 1}, "the layout")
+
+
+def test_what_was_to_go_to_a_replica_that_is_lost_is_sent_to_none_that_comes_in_its_place() -> None:
+    """It is lost before what follows from a publication has been sent: its order is dropped, and so is its sender's."""
+    outbox, lives = Outbox(), dict.fromkeys(GENERATORS, 0)
+    outbox.lives = lives
+    for version in range(2):
+        outbox.note(Manifest(CHANNEL, version, {"w": version}, "" if version else "the layout"))
+    first, other, second = (
+        Send(CHANNEL, v, TRAINER, name) for v, name in [(0, GENERATORS[0]), (0, GENERATORS[1]), (1, GENERATORS[0])]
+    )
+    for send in (first, other):
+        outbox.add(TRAINER, send)
+        outbox.add(send.replica, send)
+    lives[GENERATORS[0]] += 1
+    outbox.forget(GENERATORS[0])
+    orders = outbox.take()
+    assert {replica: (order.commands, order.lives) for replica, order in orders.items()} == {
+        TRAINER: ((other,), {}),
+        GENERATORS[1]: ((other,), {}),
+    }
+    outbox.add(TRAINER, second)
+    outbox.add(second.replica, second)
+    lives[GENERATORS[1]] += 1
+    outbox.forget(GENERATORS[1])
+    assert {replica: order.lives for replica, order in outbox.take().items()} == {
+        TRAINER: {GENERATORS[0]: 1},
+        GENERATORS[0]: {GENERATORS[0]: 1},
+    }
 
 
 def senders(stage: Stage) -> list[str]:
