@@ -434,10 +434,14 @@ class Controller:
 
     def _restored_by(self, replica: str) -> tuple[str, ...]:
         """The names of the checkpoint of which a replica takes up its part; none where it has none: it was lost since,
-        or may not have been there when the checkpoint was made, and no group had anything from it."""
+        or may not have been there when the checkpoint was made, and no group was still to read anything from it."""
         if self.cut is None or replica in self.lost:
             return ()
-        if replica in self.elastic and all(replica not in group[1].values() for group in self.cut.cut["groups"]):
+        if replica in self.elastic and not any(
+            holder == replica and readers[name]
+            for _, made, readers, *_ in self.cut.cut["groups"]
+            for name, holder in made.items()
+        ):
             return ()
         return self.cut.written, self.cut.folder.name
 

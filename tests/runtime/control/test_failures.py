@@ -17,12 +17,25 @@ from penstock.nodes.advantage import group_advantage
 from penstock.nodes.fake import FakePolicy
 from penstock.runtime.control.controller import Controller
 from penstock.runtime.control.failure import AGENTS_S, DOUBT_S, HELD, HELD_S, PRIORITY, Failure, FailureCode, Verdict
-from penstock.runtime.control.messages import Exited, Found, Heartbeat, Note, Post, Ready, Result, Results, pack, unpack
+from penstock.runtime.control.messages import (
+    Exited,
+    Found,
+    Heartbeat,
+    Note,
+    Post,
+    Ready,
+    Result,
+    Results,
+    Setup,
+    pack,
+    unpack,
+)
 from penstock.runtime.control.process import told
 from penstock.runtime.control.recorder import RunRecorder
 from penstock.runtime.control.run import Session
 from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.control.sockets import SILENCE, Client
+from penstock.runtime.record.checkpoints import SavedCheckpoint
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.schedule.events import Abort, Failed, Finish
 from tests.gates.running import make_run
@@ -260,6 +273,39 @@ def test_a_second_ready_of_a_rank_changes_nothing(b: Bench, controller: Controll
         rank.send(Ready("generator/0", 0, pid))
     hear(controller, lambda: b.server.counts["unexpected"])
     assert controller.pids == {("generator/0", 0): 5}
+
+
+@pytest.mark.parametrize(
+    ("made", "readers", "restores"),
+    [
+        ({}, {}, set()),
+        ({"generate": "generator/0"}, {"generate": 1}, {"generator/0"}),
+        ({"generate": "generator/1"}, {"generate": 1}, {"generator/1"}),
+        # It may have been lost since its value was read, and have been away when the checkpoint was made.
+        ({"generate": "generator/1", "score": "scorer/0"}, {"generate": 0, "score": 1}, {"scorer/0"}),
+    ],
+)
+def test_a_replica_that_may_have_been_away_when_a_checkpoint_was_made_restores_what_it_has_in_it_alone(
+    b: Bench, tmp_path: Path, made: dict[str, str], readers: dict[str, int], restores: set[str]
+) -> None:
+    flags = RunOptions(lost_replica="replace")
+    run = RunFolder.open(make_run(tmp_path / "run", "toy", {}, flags, generators=2))
+    config = RunConfig.load(run)
+    cut = SavedCheckpoint(
+        1, {"update": 1, "groups": [[4, made, readers]]}, {}, written="fresh", folder=Path("00000001")
+    )
+    controller = Controller(run, config, b.server, Session(config, Mock(spec=RunRecorder)), cut)
+    ranks, found = {r.name: b.client(r.name) for r in config.plan.replicas}, dict[str, tuple[str, ...]]()
+    for peer, hello in b.heard:
+        controller._hear(peer, hello)
+
+    def told() -> bool:
+        heard = {name: one for name, rank in ranks.items() for one in rank.receive(0.0) if isinstance(one, Setup)}
+        found.update({name: setup.restore for name, setup in heard.items()})
+        return len(found) == len(ranks)
+
+    until(told)
+    assert found == {name: ("fresh", "00000001") if name in {*restores, "trainer/0"} else () for name in ranks}
 
 
 # What is said of an exception: where it was raised, unless the library refuses what it was given.
