@@ -84,7 +84,7 @@ def _kept() -> int | None:
         folder = cache_folder() / "compiled"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except (OSError, RuntimeError):  # the latter of a user without a home, as containers have
+    except OSError:
         return None
     facts = os.fstat(opened)
     if facts.st_uid == os.geteuid() and not stat.S_IMODE(facts.st_mode) & 0o022:

@@ -8,8 +8,6 @@ import hashlib
 import json
 import math
 import os
-import stat
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from penstock import private_folder
 from penstock.graph.hub import HubError, model_folder
 from penstock.nodes.model.config import ModelConfig, ModelError, read_json
 from penstock.nodes.model.decoder import CausalLM, Decoder, Scorer
@@ -123,13 +122,10 @@ def digest(folder: str | Path) -> str:
 @contextmanager
 def _note(name: str) -> Iterator[TextIO | None]:
     """A file of this user on this host, which one process at a time has; None where there can be none."""
-    home = Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}"
     try:
-        home.mkdir(mode=0o700, exist_ok=True)
-        about = home.lstat()
-        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
-            raise PermissionError(f"{home} is another user's")
-        opened = os.fdopen(os.open(home / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+")
+        opened = os.fdopen(
+            os.open(private_folder() / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+"
+        )
     except OSError:
         yield None
         return

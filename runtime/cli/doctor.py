@@ -198,8 +198,9 @@ def check_files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     follows = f"many replicas will fail: ulimit -n {min(hard, 4096) if hard > 0 else 4096}"
     yield _judge("open files", f"{soft} (up to {hard})", soft >= FILES_NEEDED, follows)
-    cache = cache_folder()
+    cache = Path()
     try:
+        cache = cache_folder()
         cache.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=cache):
             pass
@@ -207,7 +208,8 @@ def check_files() -> Iterator[Finding]:
         yield _judge("cache", f"{cache} ({free / GIB:.1f} GiB free)", free > GIB / 4, "the disk is nearly full")
     except OSError as error:
         follows = "the base model cannot be kept: set PENSTOCK_CACHE to a folder you can write to"
-        yield Finding("cache", f"{cache}: {error.strerror}", "lack", follows)
+        given = f"{cache}: {error.strerror}" if error.strerror else str(error)
+        yield Finding("cache", given, "lack", follows)
     missing = [name for name in NAMES if lacks(name)]
     present = ", ".join(name for name in NAMES if name not in missing) or "none"
     follows = f"no --track {', '.join(missing)}: pip install 'penstock[{','.join(missing)}]'"

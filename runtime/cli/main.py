@@ -148,7 +148,7 @@ def _answer(words: Sequence[str]) -> int:
         return status
     except (CommandError, ValueError) as error:
         # A ValueError of Python's own, or of a library, is a fault of ours, and needs its traceback.
-        if not type(error).__module__.startswith("penstock."):
+        if type(error).__module__.partition(".")[0] != "penstock":
             raise
         print(visible(f"penstock {verb}: {error}"), file=sys.stderr)
         return getattr(error, "status", 1)

@@ -9,11 +9,12 @@ import ipaddress
 import os
 import selectors
 import socket
-import stat
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic
+
+from penstock import private_folder
 
 SOCKET_NAME = "control.sock"
 # Where processes listen that no address was given for: out of other machines' reach.
@@ -28,14 +29,15 @@ def ipc_endpoint(folder: Path, temporary: Path = Path("/tmp"), name: str = SOCKE
     path = folder.absolute() / name
     if aside or len(os.fsencode(path)) > _LONGEST_PATH or not str(path).isprintable():
         short = hashlib.sha256(os.fsencode(path)).hexdigest()[:24]
-        path = _private_folder(temporary / f"penstock-{os.geteuid()}") / f"{short}.sock"
+        path = private_folder(temporary) / f"{short}.sock"
     return f"ipc://{path}"
 
 
-def relay_endpoint(folder: Path, host: str, life: int = 0, *, aside: bool = False) -> str:
-    """The same, where the ranks of a host find its agent. Each that has had the host's place has one of its own: who
-    ends removes its socket, perhaps after another one has come, on a machine that shares the folder."""
-    return ipc_endpoint(folder, name=f"agent-{host}.{life}.sock", aside=aside)
+def relay_endpoint(folder: Path, host: str, run: str, life: int = 0, *, aside: bool = False) -> str:
+    """The same, where the ranks of a host find its agent, in the run with id `run`. Each that has had the host's place
+    has one of its own: who ends removes its socket, perhaps after another one has come, on a machine that shares the
+    folder, or after the run has gone on."""
+    return ipc_endpoint(folder, name=f"agent-{host}.{run}.{life}.sock", aside=aside)
 
 
 def tcp_endpoint(bind: str) -> str:
@@ -185,13 +187,3 @@ def is_loopback(bind: str) -> bool:
     address = bind.removeprefix("tcp://").rpartition(":")[0]
     ip = ip_of(address)
     return ip.is_loopback if ip else address == "localhost"
-
-
-def _private_folder(folder: Path) -> Path:
-    """A folder of mode 0700 that is this user's; another user may have made it first to listen in."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    facts = folder.lstat()
-    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
-        given = f"owner {facts.st_uid}, mode {stat.filemode(facts.st_mode)}"
-        raise PermissionError(f"{folder}: given {given}; needed a folder of user {os.geteuid()} alone (mode 0700)")
-    return folder

@@ -33,6 +33,7 @@ from pathlib import Path
 from time import monotonic
 from types import FrameType
 
+from penstock import PrivateFolderError
 from penstock.runtime.control.early import EARLY, awaited
 from penstock.runtime.control.listener import WireError
 from penstock.runtime.control.messages import (
@@ -146,6 +147,7 @@ class Agent:
         self._logs = make_folder(Path(join.folder) / "logs")
         self._log = self._logs / f"ranks-{join.host}.err"
         self._stderr: dict[str, Path] = {}  # of each rank that has not ended
+        self._untold = ""  # why something could not be told to the controller
         # Does the run go on by itself, and need this host again?
         self.again = False
         # By interpreter; "" is this process's, whose imports begin before the first rank is asked for.
@@ -179,7 +181,7 @@ class Agent:
         folders = (SHM, Path(self._join.folder))
         sweep(None, folders)  # of agents that were killed
         try:
-            self._client.send(AgentReady(self._join.host, os.getpid(), self._join.life))
+            self._say(AgentReady(self._join.host, os.getpid(), self._join.life))
             beat = 0.0
             while True:
                 for message in self._carry(INTERVAL / 2):
@@ -195,13 +197,13 @@ class Agent:
                 now = monotonic()
                 if self._wish.status and self._until == inf:
                     self._until = now + self._join.grace
-                    self._client.send(Leaving(self._join.host, self._join.grace))
+                    self._say(Leaving(self._join.host, self._join.grace))
                 if now >= self._until:
                     raise _Ended(self._wish.number)
                 if now >= beat and self._relay is None:
                     beat = now + INTERVAL
-                    self._client.send(Heartbeat())
-                if gone := self._client.gone(self._silence):
+                    self._say(Heartbeat())
+                if gone := self._untold or self._client.gone(self._silence):
                     return gone
         except _Ended as ended:
             # Before the ranks' deaths, of which this is the reason: they are killed.
@@ -223,6 +225,11 @@ class Agent:
             if self._relay is not None:
                 self._relay.close()
 
+    def _say(self, message: Message) -> None:
+        """Tell the controller. What it does not take is lost, and with it this agent: a rank's answer may be in it."""
+        if not self._client.send(message) and not self._untold:
+            self._untold = f"the controller at {self._join.endpoint} does not take what it is told (too much waits)"
+
     def _carry(self, seconds: float) -> Iterator[Message]:
         """Wait so long for what the controller says to this process, and hand on what it says to ranks, and they to
         it."""
@@ -235,7 +242,7 @@ class Agent:
             else:
                 yield message
         for said in self._relay.take(monotonic()):
-            self._client.send(said)
+            self._say(said)
 
     def _launch(self, launch: Launch) -> None:
         """Start a rank, whose output goes to files of its name."""
@@ -328,7 +335,7 @@ class Agent:
         last_lines = tail(self._stderr.pop(name)) or tail(self._log)
         if self._relay is not None:
             self._relay.end(rank_peer(replica, int(rank)))
-        self._client.send(Exited(replica, int(rank), pid, max(0, status), max(0, -status), last_lines))
+        self._say(Exited(replica, int(rank), pid, max(0, status), max(0, -status), last_lines))
 
 
 def serve(join_file: Path, folder: Path | None = None, grace: float | None = None, early: Forks | None = None) -> int:
@@ -357,8 +364,8 @@ def serve_once(
         return 2, False
     try:
         agent = Agent(join, join_file, early=early)
-    except WireError as error:
-        print(visible(f"penstock agent: {error.strerror}"), file=sys.stderr)
+    except (WireError, PrivateFolderError) as error:
+        print(visible(f"penstock agent: {error.strerror or error}"), file=sys.stderr)
         return 1, False
     with on_stop(agent.hear):
         fault = agent.run()

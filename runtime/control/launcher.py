@@ -33,6 +33,7 @@ from time import monotonic, sleep
 from types import FrameType
 from typing import IO, Any
 
+from penstock import PrivateFolderError
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.endpoints import LOOPBACK, relay_endpoint, socket_file
 from penstock.runtime.control.agents import Agents
@@ -333,8 +334,10 @@ class Launcher:
         left = sweep_processes(self.run_id)
         sweep(self.run_id, (SHM, folder.held))
         given = {host: max(1, self.desk.given(host) if self.desk else 1) for host in self.keys.hosts}
-        doors = [relay_endpoint(folder.path, host, life) for host, lives in given.items() for life in range(lives)]
-        doors.append(self.keys.door.endpoint)
+        doors = [self.keys.door.endpoint]
+        with suppress(PrivateFolderError):  # no agent had a socket there
+            for host, lives in given.items():
+                doors += [relay_endpoint(folder.path, host, self.run_id, life) for life in range(lives)]
         for file in filter(None, map(socket_file, doors)):
             (folder.held / file.name if file.parent == folder.path else file).unlink(missing_ok=True)
         _clear(folder.held)
@@ -352,6 +355,8 @@ def _say(controller: Child, line: str) -> None:
 def _clear(folder: Path) -> None:
     """Remove what a run keeps in its folder only while it is alive, and the cuts that it did not complete."""
     shutil.rmtree(folder / "keys", ignore_errors=True)
+    for left in folder.glob("agent-*.sock"):  # of agents that were killed, perhaps before the run went on
+        left.unlink(missing_ok=True)
     (folder / "processes.json").unlink(missing_ok=True)
     RunFolder(folder).sweep()
     sweep_checkpoints(RunFolder(folder))

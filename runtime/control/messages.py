@@ -32,6 +32,8 @@ PROTOCOL: Literal[9] = 9
 MAX_TEXT = 16 << 10
 # Bytes of one packed value, in either direction: metadata only, so ten times what a large batch needs.
 MAX_BYTES = 4 << 20
+# Bytes that may be around a message besides: its number, and the names of those for whom an agent takes it.
+AROUND = 32 << 10
 # On a clock of some machine. A peer's infinity or NaN would spoil the run's figures.
 Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
 
@@ -354,11 +356,11 @@ class Codec(Generic[T]):
     """Packs and unpacks values of one annotation, such as a union of Packables. `label` names it in errors.
 
     A Packable is an array of its class's name and its fields in order. Nothing is constructed but the classes that the
-    annotation names: no extension types, no names looked up.
+    annotation names: no extension types, no names looked up. `most` are the bytes of a packed value.
     """
 
-    def __init__(self, annotation: Any, label: str) -> None:
-        self._label = label
+    def __init__(self, annotation: Any, label: str, most: int = MAX_BYTES) -> None:
+        self._label, self._most = label, most
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(annotation).decode
 
@@ -385,8 +387,8 @@ class Codec(Generic[T]):
         return value
 
     def _bounded(self, data: bytes) -> bytes:
-        if len(data) > MAX_BYTES:
-            raise MessageError(f"{self._label}: given {len(data)} bytes, needed at most {MAX_BYTES}")
+        if len(data) > self._most:
+            raise MessageError(f"{self._label}: given {len(data)} bytes, needed at most {self._most}")
         return data
 
 
@@ -410,6 +412,7 @@ def _escaped(plain: Any) -> Any:
 
 
 _FRAME: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[9], int, Message], "frame")
+_CARRIED: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[9], int, Message], "frame", MAX_BYTES + AROUND)
 _RECORD: Codec[Event | Command] = Codec(Event | Command, "record")
 QUESTION: Codec[tuple[int, int, Ask]] = Codec(tuple[Literal[1], int, Ask], "question")
 ANSWER: Codec[tuple[int, int, str]] = Codec(tuple[Literal[1], int, str], "answer")
@@ -425,8 +428,8 @@ read_record = _RECORD.unpack
 
 
 def pack(message: Message, sequence: int = 0) -> bytes:
-    """One frame. Raises MessageError when it is larger than MAX_BYTES."""
-    return _FRAME.pack((PROTOCOL, sequence, message))
+    """One frame. Raises MessageError when it is larger than MAX_BYTES, less what is around what is delivered."""
+    return (_CARRIED if isinstance(message, Delivery) else _FRAME).pack((PROTOCOL, sequence, message))
 
 
 def pack_message(message: Message) -> bytes:
@@ -441,4 +444,4 @@ def framed(packed: bytes, sequence: int) -> bytes:
 
 def unpack(data: bytes) -> tuple[int, Message]:
     """A frame's sequence number and message. Raises MessageError for anything else."""
-    return _FRAME.unpack(data)[1:]
+    return _CARRIED.unpack(data)[1:]

@@ -82,7 +82,7 @@ class Relay:
         self._dropped: Counter[str] = Counter()
 
     def _listening(self, join: Join, silence: float, *, aside: bool = False) -> Server:
-        endpoint = relay_endpoint(Path(join.folder), join.host, join.life, aside=aside)
+        endpoint = relay_endpoint(Path(join.folder), join.host, join.run, join.life, aside=aside)
         return Server(Door(join.run, endpoint, join.token), self._ranks, silence)
 
     def begin(self, peer: str) -> None:

@@ -213,11 +213,12 @@ class Server:
         connection = self._routes.get(peer)
         # The thread that beats for a rank asks, and hears the answer while the main thread is at work.
         aside = isinstance(message, Found)
+        packed = pack_message(message)
         if connection is not None and connection.peer != peer:
-            message = Delivery((peer,), pack_message(message), aside)
-        elif aside:
+            return self._send(connection, partial(pack, Delivery((peer,), packed, aside)))
+        if aside:
             connection = self._sides.get(peer)
-        return connection is not None and self._send(connection, partial(pack, message))
+        return connection is not None and self._send(connection, partial(framed, packed))
 
     def send_all(self, peers: Sequence[str], message: Message) -> list[str]:
         """Send the same to several; those of them that cannot be reached."""

@@ -106,6 +106,7 @@ def work(client: Client, rank: "RankRuntime") -> int:
     executor, sent, waiting = rank.executor, monotonic(), deque[Order]()
     while True:
         results: list[Result] = []
+        told = True
         # While there is work, messages are heard between two steps, and waited for otherwise.
         for message in client.receive(0.0 if executor.busy() or waiting or rank.pace.busy else IDLE):
             if isinstance(message, Goodbye):
@@ -116,14 +117,16 @@ def work(client: Client, rank: "RankRuntime") -> int:
             for done in executor.carry_out(order):
                 results += done
                 if results and monotonic() - sent > HOLD:
-                    client.send(Results(tuple(results)))
+                    told &= client.send(Results(tuple(results)))
                     results, sent = [], monotonic()
         results += executor.step()
         for text in rank.warnings():
             client.send(Note("warning", text))
         for unsent in rank.channels.unsent():
-            client.send(unsent)
-        if results and not client.send(Results(tuple(results))):
+            told &= client.send(unsent)
+        if results:
+            told &= client.send(Results(tuple(results)))
+        if not told:  # the controller would wait for what it will never hear
             return 1
         if results:
             sent = monotonic()

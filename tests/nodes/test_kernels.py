@@ -3,6 +3,7 @@ formulas, forward and backward, and as good without a compiler."""
 
 import ctypes
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -316,14 +317,18 @@ def test_what_is_not_whole_or_may_be_others_is_compiled_again(tmp_path: Path, co
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_a_user_without_a_home_keeps_nothing(
+def test_a_user_without_a_home_keeps_it_in_a_folder_that_is_its_own(
     tmp_path: Path, compilations: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("PENSTOCK_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.getuid", lambda: 54321)  # of whom the system knows nothing
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert [number(compile_c(counting(tmp_path, 1), torch.float32, ["-DN=1"])) for _ in range(2)] == [2] * 2
-    assert compilations() == 2
+    assert compilations() == 1
+    (tmp_path / f"penstock-{os.geteuid()}").chmod(0o777)
+    assert [number(compile_c(counting(tmp_path, 1), torch.float32, ["-DN=1"])) for _ in range(2)] == [2] * 2
+    assert compilations() == 3
 
 
 def test_operations_say_what_they_make_without_making_it() -> None:

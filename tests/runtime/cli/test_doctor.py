@@ -1,6 +1,7 @@
 """`penstock doctor`: what a machine has, what follows from what it lacks, and what is kept of how fast it is."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from penstock.nodes.calibrate import decoding_steps
 from penstock.runtime.cli import doctor
 from penstock.runtime.cli.base_model import PROFILE
 from penstock.runtime.cli.doctor import Finding
+from penstock.runtime.cli.main import _answer
 from penstock.runtime.cli.tracing import CommandError, ask_child
 from penstock.runtime.cluster.cluster import Cluster, Host, read_cluster
 from penstock.runtime.cluster.gpus import GPUS
@@ -123,6 +125,21 @@ def test_the_cache_is_where_it_is_asked_for(monkeypatch: Patch, tmp_path: Path) 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder() == tmp_path / ".cache" / "penstock"
+
+
+def test_a_user_without_a_home_has_the_cache_in_a_folder_of_its_own_or_is_told_what_is_needed(
+    monkeypatch: Patch, tmp_path: Path, capsys: Output
+) -> None:
+    for name in ("PENSTOCK_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 54321)  # of whom the system knows nothing
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    own = tmp_path / f"penstock-{os.geteuid()}"
+    assert (cache_folder(), own.stat().st_mode & 0o777) == (own / "cache", 0o700)
+    own.chmod(0o755)
+    assert found("cache").verdict == "lack"
+    assert _answer(["doctor", "--measure"]) == 1
+    assert "penstock doctor: " in capsys.readouterr().err
 
 
 def test_what_was_measured_is_this_machine_from_then_on(capsys: Output, monkeypatch: Patch) -> None:

@@ -16,7 +16,11 @@ from time import sleep
 from typing import Any, TypeVar
 
 import pytest
+import zmq
 
+from penstock import private_folder
+from penstock.runtime.cluster import endpoints
+from penstock.runtime.control import sockets
 from penstock.runtime.control.agent import ALONE, serve
 from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Hello, Launch, Leaving, Note, Ready
 from penstock.runtime.control.process import (
@@ -349,6 +353,29 @@ def test_an_agent_that_has_no_run_folder_says_what_it_needs(
     assert said.startswith("penstock agent: host b has no /no/such/run: needed a file system that the hosts share, or ")
     assert "(--folder)" in said
     assert not b.hear()  # it has not joined
+
+
+def test_an_agent_whose_folder_for_sockets_is_anothers_says_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(endpoints, "private_folder", lambda temporary: private_folder(tmp_path))
+    (tmp_path / f"penstock-{os.geteuid()}").mkdir(mode=0o755)
+    with bench(tmp_path, "tcp://127.0.0.1:0", ranks=ON_B) as b:
+        b.join("b").write(tmp_path / "b.json")
+        assert serve(tmp_path / "b.json", tmp_path / ("x" * 120)) == 1
+    assert capsys.readouterr().err.startswith(f"penstock agent: {tmp_path}/penstock-{os.geteuid()}: given owner ")
+
+
+def test_an_agent_whose_controller_does_not_take_what_it_is_told_ends_and_says_so(
+    b: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One message has room, its Hello. What came after it would be lost, and nobody would know."""
+    monkeypatch.setitem(sockets._OPTIONS, zmq.SNDHWM, 1)
+    monkeypatch.setattr(sockets, "JOIN_S", 3.0)
+    join = replace(b.join("b"), endpoint=f"ipc://{b.folder}/nobody.sock")
+    join.write(b.folder / "b.json")
+    assert serve(b.folder / "b.json") == 1
+    assert "take" in capsys.readouterr().err
 
 
 def test_an_agent_with_another_key_is_refused_and_says_so(tmp_path: Path) -> None:

@@ -194,6 +194,31 @@ def test_what_a_frame_has_no_room_for_is_told_whatever_its_number(b: Bench) -> N
     assert [(peer, note.level) for peer, note in host.heard(Note)] == [("generator/0:0", "error")]
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_an_order_of_the_most_bytes_that_one_may_have_comes_to_ranks_by_their_agent(b: Bench, several: bool) -> None:
+    host = Host(b)
+    ranks = [host.rank(number) for number in range(8)]
+    for _ in range(300):  # so that its frame has a longer number than the one with which it is measured
+        b.server.send("generator/0:0", ORDER)
+    room = MAX_BYTES - len(pack(named("")))
+    order = named("x" * (room - 4))  # what the length of a longer text takes
+    assert len(pack(order)) == MAX_BYTES
+    if several:
+        assert b.server.send_all([f"generator/0:{n}" for n in range(8)], order) == []
+    else:
+        assert b.server.send("generator/0:0", order)
+
+    def came(rank: Client) -> bool:
+        return order in rank.receive(0.0)
+
+    for rank in ranks if several else ranks[:1]:
+        host.until(lambda rank=rank: came(rank))
+
+
+def named(text: str) -> Order:
+    return structs.replace(ORDER, checkpoint=text)
+
+
 def test_a_shared_folder_without_sockets_is_done_without(b: Bench, tmp_path: Path) -> None:
     relay = Relay(replace(b.join(), folder=str(tmp_path / "none")))
     b.stack.callback(relay.close)
@@ -204,11 +229,13 @@ def test_a_shared_folder_without_sockets_is_done_without(b: Bench, tmp_path: Pat
 
 
 def test_an_agent_that_ends_late_leaves_its_successor_its_socket(b: Bench) -> None:
-    late, successor = Relay(b.join()), Relay(replace(b.join(), life=1))
-    b.stack.callback(successor.close)
-    files = [socket_file(one.endpoint) for one in (late, successor)]
+    """Where the place of its host was given to another one, and where the run has gone on in the same folder."""
+    late, *successors = (Relay(replace(b.join(), **new)) for new in ({}, {"life": 1}, {"run": "next"}))
+    for successor in successors:
+        b.stack.callback(successor.close)
+    files = [socket_file(one.endpoint) for one in (late, *successors)]
     late.close()
-    assert [file is not None and file.exists() for file in files] == [False, True]
+    assert [file is not None and file.exists() for file in files] == [False, True, True]
 
 
 def test_a_value_of_the_board_comes_to_the_thread_that_beats(b: Bench) -> None:
