@@ -104,10 +104,7 @@ class Controller:
         try:
             self._assemble()
             if self.session.running:  # nobody has stopped it meanwhile
-                late = {name for name, index in self.ranks if (name, index) not in self.pids}
-                self.lost = dict.fromkeys(late, 0)
-                self.session.begin(monotonic(), self.restored, late)
-                self._send()
+                self._begin()
             while self.session.running:
                 self._turn()
         finally:
@@ -141,6 +138,14 @@ class Controller:
         if waiting - late or any(map(self._has_agents, waiting)):
             return False
         return not waiting or there >= self.config.flags.first_generators
+
+    def _begin(self) -> None:
+        """The first stage, without the replicas that are late: these are as lost ones, and some have been started."""
+        late = {name for name, index in self.ranks if (name, index) not in self.pids}
+        self.lost = dict.fromkeys(late, 0)
+        self._coming = late & {name for name, _ in self._begun}
+        self.session.begin(monotonic(), self.restored, late)
+        self._send()
 
     # Running ----------------------------------------------------------------------------------------------
 

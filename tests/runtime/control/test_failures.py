@@ -18,9 +18,13 @@ from penstock.nodes.fake import FakePolicy
 from penstock.runtime.control.controller import Controller
 from penstock.runtime.control.failure import AGENTS_S, DOUBT_S, HELD, HELD_S, PRIORITY, Failure, FailureCode, Verdict
 from penstock.runtime.control.messages import (
+    AgentReady,
+    End,
     Exited,
     Found,
     Heartbeat,
+    Launch,
+    Message,
     Note,
     Post,
     Ready,
@@ -306,6 +310,39 @@ def test_a_replica_that_may_have_been_away_when_a_checkpoint_was_made_restores_w
 
     until(told)
     assert found == {name: ("fresh", "00000001") if name in {*restores, "trainer/0"} else () for name in ranks}
+
+
+def test_a_late_replica_that_ends_before_it_is_ready_ends_whole_and_is_started_again(b: Bench, tmp_path: Path) -> None:
+    """The run has begun without it, while its ranks were starting."""
+    flags = RunOptions(lost_replica="replace", first_generators=1)
+    run = RunFolder.open(make_run(tmp_path / "run", "toy", {}, flags, generators=2, meshes=["generator=tp2"]))
+    config, agent, late = RunConfig.load(run), Client(b.join(), "agent", "local", 0), "generator/1"
+    controller, said = Controller(run, config, b.server, Session(config, Mock(spec=RunRecorder)), None), list[Message]()
+    agent.send(AgentReady("local", 7))
+    ranks = [(replica.name, index) for replica in config.plan.replicas for index in range(len(replica.ranks))]
+
+    def told(number: int) -> list[Message]:
+        """So many messages of the controller to its agent about the late one."""
+
+        def look() -> bool:
+            said.extend(m for m in agent.receive(0.0) if isinstance(m, Launch | End) and m.replica == late)
+            return len(said) >= number
+
+        until(look)
+        found = said[:]
+        said.clear()
+        return found
+
+    hear(controller, lambda: controller._begun == set(ranks))
+    assert told(2) == [Launch(late, index) for index in range(2)]
+    controller.pids.update({key: 1 for key in ranks if key[0] != late})
+    controller._begin()
+    controller._hear("agent:local", Exited(late, 0, 77, 0, 9, ""))
+    assert told(1) == [End(late, 1)]
+    controller._hear("agent:local", Exited(late, 1, 78, 0, 9, ""))
+    assert told(2) == [Launch(late, index, start=1) for index in range(2)]
+    assert controller.lost[late] == 1
+    agent.close()
 
 
 # What is said of an exception: where it was raised, unless the library refuses what it was given.
