@@ -226,11 +226,18 @@ def _window(data: Mapping[str, Any], family: Family, longest: int) -> tuple[int 
     layers = _need(data, "num_hidden_layers")
     if kinds and len(kinds) != layers:
         raise ModelError(f"given layer_types of {len(kinds)} layers, needed {layers}, which num_hidden_layers says")
+    off, key = not data.get("use_sliding_window", True), "layer_types"
     if not kinds and "max_window_layers" in data:
-        full = data["max_window_layers"]
+        full, key = data["max_window_layers"], "max_window_layers"
         if type(full) is not int:
             raise ModelError(f"given max_window_layers {full!r}, needed a whole number")
         kinds = ["full_attention" if index < full else "sliding_attention" for index in range(layers)]
+    if family.windows and type(window) is int and window < longest:
+        # Of a key that transformers takes no notice of.
+        said = {"use_sliding_window": off, key: not off and "full_attention" in kinds}
+        if unknown := [key for key, matters in said.items() if matters and key not in family.windowed]:
+            given = f"{unknown[0]} {data[unknown[0]]!r:.80} with sliding_window {window}"
+            raise ModelError(f"given {given}, needed none: all layers of a {family.model_type} have the window")
     slides = "sliding_attention" in kinds or not kinds
     if not slides or not (data.get("use_sliding_window", True) or data.get("layer_types")):
         return None, ()

@@ -146,6 +146,20 @@ SMALL = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 48, "num_hid
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, None),
         ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 1}, None),
         ({"model_type": "qwen3_moe", "use_sliding_window": True}, None),
+        ({"model_type": "qwen3_moe", "max_window_layers": 48}, None),
+        (
+            {"model_type": "qwen3_moe", "use_sliding_window": True, "max_window_layers": 1},
+            "max_window_layers 1 with sliding_window 4096, needed none: all layers of a qwen3_moe have the window",
+        ),
+        (
+            {"model_type": "qwen3_moe", "use_sliding_window": True, "layer_types": ["full_attention"] * 2},
+            "layer_types ['full_attention', 'full_attention'] with sliding_window 4096, needed none",
+        ),
+        ({"model_type": "mistral", "use_sliding_window": False}, "use_sliding_window False with sliding_window 4096"),
+        (
+            {"model_type": "mistral", "max_window_layers": 2},
+            "max_window_layers 2 with sliding_window 4096, needed none",
+        ),
         ({"model_type": "qwen3"}, None),
         ({"model_type": "qwen3", "attention_bias": True}, "attention_bias True, needed False"),
         ({"model_type": "llama", "sliding_window": 64}, "sliding_window 64, needed null, or at least max_position_emb"),

@@ -14,6 +14,7 @@ class Family:
     qk_norm: is each head's query and key normed before it is turned?
     experts: is each layer's MLP a mixture of experts?
     windows: may a layer attend to the last tokens alone (`sliding_window`)?
+    windowed: settings that say which of the layers do, beside it.
     defaults: what `transformers` takes for a key that a `config.json` does not have, where it is not what it takes for
         most models.
     fixed: settings of which the decoder has one value. Null and a missing key mean the same.
@@ -25,5 +26,6 @@ class Family:
     qk_norm: bool = False
     experts: bool = False
     windows: bool = False
+    windowed: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)

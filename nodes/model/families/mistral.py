@@ -8,5 +8,6 @@ MISTRAL = Family(
     "mistral",
     "Mistral",
     windows=True,
+    windowed=("layer_types",),
     defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
 )

@@ -7,6 +7,7 @@ QWEN2 = Family(
     "Qwen2",
     qkv_bias=True,
     windows=True,
+    windowed=("use_sliding_window", "max_window_layers", "layer_types"),
     defaults={
         "num_key_value_heads": 32,
         "max_position_embeddings": 32768,

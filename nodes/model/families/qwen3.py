@@ -7,6 +7,7 @@ QWEN3 = Family(
     "Qwen3",
     qk_norm=True,
     windows=True,
+    windowed=("use_sliding_window", "max_window_layers", "layer_types"),
     defaults={
         "num_key_value_heads": 32,
         "head_dim": 128,

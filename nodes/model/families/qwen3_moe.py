@@ -10,6 +10,7 @@ QWEN3_MOE = Family(
     qk_norm=True,
     experts=True,
     windows=True,
+    windowed=("use_sliding_window",),
     defaults={
         "num_key_value_heads": 4,
         "max_position_embeddings": 32768,
