@@ -30,8 +30,9 @@ from penstock.runtime.control.process import describe_exit, kill, last_text
 DRIVER = "penstock.runtime.managers.ray_driver"
 # Where Ray's clients look for their cluster; without it, for one that this machine is part of.
 ADDRESS = "RAY_ADDRESS"
-# Seconds for a cluster to answer, and for the driver to free what it has taken: agents have `ray_driver.LEAVE_S` of it.
-CONNECT_S, FREE_S = 30.0, 12.0
+# Seconds for a cluster to answer, which starts a process for each client of `ray://`, and waits for that one for 30 s;
+# and for the driver to free what it has taken: agents have `ray_driver.LEAVE_S` of it.
+CONNECT_S, FREE_S = 60.0, 12.0
 # Bytes of what Ray has printed that an error shows.
 SHOWN_BYTES = 1500
 

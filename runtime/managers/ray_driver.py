@@ -22,7 +22,7 @@ from ray.util import get_node_ip_address, placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from penstock.runtime.cluster.endpoints import own_address, resolved_endpoint
+from penstock.runtime.cluster.endpoints import own_address, resolved_endpoint, why_unreachable
 from penstock.runtime.control.enrolment import HOSTNAME, ORDER, plain_name
 from penstock.runtime.managers.ray_actor import AgentHolder
 
@@ -197,11 +197,17 @@ def first_reason(text: str) -> str:
     return " ".join([*lines[:1], *raised[-1:]])[:600]
 
 
-def driver_address(where: str) -> str:
-    """Where the cluster reaches this machine. Raises AddressError and OSError."""
-    if not where.startswith("ray://"):
-        return str(get_node_ip_address())
-    return own_address(resolved_endpoint(where.removeprefix("ray://").rstrip("/")))
+def connect(where: str) -> str:
+    """Connect to the cluster; the address at which it reaches this machine. Raises AddressError, and what Ray does."""
+    endpoint = ""
+    if re.fullmatch(r"(ray://)?.+:\d+/?", where):
+        endpoint = resolved_endpoint(where.removeprefix("ray://").rstrip("/"))
+        # Ray tries for half a minute or more, and does not say what was wrong.
+        if why := why_unreachable(endpoint):
+            raise ConnectionError(why)
+    # "auto": never a cluster of this process's own.
+    ray.init(address=where, log_to_driver=False, logging_level="ERROR")
+    return own_address(endpoint) if where.startswith("ray://") else str(get_node_ip_address())
 
 
 def listen(lines: "SimpleQueue[bytes]") -> None:
@@ -220,10 +226,8 @@ def main() -> None:
         return
     where = os.environ.get("RAY_ADDRESS") or "auto"
     try:
-        # "auto": never a cluster of this process's own.
-        ray.init(address=where, log_to_driver=False, logging_level="ERROR")
+        address = connect(where)
         driver = Driver(json.loads(asked)["agents"])
-        address = driver_address(where)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         say("failed", text=str(error).strip())
         return

@@ -4,6 +4,7 @@ of the cluster is kept.
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -213,8 +214,28 @@ def test_a_launcher_that_is_killed_keeps_no_nodes(cluster: RayCluster, tmp_path:
 def test_a_cluster_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
     monkeypatch.setattr("penstock.runtime.managers.ray.CONNECT_S", 3.0)
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
-    with pytest.raises(AgentsError, match=r"127\.0\.0\.1:9 .*RAY_ADDRESS"):
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        monkeypatch.setenv("RAY_ADDRESS", where := f"ray://127.0.0.1:{mute.getsockname()[1]}")
+        with pytest.raises(AgentsError, match=rf"{where} .*RAY_ADDRESS"):
+            RayAgents(None)
+
+
+@pytest.mark.parametrize("client", ["", "ray://"])
+def test_an_address_at_which_nothing_listens_is_told_by_the_connection(
+    monkeypatch: pytest.MonkeyPatch, client: str
+) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setattr("penstock.runtime.managers.ray.CONNECT_S", DEADLINE_S)
+    monkeypatch.setenv("RAY_ADDRESS", f"{client}127.0.0.1:9")
+    with pytest.raises(AgentsError, match=r"\n.*127\.0\.0\.1\b.* to 127\.0\.0\.1:9\b"):
+        RayAgents(None)
+
+
+def test_a_host_of_a_cluster_that_no_name_server_knows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.setattr("penstock.runtime.managers.ray.CONNECT_S", DEADLINE_S)
+    monkeypatch.setenv("RAY_ADDRESS", "ray://nowhere.invalid:10001")
+    with pytest.raises(AgentsError, match=r"\n.*'nowhere\.invalid'"):
         RayAgents(None)
 
 
