@@ -229,8 +229,10 @@ def check_pools(meshes: Mapping[str, Axes], several: Sequence[str], pools: Seque
 
 # Groups in flight beyond those that fill a generator's slots, so that a slot that falls free finds the next one.
 GROUPS_AHEAD = 2
-# Groups in flight in a pool of small work.
-SMALL_CAPACITY = 4
+# Groups in flight in a pool of small work; where there are many generators, one for so many of them: each hearing of its
+# answers costs the controller as much as ten answers do. Generators have one group each at least, so that no group
+# waits there for more than a share of what a batch takes.
+SMALL_CAPACITY, GENERATORS_EACH = 4, 4
 # Groups in flight in a pool of small work whose node works on several at once, such as an environment.
 STREAM_CAPACITY = 32
 
@@ -282,12 +284,14 @@ class _Role:
             return "trainer"
         return "generator" if self.generates else "beside" if self.carries else "small"
 
-    def capacity(self, slots: int) -> int:
+    def capacity(self, slots: int, generators: int) -> int:
         if self.rows:
             return ceil(slots / self.rows) + GROUPS_AHEAD
         if self.updates:
             return 1
-        return STREAM_CAPACITY if self.streams else SMALL_CAPACITY
+        if self.streams or self.carries:
+            return STREAM_CAPACITY if self.streams else SMALL_CAPACITY
+        return max(SMALL_CAPACITY, generators // GENERATORS_EACH)
 
 
 def place(
@@ -331,7 +335,7 @@ def place(
         # Ranks that compute the same, such as copies of a norm, agree to the bit only with equally many threads.
         threads = min(_threads(role, host, roles, generators, overlapping) for host in hosts)
         ranks = _ranks(role, index, hosts, mesh, device, threads, updating)
-        return Replica(f"{role.name}/{index}", ranks, role.capacity(slots), mesh)
+        return Replica(f"{role.name}/{index}", ranks, role.capacity(slots, generators), mesh)
 
     def pool(role: _Role) -> Pool:
         replicas = tuple(replica(role, index) for index in range(role.replicas(generators)))
@@ -431,6 +435,7 @@ def place_as(
     if strange := layouts.keys() - {role.name for role in roles if role.models}:
         needed = f"one of: {', '.join(role.name for role in roles if role.models)}"
         raise ClusterError(f"plan: given a layout of pool {min(strange)}, needed {needed}")
+    generators = sum(len(layouts[role.name].replicas) for role in roles if role.generates and role.name in layouts)
     sharing = Counter(host for each in layouts.values() for places in each.replicas for host, _ in places)
 
     def replica(role: _Role, index: int, mesh: Axes, places: Sequence[tuple[str, str]]) -> Replica:
@@ -453,12 +458,12 @@ def place_as(
         # As many for each: ranks that compute the same agree to the bit only with equally many.
         threads = max(1, min(host.cores // sharing[host.name] for host in hosts))
         ranks = tuple(Rank(host, device, threads) for host, device in places)
-        return Replica(f"{role.name}/{index}", ranks, role.capacity(slots), mesh)
+        return Replica(f"{role.name}/{index}", ranks, role.capacity(slots, generators), mesh)
 
     def pool(role: _Role) -> Pool:
         if (layout := layouts.get(role.name)) is None:
             ranks = (Rank(cluster.hosts_of(role.name)[0].name),)
-            only = (Replica(f"{role.name}/0", ranks, role.capacity(slots)),)
+            only = (Replica(f"{role.name}/0", ranks, role.capacity(slots, generators)),)
             return Pool(role.name, role.holds, only, cluster.python_of(role.name))
         if len(layout.replicas) > 1 and not CAPABILITIES[role.kind].replicas:
             raise ClusterError(f"plan: given {len(layout.replicas)} replicas of {role.name}, needed one")

@@ -97,6 +97,14 @@ def test_a_node_that_works_on_several_groups_at_once_is_given_more_of_them() -> 
     assert {r.name: r.capacity for r in plan.replicas}["scorer/0"] == SMALL_CAPACITY
 
 
+def test_a_pool_of_small_work_takes_more_groups_at_once_where_many_generators_make_them() -> None:
+    def small(generators: int) -> int:
+        plan = place([TRAIN], _cluster(), generators=generators)
+        return {r.name: r.capacity for r in plan.replicas}["scorer/0"]
+
+    assert [small(generators) for generators in (1, 16, 19, 64)] == [SMALL_CAPACITY, 4, 4, 16]
+
+
 @pytest.mark.parametrize(
     ("cores", "generators", "threads"),
     [(1, 1, (1, 1)), (2, 1, (2, 1)), (2, 3, (2, 1)), (8, 1, (8, 4)), (9, 2, (9, 2)), (64, 4, (64, 8))],
