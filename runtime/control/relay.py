@@ -130,7 +130,17 @@ class Relay:
                 self._note_gone(replica, one.event)
             if isinstance(one, Hello):
                 one = structs.replace(one, token="")
-            self._said.append((peer, Results((one,)) if isinstance(one, Result) else one))
+            self._say(peer, one)
+
+    def _say(self, peer: str, message: Any) -> None:
+        """Have something said for a rank; answers that follow each other as one message."""
+        if isinstance(message, Result):
+            message = Results((message,))
+            sayer, before = self._said[-1] if self._said else ("", None)
+            if sayer == peer and isinstance(before, Results):
+                self._said.pop()
+                message = Results((*before.results, *message.results))
+        self._said.append((peer, message))
 
     def _gather(self, replica: str, result: Result, now: float) -> None:
         """Hold an answer, and let it go with those of the others when all are there."""
@@ -154,7 +164,7 @@ class Relay:
             results = held.pop(done).results
             for result in merged(results):
                 first: Any = result.event
-                self._said.append((rank_peer(replica, first.rank), Results((result,))))
+                self._say(rank_peer(replica, first.rank), result)
             for result in results.values():
                 self._note_gone(replica, result.event)
 
@@ -211,11 +221,13 @@ def _reports(said: list[tuple[str, OfRank]]) -> Iterator[Report]:
         pack(whole, _LATE)
         yield whole
     except MessageError as error:
+        peer, message = said[0]
+        if len(said) == 1 and isinstance(message, Results) and message.results[1:]:
+            said = [(peer, Results((result,))) for result in message.results]
         if half := len(said) // 2:
             yield from _reports(said[:half])
             yield from _reports(said[half:])
         else:
-            peer = said[0][0]
             yield Report(((peer, Note("error", f"{peer}: what it says is too long to be handed on: {error}")),))
 
 

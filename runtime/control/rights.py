@@ -37,6 +37,9 @@ SAYS: Mapping[str, tuple[type, ...]] = {
     "heartbeat": (Heartbeat, Note, *get_args(Question)),
 }
 
+# What has a text for people.
+_TOLD = (Note, Exited, Failed, Abort, SendFailed)
+
 # Of several ranks of one replica nobody speaks who does not carry for them.
 NONE: frozenset[int] = frozenset()
 NOBODY: Mapping[str, frozenset[int]] = MappingProxyType({})
@@ -49,8 +52,6 @@ def overreach(
     Where the agent of the host answers for what it says, `here` are the ranks of each replica there."""
     handles = list[ObjectRef]()
     match message:
-        case Ready(replica=replica, rank=rank, restored=restored):
-            claimed, handles = {rank_peer(replica, rank)}, [handle for _, _, handle in restored]
         case Results(results):
             claimed = set()
             for result in results:
@@ -60,6 +61,8 @@ def overreach(
                 claimed.add(rank_peer(event.replica, event.rank))
                 if len(said := ranks_of(event)) > 1 and not here.get(event.replica, NONE).issuperset(said):
                     return f"{type(event).__name__} of {event.replica} ranks {said[0]} to {said[-1]}"
+        case Ready(replica=replica, rank=rank, restored=restored):
+            claimed, handles = {rank_peer(replica, rank)}, [handle for _, _, handle in restored]
         case AgentReady(host=named) | Leaving(host=named):
             claimed = {agent_peer(named)}
         case Exited(replica=replica, rank=rank):
@@ -80,9 +83,11 @@ def overreach(
 
 def readable(message: Any) -> Any:
     """The message with texts of a length that a terminal and a log can take."""
-    if isinstance(message, Results) and any(isinstance(one.event, Failed | Abort) for one in message.results):
-        return Results(tuple(structs.replace(one, event=readable(one.event)) for one in message.results))
-    if not isinstance(message, Note | Exited | Failed | Abort | SendFailed):
+    if isinstance(message, Results):
+        if any([isinstance(one.event, _TOLD) for one in message.results]):
+            return Results(tuple([structs.replace(one, event=readable(one.event)) for one in message.results]))
+        return message
+    if not isinstance(message, _TOLD):
         return message
     texts = ((name, getattr(message, name)) for name in ("text", "tail", "error") if hasattr(message, name))
     return structs.replace(message, **{name: shortened(text) for name, text in texts})

@@ -71,9 +71,10 @@ MAX_NOTES = 100
 _CUT_OFF = MAX_BYTES + (64 << 10)
 # Seconds for what is still being sent when a socket is closed.
 FLUSH_S = 0.5
-# In a run of so many hosts, what comes within so many seconds is heard at once: to wake costs as much as to hear. Hosts
-# say at the same moments that they live: while they do, it is so many seconds.
-MANY_HOSTS, GATHER_S, BURST_S = 32, 0.002, 0.01
+# In a run of so many hosts, what comes within so many seconds is heard at once: to wake costs as much as to hear ten
+# answers. Where there is much to hear it is as many seconds as keep the caller at work for one part in so many of its
+# time, up to so many. Hosts say at the same moments that they live: while they do, it is the latter.
+MANY_HOSTS, GATHER_S, WORK_SHARE, BURST_S = 32, 0.002, 10, 0.01
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 # What an agent may count that it has dropped.
 DROPPED = ("malformed", "oversized", "unknown", "replayed", "unexpected", "unauthorised", "duplicate", "excessive")
@@ -100,10 +101,11 @@ class _Dropped(Exception):
 @dataclass(slots=True)
 class _Connection:
     """A peer's socket. `key` is the public key that it came with, "" on a Unix socket; `heard` and `said` are the last
-    sequence numbers, `hello` that of its Hello, and `pid` the process that said it.
+    sequence numbers, `hello` that of its Hello, and `pid` the process that said it. `name` is for people.
     """
 
     peer: str
+    name: str
     role: str
     host: str
     key: str
@@ -156,6 +158,7 @@ class Server:
                 raise ValueError(f"{door.endpoint}: given no keys, needed CURVE keys on tcp")
             keys = door.secret, door.allowed.values()
         options = {**_OPTIONS, zmq.RCVHWM: MAX_UNREAD}
+        self._returned = 0.0  # when `receive` did
         self._listener = Listener(door.endpoint, options, keys, self._refused, connections(ranks, door.endpoint))
         self.socket, self.endpoint = self._listener.socket, self._listener.endpoint
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -174,8 +177,10 @@ class Server:
         A peer's Hello comes as its first message. Heartbeats are noted and not handed on.
         """
         found: list[tuple[str, Message]] = []
-        until, left = monotonic() + timeout, timeout
-        gather = GATHER_S if len(self._here) >= MANY_HOSTS else 0.0
+        began = monotonic()
+        until, left, gather = began + timeout, timeout, 0.0
+        if len(self._here) >= MANY_HOSTS:
+            gather = min(BURST_S, max(GATHER_S, WORK_SHARE * (began - self._returned)))
         # Heartbeats alone are no reason to return: of a thousand ranks there is one each moment.
         while not found and (ready := dict(self._poller.poll(int(1000 * left)))):
             if self._waker in ready:
@@ -193,6 +198,7 @@ class Server:
             left = min(left, until - now)
             if left <= 0:
                 break
+        self._returned = monotonic()
         return found
 
     def wake(self) -> None:
@@ -292,9 +298,7 @@ class Server:
         # libzmq lets a client choose its identity: another host's could take that of a connection that has broken.
         if connection is not None and connection.key != key:
             connection = None
-        name = "an unknown connection" if connection is None else connection.peer
-        if key:
-            name = f"{name} (key of host {self._hosts[key]})"
+        name = self._spelled("an unknown connection", key) if connection is None else connection.name
         if len(frames) != 2:
             raise _Dropped("malformed", name, f"{len(frames)} frames")
         if len(frames[1]) > MAX_BYTES:
@@ -311,7 +315,7 @@ class Server:
             raise _Dropped("replayed", name, f"frame {sequence} after frame {connection.heard}")
         if not isinstance(message, SAYS[connection.role]):
             raise _Dropped("unexpected", name, type(message).__name__)
-        plain = isinstance(message, Heartbeat | SignsOfLife | Report)  # what these claim is looked at below
+        plain = isinstance(message, (Heartbeat, SignsOfLife, Report))  # what these claim is looked at below
         if not plain and (claim := overreach(message, connection.peer, connection.host, self._ranks)):
             raise _Dropped("unauthorised", name, claim)
         # Not before: a frame that is refused must not make those behind it replays.
@@ -326,6 +330,9 @@ class Server:
             self._note_signs(message, connection, name)
             return []
         return [self._noted(connection.peer, message, name)]
+
+    def _spelled(self, name: str, key: str) -> str:
+        return f"{name} (key of host {self._hosts[key]})" if key else name
 
     def _reported(self, report: Report, agent: _Connection, name: str) -> list[tuple[str, Message]]:
         """What the ranks of an agent say. What one may not say is dropped by itself."""
@@ -397,7 +404,8 @@ class Server:
         # The run has gone on without it: a successor of that name may be on its way.
         if before is None and message.again and (message.peer, beats) in self._greeted:
             raise _Dropped("duplicate", name, f"{said}, which was here before and was given up")
-        connection = _Connection(message.peer, message.role, host, key, identity, message.pid, sequence, sequence)
+        name = self._spelled(message.peer, key)
+        connection = _Connection(message.peer, name, message.role, host, key, identity, message.pid, sequence, sequence)
         if before is not None:
             connection.said = before.said  # numbers grow for a client, whatever connection they come on
             self._connections.pop(before.identity, None)

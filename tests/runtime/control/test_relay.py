@@ -129,17 +129,32 @@ def test_equal_answers_of_ranks_come_as_one_and_the_first_has_what_was_made(b: B
 def test_an_answer_waits_a_moment_for_those_of_others_and_what_follows_it_comes_after_it(b: Bench) -> None:
     host = Host(b)
     ranks = [host.rank(number) for number in range(3)]
-    arrived = Results((Result(Arrived("policy>generator", 2, "generator/0", 1)),))
-    failed = Results((Result(Failed(FIRING, "generator/0", 1, "KeyError")),))
-    ranks[1].send(arrived)
-    ranks[1].send(failed)
+    arrived = Result(Arrived("policy>generator", 2, "generator/0", 1))
+    failed = Result(Failed(FIRING, "generator/0", 1, "KeyError"))
+    ranks[1].send(Results((arrived,)))
+    ranks[1].send(Results((failed,)))
     ranks[1].send(Note("warning", "hot"))
     host.until(lambda: len(host.heard(Note)) == 1)
-    assert host.b.heard[-3:] == [("generator/0:1", said) for said in (arrived, failed, Note("warning", "hot"))]
+    assert host.b.heard[-2:] == [
+        ("generator/0:1", said) for said in (Results((arrived, failed)), Note("warning", "hot"))
+    ]
     ranks[0].send(done(0))
     ranks[2].send(done(2))
-    host.until(lambda: len(host.heard(Results)) == 4)  # the one between them has not answered
-    assert [message.results[0].event.rank for _, message in host.heard(Results)[2:]] == [0, 2]
+    host.until(lambda: len(host.heard(Results)) == 3)  # the one between them has not answered
+    assert [message.results[0].event.rank for _, message in host.heard(Results)[1:]] == [0, 2]
+
+
+def test_answers_of_a_rank_go_as_one_as_far_as_a_frame_has_room(b: Bench) -> None:
+    host = Host(b)
+    rank = host.rank(0)
+    sent = [done(0, metrics={f"{number}" * (MAX_BYTES // 3): 1.0}) for number in range(4)]
+    for said in sent:
+        rank.send(said)
+    host.until(lambda: sum(len(message.results) for _, message in host.heard(Results)) == 4)
+    assert [result for _, message in host.heard(Results) for result in message.results] == [
+        result for said in sent for result in said.results
+    ]
+    assert not host.heard(Note)
 
 
 def test_the_last_answer_to_a_command_waits_for_none_that_has_gone(b: Bench) -> None:
