@@ -59,8 +59,8 @@ from penstock.runtime.schedule.events import Abort, Failed
 from penstock.runtime.schedule.state import UnawaitedError
 from penstock.runtime.tensor.shm import ObjectRef
 
-# Seconds between two looks at deadlines, when nothing is heard.
-TICK = 0.25
+# Seconds between two looks at deadlines, when nothing is heard: as often as it is seen whether the folder is there.
+TICK = 0.5
 # Seconds for ranks and agents to end after a goodbye.
 DISMISS_S = 2.0
 # Seconds between two lists of the run's processes, while ranks come.
@@ -193,19 +193,18 @@ class Controller:
 
     def _hear(self, peer: str, message: Message) -> None:
         match message:
+            case Results(results):  # first: these are nearly all
+                for result in results:
+                    if isinstance(result.event, (Failed, Abort)) and self._is_doubted(peer):
+                        self._doubted.append((monotonic(), peer, result))
+                    else:
+                        self._answer(peer, result)
             case SendFailed(replica, life, error):
                 # To one that has been lost since it follows from that.
                 # Perhaps its host is gone, which is missed only later.
                 known = life != self.session.life(replica) or replica in self.lost
                 if not known and not self._do_without(rank_peer(replica, 0), f"it cannot be sent weights: {error}"):
                     self._fail(FailureCode.TRANSFER, error, replica=replica)
-            case Results(results):
-                for result in results:
-                    replica = peer.rpartition(":")[0]
-                    if isinstance(result.event, Failed | Abort) and replica in self.elastic and self.peers[replica][1:]:
-                        self._doubted.append((monotonic(), peer, result))
-                    else:
-                        self._answer(peer, result)
             case _ if isinstance(message, Question):
                 for asker, found in self.board.hear(peer, message):
                     if found.error:
@@ -401,11 +400,15 @@ class Controller:
 
     # Failures that may be another's -----------------------------------------------------------------------
 
+    def _is_doubted(self, peer: str) -> bool:
+        """May a failure of this rank follow from the loss of another one of its replica?"""
+        replica = peer.rpartition(":")[0]
+        return replica in self.elastic and len(self.peers[replica]) > 1
+
     def _answer(self, peer: str, result: Result) -> None:
         """A rank has answered, or says that it cannot."""
-        replica = peer.rpartition(":")[0]
         if isinstance(result.event, Abort):
-            self._fail(FailureCode.TRANSFER, result.event.error, replica=replica)
+            self._fail(FailureCode.TRANSFER, result.event.error, replica=peer.rpartition(":")[0])
         elif self.session.running:
             if result.unread and result.unread[1] == self.session.life(result.unread[0]):
                 # It has not been missed yet.

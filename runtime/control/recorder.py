@@ -65,6 +65,8 @@ Say = Callable[[dict[str, Any]], None]
 MAX_WARNINGS = 200
 # Seconds between two statuses for the display.
 EVERY = 0.2
+# Replicas of a pool of which a status tells what they are at: a line of the display has room for fewer.
+SHOWN = 16
 # Seconds after which a run without news says its status again.
 QUIET = 1.0
 
@@ -123,6 +125,7 @@ class RunRecorder:
         self._changes: list[tuple[float, str, str]] = []  # of states, since the last row
         self.bars: list[Bar] = []
         self.live: dict[str, int] = {}
+        self._replicas = {pool.name: [replica.name for replica in pool.replicas] for pool in config.plan.pools}
         self.doing: dict[str, object] = {}  # made into text when it is said, which is seldom
         self.published: dict[str, float] = {}
         self.sent: dict[tuple[str, str], tuple[float, float]] = {}
@@ -400,10 +403,13 @@ class RunRecorder:
             self._said = lost
             status["lost"] = {**lost, "raised": self.raised}
         pools: dict[str, Any] = {}
-        for replica, doing in self.doing.items():
-            pool = pools.setdefault(pool_of(replica), {"doing": [], "version": None})
-            pool["doing"].append(str(doing))
-            pool["version"] = self.live.get(replica, pool["version"])
+        for pool, replicas in self._replicas.items():
+            doing = [self.doing[replica] for replica in replicas if replica in self.doing]
+            if len(doing) > SHOWN:  # those that work come first
+                doing.sort(key=lambda at: not isinstance(at, Firing))
+            if doing:
+                version = next((self.live[replica] for replica in reversed(replicas) if replica in self.live), None)
+                pools[pool] = {"doing": [*map(str, doing[:SHOWN])], "version": version}
         self.say({**status, "pools": pools})
 
 

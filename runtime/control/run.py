@@ -54,6 +54,9 @@ from penstock.runtime.tensor.shm import ObjectRef
 Orders = dict[str, Order]
 Handle = tuple[Firing, str, ObjectRef]
 
+# Of what was asked, answers that are remembered for as long as an older one is awaited.
+MOST_ANSWERED = 1000
+
 
 class Outbox:
     """What each replica's ranks are to do next, and what they have to know for it: of each channel the manifests of the
@@ -183,9 +186,10 @@ class Stage:
         """
         self._held_up = held_up
         awaited = self.scheduler.answers
-        if len(self.asked) > 2 * len(awaited):  # so seldom that it costs nothing
+        while (key := next(iter(self.asked), None)) is not None and key not in awaited:
+            del self.asked[key]
+        if len(self.asked) > 2 * len(awaited) + MOST_ANSWERED:  # so seldom that it costs nothing
             self.asked = {key: asked for key, asked in self.asked.items() if key in awaited}
-        key = next((key for key in self.asked if key in awaited), None)
         if key is None:
             return None
         command, since = self.asked[key]

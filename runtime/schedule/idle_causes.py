@@ -94,8 +94,10 @@ def _of_pool(scheduler: Scheduler, pool: str) -> str:
 
 def _ready(scheduler: Scheduler, pool: str) -> NodeStep | None:
     """A step that reads weights, and has a group with all else that it reads."""
-    steps = scheduler.tables.group_steps[pool]
-    return next((s for s in steps if scheduler.ready[s.name] and (s.weights or s.fixed)), None)
+    for step in scheduler.tables.group_steps[pool]:
+        if scheduler.ready[step.name] and (step.weights or step.fixed):
+            return step
+    return None
 
 
 def cause(scheduler: Scheduler, replica: str, *, detailed: bool = False) -> str:
