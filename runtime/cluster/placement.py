@@ -229,7 +229,7 @@ def check_pools(meshes: Mapping[str, Axes], several: Sequence[str], pools: Seque
 
 # Groups in flight beyond those that fill a generator's slots, so that a slot that falls free finds the next one.
 GROUPS_AHEAD = 2
-# Groups in flight in a pool of small work; where there are many generators, one for so many of them: each hearing of its
+# Groups in flight in a pool of small work; where there are many generators, one for so many of them: to wake for its
 # answers costs the controller as much as ten answers do. Generators have one group each at least, so that no group
 # waits there for more than a share of what a batch takes.
 SMALL_CAPACITY, GENERATORS_EACH = 4, 4

@@ -35,7 +35,7 @@ from penstock.runtime.record.metrics import (
     keep_rows,
     prefixes,
 )
-from penstock.runtime.record.timeline import Bar, Kind, Utilisation, microseconds, pool_of
+from penstock.runtime.record.timeline import Bar, Kind, Utilisation, microseconds
 from penstock.runtime.record.trace_formats import chrome_trace
 from penstock.runtime.schedule.compile import Tables
 from penstock.runtime.schedule.events import (
