@@ -5,11 +5,13 @@ beside its own: an engine that needs another torch. Its ranks run this package's
 the libraries that are installed there.
 """
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from subprocess import TimeoutExpired
+
+import msgspec
 
 from penstock.graph.engines import ENGINES, OURS, EngineKind
 from penstock.graph.errors import Fault
@@ -40,6 +42,8 @@ import json, sys
 from importlib.util import find_spec
 print(json.dumps([sys.version_info[:2], [name for name in sys.argv[1:] if find_spec(name) is None]]))
 """
+# The version, and the modules that are missing.
+_Answer = tuple[tuple[int, int], list[str]]
 # Seconds to start an interpreter and look: it imports nothing.
 PROBE_S = 30.0
 
@@ -78,10 +82,13 @@ def _lacks(pool: str, python: str, packages: Sequence[EngineKind]) -> Iterator[F
     if python:
         command = [python, "-c", _PROBE, *modules]
         try:
-            said = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=True).stdout
-            version, missing = json.loads(said)
-        except (OSError, subprocess.SubprocessError, ValueError) as error:
-            given = f"{python!r}, which does not answer as an interpreter ({error})"
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PROBE_S)
+            why = f"status {done.returncode}: {(done.stdout or done.stderr).strip()[-200:]!r}"
+            version, missing = msgspec.json.decode(done.stdout, type=_Answer)
+        except (OSError, TimeoutExpired, msgspec.DecodeError) as error:
+            if not isinstance(error, msgspec.DecodeError):
+                why = f"nothing within {PROBE_S:g} s" if isinstance(error, TimeoutExpired) else f"{error.strerror}"
+            given = f"{python!r}, which does not answer as an interpreter ({why})"
             yield Fault("no-interpreter", what, given, "the path of a Python that can be started here")
             return
     else:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.runtime.cli.main import VERBS, main
+from penstock.runtime.cluster import interpreters
 from penstock.runtime.control.security import Keys
 from penstock.runtime.record import trackers
 from tests.runtime.report.runs import simulated_run
@@ -178,6 +179,31 @@ def test_check_says_what_is_given_and_needed_of_a_model_that_cannot_be_used(
     assert leaving.value.code == 1
     said = r"given +\S+/config\.json: model_type 'gemma2' needed +one of: llama, mistral"
     assert re.search(said, " ".join(capsys.readouterr().out.split()))
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo null", "status 0: 'null'"),
+        ("echo '[[3, 11]]'", "status 0: '[[3, 11]]'"),
+        ("echo no library >&2; exit 3", "status 3: 'no library'"),
+        ("exec sleep 60", "nothing within 0.5 s"),
+    ],
+)
+def test_what_a_command_says_that_is_no_interpreter_is_told(
+    script: str, said: str, tmp_path: Path, here: None, capsys: pytest.CaptureFixture[str], monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(interpreters, "PROBE_S", 0.5 if "sleep" in script else 30.0)
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    (tmp_path / "own.toml").write_text(f'[[hosts]]\nname = "a"\ncores = 1\n[pools.generator]\npython = "{python}"\n')
+    with pytest.raises(SystemExit) as leaving:
+        main(["check", "toy", "--cluster", "own.toml"])
+    assert leaving.value.code == 1
+    found = " ".join(capsys.readouterr().out.split())
+    assert "[no-interpreter]" in found
+    assert f"which does not answer as an interpreter ({said})" in found
 
 
 @pytest.mark.parametrize("verb", ["check", "run"])
