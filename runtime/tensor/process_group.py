@@ -317,8 +317,8 @@ class Pace:
     `together`, for ranks whose streams decode together, each takes up what all of them have got, so that all make the
     same steps with the same groups and the same weights. All ranks get the same orders in the same sequence, each in
     its own time. One that has any waits for the others to come here, too: what it has got, they will get. As long as
-    one of them was busy when they last met, all come back. `busy`: another rank may be, so that this one must not wait
-    for messages.
+    one of them was busy when they last met, or may be with what they took up then, all come back. `busy`: another rank
+    may be, so that this one must not wait for messages.
     """
 
     def __init__(self, together: bool) -> None:
@@ -331,7 +331,9 @@ class Pace:
         if self._together and (waiting or busy or self.busy):
             # The least of the counts is what all ranks have got; the least of -busy says whether any one is.
             met, least = _least(self.taken + count, -int(busy))
-            count, self.busy = met - self.taken, bool(least)
+            count = met - self.taken
+            # What they take up may be done in one step on one of them, and not on another.
+            self.busy = bool(least) or count > 0
         self.taken += count
         return [waiting.popleft() for _ in range(count)]
 
