@@ -69,7 +69,8 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
     line = dataclasses.make_dataclass("line", [(title, options), (verb, form, form(**vars(defaults)))], kw_only=True)
     known = dataclasses.asdict(defaults) | {o.flag.name: o.flag.default for o in own}
     if said := unknown_flags(argv, known, f"penstock {verb} {name}"):
-        raise CommandError(said, 2)
+        behind = "\nOptions of sbatch stand behind a --: --submit -- --nodes 4" if "--submit" in argv else ""
+        raise CommandError(f"{said}{behind}", 2)
     config = _config_argv(argv, known)
     argv = _spread(argv)
     typed = _typed([*config, *argv], known)

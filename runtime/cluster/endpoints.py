@@ -7,6 +7,7 @@ import errno
 import hashlib
 import ipaddress
 import os
+import re
 import selectors
 import socket
 from collections.abc import Sequence
@@ -44,6 +45,8 @@ def tcp_endpoint(bind: str) -> str:
     """`bind` is "address:port" of one interface; port 0 (or "*") lets the system choose. ValueError otherwise."""
     address, _, port = bind.removeprefix("tcp://").rpartition(":")
     needed = 'needed "address:port", such as "127.0.0.1:0" or "10.0.0.1:5555"'
+    if ":" in address and not re.fullmatch(r"\[.*\]", address):
+        raise ValueError(f'given {bind!r}, needed an IPv6 address in brackets, such as "[{address}]:{port}"')
     port = "0" if port == "*" else port
     if not address or not (port.isascii() and port.isdigit() and int(port) < 65536):
         raise ValueError(f"given {bind!r}, {needed}")

@@ -113,9 +113,11 @@ class Applicant:
 
 @dataclass
 class _Slot:
-    """`given`: to how many agents its `Join` has been handed. `missed`: when some of them were found to have ended, of
-    which their manager has not told yet."""
+    """`needs` is what the plan counts on, `facts` what its last agent has, or had. `given`: to how many agents its
+    `Join` has been handed. `missed`: when some of them were found to have ended, of which their manager has not told
+    yet."""
 
+    needs: Enrol
     facts: Enrol
     agent: Applicant | None
     join: Join | None = None
@@ -126,6 +128,10 @@ class _Slot:
     def life(self) -> int:
         """How many agents had the slot before the one that was given it last."""
         return max(0, self.given - 1)
+
+    def fits(self, agent: Enrol) -> bool:
+        """Has the host of the agent what the slot needs?"""
+        return agent.cores >= self.needs.cores and agent.gpus >= self.needs.gpus
 
 
 class Desk:
@@ -220,7 +226,7 @@ class Desk:
             first = len(self._slots)
             for number in range(first, first + count):
                 name = next(n for each in range(1, 100) if (n := _numbered(f"agent-{number}", each)) not in self._slots)
-                self._slots[name] = _Slot(like, None)
+                self._slots[name] = _Slot(like, like, None)
             # One that was too many for those that are awaited may have come already.
             self._fill()
         self._wake()
@@ -360,7 +366,8 @@ class Desk:
         except VersionError as error:
             # Whoever could say so has the desk's key, and is told what it lacks.
             text = f"given Penstock {error.args[0]:.40}, needed {__version__}, as the launcher has"
-            self._refuse(identity, f"an agent with another version: {text}", text)
+            where = self._listener.peer(descriptor)
+            self._refuse(identity, f"an agent of another version{f' at {where}' * bool(where)}: {text}", text)
             return
         except MessageError as error:
             self._drop(str(error))
@@ -429,7 +436,7 @@ class Desk:
                 self._go(one, f"no sign of life for {SILENCE_S:g} s")
             elif self._slots and one.ready and not (one.slot or self._resting) and now - one.ready > NO_SLOT_S:
                 del self._applicants[one.identity]
-                free = [(name, slot.facts) for name, slot in self._slots.items() if slot.agent is None]
+                free = [(name, slot.needs) for name, slot in self._slots.items() if slot.agent is None]
                 text = f"all {len(self._slots)} slots are taken ({', '.join(self._slots)})"
                 needed = "needed a run with more --agents"
                 if free:
@@ -474,7 +481,7 @@ class Desk:
             plain = plain_name(one.enrol.hostname)
             number = next(n for n in range(1, len(agents) + 1) if _numbered(plain, n) not in self._slots)
             one.slot = _numbered(plain, number)
-            self._slots[one.slot] = _Slot(one.enrol, one)
+            self._slots[one.slot] = _Slot(one.enrol, one.enrol, one)
         hosts = Counter((one.enrol.hostname, one.enrol.address) for one in agents)
         for (name, address), count in hosts.items():
             if count > 1:  # perhaps started twice, while another host's agent is missing
@@ -493,7 +500,7 @@ class Desk:
         waiting = sorted((a for a in self._applicants.values() if a.ready and not a.slot), key=_arrival)
         for one in waiting:
             vacant = {name: slot for name, slot in self._slots.items() if slot.agent is None}
-            fits = [n for n, s in vacant.items() if (s.facts.cores, s.facts.gpus) <= (one.enrol.cores, one.enrol.gpus)]
+            fits = [name for name, slot in vacant.items() if slot.fits(one.enrol)]
             own = [n for n in fits if vacant[n].facts.hostname == one.enrol.hostname]
             for name in (own or fits)[:1]:
                 one.slot, slot = name, vacant[name]

@@ -121,6 +121,18 @@ class Listener:
                 self._known[descriptor] = None
                 self._shut_oldest()
 
+    def peer(self, descriptor: int) -> str:
+        """The address at the other end of a connection on tcp; "" for one that has ended."""
+        with suppress(OSError):
+            connection = sockets.socket(fileno=descriptor)
+            try:
+                # As below: the descriptor may be another file's.
+                if connection.getsockname()[1] == self._port:
+                    return str(connection.getpeername()[0])
+            finally:
+                connection.detach()
+        return ""
+
     def close(self, linger_s: float = 0.0) -> None:
         """What is still being sent gets so many seconds."""
         if self._thread is not None:

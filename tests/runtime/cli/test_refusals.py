@@ -85,6 +85,7 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         ("run toy --on slurm", 1, "given no allocation of Slurm .*needed `sbatch` or `salloc`"),
         ("run toy --on slurm --dry-run", 2, "given --dry-run with --on slurm, needed .*--on slurm --submit"),
         ("run toy --on agents --agents 2 --submit", 2, "given --submit with --on agents, needed --on slurm --submit"),
+        ("run toy --on slurm --submit --nodes 2", 2, "sbatch stand behind a --"),
         ("run toy --on slurm -- --nodes 2", 2, "given '--nodes 2' behind a -- with --on slurm"),
         ("run toy --on slurm --submit --bind a:1", 2, "given --bind with --on slurm, needed none"),
         ("run toy --on slurm --submit -- 4", 2, "given '4' first behind the --, needed options of sbatch"),

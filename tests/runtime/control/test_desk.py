@@ -400,6 +400,8 @@ def test_another_version_of_penstock_is_named_on_both_sides(office: Office, monk
     assert isinstance(refused, Refused)
     assert refused.reason == f"given Penstock 9.9.9, needed {__version__}, as the launcher has"
     office.heard("given Penstock 9.9.9")
+    (told,) = (said for said in office.said if "9.9.9" in said)
+    assert "127.0.0.1" in told
     monkeypatch.setattr(desk, "pack_for_agent", lambda message: msgspec.msgpack.encode([1, "9.9.9", None]))
     with pytest.raises(NoSlot, match=r"needed 9\.9\.9, as the launcher has"):
         office.agent().result(PATIENCE_S)
@@ -599,6 +601,33 @@ def test_an_agent_that_is_started_again_gets_the_slot_of_its_host_and_the_same_j
     # Its ranks listen where it is now.
     assert msgspec.json.decode(found.join, type=Join) == replace(joins["b"], address="127.0.0.2", life=1)
     assert office.desk.vacant() == ["a"]
+
+
+def test_a_slot_is_for_agents_with_all_that_the_plan_knows_of_it_and_no_more(office: Office) -> None:
+    """Many cores stand for no GPU, and what one agent had beyond the plan, the next one may lack."""
+    ticket = office.desk.ticket
+
+    def comes(cores: int, gpus: int) -> DeskClient:
+        one = stack.enter_context(client(ticket))
+        come(one, ticket, hostname=f"{cores}-{gpus}", cores=cores, gpus=gpus)
+        return one
+
+    def leaves(one: DeskClient) -> None:
+        one.send(Withdrawn("it was ended"))
+        until(lambda: office.desk.vacant() == [slot])
+
+    with ExitStack() as stack:
+        first = comes(4, 1)
+        (slot,) = office.wait(1, first)
+        office.begin(slot)
+        leaves(first)
+        comes(64, 0)
+        larger = comes(8, 2)
+        until(lambda: office.desk.vacant() == [])
+        assert isinstance(answer(larger), Admitted)
+        leaves(larger)
+        assert isinstance(answer(comes(4, 1)), Admitted)
+        assert office.desk.vacant() == []
 
 
 def test_an_end_that_is_told_of_twice_is_not_taken_for_that_of_the_next_agent(office: Office) -> None:

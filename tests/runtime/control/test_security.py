@@ -153,6 +153,12 @@ def test_anything_else_is_refused_with_an_example(given: str) -> None:
         tcp_endpoint(given)
 
 
+@pytest.mark.parametrize("given", ["fd77::1:5555", "::1:0", "tcp://fe80::1:2"])
+def test_an_ipv6_address_needs_brackets(given: str) -> None:
+    with pytest.raises(ValueError, match=r"\[.*\]:"):
+        tcp_endpoint(given)
+
+
 @pytest.mark.parametrize("given", ["0.0.0.0:1", "*:1", "[::]:1", "tcp://0.0.0.0:1"])
 def test_all_interfaces_at_once_are_refused(given: str) -> None:
     with pytest.raises(ValueError, match="every interface"):
