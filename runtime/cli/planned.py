@@ -45,8 +45,8 @@ def machines(flags: MachineFlags, seen: Sequence[SeenGpu]) -> Cluster:
     if flags.cluster:
         return Cluster.read(Path(flags.cluster)).with_seen(seen)
     here = Cluster.local(len(seen))
-    path = cache_folder() / PROFILE
-    if not (seen and path.exists()):
+    # Only of GPUs is anything measured, and a user may have no cache.
+    if not (seen and (path := cache_folder() / PROFILE).exists()):
         return here.with_seen(seen)
     # What was measured here is better than a data sheet.
     measured = Cluster.read(path)

@@ -42,4 +42,7 @@ def cache_folder() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
     except RuntimeError:
-        return private_folder() / "cache"
+        try:
+            return private_folder() / "cache"
+        except PrivateFolderError as error:
+            raise PrivateFolderError(f"{error}, or PENSTOCK_CACHE=DIR: user {os.getuid()} has no home") from error

@@ -139,7 +139,8 @@ def test_a_user_without_a_home_has_the_cache_in_a_folder_of_its_own_or_is_told_w
     own.chmod(0o755)
     assert found("cache").verdict == "lack"
     assert _answer(["doctor", "--measure"]) == 1
-    assert "penstock doctor: " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert all(word in said for word in ("penstock doctor: ", str(own), "PENSTOCK_CACHE=DIR"))
 
 
 def test_what_was_measured_is_this_machine_from_then_on(capsys: Output, monkeypatch: Patch) -> None:
