@@ -185,7 +185,7 @@ class ModelConfig:
 def token_ids(value: Any) -> tuple[int, ...]:
     """`eos_token_id` of a JSON file, which may be one number, several, or null. Raises ModelError for anything else."""
     tokens = () if value is None else tuple(value) if isinstance(value, list) else (value,)
-    if not all(type(token) is int and token >= 0 for token in tokens):
+    if not all(type(token) is int and 0 <= token < MOST for token in tokens):
         raise ModelError(f"given eos_token_id {value!r}, needed a token's number, a list of such, or null")
     return tokens
 
@@ -291,6 +291,8 @@ def _scaling_from_json(said: Mapping[str, Any], data: Mapping[str, Any]) -> Rope
     if kind == "llama3":
         found |= {name: _number(said, name) for name in ("low_freq_factor", "high_freq_factor")}
         return RopeScaling(kind, **found)
+    if _number({**data, **said}, "rope_theta", 10000.0) == 1:  # all pairs turn alike
+        raise ModelError("given rope_theta 1 of rope_type 'yarn', needed another one")
     found |= {"beta_fast": _number(said, "beta_fast", 32.0), "beta_slow": _number(said, "beta_slow", 1.0)}
     if "attention_factor" in said:
         amount = _number(said, "attention_factor")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.graph.errors import nearest
 from penstock.graph.types import random_key
-from penstock.nodes.model.config import ModelError
+from penstock.nodes.model.config import MOST, ModelError
 from penstock.nodes.model.kernels import Linear
 
 # The linear maps of a layer, in the order in which they compute; those of attention first.
@@ -47,8 +47,10 @@ class Lora:
     targets: tuple[str, ...] = TARGETS
 
     def __post_init__(self) -> None:
-        if type(self.rank) is not int or self.rank < 1:
-            raise ModelError(f"LoRA: given a rank of {self.rank!r}, needed a whole number of at least 1")
+        if type(self.rank) is not int or not 1 <= self.rank <= MOST:
+            raise ModelError(
+                f"LoRA: given a rank of {self.rank!r}, needed a whole number of at least 1, at most {MOST}"
+            )
         if not (type(self.alpha) in (int, float) and 0 < self.alpha < math.inf):
             raise ModelError(f"LoRA: given an alpha of {self.alpha!r}, needed a number above 0")
         if unknown := [name for name in self.targets if name not in TARGETS]:

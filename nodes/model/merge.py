@@ -22,7 +22,7 @@ def merge(adapters: Path, folder: Path) -> None:
     """Into an empty folder. Raises ModelError for a directory without adapters, or whose base cannot have them."""
     base, lora = read_adapters(adapters)
     if lora is None:
-        raise ModelError(f"{adapters}: given a model without adapters, needed a directory as peft writes it")
+        raise ModelError(f"{adapters}: given a whole model, which opens as it is, needed adapters to merge")
     own = saved_adapters(adapters, lora)
     for path in weight_files(base):
         tensors = load_file(path)

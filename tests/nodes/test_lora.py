@@ -272,6 +272,7 @@ def test_options_of_a_program_and_flags_say_which_adapters(base: Path) -> None:
 
 WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: Lora(0, 1.0), "a rank of 0"),
+    (lambda: Lora(2**70, 1.0), "a rank of 1180591620717411303424"),
     (lambda: Lora(2, -1.0), "an alpha of -1"),
     (lambda: Lora.from_json({"target_modules": ["q_proj"], "lora_alpha": True}), "an alpha of True"),
     (lambda: Lora.from_json({"target_modules": ["q_proj"], "r": True}), "a rank of True"),

@@ -226,6 +226,11 @@ def test_older_and_unused_fields_of_a_config_are_read(said: dict[str, Any], foun
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config .*awq.*, needed none"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5, needed 1"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5, needed 1"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1}},
+            "rope_theta 1 of rope_type 'yarn'",
+        ),
+        ({"eos_token_id": 2**70}, "eos_token_id 1180591620717411303424, needed a token's number"),
         ({"num_key_value_heads": 3}, "4 attention heads over 3 key-value heads, needed a multiple"),
         (
             {"rope_parameters": {"rope_type": "dynamic"}},
