@@ -505,6 +505,9 @@ class Desk:
             for name in (own or fits)[:1]:
                 one.slot, slot = name, vacant[name]
                 slot.agent, slot.facts, one.unreached = one, one.enrol, ""
+                if name != plain_name(one.enrol.hostname):
+                    # What is said of the run's hosts from here on is said of this one by that name.
+                    self._news.append(f"the agent of {one} is host {name} of the run")
                 self._hand_over(name, slot, one)
 
     def _hand_over(self, name: str, slot: _Slot, one: Applicant) -> None:

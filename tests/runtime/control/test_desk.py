@@ -628,6 +628,9 @@ def test_a_slot_is_for_agents_with_all_that_the_plan_knows_of_it_and_no_more(off
         leaves(larger)
         assert isinstance(answer(comes(4, 1)), Admitted)
         assert office.desk.vacant() == []
+    # An agent with another name than its slot's host is told of by both.
+    office.heard(f"host {slot}")
+    assert any("8-2" in said and f"host {slot}" in said for said in office.said)
 
 
 def test_an_end_that_is_told_of_twice_is_not_taken_for_that_of_the_next_agent(office: Office) -> None:
