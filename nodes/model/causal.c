@@ -67,7 +67,12 @@ static void multiply(float *c, int64_t c_row, const float *a, int64_t a_row, int
         int64_t j = 0;
         for (; j + BROAD <= vectors; j += BROAD)
             tile(to + j * LANES, c_row, from, a_row, a_step, b + j * LANES, b_row, n, BROAD, add);
-        for (; j < vectors; j++) tile(to + j * LANES, c_row, from, a_row, a_step, b + j * LANES, b_row, n, 1, add);
+        /* What is left, at once: a tile of one vector waits for its own sums. */
+        float *last = to + j * LANES;
+        const float *beside = b + j * LANES;
+        if (vectors - j == 3) tile(last, c_row, from, a_row, a_step, beside, b_row, n, 3, add);
+        if (vectors - j == 2) tile(last, c_row, from, a_row, a_step, beside, b_row, n, 2, add);
+        if (vectors - j == 1) tile(last, c_row, from, a_row, a_step, beside, b_row, n, 1, add);
     }
 }
 

@@ -2,6 +2,10 @@
 
 #include "numbers.h"
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #define LANES 16
 
 typedef float vector __attribute__((vector_size(4 * LANES)));
@@ -9,10 +13,6 @@ typedef int32_t int_vector __attribute__((vector_size(4 * LANES)));
 typedef uint32_t bits_vector __attribute__((vector_size(4 * LANES)));
 
 #ifdef BF16
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
-
 typedef uint16_t narrow_vector __attribute__((vector_size(2 * LANES)));
 
 static inline vector load(const stored *from) {
@@ -73,6 +73,20 @@ static inline float sum(const float lanes[LANES]) {
     return parts[0];
 }
 
+#if defined(__AVX512F__) && !defined(__clang__)
+/* The lanes beside which `half` lanes on are those that `sum` adds to them, or they to those. */
+#define ACROSS(half) ((int_vector){0 ^ half, 1 ^ half, 2 ^ half, 3 ^ half, 4 ^ half, 5 ^ half, 6 ^ half, 7 ^ half, \
+                                   8 ^ half, 9 ^ half, 10 ^ half, 11 ^ half, 12 ^ half, 13 ^ half, 14 ^ half, 15 ^ half})
+
+static inline float total(vector x) {
+    x += __builtin_shuffle(x, ACROSS(8));
+    x += __builtin_shuffle(x, ACROSS(4));
+    x += __builtin_shuffle(x, ACROSS(2));
+    return x[0] + x[1];
+}
+
+static inline float largest(vector x) { return _mm512_reduce_max_ps((__m512)x); }
+#else
 static inline float total(vector x) {
     float lanes[LANES];
     memcpy(lanes, &x, sizeof lanes);
@@ -86,6 +100,7 @@ static inline float largest(vector x) {
         for (int i = 0; i < half; i++) lanes[i] = lanes[i + half] > lanes[i] ? lanes[i + half] : lanes[i];
     return lanes[0];
 }
+#endif
 
 /* As `exponential`, and 0 below -87. */
 static inline vector exponentials(vector x) {
