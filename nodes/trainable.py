@@ -316,14 +316,15 @@ class Learner(MasterWeights[Model]):
             raise FloatingPointError(f"{given}; needed finite numbers. The weights are as they were")
         # One factor for clipping and the division that the losses left out.
         scale = min(1.0, options["clip_norm"] / (norm + 1e-6)) / normaliser
-        for gradient in gradients.values():
-            gradient.mul_(scale)
+        self.workers.each(lambda gradient: gradient.mul_(scale), list(gradients.values()))
         self.optimizer.lr, self.optimizer.weight_decay = lr, options["weight_decay"]
         self.optimizer.betas = options["betas"][0], options["betas"][1]
         if self.on_host:
             self._step_in_buckets()
         else:
-            self.optimizer.step()
+            # In one piece for each worker; of ranks each has its own.
+            count = self.workers.count if self.ranks.count == 1 else 1
+            self.workers.each(self.optimizer.step, [self.optimizer.parameters[k::count] for k in range(count)])
         self.optimizer.zero_grad()
         self.copy_masters()
         # However many steps an update takes, others see one new version.

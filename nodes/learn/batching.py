@@ -28,6 +28,10 @@ from penstock.graph.deferred import shape_of
 from penstock.graph.types import Context, Rollouts
 from penstock.nodes.learn.losses import NEEDED
 
+# Micro-batches come in steps of so many rows and columns, so that their shapes come back: for each new one oneDNN
+# compiles all products of a model anew (20 ms on a CPU with AMX, of 100 ms that a micro-batch takes).
+ROWS, WIDTHS = 8, 4
+
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 
@@ -171,7 +175,8 @@ def pack(
     device: torch.device | None = None,
     whole_groups: bool = False,
 ) -> MicroBatches:
-    """Micro-batches of at most `max_tokens` tokens with padding (but at least one row), about equally large.
+    """Micro-batches of at most `max_tokens` tokens with padding (but at least one row), about equally large, and in
+    steps of ROWS and WIDTHS where they are larger.
 
     Their number is a multiple of `multiple` where there are sequences enough. They are on `device`, by default that of
     the tokens. Only tokens that a policy sampled are predicted, each at the temperature that its response was sampled
@@ -192,41 +197,49 @@ def pack(
     units: dict[int, list[int]] = {}
     for row in torch.argsort(lengths_N, descending=True, stable=True).tolist():
         units.setdefault(rollouts.ordinals[row] if whole_groups else row, []).append(row)
-    sized = [(int(lengths_N[unit[0]]), unit) for unit in units.values()]
+    padded: int = rollouts.tokens_NS.shape[1]
+    widths = [min(-(-length // WIDTHS) * WIDTHS, padded) for length in lengths_N.tolist()]
 
-    def split(bound: int) -> list[list[int]]:
-        """The rows of each micro-batch of at most `bound` tokens, each as wide as its first (longest) unit."""
+    def split(bound: int, step: int) -> list[list[int]]:
+        """The rows of each micro-batch of at most `bound` tokens, each as wide as its first (longest) unit, by `step`
+        rows where there is room for as many."""
         shares: list[list[int]] = []
-        width = 0
-        for length, unit in sized:
-            if shares and (len(shares[-1]) + len(unit)) * width <= bound:
+        for unit in units.values():
+            if shares and (len(shares[-1]) + len(unit)) * widths[shares[-1][0]] <= bound:
                 shares[-1] += unit
-            else:
-                shares.append([*unit])
-                width = length
+                continue
+            kept = len(shares[-1]) // step * step if shares else 0
+            shares.append([*shares[-1][kept:], *unit] if kept else [*unit])
+            if kept:
+                del shares[-2][kept:]
         return shares
 
-    most = len(split(max_tokens))
-    most += -most % multiple
-    # The smallest bound that needs no more micro-batches makes them about equally large.
-    bounds = range(1, max(max_tokens, sized[0][0]))
-    bound = 1 + bisect_left(bounds, True, key=lambda bound: len(split(bound)) <= most)
+    def equal(step: int) -> list[list[int]]:
+        """About equally large ones."""
+        most = len(split(max_tokens, step))
+        most += -most % multiple
+        # The smallest bound that needs no more micro-batches.
+        bounds = range(1, max(max_tokens, *widths))
+        return split(1 + bisect_left(bounds, True, key=lambda bound: len(split(bound, step)) <= most), step)
+
+    found = equal(1 if whole_groups else ROWS)
+    if len(found) % multiple:
+        found = equal(1)
+    shares = [rows for rows in found if int(sampled_N[rows].sum())]
     # Most batches are at temperature 1, and are spared a division of all logits.
     same = bool((temperature_N == 1).all())
-    shares = [rows for rows in split(bound) if int(sampled_N[rows].sum())]
 
     def make(number: int) -> Packed:
         chosen_R = torch.tensor(shares[number])
         own = rollouts.take(shares[number])
-        lengths_R = lengths_N[chosen_R]
-        width = int(lengths_R.max())
+        lengths_R, wide = lengths_N[chosen_R], widths[shares[number][0]]
         # Row by row, and in a row step by step: the order in which losses see the tokens of a response.
         row_P, step_P = sampled_mask(own).cpu().nonzero(as_tuple=True)
         sequence_P, place_P = chosen_R[row_P], prompts_N[chosen_R][row_P] + step_P
         tokens_RS = own.tokens_NS.cpu()
         made = Packed(
-            tokens_RW=tokens_RS[:, :width].masked_fill(torch.arange(width) >= lengths_R[:, None], 0),
-            at_P=row_P * width + place_P - 1,
+            tokens_RW=tokens_RS[:, :wide].masked_fill(torch.arange(wide) >= lengths_R[:, None], 0),
+            at_P=row_P * wide + place_P - 1,
             targets_P=tokens_RS[row_P, place_P].long(),
             sequence_P=sequence_P,
             step_P=step_P,
@@ -236,7 +249,7 @@ def pack(
         )
         return made.to(device or own.tokens_NS.device)
 
-    return MicroBatches(make, [len(rows) * int(lengths_N[rows].max()) for rows in shares])
+    return MicroBatches(make, [len(rows) * widths[rows[0]] for rows in shares])
 
 
 def optimizer_steps(

@@ -44,9 +44,11 @@ class AdamW:
         self.lr, self.betas, self.weight_decay = 1e-3, (0.9, 0.999), 0.0
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Change the parameters that have a gradient."""
-        changed = [parameter for parameter in self.parameters if parameter.grad is not None]
+    def step(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Change those of the parameters, by default of all, that have a gradient. Threads may change different ones
+        at the same time."""
+        parameters = self.parameters if parameters is None else parameters
+        changed = [parameter for parameter in parameters if parameter.grad is not None]
         if not changed:
             return
         for parameter in changed:

@@ -57,6 +57,7 @@ from penstock.nodes.parallel.mesh import AXES, Ranks, assign, gather
 from penstock.nodes.parallel.pipeline import PipelineStage
 
 Model = TypeVar("Model", bound=Decoder)
+Each = TypeVar("Each")
 Result = TypeVar("Result")
 
 
@@ -113,6 +114,10 @@ class Shards(Generic[Model]):
             # The gradients of the calls before are still to be reduced.
             self._again()
         return self._share(work, items, last=last)
+
+    def each(self, work: Callable[[Each], Result], items: Sequence[Each]) -> list[Result]:
+        """`work(item)` of each item, in order, on this rank."""
+        return [work(item) for item in items]
 
     def collect(self) -> dict[str, Tensor]:
         """This rank's parts of the gradients since the last call, summed over all ranks, float32, by name."""

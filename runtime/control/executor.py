@@ -147,7 +147,7 @@ class Resting:
 class Executor:
     """Runs commands of one rank; `channels` moves weights, and `values` keeps what nodes make.
 
-    `restored` are the handles of the values that a checkpoint had. `threads` is how many the rank has for its work.
+    `restored` are the handles of the values that a checkpoint had. `threads` is how many an operation has.
     `doing` is the command or step in work, as text when somebody asks; "" for none. `wake` and `warn` as those of
     `Checkpointing`.
     """
@@ -172,7 +172,12 @@ class Executor:
         stateful = [held.node for held in self.held.nodes.values() if held.stateful]
         states = {f"node {n.name}, written at {n.where}": self.held.nodes[n.name].state for n in stateful}
         require_savable(states, self.held.carried)
-        self.threads = setup.plan.replica(setup.replica).ranks[setup.rank].threads
+        # An update has threads of its own (`DataParallelThreads`), which do not meet; those of a product or a sum would
+        # wait at its end for the one whose core a generator has.
+        ranks = setup.plan.replica(setup.replica).ranks
+        place = ranks[setup.rank]
+        updates = bool(self.held.carried) and not self.held.streams and len(ranks) == 1 and place.device == "cpu"
+        self.threads = 1 if updates else place.threads
         self.doing: object = ""
         self._order = Order(())
         self._handles: dict[Key, ObjectRef] = {}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.graph import Context, Rewards, Rollouts
-from penstock.nodes.learn.batching import behaviour_logprobs, optimizer_steps, pack
+from penstock.nodes.learn.batching import ROWS, WIDTHS, behaviour_logprobs, optimizer_steps, pack
 from penstock.nodes.learn.data_parallel_threads import DataParallelThreads
 from penstock.nodes.learn.losses import Sampled
 from penstock.nodes.learn.update import add_up, token_sums, update_metrics
@@ -56,21 +56,30 @@ def test_every_response_token_is_predicted_once_by_the_token_before_it(
         assert torch.equal(m.tokens_RW.flatten()[m.at_P], rollouts.tokens_NS[m.sequence_P, at - 1])
         assert torch.equal(m.at_P % m.tokens_RW.shape[1], at - 1)
         assert m.tokens_RW.numel() <= size or (len(found) if whole_groups else m.tokens_RW.shape[0]) == 1
-        assert int((m.tokens_RW > 0).sum(1).max()) == m.tokens_RW.shape[1]
+        longest = int((m.tokens_RW > 0).sum(1).max())
+        assert m.tokens_RW.shape[1] == min(-(-longest // WIDTHS) * WIDTHS, rollouts.tokens_NS.shape[1])
     order = list(dict.fromkeys(s for m in micros for s in m.sequence_P.tolist()))
     assert whole_groups or order == sorted(range(len(lengths)), key=lambda s: (-sum(lengths[s]), s))
 
 
-@pytest.mark.parametrize(("size", "shapes"), [(40, [(3, 10)] * 3 + [(1, 10)]), (1000, [(5, 10)] * 2)])
+@pytest.mark.parametrize(("size", "shapes"), [(40, [(3, 11)] * 3 + [(1, 11)]), (1000, [(5, 11)] * 2)])
 def test_workers_get_equal_shares(size: int, shapes: list[tuple[int, int]]) -> None:
     assert [tuple(m.tokens_RW.shape) for m in pack(numbered([(3, 8)] * 10), size, multiple=2)] == shapes
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=100), st.integers(1, 4))
+def test_shapes_come_in_steps_so_that_they_come_back(lengths: list[int], multiple: int) -> None:
+    micros = pack(numbered([(1, length) for length in lengths] + [(1, 64)]), 1024, multiple=multiple)
+    *shapes, _ = [m.tokens_RW.shape for m in micros]
+    assert all(width % WIDTHS == 0 or width == 65 for _, width in shapes)
+    assert multiple > 1 or all(rows % ROWS == 0 for rows, _ in shapes)
 
 
 def test_what_is_in_a_row_after_a_sequence_does_not_count_and_an_empty_prompt_is_refused() -> None:
     rollouts = numbered([(2, 4), (1, 2)])
     rollouts.tokens_NS.fill_(7)
     (micro,) = pack(rollouts, 100)
-    assert micro.tokens_RW.tolist() == [[7] * 5, [7] * 2 + [0] * 3]
+    assert micro.tokens_RW.tolist() == [[7] * 5 + [0], [7] * 2 + [0] * 4]
     with pytest.raises(ValueError, match="empty prompt in row 1"):
         pack(replace(rollouts, prompt_lengths_N=torch.tensor([2, 0])), 100)
 
