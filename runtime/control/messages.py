@@ -411,8 +411,9 @@ def _escaped(plain: Any) -> Any:
     return plain
 
 
-_FRAME: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[9], int, Message], "frame")
-_CARRIED: Codec[tuple[int, int, Message]] = Codec(tuple[Literal[9], int, Message], "frame", MAX_BYTES + AROUND)
+_FRAMED = tuple[Literal[9], int, Message]
+_FRAME: Codec[tuple[int, int, Message]] = Codec(_FRAMED, "frame")
+_CARRIED: Codec[tuple[int, int, Message]] = Codec(_FRAMED, "frame", MAX_BYTES + AROUND)
 _RECORD: Codec[Event | Command] = Codec(Event | Command, "record")
 QUESTION: Codec[tuple[int, int, Ask]] = Codec(tuple[Literal[1], int, Ask], "question")
 ANSWER: Codec[tuple[int, int, str]] = Codec(tuple[Literal[1], int, str], "answer")
