@@ -85,7 +85,7 @@ class RemoteScorer:
 
     def _tell_silence(self) -> None:
         """Raises ScoreError for the call that holds the event loop up."""
-        said = f": has waited for over {self.deadline:g} s without await, which holds up all other calls; "
+        said = f": has gone on for over {self.deadline:g} s without await, which holds up all other calls; "
         said += "needed await, or a function that is not async"
         call = asyncio.current_task(self.loop)
         if call is not None and call in self.rows:
