@@ -16,7 +16,7 @@ A lack is a `Fault`, whose code docs/check-errors.md has: `mesh-axis`, `mesh-cut
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from penstock.graph.errors import Fault
 from penstock.graph.protocols import DATA, EXPERT, FSDP, STAGE, TENSOR, Axes, described
@@ -184,8 +184,10 @@ def precision_lack(kind: Kind, precision: Precision, gpu: Gpu | None = None, nam
         needed = f"one of {', '.join(row.precisions)}: narrower weights travel (--wire), and are widened on arrival"
         return Fault("no-precision", what, precision, needed)
     if gpu is not None and not gpu.computes(precision):
-        able = [each for each in row.precisions if gpu.computes(each)]
-        needed = f"{' or '.join(able)}, which it computes in" if able else "a format that it computes in"
+        able = [
+            f"{each}, or " for each in row.precisions if each in get_args(GeneratorPrecision) and gpu.computes(each)
+        ]
+        needed = f"{''.join(able)}none: weights in the run's dtype"
         return Fault("no-precision", what, f"{precision} on {name}", needed)
     return None
 

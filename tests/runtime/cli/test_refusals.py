@@ -171,6 +171,18 @@ def test_check_refuses_a_precision_that_a_run_does(
     assert re.search(said, " ".join(capsys.readouterr().out.split()))
 
 
+@pytest.mark.parametrize(("gpu", "needed"), [("H100", "fp8, or none"), ("A100", "none")])
+def test_check_names_the_precisions_that_can_be_given_for_a_kind_of_gpu(
+    gpu: str, needed: str, tmp_path: Path, here: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gpus.toml").write_text(FILE.replace("H100", gpu))
+    with pytest.raises(SystemExit) as leaving:
+        main(["check", "aipo", "--generator-precision", "int8", "--cluster", "gpus.toml"])
+    assert leaving.value.code == 1
+    said = rf"\[no-precision\] given int8 on {gpu} needed {needed}: weights in the run's dtype"
+    assert re.search(said, " ".join(capsys.readouterr().out.split()))
+
+
 def test_check_says_what_is_given_and_needed_of_a_model_that_cannot_be_used(
     tmp_path: Path, here: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
