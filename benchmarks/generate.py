@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from products import inner_size
-from report import publish
+from report import by_processor, publish
 from torch import Tensor
 from train import ALPHABET, write_model
 
@@ -235,7 +235,7 @@ def main() -> None:
                     drawn.append(lengths(folder, name, dtype, 128 if args.tiny else LENGTHS_ROWS))
                     print(json.dumps(drawn[-1]), flush=True)
             figures = {"threads": args.threads, "read, GB/s": round(read / 1e9, 1), "rows": rows, "lengths": drawn}
-            publish(f"generate_{name}", figures, args.keep)
+            publish(by_processor(f"generate_{name}"), figures, args.keep)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,12 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "repeats": len(values)}
 
 
+def by_processor(name: str) -> str:
+    """Where figures are kept that are of another kind on a processor with AMX: its products are ten times as fast."""
+    info = Path("/proc/cpuinfo")
+    return f"{name}_amx" if info.exists() and " amx_tile" in info.read_text() else name
+
+
 def publish(name: str, figures: dict[str, Any], keep: bool) -> None:
     """Print the figures as the last line; with `keep`, also write them to `benchmarks/results/NAME.json`."""
     record = {

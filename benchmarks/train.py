@@ -26,7 +26,7 @@ from statistics import fmean, median
 from typing import Any
 
 from products import flops, inner_size, limit_s, peak
-from report import publish, spread
+from report import by_processor, publish, spread
 
 MODELS = {"3M": (256, 4, 12, 2), "11M": (384, 6, 8, 2), "25M": (512, 8, 8, 1)}
 """Width, layers, updates of a run, and runs of each system."""
@@ -190,7 +190,7 @@ def main() -> None:
             rows += measured(place, data, dtype, hidden, layers, updates, repeats)
     shape = {"parameters": parameters, "hidden": hidden, "layers": layers}
     setup = {**shape, "prompts": PROMPTS, "samples": SAMPLES, "max_tokens": TOKENS, "runs": repeats}
-    publish(f"train_{args.model}", {"setup": setup, "rows": rows}, args.keep)
+    publish(by_processor(f"train_{args.model}"), {"setup": setup, "rows": rows}, args.keep)
 
 
 def measured(

@@ -5,8 +5,8 @@
 The work of one update at lag 1, in one process on one thread: the engine samples `train.py`'s responses, whose prompts
 each have eight, and `aipo_update` learns from them. `products` are matrix products without attention's; `of the peak`
 is their rate over that of a large product in the same run. `between operations` is the rest of the seconds that the
-work takes without a profiler: Python, the engine's book-keeping, autograd's. While both cores of a pair work, as in
-`train.py`, all takes longer.
+work takes without a profiler: Python, the engine's book-keeping, autograd's, transposed factors. While both cores of a
+pair work, as in `train.py`, all takes longer.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from products import flops, peak
-from report import publish
+from report import by_processor, publish
 from torch.profiler import ProfilerActivity, profile
 from train import MODELS, PROMPT_TOKENS, PROMPTS, SAMPLES, TOKENS, multiplies_bfloat16, problems, write_model
 
@@ -121,7 +121,9 @@ def main() -> None:
                 rows.append(row)
                 print(json.dumps(row), flush=True)
     setup = {"dtype": dtype, "prompts": PROMPTS, "samples": SAMPLES, "max_tokens": TOKENS}
-    publish("train_profile", {"setup": setup, "peak, TFLOP/s": round(most / 1e12, 3), "rows": rows}, args.keep)
+    publish(
+        by_processor("train_profile"), {"setup": setup, "peak, TFLOP/s": round(most / 1e12, 3), "rows": rows}, args.keep
+    )
 
 
 if __name__ == "__main__":
