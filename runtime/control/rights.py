@@ -84,8 +84,9 @@ def overreach(
 def readable(message: Any) -> Any:
     """The message with texts of a length that a terminal and a log can take."""
     if isinstance(message, Results):
-        if any(isinstance(one.event, _TOLD) for one in message.results):
-            return Results(tuple(structs.replace(one, event=readable(one.event)) for one in message.results))
+        for one in message.results:
+            if isinstance(one.event, _TOLD):
+                return Results(tuple(structs.replace(one, event=readable(one.event)) for one in message.results))
         return message
     if not isinstance(message, _TOLD):
         return message

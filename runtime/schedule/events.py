@@ -217,7 +217,8 @@ def answer(command: Question, rank: int = 0) -> Answer:
 def kept_as(firing: Firing, *, paused: bool) -> Firing:
     """The name under which what a firing has made is kept: a paused one's begins the next segment, and what the last
     segment has made is the whole."""
-    return firing._replace(segment=firing.segment + 1 if paused else 0)
+    segment = firing.segment + 1 if paused else 0
+    return firing if firing.segment == segment else firing._replace(segment=segment)
 
 
 def first_answer(event: Answer | Copied) -> Answer:
