@@ -205,7 +205,8 @@ class Executor:
                 return [self._publish(channel, version)]
             case Send(channel, version):
                 told = (one for one in self._order.manifests if (one.channel, one.version) == (channel, version))
-                self.channels.send(command, next(told, None), self._order.lives.get(command.replica, 0))
+                lives = self._order.lives.get(command.replica, 0)
+                self.channels.send(self._order.whole(command), next(told, None), lives)
                 return []
             case Swap(channel, version, _):
                 self.channels.swap(channel, version)

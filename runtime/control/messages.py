@@ -24,7 +24,7 @@ from msgspec import Meta, field
 
 from penstock.graph.ir import Firing
 from penstock.runtime.packable import Packable
-from penstock.runtime.schedule.events import Abort, Answer, Command, Copied, Event
+from penstock.runtime.schedule.events import Abort, Answer, Command, Copied, Event, Send
 from penstock.runtime.tensor.shm import ObjectRef
 
 PROTOCOL: Literal[9] = 9
@@ -212,6 +212,8 @@ class Order(Packable, frozen=True):
     folder, in the run folder's `checkpoints`, into which a `Save` among the commands writes, and `kept` those of the
     checkpoints that stay, by the names under which they were written. `manifests` are those of
     the versions that the replica receives. `lives`: how often replicas that are sent weights have been lost.
+    `together`: by channel, the replicas that are sent a version at once: each is in one of them at most. It stands here
+    once, and not in each `Send`: a trainer sends to as many as there are generators.
     """
 
     commands: tuple[Command, ...]
@@ -220,6 +222,12 @@ class Order(Packable, frozen=True):
     kept: tuple[str, ...] = ()
     manifests: tuple[Manifest, ...] = ()
     lives: dict[str, int] = field(default_factory=dict)
+    together: dict[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+
+    def whole(self, send: Send) -> Send:
+        """A command of this order as the scheduler has said it."""
+        together = (names for names in self.together.get(send.channel, ()) if send.replica in names)
+        return msgspec.structs.replace(send, together=next(together, ()))
 
 
 class Found(Packable, frozen=True):

@@ -87,13 +87,14 @@ class Outbox:
 
     def take(self) -> Orders:
         """All that has been added since it was taken last."""
-        orders = {
-            replica: Order(
-                tuple(commands), tuple(handles), self.checkpoint, self.kept, tuple(manifests), self._lives_in(commands)
-            )
-            for replica, (commands, handles, manifests) in self._drafts.items()
-            if commands
-        }
+        orders = {}
+        for replica, (commands, handles, manifests) in self._drafts.items():
+            together = _taken_together(commands)
+            if commands:
+                lives = self._lives_in(commands)
+                orders[replica] = Order(
+                    tuple(commands), tuple(handles), self.checkpoint, self.kept, tuple(manifests), lives, together
+                )
         self._drafts.clear()
         self.checkpoint, self.kept = "", ()
         return orders
@@ -124,6 +125,16 @@ class Outbox:
         """Of the replicas that are sent weights, those that were lost before."""
         sent = [command.replica for command in commands if isinstance(command, Send)]
         return {replica: self.lives[replica] for replica in sent if self.lives.get(replica)}
+
+
+def _taken_together(commands: list[Command]) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """Of the weights that are sent, by channel, who is sent them together: taken out of the commands."""
+    found: defaultdict[str, dict[tuple[str, ...], None]] = defaultdict(dict)
+    for place, command in enumerate(commands):
+        if isinstance(command, Send) and command.together:
+            found[command.channel][command.together] = None
+            commands[place] = structs.replace(command, together=())
+    return {channel: tuple(names) for channel, names in found.items()}
 
 
 class Stage:

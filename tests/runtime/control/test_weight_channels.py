@@ -420,6 +420,26 @@ def test_a_replica_that_comes_again_is_told_the_layout_again_and_older_versions_
     assert outbox.tell(CHANNEL, 1, "generator/0") == Manifest(CHANNEL, 1, {"w": 1}, "the layout")
 
 
+def test_an_order_names_those_that_are_sent_weights_together_once() -> None:
+    outbox = Outbox()
+    outbox.note(Manifest(CHANNEL, 0, {"w": 0}, "the layout"))
+    batches = [tuple(f"generator/{n}" for n in range(first, first + 32)) for first in (0, 32)]
+    alone = Send(CHANNEL, 0, TRAINER, "generator/64")
+    sends = [Send(CHANNEL, 0, TRAINER, name, names) for names in batches for name in names] + [alone]
+    for send in sends:
+        outbox.add(TRAINER, send)
+        outbox.add(send.replica, send)
+    orders = outbox.take()
+    assert [orders[TRAINER].whole(send) for send in orders[TRAINER].commands if isinstance(send, Send)] == sends
+    for send in sends:
+        (command,) = orders[send.replica].commands
+        assert isinstance(command, Send)
+        assert orders[send.replica].whole(command) == send
+    written = [name for send in orders[TRAINER].commands for name in getattr(send, "together", ())]
+    assert not written
+    assert orders[TRAINER].together == {CHANNEL: tuple(batches)}
+
+
 def test_what_was_to_go_to_a_replica_that_is_lost_is_sent_to_none_that_comes_in_its_place() -> None:
     """It is lost before what follows from a publication has been sent: its order is dropped, and so is its sender's."""
     outbox, lives = Outbox(), dict.fromkeys(GENERATORS, 0)
