@@ -63,6 +63,14 @@ class Offloadable(Protocol):
 
 
 @runtime_checkable
+class Threaded(Protocol):
+    """A carried value that may share out its work among threads of its own."""
+
+    def own_threads(self) -> bool:
+        """Does it? Then its rank's cores are theirs, and any other operation there has one thread."""
+
+
+@runtime_checkable
 class Source(Protocol):
     """A stream of inputs by ordinal: a pure function of the ordinal, so that nothing is lost on resume."""
 

@@ -63,10 +63,19 @@ class SequenceModel(Generic[Model]):
     def device(self) -> torch.device:
         return self.model.device
 
+    def own_threads(self) -> bool:
+        return self.ranks.count == 1 and self.device.type == "cpu"
+
     def pack(self, rollouts: Rollouts, max_tokens: int | None = None, *, whole_groups: bool = False) -> MicroBatches:
         """Micro-batches of at most `max_tokens` tokens with padding, as `batching.pack`; by default the run's."""
-        bound = max_tokens or self.micro_tokens
-        return pack(rollouts, bound, multiple=self.workers.count, device=self.device, whole_groups=whole_groups)
+        return pack(
+            rollouts,
+            max_tokens or self.micro_tokens,
+            multiple=self.workers.count,
+            widest=self.model.config.max_position_embeddings,
+            device=self.device,
+            whole_groups=whole_groups,
+        )
 
     @torch.no_grad()
     def score_tokens(

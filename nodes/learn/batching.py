@@ -172,11 +172,12 @@ def pack(
     max_tokens: int,
     *,
     multiple: int = 1,
+    widest: int | None = None,
     device: torch.device | None = None,
     whole_groups: bool = False,
 ) -> MicroBatches:
     """Micro-batches of at most `max_tokens` tokens with padding (but at least one row), about equally large, and in
-    steps of ROWS and WIDTHS where they are larger.
+    steps of ROWS and WIDTHS where they are larger; none is padded to more than `widest` columns.
 
     Their number is a multiple of `multiple` where there are sequences enough. They are on `device`, by default that of
     the tokens. Only tokens that a policy sampled are predicted, each at the temperature that its response was sampled
@@ -198,7 +199,8 @@ def pack(
     for row in torch.argsort(lengths_N, descending=True, stable=True).tolist():
         units.setdefault(rollouts.ordinals[row] if whole_groups else row, []).append(row)
     padded: int = rollouts.tokens_NS.shape[1]
-    widths = [min(-(-length // WIDTHS) * WIDTHS, padded) for length in lengths_N.tolist()]
+    most_wide = padded if widest is None else min(padded, widest)
+    widths = [max(length, min(-(-length // WIDTHS) * WIDTHS, most_wide)) for length in lengths_N.tolist()]
 
     def split(bound: int, step: int) -> list[list[int]]:
         """The rows of each micro-batch of at most `bound` tokens, each as wide as its first (longest) unit, by `step`

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from penstock.nodes.model import invariant
-from penstock.nodes.model.compiled import DTYPES
 from penstock.nodes.model.eight_bit import Narrow, narrow_parameters, product
 from penstock.nodes.model.elementwise import transposed
 
@@ -84,13 +83,14 @@ def pack(maps: Sequence[Linear], rows: int) -> None:
 
 def packed(weight: Tensor, rows: int) -> Tensor | None:
     """A copy of a weight for `multiplied`, which orders a plain one anew each time; None where there is no order."""
-    if _onednn is None or weight.device.type != "cpu" or weight.dtype not in _packed_dtypes():
+    if _onednn is None or weight.device.type != "cpu" or weight.dtype not in _onednn_dtypes():
         return None
     return torch.ops.mkldnn._reorder_linear_weight(weight, rows)  # type: ignore[no-any-return]
 
 
 @functools.cache
-def _packed_dtypes() -> tuple[torch.dtype, ...]:
+def _onednn_dtypes() -> tuple[torch.dtype, ...]:
+    """That oneDNN multiplies on this processor."""
     wide = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return (torch.float32, torch.bfloat16) if wide else (torch.float32,)
 
@@ -118,7 +118,7 @@ def _suits(x: Tensor, weight: Tensor) -> bool:
 def _learns(x: Tensor, weight: Tensor) -> bool:
     """Is it a product with gradients of ours?"""
     asked = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return asked and _onednn is not None and x.dtype in DTYPES and _suits(x, weight)
+    return asked and _onednn is not None and _suits(x, weight) and x.dtype in _onednn_dtypes()
 
 
 class _Linear(torch.autograd.Function):
@@ -127,7 +127,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         count = len(parameters) // 2
-        ctx.save_for_backward(x, *parameters[:count])
+        # Only the gradients of weights read it.
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[1 : count + 1]) else None, *parameters[:count])
+        ctx.shape = x.shape
         return tuple(_plain(x, *each) for each in zip(parameters[:count], parameters[count:], strict=True))  # type: ignore[arg-type]
 
     @staticmethod
@@ -136,16 +138,15 @@ class _Linear(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         of_x, *of_weights = ctx.needs_input_grad[: len(weights) + 1]
         of_biases = ctx.needs_input_grad[len(weights) + 1 :]
-        columns = x.reshape(-1, x.shape[-1])
         rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]
         grad_x = None
         for each, weight in zip(rows, weights, strict=True) if of_x else ():
             grad_x = _plain(each, weight.t(), None) if grad_x is None else _added(grad_x, each, weight.t())
         learn = [each for each, of in zip(rows, of_weights, strict=True) if of]
-        found = iter(_of_weights(learn, columns) if learn else ())
+        found = iter(_of_weights(learn, x.reshape(-1, x.shape[-1])) if learn else ())
         made = [next(found) if of else None for of in of_weights]
         summed = [each.sum(0) if of else None for each, of in zip(rows, of_biases, strict=True)]
-        return None if grad_x is None else grad_x.view(x.shape), *made, *summed
+        return None if grad_x is None else grad_x.view(ctx.shape), *made, *summed
 
 
 def _of_weights(grads: Sequence[Tensor], x_RI: Tensor) -> list[Tensor]:

@@ -26,7 +26,7 @@ static inline vector load(const stored *from) {
 #endif
 }
 
-/* As `rounded`. */
+/* As `rounded`; but what is too small for a normal number is 0 where AVX512_BF16 rounds. */
 static inline void store(stored *to, vector x) {
 #ifdef __AVX512BF16__
     __m256bh narrow = _mm512_cvtneps_pbh((__m512)x);

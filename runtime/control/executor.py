@@ -19,7 +19,7 @@ import torch
 
 from penstock.graph.ir import Firing, Node
 from penstock.graph.node import Dropped, Filter, Paused, UntrustedError
-from penstock.graph.protocols import Fusing, Offloadable, Releasing
+from penstock.graph.protocols import Fusing, Offloadable, Releasing, Threaded
 from penstock.graph.types import Model, Rewards, Rollouts
 from penstock.runtime.control.checkpointing import Checkpointing, restore
 from penstock.runtime.control.messages import Order, Result
@@ -172,12 +172,12 @@ class Executor:
         stateful = [held.node for held in self.held.nodes.values() if held.stateful]
         states = {f"node {n.name}, written at {n.where}": self.held.nodes[n.name].state for n in stateful}
         require_savable(states, self.held.carried)
-        # An update has threads of its own (`DataParallelThreads`), which do not meet; those of a product or a sum would
-        # wait at its end for the one whose core a generator has.
-        ranks = setup.plan.replica(setup.replica).ranks
-        place = ranks[setup.rank]
-        updates = bool(self.held.carried) and not self.held.streams and len(ranks) == 1 and place.device == "cpu"
-        self.threads = 1 if updates else place.threads
+        place = setup.plan.replica(setup.replica).ranks[setup.rank]
+        # Threads of an operation meet at its end, and wait for the one whose core another process has; those of a
+        # carried value do not.
+        carried = self.held.carried.values()
+        threaded = not self.held.streams and any(isinstance(each, Threaded) and each.own_threads() for each in carried)
+        self.threads = 1 if threaded else place.threads
         self.doing: object = ""
         self._order = Order(())
         self._handles: dict[Key, ObjectRef] = {}

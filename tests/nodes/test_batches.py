@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -73,6 +74,13 @@ def test_shapes_come_in_steps_so_that_they_come_back(lengths: list[int], multipl
     *shapes, _ = [m.tokens_RW.shape for m in micros]
     assert all(width % WIDTHS == 0 or width == 65 for _, width in shapes)
     assert multiple > 1 or all(rows % ROWS == 0 or rows < ROWS for rows, _ in shapes)
+
+
+def test_no_row_is_padded_beyond_the_models_positions() -> None:
+    rollouts = numbered([(2, 5), (2, 4)])
+    rollouts.tokens_NS = F.pad(rollouts.tokens_NS, (0, 9))
+    assert [m.tokens_RW.shape for m in pack(rollouts, 100)] == [(2, 8)]
+    assert [m.tokens_RW.shape for m in pack(rollouts, 100, widest=6)] == [(2, 6)]
 
 
 def test_what_is_in_a_row_after_a_sequence_does_not_count_and_an_empty_prompt_is_refused() -> None:

@@ -5,6 +5,8 @@ import ctypes
 import math
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -168,6 +170,36 @@ def test_maps_of_one_input_and_their_gradients_are_those_of_the_formula(
         near = NEAR[dtype] * max(1.0, float(theirs.abs().max()))
         torch.testing.assert_close(mine.double(), theirs, rtol=NEAR[dtype], atol=near)
         assert mine.is_contiguous()
+
+
+_OLD = """
+import torch
+from penstock.nodes.model.kernels import Linear, together
+maps = [Linear(20, 30).to(torch.bfloat16) for _ in range(3)]
+x = torch.ones(7, 20, dtype=torch.bfloat16, requires_grad=True)
+sum(each.float().sum() for each in together(x, *maps)).backward()
+assert all(each.weight.grad.shape == (30, 20) for each in maps) and x.grad.shape == x.shape
+"""
+
+
+def test_a_processor_whose_onednn_has_no_bfloat16_learns_in_it() -> None:
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    assert subprocess.run([sys.executable, "-c", _OLD], env=environment, timeout=120).returncode == 0
+
+
+def test_a_frozen_map_keeps_nothing_of_its_input() -> None:
+    kept: list[torch.Size] = []
+
+    def keep(each: Tensor) -> Tensor:
+        kept.append(each.shape)
+        return each
+
+    frozen, x = Linear(4, 4).requires_grad_(False), random(3, 4).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each):
+        (out,) = together(x, frozen)
+    assert kept == [(4, 4)]
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    torch.testing.assert_close(grad, frozen.weight.sum(0).expand(3, 4))
 
 
 @DTYPES
