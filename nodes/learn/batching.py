@@ -198,7 +198,7 @@ def pack(
     units: dict[int, list[int]] = {}
     for row in torch.argsort(lengths_N, descending=True, stable=True).tolist():
         units.setdefault(rollouts.ordinals[row] if whole_groups else row, []).append(row)
-    padded: int = rollouts.tokens_NS.shape[1]
+    padded = (shape_of(rollouts, "tokens_NS") or [])[1]  # not the tokens themselves, which would be read for it
     most_wide = padded if widest is None else min(padded, widest)
     widths = [max(length, min(-(-length // WIDTHS) * WIDTHS, most_wide)) for length in lengths_N.tolist()]
 
