@@ -47,10 +47,16 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "repeats": len(values)}
 
 
+def cpu_flags() -> set[str]:
+    """What Linux says that the processor can do."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    return set(text.partition("flags")[2].partition("\n")[0].split())
+
+
 def by_processor(name: str) -> str:
     """Where figures are kept that are of another kind on a processor with AMX: its products are ten times as fast."""
-    info = Path("/proc/cpuinfo")
-    return f"{name}_amx" if info.exists() and " amx_tile" in info.read_text() else name
+    return f"{name}_amx" if "amx_tile" in cpu_flags() else name
 
 
 def publish(name: str, figures: dict[str, Any], keep: bool) -> None:

@@ -26,7 +26,7 @@ from statistics import fmean, median
 from typing import Any
 
 from products import flops, inner_size, limit_s, peak
-from report import by_processor, publish, spread
+from report import by_processor, cpu_flags, publish, spread
 
 MODELS = {"3M": (256, 4, 12, 2), "11M": (384, 6, 8, 2), "25M": (512, 8, 8, 1)}
 """Width, layers, updates of a run, and runs of each system."""
@@ -158,8 +158,7 @@ def run_trl(model: str, data: str, updates: int, dtype: str, folder: str) -> Non
 
 def multiplies_bfloat16() -> bool:
     """Whether this CPU has instructions for it: elsewhere it is emulated, and no one would train in it."""
-    flags = Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
-    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(flags)
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(cpu_flags())
 
 
 def main() -> None:

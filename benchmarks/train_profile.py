@@ -121,9 +121,8 @@ def main() -> None:
                 rows.append(row)
                 print(json.dumps(row), flush=True)
     setup = {"dtype": dtype, "prompts": PROMPTS, "samples": SAMPLES, "max_tokens": TOKENS}
-    publish(
-        by_processor("train_profile"), {"setup": setup, "peak, TFLOP/s": round(most / 1e12, 3), "rows": rows}, args.keep
-    )
+    figures = {"setup": setup, "peak, TFLOP/s": round(most / 1e12, 3), "rows": rows}
+    publish(by_processor("train_profile"), figures, args.keep)
 
 
 if __name__ == "__main__":

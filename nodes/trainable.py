@@ -331,8 +331,8 @@ class Learner(MasterWeights[Model]):
         if self.on_host:
             self._step_in_buckets()
         else:
-            # In one piece for each worker; of ranks each has its own.
-            count = self.workers.count if self.ranks.count == 1 else 1
+            # In a piece for each thread.
+            count = self.workers.count if self.own_threads() else 1
             self.workers.each(self.optimizer.step, [self.optimizer.parameters[k::count] for k in range(count)])
         self.optimizer.zero_grad()
         self.copy_masters()

@@ -210,10 +210,11 @@ def pack(
             if shares and (len(shares[-1]) + len(unit)) * widths[shares[-1][0]] <= bound:
                 shares[-1] += unit
                 continue
-            kept = len(shares[-1]) // step * step if shares else 0
-            shares.append([*shares[-1][kept:], *unit] if kept else [*unit])
-            if kept:
-                del shares[-2][kept:]
+            left: list[int] = []
+            if shares and len(shares[-1]) > step:
+                kept = len(shares[-1]) // step * step
+                left, shares[-1] = shares[-1][kept:], shares[-1][:kept]
+            shares.append([*left, *unit])
         return shares
 
     def equal(step: int) -> list[list[int]]:

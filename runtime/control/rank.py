@@ -192,6 +192,7 @@ class RankRuntime:
         )
         values = HeldValues(setup, {}, self.reader.get, self.store.put, self.store.free, self.reader.rows)
         self.executor = Executor(setup, self.channels, values, wake, self.notes.put)
+        # By more of them what it holds has been read.
         torch.set_num_threads(self.executor.threads)
         self.pace = Pace(together=num_ranks > 1 and bool(self.executor.held.streams))
 
