@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from penstock.graph import load
+from penstock.graph.hub import unreachable
 from penstock.graph.types import Context
 from penstock.nodes.tokenizer import Message, conversation
 
@@ -252,12 +253,17 @@ def _hub_table(data: str, wanted: str, flag: str) -> Table:
     name, config, revision = match["name"], match["config"], match["revision"]
     library = _library("datasets", data)
     library.disable_progress_bars()
+    silent = unreachable("dataset", name, revision)
+    offline = library.config.HF_HUB_OFFLINE
     try:
+        library.config.HF_HUB_OFFLINE = offline or bool(silent)  # then it takes what it has, and asks for nothing
         builder = library.load_dataset_builder(name, config, revision=revision)
         builder.download_and_prepare()
     except Exception as error:  # the library raises whatever its clients do
         needed = "needed OWNER/NAME[:CONFIG][@REVISION] of the Hugging Face Hub, or a file that is there"
-        raise DataError(f"data: given {data!r}, which cannot be read: {error}; {needed}") from error
+        raise DataError(f"data: given {data!r}, which cannot be read: {silent or error}; {needed}") from error
+    finally:
+        library.config.HF_HUB_OFFLINE = offline
     found = str(builder.hash)
     # Where the Hub cannot be reached, the library takes what it has, of whatever revision.
     if revision and _COMMIT.fullmatch(revision) and found != revision:

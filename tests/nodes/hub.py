@@ -3,8 +3,9 @@
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socket import SHUT_RDWR, create_server
 from threading import Thread
 
 COMMIT = "a" * 40
@@ -61,6 +62,23 @@ def hub() -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+@contextmanager
+def deaf() -> Iterator[tuple[str, list[int]]]:
+    """The address of a Hub that hangs up on all who connect, and the number of these, which grows."""
+    count = [0]
+
+    def hang_up() -> None:
+        with suppress(OSError):
+            while True:
+                server.accept()[0].close()
+                count[0] += 1
+
+    with create_server(("127.0.0.1", 0)) as server:
+        Thread(target=hang_up, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", count
+        server.shutdown(SHUT_RDWR)
 
 
 def opened() -> None:

@@ -22,7 +22,7 @@ from penstock.nodes.data_files import DataError
 from penstock.nodes.tokenizer import TokenizerError, byte_tokenizer, conversation, messages_of
 from penstock.runtime.cli.children import try_inputs
 from penstock.runtime.control.run_config import RunOptions
-from tests.nodes.hub import COMMIT, hub
+from tests.nodes.hub import COMMIT, deaf, hub
 
 ROWS = [{"question": f"q{i}", "answer": f"so\n#### {i}"} for i in range(6)]
 TEST = [{"question": f"t{i}", "answer": f"{i}"} for i in range(3)]
@@ -332,3 +332,9 @@ def test_a_data_set_of_the_hub_is_pinned_to_the_revision_that_a_run_began_with(t
     offline = ask("", tmp_path, pinned, other)
     assert offline[0] == [["1+1"], pinned]
     assert f"given {other!r}" in offline[1]
+    with deaf() as (address, asked):
+        assert ask(address, tmp_path, pinned)[0] == [["1+1"], pinned]
+        (missing,) = ask(address, tmp_path, "me/none")
+        assert "given 'me/none'" in missing
+        assert address in missing
+    assert asked[0] <= 4, "it is not tried again"  # a process's first connection is made twice by the client

@@ -14,6 +14,7 @@ from penstock.nodes.policy import make_policy
 from penstock.runtime.cli.flags import RunFlags
 from penstock.runtime.cli.run import absolute_paths
 from penstock.runtime.plan.model_shape import ShapeError, read_shape
+from tests.nodes.hub import deaf
 from tests.nodes.tiny_model import CONFIG, TOKENIZER, export, model, save
 from tests.nodes.updating import CONTEXT
 
@@ -70,6 +71,20 @@ def test_a_name_that_cannot_be_had_is_said_with_what_is_needed(name: str) -> Non
         for error, read in ((HubError, model_folder), (ModelError, read_config), (ShapeError, read_shape)):
             with pytest.raises(error, match=rf"{given}.*needed a model's directory, or a name of the Hugging Face Hub"):
                 read(given)
+
+
+def test_a_hub_that_does_not_answer_is_not_asked_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with deaf() as (address, asked):
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        for given in ("some/other-model", f"some/other-model@{COMMIT}"):
+            with pytest.raises(HubError, match=rf"{given}.*{address}"):
+                model_folder(given)
+        # What is in the cache is taken from there.
+        assert Path(model_folder(name)).name == Path(model_folder(f"{name}@{COMMIT}")).name == COMMIT
+    assert asked[0] <= 5, "it is not tried again"  # a process's first connection is made twice by the client
 
 
 def test_what_is_no_name_stays_as_it_is(tmp_path: Path) -> None:
