@@ -3,7 +3,8 @@
 Where ranks have the vocabulary in parts (`Words`), each computes the logits of its own words alone, and what it says of
 them to the others are four numbers a token: the largest logit, and sums.
 
-Shapes: P predicted tokens, D hidden width, V vocabulary, W words of a rank, C tokens of one chunk.
+Shapes: P predicted tokens, Q the same in whole steps, D hidden width, V vocabulary, W words of a rank, C tokens of one
+chunk.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,30 +21,46 @@ from penstock.nodes.model.kernels import linear
 from penstock.nodes.model.mlp import Route, replay
 from penstock.nodes.model.words import Words
 
+# On a CPU the head's products have rows in steps of so many: how many tokens a micro-batch predicts is a new number
+# each time, for which oneDNN would compile them anew, and keep them (3.3 million parameters: 8 MB an update).
+STEP = 64
+
 
 def packed_logprobs(model: CausalLM, packed: Packed) -> tuple[Tensor, Tensor]:
     """log π of each target of a micro-batch, and the entropy of its distribution; both float32 [P], nats.
 
     π is softmax(logits / T), T the temperature that the target was sampled at.
     """
-    hidden_PD = model(packed.tokens_RW, route=route_of(model, packed)).flatten(0, 1)[packed.at_P]
-    words = model.words
+    hidden_QD, words = _hidden(model, packed), model.words
+    count = len(packed.targets_P)
+    # Targets of what is added are any: it is cut off below, so that it has no gradient.
+    more = (0, len(hidden_QD) - count)
+    targets_Q = F.pad(packed.targets_P, more)
+    temperature_Q = None if packed.temperature_P is None else F.pad(packed.temperature_P, more, value=1.0)
 
-    def compute(hidden_PD: Tensor, weight_WD: Tensor) -> tuple[Tensor, Tensor]:
-        given, most = (hidden_PD, weight_WD, packed.targets_P, packed.temperature_P), model.logit_elements
+    def compute(hidden_QD: Tensor, weight_WD: Tensor) -> tuple[Tensor, Tensor]:
+        given, most = (hidden_QD, weight_WD, targets_Q, temperature_Q), model.logit_elements
         if words.parts == 1:
             return token_logprobs(*given, chunk_elements=most, by_rows=model.invariant)
         return logprobs_over_ranks(*given, words, chunk_elements=most)
 
-    return model.with_head(words.shared(hidden_PD), compute)
+    logprobs_Q, entropy_Q = model.with_head(words.shared(hidden_QD), compute)
+    return logprobs_Q[:count], entropy_Q[:count]
+
+
+def _hidden(model: CausalLM, packed: Packed) -> Tensor:
+    """The hidden states that predict the targets, [Q, D]; what fills the last step is the first one once more."""
+    at_Q = packed.at_P
+    if at_Q.device.type == "cpu" and not model.invariant:
+        at_Q = torch.cat([at_Q, at_Q[:1].expand(-len(at_Q) % STEP)])
+    return model(packed.tokens_RW, route=route_of(model, packed)).flatten(0, 1)[at_Q]  # type: ignore[no-any-return]
 
 
 def packed_distributions(model: CausalLM, packed: Packed) -> Tensor:
     """log π of every word of the vocabulary before each target, with a gradient, at the target's temperature: float32
     [P, W], of the words that this rank has. Memory grows with tokens × words.
     """
-    hidden_PD = model(packed.tokens_RW, route=route_of(model, packed)).flatten(0, 1)[packed.at_P]
-    logits_PW, words = model.own_logits(hidden_PD).float(), model.words
+    logits_PW, words = model.own_logits(_hidden(model, packed))[: len(packed.targets_P)].float(), model.words
     if packed.temperature_P is not None:
         logits_PW = logits_PW / packed.temperature_P[:, None]
     if words.parts == 1:

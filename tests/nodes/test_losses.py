@@ -6,19 +6,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.graph import Advantages, Context, Policy, Prompts, Rewards, Rollouts, Weights, requires
 from penstock.nodes.distill import distill_update, distillation_advantage, policy_logprobs, reference_logprobs
 from penstock.nodes.generate import generate, make_engine
 from penstock.nodes.generate.sampling import mismatch
-from penstock.nodes.learn.batching import Aggregation, normaliser, token_weights
+from penstock.nodes.learn.batching import Aggregation, normaliser, pack, token_weights
 from penstock.nodes.learn.dpo import dpo_update
-from penstock.nodes.learn.logprobs import token_logprobs
+from penstock.nodes.learn.logprobs import STEP, packed_distributions, packed_logprobs, token_logprobs
 from penstock.nodes.learn.losses import (
     Bound,
     Estimator,
@@ -446,6 +448,51 @@ def test_bfloat16_gradients_come_back_in_bfloat16() -> None:
         assert grad.dtype == torch.bfloat16
 
 
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects the shapes of the factors of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shapes: set[tuple[tuple[int, ...], ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(name in str(func) for name in ("linear", "aten.mm", "aten.addmm")):
+            self.shapes.add(tuple(tuple(x.shape) for x in args if isinstance(x, Tensor)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_of_the_head_come_back_whatever_the_lengths(dtype: str) -> None:
+    """For each shape that is new oneDNN compiles a product, and keeps it."""
+    learner = policy(dtype=dtype)
+    lengths, widths = Random(0), (learner.model.config.vocab_size, learner.model.config.hidden_size)
+    with Products() as seen:
+        for seed in range(12):
+            rollouts = random_rollouts([(2, lengths.randint(1, 30)) for _ in range(16)], seed=seed)
+            aipo_update.fn(learner, rollouts, Advantages(torch.ones(16)))
+    head = [shape for shape in seen.shapes if any(widths[0] in factor for factor in shape)]
+    rows = {size for shape in head for factor in shape for size in factor} - {*widths}
+    assert rows
+    assert all(size % STEP == 0 for size in rows)
+
+
+@pytest.mark.parametrize("chunk_elements", [1 << 22, 40])
+def test_rows_that_fill_a_step_change_no_log_probability_and_no_gradient(
+    chunk_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollouts, found = random_rollouts(), []
+    for step in (1, STEP):
+        monkeypatch.setattr("penstock.nodes.learn.logprobs.STEP", step)
+        model = policy(logit_elements=chunk_elements).model
+        (packed,) = pack(replace(rollouts, temperature_N=torch.tensor([0.5, 1.0, 2.0, 0.7, 1.3])), 100)
+        values_P, entropy_P = packed_logprobs(model, packed)
+        assert len(values_P) == len(entropy_P) == len(packed.targets_P) < STEP
+        gradients = torch.autograd.grad((values_P * torch.linspace(-1, 2, len(values_P))).sum(), [*model.parameters()])
+        found.append([values_P, entropy_P, packed_distributions(model, packed), *gradients])
+    for alone, filled in zip(*found, strict=True):
+        torch.testing.assert_close(filled, alone, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("chunk_elements", [1 << 20, 11, 50])
 def test_each_token_has_its_own_temperature(chunk_elements: int) -> None:
     hidden, weight, targets = inputs()
@@ -757,9 +804,7 @@ def test_gradients_and_entropies_are_those_of_the_tempered_distribution(
     chunk_elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oracle goes through each row alone, with torch's own categorical distribution."""
-    from penstock.nodes.learn import logprobs
-
-    monkeypatch.setattr(logprobs.token_logprobs, "__kwdefaults__", {"chunk_elements": chunk_elements})
+    monkeypatch.setattr(token_logprobs, "__kwdefaults__", {"chunk_elements": chunk_elements})
     rollouts, advantage = batch()
     rollouts = replace(rollouts, temperature_N=torch.tensor([0.5, 1.0, 2.0, 0.7, 1.3]))
     ours, twin = policy(), policy()
