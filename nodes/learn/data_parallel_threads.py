@@ -10,7 +10,7 @@ equal micro-batches make equal sums to the bit, for a given number of workers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from copy import deepcopy
 from functools import partial
 from typing import Generic, TypeVar
@@ -53,14 +53,20 @@ class DataParallelThreads(Generic[Model]):
         if self._threads is None:
             self._threads = ThreadPoolExecutor(count, "worker", torch.set_num_threads, (self._inner,))
         grad = torch.is_grad_enabled()  # which is a setting of each thread
+        goes_on = True
 
         def share(worker: int) -> list[Result]:
             with torch.set_grad_enabled(grad):
-                return [work(self.models[worker], item) for item in items[worker::count]]
+                return [work(self.models[worker], item) for item in items[worker::count] if goes_on]
 
-        # All are waited for before one's exception is raised: the others still add to gradients.
-        shares = [self._threads.submit(share, worker) for worker in range(count)]
-        wait(shares)
+        # All are waited for before one's exception, or Ctrl-C, is raised: the others still add to gradients.
+        shares: list[Future[list[Result]]] = []
+        try:
+            shares += (self._threads.submit(share, worker) for worker in range(count))
+            wait(shares)
+        finally:
+            goes_on = False
+            wait(shares)
         found = [each.result() for each in shares]
         return [found[index % count][index // count] for index in range(len(items))]
 

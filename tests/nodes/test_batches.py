@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from random import Random
+from signal import SIGINT, pthread_kill
+from threading import main_thread
+from time import sleep
 from typing import Any
 
 import pytest
@@ -353,6 +356,24 @@ def test_an_error_in_a_lane_is_raised() -> None:
 
     with pytest.raises(ValueError, match="item 3"):
         lanes(2).map(work, INPUTS)
+
+
+def test_an_interrupted_call_leaves_no_lane_at_work() -> None:
+    under_way = [0, 0]
+
+    def work(model: CausalLM, item: int) -> None:
+        under_way[item % 2] += 1
+        if item == 10:  # by then the caller waits
+            pthread_kill(main_thread().ident or 0, SIGINT)
+        sleep(0.02)
+        under_way[item % 2] -= 1
+
+    each = lanes(2)
+    with pytest.raises(KeyboardInterrupt):
+        each.map(work, range(500))
+    assert under_way == [0, 0]
+    # Nor anything of that call for the next one to wait for.
+    assert each.each(str, [1, 2, 3]) == ["1", "2", "3"]
 
 
 @pytest.mark.parametrize(("threads", "count", "inner"), [(2, 2, 1), (4, 4, 1), (9, 4, 2)])
