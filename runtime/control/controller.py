@@ -21,7 +21,7 @@ from msgspec import structs
 
 from penstock.graph.ir import Firing
 from penstock.runtime.control.early import EARLY, awaited
-from penstock.runtime.control.failure import DOUBT_S, HELD_S, MENDABLE, Failure, FailureCode
+from penstock.runtime.control.failure import DOUBT_S, HELD_S, MENDABLE, Failure, FailureCode, too_large
 from penstock.runtime.control.listener import WireError, raise_descriptors
 from penstock.runtime.control.messages import (
     EXIT_EXPLAINED,
@@ -40,6 +40,7 @@ from penstock.runtime.control.messages import (
     Results,
     SendFailed,
     Setup,
+    TooLargeError,
     agent_peer,
     rank_peer,
 )
@@ -107,6 +108,9 @@ class Controller:
                 self._begin()
             while self.session.running:
                 self._turn()
+        except TooLargeError as error:
+            self.session.fail(too_large(error, self.config.graphs), monotonic())
+            self.session.decide(monotonic())
         finally:
             self._dismiss()
         return self.session.status

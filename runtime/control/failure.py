@@ -13,10 +13,14 @@ Pure: time is passed in. Invariant: a failure is replaced only by one whose code
 one if it is doubtful itself.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+from penstock.graph.ir import Graph
+from penstock.runtime.control.messages import Order, TooLargeError
+from penstock.runtime.schedule.events import Fire
 
 
 class FailureCode(StrEnum):
@@ -84,6 +88,32 @@ class Failure:
     def line(self) -> dict[str, Any]:
         """As the launcher and the display are told of it."""
         return {"kind": "error", "code": self.code.value, "text": self.text}
+
+
+# What makes a message smaller, by what most of it is.
+_SMALLER = {
+    "handles": "fewer groups in an update's batch (--batch)",
+    "commands": "fewer groups in an update's batch (--batch)",
+    "groups": "fewer groups in an update's batch (--batch)",
+    "firings": "fewer groups that are under way (--batch, --lag)",
+    "state": "fewer groups that are under way (--batch, --lag)",
+    "manifests": "weights of fewer tensors",
+    "config": "shorter options of its nodes",
+}
+
+
+def too_large(error: TooLargeError, graphs: Sequence[Graph]) -> Failure:
+    """The run cannot go on since a message is too large; the node that it is for, or whose options make it so."""
+    nodes = {node.name: node for graph in graphs for node in graph.nodes}
+    commands = error.value.commands if isinstance(error.value, Order) else (error.value,)
+    node, whose = None, ""
+    if fires := [command for command in commands if isinstance(command, Fire)]:
+        largest = max(fires, key=lambda fire: len(fire.groups))
+        node, whose = nodes.get(largest.firing.node), f" on {largest.replica}, of {len(largest.groups)} groups"
+    elif error.field == "config":
+        node = max(nodes.values(), key=lambda node: len(repr(node.options)))
+    place = f"{node.where}: {node.name!r}{whose}: " if node else ""
+    return Failure(FailureCode.NODE, f"{place}{error}: {_SMALLER.get(error.field, 'less of it')}")
 
 
 class Verdict:

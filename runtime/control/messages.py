@@ -360,6 +360,19 @@ class MessageError(ValueError):
     """Bytes that are no message: a peer's fault. Says which field was given what, and what was needed."""
 
 
+class TooLargeError(MessageError):
+    """A value that no reader takes: `value`, and the name of the largest of its fields."""
+
+    def __init__(self, value: Any, size: int, most: int) -> None:
+        self.value = value
+        sizes = {name: len(repr(content)) for name, content in msgspec.structs.asdict(value).items()}
+        self.field = max(sizes, key=sizes.__getitem__)
+        what = getattr(value, self.field)
+        parts = f", {len(what)} of them" if isinstance(what, tuple | dict) else ""
+        given = f"{type(value).__name__} of {size} bytes, most of which are its {self.field}{parts}"
+        super().__init__(f"given {given}; needed at most {most}")
+
+
 class Codec(Generic[T]):
     """Packs and unpacks values of one annotation, such as a union of Packables. `label` names it in errors.
 
@@ -373,18 +386,22 @@ class Codec(Generic[T]):
         self._decode = msgspec.msgpack.Decoder(annotation).decode
 
     def pack(self, value: T) -> bytes:
-        """Raises MessageError when the value is larger than any reader takes, TypeError when it is no message."""
+        """Raises TooLargeError when the value is larger than any reader takes, TypeError when it is no message."""
         try:
             data: bytes = self._encode(value)
         # A file's name may be such text, which must not keep an error from being told.
         except UnicodeEncodeError:
             data = self._encode(_escaped(msgspec.to_builtins(value)))
-        return self._bounded(data)
+        if len(data) > self._most:
+            raise TooLargeError(value[-1] if isinstance(value, tuple) else value, len(data), self._most)
+        return data
 
     def unpack(self, data: bytes) -> T:
         """Raises MessageError for anything but what `pack` could have made."""
         try:
-            value: T = self._decode(self._bounded(data))
+            if len(data) > self._most:
+                raise msgspec.DecodeError(f"given {len(data)} bytes, needed at most {self._most}")
+            value: T = self._decode(data)
             packed = self._encode(value)
             # msgspec fills in fields that have defaults. Another spelling of a number is no fault.
             if packed != data and _omits(msgspec.msgpack.decode(data), msgspec.msgpack.decode(packed)):
@@ -393,11 +410,6 @@ class Codec(Generic[T]):
             # Without a bound, an error would carry megabytes of what a peer sent into the log.
             raise MessageError(f"{self._label}: {error!s:.160}") from error
         return value
-
-    def _bounded(self, data: bytes) -> bytes:
-        if len(data) > self._most:
-            raise MessageError(f"{self._label}: given {len(data)} bytes, needed at most {self._most}")
-        return data
 
 
 def _omits(given: Any, whole: Any) -> bool:
@@ -437,12 +449,12 @@ read_record = _RECORD.unpack
 
 
 def pack(message: Message, sequence: int = 0) -> bytes:
-    """One frame. Raises MessageError when it is larger than MAX_BYTES, less what is around what is delivered."""
+    """One frame. Raises TooLargeError when it is larger than MAX_BYTES, less what is around what is delivered."""
     return (_CARRIED if isinstance(message, Delivery) else _FRAME).pack((PROTOCOL, sequence, message))
 
 
 def pack_message(message: Message) -> bytes:
-    """A message without its frame: packed once, for several receivers. Raises MessageError as `pack`."""
+    """A message without its frame: packed once, for several receivers. Raises TooLargeError as `pack`."""
     return _FRAME.pack((PROTOCOL, 0, message))[_HEAD:]
 
 

@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 
 from penstock.runtime.cluster.cluster import Cluster, Host
+from penstock.runtime.control.messages import MAX_BYTES
+from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.sockets import SILENCE
+from penstock.runtime.record.folder import RunFolder
 
 from .running import (
     ENDLESS,
@@ -78,6 +81,16 @@ def test_a_rank_killed_while_it_starts_ends_the_run(tmp_path: Path) -> None:
 
     errors, found = run_to_failure(long_run(tmp_path / "r"), kill_the_first)
     assert (found["cause"], "rank 0 died: killed by SIGKILL" in errors) == ("rank-died", True)
+
+
+def test_what_is_too_large_to_be_sent_is_named_with_its_node(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r", f"{FAULTS}stuck", {"mark": "x" * MAX_BYTES}, toy_flags())
+    errors, found = run_to_failure(folder)
+    assert (found["cause"], "Traceback" in errors) == ("node", False)
+    nodes = RunConfig.load(RunFolder.open(folder)).graph.nodes
+    where = next(node.where for node in nodes if node.name == "stuck_update")
+    for part in (f"{where}: 'stuck_update'", "given Setup of", "its config", f"needed at most {MAX_BYTES}"):
+        assert part in errors
 
 
 @pytest.mark.slow

@@ -11,13 +11,24 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from penstock.graph import Rewards
+from penstock.graph import Rewards, load, trace
 from penstock.graph.ir import Firing
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.fake import FakePolicy
 from penstock.runtime.control.controller import Controller
-from penstock.runtime.control.failure import AGENTS_S, DOUBT_S, HELD, HELD_S, PRIORITY, Failure, FailureCode, Verdict
+from penstock.runtime.control.failure import (
+    AGENTS_S,
+    DOUBT_S,
+    HELD,
+    HELD_S,
+    PRIORITY,
+    Failure,
+    FailureCode,
+    Verdict,
+    too_large,
+)
 from penstock.runtime.control.messages import (
+    MAX_BYTES,
     AgentReady,
     End,
     Exited,
@@ -26,11 +37,13 @@ from penstock.runtime.control.messages import (
     Launch,
     Message,
     Note,
+    Order,
     Post,
     Ready,
     Result,
     Results,
     Setup,
+    TooLargeError,
     pack,
     unpack,
 )
@@ -41,7 +54,8 @@ from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.control.sockets import SILENCE, Client
 from penstock.runtime.record.checkpoints import SavedCheckpoint
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.schedule.events import Abort, Failed, Finish
+from penstock.runtime.schedule.events import Abort, Failed, Finish, Fire, Free
+from penstock.runtime.tensor.shm import ObjectRef
 from tests.gates.running import make_run
 
 from .sockets import Bench, until
@@ -125,6 +139,21 @@ def test_a_certain_failure_explains_a_doubtful_one_and_of_two_held_ones_the_earl
 def test_no_failure_ends_nothing() -> None:
     assert Verdict().final(SINCE, lambda peer: LATER) is None
     assert not Verdict().certain
+
+
+def test_an_order_that_is_too_large_is_named_with_its_node_and_its_groups() -> None:
+    graph = trace(load("toy"))
+    update = next(node for node in graph.nodes if node.clock == "update" and node.construct == "call")
+    groups = range(40_000)
+    handle = ObjectRef("penstock-0123456789ab-generator.0.0-0", 1 << 20, 4096, 1 << 20, "generator.0.0")
+    commands = (Free((Firing("generate", 0),), "trainer/0"), Fire(Firing(update.name, 3), "trainer/0", tuple(groups)))
+    order = Order(commands, tuple((Firing("generate", group), "rollouts", handle) for group in groups))
+    with pytest.raises(TooLargeError) as caught:
+        pack(order)
+    failure = too_large(caught.value, [graph])
+    assert (failure.code, failure.held) == (FailureCode.NODE, False)
+    named = (update.where, repr(update.name), "trainer/0", "40000 groups", "its handles", str(MAX_BYTES), "--batch")
+    assert [part for part in named if part not in failure.text] == []
 
 
 # Which of several pieces of bad news a controller takes for the reason of a run's end.
