@@ -1,15 +1,16 @@
 """The generator: continuous batching in fixed slots, with the trainer's own model.
 
-A pass computes a fixed number of rows, each one token of some slot: slots that sample have a row each, and the others
-are for tokens of prompts. Weights may change between two steps; each token records the version that made it. Left out:
-speculative decoding.
+A pass has a fixed number of rows, each one token of some slot: slots that sample have a row each, and the others are
+for tokens of prompts. On a CPU it is one call of C for most models, which computes the rows that hold a token
+(`decode.py`); elsewhere it is the model's own operations over all of them. Weights may change between two steps; each
+token records the version that made it. Left out: speculative decoding.
 
 What stands in a slot stays there when its response has ended, until another row needs the slot. A row that begins with
 the same tokens goes on from there, or from a copy: so the prompt of a group is computed once, and a conversation goes
 on from its earlier turns, as long as the weights are those that computed them.
 
 Invariants:
-- The shapes of a pass never change, and a token has the same bits in whatever row it is computed, beside whichever
+- The shapes of operations never change, and a token has the same bits in whatever row it is computed, beside whichever
   others: as a prompt's, as one that has been sampled, or kept from an earlier turn. So a response has the same bits
   whatever its neighbours, its slot or its place in the queue, for a given number of slots and threads.
 - Ranks that share a model (`CausalLMPart`) each have an engine. Given the same groups in the same order they sample the
@@ -34,6 +35,7 @@ from torch import Tensor
 from penstock.graph.protocols import TENSOR
 from penstock.graph.types import Metrics, NodeWarning, Rollouts
 from penstock.nodes.generate.conversation import Response, SampledGroup, StopStrings
+from penstock.nodes.generate.decode import DecodePass
 from penstock.nodes.generate.groups import GroupStream, Holder
 from penstock.nodes.generate.kv_cache import CacheSize, DecodeMemory
 from penstock.nodes.generate.sampling import MOST_MISMATCH, keyed_uniform, mismatch
@@ -75,6 +77,9 @@ class Engine(GroupStream):
         # With the same weights, as the trainer computes with them: the other one has copies in another order.
         tensors = [*model.parameters(), *model.buffers()]
         self.unpacked = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+        self.decode = DecodePass.of(model)
+        # What reading the weights takes, a GPU computes many rows in; and empty rows cost nothing there.
+        self.wide = self.decode is not None or torch.device(context.device).type == "cuda"
         num_slots = -(-context.slots // ROW_TILE) * ROW_TILE
         shape = model.attention_config, num_slots, self.length, context.max_tokens
         self.size = CacheSize(*shape, model.dtype, context.device, self.records)
@@ -109,7 +114,7 @@ class Engine(GroupStream):
             return finished
         if self.behaviour.version != self.version:
             self._renew()
-        memory = self.memory = self.memory or DecodeMemory(self.size)
+        memory = self.memory = self.memory or DecodeMemory(self.size, self.wide)
         slots, num_slots = self.slots, len(self.slots.live)
         with torch.inference_mode():
             self._place(memory)
@@ -125,7 +130,7 @@ class Engine(GroupStream):
             hidden_RD = self._pass(memory, sampling)
             # All slots, sampling or not: a row's bits must not depend on how many there are.
             uniform_S = memory.uniform_ST.gather(1, memory.inputs_4R[3, :num_slots, None])[:, 0]
-            logits_SV = self.model.logits(hidden_RD[:num_slots])
+            logits_SV = (self.decode or self.model).logits(hidden_RD[:num_slots])
             tokens_S, logprobs_S = self.sampler(logits_SV, uniform_S, self.model.invariant)
             # The one wait for the device in a step.
             slots.record(sampling, tokens_S.numpy(force=True), logprobs_S.numpy(force=True), self.version)
@@ -143,7 +148,10 @@ class Engine(GroupStream):
         self.check_weights()
         self.version = self.behaviour.version
         point_at(self.model, self.behaviour.tensors, f"weights of version {self.version}")
-        self.model.pack(self.size.slots)
+        if self.decode is None:
+            self.model.pack(self.size.slots)
+        else:
+            self.decode.pack()
         # A response begins on one version: rows that have sampled nothing begin again.
         self.queue.extendleft(reversed(self.slots.forget()))
 
@@ -166,7 +174,17 @@ class Engine(GroupStream):
     def _pass(self, memory: DecodeMemory, sampling: NDArray[np.bool_]) -> Tensor:
         """Hidden states [R, D] of a row for each slot of `sampling`, at the row of the slot's number, and of as many
         tokens of prompts as there are other rows."""
-        memory.inputs_4R.copy_(torch.from_numpy(self.slots.rows(memory.rows, sampling)))
+        inputs = self.slots.rows(memory.rows, sampling)
+        memory.inputs_4R.copy_(torch.from_numpy(inputs))
+        if self.decode is not None:
+            # It computes the rows that there are.
+            rows = np.flatnonzero(inputs[2] >= 0)
+            hidden_RD = self.decode.hidden(torch.from_numpy(inputs[:3].take(rows, 1)), memory.cache)
+            self._copy(memory)
+            if len(rows) == memory.rows:
+                return hidden_RD
+            every_RD = hidden_RD.new_zeros(memory.rows, hidden_RD.shape[1])
+            return every_RD.index_copy_(0, torch.from_numpy(rows), hidden_RD)
         tokens_R, slots_R, positions_R, _ = memory.inputs_4R
         memory.cache.begin(slots_R, positions_R)
         recorder = RouteRecorder() if self.records else None

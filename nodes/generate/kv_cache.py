@@ -18,7 +18,8 @@ from penstock.nodes.generate.attention import attend, slot_memory, stored_dtype
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.open_model import refuse_long, spec_of, suspects
 
-GPU_ROWS = 256
+WIDE = 256
+"""Rows of a wide pass."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,11 @@ class DecodeMemory:
     Raises ValueError as `CacheSize.require_memory` does: weights have come since it was asked.
     """
 
-    def __init__(self, size: CacheSize) -> None:
+    def __init__(self, size: CacheSize, wide: bool = False) -> None:
         size.require_memory()
         config, slots, device = size.config, size.slots, size.device
         self.cache = Cache(size)
-        # What reading the weights takes, a GPU computes so many rows in.
-        self.rows = slots if torch.device(device).type == "cpu" else max(slots, GPU_ROWS)
+        self.rows = max(slots, WIDE) if wide else slots
         self.inputs_4R = torch.zeros(4, self.rows, dtype=torch.long, device=device)
         self.uniform_ST = torch.zeros(slots, size.max_tokens, dtype=torch.float64, device=device)
         shape = slots, size.length, config.num_hidden_layers, config.num_experts_per_tok

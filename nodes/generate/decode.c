@@ -1,0 +1,290 @@
+/* A pass of a decoder's layers over rows that are each one token of some slot: `decode.py`, for a CPU.
+
+   Compiled where it runs; with BF16 the tensors are of bfloat16, products are added up in float32, and what the model's
+   own operations round is rounded here. An output of a product is added up in the order of the inputs, by one lane of a
+   tile or a vector: the bits of a row depend on nothing but its own numbers, however many rows there are. */
+
+#include <stdlib.h>
+
+#include "lanes.h"
+
+#if defined(BF16) && defined(__AMX_BF16__) && defined(__AVX512F__)
+#define TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+/* Outputs that a packed weight has side by side, and rows that one block of them is computed for at a time. */
+#define BLOCK (2 * LANES)
+#define TALL 32
+/* Rows whose sums are in registers at once. */
+#ifdef __AVX512F__
+#define ROWS 8
+#else
+#define ROWS 2
+#endif
+/* Inputs of a packed weight come in multiples of STEP, in bfloat16 as pairs; those beyond its own are 0. */
+#ifdef BF16
+#define STEP 32
+#define PAIR 2
+#else
+#define STEP 1
+#define PAIR 1
+#endif
+
+/* What a product's sums become: outputs; numbers that are added to those that are there; or, of blocks that have LANES
+   gates and as many others, silu(gate) * other. */
+enum { PLAIN, ADDED, GATED };
+
+/* Numbers of a packed weight [O, I]. */
+int64_t packed_size(int64_t O, int64_t I) { return whole(O, BLOCK) * whole(I, STEP); }
+
+/* Write a weight [O, I] into a packed one. Output o is its output `at` + o; with `gated`, where blocks have LANES of two
+   weights each, it is number o of the first (`at` 0) or of the second one (`at` LANES). */
+void pack(const stored *w, stored *to, int64_t O, int64_t I, int64_t at, int gated, int threads) {
+    int64_t inputs = whole(I, STEP);
+#pragma omp parallel for num_threads(threads)
+    for (int64_t first = 0; first < O; first += LANES)
+        for (int64_t k = 0; k < inputs; k += PAIR)
+            for (int64_t o = first; o < O && o < first + LANES; o++) {
+                int64_t place = gated ? o / LANES * BLOCK + o % LANES + at : at + o;
+                stored *pair = to + place / BLOCK * BLOCK * inputs + k * BLOCK + place % BLOCK * PAIR;
+                for (int64_t i = 0; i < PAIR; i++) pair[i] = k + i < I ? w[o * I + k + i] : 0;
+            }
+}
+
+/* Sums of m rows, up to ROWS, with a block; with each step of the inputs it asks for what lies `step` bytes further. */
+static inline __attribute__((always_inline)) void few(int m, const stored *x, int64_t x_row, int64_t I, const stored *w,
+                                                      const char *ask, int64_t step, float to[][BLOCK]) {
+    vector sums[ROWS][2] = {0};
+    for (int64_t k = 0; k < I; k += PAIR, w += PAIR * BLOCK, ask += step) {
+        __builtin_prefetch(ask, 0, 2);
+#ifdef BF16
+        bits_vector pairs[2];
+        for (int j = 0; j < 2; j++) memcpy(&pairs[j], w + j * BLOCK, sizeof pairs[j]);
+#ifndef __AVX512BF16__
+        vector even[2], odd[2];
+        for (int j = 0; j < 2; j++) even[j] = (vector)(pairs[j] << 16), odd[j] = (vector)(pairs[j] & 0xffff0000);
+#endif
+#pragma GCC unroll 8
+        for (int i = 0; i < m; i++) {
+            uint32_t own = x[i * x_row + k];
+            if (k + 1 < I) memcpy(&own, x + i * x_row + k, sizeof own);
+            for (int j = 0; j < 2; j++) {
+#ifdef __AVX512BF16__
+                __m512bh all = (__m512bh)_mm512_set1_epi32((int)own);
+                sums[i][j] = (vector)_mm512_dpbf16_ps((__m512)sums[i][j], all, (__m512bh)pairs[j]);
+#else
+                sums[i][j] += wide((stored)own) * even[j];
+                sums[i][j] += wide((stored)(own >> 16)) * odd[j];
+#endif
+            }
+        }
+#else
+        vector each[2] = {load(w), load(w + LANES)};
+#pragma GCC unroll 8
+        for (int i = 0; i < m; i++)
+            for (int j = 0; j < 2; j++) sums[i][j] += x[i * x_row + k] * each[j];
+#endif
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < m; i++) memcpy(to[i], sums[i], sizeof sums[i]);
+}
+
+#ifdef TILES
+static int tiles;
+
+/* Ask the kernel for the processor's tiles, once. */
+static __attribute__((constructor)) void ask_for_tiles(void) { tiles = !syscall(SYS_arch_prctl, 0x1023, 18); }
+
+static void begin_tiles(void) {
+    struct {
+        uint8_t palette, start, none[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } config = {.palette = 1};
+    for (int t = 0; t < 8; t++) config.bytes[t] = 64, config.rows[t] = 16;
+    if (tiles) _tile_loadconfig(&config);
+}
+
+static void end_tiles(void) {
+    if (tiles) _tile_release();
+}
+
+/* The same of 16 rows from each of two places, or of one (`second` is null). */
+static inline void by_tiles(const stored *first, const stored *second, int64_t x_row, int64_t inputs, const stored *w,
+                            const char *ask, int64_t step, float to[TALL][BLOCK]) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < inputs; k += STEP, w += STEP * BLOCK) {
+        _tile_loadd(6, w, 128);
+        _tile_loadd(7, w + 32, 128);
+        for (int i = 0; i < 16; i++, ask += step) __builtin_prefetch(ask, 0, 2);
+        _tile_loadd(4, first + k, x_row * 2);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (second) {
+            _tile_loadd(5, second + k, x_row * 2);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, to[0], 128);
+    _tile_stored(1, to[0] + 16, 128);
+    if (second) {
+        _tile_stored(2, to[16], 128);
+        _tile_stored(3, to[16] + 16, 128);
+    }
+}
+#else
+static const int tiles = 0;
+static void begin_tiles(void) {}
+static void end_tiles(void) {}
+static void by_tiles(const stored *first, const stored *second, int64_t x_row, int64_t inputs, const stored *w,
+                     const char *ask, int64_t step, float to[TALL][BLOCK]) {}
+#endif
+
+/* As it is after it has been stored. */
+static inline vector narrowed(vector x) {
+    stored part[LANES];
+    store(part, x);
+    return load(part);
+}
+
+static inline vector silu(vector x) {
+    const vector one = (vector){0} + 1.0f;
+    bits_vector below = (bits_vector)(x < 0.0f);
+    vector e = exponentials((vector)((bits_vector)x | 0x80000000)), share = one / (one + e);
+    return x * (vector)((below & (bits_vector)(e * share)) | (~below & (bits_vector)share));
+}
+
+/* What becomes of the sums of a row with a block, whose outputs are `at` and on, of O. */
+static inline void finish(const float sums[BLOCK], int kind, int64_t at, int64_t O, const stored *bias, stored *out) {
+    vector each[2];
+    for (int j = 0; j < 2; j++) memcpy(&each[j], sums + j * LANES, sizeof each[j]);
+    if (kind == GATED) {
+        if (at / 2 < O / 2) store_part(out + at / 2, silu(narrowed(each[0])) * narrowed(each[1]), O / 2 - at / 2);
+        return;
+    }
+    for (int j = 0; j < 2 && at < O; j++, at += LANES) {
+        if (bias) each[j] += load_part(bias + at, O - at);
+        if (kind == ADDED) each[j] = load_part(out + at, O - at) + narrowed(each[j]);
+        store_part(out + at, each[j], O - at);
+    }
+}
+
+/* x [R, I] by a packed weight of O outputs, into rows of `out`. Returns 1 where memory is lacking, otherwise 0. */
+static int product(const stored *x, int64_t R, int64_t I, int64_t x_row, const stored *w, int64_t O, const stored *bias,
+                   int kind, stored *out, int64_t out_row, int threads) {
+    int64_t inputs = whole(I, STEP), blocks = whole(O, BLOCK) / BLOCK, each = tiles ? TALL : ROWS;
+    /* Tiles have 16 rows of a multiple of STEP numbers: where there are not as many, they are copied to zeros. */
+    stored *copy = NULL;
+    int64_t copied = R;
+    if (tiles && (I % STEP || R % 16)) {
+        copied = I % STEP ? 0 : R / 16 * 16;
+        copy = calloc(whole(R - copied, 16) * inputs, sizeof(stored));
+        if (!copy) return 1;
+        for (int64_t r = copied; r < R; r++) memcpy(copy + (r - copied) * inputs, x + r * x_row, I * sizeof(stored));
+    }
+#pragma omp parallel num_threads(threads)
+    {
+        float sums[TALL][BLOCK] __attribute__((aligned(64)));
+        begin_tiles();
+#pragma omp for
+        for (int64_t b = 0; b < blocks; b++) {
+            const stored *block = w + b * BLOCK * inputs;
+            /* While it computes with a block, it asks for the next one, a part with each few rows. */
+            int64_t parts = whole(R, each) / each, step = parts > 1 ? 128 / parts : 64;
+            const char *ask = (const char *)(block + BLOCK * inputs);
+            int64_t part = step * inputs / PAIR;
+            for (int64_t r = 0; r < R;) {
+                int64_t count = R - r < TALL ? R - r : TALL;
+                if (tiles) {
+                    const stored *from = r < copied ? x + r * x_row : copy + (r - copied) * inputs, *second = NULL;
+                    int64_t row = r < copied ? x_row : inputs;
+                    if (r < copied && r + 16 >= copied) count = count < 16 ? count : 16;
+                    if (count > 16) second = from + 16 * row;
+                    by_tiles(from, second, row, inputs, block, ask + r / each * part, step, sums);
+                } else {
+                    int64_t i = 0;
+                    for (; i + ROWS <= count; i += ROWS) few(ROWS, x + (r + i) * x_row, x_row, I, block, ask + (r + i) / each * part, step, sums + i);
+                    for (; i < count; i++) few(1, x + (r + i) * x_row, x_row, I, block, ask, step, sums + i);
+                }
+                for (int64_t i = 0; i < count; i++, r++) finish(sums[i], kind, b * BLOCK, O, bias, out + r * out_row);
+            }
+        }
+        end_tiles();
+    }
+    free(copy);
+    return 0;
+}
+
+/* A layer's tensors by their places in its numbers: -1 is none. Maps are packed: those of queries, keys and values as
+   one, gates and what they gate by blocks. */
+enum { NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, O_PROJ, MLP_NORM, GATE_UP, DOWN, PARTS };
+
+struct model {
+    /* Of elementwise.c and attention.c. */
+    void (*rms_norm)(const stored *, const stored *, stored *, int64_t, int64_t, int64_t, float, int);
+    void (*rotate)(const stored *, const stored *, const stored *, stored *, int64_t, int64_t, int64_t, int64_t, int64_t,
+                   int64_t, int);
+    int (*attend)(const stored *, const stored *, const stored *, stored *, stored *, const int64_t *, const int64_t *,
+                  stored *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, int);
+    const stored *weights, *words, *norm, *head, *cos, *sin;
+    const int64_t *windows; /* of each layer */
+    int64_t at[PARTS], layer_size, layers, V, D, H, G, K, I;
+    float eps;
+};
+
+/* Numbers that a pass over so many rows needs for itself. */
+int64_t working_size(const struct model *m, int64_t rows) {
+    return rows * (2 * m->D + 2 * (m->H + m->G) * m->K + m->G * m->K + m->H * m->K + m->I + 2 * m->K);
+}
+
+/* Hidden states `out` [R, D] after the final norm, of rows that are `tokens` at `positions` of `slots`. `keys` and
+   `values` [layers, S, G, C, K] get theirs. Returns 1 where memory is lacking, otherwise 0. */
+int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, const int64_t *positions, stored *keys,
+           stored *values, int64_t R, int64_t S, int64_t C, stored *working, stored *out, int threads) {
+    int64_t D = m->D, H = m->H, G = m->G, K = m->K, I = m->I, queries = H * K, row = (H + 2 * G) * K;
+    stored *x = working, *normed = x + R * D, *qkv = normed + R * D, *q = qkv + R * row, *k = q + R * queries;
+    stored *seen = k + R * G * K, *gated = seen + R * queries, *cos = gated + R * I, *sin = cos + R * K;
+    for (int64_t r = 0; r < R; r++) {
+        memcpy(x + r * D, m->words + tokens[r] * D, D * sizeof(stored));
+        memcpy(cos + r * K, m->cos + positions[r] * K, K * sizeof(stored));
+        memcpy(sin + r * K, m->sin + positions[r] * K, K * sizeof(stored));
+    }
+    int failed = 0;
+    for (int64_t layer = 0; layer < m->layers && !failed; layer++) {
+        const stored *of[PARTS];
+        for (int p = 0; p < PARTS; p++) of[p] = m->at[p] < 0 ? NULL : m->weights + layer * m->layer_size + m->at[p];
+        m->rms_norm(x, of[NORM], normed, R, D, D, m->eps, threads);
+        failed |= product(normed, R, D, D, of[QKV], row, of[QKV_BIAS], PLAIN, qkv, row, threads);
+        const stored *own_q = qkv, *own_k = qkv + queries;
+        int64_t q_row = row, k_row = row;
+        if (of[Q_NORM]) {
+            for (int64_t r = 0; r < R; r++) {
+                m->rms_norm(own_q + r * row, of[Q_NORM], q + r * queries, H, K, K, m->eps, 1);
+                m->rms_norm(own_k + r * row, of[K_NORM], k + r * G * K, G, K, K, m->eps, 1);
+            }
+            own_q = q, own_k = k, q_row = queries, k_row = G * K;
+        }
+        m->rotate(own_q, cos, sin, q, R, H, K, R, q_row, 0, threads);
+        m->rotate(own_k, cos, sin, k, R, G, K, R, k_row, 0, threads);
+        int64_t entries = layer * S * G * C * K;
+        failed |= m->attend(q, k, qkv + queries + G * K, keys + entries, values + entries, slots, positions, seen, R, G,
+                            C, queries, G * K, row, m->windows[layer], 1 / sqrtf(K), threads);
+        failed |= product(seen, R, queries, queries, of[O_PROJ], D, NULL, ADDED, x, D, threads);
+        m->rms_norm(x, of[MLP_NORM], normed, R, D, D, m->eps, threads);
+        failed |= product(normed, R, D, D, of[GATE_UP], 2 * I, NULL, GATED, gated, I, threads);
+        failed |= product(gated, R, I, I, of[DOWN], D, NULL, ADDED, x, D, threads);
+    }
+    m->rms_norm(x, m->norm, out, R, D, D, m->eps, threads);
+    return failed;
+}
+
+/* Logits `out` [R, V] of hidden states [R, D], whose rows lie side by side. Returns as `decode`. */
+int logits(const struct model *m, const stored *hidden, int64_t R, stored *out, int threads) {
+    return product(hidden, R, m->D, m->D, m->head, m->V, NULL, PLAIN, out, m->V, threads);
+}

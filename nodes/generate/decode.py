@@ -1,0 +1,178 @@
+"""A pass of a model's layers over rows that are each one token of some slot, as one call of C (`decode.c`): on a CPU
+the calls of a step's operations take as long as what a small model computes.
+
+Its products have weights of their own order, which are copied anew of each version; norms, rotary positions and
+attention are those of the other files. What the model's operations round is rounded here, so that log-probabilities
+differ from a trainer's by the order of sums alone. A row's bits depend on nothing but its own numbers.
+
+Shapes: R rows, S slots, G key-value heads, C positions of a slot, K width of a head, D hidden width, V vocabulary.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.nodes.generate import attention
+from penstock.nodes.generate.kv_cache import Cache
+from penstock.nodes.model import CausalLM, elementwise
+from penstock.nodes.model.compiled import compiled_or_warned
+
+_SOURCE = Path(__file__).with_name("decode.c")
+_POINTER, _NUMBER, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+# A layer's tensors, in the order of decode.c.
+_PARTS = ("norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "mlp_norm", "gate_up", "down")
+_LINE = 64
+
+
+class _Model(ctypes.Structure):
+    """`struct model` of decode.c."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("rms_norm", "rotate", "attend")),
+        *((name, _POINTER) for name in ("weights", "words", "norm", "head", "cos", "sin", "windows")),
+        ("at", _NUMBER * len(_PARTS)),
+        *((name, _NUMBER) for name in ("layer_size", "layers", "V", "D", "H", "G", "K", "I")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class DecodePass:
+    """The passes of a model's generator, with copies of its weights as they were when it was packed last."""
+
+    @staticmethod
+    def of(model: CausalLM) -> "DecodePass | None":
+        """None for a model whose layers have more than maps, on a device that is no CPU, and without a C compiler."""
+        config, dtype = model.config, model.dtype
+        # The model's parts, adapters, experts and weights of eight bits have operations of their own.
+        plain = type(model) is CausalLM and model.lora is None and not config.family.experts and not model.invariant
+        narrow = any(getattr(module, "row_scales", None) is not None for module in model.modules())
+        if not plain or narrow or model.device.type != "cpu":
+            return None
+        attend = attention.compiled(config.num_attention_heads // config.num_key_value_heads, config.head_dim, dtype)
+        if attend is None or elementwise.functions(dtype) is None or _functions(dtype) is None:
+            return None
+        return DecodePass(model)
+
+    def __init__(self, model: CausalLM) -> None:
+        config, dtype = model.config, model.dtype
+        self.model, self.functions = model, _functions(dtype)
+        heads, groups, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        hidden, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
+        size = self.functions.packed_size
+        qkv = (heads + 2 * groups) * width
+        bias, normed = config.family.qkv_bias, config.family.qk_norm
+        sizes = (
+            *(hidden, size(qkv, hidden), bias * qkv, normed * width, normed * width, size(hidden, heads * width)),
+            *(hidden, size(2 * -(-inner // 16) * 16, hidden), size(hidden, inner)),
+        )
+        at, end = [], 0
+        for each in sizes:
+            at.append(end if each else -1)
+            end += -(-each // _LINE) * _LINE
+        self.at = dict(zip(_PARTS, at, strict=True))
+        windows = [config.window_of(i) for i in range(config.num_hidden_layers)]
+        self.windows = torch.tensor(windows, dtype=torch.int64)
+        self.weights: Tensor | None = None
+        self.working = torch.empty(0, dtype=dtype)
+        others: Any = elementwise.functions(dtype)
+        called: list[Any] = [others.rms_norm, others.rotate, attention.compiled(heads // groups, width, dtype)]
+        self.given = _Model(
+            *(ctypes.cast(each, _POINTER).value for each in called),
+            windows=self.windows.data_ptr(),
+            at=(_NUMBER * len(at))(*at),
+            layer_size=end,
+            layers=config.num_hidden_layers,
+            V=vocabulary,
+            D=hidden,
+            H=heads,
+            G=groups,
+            K=width,
+            I=inner,
+            eps=config.rms_norm_eps,
+        )
+
+    def pack(self) -> None:
+        """Compute with the model's weights as they are now."""
+        model, given = self.model, self.given
+        if self.weights is None:
+            self.weights = torch.zeros(given.layers, given.layer_size, dtype=model.dtype)
+            self.head = torch.zeros(self.functions.packed_size(given.V, given.D), dtype=model.dtype)
+            given.weights, given.head = self.weights.data_ptr(), self.head.data_ptr()
+        layers: Any = model.model.layers.values()
+        for of, layer in zip(self.weights, layers, strict=True):
+            attention, mlp = layer.self_attn, layer.mlp
+            vectors = {"norm": [layer.input_layernorm.weight], "mlp_norm": [layer.post_attention_layernorm.weight]}
+            maps = attention.q_proj, attention.k_proj, attention.v_proj
+            if maps[0].bias is not None:
+                vectors["qkv_bias"] = [each.bias for each in maps]
+            if self.at["q_norm"] >= 0:
+                vectors |= {"q_norm": [attention.q_norm.weight], "k_norm": [attention.k_norm.weight]}
+            for name, parts in vectors.items():
+                joined = torch.cat([part.detach() for part in parts])
+                of[self.at[name] : self.at[name] + len(joined)] = joined
+            self._pack(of[self.at["qkv"] :], maps)
+            self._pack(of[self.at["o"] :], (attention.o_proj,))
+            self._pack(of[self.at["gate_up"] :], (mlp.gate_proj, mlp.up_proj), gated=True)
+            self._pack(of[self.at["down"] :], (mlp.down_proj,))
+        words = model.model.embed_tokens.weight.detach().contiguous()
+        head = words if model.lm_head is None else model.lm_head.weight.detach().contiguous()
+        self._pack_one(self.head, head, 0, False)
+        norm = model.get_parameter("model.norm.weight").detach().contiguous()
+        tables = model.cos_PK.contiguous(), model.sin_PK.contiguous()
+        self.kept = words, norm, *tables
+        for name, tensor in zip(("words", "norm", "cos", "sin"), self.kept, strict=True):
+            setattr(given, name, tensor.data_ptr())
+
+    def _pack(self, to: Tensor, maps: Sequence[Any], gated: bool = False) -> None:
+        at = 0
+        for each in maps:
+            self._pack_one(to, each.weight.detach().contiguous(), at, gated)
+            at += 16 if gated else each.out_features
+
+    def _pack_one(self, to: Tensor, weight: Tensor, at: int, gated: bool) -> None:
+        outputs, inputs = weight.shape
+        self.functions.pack(weight.data_ptr(), to.data_ptr(), outputs, inputs, at, gated, torch.get_num_threads())
+
+    def hidden(self, inputs_3R: Tensor, cache: Cache) -> Tensor:
+        """Hidden states after the final norm, [R, D], of tokens, in slots, at positions, the rows of `inputs_3R`;
+        earlier tokens of their slots are in `cache` or in this pass."""
+        rows = inputs_3R.shape[1]
+        needed = self.functions.working_size(ctypes.byref(self.given), rows)
+        if len(self.working) < needed:
+            self.working = torch.empty(needed, dtype=self.working.dtype)
+        out_RD = torch.empty(rows, self.given.D, dtype=self.working.dtype)
+        tensors = *inputs_3R, cache.keys, cache.values
+        assert all(each.is_contiguous() for each in tensors)
+        _, num_slots, _, length, _ = cache.keys.shape
+        sizes = rows, num_slots, length, self.working.data_ptr(), out_RD.data_ptr(), torch.get_num_threads()
+        if self.functions.decode(ctypes.byref(self.given), *(each.data_ptr() for each in tensors), *sizes):
+            raise MemoryError(f"generate: no memory for a pass of {rows} rows")
+        return out_RD
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Unnormalised log-probabilities of the next token, [R, V]."""
+        assert hidden_RD.is_contiguous()
+        out_RV = torch.empty(len(hidden_RD), self.given.V, dtype=hidden_RD.dtype)
+        given = hidden_RD.data_ptr(), len(hidden_RD), out_RV.data_ptr(), torch.get_num_threads()
+        if self.functions.logits(ctypes.byref(self.given), *given):
+            raise MemoryError(f"generate: no memory for the logits of {len(hidden_RD)} rows")
+        return out_RV
+
+
+@functools.cache
+def _functions(dtype: torch.dtype) -> Any:
+    """Those of decode.c; None for another dtype, or where they do not compile, of which it warns."""
+    found = compiled_or_warned(_SOURCE, dtype)
+    if found is None:
+        return None
+    found.packed_size.argtypes, found.packed_size.restype = [_NUMBER] * 2, _NUMBER
+    found.pack.argtypes, found.pack.restype = [_POINTER] * 2 + [_NUMBER] * 3 + [_INT] * 2, None
+    found.working_size.argtypes, found.working_size.restype = [_POINTER, _NUMBER], _NUMBER
+    found.decode.argtypes = [*[_POINTER] * 6, *[_NUMBER] * 3, *[_POINTER] * 2, _INT]
+    found.logits.argtypes = [*[_POINTER] * 2, _NUMBER, _POINTER, _INT]
+    return found

@@ -1,0 +1,133 @@
+"""A pass in C computes what the model's own forward pass does, and a row of it depends on nothing but the row."""
+
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.nodes.generate import decode
+from penstock.nodes.generate.decode import DecodePass
+from penstock.nodes.generate.kv_cache import Cache, CacheSize
+from penstock.nodes.model import CausalLM, Lora, ModelConfig
+from tests.nodes.family_cases import config_of
+
+# Heads, widths and words that are no multiples of what a processor computes at once, and some that are.
+ODD = ModelConfig(53, 36, 42, 3, 4, 2, 6, 64, initializer_range=0.2)
+EVEN = ModelConfig(64, 64, 96, 2, 4, 4, 32, 64, initializer_range=0.2, tie_word_embeddings=True)
+SLOTS, LENGTH = 48, 24
+# Of x86 with tiles, without them, without products of bfloat16, and without vectors of 512 bits.
+LACKS = ("", "-mno-amx-bf16", "-mno-amx-bf16 -mno-avx512bf16", "-mno-amx-bf16 -mno-avx512f")
+
+
+@pytest.fixture(params=LACKS if platform.machine() == "x86_64" else LACKS[:1])
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CC", f"{os.environ.get('CC', 'cc')} {request.param}")
+    decode._functions.cache_clear()
+    yield
+    decode._functions.cache_clear()
+
+
+def random(config: ModelConfig, dtype: torch.dtype) -> CausalLM:
+    """A model whose biases are not zero and whose norms are not one."""
+    model = CausalLM(config, dtype)
+    model.init_weights(0)
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        if parameter.dim() == 1:
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) / 4
+            parameter.data.copy_(noise + float(name.endswith("norm.weight")))
+    return model.requires_grad_(False)
+
+
+def packed(model: CausalLM) -> DecodePass:
+    made = DecodePass.of(model)
+    assert made is not None
+    made.pack()
+    return made
+
+
+def filled(model: CausalLM) -> Cache:
+    cache = Cache(CacheSize(model.config, SLOTS, LENGTH, 8, model.dtype, "cpu"))
+    generator = torch.Generator().manual_seed(1)
+    for each in (cache.keys, cache.values):
+        each.copy_(torch.randn(each.shape, generator=generator))
+    return cache
+
+
+def rows(count: int) -> Tensor:
+    """Tokens, slots in any order, and positions; of one slot two tokens that follow each other."""
+    generator = torch.Generator().manual_seed(count)
+    tokens_R = torch.randint(53, (count,), generator=generator)
+    slots_R = torch.randperm(SLOTS, generator=generator)[:count]
+    positions_R = torch.randint(LENGTH - 2, (count,), generator=generator)
+    if count > 1:
+        slots_R[-1], positions_R[-1] = slots_R[0], positions_R[0] + 1
+    return torch.stack([tokens_R, slots_R, positions_R])
+
+
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize("count", [1, 7, 16, 45])
+@pytest.mark.parametrize("config", [ODD, EVEN, *(config_of(name, ODD) for name in ("mistral", "qwen2", "qwen3"))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pass_is_the_models_own(config: ModelConfig, dtype: torch.dtype, count: int) -> None:
+    model = random(config, dtype)
+    caches, given = [filled(model) for _ in range(2)], rows(count)
+    tokens_R, slots_R, positions_R = given
+    caches[0].begin(slots_R, positions_R)
+    expected_RD = model(tokens_R[:, None], positions_R[:, None], caches[0].attend)[:, 0]
+    made = packed(model)
+    found_RD = made.hidden(given, caches[1])
+    pairs = [(expected_RD, found_RD), (model.logits(expected_RD), made.logits(found_RD))]
+    pairs += [(caches[0].keys, caches[1].keys), (caches[0].values, caches[1].values)]
+    for expected, found in pairs:
+        scale = expected.float().abs().max()
+        assert (found - expected).float().abs().max() < scale * (2e-6 if dtype == torch.float32 else 0.02)
+
+
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize("config", [ODD, EVEN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(config: ModelConfig, dtype: torch.dtype) -> None:
+    made, given = packed(random(config, dtype)), rows(SLOTS)
+    given[1, -1] = torch.arange(SLOTS).sum() - given[1, :-1].sum()  # each row is of a slot of its own
+    together_RD = made.hidden(given, filled(made.model))
+    logits_RV = made.logits(together_RD)
+    for some in (slice(0, 1), slice(3, 20), slice(7, 39), torch.arange(SLOTS).flip(0)):
+        threads = torch.get_num_threads()
+        torch.set_num_threads(3 - min(2, threads))
+        found_RD = made.hidden(given[:, some].contiguous(), filled(made.model))
+        found_RV = made.logits(found_RD)
+        torch.set_num_threads(threads)
+        assert torch.equal(found_RD, together_RD[some])
+        assert torch.equal(found_RV, logits_RV[some])
+
+
+def test_weights_are_those_of_the_last_packing() -> None:
+    models = [random(replace(ODD, initializer_range=width), torch.float32) for width in (0.2, 0.3)]
+    made, given = packed(models[0]), rows(16)
+    for own, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        own.data = other.data
+    made.pack()
+    expected = packed(models[1])
+    found_RD = made.hidden(given, filled(models[0]))
+    assert torch.equal(found_RD, expected.hidden(given, filled(models[0])))
+    assert torch.equal(made.logits(found_RD), expected.logits(found_RD))
+
+
+@pytest.mark.parametrize("kind", ["adapters", "experts", "eight bits", "invariant", "no compiler"])
+def test_other_models_and_machines_without_a_compiler_have_no_such_pass(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {"lora": Lora(4, 8.0)} if kind == "adapters" else {}
+    model = CausalLM(config_of("qwen3_moe", ODD) if kind == "experts" else ODD, **given)
+    if kind == "eight bits":
+        model.narrow("int8")
+    if kind == "invariant":
+        model.be_invariant()
+    if kind == "no compiler":
+        monkeypatch.setattr(decode, "_functions", lambda _: None)
+    assert DecodePass.of(model) is None
