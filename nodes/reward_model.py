@@ -22,6 +22,7 @@ from penstock.graph.types import AnyPreferenceModel, Context, Metrics, Preferenc
 from penstock.nodes.advantage import uniform_groups
 from penstock.nodes.data import Pairs
 from penstock.nodes.learn.batching import Packed
+from penstock.nodes.learn.logprobs import hidden_states
 from penstock.nodes.learn.losses import segment_lengths
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
 from penstock.nodes.learn.sft import rollouts_of
@@ -87,8 +88,7 @@ def _first_by(keys_N: Tensor, group_N: Tensor) -> Tensor:
 def packed_values(model: Scorer, packed: Packed) -> tuple[Tensor, Tensor]:
     """The number at the token before each target, V(s_t), where target t is the action: float32 [P]; and zeros, since
     it has no entropy."""
-    hidden_PD = model(packed.tokens_RW).flatten(0, 1)[packed.at_P]
-    values_P = model.values(hidden_PD)
+    values_P = model.values(hidden_states(model, packed)[packed.at_P])
     return values_P, torch.zeros_like(values_P)
 
 

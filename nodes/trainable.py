@@ -75,6 +75,8 @@ class SequenceModel(Generic[Model]):
             widest=self.model.config.max_position_embeddings,
             device=self.device,
             whole_groups=whole_groups,
+            # Of one rank: stages hand rows on, and what routers chose is recorded by rows.
+            end_to_end=self.ranks.count == 1 and not self.model.replays_routing and self.model.takes_end_to_end,
         )
 
     @torch.no_grad()

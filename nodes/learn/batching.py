@@ -18,10 +18,12 @@ import random
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapreplace
 from itertools import groupby, pairwise
 from typing import Any, Literal, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.graph.deferred import shape_of
@@ -31,6 +33,8 @@ from penstock.nodes.learn.losses import NEEDED
 # Micro-batches come in steps of so many rows and columns, so that their shapes come back: for each new one oneDNN
 # compiles all products of a model anew (20 ms on a CPU with AMX, of 100 ms that a micro-batch takes).
 ROWS, WIDTHS = 8, 4
+# And where sequences lie end to end, so many tokens; so do the rows of the head's products on a CPU.
+STEP = 64
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
@@ -61,7 +65,9 @@ def normaliser(lengths_N: Tensor, *, aggregation: Aggregation, max_tokens: int |
 
 @dataclass(frozen=True)
 class Packed:
-    """One micro-batch. Each row of `tokens_RW` is a sequence, padded with zeros on the right.
+    """One micro-batch. Each row of `tokens_RW` is a sequence, padded with zeros on the right; or there is one row in
+    which they lie end to end. Then `positions_W` are their tokens' positions, and `starts_C` says where each begins,
+    then what fills the row, and the row's end.
 
     `at_P` is the flat index in R × W of the token that predicts `targets_P`; `sequence_P` and `step_P` say which
     sequence of the batch, and which token of its response, that target is. `temperature_P` (float32) is the
@@ -77,6 +83,8 @@ class Packed:
     temperature_P: Tensor | None = None
     row_P: Tensor | None = None
     rollouts: Rollouts | None = None
+    positions_W: Tensor | None = None
+    starts_C: Tensor | None = None
 
     def to(self, device: torch.device) -> "Packed":
         there: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
@@ -175,9 +183,11 @@ def pack(
     widest: int | None = None,
     device: torch.device | None = None,
     whole_groups: bool = False,
+    end_to_end: bool = False,
 ) -> MicroBatches:
     """Micro-batches of at most `max_tokens` tokens with padding (but at least one row), about equally large, and in
-    steps of ROWS and WIDTHS where they are larger; none is padded to more than `widest` columns.
+    steps of ROWS and WIDTHS where they are larger; none is padded to more than `widest` columns. With `end_to_end`
+    there is no padding but to a whole STEP.
 
     Their number is a multiple of `multiple` where there are sequences enough. They are on `device`, by default that of
     the tokens. Only tokens that a policy sampled are predicted, each at the temperature that its response was sampled
@@ -193,14 +203,14 @@ def pack(
     prompts_N, temperature_N = rollouts.prompt_lengths_N.cpu(), rollouts.temperature_N.float().cpu()
     if int(prompts_N.min()) < 1:
         raise ValueError(f"pack: given an empty prompt in row {int(prompts_N.argmin())}, needed one token")
-    lengths_N = prompts_N + rollouts.response_lengths_N.cpu() - 1
+    lengths_N: Tensor = prompts_N + rollouts.response_lengths_N.cpu() - 1
     # What is never cut: a row, or a group, whose first row is its longest.
     units: dict[int, list[int]] = {}
     for row in torch.argsort(lengths_N, descending=True, stable=True).tolist():
         units.setdefault(rollouts.ordinals[row] if whole_groups else row, []).append(row)
     padded = (shape_of(rollouts, "tokens_NS") or [])[1]  # not the tokens themselves, which would be read for it
     most_wide = padded if widest is None else min(padded, widest)
-    widths = [max(length, min(-(-length // WIDTHS) * WIDTHS, most_wide)) for length in lengths_N.tolist()]
+    widths: list[int] = [max(length, min(-(-length // WIDTHS) * WIDTHS, most_wide)) for length in lengths_N.tolist()]
 
     def split(bound: int, step: int) -> list[list[int]]:
         """The rows of each micro-batch of at most `bound` tokens, each as wide as its first (longest) unit, by `step`
@@ -225,12 +235,42 @@ def pack(
         bounds = range(1, max(max_tokens, *widths))
         return split(1 + bisect_left(bounds, True, key=lambda bound: len(split(bound, step)) <= most), step)
 
-    found = equal(1 if whole_groups else ROWS)
-    if len(found) % multiple:
-        found = equal(1)
+    def level() -> list[list[int]]:
+        """The rows of each micro-batch, as few as hold all tokens: each unit to the smallest yet. A unit that is larger
+        than a micro-batch may be is one by itself."""
+        sizes = [(sum(lengths_N[unit].tolist()), unit) for unit in units.values()]
+        large = [unit for size, unit in sizes if size > max_tokens]
+        others = [(size, unit) for size, unit in sizes if size <= max_tokens]
+        count = -(-sum(size for size, _ in others) // max_tokens)
+        while others:
+            count = min(count + -(len(large) + count) % multiple, len(others))
+            smallest = [(0, number) for number in range(count)]
+            rows: list[list[int]] = [[] for _ in smallest]
+            for size, unit in others:
+                total, number = smallest[0]
+                rows[number] += unit
+                heapreplace(smallest, (total + size, number))
+            if max(smallest)[0] <= max_tokens:
+                return [*large, *rows]
+            count += 1
+        return large
+
+    if end_to_end:
+        found = level()
+    else:
+        found = equal(1 if whole_groups else ROWS)
+        if len(found) % multiple:
+            found = equal(1)
     shares = [rows for rows in found if int(sampled_N[rows].sum())]
     # Most batches are at temperature 1, and are spared a division of all logits.
     same = bool((temperature_N == 1).all())
+
+    def size(rows: Sequence[int]) -> int:
+        """Of a micro-batch, with padding."""
+        if not end_to_end:
+            return len(rows) * widths[rows[0]]
+        tokens = int(lengths_N[list(rows)].sum())
+        return max(tokens, min(-(-tokens // STEP) * STEP, max_tokens))
 
     def make(number: int) -> Packed:
         chosen_R = torch.tensor(shares[number])
@@ -240,19 +280,31 @@ def pack(
         row_P, step_P = sampled_mask(own).cpu().nonzero(as_tuple=True)
         sequence_P, place_P = chosen_R[row_P], prompts_N[chosen_R][row_P] + step_P
         tokens_RS = own.tokens_NS.cpu()
+        within_RW = torch.arange(wide) < lengths_R[:, None]
+        tokens_RW = tokens_RS[:, :wide].masked_fill(~within_RW, 0)
+        begins_R, positions_W, starts_C = torch.arange(len(own)) * wide, None, None
+        if end_to_end:
+            ends_R, total = lengths_R.cumsum(0), size(shares[number])
+            begins_R, fill = ends_R - lengths_R, (0, total - int(ends_R[-1]))
+            tokens_RW = F.pad(tokens_RW[within_RW], fill)[None]
+            # What fills the row is a sequence by itself, of whatever length at the position that all models have.
+            positions_W = F.pad(within_RW.nonzero()[:, 1], fill)
+            starts_C = torch.cat([begins_R, ends_R[-1:], *([torch.tensor([total])] if fill[1] else [])])
         made = Packed(
-            tokens_RW=tokens_RS[:, :wide].masked_fill(torch.arange(wide) >= lengths_R[:, None], 0),
-            at_P=row_P * wide + place_P - 1,
+            tokens_RW=tokens_RW,
+            at_P=begins_R[row_P] + place_P - 1,
             targets_P=tokens_RS[row_P, place_P].long(),
             sequence_P=sequence_P,
             step_P=step_P,
             temperature_P=None if same else temperature_N[sequence_P],
             row_P=row_P,
             rollouts=own,
+            positions_W=positions_W,
+            starts_C=starts_C,
         )
         return made.to(device or own.tokens_NS.device)
 
-    return MicroBatches(make, [len(rows) * widths[rows[0]] for rows in shares])
+    return MicroBatches(make, [size(rows) for rows in shares])
 
 
 def optimizer_steps(

@@ -14,16 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.nodes.learn.batching import Packed
+from penstock.nodes.learn.batching import STEP, Packed
 from penstock.nodes.model import CausalLM, Decoder, invariant
-from penstock.nodes.model.decoder import LOGIT_ELEMENTS
+from penstock.nodes.model.decoder import LOGIT_ELEMENTS, attend_end_to_end
 from penstock.nodes.model.kernels import linear
 from penstock.nodes.model.mlp import Route, replay
 from penstock.nodes.model.words import Words
-
-# On a CPU the head's products have rows in steps of so many: how many tokens a micro-batch predicts is a new number
-# each time, for which oneDNN would compile them anew, and keep them (3.3 million parameters: 8 MB an update).
-STEP = 64
 
 
 def packed_logprobs(model: CausalLM, packed: Packed) -> tuple[Tensor, Tensor]:
@@ -49,11 +45,20 @@ def packed_logprobs(model: CausalLM, packed: Packed) -> tuple[Tensor, Tensor]:
 
 
 def _hidden(model: CausalLM, packed: Packed) -> Tensor:
-    """The hidden states that predict the targets, [Q, D]; what fills the last step is the first one once more."""
+    """The hidden states that predict the targets, [Q, D]; what fills the last step is that of any token."""
     at_Q = packed.at_P
+    # How many tokens a micro-batch predicts is a new number each time: oneDNN would compile the head's products anew,
+    # and keep them (3.3 million parameters: 5 MB an update).
     if at_Q.device.type == "cpu" and not model.invariant:
-        at_Q = torch.cat([at_Q, at_Q[:1].expand(-len(at_Q) % STEP)])
-    return model(packed.tokens_RW, route=route_of(model, packed)).flatten(0, 1)[at_Q]  # type: ignore[no-any-return]
+        at_Q = F.pad(at_Q, (0, -len(at_Q) % STEP))
+    return hidden_states(model, packed)[at_Q]
+
+
+def hidden_states(model: Decoder, packed: Packed) -> Tensor:
+    """Of each token of a micro-batch, [R · W, D]."""
+    attend = None if packed.starts_C is None else attend_end_to_end(packed.starts_C)
+    hidden_RWD: Tensor = model(packed.tokens_RW, packed.positions_W, attend, route_of(model, packed))
+    return hidden_RWD.flatten(0, 1)
 
 
 def packed_distributions(model: CausalLM, packed: Packed) -> Tensor:

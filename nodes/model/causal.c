@@ -4,8 +4,9 @@
    thread computes all queries of a key-value head of a sequence, whose keys and values it keeps as floats, in an order
    that depends on their number alone. Scores are kept of BLOCK queries at a time, with all keys that these see.
 
-   A tensor of [B, S, heads, K] lies with its strides from one sequence, position and head to the next; what is made
-   lies side by side. N query heads, one after another, share a key-value head. */
+   Sequences lie end to end: b has the positions from starts[b] up to starts[b + 1]. A tensor of [positions, heads, K]
+   lies with its strides from one position and head to the next; what is made lies side by side. N query heads, one after
+   another, share a key-value head. */
 
 #include <stdlib.h>
 
@@ -23,7 +24,7 @@
 #define PARTS 11
 
 typedef struct {
-    int64_t sequence, position, head;
+    int64_t position, head;
 } Strides;
 
 /* c [TALL, wide vectors] = (or += with `add`) a [TALL, n] b [n, wide vectors]; number (i, k) of a is a[i * a_row + k *
@@ -153,23 +154,24 @@ static float *take(int count, const int64_t sizes[], float *parts[]) {
 }
 
 /* What a call is about: its sizes, and where q, k, v and the gradient of what `causal` makes lie (`at`, in this order).
-   Rows of K floats take `wide_k` in memory, and rows of S scores `wide_s`. */
+   Rows of K floats take `wide_k` in memory, and rows of scores `wide_s`, whatever the sequence. */
 typedef struct {
     const stored *q, *k, *v, *grad;
     stored *out, *grad_q, *grad_k, *grad_v;
     const Strides *at;
-    int64_t S, G, N, K, window, wide_k, wide_s;
+    const int64_t *starts;
+    int64_t G, N, K, window, wide_k, wide_s;
     float scale;
 } Attention;
 
-/* Where head n of sequence b begins. */
-static const stored *head(const stored *x, Strides at, int64_t b, int64_t n) {
-    return x + b * at.sequence + n * at.head;
+/* Where head n of sequence b begins, in what is given number `which`. */
+static const stored *head(const Attention *a, const stored *x, int which, int64_t b, int64_t n) {
+    return x + a->starts[b] * a->at[which].position + n * a->at[which].head;
 }
 
 /* In one of `heads` that is made: from position s on. */
 static stored *made_head(stored *x, int64_t heads, const Attention *a, int64_t b, int64_t s, int64_t n) {
-    return x + ((b * a->S + s) * heads + n) * a->K;
+    return x + ((a->starts[b] + s) * heads + n) * a->K;
 }
 
 /* What is made of one key-value head of a sequence, in `parts` of memory. */
@@ -196,14 +198,14 @@ static int each_group(Group *group, const Attention *a, int64_t B, int count, co
 static void outputs(const Attention *a, int64_t b, int64_t g, float *parts[]) {
     float *keys = parts[0], *values = parts[1], *turned = parts[2], *query = parts[3], *score = parts[4];
     float *made = parts[5];
-    int64_t S = a->S, K = a->K, heads = a->G * a->N, wide_k = a->wide_k, wide_s = a->wide_s;
-    widen(keys, head(a->k, a->at[1], b, g), a->at[1].position, 0, S, K, wide_k, 1);
-    widen(values, head(a->v, a->at[2], b, g), a->at[2].position, 0, S, K, wide_k, 1);
+    int64_t S = a->starts[b + 1] - a->starts[b], K = a->K, heads = a->G * a->N, wide_k = a->wide_k, wide_s = a->wide_s;
+    widen(keys, head(a, a->k, 1, b, g), a->at[1].position, 0, S, K, wide_k, 1);
+    widen(values, head(a, a->v, 2, b, g), a->at[2].position, 0, S, K, wide_k, 1);
     turn(turned, keys, S, K, wide_s, wide_k);
     for (int64_t n = g * a->N; n < (g + 1) * a->N; n++)
         for (int64_t first = 0; first < S; first += TALL) {
             int64_t end = first + TALL < S ? first + TALL : S;
-            widen(query, head(a->q, a->at[0], b, n), a->at[0].position, first, end, K, wide_k, a->scale);
+            widen(query, head(a, a->q, 0, b, n), a->at[0].position, first, end, K, wide_k, a->scale);
             multiply(score, wide_s, query, wide_k, 1, turned, wide_s, TALL, K, whole(end, LANES) / LANES, 0);
             for (int64_t i = first; i < end; i++) softmax(score + (i - first) * wide_s, i + 1, end, a->window);
             multiply(made, wide_k, score, wide_s, 1, values, wide_k, TALL, end, wide_k / LANES, 0);
@@ -234,9 +236,9 @@ static void gradients(const Attention *a, int64_t b, int64_t g, float *parts[]) 
     float *keys = parts[0], *values = parts[1], *keys_t = parts[2], *values_t = parts[3], *to_keys = parts[4];
     float *to_values = parts[5], *query = parts[6], *given = parts[7], *weight = parts[8], *to_score = parts[9];
     float *to_query = parts[10];
-    int64_t S = a->S, K = a->K, heads = a->G * a->N, wide_k = a->wide_k, wide_s = a->wide_s;
-    widen(keys, head(a->k, a->at[1], b, g), a->at[1].position, 0, S, K, wide_k, 1);
-    widen(values, head(a->v, a->at[2], b, g), a->at[2].position, 0, S, K, wide_k, 1);
+    int64_t S = a->starts[b + 1] - a->starts[b], K = a->K, heads = a->G * a->N, wide_k = a->wide_k, wide_s = a->wide_s;
+    widen(keys, head(a, a->k, 1, b, g), a->at[1].position, 0, S, K, wide_k, 1);
+    widen(values, head(a, a->v, 2, b, g), a->at[2].position, 0, S, K, wide_k, 1);
     turn(keys_t, keys, S, K, wide_s, wide_k);
     turn(values_t, values, S, K, wide_s, wide_k);
     memset(to_keys, 0, whole(S, TALL) * wide_k * sizeof(float));
@@ -244,8 +246,8 @@ static void gradients(const Attention *a, int64_t b, int64_t g, float *parts[]) 
     for (int64_t n = g * a->N; n < (g + 1) * a->N; n++)
         for (int64_t block = 0; block < S; block += BLOCK) {
             int64_t last = block + BLOCK < S ? block + BLOCK : S, tall = whole(last, TALL);
-            widen(query, head(a->q, a->at[0], b, n), a->at[0].position, block, last, K, wide_k, a->scale);
-            widen(given, head(a->grad, a->at[3], b, n), a->at[3].position, block, last, K, wide_k, 1);
+            widen(query, head(a, a->q, 0, b, n), a->at[0].position, block, last, K, wide_k, a->scale);
+            widen(given, head(a, a->grad, 3, b, n), a->at[3].position, block, last, K, wide_k, 1);
             for (int64_t first = block; first < last; first += TALL) {
                 int64_t end = first + TALL < S ? first + TALL : S, vectors = whole(end, LANES) / LANES;
                 float *w = weight + (first - block) * wide_s, *d = to_score + (first - block) * wide_s;
@@ -266,18 +268,26 @@ static void gradients(const Attention *a, int64_t b, int64_t g, float *parts[]) 
     narrow(made_head(a->grad_v, a->G, a, b, 0, g), a->G * K, to_values, S, K, wide_k, 1);
 }
 
-static Attention attention(const Strides *at, int64_t S, int64_t G, int64_t N, int64_t K, int64_t window, float scale) {
+static int64_t longest(const int64_t *starts, int64_t B) {
+    int64_t most = 0;
+    for (int64_t b = 0; b < B; b++) most = starts[b + 1] - starts[b] > most ? starts[b + 1] - starts[b] : most;
+    return most;
+}
+
+static Attention attention(const Strides *at, const int64_t *starts, int64_t S, int64_t G, int64_t N, int64_t K,
+                           int64_t window, float scale) {
     return (Attention){
-        .at = at, .S = S, .G = G, .N = N, .K = K, .window = window, .wide_k = whole(K, LANES),
+        .at = at, .starts = starts, .G = G, .N = N, .K = K, .window = window, .wide_k = whole(K, LANES),
         .wide_s = whole(S, LANES) + LANES, .scale = scale,
     };
 }
 
-/* out [B, S, G * N, K]: each query sees the keys up to its own position, the last `window` of them unless that is 0.
-   Returns as `each_group`. */
-int causal(const stored *q, const stored *k, const stored *v, stored *out, const Strides *at, int64_t B, int64_t S,
-           int64_t G, int64_t N, int64_t K, int64_t window, float scale, int threads) {
-    Attention a = attention(at, S, G, N, K, window, scale);
+/* out [positions, G * N, K], of B sequences: each query sees the keys up to its own position, the last `window` of them
+   unless that is 0. Returns as `each_group`. */
+int causal(const stored *q, const stored *k, const stored *v, stored *out, const Strides *at, const int64_t *starts,
+           int64_t B, int64_t G, int64_t N, int64_t K, int64_t window, float scale, int threads) {
+    const int64_t S = longest(starts, B);
+    Attention a = attention(at, starts, S, G, N, K, window, scale);
     a.q = q, a.k = k, a.v = v, a.out = out;
     const int64_t keys = S * a.wide_k;
     const int64_t sizes[] = {keys, keys, K * a.wide_s, BLOCK * a.wide_k, TALL * a.wide_s, TALL * a.wide_k};
@@ -286,9 +296,10 @@ int causal(const stored *q, const stored *k, const stored *v, stored *out, const
 
 /* Gradients of q, k and v for the gradient `grad` of what `causal` makes of them, whose strides are the fourth. */
 int causal_backward(const stored *q, const stored *k, const stored *v, const stored *grad, stored *grad_q,
-                    stored *grad_k, stored *grad_v, const Strides *at, int64_t B, int64_t S, int64_t G, int64_t N,
-                    int64_t K, int64_t window, float scale, int threads) {
-    Attention a = attention(at, S, G, N, K, window, scale);
+                    stored *grad_k, stored *grad_v, const Strides *at, const int64_t *starts, int64_t B, int64_t G,
+                    int64_t N, int64_t K, int64_t window, float scale, int threads) {
+    const int64_t S = longest(starts, B);
+    Attention a = attention(at, starts, S, G, N, K, window, scale);
     a.q = q, a.k = k, a.v = v, a.grad = grad, a.grad_q = grad_q, a.grad_k = grad_k, a.grad_v = grad_v;
     /* Of whole tiles of keys. */
     const int64_t of_keys = whole(S, TALL) * a.wide_k, turned = K * a.wide_s;

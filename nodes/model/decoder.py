@@ -140,6 +140,11 @@ class Decoder(nn.Module):
         return hidden_BSD
 
     @property
+    def takes_end_to_end(self) -> bool:
+        """Is there attention for sequences that lie end to end in a row, without padding, to learn from?"""
+        return self.device.type == "cpu" and not self.invariant and causal.functions(self.dtype) is not None
+
+    @property
     def architecture(self) -> str:
         """What `transformers` calls such a model."""
         return self.config.family.name + self.head
@@ -350,6 +355,11 @@ def attend_causal(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, wi
     plain = seen_SS is None
     out_BHSK = F.scaled_dot_product_attention(q_BHSK, k_BGSK, v_BGSK, seen_SS, is_causal=plain, enable_gqa=grouped)
     return out_BHSK.transpose(1, 2).to(dtype)
+
+
+def attend_end_to_end(starts_C: Tensor) -> Attend:
+    """The same of sequences that lie end to end in rows; see `Decoder.takes_end_to_end`."""
+    return lambda layer, q_BSHK, k_BSGK, v_BSGK, window: causal.attend(q_BSHK, k_BSGK, v_BSGK, window, starts_C)
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:

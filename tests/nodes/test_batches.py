@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from random import Random
 from signal import SIGINT, pthread_kill
 from threading import main_thread
@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.graph import Context, Rewards, Rollouts
-from penstock.nodes.learn.batching import ROWS, WIDTHS, behaviour_logprobs, optimizer_steps, pack
+from penstock.nodes.learn.batching import (
+    ROWS,
+    STEP,
+    WIDTHS,
+    behaviour_logprobs,
+    optimizer_steps,
+    pack,
+    token_counts,
+)
 from penstock.nodes.learn.data_parallel_threads import DataParallelThreads
 from penstock.nodes.learn.losses import Sampled
 from penstock.nodes.learn.update import add_up, token_sums, update_metrics
@@ -64,6 +72,46 @@ def test_every_response_token_is_predicted_once_by_the_token_before_it(
         assert m.tokens_RW.shape[1] == min(-(-longest // WIDTHS) * WIDTHS, rollouts.tokens_NS.shape[1])
     order = list(dict.fromkeys(s for m in micros for s in m.sequence_P.tolist()))
     assert whole_groups or order == sorted(range(len(lengths)), key=lambda s: (-sum(lengths[s]), s))
+
+
+@given(LENGTHS, st.integers(1, 200), st.integers(1, 3), st.booleans(), st.randoms(use_true_random=False))
+def test_sequences_lie_end_to_end_without_padding_but_to_a_step(
+    lengths: Lengths, size: int, multiple: int, whole_groups: bool, random: Random
+) -> None:
+    rollouts = numbered(lengths)
+    rollouts.ordinals = tuple(random.randrange(3) for _ in lengths)
+    micros = pack(rollouts, size, multiple=multiple, whole_groups=whole_groups, end_to_end=True)
+    units = len(set(rollouts.ordinals)) if whole_groups else len(lengths)
+    assert len(micros) == units or len(micros) % multiple == 0
+    places = [(s, t) for m in micros for s, t in zip(m.sequence_P.tolist(), m.step_P.tolist(), strict=True)]
+    assert sorted(places) == [(s, t) for s, (_, response) in enumerate(lengths) for t in range(response)]
+    held = [{rollouts.ordinals[s] for s in m.sequence_P} for m in micros]
+    assert not whole_groups or sum(map(len, held)) == units
+    for m, tokens in zip(micros, token_counts(micros), strict=True):
+        assert m.positions_W is not None
+        assert m.starts_C is not None
+        rows = list(dict.fromkeys(m.sequence_P.tolist()))
+        used = sum(sum(lengths[row]) - 1 for row in rows)
+        assert tokens == m.tokens_RW.numel() == max(used, min(-(-used // STEP) * STEP, size))
+        own = [rollouts.tokens_NS[row, : sum(lengths[row]) - 1] for row in rows]
+        assert m.tokens_RW[0].tolist() == [*torch.cat(own).tolist(), *[0] * (tokens - used)]
+        assert m.positions_W.tolist() == [*(t for x in own for t in range(len(x))), *[0] * (tokens - used)]
+        ends = [*accumulate(len(x) for x in own), *([tokens] if tokens > used else [])]
+        assert m.starts_C.tolist() == [0, *ends]
+        at = rollouts.prompt_lengths_N[m.sequence_P] + m.step_P
+        assert torch.equal(m.tokens_RW[0, m.at_P], rollouts.tokens_NS[m.sequence_P, at - 1])
+
+
+def test_end_to_end_micro_batches_are_as_few_as_hold_the_tokens_and_level() -> None:
+    lengths = Random(0)
+    rollouts = numbered([(2, lengths.randint(1, 60)) for _ in range(200)])
+    tokens = int((rollouts.prompt_lengths_N + rollouts.response_lengths_N - 1).sum())
+    micros = pack(rollouts, 1024, multiple=2, end_to_end=True)
+    assert len(micros) == -(-tokens // 2048) * 2
+    assert len(set(token_counts(micros))) == 1
+    # One that is longer than a micro-batch may be has one to itself, and changes no other.
+    longer = pack(numbered([(2, 3000), *[(2, 500)] * 6]), 1024, end_to_end=True)
+    assert sorted(token_counts(longer)) == [1024] * 3 + [3001]
 
 
 @pytest.mark.parametrize(("size", "shapes"), [(40, [(3, 11)] * 3 + [(1, 11)]), (1000, [(5, 11)] * 2)])

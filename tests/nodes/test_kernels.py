@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,24 @@ def test_a_frozen_map_keeps_nothing_of_its_input() -> None:
     assert kept == [(4, 4)]
     (grad,) = torch.autograd.grad(out.sum(), x)
     torch.testing.assert_close(grad, frozen.weight.sum(0).expand(3, 4))
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [0, 5])
+def test_sequences_that_lie_end_to_end_attend_as_each_alone_to_the_bit(dtype: torch.dtype, window: int) -> None:
+    lengths = [17, 1, 40, 6]
+    q, k, v = (random(1, sum(lengths), heads, 16, seed=i, dtype=dtype) for i, heads in enumerate((4, 2, 2)))
+    starts = torch.tensor([0, *accumulate(lengths)])
+    grad = random(*q.shape, seed=9, dtype=dtype)
+    leaves = q.clone().requires_grad_(), k.clone().requires_grad_(), v.clone().requires_grad_()
+    whole = causal.attend(leaves[0], leaves[1], leaves[2], window, starts)
+    found = [whole, *torch.autograd.grad(whole, leaves, grad)]
+    for begin, length in zip(starts.tolist(), lengths, strict=False):
+        own = slice(begin, begin + length)
+        parts = tuple(x.detach()[:, own].requires_grad_() for x in leaves)
+        alone = causal.attend(parts[0], parts[1], parts[2], window)
+        for each, part in zip(found, [alone, *torch.autograd.grad(alone, parts, grad[:, own])], strict=True):
+            assert torch.equal(each[:, own], part)
 
 
 @DTYPES

@@ -18,9 +18,9 @@ from penstock.graph import Advantages, Context, Policy, Prompts, Rewards, Rollou
 from penstock.nodes.distill import distill_update, distillation_advantage, policy_logprobs, reference_logprobs
 from penstock.nodes.generate import generate, make_engine
 from penstock.nodes.generate.sampling import mismatch
-from penstock.nodes.learn.batching import Aggregation, normaliser, pack, token_weights
+from penstock.nodes.learn.batching import STEP, Aggregation, normaliser, pack, token_weights
 from penstock.nodes.learn.dpo import dpo_update
-from penstock.nodes.learn.logprobs import STEP, packed_distributions, packed_logprobs, token_logprobs
+from penstock.nodes.learn.logprobs import packed_distributions, packed_logprobs, token_logprobs
 from penstock.nodes.learn.losses import (
     Bound,
     Estimator,

@@ -36,6 +36,7 @@ from penstock.nodes.distill import policy_logprobs, reference_logprobs
 from penstock.nodes.generate import generate
 from penstock.nodes.learn.batching import optimizer_steps
 from penstock.nodes.learn.dpo import dpo_update
+from penstock.nodes.learn.logprobs import hidden_states
 from penstock.nodes.learn.losses import (
     Loss,
     Sampled,
@@ -52,6 +53,7 @@ from penstock.nodes.learn.losses import (
 from penstock.nodes.learn.optimizer import AdamW, Schedule, cosine, linear
 from penstock.nodes.learn.sft import demonstrated, rollouts_of, sft_update
 from penstock.nodes.learn.update import aipo_update, policy_update, term
+from penstock.nodes.model import CausalLM
 from penstock.nodes.policy import make_reference
 from penstock.nodes.reward_model import best_and_worst, bradley_terry_accuracy, bradley_terry_loss, dpo_loss
 from penstock.nodes.score import math_answer, score
@@ -360,7 +362,7 @@ def test_layers_that_are_computed_again_give_the_same_bits_and_keep_their_inputs
         assert found[0] == found[1]
         assert equal(kept, again)
     # Two layers: of each the input is kept, and of one that is computed again all that a layer keeps.
-    tokens = again.pack(batch()[0])[0].tokens_RW
+    packed = again.pack(batch()[0])[0]
     held = []
     for each in (kept, again):
         sizes: list[int] = []
@@ -370,7 +372,7 @@ def test_layers_that_are_computed_again_give_the_same_bits_and_keep_their_inputs
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            each.model(tokens)
+            hidden_states(each.model, packed)
         held.append(sum(sizes))
     assert held[1] < held[0] / 4
 
@@ -449,6 +451,24 @@ def test_the_runs_micro_batches_are_those_of_every_pass_that_asks_for_none() -> 
         max(each.tokens_RW.numel() for each in policy(micro_tokens=most).pack(batch()[0])) for most in (0, 12, 24)
     ]
     assert widths[1] <= 12 < widths[2] <= 24 < widths[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"lora": 2}])
+def test_sequences_that_lie_end_to_end_make_the_update_of_those_in_rows(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for end_to_end in (True, False):
+        monkeypatch.setattr(CausalLM, "takes_end_to_end", end_to_end)
+        learner = policy(**options)
+        (packed,) = learner.pack(batch()[0])
+        assert packed.tokens_RW.shape == ((1, 64) if end_to_end else (5, 8))
+        _, figures = policy_update.fn(learner, *batch(), loss=aipo, clip_norm=FREE)
+        found.append((gradients(learner), figures))
+    near = 1e-2 if options.get("dtype") else 1e-5
+    for name, gradient in found[0][0].items():
+        torch.testing.assert_close(gradient, found[1][0][name], rtol=near, atol=near)
+    assert found[0][1] == pytest.approx(found[1][1], rel=near, abs=near)
 
 
 def test_the_figures_are_those_of_the_sampled_tokens() -> None:
