@@ -126,6 +126,9 @@ def launch(
     `enrolled`; the exit status."""
     config = RunConfig.load(folder)
     desk, starter = (enrolled.desk, enrolled.agents) if enrolled else (None, None)
+    if desk is not None:
+        for host in cluster.hosts:
+            desk.require(host.name, *config.plan.needs(host.name))
     launcher = Launcher(
         folder.path,
         early.run if early is not None else secrets.token_hex(6),

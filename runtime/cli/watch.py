@@ -32,7 +32,7 @@ from penstock.runtime.record.metrics import read_rows
 from penstock.runtime.record.typed_json import Summary
 from penstock.runtime.report.follow import Follow, streams
 from penstock.runtime.report.run_history import read_facts
-from penstock.runtime.schedule.events import Event, ReplicaJoined, ReplicaLost, Swapped
+from penstock.runtime.schedule.events import Event, Swapped
 from penstock.runtime.schedule.idle_causes import cause
 from penstock.runtime.schedule.replay import SegmentOrigin
 from penstock.runtime.schedule.scheduler import Scheduler
@@ -148,7 +148,7 @@ class Watched:
         self._live: dict[str, int] = {}
         self._known: dict[str, float | None] = {}
         self._rows = 0
-        self._comings: list[Line] = []
+        self._noted = 0  # bytes of the notes that have been read
         self._before, self._now = 0.0, 0.0
 
     @property
@@ -165,8 +165,8 @@ class Watched:
             except ValueError as error:
                 self._broken, self._follow = True, None
                 yield {"kind": "note", "text": f"what the pools do cannot be followed: {error}"}
-        yield from self._comings
-        self._comings.clear()
+        notes, self._noted = self.folder.read_notes(self._noted)
+        yield from ({"kind": "note", **note} for note in notes)
         rows = read_rows(self.folder.metrics)
         # A resume drops the rows of updates that it does again.
         self._rows = min(self._rows, len(rows))
@@ -200,12 +200,6 @@ class Watched:
             self._now, event = record.time, cast(Event, read_record(record.event))
             if isinstance(event, Swapped):
                 self._live[event.replica] = event.version
-            if isinstance(event, ReplicaLost):
-                self._comings.append(
-                    {"kind": "note", "level": "warning", "text": f"{event.replica} is lost: {event.reason}"}
-                )
-            elif isinstance(event, ReplicaJoined):
-                self._comings.append({"kind": "note", "level": "info", "text": f"{event.replica} is there"})
             self._follow.step(0, event, self._scheduler.handle(event))
             # What is over grows with the run, and only what is in work is shown.
             self._follow.forget()

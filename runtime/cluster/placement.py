@@ -110,6 +110,14 @@ class Plan:
     def replicas(self) -> tuple[Replica, ...]:
         return tuple(r for p in self.pools for r in p.replicas)
 
+    def needs(self, host: str) -> tuple[int, int]:
+        """How many cores and CUDA devices a host has to have for its ranks: for one on the CPU as many cores as it has
+        threads, for one on a device a core."""
+        ranks = [rank for replica in self.replicas for rank in replica.ranks if rank.host == host]
+        cores = sum(rank.threads if rank.device == "cpu" else 1 for rank in ranks)
+        devices = (int(rank.device.partition(":")[2] or 0) + 1 for rank in ranks if rank.device != "cpu")
+        return max(1, cores), max(devices, default=0)
+
     def spelled(self, replica: str, rank: int) -> str:
         """A rank in words, with its host if there are several."""
         # On one host its name would say nothing.

@@ -12,6 +12,15 @@ from typing import Protocol
 class AgentsError(ValueError):
     """Agents cannot be had as they were asked for: no allocation, too few nodes, a command that is not there."""
 
+    # The exit status of the command.
+    status = 1
+
+
+class CountError(AgentsError):
+    """There cannot be so many agents as were asked for."""
+
+    status = 2
+
 
 class Agents(Protocol):
     """The agents of a run, one for each slot. Made with the number that the user asks for, None for all there are;
@@ -48,7 +57,7 @@ class ExternalAgents:
 
     def __init__(self, count: int | None) -> None:
         if count is None:
-            raise AgentsError("--on agents: given no --agents N, needed how many agents will come")
+            raise CountError("--on agents: given no --agents N, needed how many agents will come")
         self.slots, self.address = count, ""
 
     def start(self, ticket: Path, tell: Callable[[str], None]) -> None:

@@ -113,11 +113,11 @@ class Applicant:
 
 @dataclass
 class _Slot:
-    """`needs` is what the plan counts on, `facts` what its last agent has, or had. `given`: to how many agents its
-    `Join` has been handed. `missed`: when some of them were found to have ended, of which their manager has not told
-    yet."""
+    """`needs` is how many cores and GPUs an agent has to have, `facts` what the last one has, or had. `given`: to how
+    many agents its `Join` has been handed. `missed`: when some of them were found to have ended, of which their manager
+    has not told yet."""
 
-    needs: Enrol
+    needs: tuple[int, int]
     facts: Enrol
     agent: Applicant | None
     join: Join | None = None
@@ -131,7 +131,7 @@ class _Slot:
 
     def fits(self, agent: Enrol) -> bool:
         """Has the host of the agent what the slot needs?"""
-        return agent.cores >= self.needs.cores and agent.gpus >= self.needs.gpus
+        return agent.cores >= self.needs[0] and agent.gpus >= self.needs[1]
 
 
 class Desk:
@@ -226,7 +226,7 @@ class Desk:
             first = len(self._slots)
             for number in range(first, first + count):
                 name = next(n for each in range(1, 100) if (n := _numbered(f"agent-{number}", each)) not in self._slots)
-                self._slots[name] = _Slot(like, like, None)
+                self._slots[name] = _Slot((like.cores, like.gpus), like, None)
             # One that was too many for those that are awaited may have come already.
             self._fill()
         self._wake()
@@ -263,6 +263,13 @@ class Desk:
             found = list(self._losses)
             self._losses.clear()
         return found
+
+    def require(self, slot: str, cores: int, gpus: int) -> None:
+        """The run is planned: the slot's agent, and those that come after it, need so much of what its host has."""
+        with self._lock:
+            own = self._slots[slot]
+            # Ranks that take turns share cores, so that their threads may be more.
+            own.needs = min(cores, own.facts.cores), gpus
 
     def admit(self, slot: str, join: Join) -> None:
         """The run begins: the slot's agent gets its `Join`."""
@@ -441,7 +448,7 @@ class Desk:
                 needed = "needed a run with more --agents"
                 if free:
                     text = f"given {one.enrol.cores} cores and {one.enrol.gpus} GPUs"
-                    needed = f"needed {free[0][1].cores} and {free[0][1].gpus} for the free slot {free[0][0]}"
+                    needed = f"needed {free[0][1][0]} and {free[0][1][1]} for the free slot {free[0][0]}"
                 self._refuse(one.identity, f"the agent of {one}: {text}; {needed}", f"{text}; {needed}")
 
     def _go(self, one: Applicant, reason: str) -> None:
@@ -481,7 +488,7 @@ class Desk:
             plain = plain_name(one.enrol.hostname)
             number = next(n for n in range(1, len(agents) + 1) if _numbered(plain, n) not in self._slots)
             one.slot = _numbered(plain, number)
-            self._slots[one.slot] = _Slot(one.enrol, one.enrol, one)
+            self._slots[one.slot] = _Slot((one.enrol.cores, one.enrol.gpus), one.enrol, one)
         hosts = Counter((one.enrol.hostname, one.enrol.address) for one in agents)
         for (name, address), count in hosts.items():
             if count > 1:  # perhaps started twice, while another host's agent is missing

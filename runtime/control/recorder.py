@@ -378,9 +378,10 @@ class RunRecorder:
         return new
 
     def note(self, text: str, level: str = "") -> None:
-        """A line for the user; the summary has the first warnings."""
+        """A line for the user, and for those who watch; the summary has the first warnings."""
         if level == "warning" and len(self.warnings) < MAX_WARNINGS:
             self.warnings.append(text)
+        self.folder.add_note(level, text)
         self.say({"kind": "note", **({"level": level} if level else {}), "text": text})
 
     def _status(self, now: float, after: float) -> None:

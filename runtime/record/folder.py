@@ -22,7 +22,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import datetime
 from itertools import chain, count
 from pathlib import Path
@@ -30,7 +30,7 @@ from time import sleep
 from typing import Any, BinaryIO
 
 from penstock.runtime.record.errors import PLACE, RecordError, disk_fault
-from penstock.runtime.record.typed_json import parse_json, require_shape
+from penstock.runtime.record.typed_json import NoteLine, parse_json, require_shape
 
 LOCK = "lock"
 # Names of files that a run writes: a folder with one of them holds a run.
@@ -162,6 +162,7 @@ class RunFolder:
     config = _Inside("config.json")
     events = _Inside("events.log")
     metrics = _Inside("metrics.jsonl")
+    notes = _Inside("notes.jsonl")
     checkpoints = _Inside("checkpoints")
     logs = _Inside("logs")
 
@@ -304,6 +305,28 @@ class RunFolder:
             raise RecordError(f"{path}: cannot be read: {error.strerror}") from None
         require_shape(value, shape, str(path))
         return value
+
+    def add_note(self, level: str, text: str) -> None:
+        """Keep what the user is told, for those who watch; of the folder that is held. Where the disk is full it is
+        lost, which is not worth the run."""
+        line = json.dumps({"level": level, "text": text}).encode() + b"\n"
+        with suppress(RecordError), closing(AppendFile(self.held / self.notes.name)) as notes:
+            notes.write(bytearray(line))
+
+    def read_notes(self, start: int = 0) -> tuple[list[NoteLine], int]:
+        """What the user was told, from this byte on, and the byte from which to read the next time."""
+        found: list[NoteLine] = []
+        try:
+            new = read_file(self.notes, JSON_BYTES)[start:]
+        except (OSError, RecordError):
+            return found, start
+        whole = new[: new.rfind(b"\n") + 1]
+        for line in whole.splitlines():
+            with suppress(RecordError):  # half of one, as a full disk leaves it
+                note = parse_json(line, str(self.notes))
+                require_shape(note, NoteLine, str(self.notes))
+                found.append(note)
+        return found, start + len(whole)
 
 
 def absolute(path: str | Path) -> Path:

@@ -88,6 +88,13 @@ class RowColumns(TypedDict):
 Figures = dict[str, Number]
 
 
+class NoteLine(TypedDict):
+    """A line of `notes.jsonl`."""
+
+    level: Text
+    text: Text
+
+
 class Cut(TypedDict):
     """A scheduler's state in a checkpoint, as `schedule.transitions.save` makes it."""
 

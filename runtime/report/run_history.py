@@ -177,7 +177,9 @@ def read_facts(folder: RunFolder, *, alive: bool = False) -> Facts:
     if alive:
         sums = {name: sum(row[name] for row in rows if isinstance(row.get(name), int)) for name in ("groups", *LOST)}
         fates = {"consumed": sums["groups"], "dropped": sums["dropped"], "failed": sums["failed"]}
+        told = [note["text"] for note in folder.read_notes()[0] if note["level"] == "warning"]
         summary = {"status": "running", "groups": sums["groups"], "fates": fates, "retried": sums["retried"]}
+        summary = {**summary, "warnings": told}
     elif not (folder.path / "summary.json").exists():
         notes.append("There is no summary.json: nothing was left to write one.")
     else:

@@ -92,7 +92,7 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         ("run toy --on slurm --submit -- --output=o", 2, "given --output=o behind the --, needed options without it"),
         ("run toy --on slurm --submit --seed 1 -- -a0-4", 2, "given --seed and --array, needed one of them"),
         ("run toy --on slurm --submit", 1, "given no sbatch in PATH"),
-        ("run toy --on agents", 1, "given no --agents N, needed how many agents will come"),
+        ("run toy --on agents", 2, "given no --agents N, needed how many agents will come"),
         (f"run toy {RANGE} --agents 2", 2, r"given 2 agents, needed 3 for --generators 2..8: .*\(--agents 3\)"),
         ("run toy --on agents --agents 1 --place generator=3", 2, "given 1 agent, needed 4 for --place generator=3"),
         ("run toy --on agents --agents 2 --place generator=b", 2, "--place: given 'generator=b', needed POOL=NUMBERS"),

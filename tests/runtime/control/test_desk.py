@@ -16,6 +16,7 @@ import zmq
 
 from penstock import __version__
 from penstock.runtime.cluster.endpoints import AddressError, resolved, why_unreachable
+from penstock.runtime.cluster.placement import Plan, Pool, Rank, Replica
 from penstock.runtime.control import applicant, desk, enrolment
 from penstock.runtime.control.applicant import DeskClient, NoSlot, enrol, serve_ticket
 from penstock.runtime.control.desk import SHARED, TICKET, Desk, EnrolmentError, distances
@@ -631,6 +632,25 @@ def test_a_slot_is_for_agents_with_all_that_the_plan_knows_of_it_and_no_more(off
     # An agent with another name than its slot's host is told of by both.
     office.heard(f"host {slot}")
     assert any("8-2" in said and f"host {slot}" in said for said in office.said)
+
+
+def test_a_slot_of_a_run_that_is_planned_is_for_agents_with_what_its_ranks_need(office: Office) -> None:
+    """The agent that the plan was made with has more than the ranks that it was given."""
+    ticket = office.desk.ticket
+    with client(ticket) as first, client(ticket) as other, client(ticket) as another:
+        come(first, ticket, hostname="a", cores=64, gpus=8)
+        (slot,) = office.wait(1, first)
+        (host,) = office.desk.cluster(BIND).hosts
+        ranks = (Rank(slot, "cuda:0", 64), Rank(slot, "cuda:1", 64), Rank(slot, "cpu", 3))
+        plan = Plan((Pool("generator", (), (Replica("generator/0", ranks),)),))
+        assert (host.cores, plan.needs(slot), plan.needs("b")) == (64, (5, 2), (1, 0))
+        office.desk.require(slot, *plan.needs(slot))
+        office.begin(slot)
+        first.send(Withdrawn("it was ended"))
+        until(lambda: office.desk.vacant() == [slot])
+        come(other, ticket, hostname="b", cores=64, gpus=1)
+        come(another, ticket, hostname="c", cores=5, gpus=2)
+        assert isinstance(answer(another), Admitted)
 
 
 def test_an_end_that_is_told_of_twice_is_not_taken_for_that_of_the_next_agent(office: Office) -> None:

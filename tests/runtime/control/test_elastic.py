@@ -290,7 +290,7 @@ def test_an_agent_with_a_ticket_that_comes_late_takes_a_free_slot_and_so_does_th
     assert comings(folder) == [("generator/1", event) for event in ("joined", "lost", "joined")]
     said = penstock("watch", str(folder), "--once")
     assert "generator/1 lost" in (folder / "report.html").read_text()
-    assert ("generator/1 is lost" in said.stdout, said.returncode) == (True, 0)
+    assert ("generator/1 rank 0 on host agent-2 is lost" in said.stdout, said.returncode) == (True, 0)
     updates = summary(folder)["updates"]
     bits = undisturbed(tmp_path / "u", "toy", {"lag": LAG, **delays()}, updates)
     assert_as_if_nothing_had_happened(folder, updates, bits)

@@ -22,6 +22,7 @@ from penstock.graph.types import Context
 from penstock.programs.toy import toy
 from penstock.runtime.cli.flags import RunFlags, changes, with_changes
 from penstock.runtime.cli.run import ResumeFlags
+from penstock.runtime.cli.watch import Watched as Reader
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.cluster.placement import place
 from penstock.runtime.control import recorder
@@ -33,6 +34,7 @@ from penstock.runtime.control.run_config import NODE_OPTIONS, OnResume, RunConfi
 from penstock.runtime.record.checkpoints import latest_checkpoint
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.report.run_history import read_facts
 from penstock.runtime.schedule.compile import Rules
 from penstock.runtime.schedule.events import Arrived, Begin, Done, Fire, Published, Send, Swapped
 from penstock.runtime.tensor.checkpoint import CheckpointShard
@@ -442,6 +444,28 @@ def test_a_status_is_said_at_once_and_then_after_some_time_with_what_each_pool_i
     record.step(102.0 + EVERY * 2, Begin(), [], {})
     record.tick(103.0 + QUIET)
     assert [line["kind"] for line in said] == ["status"] * 3
+
+
+def test_what_the_user_is_told_those_who_watch_are_told_once(record: RunRecorder, said: Said) -> None:
+    watched = Reader(record.folder)
+
+    def notes() -> list[Any]:
+        return [line for line in watched.lines() if line["kind"] == "note"]
+
+    assert notes() == []
+    record.note("refused the agent of b: given no GPU", "warning")
+    record.note("\udcff", "info")
+    assert notes() == said
+    record.folder.notes.write_bytes(record.folder.notes.read_bytes() + b'{"level": "inf')
+    assert notes() == []
+    record.note("it is there", "info")  # behind the half of one
+    record.note("it is lost", "warning")
+    assert notes() == said[3:]
+    assert [line for line in Reader(record.folder).lines() if line["kind"] == "note"] == [*said[:2], *said[3:]]
+    record.config.write(record.folder, {})
+    shown = read_facts(record.folder, alive=True).summary
+    assert shown is not None
+    assert shown["warnings"] == [said[0]["text"], "it is lost"]
 
 
 def test_weights_on_their_way_are_remembered_once_per_channel_and_replica(record: RunRecorder) -> None:
