@@ -67,9 +67,10 @@ def smoke(device: str) -> Iterator[Figures]:
         save_model(model, model.state_dict(), name)
         # As somebody types it who has read nothing: on a card it is planned.
         yield {"first run": penstock_run([f"--model={name}", "--data=arithmetic", "--batch=4", "--updates=3"])[0]}
-    files = ["tests/runtime/tensor/test_links.py", "tests/runtime/tensor/test_checkpoint.py"]
-    chosen = "cuda or offload" if device != "cpu" else "cuda"  # the others run there anyway
-    command = [sys.executable, "-m", "pytest", "-q", "-k", chosen, *files]
+    files = ["runtime/tensor/test_links.py", "runtime/tensor/test_checkpoint.py"]
+    files += ["nodes/test_gpu.py"] if device != "cpu" else []  # the others run there anyway
+    chosen = "cuda or offload or gpu" if device != "cpu" else "cuda"
+    command = [sys.executable, "-m", "pytest", "-q", "-k", chosen, *(f"tests/{file}" for file in files)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
     yield {"tests": (done.stdout or done.stderr).strip().splitlines()[-1], "tests_failed": done.returncode != 0}
 

@@ -29,7 +29,9 @@ from penstock.nodes.model import CausalLM
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.model.hf import point_at
 from penstock.runtime.cluster.endpoints import LOOPBACK
+from penstock.runtime.tensor.buffers import held_bytes, shards_of, touched
 from penstock.runtime.tensor.cuda_ipc import DeviceMemory
+from penstock.runtime.tensor.layout import Layout
 from penstock.runtime.tensor.link import ReplicaLink
 from penstock.runtime.tensor.one_sided import SharedMemory, WritableMemory
 from penstock.runtime.tensor.process_group import Transport, prepare_nccl
@@ -79,14 +81,21 @@ class Generator:
         self.groups = 0
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """All slots begin."""
-        self.behaviour.version, self.behaviour.tensors = self.behaviour.version + 1, tensors
+        """All slots begin, with weights that lie as a sync puts them for this engine."""
+        fused = self.engine.fused()
+        layout = Layout.whole([(n, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()])
+        parts = shards_of(layout, 0, touched(held_bytes(layout, 0, fused), self.device), fused)
+        for name, part in parts.items():
+            part.tensor.copy_(tensors[name])
+        self.behaviour.version += 1
+        self.behaviour.tensors = {name: part.tensor for name, part in parts.items()}
         self.engine.reset()
         for _ in range(max(1, self.slots // 16)):
             self.groups += 1
             prompt = Prompts((self.groups,), ("a" * (self.context - 4),), ("",))
             self.engine.submit(self.groups, {"prompts": prompt, "behaviour": self.behaviour})
-        self.engine.step()
+        while not self.engine.slots.sampling.all():
+            self.engine.step()
 
     def step(self) -> float:
         """Its seconds. The engine waits for the tokens, and so for the device."""

@@ -1,7 +1,8 @@
 """What holds for all tests: nothing of Hypothesis goes by the clock, for a shared machine is slow at any moment; with
-several workers, what takes longest begins first.
+several workers, what takes longest begins first; without a GPU, Triton's kernels run in its interpreter.
 """
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,10 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
+
+# Before anything imports Triton, as torch does now and then. To ask CUDA would spoil the processes that are forked.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Of tests that are marked slow each goes to any worker by itself, but for those that share what takes long to make: by
 # the names of their files, or by their own, which go before; "" is for itself.

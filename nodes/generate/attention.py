@@ -2,18 +2,16 @@
 row's key and value and attends over the row's own positions; a row's bits depend on no other row.
 
 What computes it is chosen here, by device: on a CPU `attention.c`, compiled for this processor and these heads when an
-engine is made; without a C compiler, and on a GPU, torch's products over blocks of positions; on a GPU with flash
-attention its kernel for pages.
+engine is made, or torch's products over blocks of positions without a C compiler; on a GPU `attention_triton`.
 
 Shapes: R rows, S slots, G key-value heads, H query heads, N query heads of a key-value head, C positions of a slot,
-K width of a head, B positions of a block or page.
+K width of a head.
 """
 
 import ctypes
 import functools
-import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,6 @@ from penstock.nodes.model.compiled import compiled_or_warned
 
 BLOCK = 64
 """Positions of a block: products have the same shape whatever the lengths are."""
-PAGE = 256
-"""Positions of a page of a GPU's kernel; a slot has some of its own."""
 _SOURCE = Path(__file__).with_name("attention.c")
 
 
@@ -44,15 +40,6 @@ def attend(
     empty: what it gives means nothing, and it changes at most the last position of its slot. Returns [R, H, K]."""
     own = q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R
     return _attend(*own, window)  # type: ignore[no-any-return]
-
-
-def slot_memory(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
-    """Zeros of [..., G, C, K], as what computes attention on the device wants them to lie."""
-    if torch.device(device).type != "cuda":
-        return torch.zeros(*shape, dtype=dtype, device=device)
-    *more, groups, length, width = shape
-    pages = -(-length // PAGE)
-    return torch.zeros(*more, pages * PAGE, groups, width, dtype=dtype, device=device).transpose(-2, -3)
 
 
 def stored_dtype(dtype: torch.dtype, device: str, per_group: int, width: int) -> torch.dtype:
@@ -111,15 +98,15 @@ def _on_cpu(*given: Any) -> Tensor:
 
 
 def _by_blocks(*given: Any) -> Tensor:
-    """By torch's own operations. Blocks beyond all rows are not computed on a CPU, and change no bit of any row: they
-    have weights of 0."""
+    """By torch's own operations. Blocks beyond all rows are not computed, and change no bit of any row: they have
+    weights of 0."""
     q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R, window = given
     (rows, _, width), (_, groups, length, _) = q_RHK.shape, keys_SGCK.shape
     keys_SGCK[slots_R, :, positions_R] = k_RGK.to(keys_SGCK.dtype)
     values_SGCK[slots_R, :, positions_R] = v_RGK.to(keys_SGCK.dtype)
     # An empty row sees what nothing is wrong with: numbers that are none would spread in the slot that it writes to.
     positions_R = positions_R.clamp(min=0)
-    reach = int(positions_R.max()) + 1 if q_RHK.device.type == "cpu" else length
+    reach = int(positions_R.max()) + 1
     if not torch.equal(slots_R, torch.arange(len(keys_SGCK), device=slots_R.device)):
         keys_SGCK, values_SGCK = keys_SGCK[slots_R], values_SGCK[slots_R]
     q_RGNK = q_RHK.float().reshape(rows, groups, -1, width) / math.sqrt(width)
@@ -139,31 +126,8 @@ def _by_blocks(*given: Any) -> Tensor:
 
 
 @torch.library.impl(_library, "attend", "CUDA")
-def _on_cuda(*given: Any) -> Tensor:
-    # It takes as long to import as torch, and not every run has a GPU.
-    from torch.nn.attention.varlen import varlen_attn
+def _on_gpu(*given: Any) -> Tensor:
+    # Triton is there where a GPU is, and takes a while to import.
+    from penstock.nodes.generate import attention_triton
 
-    q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R, window = given
-    # Of torch 2.11 it has no pages, and no flash attention takes float32.
-    paged = "block_table" in inspect.signature(varlen_attn).parameters and q_RHK.dtype != torch.float32
-    if not paged or window or keys_SGCK.shape[2] % PAGE:
-        return _by_blocks(*given)
-    (_, groups, length, width), device = keys_SGCK.shape, q_RHK.device
-    keys_SGCK[slots_R, :, positions_R] = k_RGK
-    values_SGCK[slots_R, :, positions_R] = v_RGK
-    pages = length // PAGE
-    table_RP = slots_R[:, None] * pages + torch.arange(pages, device=device)
-    rows_R1 = torch.arange(len(q_RHK) + 1, device=device, dtype=torch.int32)
-    return varlen_attn(  # type: ignore[return-value]
-        q_RHK.contiguous(),
-        keys_SGCK.transpose(1, 2).reshape(-1, PAGE, groups, width),
-        values_SGCK.transpose(1, 2).reshape(-1, PAGE, groups, width),
-        rows_R1,
-        None,
-        1,
-        length,
-        enable_gqa=True,
-        seqused_k=(positions_R.clamp(min=0) + 1).int(),
-        block_table=table_RP.int(),
-        num_splits=1,  # so that a row's bits do not depend on the longest one
-    )
+    return attention_triton.attend(*given)

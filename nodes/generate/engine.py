@@ -12,7 +12,8 @@ on from its earlier turns, as long as the weights are those that computed them.
 Invariants:
 - The shapes of operations never change, and a token has the same bits in whatever row it is computed, beside whichever
   others: as a prompt's, as one that has been sampled, or kept from an earlier turn. So a response has the same bits
-  whatever its neighbours, its slot or its place in the queue, for a given number of slots and threads.
+  whatever its neighbours, its slot or its place in the queue, for a given number of slots and threads. On a GPU this is
+  so with `--deterministic`: else a pass over prompts alone has more rows, and another product may round otherwise.
 - Ranks that share a model (`CausalLMPart`) each have an engine. Given the same groups in the same order they sample the
   same tokens, each from a cache of its own heads.
 - `EngineSlots` is numpy on the host: one step costs the same few operations however many slots there are.
@@ -25,6 +26,7 @@ import copy
 import warnings
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,7 +39,7 @@ from penstock.graph.types import Metrics, NodeWarning, Rollouts
 from penstock.nodes.generate.conversation import Response, SampledGroup, StopStrings
 from penstock.nodes.generate.decode import DecodePass
 from penstock.nodes.generate.groups import GroupStream, Holder
-from penstock.nodes.generate.kv_cache import CacheSize, DecodeMemory
+from penstock.nodes.generate.kv_cache import PROMPT_ROWS, WIDE, CacheSize, DecodeMemory
 from penstock.nodes.generate.sampling import MOST_MISMATCH, keyed_uniform, mismatch
 from penstock.nodes.model.eight_bit import require_products
 from penstock.nodes.model.hf import point_at
@@ -78,17 +80,28 @@ class Engine(GroupStream):
         tensors = [*model.parameters(), *model.buffers()]
         self.unpacked = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
         self.decode = DecodePass.of(model)
-        # What reading the weights takes, a GPU computes many rows in; and empty rows cost nothing there.
-        self.wide = self.decode is not None or torch.device(context.device).type == "cuda"
         num_slots = -(-context.slots // ROW_TILE) * ROW_TILE
         shape = model.attention_config, num_slots, self.length, context.max_tokens
         self.size = CacheSize(*shape, model.dtype, context.device, self.records)
         self.size.require_memory()
         self.memory: DecodeMemory | None = None
+        self.weights = *model.parameters(), *model.buffers()
+        on_gpu = torch.device(context.device).type == "cuda"
+        # Ranks wait for each other between kernels, and experts' rows are counted on the host.
+        alone = all(size == 1 for _, size in ranks.mesh) and not spec.config.family.experts
+        self.replays = alone and on_gpu
+        # Empty rows cost nothing where a pass is one call.
+        self.rows = 0 if self.decode is None else WIDE
+        self.prompt_rows = PROMPT_ROWS if on_gpu and not context.deterministic else 0
         stops = np.zeros(spec.config.vocab_size, dtype=bool)
         stops[list(spec.tokenizer.stops)] = True
         self.slots = EngineSlots(num_slots, self.length, context.max_tokens, stops, self.strings, self.segment)
         self.version, self.unmeasured, self.mismatched = -1, False, False
+
+    def fused(self) -> Sequence[Sequence[str]]:
+        # A GPU multiplies with several tensors at once where they lie; for a CPU they are copied (`kernels.pack`).
+        gpu = torch.device(self.context.device).type == "cuda"
+        return self.model.neighbours() if gpu else ()
 
     def busy(self) -> bool:
         return bool(self.settled or self.queue or self.slots.live.any())
@@ -114,8 +127,8 @@ class Engine(GroupStream):
             return finished
         if self.behaviour.version != self.version:
             self._renew()
-        memory = self.memory = self.memory or DecodeMemory(self.size, self.wide)
-        slots, num_slots = self.slots, len(self.slots.live)
+        memory = self.memory = self.memory or DecodeMemory(self.size, self.rows, self.prompt_rows)
+        slots, num_slots = self.slots, self.size.slots
         with torch.inference_mode():
             self._place(memory)
             # Tokens of prompts fill the rows of slots that do not sample. While they would fill a pass of their own,
@@ -127,11 +140,7 @@ class Engine(GroupStream):
             sampling = slots.sampling
             if not sampling.any() or (many and 2 * sampling.sum() < num_slots):
                 return finished
-            hidden_RD = self._pass(memory, sampling)
-            # All slots, sampling or not: a row's bits must not depend on how many there are.
-            uniform_S = memory.uniform_ST.gather(1, memory.inputs_4R[3, :num_slots, None])[:, 0]
-            logits_SV = (self.decode or self.model).logits(hidden_RD[:num_slots])
-            tokens_S, logprobs_S = self.sampler(logits_SV, uniform_S, self.model.invariant)
+            tokens_S, logprobs_S = self._pass(memory, sampling)
             # The one wait for the device in a step.
             slots.record(sampling, tokens_S.numpy(force=True), logprobs_S.numpy(force=True), self.version)
         for holder, response, slot in slots.release():
@@ -171,27 +180,47 @@ class Engine(GroupStream):
         steps_T = torch.arange(self.context.max_tokens, device=begins_M.device)
         memory.uniform_ST.index_copy_(0, slots_M, keyed_uniform(keys_M[:, None], begins_M[:, None] + steps_T))
 
-    def _pass(self, memory: DecodeMemory, sampling: NDArray[np.bool_]) -> Tensor:
-        """Hidden states [R, D] of a row for each slot of `sampling`, at the row of the slot's number, and of as many
-        tokens of prompts as there are other rows."""
-        inputs = self.slots.rows(memory.rows, sampling)
-        memory.inputs_4R.copy_(torch.from_numpy(inputs))
+    def _pass(self, memory: DecodeMemory, sampling: NDArray[np.bool_]) -> tuple[Tensor, ...]:
+        """Compute a row for each slot of `sampling`, the row of the slot's number, and as many tokens of prompts as
+        there are other rows. If any slot samples: the next token of every slot and its log-probability, [S] both."""
+        compute, rows = (self._sampled, memory.rows) if sampling.any() else (self._read, memory.prompt_rows)
+        memory.inputs_4R[:, :rows].copy_(torch.from_numpy(self.slots.rows(rows, sampling)))
+        if self.replays:
+            key = compute.__name__, *(each.data_ptr() for each in self.weights)
+            made = memory.graphs.run(key, partial(compute, memory))
+        else:
+            made = compute(memory)
+        self._copy(memory)
+        return made
+
+    def _read(self, memory: DecodeMemory) -> tuple[Tensor, ...]:
+        self._hidden(memory, memory.prompt_rows)
+        return ()
+
+    def _sampled(self, memory: DecodeMemory) -> tuple[Tensor, ...]:
+        num_slots = self.size.slots
+        hidden_RD = self._hidden(memory, memory.rows)
+        # All slots, sampling or not: a row's bits must not depend on how many there are.
+        uniform_S = memory.uniform_ST.gather(1, memory.inputs_4R[3, :num_slots, None])[:, 0]
+        logits_SV = (self.decode or self.model).logits(hidden_RD[:num_slots])
+        return self.sampler(logits_SV, uniform_S, self.model.invariant)
+
+    def _hidden(self, memory: DecodeMemory, rows: int) -> Tensor:
+        """Hidden states of so many rows, [R, D]."""
         if self.decode is not None:
             # It computes the rows that there are.
-            rows = np.flatnonzero(inputs[2] >= 0)
-            hidden_RD = self.decode.hidden(torch.from_numpy(inputs[:3].take(rows, 1)), memory.cache)
-            self._copy(memory)
-            if len(rows) == memory.rows:
+            inputs_3R = memory.inputs_4R[:3, :rows].numpy()
+            held = np.flatnonzero(inputs_3R[2] >= 0)
+            hidden_RD = self.decode.hidden(torch.from_numpy(inputs_3R.take(held, 1)), memory.cache)
+            if len(held) == rows:
                 return hidden_RD
-            every_RD = hidden_RD.new_zeros(memory.rows, hidden_RD.shape[1])
-            return every_RD.index_copy_(0, torch.from_numpy(rows), hidden_RD)
-        tokens_R, slots_R, positions_R, _ = memory.inputs_4R
+            return hidden_RD.new_zeros(rows, hidden_RD.shape[1]).index_copy_(0, torch.from_numpy(held), hidden_RD)
+        tokens_R, slots_R, positions_R, _ = memory.inputs_4R[:, :rows]
         memory.cache.begin(slots_R, positions_R)
         recorder = RouteRecorder() if self.records else None
         hidden_R1D = self.model(tokens_R[:, None], positions_R[:, None], memory.cache.attend, recorder)
         if recorder is not None and memory.experts_SCLK is not None:
             memory.experts_SCLK[slots_R, positions_R] = recorder.experts_NLK
-        self._copy(memory)
         return hidden_R1D[:, 0]  # type: ignore[no-any-return]
 
     def _copy(self, memory: DecodeMemory) -> None:

@@ -14,12 +14,15 @@ from penstock.graph.errors import Fault, GraphError
 from penstock.graph.requires import Call
 from penstock.graph.types import MAX_PROMPT, Context, Prompts
 from penstock.nodes.data import FilePrompts
-from penstock.nodes.generate.attention import attend, slot_memory, stored_dtype
+from penstock.nodes.generate.attention import attend, stored_dtype
+from penstock.nodes.generate.cuda_graph import Graphs
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.open_model import refuse_long, spec_of, suspects
 
 WIDE = 256
-"""Rows of a wide pass."""
+"""Rows of a pass on a CPU that computes those that hold a token."""
+PROMPT_ROWS = 512
+"""Tokens of prompts that a GPU computes at once: a product of so many takes little longer than reading its weights."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Cache:
     def __init__(self, size: CacheSize) -> None:
         config = size.config
         shape = (config.num_hidden_layers, size.slots, config.num_key_value_heads, size.length, config.head_dim)
-        self.keys, self.values = (slot_memory(shape, size.stored, size.device) for _ in range(2))
+        self.keys, self.values = (torch.zeros(shape, dtype=size.stored, device=size.device) for _ in range(2))
         self._slots_R = self._positions_R = torch.arange(size.slots, device=size.device)
 
     def begin(self, slots_R: Tensor, positions_R: Tensor) -> None:
@@ -92,22 +95,25 @@ class Cache:
 
 class DecodeMemory:
     """What a generator keeps on its device, as zeros: the cache of all slots, what is uploaded for a pass over `rows`
-    tokens (in `inputs_4R`: tokens, slots, positions, and the number of the next token in its response), and the draws
-    of whole responses. All addresses stay. `experts_SCLK` are those that the token at each position went through; None
-    unless `size` says that they are recorded.
+    tokens, or `prompt_rows` if they are of prompts alone (in `inputs_4R`: tokens, slots, positions, and the number of
+    the next token in its response), and the draws of whole responses. All addresses stay, and `graphs` of passes are
+    theirs. `experts_SCLK` are those that the token at each position went through; None unless `size` says that they are
+    recorded.
 
     Raises ValueError as `CacheSize.require_memory` does: weights have come since it was asked.
     """
 
-    def __init__(self, size: CacheSize, wide: bool = False) -> None:
+    def __init__(self, size: CacheSize, rows: int = 0, prompt_rows: int = 0) -> None:
         size.require_memory()
         config, slots, device = size.config, size.slots, size.device
         self.cache = Cache(size)
-        self.rows = max(slots, WIDE) if wide else slots
-        self.inputs_4R = torch.zeros(4, self.rows, dtype=torch.long, device=device)
+        self.rows = max(slots, rows)
+        self.prompt_rows = max(self.rows, prompt_rows)
+        self.inputs_4R = torch.zeros(4, self.prompt_rows, dtype=torch.long, device=device)
         self.uniform_ST = torch.zeros(slots, size.max_tokens, dtype=torch.float64, device=device)
         shape = slots, size.length, config.num_hidden_layers, config.num_experts_per_tok
         self.experts_SCLK = torch.zeros(shape, dtype=torch.int16, device=device) if size.routes else None
+        self.graphs = Graphs()
 
     def copy(self, source: int, slots_M: Tensor, length: int) -> None:
         """The first `length` positions of slot `source` to others."""

@@ -9,6 +9,7 @@ Shapes: S rows, V vocabulary, N rollouts, T positions of a response, P packed to
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.graph.errors import Fault, GraphError
@@ -23,6 +24,8 @@ from penstock.nodes.model import CausalLM, invariant
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
+WORDS = 512
+"""Of a block whose mass is summed up first."""
 
 
 def keyed_uniform(keys: Tensor, positions: Tensor) -> Tensor:
@@ -69,13 +72,7 @@ class Sampler:
             logprobs_SV = invariant.log_softmax(logits_SV, temperature_S)
         else:
             logprobs_SV = self.logprobs(logits_SV)
-        mass_SV = logprobs_SV.exp().cumsum(-1, dtype=torch.float64)
-        # The sum is in float64: with float32 the rounding of a large vocabulary would move draws to other tokens.
-        # A uniform below 1 gives a target below the last entry, so the draw is a token of positive probability.
-        target_S1 = (uniform_S * mass_SV[:, -1]).unsqueeze(1)
-        tokens_S1 = torch.searchsorted(mass_SV, target_S1, right=True)
-        # Logits that are not numbers find no token. `EngineSlots.record` raises for them, if the slot is held.
-        tokens_S1.clamp_(max=logits_SV.shape[-1] - 1)
+        tokens_S1 = _drawn(logprobs_SV.exp(), uniform_S[:, None])
         return tokens_S1.squeeze(1), logprobs_SV.gather(1, tokens_S1).squeeze(1)
 
     def logprobs(self, logits_SV: Tensor) -> Tensor:
@@ -94,6 +91,29 @@ class Sampler:
             sorted_SV = sorted_SV.masked_fill(before_SV >= self.top_p, -torch.inf)
             logits_SV = torch.empty_like(logits_SV).scatter_(1, order_SV, sorted_SV)
         return torch.log_softmax(logits_SV, dim=-1)
+
+
+def _drawn(probs_SV: Tensor, uniform_S1: Tensor) -> Tensor:
+    """The token [S, 1] of each row in whose share of the mass its uniform falls: the block of words first, since sums
+    over all of a large vocabulary are the longest part of a draw."""
+    # The sums are in float64: with float32 the rounding of a large vocabulary would move draws to other tokens.
+    rows, words = probs_SV.shape
+    blocks = -(-words // WORDS)
+    if blocks * WORDS > words:
+        probs_SV = F.pad(probs_SV, (0, blocks * WORDS - words))
+    probs_SBW = probs_SV.view(rows, blocks, WORDS)
+    mass_SB = probs_SBW.sum(-1, dtype=torch.float64).cumsum(-1)
+    # A uniform below 1 gives a target below the last entry, so that the block has mass, and so the token. Logits that
+    # are not numbers find neither. `EngineSlots.record` raises for them, if the slot is held.
+    target_S1 = uniform_S1 * mass_SB[:, -1:]
+    block_S1 = torch.searchsorted(mass_SB, target_S1, right=True).clamp_(max=blocks - 1)
+    own_SW = probs_SBW.gather(1, block_S1[:, :, None].expand(rows, 1, WORDS))[:, 0]
+    within_SW = own_SW.cumsum(-1, dtype=torch.float64)
+    before_S1 = F.pad(mass_SB, (1, 0)).gather(1, block_S1)
+    # In another order the sum of a block may be less in its last bit.
+    left_S1 = torch.minimum(target_S1 - before_S1, within_SW[:, -1:] * (1 - 2.0**-52))
+    tokens_S1 = block_S1 * WORDS + torch.searchsorted(within_SW, left_S1, right=True)
+    return tokens_S1.clamp_(max=words - 1)
 
 
 def scorable(call: Call) -> None:

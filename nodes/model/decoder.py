@@ -223,8 +223,19 @@ class CausalLM(Decoder):
             return multiplied(hidden_BSD, self._packed_head)
         return self.with_head(self.words.shared(hidden_BSD), invariant.linear if self.invariant else linear)
 
+    def neighbours(self) -> list[tuple[str, ...]]:
+        """Names of parameters that stand for one product where they lie one after the other: see `pack`."""
+        found: list[tuple[str, ...]] = []
+        names = self.own_parameters()
+        for index in self.model.layers:
+            for part, maps in (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj"))):
+                for kind in ("weight", "bias"):
+                    each = tuple(f"model.layers.{index}.{part}.{name}.{kind}" for name in maps)
+                    found += [each] if all(name in names for name in each) else []
+        return found
+
     def pack(self, rows: int) -> None:
-        """Compute with copies of the weights as they are now, in the order that suits passes of so many tokens. See
+        """Compute what suits passes of so many tokens with the weights as they are now, and as they lie. See
         `kernels.pack`."""
         if self.invariant:
             return

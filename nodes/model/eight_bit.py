@@ -37,6 +37,10 @@ class Narrow:
     def of(rows: Tensor, dtype: torch.dtype) -> "Narrow":
         """Rows [R, D] of floats, rounded to the nearest, ties to even."""
         limit = _LIMITS[dtype]
+        if rows.device.type == "cuda" and dtype != torch.int8:
+            from penstock.nodes.model import elementwise_triton  # where a GPU is, Triton is
+
+            return Narrow(*elementwise_triton.narrowed(rows, dtype, limit, _TINY))
         scales = rows.abs().amax(-1, keepdim=True).float().div_(limit).clamp_(min=_TINY)
         quotient = rows / scales
         # Conversions to float formats round by themselves; those to integers cut off.
@@ -54,9 +58,9 @@ def product(x: Tensor, narrow: Narrow, weight: Tensor, scales: Tensor | None, bi
     else:
         made = torch._scaled_mm(
             narrow.elements, weight.t(), scale_a=narrow.scales, scale_b=scales[None], out_dtype=torch.bfloat16
-        ).float()
+        )
     if bias is not None:
-        made += bias
+        made = made.float() + bias
     return made.to(x.dtype).view(*x.shape[:-1], -1)
 
 

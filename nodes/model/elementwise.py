@@ -1,9 +1,10 @@
 """What stands between the matrix products of a layer: the root-mean-square norm, the gated activation and rotary
 positions, each one pass over its tensors, forward and backward.
 
-On a CPU, in float32 and bfloat16, they are `elementwise.c`, as operations `torch.ops.penstock.*`: trainer and generator
-share them, with gradients and without, so that their results agree to the bit, whatever the rows of a pass and the
-threads. Elsewhere, in other dtypes and without a C compiler they are torch's own operations.
+They are operations `torch.ops.penstock.*`, which trainer and generator share, with gradients and without, so that their
+results agree to the bit, whatever the rows of a pass. On a CPU, in float32 and bfloat16, they are `elementwise.c`,
+whatever the threads; on a GPU they are `elementwise_triton`, but for a norm with a gradient. Elsewhere, in other dtypes
+and without a C compiler they are torch's own operations.
 
 Shapes: R rows, D width of a row, B sequences, S tokens, H query heads, G key-value heads, K width of a head.
 """
@@ -28,7 +29,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang and Sennrich, arXiv 1910.07467, equation 4), in
     float32 at least and rounded once."""
     learns = _learns(x, weight_D)
-    if not suits(x, weight_D, learns=learns):
+    if not (suits(x, weight_D, learns=learns) or (not learns and _on_gpu(x, weight_D))):
         return F.rms_norm(x, weight_D.shape, weight_D, eps)
     if learns:
         return _RmsNorm.apply(x, weight_D, eps)  # type: ignore[no-any-return,no-untyped-call]
@@ -38,7 +39,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up (Shazeer, arXiv 2002.05202), rounded once."""
     learns = _learns(gate, up)
-    if not suits(gate, up, learns=learns):
+    if not (suits(gate, up, learns=learns) or _on_gpu(gate, up)):
         return _plain_gated(gate, up)
     if learns:
         return _Gated.apply(gate, up)  # type: ignore[no-any-return,no-untyped-call]
@@ -49,7 +50,8 @@ def rotate(q_BSHK: Tensor, k_BSGK: Tensor, cos_BS1K: Tensor, sin_BS1K: Tensor) -
     """Each pair (x[i], x[i + K/2]) of queries and keys turned by its position's angle (Su et al., arXiv 2104.09864,
     equation 34). The first half of `sin` is negative, B may be left out of both tables."""
     learns = _learns(q_BSHK, k_BSGK)
-    if not suits(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K, learns=learns):
+    given = q_BSHK, k_BSGK, cos_BS1K, sin_BS1K
+    if not (suits(*given, learns=learns) or _on_gpu(*given)):
         return _plain_rotate(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K)
     if learns:
         return _Rotate.apply(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K)  # type: ignore[no-any-return,no-untyped-call]
@@ -90,10 +92,18 @@ def functions(dtype: torch.dtype) -> ctypes.CDLL | None:
 def suits(*tensors: Tensor, learns: bool) -> bool:
     """Are the operations for such tensors? They are plain ones on a CPU, all float32 or all bfloat16. Where something
     `learns` there has to be a compiler, too: without one an operation is torch's own, and has no gradient."""
-    # On a meta tensor it is as on a GPU: what is counted there is what is computed there. A DTensor has its own rules.
+    # A DTensor has its own rules.
     dtype = tensors[0].dtype
     plain = all(x.device.type == "cpu" and x.dtype == dtype and type(x) in _PLAIN for x in tensors)
     return plain and dtype in DTYPES and not (learns and functions(dtype) is None)
+
+
+def _on_gpu(*tensors: Tensor) -> bool:
+    """Are there kernels of Triton for such tensors? On a meta tensor it is as on a GPU: what is counted there is what
+    is computed there."""
+    first = tensors[0]
+    same = all(x.device == first.device and x.dtype == first.dtype and type(x) in _PLAIN for x in tensors)
+    return same and first.device.type in ("cuda", "meta") and first.is_floating_point()
 
 
 def _learns(*tensors: Tensor) -> bool:
@@ -254,6 +264,37 @@ def _rotate_on_cpu(
         compiled.rotate(*addresses, *sizes, back, torch.get_num_threads())
         made.append(out)
     return made[0], made[1]
+
+
+# Triton is there where a GPU is, and takes a while to import.
+@torch.library.impl(_library, "rms_norm", "CUDA")
+def _rms_norm_on_gpu(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    from penstock.nodes.model import elementwise_triton
+
+    return elementwise_triton.rms_norm(x, weight_D, eps)
+
+
+@torch.library.impl(_library, "gated", "CUDA")
+def _gated_on_gpu(gate: Tensor, up: Tensor) -> Tensor:
+    from penstock.nodes.model import elementwise_triton
+
+    return elementwise_triton.gated(gate, up)
+
+
+@torch.library.impl(_library, "gated_backward", "CUDA")
+def _gated_backward_on_gpu(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    from penstock.nodes.model import elementwise_triton
+
+    return elementwise_triton.gated_backward(grad, gate, up)
+
+
+@torch.library.impl(_library, "rotate", "CUDA")
+def _rotate_on_gpu(
+    q_BSHK: Tensor, k_BSGK: Tensor, cos_BS1K: Tensor, sin_BS1K: Tensor, back: bool
+) -> tuple[Tensor, Tensor]:
+    from penstock.nodes.model import elementwise_triton
+
+    return elementwise_triton.rotate(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K, back)
 
 
 def _rows(x: Tensor, dims: int) -> tuple[Tensor, int]:

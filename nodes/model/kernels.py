@@ -1,4 +1,4 @@
-"""A linear map, faster than torch's own on a CPU.
+"""A linear map, faster than torch's own on a CPU; and several of the same input as one.
 
 Trainer and generator use the same ones, so their results agree to the bit where shapes do.
 
@@ -60,25 +60,50 @@ def together(x: Tensor, *maps: Linear) -> Sequence[Tensor]:
         rows = Narrow.of(x.flatten(0, -2), maps[0].weight.dtype)
         return [product(x, rows, each.weight, each.row_scales, each.bias) for each in maps]
     if maps[0].joined is not None:
-        return torch.split(multiplied(x, *maps[0].joined), [each.out_features for each in maps], -1)
+        made = (multiplied if x.device.type == "cpu" else F.linear)(x, *maps[0].joined)
+        return torch.split(made, [each.out_features for each in maps], -1)
     if all(type(each) is Linear and not each.invariant and _learns(x, each.weight) for each in maps):
         return _Linear.apply(x, *(each.weight for each in maps), *(each.bias for each in maps))  # type: ignore[no-any-return,no-untyped-call]
     return [each(x) for each in maps]
 
 
 def pack(maps: Sequence[Linear], rows: int) -> None:
-    """Make neighbours, whose input is the same, multiply with copies of their weights as they are now, in the order in
-    which oneDNN reads them for `rows` rows, if it has one: without gradients, and in other bits."""
+    """Make neighbours, whose input is the same, multiply by one product from now on, without gradients and in other
+    bits: on a CPU with copies of their weights as they are now, in the order in which oneDNN reads them for so many
+    `rows`, if it has one; elsewhere with the weights themselves, where they lie one after the other (`Fusing`)."""
     if maps[0].row_scales is not None or maps[0].invariant:
         return  # its kernels read it as it is
     # An adapter adds to what its map makes, so that it is packed by itself.
-    if len(maps) > 1 and all(type(each) is Linear for each in maps):
+    plain = len(maps) > 1 and all(type(each) is Linear for each in maps)
+    if maps[0].weight.device.type != "cpu":
+        maps[0].joined = _joined(maps) if plain else None
+        return
+    if plain:
         biases = [each.bias.detach() for each in maps if each.bias is not None]
         weight = packed(torch.cat([each.weight.detach() for each in maps]), rows)
         maps[0].joined = None if weight is None else (weight, torch.cat(biases) if biases else None)
         return
     for each in maps:
         each.packed = packed(each.weight.detach(), rows)
+
+
+def _joined(maps: Sequence[Linear]) -> tuple[Tensor, Tensor | None] | None:
+    """Weights that lie one after the other as one, and so their biases; None where they do not."""
+    biases = [each.bias for each in maps if each.bias is not None]
+    weight = _one_after_the_other([each.weight for each in maps])
+    bias = _one_after_the_other(biases) if len(biases) == len(maps) else None
+    return None if weight is None or (biases and bias is None) else (weight, bias)
+
+
+def _one_after_the_other(parts: Sequence[Tensor]) -> Tensor | None:
+    """The rows of all parts as one tensor, in the same memory; None where they do not lie there like that."""
+    first, address = parts[0].detach(), parts[0].data_ptr()
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and part.dtype == first.dtype
+        if not (same and part.is_contiguous() and part.data_ptr() == address):
+            return None
+        address += part.nbytes
+    return first.as_strided((sum(len(part) for part in parts), *first.shape[1:]), first.stride())
 
 
 def packed(weight: Tensor, rows: int) -> Tensor | None:

@@ -56,10 +56,10 @@ class HostTime(BaseModel):
     """What decoding and stages cost beside the work of GPUs: time of the host.
 
     A step of decoding waits `step_ms` for the host (what came, who is next, the inputs), and `row_us` more for each
-    row. An `eager` engine launches each operation, `eager_us` apart, and trains without fused kernels; another one
-    replays a CUDA graph. Training waits `experts_ms` for the rows of each expert, in each layer forward. Seconds:
-    `stage_s` before each pass and each update (its inputs are collected, cut and handed out), `swap_s` for a generator
-    to change to new weights, `switch_s` to hand shared GPUs from training to decoding and back, beside what is copied.
+    row. An `eager` engine launches each operation, `eager_us` apart; another one replays a CUDA graph. Training waits
+    `experts_ms` for the rows of each expert, in each layer forward. Seconds: `stage_s` before each pass and each update
+    (its inputs are collected, cut and handed out), `swap_s` for a generator to change to new weights, `switch_s` to
+    hand shared GPUs from training to decoding and back, beside what is copied.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

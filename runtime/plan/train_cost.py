@@ -81,8 +81,6 @@ QUANTISE_BYTES = 6.0
 KERNELS = 24
 # The same of an adapter: two products, the scale and the sum.
 ADAPTER_KERNELS = 4
-# How often eager operations read and write what fused kernels do once: counted of this project's own layer, 8B wide.
-EAGER_PASSES = 1.5
 # Read and written per parameter: gradient, master weight and two moments in float32 read; all but the gradient written,
 # and the weight in bfloat16.
 OPTIMIZER_BYTES = 30.0
@@ -265,7 +263,6 @@ class Trainer:
         # Gradients of attention need both factors even if no weight does, and its kernels repeat half of the forward.
         attention = attention_flops(shape, squares) * share / mesh.tp * (both + 0.5 * backward) / gpu.attention_flops
         elements = elementwise_bytes(shape, mesh.tp) * share * tokens * both / gpu.bandwidth
-        elements *= EAGER_PASSES if gpu.engine.eager else 1.0
         if self.precision == "fp8":
             # What comes in is converted forward, gradients backward, each to be read by rows and by columns; and all
             # weights once in each pass.
@@ -497,14 +494,14 @@ def host_moments(trainer: Trainer) -> float:
 
 def layer_bytes(trainer: Trainer, stage: Stage) -> float:
     """What autograd keeps of a token in a layer of a stage, on average: what goes into its norms and its products, the
-    heads' queries, keys, values and results, three numbers for each of the MLP's width and their product; and in
+    heads' queries, keys, values and results, two numbers for each of the MLP's width and what is made of them; and in
     float32 a number for each head and each norm."""
     shape, size = trainer.shape, min(4.0, max(2.0, BYTES[trainer.precision]))
     keys = shape.qk_width if shape.latent else shape.kv_heads * shape.head_dim
     values = shape.value_width if shape.latent else shape.kv_heads * shape.head_dim
-    routed = 4 * (shape.active + shape.shared) * shape.expert_inner + 2 * shape.active * shape.hidden
+    routed = 3 * (shape.active + shape.shared) * shape.expert_inner + 2 * shape.active * shape.hidden
     moe = stage.moe_layers / stage.layers
-    cut = shape.qk_width + shape.value_width + keys + values + (1 - moe) * 4 * shape.inner + moe * routed
+    cut = shape.qk_width + shape.value_width + keys + values + (1 - moe) * 3 * shape.inner + moe * routed
     return size * (4 * shape.hidden + cut / trainer.mesh.tp) + 4.0 * (shape.heads / trainer.mesh.tp + 2)
 
 

@@ -137,7 +137,8 @@ def scales(name: str, maxima: Tensor, region: Region, format: Format) -> Tensor:
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         where = where.format(block, *first)
         raise ConversionError(f"{name}: {where}{more} has inf or NaN in it; a {format.dtype} wire needs finite weights")
-    return (maxima / format.limit).clamp_(min=_TINY)
+    # By a tensor: by a number a GPU divides otherwise than a CPU, in the last bit.
+    return (maxima / maxima.new_tensor(format.limit)).clamp_(min=_TINY)
 
 
 def quantise(matrix: Tensor, region: Region, scale: Tensor, format: Format, out: Tensor | None = None) -> Tensor:

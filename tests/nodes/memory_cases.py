@@ -16,7 +16,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from penstock.graph.types import Advantages, Context
 from penstock.nodes.learn.losses import reinforce
 from penstock.nodes.learn.update import policy_update
-from penstock.nodes.model import CausalLM, ModelConfig, decoder, mlp, torch_dtype
+from penstock.nodes.model import CausalLM, ModelConfig, decoder, torch_dtype
 from penstock.nodes.model.lora import Lora
 from penstock.nodes.model.words import own_part
 from penstock.nodes.open_model import initial_model
@@ -67,11 +67,6 @@ def attend(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: i
     return F.scaled_dot_product_attention(q_BHSK, k_BGSK, v_BGSK, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """As on a GPU, by two operations: what is compiled for a CPU keeps no result of the first."""
-    return F.silu(gate) * up
-
-
 @dataclass
 class Marks:
     """Bytes at each forward pass: before it, after it; and the most while the head works, and after that. `gathered`:
@@ -89,7 +84,7 @@ def counted(config: ModelConfig, how: Context, lora: Lora | None = None) -> tupl
     """Bytes of each component on this rank in a step of equal micro-batches, and the most that it holds at once."""
     counter, marks, freed = Counter(), Marks(), dict[str, int]()
     data = prod(size for axis, size in how.mesh if axis in ("dp", "fsdp"))
-    with counter, mock.patch.object(decoder, "attend_causal", attend), mock.patch.object(mlp, "gated", gated):
+    with counter, mock.patch.object(decoder, "attend_causal", attend):
         # All that is not adapters' is read in the run's dtype.
         model = CausalLM(config, torch_dtype(how.dtype) if lora else torch.float32, how.device, lora=lora)
         learner = LanguagePolicy(model, initial_model("")[1], how)
