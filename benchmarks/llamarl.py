@@ -32,7 +32,9 @@ PUBLISHED = (("llama-8b", 256, 2.52), ("llama-70b", 256, 3.98), ("llama-405b", 1
 PROMPTS, SAMPLES, PROMPT, MICRO, SLOTS, LAG = 256, 8, 128, 4096, 256, 1
 LENGTHS = Lognormal(1000, 0.7, 4096)
 RESPONSES = LENGTHS.take(PROMPTS * SAMPLES)
-GPU = GPUS["H100"].model_copy(update={"engine": GPUS["H100"].engine.model_copy(update={"eager": False})})
+GPU = GPUS["H100"].model_copy(
+    update={"engine": GPUS["H100"].engine.model_copy(update={"eager": False, "step_ms": 4.0, "row_us": 10.0})}
+)
 
 
 def meshes(shape: Shape, gpus: int) -> Iterator[Parallel]:

@@ -110,7 +110,7 @@ def decoding_steps(
     device: str, layers: Sequence[int] = STEP_LAYERS, rows: Sequence[int] = STEP_ROWS
 ) -> list[tuple[int, int, float]]:
     """(layers, rows, seconds) of the median step of a run's engine, with a narrow decoder of so many layers and so many
-    rows in work."""
+    rows in work, whose operations are launched one by one."""
     # Half a second of imports, which `installed` has no use of.
     from penstock.graph.types import Context, Prompts, Weights
     from penstock.nodes.generate import make_engine
@@ -128,9 +128,12 @@ def decoding_steps(
             options = {"max_prompt": STEP_PROMPT}
             context = Context("generate", model=folder, dtype="bfloat16", device=device, slots=count, options=options)
             engine = make_engine(replace(context, max_tokens=128), samples=samples)
+            engine.replays = False
         for group in range(count // samples):
             prompts = Prompts((group,), ("a" * (STEP_PROMPT - 4),), ("",))
             engine.submit(group, {"prompts": prompts, "behaviour": weights})
+        while not engine.slots.sampling.all():
+            engine.step()
         taken = []
         for _ in range(WARM_STEPS + STEPS):
             began = time.perf_counter()

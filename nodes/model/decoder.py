@@ -229,7 +229,7 @@ class CausalLM(Decoder):
         names = self.own_parameters()
         for index in self.model.layers:
             for part, maps in (("self_attn", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj"))):
-                for kind in ("weight", "bias"):
+                for kind in ("weight", "weight.scale", "bias"):
                     each = tuple(f"model.layers.{index}.{part}.{name}.{kind}" for name in maps)
                     found += [each] if all(name in names for name in each) else []
         return found

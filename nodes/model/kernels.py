@@ -29,8 +29,8 @@ class Linear(nn.Linear):
 
     packed: Tensor | None = None
     """What it multiplies with, if that is not the weight: see `pack`."""
-    joined: tuple[Tensor, Tensor | None] | None = None
-    """The same and the bias, of this map and of those that follow it."""
+    joined: tuple[Tensor, Tensor | None, Tensor | None] | None = None
+    """The same, the bias and the scales of rows, of this map and of those that follow it."""
     row_scales: nn.Parameter | None
     """Of a weight of eight bits, [out]: see `narrow`."""
     invariant: bool = False
@@ -56,12 +56,16 @@ class Linear(nn.Linear):
 
 def together(x: Tensor, *maps: Linear) -> Sequence[Tensor]:
     """What maps make of the same input; by one product, if they were packed as neighbours."""
+    if maps[0].joined is not None:
+        weight, bias, scales = maps[0].joined
+        if scales is not None:
+            made = product(x, Narrow.of(x.flatten(0, -2), weight.dtype), weight, scales, bias)
+        else:
+            made = (multiplied if x.device.type == "cpu" else F.linear)(x, weight, bias)
+        return torch.split(made, [each.out_features for each in maps], -1)
     if maps[0].row_scales is not None:
         rows = Narrow.of(x.flatten(0, -2), maps[0].weight.dtype)
         return [product(x, rows, each.weight, each.row_scales, each.bias) for each in maps]
-    if maps[0].joined is not None:
-        made = (multiplied if x.device.type == "cpu" else F.linear)(x, *maps[0].joined)
-        return torch.split(made, [each.out_features for each in maps], -1)
     if all(type(each) is Linear and not each.invariant and _learns(x, each.weight) for each in maps):
         return _Linear.apply(x, *(each.weight for each in maps), *(each.bias for each in maps))  # type: ignore[no-any-return,no-untyped-call]
     return [each(x) for each in maps]
@@ -71,28 +75,34 @@ def pack(maps: Sequence[Linear], rows: int) -> None:
     """Make neighbours, whose input is the same, multiply by one product from now on, without gradients and in other
     bits: on a CPU with copies of their weights as they are now, in the order in which oneDNN reads them for so many
     `rows`, if it has one; elsewhere with the weights themselves, where they lie one after the other (`Fusing`)."""
-    if maps[0].row_scales is not None or maps[0].invariant:
+    if maps[0].invariant:
         return  # its kernels read it as it is
     # An adapter adds to what its map makes, so that it is packed by itself.
     plain = len(maps) > 1 and all(type(each) is Linear for each in maps)
     if maps[0].weight.device.type != "cpu":
         maps[0].joined = _joined(maps) if plain else None
         return
+    if maps[0].row_scales is not None:
+        return  # so do those of eight bits
     if plain:
         biases = [each.bias.detach() for each in maps if each.bias is not None]
         weight = packed(torch.cat([each.weight.detach() for each in maps]), rows)
-        maps[0].joined = None if weight is None else (weight, torch.cat(biases) if biases else None)
+        maps[0].joined = None if weight is None else (weight, torch.cat(biases) if biases else None, None)
         return
     for each in maps:
         each.packed = packed(each.weight.detach(), rows)
 
 
-def _joined(maps: Sequence[Linear]) -> tuple[Tensor, Tensor | None] | None:
-    """Weights that lie one after the other as one, and so their biases; None where they do not."""
-    biases = [each.bias for each in maps if each.bias is not None]
+def _joined(maps: Sequence[Linear]) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
+    """Weights that lie one after the other as one, and so their biases and scales; None where they do not."""
     weight = _one_after_the_other([each.weight for each in maps])
-    bias = _one_after_the_other(biases) if len(biases) == len(maps) else None
-    return None if weight is None or (biases and bias is None) else (weight, bias)
+    found = []
+    for own in ([each.bias for each in maps], [each.row_scales for each in maps]):
+        parts = [each for each in own if each is not None]
+        found.append(_one_after_the_other(parts) if parts else None)
+        if weight is None or (parts and found[-1] is None):
+            return None
+    return None if weight is None else (weight, found[0], found[1])
 
 
 def _one_after_the_other(parts: Sequence[Tensor]) -> Tensor | None:

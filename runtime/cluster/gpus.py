@@ -17,11 +17,9 @@ Shares of them that programs reach (`Efficiency`), and time of the host (`HostTi
 - experts: 0.6 of matmul; Megatron-Bridge's mixtures. decode: 0.75 of matmul for products of some hundred rows;
   TensorRT-LLM under full load.
 - latency_us, network_us: what makes SGLang's steps of DeepSeek-R1 come out on 8 GPUs of one host, and on 16 of two.
-- step_ms: scheduling takes 29 % and the GPU 38 % of vLLM 0.5's time for an 8B model on an H100 (vLLM's blog,
-  2024-09-05), whose step takes 5.1 ms of the GPU (batch 1, CUDA graphs): 4 ms. row_us: its processing of outputs took
-  8.7 % of a step of 70B on four H100 (same place): about 2 ms of some 200 rows.
+- step_ms, row_us, eager_us: this project's engine beside an H200 (`benchmarks/results/gpu_nvidia_h200.json`): a step of
+  1B takes 0.5 ms longer than its kernels, and where they are launched one by one, 13 a layer, 40 us for each.
 - experts_ms: what brings the median of Megatron-Bridge's mixtures to what they took; they differ by a factor of three.
-- eager_us: 8.4 ms eager and 5.1 ms with CUDA graphs for that step; 5 µs an operation.
 - Grace: GH200 is bound by its host up to four times the batch of x86 with H100 (arXiv 2504.11750): twice the time.
 - stage_s: NeMo-RL's "buffer_sampling", "logprob_inference_prep" and "training_prep" took 1.4, 1.3 and 1.1 s (its pull
   request 1052). swap_s: "weight_sync" took 0.13 s there. switch_s: vLLM wakes from sleep in 0.1 to 6 s (its blog,
@@ -56,8 +54,9 @@ class HostTime(BaseModel):
     """What decoding and stages cost beside the work of GPUs: time of the host.
 
     A step of decoding waits `step_ms` for the host (what came, who is next, the inputs), and `row_us` more for each
-    row. An `eager` engine launches each operation, `eager_us` apart; another one replays a CUDA graph. Training waits
-    `experts_ms` for the rows of each expert, in each layer forward. Seconds: `stage_s` before each pass and each update
+    row. An `eager` engine replays a CUDA graph on a GPU that has all of a model without experts, and launches other
+    steps' operations one by one, `eager_us` apart; another one replays all. Training waits `experts_ms` for the rows of
+    each expert, in each layer forward. Seconds: `stage_s` before each pass and each update
     (its inputs are collected, cut and handed out), `swap_s` for a generator to change to new weights, `switch_s` to
     hand shared GPUs from training to decoding and back, beside what is copied.
     """
@@ -65,9 +64,9 @@ class HostTime(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     eager: bool = True
-    step_ms: float = Field(default=4.0, ge=0)
-    row_us: float = Field(default=10.0, ge=0)
-    eager_us: float = Field(default=5.0, ge=0)
+    step_ms: float = Field(default=0.5, ge=0)
+    row_us: float = Field(default=3.0, ge=0)
+    eager_us: float = Field(default=40.0, ge=0)
     experts_ms: float = Field(default=1.0, ge=0)
     stage_s: float = Field(default=1.2, ge=0)
     swap_s: float = Field(default=0.1, ge=0)
@@ -159,7 +158,7 @@ class Gpu(BaseModel):
 
 _AMPERE = Efficiency(matmul=0.7, attention=0.65)
 _BLACKWELL = Efficiency(attention=0.17)
-_GRACE = HostTime(step_ms=8.0, row_us=20.0, eager_us=10.0)
+_GRACE = HostTime(step_ms=1.0, row_us=6.0, eager_us=80.0)
 
 # By kind. `[gpus.NAME]` of a cluster file adds to them.
 GPUS: dict[str, Gpu] = {

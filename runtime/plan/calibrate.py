@@ -27,7 +27,7 @@ import numpy as np
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.gpus import Efficiency, Gpu, HostTime, Precision
 from penstock.runtime.cluster.placement import Plan
-from penstock.runtime.plan.decode_cost import EAGER_KERNELS, Generator
+from penstock.runtime.plan.decode_cost import KERNELS, Generator
 from penstock.runtime.plan.model_shape import Parallel, read_shape
 from penstock.runtime.plan.roles import Roles, roles_of, with_adapters
 from penstock.runtime.plan.sync_cost import sync_cost, traffic
@@ -96,7 +96,7 @@ def fit_steps(found: Sequence[tuple[int, int, float]], engine: HostTime) -> Host
     """The engine whose steps take as long as measured: (layers, rows, seconds) of models whose kernels take less time
     than the host, which launches each operation by itself. For `penstock doctor --measure`."""
     layers, rows, seconds = (np.array(column, np.float64) for column in zip(*found, strict=True))
-    terms = np.stack([np.ones_like(rows), rows, layers * EAGER_KERNELS], axis=1)
+    terms = np.stack([np.ones_like(rows), rows, layers * KERNELS], axis=1)
     step, row, eager = np.maximum(0.0, np.linalg.lstsq(terms, seconds, rcond=None)[0])
     update = {"step_ms": float(step) * 1e3, "row_us": float(row) * 1e6, "eager_us": float(eager) * 1e6}
     return engine.model_copy(update=update)

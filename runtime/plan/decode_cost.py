@@ -202,13 +202,11 @@ def rollout(
     return np.array(ends)
 
 
-# Kernels of a layer in a step that is one CUDA graph: two norms, queries to values, rotary embedding and cache,
-# attention, its output, gate and up, activation, down, and the residual; beside them routing and permutations; and of a
-# latent cache two more projections with norms, two absorbed products, and the parts of heads put together.
-KERNELS, EXPERT_KERNELS, LATENT_KERNELS = 10, 6, 10
-# Operations of a layer that an eager engine launches, as counted of this project's own, 130 tokens in: 3,069 of 32
-# layers. A longer cache is read in more parts, which are not counted.
-EAGER_KERNELS = 96
+# Kernels of a layer in a step, as a profile of this project's engine counts them: two norms, queries to values, rotary
+# embedding, cache, attention in two parts, its output, gate and up, activation, down, and two sums; beside them routing
+# and permutations; and of a latent cache two more projections with norms, two absorbed products, and the parts of heads
+# put together.
+KERNELS, EXPERT_KERNELS, LATENT_KERNELS = 13, 6, 10
 # How often sampling reads or writes the logits in float32.
 LOGIT_PASSES = 3
 
@@ -320,12 +318,12 @@ class Generator:
         )
         routed = shape.moe_layers * EXPERT_KERNELS + (shape.layers * LATENT_KERNELS if shape.latent else 0)
         routed += shape.layers * ADAPTER_KERNELS * len(shape.lora.targets) if shape.lora is not None else 0
-        if engine.eager:
+        kernels = shape.layers * KERNELS + routed
+        if engine.eager and (shape.experts or mesh.tp * mesh.pp * mesh.ep > 1):
             # The host launches ahead of the GPU. The cache is left out, so that a step stays linear in the context.
-            host = (shape.layers * EAGER_KERNELS + routed) * engine.eager_us * 1e-6
-            launches = np.maximum(0.0, host - sum(work.values()))
+            launches = np.maximum(0.0, kernels * engine.eager_us * 1e-6 - sum(work.values()))
         else:
-            launches = (shape.layers * KERNELS + routed) * gpu.launch_s
+            launches = kernels * gpu.launch_s
         return {
             **work,
             "cache": max(cached, attention) / mesh.pp * self.unevenness,

@@ -18,7 +18,7 @@ from penstock.runtime.cli.tracing import CommandError, ask_child
 from penstock.runtime.cluster.cluster import Cluster, Host, read_cluster
 from penstock.runtime.cluster.gpus import GPUS
 from penstock.runtime.cluster.machine import usable_memory_gib
-from penstock.runtime.plan.decode_cost import EAGER_KERNELS
+from penstock.runtime.plan.decode_cost import KERNELS
 from penstock.runtime.record import trackers
 
 from .conftest import Output, Patch
@@ -33,7 +33,7 @@ GPU = {
     "launch_us": 4.5, "host_gb_s": 55.0, "products": {"bf16": [[16, 1024, 1e13], [8192, 8192, 7e14]]},
     "torch": "2.13.0", "seconds": 20.0,
     # 2 ms, 5 us a row, 4 us an operation.
-    "steps": [[n, rows, 2e-3 + 5e-6 * rows + n * EAGER_KERNELS * 4e-6] for n in (2, 18) for rows in (16, 256)],
+    "steps": [[n, rows, 2e-3 + 5e-6 * rows + n * KERNELS * 4e-6] for n in (2, 18) for rows in (16, 256)],
 }  # fmt: skip
 
 

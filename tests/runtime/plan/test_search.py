@@ -502,7 +502,7 @@ def test_critics_on_gpus_of_their_own_share_the_hosts_memory() -> None:
 
 def test_critics_and_policy_have_one_answer_to_recomputation() -> None:
     """A critic on more GPUs, which has room for its activations, does as the policy, which has none."""
-    work = Workload(SHAPES["qwen3-8b"], 8, 8, Lognormal(300, 0.7, 2048), micro_tokens=2048)
+    work = Workload(SHAPES["qwen3-8b"], 8, 8, Lognormal(300, 0.7, 2560), micro_tokens=2560)
     meshes: dict[str, Axes] = {"trainer": (("fsdp", 2),), "critic": (("fsdp", 4),)}
     found = plan(_graph("ppo"), read_cluster("1x8xH100"), work, meshes=meshes).best
     (critic,) = found.readings

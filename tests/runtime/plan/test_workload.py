@@ -220,16 +220,19 @@ def test_a_step_reads_weights_and_cache_once() -> None:
 
 
 def test_a_step_waits_for_the_host_and_an_eager_one_for_its_launches() -> None:
-    """4 ms and 10 µs a row; 96 operations of each of 32 layers 5 µs apart, as far as the GPU's work is shorter."""
-    parts = ONE.step(64, 0).parts
-    assert parts["host"] == pytest.approx(4e-3 + 64 * 10e-6)
+    """0.5 ms and 3 µs a row; over two GPUs 13 operations of each of 32 layers 40 µs apart, as far as the GPUs' work is
+    shorter; one GPU replays them."""
+    assert ONE.step(64, 0).parts["host"] == pytest.approx(0.5e-3 + 64 * 3e-6)
+    assert ONE.step(64, 0).parts["launches"] == pytest.approx(32 * 13 * 3e-6)
+    two = replace(ONE, mesh=Parallel(tp=2))
+    parts = two.step(64, 0).parts
     work = sum(parts[name] for name in ("weights", "logits", "tp", "pp"))
-    assert parts["launches"] == pytest.approx(32 * 96 * 5e-6 - work)
+    assert parts["launches"] == pytest.approx(32 * 13 * 40e-6 - work)
     graphs = GPUS["H100"].model_copy(update={"engine": HostTime(eager=False, step_ms=0, row_us=0)})
-    replayed = replace(ONE, gpu=graphs).step(64, 0).parts
+    replayed = replace(two, gpu=graphs).step(64, 0).parts
     assert replayed["host"] == 0
-    assert replayed["launches"] == pytest.approx(32 * 10 * 3e-6)
-    large = replace(ONE, shape=SHAPES["llama-405b"]).step(64, 0).parts
+    assert replayed["launches"] == pytest.approx(32 * 13 * 3e-6)
+    large = replace(two, shape=SHAPES["llama-405b"]).step(64, 0).parts
     assert large["launches"] == 0
 
 

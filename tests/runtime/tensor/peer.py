@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FileStore
 
 from penstock.runtime.tensor import one_sided, send_recv
 from penstock.runtime.tensor.broadcast_chain import ChainForwarder, ChainHop
-from penstock.runtime.tensor.cuda_ipc import DeviceMemory
+from penstock.runtime.tensor.cuda_ipc import DeviceMemory, OpenedMemory
 from penstock.runtime.tensor.digest import digest
 from penstock.runtime.tensor.link import ReplicaLink
 from penstock.runtime.tensor.one_sided import SharedMemory, WritableMemory
@@ -170,7 +170,7 @@ def main(side: str, folder: str, kind: str, device: str) -> None:
                 publisher.send(order["send"], end)
                 answer(sent=order["send"])
             elif "die" in order:
-                one_sided.copy_elements = send_recv.pack = die  # type: ignore[assignment, attr-defined]
+                one_sided.copy_elements = send_recv.pack = OpenedMemory.write = die  # type: ignore[assignment, attr-defined, method-assign]
             else:
                 synced(receiver, order, end)
         except RuntimeError as error:
