@@ -32,23 +32,25 @@ def narrowed(rows_RD: Tensor, dtype: torch.dtype, limit: float, tiny: float) -> 
     return elements_RD, scales_R1
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    gate, up = _even_rows(gate, up)
-    width = gate.shape[-1]
-    rows = gate.numel() // max(1, width)
+def gated(given: Tensor, up: Tensor) -> Tensor:
+    out = torch.empty(given.shape, dtype=given.dtype, device=given.device)
+    given, up = _even_rows(given, up)
+    width = given.shape[-1]
+    rows = given.numel() // max(1, width)
     if rows:
         grid = rows, triton.cdiv(width, BLOCK)
-        _gated[grid](gate, up, out, gate.stride(-2), up.stride(-2), width, BLOCK=BLOCK)
+        _gated[grid](given, up, out, given.stride(-2), up.stride(-2), width, BLOCK=BLOCK)
     return out
 
 
-def gated_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    grad, gate, up = (x.contiguous() for x in (grad, gate, up))
-    of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+def gated_backward(grad: Tensor, given: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    grad, given, up = (x.contiguous() for x in (grad, given, up))
+    of_given, of_up = torch.empty_like(given), torch.empty_like(up)
     if grad.numel():
-        _gated_backward[(triton.cdiv(grad.numel(), BLOCK),)](grad, gate, up, of_gate, of_up, grad.numel(), BLOCK=BLOCK)
-    return of_gate, of_up
+        _gated_backward[(triton.cdiv(grad.numel(), BLOCK),)](
+            grad, given, up, of_given, of_up, grad.numel(), BLOCK=BLOCK
+        )
+    return of_given, of_up
 
 
 def rotate(
@@ -106,26 +108,26 @@ def _narrow(rows, elements, scales, limit, tiny, D: tl.constexpr, DP: tl.constex
 
 
 @triton.jit
-def _gated(gate, up, out, gate_row, up_row, width, BLOCK: tl.constexpr):
+def _gated(given, up, out, given_row, up_row, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
-    x = tl.load(gate + row * gate_row + at, inside, 0.0).to(tl.float32)
+    x = tl.load(given + row * given_row + at, inside, 0.0).to(tl.float32)
     y = tl.load(up + row * up_row + at, inside, 0.0).to(tl.float32)
     made = x / (1.0 + tl.exp(-x)) * y
     tl.store(out + row * width + at, made.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
-def _gated_backward(grad, gate, up, of_gate, of_up, count, BLOCK: tl.constexpr):
+def _gated_backward(grad, given, up, of_given, of_up, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     g = tl.load(grad + at, inside, 0.0).to(tl.float32)
-    x = tl.load(gate + at, inside, 0.0).to(tl.float32)
+    x = tl.load(given + at, inside, 0.0).to(tl.float32)
     y = tl.load(up + at, inside, 0.0).to(tl.float32)
     sigmoid = 1.0 / (1.0 + tl.exp(-x))
-    by_gate = g * y * sigmoid * (1.0 + x * (1.0 - sigmoid))
-    tl.store(of_gate + at, by_gate.to(of_gate.dtype.element_ty), inside)
+    by_given = g * y * sigmoid * (1.0 + x * (1.0 - sigmoid))
+    tl.store(of_given + at, by_given.to(of_given.dtype.element_ty), inside)
     tl.store(of_up + at, (g * x * sigmoid).to(of_up.dtype.element_ty), inside)
 
 
