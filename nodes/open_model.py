@@ -81,7 +81,7 @@ def open_frozen_model(kind: type[M], context: Context) -> tuple[M, Tokenizer]:
 
 def require_model(kind: type[Decoder]) -> Callable[[Context], None]:
     """What makers that open a model of this kind require. It raises ModelError for a directory that holds no such
-    model; its weights are not read."""
+    model, or weights that are not finite; a row of each is read."""
 
     def check(context: Context) -> None:
         open_model(kind, replace(context, device="meta"))

@@ -60,8 +60,7 @@ def policy_spec(context: Context) -> ModelSpec:
 
 
 def require_policy(context: Context, rank: int = 0) -> None:
-    """Raises ModelError for a directory that holds no language model, or adapters that this one cannot have; no weights
-    are read."""
+    """Raises ModelError for a directory that holds no language model, or adapters that this one cannot have."""
     model, _ = open_model(CausalLM, replace(context, device="meta"), lora=lora_of(context, rank))
     if context.replay_routing and not model.config.family.experts:
         raise ModelError(f"--replay-routing: given a {model.config.model_type}, needed a model with experts")

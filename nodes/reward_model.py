@@ -157,7 +157,7 @@ class LearningRewardModel(Learner[Scorer], PreferenceModel):
 
 
 def require_reward_model(context: Context) -> None:
-    """Raises ModelError without a reward model's directory, or for one without a head; its weights are not read."""
+    """Raises ModelError without a reward model's directory, or for one without a head."""
     load_model(Scorer, _directory(context), context.dtype, "meta")
 
 

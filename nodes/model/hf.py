@@ -153,8 +153,9 @@ def load_model(
     directory, and its head is zero. With `lora` it has adapters, drawn from the seed, or those of the directory, which
     must be such ones; they stay float32. A scorer on a directory of adapters has them merged into its weights.
 
-    With `unread` no weight is read: the model's `source` reads regions of them. Names and shapes are looked at now.
-    Raises ModelError unless every tensor is there and fits.
+    With `unread` no weight is read: the model's `source` reads regions of them. Names and shapes are looked at now. On
+    the device "meta" a row of each tensor is read. Raises ModelError unless every tensor is there and fits, and for
+    numbers among those that are read that are not finite.
     """
     folder = _folder(folder)
     base, saved = read_adapters(folder)
@@ -198,7 +199,13 @@ def load_model(
 
     if unread:
         model.source = region
-    elif model.device.type != "meta":
+    elif model.device.type == "meta":
+        # A model is tried: one whose training has diverged has such numbers all over, and a row of each tensor is read
+        # in no time.
+        for name, parameter in read.items():
+            *rows, width = parameter.shape
+            region(name, (*(slice(0, 1) for _ in rows), slice(0, width)))
+    else:
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(region(name, tuple(map(slice, parameter.shape))))
