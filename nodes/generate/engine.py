@@ -97,6 +97,7 @@ class Engine(GroupStream):
         stops[list(spec.tokenizer.stops)] = True
         self.slots = EngineSlots(num_slots, self.length, context.max_tokens, stops, self.strings, self.segment)
         self.version, self.unmeasured, self.mismatched = -1, False, False
+        self.addresses: tuple[int, ...] = ()
 
     def fused(self) -> Sequence[Sequence[str]]:
         # A GPU multiplies with several tensors at once where they lie; for a CPU they are copied (`kernels.pack`).
@@ -161,6 +162,7 @@ class Engine(GroupStream):
             self.model.pack(self.size.slots)
         else:
             self.decode.pack()
+        self.addresses = tuple(each.data_ptr() for each in self.weights)
         # A response begins on one version: rows that have sampled nothing begin again.
         self.queue.extendleft(reversed(self.slots.forget()))
 
@@ -186,7 +188,8 @@ class Engine(GroupStream):
         compute, rows = (self._sampled, memory.rows) if sampling.any() else (self._read, memory.prompt_rows)
         memory.inputs_4R[:, :rows].copy_(torch.from_numpy(self.slots.rows(rows, sampling)))
         if self.replays:
-            key = compute.__name__, *(each.data_ptr() for each in self.weights)
+            # What moves weights between two versions moves the first one, too.
+            key = compute.__name__, self.addresses, self.weights[0].data_ptr()
             made = memory.graphs.run(key, partial(compute, memory))
         else:
             made = compute(memory)

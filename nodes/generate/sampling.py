@@ -7,6 +7,7 @@ Shapes: S rows, V vocabulary, N rollouts, T positions of a response, P packed to
 """
 
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 WORDS = 512
-"""Of a block whose mass is summed up first."""
+"""Of a block whose mass is summed up first, or fewer, if blocks of a power of two have no rest then."""
 
 
 def keyed_uniform(keys: Tensor, positions: Tensor) -> Tensor:
@@ -77,9 +78,8 @@ class Sampler:
 
     def logprobs(self, logits_SV: Tensor) -> Tensor:
         """Log-probabilities of every token, float32; −∞ where a token is cut."""
-        logits_SV = logits_SV.float()
         if self.temperature != 1:
-            logits_SV = logits_SV / self.temperature
+            logits_SV = logits_SV.float() / self.temperature
         if 0 < self.top_k < logits_SV.shape[-1]:
             least_S1 = logits_SV.topk(self.top_k).values[:, -1:]
             logits_SV = logits_SV.masked_fill(logits_SV < least_S1, -torch.inf)
@@ -90,29 +90,30 @@ class Sampler:
             before_SV = probs_SV.cumsum(-1) - probs_SV
             sorted_SV = sorted_SV.masked_fill(before_SV >= self.top_p, -torch.inf)
             logits_SV = torch.empty_like(logits_SV).scatter_(1, order_SV, sorted_SV)
-        return torch.log_softmax(logits_SV, dim=-1)
+        return torch.log_softmax(logits_SV, dim=-1, dtype=torch.float32)
 
 
 def _drawn(probs_SV: Tensor, uniform_S1: Tensor) -> Tensor:
     """The token [S, 1] of each row in whose share of the mass its uniform falls: the block of words first, since sums
     over all of a large vocabulary are the longest part of a draw."""
-    # The sums are in float64: with float32 the rounding of a large vocabulary would move draws to other tokens.
     rows, words = probs_SV.shape
-    blocks = -(-words // WORDS)
-    if blocks * WORDS > words:
-        probs_SV = F.pad(probs_SV, (0, blocks * WORDS - words))
-    probs_SBW = probs_SV.view(rows, blocks, WORDS)
-    mass_SB = probs_SBW.sum(-1, dtype=torch.float64).cumsum(-1)
+    width = gcd(words, WORDS) if gcd(words, WORDS) >= WORDS // 8 else WORDS
+    blocks = -(-words // width)
+    if blocks * width > words:
+        probs_SV = F.pad(probs_SV, (0, blocks * width - words))
+    probs_SBW = probs_SV.view(rows, blocks, width)
+    # Over all words in float64: with float32 the rounding of a large vocabulary would move draws to other tokens.
+    mass_SB = probs_SBW.sum(-1).cumsum(-1, dtype=torch.float64)
     # A uniform below 1 gives a target below the last entry, so that the block has mass, and so the token. Logits that
     # are not numbers find neither. `EngineSlots.record` raises for them, if the slot is held.
     target_S1 = uniform_S1 * mass_SB[:, -1:]
     block_S1 = torch.searchsorted(mass_SB, target_S1, right=True).clamp_(max=blocks - 1)
-    own_SW = probs_SBW.gather(1, block_S1[:, :, None].expand(rows, 1, WORDS))[:, 0]
+    own_SW = probs_SBW.gather(1, block_S1[:, :, None].expand(rows, 1, width))[:, 0]
     within_SW = own_SW.cumsum(-1, dtype=torch.float64)
     before_S1 = F.pad(mass_SB, (1, 0)).gather(1, block_S1)
-    # In another order the sum of a block may be less in its last bit.
+    # The sum of a block may be less than it was before, by its rounding.
     left_S1 = torch.minimum(target_S1 - before_S1, within_SW[:, -1:] * (1 - 2.0**-52))
-    tokens_S1 = block_S1 * WORDS + torch.searchsorted(within_SW, left_S1, right=True)
+    tokens_S1 = block_S1 * width + torch.searchsorted(within_SW, left_S1, right=True)
     return tokens_S1.clamp_(max=words - 1)
 
 
