@@ -103,11 +103,13 @@ def main() -> None:
     torch.set_num_threads(1)
     if device != "cpu":
         os.environ.update(NCCL_HOSTID=f"penstock-{rank}", NCCL_IB_DISABLE="1")
+        prepare_nccl(LOOPBACK, beside=bool(beside))
         torch.cuda.set_device(0)
-        prepare_nccl(LOOPBACK)
     names = [f"rank {number}" for number in range(count)]
     open_world(FileStore(f"{folder}/ranks", count), names, rank, timeout=DEADLINE_S, device=device)
     over, found = Event(), dict[str, Any]()
+    if beside:
+        learnt(policy(device, axes, rank))  # as in a run, where the first update comes before the second version
     with ThreadPoolExecutor(1) as thread:
         versions = thread.submit(synced, rank, folder, device, over) if beside else None
         ours, seconds = learnt(policy(device, axes, rank))

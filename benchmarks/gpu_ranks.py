@@ -247,7 +247,7 @@ def rank_main(side: str, folder: Path, device: str) -> None:
     """One process, until its input ends. Errors are answers, too."""
     # NCCL refuses two ranks on one card of one host. To it these are two hosts, that meet on the loopback interface.
     os.environ.update(NCCL_HOSTID=f"penstock-{side}", NCCL_IB_DISABLE="1")
-    prepare_nccl(LOOPBACK)
+    prepare_nccl(LOOPBACK, beside=True)
     torch.set_num_threads(1)
     rank = (Source if side == "source" else Destination)(folder, device)
     print(json.dumps({"ready": True}), flush=True)

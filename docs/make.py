@@ -17,6 +17,7 @@ built-in name, or FILE.py:FUNCTION in docs/examples. WHAT is one of
     graphs                    a section for each of them: its picture, its source, what `penstock show` prints
     names FOLDER              links to the algorithms, FOLDER/NAME.py, and to the other programs
     figures NAME [TABLE …]    benchmarks/results/NAME.json as tables, with date, commit and machine
+    gpu CARD PHASE COLUMN …   cases of a phase of `gpu.py` on that card, with these columns
     excerpt NAME              benchmarks/results/NAME.txt: a recorded output, most lines of progress left out
 """
 
@@ -237,6 +238,15 @@ def figures(name: str, *tables: str) -> str:
     return "\n\n".join(part.strip("\n") for part in parts if part)
 
 
+def gpu(card: str, phase: str, *columns: str) -> str:
+    record: dict[str, Any] = json.loads((RESULTS / f"gpu_{card}.json").read_text())
+    found, names = record["phases"][phase], [column.replace("_", " ") for column in columns]
+    cases = {name: each for name, each in found.items() if isinstance(each, dict) and columns[0] in each}
+    rows = [[name, *(_cell(each.get(column)) for column in columns)] for name, each in cases.items()]
+    about = f"{found['date']}, commit {found['commit']}, {record['machine']['gpu']}, PyTorch {record['torch']}"
+    return f"*{about}*\n\n{_table([phase, *names], rows)}"
+
+
 def _is_table(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
 
@@ -284,6 +294,7 @@ WRITERS: dict[str, Callable[..., str]] = {
     "graphs": algorithm_graphs,
     "names": program_names,
     "figures": figures,
+    "gpu": gpu,
     "excerpt": excerpt,
 }
 

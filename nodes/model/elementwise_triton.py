@@ -131,7 +131,8 @@ def _gated_backward(grad, given, up, of_given, of_up, count, BLOCK: tl.constexpr
     tl.store(of_up + at, (g * x * sigmoid).to(of_up.dtype.element_ty), inside)
 
 
-@triton.jit
+# Whatever the number of tokens, one kernel: to load another one waits for what a card does, also for other ranks.
+@triton.jit(do_not_specialize=["tables"])
 def _rotate(
     q, k, cos, sin, queries, keys, q_token, k_token, tables,
     BACK: tl.constexpr, H: tl.constexpr, G: tl.constexpr, F: tl.constexpr, HP: tl.constexpr, GP: tl.constexpr,

@@ -141,8 +141,12 @@ class RankRuntime:
         torch.set_num_threads(place.threads)
         if flags.deterministic:
             be_deterministic()
+        several = len({host for one in config.plan.replicas for host in one.hosts}) > 1
         if place.device != "cpu":
             require_device(place.device, place.host)
+            # The first group of a process decides for all: weights may go to other hosts.
+            beside = several or flags.transport == "nccl"
+            prepare_nccl(join.address if several else LOOPBACK, beside=beside)
             torch.cuda.set_device(place.device)  # where libraries put what names no device
         self.notes: SimpleQueue[str] = SimpleQueue()
         tell_node_warnings(self.notes.put)
@@ -152,10 +156,6 @@ class RankRuntime:
         elastic, keep = bool(config.elastic), config.kept_versions
         ground = Ground(join.run, meet, join.address, patience, flags, wake, self.notes.put, life, elastic, keep)
         self.channels = WeightChannels(config.channels(), replica, index, place.device, ground)
-        several = len({host for one in config.plan.replicas for host in one.hosts}) > 1
-        if place.device != "cpu":
-            # The first group of a process decides for all: weights may go to other hosts.
-            prepare_nccl(join.address if several else LOOPBACK)
         if num_ranks > 1:
             names = [config.plan.spelled(replica, number) for number in range(num_ranks)]
             open_world(

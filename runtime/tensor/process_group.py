@@ -257,10 +257,15 @@ def interface_of(address: str) -> str:
     return found[wanted]
 
 
-def prepare_nccl(address: str) -> None:
-    """Have NCCL meet at the interface of an address, and leave its errors to us. To be called before a process makes
-    its first group: NCCL and torch ask the environment.
+def prepare_nccl(address: str, *, beside: bool = False) -> None:
+    """Have NCCL meet at the interface of an address, and leave its errors to us; `beside`: weights go by it beside a
+    node's own work. To be called before a process uses its GPU: the driver, NCCL and torch ask the environment.
     """
+    if beside:
+        # A kernel that is loaded at its first use waits for all that the card does, and with it every call of this
+        # process into the driver. What the card does may be to wait for a peer that waits in the same way: two ranks of
+        # one H200 stood still so.
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     # Without "=" each interface whose name begins so would do.
     os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(address)}"
     os.environ.update(
