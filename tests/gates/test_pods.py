@@ -74,5 +74,5 @@ def test_pods_that_are_taken_away_have_successors_and_the_run_has_the_bits_of_on
     assert [row["update"] for row in rows(folder)] == list(range(UPDATES))
     assert len(replayed(folder)) >= 2
     alone = toy_flags(updates=UPDATES, batch=BATCH, versions="pinned")
-    whole = run_here(make_run(tmp_path / "whole", "toy", SLOW, alone))
+    whole = run_here(make_run(tmp_path / "whole", "toy", {**delays(), "lag": 0}, alone))
     assert_equal_bits(final_state(folder, UPDATES), final_state(whole, UPDATES))

@@ -92,7 +92,7 @@ class Job:
         assert_all_consumed(self.run, UPDATES * BATCH)
         assert [row["update"] for row in rows(self.run)] == list(range(UPDATES))
         flags = toy_flags(updates=UPDATES, batch=BATCH, versions="pinned")
-        whole = run_here(make_run(self.folder / "whole", "toy", SLOW, flags))
+        whole = run_here(make_run(self.folder / "whole", "toy", {**delays(), "lag": 0}, flags))
         assert_equal_bits(final_state(self.run, UPDATES), final_state(whole, UPDATES))
 
 
