@@ -2,7 +2,7 @@
 saying. Pure.
 
 The ranges are what `benchmarks/planner.py` found: of published steps of three systems the middle eighty of a hundred
-took 1.02 to 1.77 times the prediction; with a few numbers fitted to other set-ups of the same system, 0.86 to 1.44
+took 1.05 to 1.77 times the prediction; with a few numbers fitted to other set-ups of the same system, 0.86 to 1.46
 times (docs/measurements.md). They are of the whole model, not of one plan: plans of one model differ by less.
 """
 
