@@ -36,6 +36,7 @@ from train import ALPHABET, write_model
 from penstock.graph.types import Context, Prompts, Weights
 from penstock.nodes.generate import make_engine
 from penstock.nodes.generate.engine import Engine
+from penstock.nodes.generate.kv_cache import zeros
 from penstock.nodes.model import CausalLM, load_model
 from penstock.nodes.model.kernels import linear, multiplied, packed
 
@@ -128,8 +129,8 @@ def theirs(folder: Path, dtype: str) -> Callable[[list[str], int], Tensor]:
 
 
 def bandwidth() -> float:
-    """Bytes per second that a sum of 512 MB reads."""
-    numbers = torch.ones(128 << 20)
+    """Bytes per second that a sum of 512 MB reads, in pages as the engine has them."""
+    numbers = zeros((128 << 20,), torch.float32)
     return numbers.nbytes / seconds(numbers.sum)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.nodes.generate import attention
-from penstock.nodes.generate.kv_cache import Cache
+from penstock.nodes.generate.kv_cache import Cache, zeros
 from penstock.nodes.model import CausalLM, elementwise
 from penstock.nodes.model.compiled import compiled_or_warned
 
@@ -100,23 +100,23 @@ class DecodePass:
         """Compute with the model's weights as they are now."""
         model, given = self.model, self.given
         if self.weights is None:
-            self.weights = torch.zeros(given.layers, given.layer_size, dtype=model.dtype)
-            self.head = torch.zeros(self.functions.packed_size(given.V, given.D), dtype=model.dtype)
+            self.weights = zeros((given.layers, given.layer_size), model.dtype)
+            self.head = zeros((self.functions.packed_size(given.V, given.D),), model.dtype)
             given.weights, given.head = self.weights.data_ptr(), self.head.data_ptr()
         layers: Any = model.model.layers.values()
         for of, layer in zip(self.weights, layers, strict=True):
-            attention, mlp = layer.self_attn, layer.mlp
+            heads, mlp = layer.self_attn, layer.mlp
             vectors = {"norm": [layer.input_layernorm.weight], "mlp_norm": [layer.post_attention_layernorm.weight]}
-            maps = attention.q_proj, attention.k_proj, attention.v_proj
+            maps = heads.q_proj, heads.k_proj, heads.v_proj
             if maps[0].bias is not None:
                 vectors["qkv_bias"] = [each.bias for each in maps]
             if self.at["q_norm"] >= 0:
-                vectors |= {"q_norm": [attention.q_norm.weight], "k_norm": [attention.k_norm.weight]}
+                vectors |= {"q_norm": [heads.q_norm.weight], "k_norm": [heads.k_norm.weight]}
             for name, parts in vectors.items():
                 joined = torch.cat([part.detach() for part in parts])
                 of[self.at[name] : self.at[name] + len(joined)] = joined
             self._pack(of[self.at["qkv"] :], maps)
-            self._pack(of[self.at["o"] :], (attention.o_proj,))
+            self._pack(of[self.at["o"] :], (heads.o_proj,))
             self._pack(of[self.at["gate_up"] :], (mlp.gate_proj, mlp.up_proj), gated=True)
             self._pack(of[self.at["down"] :], (mlp.down_proj,))
         words = model.model.embed_tokens.weight.detach().contiguous()

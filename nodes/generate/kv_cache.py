@@ -4,6 +4,8 @@ Shapes: R rows of a pass, S slots, G key-value heads, H query heads, C positions
 of a response.
 """
 
+import ctypes
+import mmap
 from dataclasses import dataclass
 
 import psutil
@@ -19,6 +21,7 @@ from penstock.nodes.generate.cuda_graph import Graphs
 from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.open_model import refuse_long, spec_of, suspects
 
+_libc = ctypes.CDLL(None)
 WIDE = 256
 """Rows of a pass on a CPU that computes those that hold a token."""
 PROMPT_ROWS = 512
@@ -73,7 +76,7 @@ class Cache:
     def __init__(self, size: CacheSize) -> None:
         config = size.config
         shape = (config.num_hidden_layers, size.slots, config.num_key_value_heads, size.length, config.head_dim)
-        self.keys, self.values = (torch.zeros(shape, dtype=size.stored, device=size.device) for _ in range(2))
+        self.keys, self.values = (zeros(shape, size.stored, size.device) for _ in range(2))
         self._slots_R = self._positions_R = torch.arange(size.slots, device=size.device)
 
     def begin(self, slots_R: Tensor, positions_R: Tensor) -> None:
@@ -120,6 +123,20 @@ class DecodeMemory:
         self.cache.copy(source, slots_M, length)
         if self.experts_SCLK is not None:
             self.experts_SCLK[slots_M, :length] = self.experts_SCLK[source, None, :length]
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Tensor:
+    """Zeros on a device; in a CPU's memory in pages of 2 MB where the kernel gives some. Of small ones a step over
+    hundreds of megabytes reads more addresses of pages than a processor keeps (12 against 17 GB/s on a virtual machine).
+    """
+    made = torch.empty(shape, dtype=dtype, device=device)
+    if made.device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
+        first = -(-made.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (made.data_ptr() + made.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+        if length > 0:
+            # Where it is refused the pages are small.
+            _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+    return made.zero_()
 
 
 def cache_length(positions: int, context: Context) -> int:
