@@ -11,8 +11,8 @@ bandwidth of a large sum; and its products at the fastest rate of a product of s
 processor's cache. `of_the_roofline` is that time over the median step of ours, at which all slots sample.
 
 `lengths` has responses of lognormal lengths in 64 slots, many times as many as slots: seconds of batches of 64 over
-those of continuous batching. A static batch computes all its rows until the longest response ends; `begin_together`
-are batches that leave out the rows that have ended, and begin when all have.
+those of continuous batching. A static batch computes all its rows until the longest response ends; rows that `begin
+together` are batches that leave out those that have ended.
 """
 
 import argparse
@@ -195,7 +195,7 @@ def lengths(folder: Path, name: str, dtype: str, count: int) -> dict[str, Any]:
     }
     batches = [range(begin, begin + LENGTHS_SLOTS) for begin in range(0, count, LENGTHS_SLOTS)]
     longest = {i: max(wanted[j] for j in batch) for batch in batches for i in batch}
-    kinds = {"static": (longest, batches), "begin_together": (wanted, batches), "continuous": (wanted, [range(count)])}
+    kinds = {"static": (longest, batches), "together": (wanted, batches), "continuous": (wanted, [range(count)])}
     taken: dict[str, list[float]] = {kind: [] for kind in kinds}
     engines = {kind: Ours(folder, dtype, LENGTHS_SLOTS, LENGTHS_MOST) for kind in kinds}
     for kind, (ends, _) in kinds.items():

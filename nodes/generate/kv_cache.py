@@ -126,9 +126,9 @@ class DecodeMemory:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    """Zeros on a device; in a CPU's memory in pages of 2 MB where the kernel gives some. Of small ones a step over
-    hundreds of megabytes reads more addresses of pages than a processor keeps (12 against 17 GB/s on a virtual machine).
-    """
+    """Zeros on a device; in a CPU's memory in pages of 2 MB where the kernel gives some."""
+    # A step over hundreds of megabytes reads more small pages than a processor keeps the addresses of (on a virtual
+    # machine 12 against 17 GB/s).
     made = torch.empty(shape, dtype=dtype, device=device)
     if made.device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
         first = -(-made.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
