@@ -5,8 +5,8 @@
 The work of one update at lag 1, in one process on one thread: the engine samples `train.py`'s responses, whose prompts
 each have eight, and `aipo_update` learns from them. `products` are matrix products without attention's; `of the peak`
 is their rate over that of a large product in the same run. `between operations` is the rest of the seconds that the
-work takes without a profiler: Python, the engine's book-keeping, autograd's, transposed factors. While both cores of a
-pair work, as in `train.py`, all takes longer.
+work takes without a profiler: Python, autograd, transposed factors. A pass of generation is one call of C, whose parts
+a profiler does not see. While both cores of a pair work, as in `train.py`, all takes longer.
 """
 
 import argparse
@@ -115,8 +115,9 @@ def main() -> None:
                 found = seconds_by_kind(work)
                 seconds = found.pop("seconds")
                 row: dict[str, Any] = {"model": name, "work": "generate" if work is sample else "update"}
-                row |= {"seconds": round(seconds, 2), **{kind: f"{part / seconds:.0%}" for kind, part in found.items()}}
-                row["products, of the peak"] = f"{share * whole / found['products'] / most:.0%}"
+                shares = {kind: f"{part / seconds:.0%}" for kind, part in found.items()}
+                shares["products, of the peak"] = f"{share * whole / found['products'] / most:.0%}"
+                row |= {"seconds": round(seconds, 2)} | (dict.fromkeys(shares, "–") if work is sample else shares)
                 row["all, of the peak"] = f"{share * whole / seconds / most:.0%}"
                 rows.append(row)
                 print(json.dumps(row), flush=True)
