@@ -94,7 +94,8 @@ class Generator:
             self.groups += 1
             prompt = Prompts((self.groups,), ("a" * (self.context - 4),), ("",))
             self.engine.submit(self.groups, {"prompts": prompt, "behaviour": self.behaviour})
-        while not self.engine.slots.sampling.all():
+        # All begin in the same step, since their prompts are the same; one of them may also end in it.
+        while not self.engine.slots.sampling.any():
             self.engine.step()
 
     def step(self) -> float:

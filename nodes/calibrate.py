@@ -132,7 +132,8 @@ def decoding_steps(
         for group in range(count // samples):
             prompts = Prompts((group,), ("a" * (STEP_PROMPT - 4),), ("",))
             engine.submit(group, {"prompts": prompts, "behaviour": weights})
-        while not engine.slots.sampling.all():
+        # All begin in the same step, since their prompts are the same; one of them may also end in it.
+        while not engine.slots.sampling.any():
             engine.step()
         taken = []
         for _ in range(WARM_STEPS + STEPS):

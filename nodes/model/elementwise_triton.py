@@ -102,7 +102,8 @@ def _narrow(rows, elements, scales, limit, tiny, D: tl.constexpr, DP: tl.constex
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, DP)
     own = tl.load(rows + row * D + at, at < D, 0.0).to(tl.float32)
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(own)), limit), tiny)
-    quotient = tl.minimum(tl.maximum(tl.div_rn(own, scale), -limit), limit)
+    # What is no number stays none, so that it is found in the logits.
+    quotient = tl.clamp(tl.div_rn(own, scale), -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     tl.store(elements + row * D + at, quotient.to(elements.dtype.element_ty), at < D)
     tl.store(scales + row, scale)
 

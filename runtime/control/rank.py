@@ -143,10 +143,10 @@ class RankRuntime:
             be_deterministic()
         several = len({host for one in config.plan.replicas for host in one.hosts}) > 1
         if place.device != "cpu":
-            require_device(place.device, place.host)
             # The first group of a process decides for all: weights may go to other hosts.
             beside = several or flags.transport == "nccl"
             prepare_nccl(join.address if several else LOOPBACK, beside=beside)
+            require_device(place.device, place.host)  # asks the driver, so that it comes after
             torch.cuda.set_device(place.device)  # where libraries put what names no device
         self.notes: SimpleQueue[str] = SimpleQueue()
         tell_node_warnings(self.notes.put)

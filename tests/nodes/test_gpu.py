@@ -119,6 +119,19 @@ def test_rows_become_eight_bits_as_on_a_cpu(shape: tuple[int, int]) -> None:
 
 
 @KERNELS
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_no_number_stays_none_in_eight_bits(bad: float) -> None:
+    rows_RD = random(2, 48)
+    rows_RD[1, 3] = bad
+    # In float32 instead of eight bits, which the interpreter has not.
+    elements_RD, scales_R1 = _kernels()[1].narrowed(rows_RD, torch.float32, 448.0, torch.finfo(torch.float32).tiny)
+    made_RD = elements_RD * scales_R1
+    near(made_RD[0], rows_RD[0])
+    assert not made_RD[1, 3].isfinite()
+    assert not elements_RD[1, 3].isfinite()
+
+
+@KERNELS
 @DTYPES
 @pytest.mark.parametrize("shape", [(3, 5, 20), (2, 1500), (7, 1, 8), (0, 8)])
 def test_the_gated_activation_is_the_formula_and_so_is_its_gradient(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
