@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 64
-"""Positions of a product."""
+BLOCK, BLOCK_BYTES = 64, 1 << 14
+"""Positions of a product, and bytes of their keys, at most: four such blocks have to fit into the 99 KB that a program
+has on the smallest cards."""
 RUN, MOST_RUNS = 256, 16
 """Positions of a run at least, and runs of a slot at most: so many programs share a row's reading."""
 
@@ -34,6 +35,7 @@ def attend(
     """As `attention.attend`. A row at position -1 writes nothing, and gives what means nothing."""
     (rows, heads, width), (_, groups, length, _) = q_RHK.shape, keys_SGCK.shape
     each, wide = heads // groups, max(16, triton.next_power_of_2(width))  # what a product needs at least
+    block = max(16, min(BLOCK, BLOCK_BYTES // (wide * keys_SGCK.itemsize)))
     run = max(RUN, -(-length // (MOST_RUNS * BLOCK)) * BLOCK)
     runs = -(-length // run)
     q_RHK = q_RHK.contiguous()
@@ -52,7 +54,7 @@ def attend(
     sizes = {"G": groups, "N": each, "K": width, "KP": wide, "RUN": run}
     _attend[(rows, groups, runs)](
         q_RHK, keys_SGCK, values_SGCK, *where, out_RHK, sums_RGUNK, stats_RGUN2, *strides, 1 / math.sqrt(width),
-        window, **sizes, NP=max(16, triton.next_power_of_2(each)), BLOCK=BLOCK,
+        window, **sizes, NP=max(16, triton.next_power_of_2(each)), BLOCK=block,
     )  # fmt: skip
     if runs > 1:
         _join[(rows, groups)](

@@ -63,7 +63,9 @@ def passed(length: int, dtype: torch.dtype, width: int, heads: int = 4) -> tuple
 @KERNELS
 @DTYPES
 @pytest.mark.parametrize("window", [0, 1, 21, 300])
-@pytest.mark.parametrize(("width", "length", "heads"), [(6, 200, 4), (64, 900, 4), (80, 700, 6), (16, 4500, 2)])
+@pytest.mark.parametrize(
+    ("width", "length", "heads"), [(6, 200, 4), (64, 900, 4), (80, 700, 6), (16, 4500, 2), (256, 70, 2)]
+)
 def test_attention_over_slots_is_attention(
     dtype: torch.dtype, window: int, width: int, length: int, heads: int
 ) -> None:
