@@ -163,8 +163,9 @@ def test_one_short_prompt_takes_one_pass_more_than_its_response_and_a_long_one_f
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Passes of operations have a row for each slot; where a pass computes the rows that there are, it may have more.
-    for text, invariant, before in (("1+", False, 1), ("1" * 64, False, 1), ("1" * 64, True, 4)):
+    for text, invariant in (("1+", False), ("1" * 64, False), ("1" * 64, True)):
         engine = make_engine(replace(context, slots=16, invariant=invariant), samples=1)
+        before = 4 if len(text) > 16 and engine.decode is None else 1
         passes = counted(engine, monkeypatch)
         engine.submit(0, {"prompts": prompts(0, text), "behaviour": weights()})
         rollouts = drain(engine)[0][0]
