@@ -22,6 +22,8 @@ class Graphs:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = OrderedDict()
+        # One is replayed at a time, and what it makes is read before the next one: they share what lies between.
+        self._pool: Any = None
 
     def run(self, key: Hashable, compute: Callable[[], T]) -> T:
         """What `compute` makes, in tensors that the next call with this key writes over.
@@ -32,9 +34,9 @@ class Graphs:
         """
         if key not in self._kept:
             made = compute()
-            graph = torch.cuda.CUDAGraph()
+            graph, self._pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.graph_pool_handle()
             # Transfers of other threads go on meanwhile, and take memory.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 kept = compute()
             self._kept[key] = graph, kept
             if len(self._kept) > MOST:
