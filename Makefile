@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# Three tests at a time on two cores, since most of them wait for processes half of the time; in the order of
+# Three tests at a time on two cores, since most of them wait for processes half of the time, slow ones more; in the order of
 # tests/conftest.py. OpenMP's threads sleep while they wait for each other: spinning, they would take the core that
 # another test needs.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --numprocesses 3 --no-loadscope-reorder --durations 20 --durations-min 10
@@ -31,7 +31,7 @@ test: .venv/developing  ## the test suite, without what is marked slow
 	$(PYTEST) --dist loadfile -m 'not slow'
 
 slow: .venv/developing  ## the tests that are marked slow
-	$(PYTEST) --dist loadgroup -m slow
+	$(PYTEST) --numprocesses 4 --dist loadgroup -m slow
 
 vllm: .venv/developing  ## the tests that need vLLM, which is installed for them and removed again
 	sh scripts/vllm.sh
