@@ -245,6 +245,7 @@ def test_responses_that_leave_no_room_for_a_prompt_are_told_before_anything_star
 ) -> None:
     config = replace(initial_model("")[0], max_position_embeddings=24)
     model = CausalLM(config, torch.float32, "cpu")
+    model.init_weights(0)
     save_model(model, model.state_dict(), tmp_path)
     byte_tokenizer("0123456789+-=:").save(tmp_path)
     given = [word.format(model=tmp_path) for word in words]

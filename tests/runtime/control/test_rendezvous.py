@@ -244,7 +244,7 @@ def test_no_controller_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         pulse.stop()
 
 
-@pytest.mark.parametrize(("size", "said"), [(MAX_KEPT // 4, "generator/0:0 .*for each rank"), (MAX_KEPT, "frame: ")])
+@pytest.mark.parametrize(("size", "said"), [(MAX_KEPT // 4, "generator/0:0 .*for each rank"), (MAX_KEPT, "given Post")])
 def test_a_rank_that_posts_too_much_is_told_so(tmp_path: Path, size: int, said: str) -> None:
     with meetings(tmp_path, 2) as (store, other):
         for number in range(2):
