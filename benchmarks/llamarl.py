@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from predicted import slots_that_fit, stream_s
+from predicted import VLLM_STEP, slots_that_fit, stream_s
 
 from penstock.runtime.cluster.gpus import GPUS
 from penstock.runtime.plan.decode_cost import Generator
@@ -32,9 +32,7 @@ PUBLISHED = (("llama-8b", 256, 2.52), ("llama-70b", 256, 3.98), ("llama-405b", 1
 PROMPTS, SAMPLES, PROMPT, MICRO, SLOTS, LAG = 256, 8, 128, 4096, 256, 1
 LENGTHS = Lognormal(1000, 0.7, 4096)
 RESPONSES = LENGTHS.take(PROMPTS * SAMPLES)
-GPU = GPUS["H100"].model_copy(
-    update={"engine": GPUS["H100"].engine.model_copy(update={"eager": False, "step_ms": 4.0, "row_us": 10.0})}
-)
+GPU = GPUS["H100"].model_copy(update={"engine": GPUS["H100"].engine.model_copy(update=VLLM_STEP)})
 
 
 def meshes(shape: Shape, gpus: int) -> Iterator[Parallel]:

@@ -18,12 +18,13 @@ from penstock.runtime.plan.workload import IntArray, Lognormal
 
 PROMPT, SIGMA, SLOTS = 128, 0.7, 1024
 """NeMo-RL: tokens of a prompt, spread of lengths, and vLLM's default of rows at once on GPUs of 70 GiB and more."""
-VLLM = {"eager": False, "step_ms": 4.0, "row_us": 10.0, "switch_s": 9.6}
+VLLM_STEP = {"eager": False, "step_ms": 4.0, "row_us": 10.0}
 """vLLM replays CUDA graphs. Scheduling takes 29 % and the GPU 38 % of vLLM 0.5's time for an 8B model on an H100 (its
 blog, 2024-09-05), whose step takes 5.1 ms of the GPU (batch 1): 4 ms; its processing of outputs took 8.7 % of a step of
-70B on four H100 (same place): about 2 ms of some 200 rows. Handing shared GPUs over takes 7.5, 9.6 and 21.8 s beside
-the transfer (NeMo-RL, pull request 3294: "total refit" less "transfer + update" of Qwen3-30B-A3B, Nemotron Nano 3,
-Qwen3-235B-A22B): the median."""
+70B on four H100 (same place): about 2 ms of some 200 rows."""
+VLLM = {**VLLM_STEP, "switch_s": 9.6}
+"""Handing shared GPUs over takes 7.5, 9.6 and 21.8 s beside the transfer (NeMo-RL, pull request 3294: "total refit"
+less "transfer + update" of Qwen3-30B-A3B, Nemotron Nano 3, Qwen3-235B-A22B): the median."""
 LOADED_S = 0.5e-3
 """Seconds of a tensor (an expert's matrices count each) that a colocated vLLM loads: 9.67 s of 18,900 and 18.4 s of
 37,000 (the same pull request; Qwen3-30B-A3B, Qwen3-235B-A22B; both are converted to MXFP8 meanwhile)."""

@@ -86,13 +86,13 @@ class Engine(GroupStream):
         self.size.require_memory()
         self.memory: DecodeMemory | None = None
         self.weights = *model.parameters(), *model.buffers()
-        on_gpu = torch.device(context.device).type == "cuda"
+        self.on_gpu = torch.device(context.device).type == "cuda"
         # Ranks wait for each other between kernels, and experts' rows are counted on the host.
         alone = all(size == 1 for _, size in ranks.mesh) and not spec.config.family.experts
-        self.replays = alone and on_gpu
+        self.replays = alone and self.on_gpu
         # Empty rows cost nothing where a pass is one call.
         self.rows = 0 if self.decode is None else WIDE
-        self.prompt_rows = PROMPT_ROWS if on_gpu and not context.deterministic else 0
+        self.prompt_rows = PROMPT_ROWS if self.on_gpu and not context.deterministic else 0
         stops = np.zeros(spec.config.vocab_size, dtype=bool)
         stops[list(spec.tokenizer.stops)] = True
         self.slots = EngineSlots(num_slots, self.length, context.max_tokens, stops, self.strings, self.segment)
@@ -101,8 +101,7 @@ class Engine(GroupStream):
 
     def fused(self) -> Sequence[Sequence[str]]:
         # A GPU multiplies with several tensors at once where they lie; for a CPU they are copied (`kernels.pack`).
-        gpu = torch.device(self.context.device).type == "cuda"
-        return self.model.neighbours() if gpu else ()
+        return self.model.neighbours() if self.on_gpu else ()
 
     def busy(self) -> bool:
         return bool(self.settled or self.queue or self.slots.live.any())

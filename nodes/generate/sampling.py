@@ -26,7 +26,7 @@ _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 WORDS = 512
-"""Of a block whose mass is summed up first, or fewer, if blocks of a power of two have no rest then."""
+"""Of a block whose mass is summed up first; down to an eighth of it, if the vocabulary is a multiple of that."""
 
 
 def keyed_uniform(keys: Tensor, positions: Tensor) -> Tensor:
@@ -97,7 +97,8 @@ def _drawn(probs_SV: Tensor, uniform_S1: Tensor) -> Tensor:
     """The token [S, 1] of each row in whose share of the mass its uniform falls: the block of words first, since sums
     over all of a large vocabulary are the longest part of a draw."""
     rows, words = probs_SV.shape
-    width = gcd(words, WORDS) if gcd(words, WORDS) >= WORDS // 8 else WORDS
+    even = gcd(words, WORDS)
+    width = even if even >= WORDS // 8 else WORDS
     blocks = -(-words // width)
     if blocks * width > words:
         probs_SV = F.pad(probs_SV, (0, blocks * width - words))

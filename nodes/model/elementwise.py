@@ -11,6 +11,7 @@ Shapes: R rows, D width of a row, B sequences, S tokens, H query heads, G key-va
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -266,35 +267,18 @@ def _rotate_on_cpu(
     return made[0], made[1]
 
 
-# Triton is there where a GPU is, and takes a while to import.
-@torch.library.impl(_library, "rms_norm", "CUDA")
-def _rms_norm_on_gpu(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    from penstock.nodes.model import elementwise_triton
+def _by_triton(name: str) -> Callable[..., Any]:
+    def compute(*given: Any) -> Any:
+        # It is there where a GPU is, and takes a while to import.
+        from penstock.nodes.model import elementwise_triton
 
-    return elementwise_triton.rms_norm(x, weight_D, eps)
+        return getattr(elementwise_triton, name)(*given)
 
-
-@torch.library.impl(_library, "gated", "CUDA")
-def _gated_on_gpu(gate: Tensor, up: Tensor) -> Tensor:
-    from penstock.nodes.model import elementwise_triton
-
-    return elementwise_triton.gated(gate, up)
+    return compute
 
 
-@torch.library.impl(_library, "gated_backward", "CUDA")
-def _gated_backward_on_gpu(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    from penstock.nodes.model import elementwise_triton
-
-    return elementwise_triton.gated_backward(grad, gate, up)
-
-
-@torch.library.impl(_library, "rotate", "CUDA")
-def _rotate_on_gpu(
-    q_BSHK: Tensor, k_BSGK: Tensor, cos_BS1K: Tensor, sin_BS1K: Tensor, back: bool
-) -> tuple[Tensor, Tensor]:
-    from penstock.nodes.model import elementwise_triton
-
-    return elementwise_triton.rotate(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K, back)
+for _name in ("rms_norm", "gated", "gated_backward", "rotate"):
+    torch.library.impl(_library, _name, "CUDA")(_by_triton(_name))
 
 
 def _rows(x: Tensor, dims: int) -> tuple[Tensor, int]:

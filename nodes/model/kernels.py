@@ -95,14 +95,13 @@ def pack(maps: Sequence[Linear], rows: int) -> None:
 
 def _joined(maps: Sequence[Linear]) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
     """Weights that lie one after the other as one, and so their biases and scales; None where they do not."""
-    weight = _one_after_the_other([each.weight for each in maps])
-    found = []
-    for own in ([each.bias for each in maps], [each.row_scales for each in maps]):
-        parts = [each for each in own if each is not None]
-        found.append(_one_after_the_other(parts) if parts else None)
-        if weight is None or (parts and found[-1] is None):
-            return None
-    return None if weight is None else (weight, found[0], found[1])
+    weights = [each.weight for each in maps]
+    biases = [each.bias for each in maps if each.bias is not None]
+    scales = [each.row_scales for each in maps if each.row_scales is not None]
+    weight, bias, scale = (_one_after_the_other(parts) if parts else None for parts in (weights, biases, scales))
+    if weight is None or (biases and bias is None) or (scales and scale is None):
+        return None
+    return weight, bias, scale
 
 
 def _one_after_the_other(parts: Sequence[Tensor]) -> Tensor | None:
