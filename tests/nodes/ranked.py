@@ -8,17 +8,20 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 
 from tests.forks import Forked
 
 DEADLINE_S = 400
 
 
-def spawn(count: int, function: str, *words: str, folder: Path) -> None:
-    """Run it on `count` ranks. Fails with what they have written unless all of them end well before the deadline."""
+def spawn(count: int, function: str, *words: str, folder: Path, backend: str = "gloo") -> None:
+    """Run it on `count` ranks. Fails with what they have written unless all of them end well before the deadline.
+
+    With `backend="fake"` ranks send nothing, and what they receive is undefined."""
     log = folder / "ranks.log"
     ranks = [
-        Forked(f"{__name__}:be_rank", str(rank), str(count), function, str(folder), *words, log=log)
+        Forked(f"{__name__}:be_rank", str(rank), str(count), backend, function, str(folder), *words, log=log)
         for rank in range(count)
     ]
     try:
@@ -28,9 +31,10 @@ def spawn(count: int, function: str, *words: str, folder: Path) -> None:
             rank.end()
 
 
-def be_rank(rank: str, count: str, function: str, folder: str, *words: str) -> None:
+def be_rank(rank: str, count: str, backend: str, function: str, folder: str, *words: str) -> None:
     where, timeout = f"file://{folder}/store", timedelta(seconds=DEADLINE_S / 2)
     module, _, name = function.partition(":")
-    dist.init_process_group("gloo", where, timeout, world_size=int(count), rank=int(rank))
+    options = FakeProcessGroup.Options() if backend == "fake" else None  # type: ignore[call-arg]
+    dist.init_process_group(backend, where, timeout, world_size=int(count), rank=int(rank), pg_options=options)
     getattr(importlib.import_module(module), name)(int(rank), Path(folder), *words)
     dist.barrier()

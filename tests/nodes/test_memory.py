@@ -33,7 +33,9 @@ def test_the_memory_model_says_what_torchs_tracker_counts(
 ) -> None:
     case = (mesh, tied, groups, dtype, lora)
     if mesh:
-        spawn(2, f"{agrees.__module__}:agrees", *case, folder=tmp_path)
+        # A thread of gloo may still hold a buffer that the rank has let go of. Stages need the numbers that they send.
+        backend = "gloo" if mesh == "pp=2" else "fake"
+        spawn(2, f"{agrees.__module__}:agrees", *case, folder=tmp_path, backend=backend)
     else:
         agrees(0, tmp_path, *case)
 
