@@ -157,7 +157,7 @@ def run_trl(model: str, data: str, updates: int, dtype: str, folder: str) -> Non
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for it: elsewhere it is emulated, and no one would train in it."""
+    """Whether this CPU has instructions for it: elsewhere ours is no faster than float32, TRL's a tenth of it."""
     return not {"avx512_bf16", "amx_bf16"}.isdisjoint(cpu_flags())
 
 

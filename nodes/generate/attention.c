@@ -8,6 +8,10 @@
 
 #include "numbers.h"
 
+#if LANES > 8 && !defined(__AVX512F__)
+#undef LANES
+#define LANES 8
+#endif
 #define PARTS (K / LANES)
 
 typedef float vector __attribute__((vector_size(4 * LANES)));

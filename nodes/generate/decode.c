@@ -14,11 +14,25 @@
 #include <unistd.h>
 #endif
 
-/* Outputs that a packed weight has side by side, and rows that one block of them is computed for at a time. */
+/* Outputs that a packed weight has side by side, and rows that one block of them is computed for at a time: of tiles,
+   two. */
 #define BLOCK (2 * LANES)
-#define TALL 32
-/* Rows whose sums are in registers at once. */
+#define TALL 48
+/* Rows whose sums with two registers of outputs are in registers at once. */
+#ifdef __AVX512F__
 #define ROWS 8
+#else
+#define ROWS 6
+#endif
+typedef uint32_t register_bits __attribute__((vector_size(4 * WIDTH)));
+/* What sums are made of: rows as they are or, without an operation for pairs of bfloat16, as floats. */
+#if defined(BF16) && !defined(__AVX512BF16__)
+typedef float factor;
+#define WIDENED 1
+#else
+typedef stored factor;
+#define WIDENED 0
+#endif
 /* Inputs of a packed weight come in multiples of STEP, in bfloat16 as pairs; those beyond its own are 0. */
 #ifdef BF16
 #define STEP 32
@@ -32,8 +46,8 @@
    gates and as many others, silu(gate) * other. */
 enum { PLAIN, ADDED, GATED };
 
-/* Has the processor vectors of LANES floats? Without them products take longer than oneDNN's. */
-#ifdef __AVX512F__
+/* Has the processor what makes these products no slower than oneDNN's? */
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
 const int fast = 1;
 #else
 const int fast = 0;
@@ -56,42 +70,61 @@ void pack(const stored *w, stored *to, int64_t O, int64_t I, int64_t at, int gat
             }
 }
 
-/* Sums of m rows, up to ROWS, with a block; with each step of the inputs it asks for what lies `step` bytes further. */
-static inline __attribute__((always_inline)) void few(int m, const stored *x, int64_t x_row, int64_t I, const stored *w,
-                                                      const char *ask, int64_t step, float to[][BLOCK]) {
-    vector sums[ROWS][2] = {0};
+/* Sums of m rows, up to ROWS, with 2 * WIDTH outputs of a block; with each step of the inputs it asks for what lies
+   `step` bytes further. */
+static inline __attribute__((always_inline)) void few(int m, const factor *x, int64_t x_row, int64_t I, const stored *w,
+                                                      const char *ask, int64_t step, float *to) {
+    register_vector sums[ROWS][2] = {0};
     for (int64_t k = 0; k < I; k += PAIR, w += PAIR * BLOCK, ask += step) {
         __builtin_prefetch(ask, 0, 2);
-#ifdef BF16
-        bits_vector pairs[2];
-        for (int j = 0; j < 2; j++) memcpy(&pairs[j], w + j * BLOCK, sizeof pairs[j]);
-#ifndef __AVX512BF16__
-        vector even[2], odd[2];
-        for (int j = 0; j < 2; j++) even[j] = (vector)(pairs[j] << 16), odd[j] = (vector)(pairs[j] & 0xffff0000);
-#endif
+#if PAIR == 2
+        register_bits pairs[2];
+        for (int j = 0; j < 2; j++) memcpy(&pairs[j], w + j * 2 * WIDTH, sizeof pairs[j]);
+#if WIDENED
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++) {
+            register_vector each[2];
+            for (int j = 0; j < 2; j++) each[j] = (register_vector)(odd ? pairs[j] & 0xffff0000 : pairs[j] << 16);
+#pragma GCC unroll 8
+            for (int i = 0; i < m; i++)
+                for (int j = 0; j < 2; j++) sums[i][j] += x[i * x_row + k + odd] * each[j];
+        }
+#else
 #pragma GCC unroll 8
         for (int i = 0; i < m; i++) {
             uint32_t own = x[i * x_row + k];
             if (k + 1 < I) memcpy(&own, x + i * x_row + k, sizeof own);
-            for (int j = 0; j < 2; j++) {
-#ifdef __AVX512BF16__
-                __m512bh all = (__m512bh)_mm512_set1_epi32((int)own);
-                sums[i][j] = (vector)_mm512_dpbf16_ps((__m512)sums[i][j], all, (__m512bh)pairs[j]);
-#else
-                sums[i][j] += wide((stored)own) * even[j];
-                sums[i][j] += wide((stored)(own >> 16)) * odd[j];
-#endif
-            }
+            __m512bh all = (__m512bh)_mm512_set1_epi32((int)own);
+            for (int j = 0; j < 2; j++)
+                sums[i][j] = (register_vector)_mm512_dpbf16_ps((__m512)sums[i][j], all, (__m512bh)pairs[j]);
         }
+#endif
 #else
-        vector each[2] = {load(w), load(w + LANES)};
+        register_vector each[2];
+        for (int j = 0; j < 2; j++) memcpy(&each[j], w + j * WIDTH, sizeof each[j]);
 #pragma GCC unroll 8
         for (int i = 0; i < m; i++)
             for (int j = 0; j < 2; j++) sums[i][j] += x[i * x_row + k] * each[j];
 #endif
     }
 #pragma GCC unroll 8
-    for (int i = 0; i < m; i++) memcpy(to[i], sums[i], sizeof sums[i]);
+    for (int i = 0; i < m; i++) memcpy(to + i * BLOCK, sums[i], sizeof sums[i]);
+}
+
+/* The same of any number of rows with a whole block. */
+static void many(int64_t rows, const factor *x, int64_t x_row, int64_t I, const stored *w, const char *ask,
+                 int64_t step, float to[][BLOCK]) {
+    for (int64_t o = 0; o < BLOCK; o += 2 * WIDTH)
+        for (int64_t i = 0, m; i < rows; i += m, ask += step * I / PAIR) {
+            const factor *own = x + i * x_row;
+            const stored *part = w + o * PAIR;
+            float *sums = &to[i][o];
+            m = rows - i >= ROWS ? ROWS : rows - i >= 4 ? 4 : rows - i >= 2 ? 2 : 1;
+            if (m == ROWS) few(ROWS, own, x_row, I, part, ask, step, sums);
+            if (m == 4) few(4, own, x_row, I, part, ask, step, sums);
+            if (m == 2) few(2, own, x_row, I, part, ask, step, sums);
+            if (m == 1) few(1, own, x_row, I, part, ask, step, sums);
+        }
 }
 
 #ifdef TILES
@@ -116,7 +149,7 @@ static void end_tiles(void) {
 
 /* The same of 16 rows from each of two places, or of one (`second` is null). */
 static inline void by_tiles(const stored *first, const stored *second, int64_t x_row, int64_t inputs, const stored *w,
-                            const char *ask, int64_t step, float to[TALL][BLOCK]) {
+                            const char *ask, int64_t step, float to[][BLOCK]) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -142,11 +175,11 @@ static inline void by_tiles(const stored *first, const stored *second, int64_t x
     }
 }
 #else
-static const int tiles = 0;
+enum { tiles = 0 };
 static void begin_tiles(void) {}
 static void end_tiles(void) {}
 static void by_tiles(const stored *first, const stored *second, int64_t x_row, int64_t inputs, const stored *w,
-                     const char *ask, int64_t step, float to[TALL][BLOCK]) {}
+                     const char *ask, int64_t step, float to[][BLOCK]) {}
 #endif
 
 /* As it is after it has been stored. */
@@ -181,7 +214,7 @@ static inline void finish(const float sums[BLOCK], int kind, int64_t at, int64_t
 /* x [R, I] by a packed weight of O outputs, into rows of `out`. Returns 1 where memory is lacking, otherwise 0. */
 static int product(const stored *x, int64_t R, int64_t I, int64_t x_row, const stored *w, int64_t O, const stored *bias,
                    int kind, stored *out, int64_t out_row, int threads) {
-    int64_t inputs = whole(I, STEP), blocks = whole(O, BLOCK) / BLOCK, each = tiles ? TALL : ROWS;
+    int64_t inputs = whole(I, STEP), blocks = whole(O, BLOCK) / BLOCK, most = tiles ? 32 : TALL;
     /* Tiles have 16 rows of a multiple of STEP numbers: where there are not as many, they are copied to zeros. */
     stored *copy = NULL;
     int64_t copied = R;
@@ -191,19 +224,27 @@ static int product(const stored *x, int64_t R, int64_t I, int64_t x_row, const s
         if (!copy) return 1;
         for (int64_t r = copied; r < R; r++) memcpy(copy + (r - copied) * inputs, x + r * x_row, I * sizeof(stored));
     }
+    int64_t factors_row = WIDENED ? inputs : x_row;
+    float *floats = WIDENED && !tiles ? malloc(sizeof(float) * R * inputs) : NULL;
+    if (WIDENED && !tiles && !floats) return 1;
+    const factor *factors = floats ? (const factor *)floats : (const factor *)x;
 #pragma omp parallel num_threads(threads)
     {
         float sums[TALL][BLOCK] __attribute__((aligned(64)));
+        if (floats)
+#pragma omp for
+            for (int64_t r = 0; r < R; r++)
+                for (int64_t k = 0; k < inputs; k++) floats[r * inputs + k] = k < I ? wide(x[r * x_row + k]) : 0;
         begin_tiles();
 #pragma omp for
         for (int64_t b = 0; b < blocks; b++) {
             const stored *block = w + b * BLOCK * inputs;
             /* While it computes with a block, it asks for the next one, a part with each few rows. */
-            int64_t parts = whole(R, each) / each, step = parts > 1 ? 128 / parts : 64;
+            int64_t each = tiles ? most : ROWS, parts = whole(R, each) / each * (tiles ? 1 : BLOCK / (2 * WIDTH));
+            int64_t step = parts > 1 ? 128 / parts : 64, part = step * inputs / PAIR;
             const char *ask = (const char *)(block + BLOCK * inputs);
-            int64_t part = step * inputs / PAIR;
             for (int64_t r = 0; r < R;) {
-                int64_t count = R - r < TALL ? R - r : TALL;
+                int64_t count = R - r < most ? R - r : most;
                 if (tiles) {
                     const stored *from = r < copied ? x + r * x_row : copy + (r - copied) * inputs, *second = NULL;
                     int64_t row = r < copied ? x_row : inputs;
@@ -211,9 +252,7 @@ static int product(const stored *x, int64_t R, int64_t I, int64_t x_row, const s
                     if (count > 16) second = from + 16 * row;
                     by_tiles(from, second, row, inputs, block, ask + r / each * part, step, sums);
                 } else {
-                    int64_t i = 0;
-                    for (; i + ROWS <= count; i += ROWS) few(ROWS, x + (r + i) * x_row, x_row, I, block, ask + (r + i) / each * part, step, sums + i);
-                    for (; i < count; i++) few(1, x + (r + i) * x_row, x_row, I, block, ask, step, sums + i);
+                    many(count, factors + r * factors_row, factors_row, I, block, ask + r / each * part, step, sums);
                 }
                 for (int64_t i = 0; i < count; i++, r++) finish(sums[i], kind, b * BLOCK, O, bias, out + r * out_row);
             }
@@ -221,6 +260,7 @@ static int product(const stored *x, int64_t R, int64_t I, int64_t x_row, const s
         end_tiles();
     }
     free(copy);
+    free(floats);
     return 0;
 }
 

@@ -46,7 +46,7 @@ class DecodePass:
 
     @staticmethod
     def of(model: CausalLM) -> "DecodePass | None":
-        """None for a model whose layers have more than maps, without AVX-512, and without a C compiler."""
+        """None for a model whose layers have more than maps, without AVX2, and without a C compiler."""
         config, dtype = model.config, model.dtype
         # The model's parts, adapters, experts and weights of eight bits have operations of their own.
         plain = type(model) is CausalLM and model.lora is None and not config.family.experts and not model.invariant
@@ -166,7 +166,7 @@ class DecodePass:
 
 @functools.cache
 def _functions(dtype: torch.dtype) -> Any:
-    """Those of decode.c; None for another dtype, on a processor without AVX-512, or where they do not compile, of which
+    """Those of decode.c; None for another dtype, on a processor without AVX2, or where they do not compile, of which
     it warns."""
     found = compiled_or_warned(_SOURCE, dtype)
     if found is None or not _INT.in_dll(found, "fast").value:

@@ -12,12 +12,12 @@
 
 #include "lanes.h"
 
-/* A tile of a product has TALL rows of BROAD vectors, as many as registers hold. */
+/* A tile of a product has TALL rows of BROAD registers, as many as there are. */
 #define TALL 6
 #ifdef __AVX512F__
 #define BROAD 4
 #else
-#define BROAD 1
+#define BROAD 2
 #endif
 #define BLOCK (4 * TALL)
 /* Of what a thread works in, at most. */
@@ -27,25 +27,25 @@ typedef struct {
     int64_t position, head;
 } Strides;
 
-/* c [TALL, wide vectors] = (or += with `add`) a [TALL, n] b [n, wide vectors]; number (i, k) of a is a[i * a_row + k *
-   a_step]. */
+/* c [TALL, wide registers] = (or += with `add`) a [TALL, n] b [n, wide registers]; number (i, k) of a is
+   a[i * a_row + k * a_step]. */
 static inline __attribute__((always_inline)) void tile(float *c, int64_t c_row, const float *a, int64_t a_row,
                                                        int64_t a_step, const float *b, int64_t b_row, int64_t n,
                                                        int wide_by, int add) {
-    vector sums[TALL][BROAD];
+    register_vector sums[TALL][BROAD];
 #pragma GCC unroll 8
     for (int i = 0; i < TALL; i++)
 #pragma GCC unroll 8
         for (int j = 0; j < wide_by; j++) {
             if (add)
-                memcpy(&sums[i][j], c + i * c_row + j * LANES, sizeof(vector));
+                memcpy(&sums[i][j], c + i * c_row + j * WIDTH, sizeof(register_vector));
             else
-                sums[i][j] = (vector){0};
+                sums[i][j] = (register_vector){0};
         }
     for (int64_t k = 0; k < n; k++) {
-        vector each[BROAD];
+        register_vector each[BROAD];
 #pragma GCC unroll 8
-        for (int j = 0; j < wide_by; j++) memcpy(&each[j], b + k * b_row + j * LANES, sizeof(vector));
+        for (int j = 0; j < wide_by; j++) memcpy(&each[j], b + k * b_row + j * WIDTH, sizeof(register_vector));
 #pragma GCC unroll 8
         for (int i = 0; i < TALL; i++) {
             float one = a[i * a_row + k * a_step];
@@ -56,24 +56,25 @@ static inline __attribute__((always_inline)) void tile(float *c, int64_t c_row, 
 #pragma GCC unroll 8
     for (int i = 0; i < TALL; i++)
 #pragma GCC unroll 8
-        for (int j = 0; j < wide_by; j++) memcpy(c + i * c_row + j * LANES, &sums[i][j], sizeof(vector));
+        for (int j = 0; j < wide_by; j++) memcpy(c + i * c_row + j * WIDTH, &sums[i][j], sizeof(register_vector));
 }
 
 /* The same of `rows` rows, a multiple of TALL, and any number of vectors. */
 static void multiply(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_step, const float *b,
                      int64_t b_row, int64_t rows, int64_t n, int64_t vectors, int add) {
+    int64_t registers = vectors * (LANES / WIDTH);
     for (int64_t i = 0; i < rows; i += TALL) {
         float *to = c + i * c_row;
         const float *from = a + i * a_row;
         int64_t j = 0;
-        for (; j + BROAD <= vectors; j += BROAD)
-            tile(to + j * LANES, c_row, from, a_row, a_step, b + j * LANES, b_row, n, BROAD, add);
-        /* What is left, at once: a tile of one vector waits for its own sums. */
-        float *last = to + j * LANES;
-        const float *beside = b + j * LANES;
-        if (vectors - j == 3) tile(last, c_row, from, a_row, a_step, beside, b_row, n, 3, add);
-        if (vectors - j == 2) tile(last, c_row, from, a_row, a_step, beside, b_row, n, 2, add);
-        if (vectors - j == 1) tile(last, c_row, from, a_row, a_step, beside, b_row, n, 1, add);
+        for (; j + BROAD <= registers; j += BROAD)
+            tile(to + j * WIDTH, c_row, from, a_row, a_step, b + j * WIDTH, b_row, n, BROAD, add);
+        /* What is left, at once: a tile of one register waits for its own sums. */
+        float *last = to + j * WIDTH;
+        const float *beside = b + j * WIDTH;
+        if (registers - j == 3) tile(last, c_row, from, a_row, a_step, beside, b_row, n, 3, add);
+        if (registers - j == 2) tile(last, c_row, from, a_row, a_step, beside, b_row, n, 2, add);
+        if (registers - j == 1) tile(last, c_row, from, a_row, a_step, beside, b_row, n, 1, add);
     }
 }
 

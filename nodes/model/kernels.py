@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from penstock.nodes.model import invariant
+from penstock.nodes.model.compiled import DTYPES
 from penstock.nodes.model.eight_bit import Narrow, narrow_parameters, product
 from penstock.nodes.model.elementwise import transposed
 
@@ -117,16 +118,20 @@ def _one_after_the_other(parts: Sequence[Tensor]) -> Tensor | None:
 
 def packed(weight: Tensor, rows: int) -> Tensor | None:
     """A copy of a weight for `multiplied`, which orders a plain one anew each time; None where there is no order."""
-    if _onednn is None or weight.device.type != "cpu" or weight.dtype not in _onednn_dtypes():
+    if _onednn is None or weight.device.type != "cpu" or weight.dtype not in DTYPES:
         return None
-    return torch.ops.mkldnn._reorder_linear_weight(weight, rows)  # type: ignore[no-any-return]
+    return torch.ops.mkldnn._reorder_linear_weight(_multipliable(weight), rows)  # type: ignore[no-any-return]
+
+
+def _multipliable(x: Tensor) -> Tensor:
+    """As oneDNN multiplies it: without AVX-512 it has no bfloat16, of which torch's own products take ten times as long
+    as to convert and multiply in float32 (Zen 3, one core: 6 against 60 GFLOP/s)."""
+    return x.float() if x.dtype == torch.bfloat16 and not _narrow_products() else x
 
 
 @functools.cache
-def _onednn_dtypes() -> tuple[torch.dtype, ...]:
-    """That oneDNN multiplies on this processor."""
-    wide = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return (torch.float32, torch.bfloat16) if wide else (torch.float32,)
+def _narrow_products() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -139,7 +144,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     # In float32 torch multiplies with MKL, which keeps to AVX2 on processors other than Intel's. oneDNN uses AVX-512
     # there (Zen 5, one core: 93 against 188 GFLOP/s) and is equal or better elsewhere.
-    if _onednn is not None and x.dtype == torch.float32 and _suits(x, weight):
+    narrow = x.dtype == torch.bfloat16 and _narrow_products()
+    if _onednn is not None and x.dtype in DTYPES and not narrow and _suits(x, weight):
         return multiplied(x, weight, bias)
     return F.linear(x, weight, bias)
 
@@ -152,7 +158,7 @@ def _suits(x: Tensor, weight: Tensor) -> bool:
 def _learns(x: Tensor, weight: Tensor) -> bool:
     """Is it a product with gradients of ours?"""
     asked = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return asked and _onednn is not None and _suits(x, weight) and x.dtype in _onednn_dtypes()
+    return asked and _onednn is not None and _suits(x, weight) and x.dtype in DTYPES
 
 
 class _Linear(torch.autograd.Function):
@@ -198,10 +204,12 @@ def _of_weights(grads: Sequence[Tensor], x_RI: Tensor) -> list[Tensor]:
 def _added(sums: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """sums + x @ weight.T, rounded once."""
     assert _onednn is not None
-    return _onednn.binary(x, sums, weight, None, "add")  # type: ignore[no-any-return]
+    given = map(_multipliable, (x, sums, weight))
+    return _onednn.binary(*given, None, "add").to(x.dtype)  # type: ignore[no-any-return]
 
 
 def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias by oneDNN, of a weight that may be packed."""
     assert _onednn is not None
-    return _onednn(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+    given = _multipliable(x), _multipliable(weight), None if bias is None else _multipliable(bias)
+    return _onednn(*given, "none", [], "").to(x.dtype)  # type: ignore[no-any-return]

@@ -16,7 +16,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from penstock.graph.types import Advantages, Context
 from penstock.nodes.learn.losses import reinforce
 from penstock.nodes.learn.update import policy_update
-from penstock.nodes.model import CausalLM, ModelConfig, decoder, torch_dtype
+from penstock.nodes.model import CausalLM, ModelConfig, decoder, kernels, torch_dtype
 from penstock.nodes.model.lora import Lora
 from penstock.nodes.model.words import own_part
 from penstock.nodes.open_model import initial_model
@@ -82,7 +82,8 @@ def counted(config: ModelConfig, how: Context, lora: Lora | None = None) -> tupl
     """Bytes of each component on this rank in a step of equal micro-batches, and the most that it holds at once."""
     counter, marks, freed = Counter(), Marks(), dict[str, int]()
     data = prod(size for axis, size in how.mesh if axis in ("dp", "fsdp"))
-    with counter, mock.patch.object(decoder, "attend_causal", attend):
+    # Products as on a GPU, too: oneDNN's may have copies in float32.
+    with counter, mock.patch.object(decoder, "attend_causal", attend), mock.patch.object(kernels, "_onednn", None):
         # All that is not adapters' is read in the run's dtype.
         model = CausalLM(config, torch_dtype(how.dtype) if lora else torch.float32, how.device, lora=lora)
         learner = LanguagePolicy(model, initial_model("")[1], how)

@@ -20,12 +20,13 @@ from tests.nodes.family_cases import config_of
 ODD = ModelConfig(53, 36, 42, 3, 4, 2, 6, 64, initializer_range=0.2)
 EVEN = ModelConfig(64, 64, 96, 2, 4, 4, 32, 64, initializer_range=0.2, tie_word_embeddings=True)
 SLOTS, LENGTH = 48, 24
-# Of x86 with tiles, without them, and without products of bfloat16.
-LACKS = ("", "-mno-amx-bf16", "-mno-amx-bf16 -mno-avx512bf16")
-pytestmark = pytest.mark.skipif("avx512f" not in Path("/proc/cpuinfo").read_text(), reason="a CPU without AVX-512")
+PROCESSOR = Path("/proc/cpuinfo").read_text()
+# Of x86 with tiles, without them, without products of bfloat16, and with AVX2 alone.
+LACKS = ["", "-mno-amx-bf16", "-mno-amx-bf16 -mno-avx512bf16", "-mno-avx512f -Wno-psabi"]
+pytestmark = pytest.mark.skipif("avx2" not in PROCESSOR, reason="a CPU without AVX2")
 
 
-@pytest.fixture(params=LACKS)
+@pytest.fixture(params=LACKS if "avx512f" in PROCESSOR else LACKS[:1])
 def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CC", f"{os.environ.get('CC', 'cc')} {request.param}")
     decode._functions.cache_clear()
@@ -119,7 +120,7 @@ def test_weights_are_those_of_the_last_packing() -> None:
     assert torch.equal(made.logits(found_RD), expected.logits(found_RD))
 
 
-@pytest.mark.parametrize("kind", ["adapters", "experts", "eight bits", "invariant", "no compiler", "no AVX-512"])
+@pytest.mark.parametrize("kind", ["adapters", "experts", "eight bits", "invariant", "no compiler", "no AVX2"])
 def test_other_models_and_machines_have_no_such_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {"lora": Lora(4, 8.0)} if kind == "adapters" else {}
     model = CausalLM(config_of("qwen3_moe", ODD) if kind == "experts" else ODD, **given)
@@ -129,7 +130,7 @@ def test_other_models_and_machines_have_no_such_pass(kind: str, monkeypatch: pyt
         model.be_invariant()
     if kind == "no compiler":
         monkeypatch.setattr(decode, "_functions", lambda _: None)
-    if kind == "no AVX-512":
-        monkeypatch.setenv("CC", f"{os.environ.get('CC', 'cc')} -mno-avx512f -Wno-psabi")
+    if kind == "no AVX2":
+        monkeypatch.setenv("CC", f"{os.environ.get('CC', 'cc')} -mno-avx512f -mno-avx2 -Wno-psabi")
         monkeypatch.setattr(decode, "_functions", decode._functions.__wrapped__)
     assert DecodePass.of(model) is None

@@ -174,16 +174,28 @@ def test_maps_of_one_input_and_their_gradients_are_those_of_the_formula(
 
 
 _OLD = """
+import copy
 import torch
-from penstock.nodes.model.kernels import Linear, together
-maps = [Linear(20, 30).to(torch.bfloat16) for _ in range(3)]
-x = torch.ones(7, 20, dtype=torch.bfloat16, requires_grad=True)
-sum(each.float().sum() for each in together(x, *maps)).backward()
-assert all(each.weight.grad.shape == (30, 20) for each in maps) and x.grad.shape == x.shape
+from penstock.nodes.model.kernels import Linear, pack, together
+torch.manual_seed(0)
+maps = [Linear(20, 30, bias=True).to(torch.bfloat16) for _ in range(3)]
+x = torch.randn(7, 20).bfloat16().requires_grad_()
+sum(each.square().sum() for each in together(x, *maps)).backward()
+found = [*together(x.detach(), *maps), x.grad, *(each.weight.grad for each in maps)]
+exact = [copy.deepcopy(each).double() for each in maps]
+pack(maps, 7)
+with torch.no_grad():
+    found += together(x, *maps)
+wide = x.detach().double().requires_grad_()
+outs = [torch.nn.functional.linear(wide, each.weight, each.bias) for each in exact]
+grads = torch.autograd.grad(sum(each.square().sum() for each in outs), [wide, *(each.weight for each in exact)])
+for mine, theirs in zip(found, [*outs, *grads, *outs], strict=True):
+    assert mine.dtype == torch.bfloat16
+    assert (mine - theirs).abs().max() < 0.02 * theirs.abs().max()
 """
 
 
-def test_a_processor_whose_onednn_has_no_bfloat16_learns_in_it() -> None:
+def test_a_processor_whose_onednn_has_no_bfloat16_multiplies_and_learns_in_it() -> None:
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
     assert subprocess.run([sys.executable, "-c", _OLD], env=environment, timeout=120).returncode == 0
 
