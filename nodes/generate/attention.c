@@ -34,7 +34,11 @@ static inline void load(vector to[PARTS], const stored *from) {
 /* Where lane i of vector p lies. */
 static inline int place(int p, int i) { return (p & ~1) * LANES + 2 * i + (p & 1); }
 #else
-static inline void load(vector to[PARTS], const stored *from) { memcpy(to, from, K * sizeof(float)); }
+static inline void load(vector to[PARTS], const stored *from) {
+    /* One by one: of all at once compilers make a call, and a copy in memory. */
+#pragma GCC unroll 16
+    for (int p = 0; p < PARTS; p++) memcpy(&to[p], from + p * LANES, sizeof to[p]);
+}
 
 static inline int place(int p, int i) { return p * LANES + i; }
 #endif
