@@ -67,7 +67,9 @@ class Ours:
     """An engine whose responses end at the bound, or where `ends` says so of a row by its ordinal."""
 
     def __init__(self, folder: Path, dtype: str, slots: int, tokens: int) -> None:
-        context = Context(node="generate", model=str(folder), dtype=dtype, slots=slots, max_tokens=tokens)
+        # A run measures one group of each batch against the trainer.
+        sizes = {"slots": slots, "batch": slots, "max_tokens": tokens}
+        context = Context(node="generate", model=str(folder), dtype=dtype, **sizes)
         self.engine = Engine(context, make_engine(context).sampler)
         self.weights = Weights(0, load_model(CausalLM, folder, dtype).state_dict())
         self.steps: list[float] = []

@@ -135,6 +135,8 @@ def main() -> None:
             "temp_dir": folder,
             **given,
         }
+        # Ray 2.60 writes the address of such a cluster to its usual folder, which it has not made.
+        Path(TEMPORARY, "ray").mkdir(exist_ok=True)
         cluster = Cluster(initialize_head=True, head_node_args=head)
         for _ in range(int(sys.argv[1])):
             cluster.add_node(wait=False, num_cpus=1, **given)
