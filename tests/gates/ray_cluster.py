@@ -94,6 +94,7 @@ def start(nodes: int) -> "subprocess.Popen[str]":
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     environment.pop("RAY_ADDRESS", None)
     environment["RAY_raylet_start_wait_time_s"] = str(START_S)
+    environment["RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S"] = str(START_S)
     # Else ranks have what all other tests leave of the cores (15), and a run takes four times as long.
     environment["RAY_worker_niceness"] = "0"
     environment["TMPDIR"] = TEMPORARY
