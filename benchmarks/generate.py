@@ -68,8 +68,7 @@ class Ours:
 
     def __init__(self, folder: Path, dtype: str, slots: int, tokens: int) -> None:
         # A run measures one group of each batch against the trainer.
-        sizes = {"slots": slots, "batch": slots, "max_tokens": tokens}
-        context = Context(node="generate", model=str(folder), dtype=dtype, **sizes)
+        context = Context(node="generate", model=str(folder), dtype=dtype, slots=slots, batch=slots, max_tokens=tokens)
         self.engine = Engine(context, make_engine(context).sampler)
         self.weights = Weights(0, load_model(CausalLM, folder, dtype).state_dict())
         self.steps: list[float] = []

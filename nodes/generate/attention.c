@@ -8,9 +8,9 @@
 
 #include "numbers.h"
 
-#if LANES > 8 && !defined(__AVX512F__)
+#if LANES > WIDTH
 #undef LANES
-#define LANES 8
+#define LANES WIDTH
 #endif
 #define PARTS (K / LANES)
 

@@ -14,10 +14,11 @@
 #include <unistd.h>
 #endif
 
-/* Outputs that a packed weight has side by side, and rows that one block of them is computed for at a time: of tiles,
-   two. */
+/* Outputs that a packed weight has side by side, and rows that one block of them is computed for at a time, and with
+   tiles. */
 #define BLOCK (2 * LANES)
 #define TALL 48
+#define TILED 32
 /* Rows whose sums with two registers of outputs are in registers at once. */
 #ifdef __AVX512F__
 #define ROWS 8
@@ -77,7 +78,7 @@ static inline __attribute__((always_inline)) void few(int m, const factor *x, in
     register_vector sums[ROWS][2] = {0};
     for (int64_t k = 0; k < I; k += PAIR, w += PAIR * BLOCK, ask += step) {
         __builtin_prefetch(ask, 0, 2);
-#if PAIR == 2
+#ifdef BF16
         register_bits pairs[2];
         for (int j = 0; j < 2; j++) memcpy(&pairs[j], w + j * 2 * WIDTH, sizeof pairs[j]);
 #if WIDENED
@@ -214,7 +215,7 @@ static inline void finish(const float sums[BLOCK], int kind, int64_t at, int64_t
 /* x [R, I] by a packed weight of O outputs, into rows of `out`. Returns 1 where memory is lacking, otherwise 0. */
 static int product(const stored *x, int64_t R, int64_t I, int64_t x_row, const stored *w, int64_t O, const stored *bias,
                    int kind, stored *out, int64_t out_row, int threads) {
-    int64_t inputs = whole(I, STEP), blocks = whole(O, BLOCK) / BLOCK, most = tiles ? 32 : TALL;
+    int64_t inputs = whole(I, STEP), blocks = whole(O, BLOCK) / BLOCK, most = tiles ? TILED : TALL;
     /* Tiles have 16 rows of a multiple of STEP numbers: where there are not as many, they are copied to zeros. */
     stored *copy = NULL;
     int64_t copied = R;
@@ -228,6 +229,9 @@ static int product(const stored *x, int64_t R, int64_t I, int64_t x_row, const s
     float *floats = WIDENED && !tiles ? malloc(sizeof(float) * R * inputs) : NULL;
     if (WIDENED && !tiles && !floats) return 1;
     const factor *factors = floats ? (const factor *)floats : (const factor *)x;
+    /* While it computes with a block, it asks for the next one, a part with each few rows. */
+    int64_t each = tiles ? TILED : ROWS, calls = tiles ? 1 : BLOCK / (2 * WIDTH), parts = whole(R, each) / each * calls;
+    int64_t step = parts > 1 ? 128 / parts : 64, part = calls * step * inputs / PAIR;
 #pragma omp parallel num_threads(threads)
     {
         float sums[TALL][BLOCK] __attribute__((aligned(64)));
@@ -239,9 +243,6 @@ static int product(const stored *x, int64_t R, int64_t I, int64_t x_row, const s
 #pragma omp for
         for (int64_t b = 0; b < blocks; b++) {
             const stored *block = w + b * BLOCK * inputs;
-            /* While it computes with a block, it asks for the next one, a part with each few rows. */
-            int64_t each = tiles ? most : ROWS, parts = whole(R, each) / each * (tiles ? 1 : BLOCK / (2 * WIDTH));
-            int64_t step = parts > 1 ? 128 / parts : 64, part = step * inputs / PAIR;
             const char *ask = (const char *)(block + BLOCK * inputs);
             for (int64_t r = 0; r < R;) {
                 int64_t count = R - r < most ? R - r : most;

@@ -124,14 +124,14 @@ def packed(weight: Tensor, rows: int) -> Tensor | None:
 
 
 def _multipliable(x: Tensor) -> Tensor:
-    """As oneDNN multiplies it: without AVX-512 it has no bfloat16, of which torch's own products take ten times as long
-    as to convert and multiply in float32 (Zen 3, one core: 6 against 60 GFLOP/s)."""
-    return x.float() if x.dtype == torch.bfloat16 and not _narrow_products() else x
+    return x.float() if _widened(x.dtype) else x
 
 
 @functools.cache
-def _narrow_products() -> bool:
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def _widened(dtype: torch.dtype) -> bool:
+    """Is it multiplied in float32? Without AVX-512 oneDNN has no products of bfloat16, and torch's own take ten times
+    as long as to convert and multiply (Zen 3, one core: 6 against 60 GFLOP/s)."""
+    return dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -144,8 +144,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     # In float32 torch multiplies with MKL, which keeps to AVX2 on processors other than Intel's. oneDNN uses AVX-512
     # there (Zen 5, one core: 93 against 188 GFLOP/s) and is equal or better elsewhere.
-    narrow = x.dtype == torch.bfloat16 and _narrow_products()
-    if _onednn is not None and x.dtype in DTYPES and not narrow and _suits(x, weight):
+    if _onednn is not None and _suits(x, weight) and (x.dtype == torch.float32 or _widened(x.dtype)):
         return multiplied(x, weight, bias)
     return F.linear(x, weight, bias)
 

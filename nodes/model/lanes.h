@@ -8,13 +8,6 @@
 
 #define LANES 16
 
-/* Floats of a register: where a vector is two of them, compilers keep arrays of vectors in memory, but not of these. */
-#ifdef __AVX512F__
-#define WIDTH 16
-#else
-#define WIDTH 8
-#endif
-
 typedef float vector __attribute__((vector_size(4 * LANES)));
 typedef float register_vector __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t int_vector __attribute__((vector_size(4 * LANES)));

@@ -4,6 +4,13 @@
 #include <stdint.h>
 #include <string.h>
 
+/* Floats of a register. Arrays of longer vectors are kept in memory by compilers, not in registers. */
+#ifdef __AVX512F__
+#define WIDTH 16
+#else
+#define WIDTH 8
+#endif
+
 #ifdef BF16
 typedef uint16_t stored;
 

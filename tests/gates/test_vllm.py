@@ -24,7 +24,7 @@ CLOSE = 1e-5
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(960),
+    pytest.mark.timeout(480),
     pytest.mark.skipif(not PYTHON, reason="needs an interpreter with vLLM in PENSTOCK_VLLM: make vllm"),
 ]
 
@@ -44,7 +44,7 @@ def asked(folder: Path, kind: str, ranks: int = 1) -> list[Found]:
     found = []
     try:
         for process in processes:
-            out, errors = process.communicate(timeout=900)
+            out, errors = process.communicate(timeout=400)
             assert process.returncode == 0, errors[-4000:]
             found.append(json.loads(out.strip().splitlines()[-1]))
     finally:

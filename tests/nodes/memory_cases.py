@@ -168,7 +168,7 @@ def agrees(rank: int, folder: Path, mesh: str, tied: str, groups: str, dtype: st
         most_logits = max(parts["logits"] + parts["unsharded blocks"] for parts in (forward, head))
         head = {**head, "logits": most_logits - head["unsharded blocks"]}
         whole = max(memory.bytes for memory in moments.values()) - RESERVED
-        # The model leaves out the copy of a gradient that is summed over "tp", which is there where the head's most is.
+        # The model leaves out the copy of a gradient that is summed over "tp": not all peaks have it.
         summed = 4 * TOKENS * 128 * ("tp" in mesh)
         wrong = {
             n: (x, head[n]) for n, x in found.items() if abs(x - head[n]) > NEAR * head[n] + summed * (n == "logits")
