@@ -203,7 +203,7 @@ class Agent:
                 if now >= beat and self._relay is None:
                     beat = now + INTERVAL
                     self._say(Heartbeat())
-                if gone := self._untold or self._client.gone(self._silence):
+                if gone := self._client.gone(self._silence) or self._untold:
                     return gone
         except _Ended as ended:
             # Before the ranks' deaths, of which this is the reason: they are killed.

@@ -496,6 +496,7 @@ class Client:
 
     def gone(self, silence: float = SILENCE) -> str:
         """Why the controller is not waited for any more; "" while it may still be reached."""
+        self._note_connection()  # a refusal takes the queue away: it may first show by a message that is not taken
         lost = self.lost(monotonic())
         self._joined = self._joined or lost == 0
         if self.refused:

@@ -574,6 +574,15 @@ def test_a_key_that_is_not_on_the_list_is_refused(b: Bench) -> None:
 
 
 @pytest.mark.parametrize("endpoint", [TCP])
+def test_a_message_that_is_not_taken_after_a_refusal_is_told_as_the_refusal(b: Bench) -> None:
+    """libzmq takes the queue away with the refusal, which the client has not read yet."""
+    client = Client(stranger(b.join()), "rank", "generator/0")
+    until(lambda: b.hear() == [] and not client.send(Heartbeat()))
+    assert "does not know the key of host 'local'" in client.gone()
+    client.close()
+
+
+@pytest.mark.parametrize("endpoint", [TCP])
 def test_a_client_that_knows_another_server_key_gets_nowhere(b: Bench) -> None:
     wrong = Client(replace(b.join(), server=stranger(b.join()).public), "rank", "generator/0")
     end = monotonic() + 1.0
