@@ -25,7 +25,7 @@ _EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 # No size of a model is larger. More would be memory that no machine has, or names without end.
 MOST, MOST_LAYERS = 1 << 24, 1 << 14
 # Settings that the decoder has no choice of, in any family; null and a missing key mean the same.
-_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0}
+_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "is_causal": True}
 
 
 class ModelError(ValueError):
@@ -165,8 +165,8 @@ class ModelConfig:
         rope_theta, rope_scaling = _rope(data)
         return ModelConfig(
             **sizes,
-            num_key_value_heads=_need(data, "num_key_value_heads") if data.get("num_key_value_heads") else heads,
-            head_dim=_need(data, "head_dim") if data.get("head_dim") else hidden // heads,
+            num_key_value_heads=heads if data.get("num_key_value_heads") is None else _need(data, "num_key_value_heads"),
+            head_dim=hidden // heads if data.get("head_dim") is None else _need(data, "head_dim"),
             max_position_embeddings=longest,
             rms_norm_eps=_number(data, "rms_norm_eps", 1e-6),
             rope_theta=rope_theta,
@@ -239,7 +239,9 @@ def _window(data: Mapping[str, Any], family: Family, longest: int) -> tuple[int 
             given = f"{unknown[0]} {data[unknown[0]]!r:.80} with sliding_window {window}"
             raise ModelError(f"given {given}, needed none: all layers of a {family.model_type} have the window")
     slides = "sliding_attention" in kinds or not kinds
-    if not slides or not (data.get("use_sliding_window", True) or data.get("layer_types")):
+    if off and data.get("layer_types") and slides and "layer_types" in family.windowed:
+        raise ModelError(f"given layer_types {data['layer_types']!r:.80} without use_sliding_window, needed it true")
+    if off or not slides:
         return None, ()
     if window is None and not data.get("layer_types"):
         return None, ()
@@ -262,6 +264,8 @@ def _rope(data: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         said = data.get(key) or {}
         if not isinstance(said, Mapping):
             raise ModelError(f"given {key} {said!r}, needed an object with rope_type")
+        if kinds := [kind for kind, own in said.items() if isinstance(own, Mapping)]:
+            raise ModelError(f"given {key} of {', '.join(kinds)}, needed one for all layers, with rope_type")
         if said:
             found[key] = _number({**data, **said}, "rope_theta", 10000.0), _scaling_from_json(said, data)
         for partial in (data.get("partial_rotary_factor"), said.get("partial_rotary_factor")):
