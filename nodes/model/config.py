@@ -159,14 +159,14 @@ class ModelConfig:
         if family.experts:
             sizes |= {key: _need(data, key) for key in _EXPERT_SIZES}
             sizes["norm_topk_prob"] = _flag(data, "norm_topk_prob")
-        heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
+        heads = sizes["num_attention_heads"]
+        usual = {"num_key_value_heads": heads, "head_dim": sizes["hidden_size"] // heads}
+        sizes |= {key: size if data.get(key) is None else _need(data, key) for key, size in usual.items()}
         longest = _need(data, "max_position_embeddings")
         window, layer_types = _window(data, family, longest)
         rope_theta, rope_scaling = _rope(data)
         return ModelConfig(
             **sizes,
-            num_key_value_heads=heads if data.get("num_key_value_heads") is None else _need(data, "num_key_value_heads"),
-            head_dim=hidden // heads if data.get("head_dim") is None else _need(data, "head_dim"),
             max_position_embeddings=longest,
             rms_norm_eps=_number(data, "rms_norm_eps", 1e-6),
             rope_theta=rope_theta,
