@@ -498,19 +498,21 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def filled(length: int, dtype: torch.dtype, width: int = 8) -> tuple[Tensor, ...]:
-    """Queries, keys and values of a pass, of 4 heads over 2, and slots with random entries."""
+def filled(length: int, dtype: torch.dtype, width: int = 8, heads: int = 4) -> tuple[Tensor, ...]:
+    """Queries, keys and values of a pass, of so many heads over 2, and slots with random entries."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(SLOTS, heads, width) for heads in (4, 2, 2)] + [(SLOTS, 2, length, width)] * 2
+    shapes = [(SLOTS, number, width) for number in (heads, 2, 2)] + [(SLOTS, 2, length, width)] * 2
     return tuple(torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)
 
 
 @pytest.mark.parametrize("window", [0, 1, 21])
-@pytest.mark.parametrize("width", [6, 8, 20, 64, 80])
+@pytest.mark.parametrize(("heads", "width"), [(4, 6), (4, 8), (4, 20), (4, 64), (4, 80), (2, 64), (10, 128), (14, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_over_slots_is_attention(kernel: str, dtype: torch.dtype, width: int, window: int) -> None:
+def test_attention_over_slots_is_attention(
+    kernel: str, dtype: torch.dtype, heads: int, width: int, window: int
+) -> None:
     """Of rows of several slots, some of them of one, and some empty."""
-    q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK = filled(200, dtype, width)
+    q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK = filled(200, dtype, width, heads)
     slots_R, positions_R = torch.arange(SLOTS), torch.arange(SLOTS) * 12 + 3
     slots_R[4:9], positions_R[4:9], positions_R[12] = 5, torch.arange(60, 65), -1
     own = keys_SGCK.clone(), values_SGCK.clone()
@@ -520,7 +522,7 @@ def test_attention_over_slots_is_attention(kernel: str, dtype: torch.dtype, widt
             continue
         assert torch.equal(own[0][slot, :, position], k_RGK[row])
         seen = slice(max(0, position + 1 - window) if window else 0, position + 1)
-        keys_HCK, values_HCK = (x[slot, :, seen].float().repeat_interleave(2, 0) for x in own)
+        keys_HCK, values_HCK = (x[slot, :, seen].float().repeat_interleave(heads // 2, 0) for x in own)
         expected_H1K = F.scaled_dot_product_attention(q_RHK[row, :, None].float(), keys_HCK, values_HCK)
         error_HK = (out_RHK[row].float() - expected_H1K[:, 0]).abs()
         assert error_HK.max() < (2e-6 if dtype == torch.float32 else 0.01)
