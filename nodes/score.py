@@ -27,15 +27,18 @@ from penstock.nodes.option_checks import count
 # (prompt, response, reference answer) → reward.
 Rule = Callable[[str, str, str], float]
 
+# Words that a number before them is multiplied with.
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})++|[0-9]++)(?:\.[0-9]++)?+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?+"
 # Possessive, so that no part of "12,34" or "1.2.3" is taken for a number. A minus belongs to the number unless it
 # follows something to subtract from: "48-24" holds 48 and 24.
 _NUMBER = re.compile(
-    rf"""(?P<sign>(?:(?<![\w.)−-])[−-]\s?\$?|\$[−-]?)?)
+    rf"""(?P<sign>(?:(?<![\w.)−-])(?:[−-]\s?|–)\$?|\$[−-]?)?)
     (?<![0-9.])(?<![0-9][,/eExX])
     (?:(?P<whole>[0-9]++)\s++(?=[0-9]++/[0-9]))?+
     (?P<top>{_DIGITS})(?:\s?/\s?(?P<bottom>{_DIGITS}))?+
-    (?!\s?/\s?[0-9]|[.,]?[0-9]|[xX][0-9a-fA-F])""",
+    (?!\s?/\s?[0-9]|[.,]?[0-9]|[xX][0-9a-fA-F])
+    (?:\s*+(?P<scale>{"|".join(_SCALES)})s?\b)?+""",
     re.VERBOSE,
 )
 # A number with more of them, or a larger exponent, is none: Python refuses to read 4,300 digits.
@@ -54,11 +57,18 @@ _LATEX = [
         (r"\\[,;: ()\[\]]|~", " "),
     )
 ]
-# A number between these is a part of an expression, such as of 2^{10}, \sqrt{2}, √2, 3\pi, 3² or 3i, or of "3k"; or it
-# is what the answer is not, or is compared with.
+# A number between these is a part of an expression, such as of 2^{10}, \sqrt{2}, √2, 3\pi, 3² or 3i, or of "3k", "minus
+# 3" or "3 squared"; or it is what the answer is not, or is compared with.
+_FUNCTIONS = "sqrt|log|ln|sin|cos|tan"
 _WITHIN = (
-    re.compile(r"(?:[\^_{√∛∜]|\\[A-Za-z]+|sqrt\s*\(|\b(?:not|than))\s*[−-]?\s*$"),
-    re.compile(r"\s*(?:[\^_{}]|\\|\*\*\s*[0-9(]|[√π])|[ikK]\b|[¹²³⁰⁴-⁹½⅓⅔¼¾⅛]"),
+    re.compile(
+        rf"(?:[\^_{{√∛∜±]|\+/|[0-9]\*\*|\\[A-Za-z]+|(?:{_FUNCTIONS})\s*\("
+        rf"|\b(?:not|than|(?:minus|negative|twice|half|double|root|{_FUNCTIONS})(?:\s+of)?))\s*[−-]?\s*$"
+    ),
+    re.compile(
+        r"\s*(?:[\^_{}]|\\|\*\*\s*[0-9(]|[√π])|[ijkKMBTnxyz]\b|[¹²³⁰⁴-⁹½⅓⅔¼¾⅛]"
+        r"|\s*(?:squared|cubed|factorial|pi|tenths?|hundredths?|thousandths?|millionths?|[bm]n|lakhs?|crores?)\b"
+    ),
 )
 # In a box, before or after a number.
 _DENIED = re.compile(r"\b(?:not|than|or|except)\b")
@@ -136,9 +146,9 @@ def math_answer(prompt: str, response: str, answer: str) -> float:
 
     The final answer is what the last `\boxed{…}` holds; or what follows the last "####"; or else the last number of the
     text. If the reference is a number, so must the answer be, and they are compared exactly, in fractions: whole,
-    decimal (1,072.50), fractions (18/2, 1 1/2, `\frac{9}{2}`) or powers of ten (2e-3), with or without currency,
-    percent and units, which do not count. An expression that has this value is no number. Of a number with a base,
-    `52_8`, digits and base must be the same.
+    decimal (1,072.50), fractions (18/2, 1 1/2, `\frac{9}{2}`), powers of ten (2e-3) or with a word (3 million); with or
+    without currency, percent and units, which do not count. An expression that has this value is no number. Of a number
+    with a base, `52_8`, digits and base must be the same.
 
     Any other reference, such as `2\sqrt{3}` or `(0, \frac{\pi}{2})`, is compared by `math-verify` (the extra `math`).
     It gives up after `symbolic_math.DEADLINE_S` seconds: then the answer counts as wrong, and the run warns.
@@ -214,23 +224,26 @@ def final_number(text: str) -> Fraction | None:
     matches = list(_NUMBER.finditer(plain))
     if not matches:
         return None
-    match = matches[0 if FINAL in text else -1]
-    before, after = _WITHIN
     # What ends with an expression does not end with a number that is in it.
-    if before.search(plain[max(0, match.start() - _NEAR) : match.start()]) or after.match(plain[match.end() :]):
-        return None
-    return _value(match)
+    match = matches[0 if FINAL in text else -1]
+    return None if _is_within(match) else _value(match)
 
 
 def _only(text: str) -> Fraction | None:
     """The number that a text is, with nothing but units beside it."""
-    plain = _without_latex(text)
+    plain = _without_latex(text).strip().removeprefix("+")
     matches = list(_NUMBER.finditer(plain))
-    if len(matches) != 1:
+    if len(matches) != 1 or _is_within(matches[0]):
         return None
     (match,) = matches
     rest = plain[: match.start()], plain[match.end() :]
     return None if any(_UNITS.sub("", part) or _DENIED.search(part) for part in rest) else _value(match)
+
+
+def _is_within(match: re.Match[str]) -> bool:
+    """Is this number a part of an expression?"""
+    (before, after), text = _WITHIN, match.string
+    return bool(before.search(text[max(0, match.start() - _NEAR) : match.start()]) or after.match(text, match.end()))
 
 
 def _without_latex(text: str) -> str:
@@ -263,7 +276,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
     whole, top, bottom = map(Fraction, parts)
     if not bottom:
         return None
-    value = top / bottom + (whole if match["whole"] else 0)
+    value = (top / bottom + (whole if match["whole"] else 0)) * _SCALES.get(match["scale"], 1)
     return -value if match["sign"].strip("$ ") else value
 
 

@@ -109,6 +109,12 @@ RIGHT = [
     ("**18**", "18"),
     ("It is 12 cm², or 12 m³", "12"),
     (r"\boxed{x=y=12}", "12"),
+    (r"\boxed{3 \text{ million}}", "3,000,000"),
+    ("$1.5 million", "1500000"),
+    ("3 dozen eggs", "36"),
+    ("1200", "12 hundred"),
+    (r"\boxed{+12}", "12"),
+    ("It is –5", "-5"),
     (r"\boxed{52_8}", "52_8"),
     (r"\boxed{2\sqrt{3}}", r"2\sqrt{3}"),
     (r"\boxed{\sqrt{12}}", r"2\sqrt{3}"),
@@ -169,6 +175,14 @@ WRONG = [
         for wrong in ("0x12", "√12", "12i", "12²", "12½", "12π", "12k", "not 12", "more than 12")
     ),
     *((rf"\boxed{{{wrong}}}", "12") for wrong in ("0x12", "√12", "12k", "not 12", "x=5, y=12", r"x=5,\theta=12")),
+    *(
+        (text.format(wrong), "12")
+        for text in ("It is {}", r"\boxed{{{}}}")
+        for wrong in (
+            *("12 million", "12 thousand", "12 dozen", "12 hundredths", "minus 12", "negative 12", "twice 12", "12x"),
+            *("half of 12", "root of 12", "log 12", "log(12)", "±12", "12 squared", "12 factorial", "12 pi", "2**12"),
+        )
+    ),
 ]
 
 
