@@ -50,7 +50,7 @@ TEXT_BYTES = 25_000
 HASHED = (".svg", ".html", "/help.txt", "/simulate-trace.json")
 """Outputs that tests/golden keeps as a hash, whatever their length; `--against` shows how they differ."""
 LOCAL = "/local/"
-"""Part of the names of outputs that depend on the machine. Only `--against` compares them."""
+"""Part of the names of outputs that depend on the machine. Only `--against` makes them and compares them."""
 TICKS = 2**20
 """Ticks of the virtual clock in a second. Its times are exact floats: a sleep until a given time ends at the first tick
 after it, in however many parts it is slept, so that the times of a run do not depend on how often nodes are polled."""
@@ -77,6 +77,8 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     "sft": SMALL,
 }
 """Programs that are run in one process, with pinned versions where a filter does not forbid it."""
+ANYWHERE = "toy"
+"""The program of fake nodes: of the runs, all but its tensors is the same on every machine."""
 
 VERBS = ("run", "resume", "show", "check", "plan", "simulate", "report", "watch", "replay", "export", "agent", "doctor")
 
@@ -156,8 +158,9 @@ def leave(work: Callable[[], None]) -> None:
     os._exit(status)
 
 
-def serve_tree(tree: Path, out: Path, programs: Sequence[str]) -> None:
-    """Write the outputs of a tree's programs into a folder each. Its `src` is on PYTHONPATH."""
+def serve_tree(tree: Path, out: Path, programs: Sequence[str], local: bool) -> None:
+    """Write the outputs of a tree's programs into a folder each; the `local` ones only if they are wanted. The tree's
+    `src` is on PYTHONPATH."""
     import torch  # before the clock is replaced, as the standard library above
 
     CLOCK.install()
@@ -176,7 +179,7 @@ def serve_tree(tree: Path, out: Path, programs: Sequence[str]) -> None:
             scratch = Path(tempfile.mkdtemp(prefix="penstock-golden-"))
             pid = os.fork()
             if pid == 0:
-                leave(partial(call_verbs, main, tree, out, program, scratch))
+                leave(partial(call_verbs, main, tree, out, program, scratch, local))
             children[pid] = program, scratch
         pid, status = os.wait()
         program, scratch = children.pop(pid)
@@ -203,7 +206,7 @@ def load(tree: Path) -> Callable[[Sequence[str]], None]:
     return command
 
 
-def call_verbs(main: Any, tree: Path, out: Path, program: str, scratch: Path) -> None:
+def call_verbs(main: Any, tree: Path, out: Path, program: str, scratch: Path, local: bool) -> None:
     """All outputs of one program; `penstock` stands for the command itself."""
     os.chdir(scratch)
     os.environ["PENSTOCK_CACHE"] = str(scratch / "cache")
@@ -235,7 +238,7 @@ def call_verbs(main: Any, tree: Path, out: Path, program: str, scratch: Path) ->
     call("plan.txt", "plan", program, *PLAN)
     call("plan.json", "plan", program, *PLAN, "--json")
     simulate(call, write, program, json.loads(graph))
-    if program in RUNS:
+    if program == ANYWHERE or (local and program in RUNS):
         source = (tree / "programs" / f"{program}.py").read_text()
         (scratch / f"{program}.py").write_text(source.replace("by=math_answer", "by=share_of_digits") + DIGITS_RULE)
         run(call, write, program, scratch)
@@ -259,12 +262,9 @@ def simulate(call: Any, write: Output, program: str, graph: Mapping[str, Any]) -
 
 
 def run(call: Any, write: Output, program: str, scratch: Path) -> None:
-    """A run in one process: what it prints and leaves, and what the verbs say of its folder.
-
-    Fake nodes compute little enough that all but the tensors is the same on every machine.
-    """
+    """A run in one process: what it prints and leaves, and what the verbs say of its folder."""
     pinned = ("--in-process", "--versions", "pinned", "--device", "cpu", "--out", "run")
-    place = "" if program == "toy" else "local/"
+    place = "" if program == ANYWHERE else "local/"
     call(f"{place}run.txt", "run", f"{program}.py:{program}", *pinned, *RUNS[program])
     folder = scratch / "run"
     if not folder.exists():  # the run was refused
@@ -391,7 +391,7 @@ def _by_path(value: Any) -> Any:
 # Comparing.
 
 
-def outputs(tree: Path, scratch: Path, programs: Sequence[str]) -> Path:
+def outputs(tree: Path, scratch: Path, programs: Sequence[str], local: bool = False) -> Path:
     """The folder with a tree's outputs, made by a process that has its modules."""
     out = scratch / f"out-{secrets.token_hex(4)}"
     out.mkdir()
@@ -405,6 +405,7 @@ def outputs(tree: Path, scratch: Path, programs: Sequence[str]) -> Path:
         "OMP_WAIT_POLICY": "passive",
     }
     words = [sys.executable, str(Path(__file__).resolve()), "--tree", str(tree), "--out", str(out), "--only", *programs]
+    words += ["--local"] if local else []
     subprocess.run(words, env=environment, cwd=scratch, check=True, timeout=900)
     return out
 
@@ -462,7 +463,7 @@ def compared_with(commit: str, programs: Sequence[str]) -> str:
         subprocess.run(["git", "worktree", "add", "--detach", "-f", str(tree), commit], cwd=ROOT, check=True, stdout=2)
         try:
             common = [name for name in programs if name in built_in(tree)]
-            old, new = (texts(outputs(place, Path(scratch), common)) for place in (tree, ROOT))
+            old, new = (texts(outputs(place, Path(scratch), common, local=True)) for place in (tree, ROOT))
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
         return "".join(differences(old, new))
@@ -489,9 +490,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="PROGRAM", help="some programs; `penstock` is the command's help")
     parser.add_argument("--tree", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--local", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.tree:
-        serve_tree(args.tree, args.out, args.only)
+        serve_tree(args.tree, args.out, args.only, args.local)
         return
     programs = args.only or built_in(ROOT)
     if args.write:
