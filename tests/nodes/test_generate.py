@@ -19,7 +19,7 @@ from penstock.graph.node import Paused
 from penstock.graph.types import Replies
 from penstock.nodes import fake
 from penstock.nodes.fake import FakeEngine, FakePolicy, fake_environment, fake_generate, fake_score, fake_update
-from penstock.nodes.generate import attention, generate, make_engine
+from penstock.nodes.generate import attention, generate, make_engine, sampling
 from penstock.nodes.generate.attention import attend
 from penstock.nodes.generate.conversation import SampledGroup, never_said
 from penstock.nodes.generate.engine import Engine
@@ -494,7 +494,8 @@ SLOTS = 16
 @pytest.fixture(params=["compiled", "plain"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "plain":
-        monkeypatch.setattr(attention, "compiled", lambda *_: None)
+        for module in (attention, sampling):
+            monkeypatch.setattr(module, "compiled", lambda *_: None)
     return str(request.param)
 
 
@@ -665,7 +666,7 @@ def test_uniforms_are_uniform_over_keys_and_over_positions() -> None:
         assert ((counts - 5000).abs() < 5 * 5000**0.5).all()
 
 
-def test_draws_follow_the_distribution() -> None:
+def test_draws_follow_the_distribution(kernel: str) -> None:
     num_draws, sampler = 40_000, Sampler()
     row_V = logits(1, 7)
     tokens, _ = sampler(row_V.expand(num_draws, -1), keyed_uniform(torch.tensor(1), torch.arange(num_draws)))
@@ -674,7 +675,7 @@ def test_draws_follow_the_distribution() -> None:
     assert ((counts_V - expected_V).abs() < 5 * expected_V.sqrt()).all()
 
 
-def test_the_whole_range_of_uniforms_gives_tokens_of_positive_probability() -> None:
+def test_the_whole_range_of_uniforms_gives_tokens_of_positive_probability(kernel: str) -> None:
     logits_SV = torch.full((2, 6), -torch.inf)
     logits_SV[:, 2], logits_SV[:, 4] = 0.0, 1.0
     tokens, logprobs = Sampler()(logits_SV, torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64))
@@ -682,13 +683,48 @@ def test_the_whole_range_of_uniforms_gives_tokens_of_positive_probability() -> N
     assert torch.allclose(logprobs.exp().sum(), torch.tensor(1.0))
 
 
+@pytest.mark.parametrize("words", [1, 7, 16, 500, 512, 513, 1537, 4096])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_draw_is_where_the_sum_of_the_probabilities_passes_the_uniform(
+    kernel: str, dtype: torch.dtype, temperature: float, words: int
+) -> None:
+    logits_SV, uniform_S = (4 * logits(256, words)).to(dtype), keyed_uniform(torch.arange(256), torch.tensor(4))
+    logits_SV[:, 1::3] = -torch.inf
+    tokens_S, logprobs_S = Sampler(temperature)(logits_SV, uniform_S)
+    expected_SV = torch.log_softmax(logits_SV.double() / temperature, -1)
+    own_S1, upto_SV = tokens_S[:, None], expected_SV.exp().cumsum(-1)
+    # Both ends of the token's share, within what float32 rounds.
+    assert (upto_SV.gather(1, own_S1)[:, 0] > uniform_S - 1e-6).all()
+    assert ((upto_SV - expected_SV.exp()).gather(1, own_S1)[:, 0] < uniform_S + 1e-6).all()
+    torch.testing.assert_close(logprobs_S.double(), expected_SV.gather(1, own_S1)[:, 0], atol=3e-6, rtol=0)
+    for threads in (1, 2):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        again = Sampler(temperature)(logits_SV[:40], uniform_S[:40])
+        torch.set_num_threads(before)
+        assert torch.equal(again[0], tokens_S[:40])
+        assert torch.equal(again[1], logprobs_S[:40])
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_logits_that_are_no_numbers_give_no_log_probability(kernel: str, wrong: float) -> None:
+    """The engine raises for them."""
+    for at in (0, 3, 699):
+        logits_SV = logits(2, 700)
+        logits_SV[1, at] = wrong
+        tokens_S, logprobs_S = Sampler()(logits_SV, torch.tensor([0.5, 0.5], dtype=torch.float64))
+        assert logprobs_S.isfinite().tolist() == [True, False]
+        assert tokens_S.max() < 700
+
+
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(0.5), Sampler(1.5, 3), Sampler(1.0, 0, 0.6)])
-def test_the_recorded_logprob_is_that_of_the_distribution_used(sampler: Sampler) -> None:
+def test_the_recorded_logprob_is_that_of_the_distribution_used(kernel: str, sampler: Sampler) -> None:
     logits_SV = logits(64, 11)
     tokens, logprobs = sampler(logits_SV, keyed_uniform(torch.arange(64), torch.tensor(0)))
     allowed = sampler.logprobs(logits_SV)
     torch.testing.assert_close(allowed.exp().sum(-1), torch.ones(64))
-    assert torch.equal(logprobs, allowed.gather(1, tokens[:, None]).squeeze(1))
+    torch.testing.assert_close(logprobs, allowed.gather(1, tokens[:, None]).squeeze(1), atol=1e-6, rtol=0)
     kept = (allowed > -torch.inf).sum(-1)
     if sampler.top_k:
         assert set(kept.tolist()) == {sampler.top_k}
@@ -714,7 +750,7 @@ def test_temperature_zero_takes_the_likeliest_with_probability_one() -> None:
     assert logprobs.tolist() == [0.0] * 5
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+def test_a_row_does_not_depend_on_its_neighbours(kernel: str) -> None:
     logits_SV, uniform_S = logits(64, 23), keyed_uniform(torch.arange(64), torch.tensor(9))
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
     for sampler in (Sampler(), Sampler(0.7, 5, 0.9)):
