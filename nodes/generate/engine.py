@@ -155,13 +155,14 @@ class Engine(GroupStream):
     def _renew(self) -> None:
         """Compute with the newest weights from now on."""
         self.check_weights()
-        self.version = self.behaviour.version
-        point_at(self.model, self.behaviour.tensors, f"weights of version {self.version}")
+        point_at(self.model, self.behaviour.tensors, f"weights of version {self.behaviour.version}")
         if self.decode is None:
             self.model.pack(self.size.slots)
         else:
             self.decode.pack()
         self.addresses = tuple(each.data_ptr() for each in self.weights)
+        # Last: a step that comes after one in which this raised must not take what it left for the new weights.
+        self.version = self.behaviour.version
         # A response begins on one version: rows that have sampled nothing begin again.
         self.queue.extendleft(reversed(self.slots.forget()))
 
