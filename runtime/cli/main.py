@@ -200,11 +200,11 @@ def check(argv: Sequence[str]) -> int:
         from penstock.runtime.cli.launching import record_lacks
 
         faults += record_lacks(flags)
-    elastic = flags.lost_replica != CheckFlags.lost_replica
-    if graphs and not faults and (elastic or flags.first_generators):
-        from penstock.runtime.cli.planned import loss_lacks
+    if graphs and not faults:
+        from penstock.runtime.cli.planned import rule_lacks
 
-        faults += loss_lacks(traced)
+        faults += rule_lacks(traced)
+    elastic = flags.lost_replica != CheckFlags.lost_replica
     if traced.flags.json:
         print(json.dumps({"program": traced.path, "ok": not faults, "faults": list(map(asdict, faults))}))
     elif faults:

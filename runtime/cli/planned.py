@@ -6,7 +6,7 @@ flags that it decides, and the lines that say what was chosen; `plan_lacks` what
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import cast
 
@@ -26,7 +26,7 @@ from penstock.runtime.cluster.capabilities import (
 from penstock.runtime.cluster.cluster import Cluster, SeenGpu, alike
 from penstock.runtime.cluster.gpus import Precision
 from penstock.runtime.cluster.interpreters import interpreter_lacks
-from penstock.runtime.cluster.placement import Plan, place, read_meshes
+from penstock.runtime.cluster.placement import Plan, check_pools, place, read_meshes
 from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.schedule.compile import Rules, Tables, check_rules
 
@@ -111,26 +111,32 @@ def engine_lacks(traced: Traced) -> Iterator[Fault]:
     yield from interpreter_lacks(graphs, place(graphs, cluster), cluster, traced.flags.engine)
 
 
-def loss_lacks(traced: Traced) -> Iterator[Fault]:
-    """What keeps replicas of a program from coming and going, as --lost-replica and a range of --generators ask."""
+def rule_lacks(traced: Traced) -> Iterator[Fault]:
+    """What of a run's rules a program without faults does not allow: which versions and groups its updates take, what
+    becomes of failures and of lost replicas, and which may come later. Raises ClusterError for a mesh of a pool that
+    is none."""
     flags, graphs = traced.flags, _graphs(traced)
     first, most = flags.first_generators, flags.generators
     range_of = f"--generators {first}..{most}"
     if first > most:
         yield Fault("generators-range", range_of, "a range that ends before it begins", f"at most {most} to begin with")
-    if flags.lost_replica == "stop":
-        if first:
-            yield Fault("generators-range", range_of, "--lost-replica stop", "--lost-replica replace")
-        return
-    rules = Rules(batch=flags.batch, end=1, versions=flags.versions, lost_replica="replace")
+    if first and flags.lost_replica == "stop":
+        yield Fault("generators-range", range_of, "--lost-replica stop", "--lost-replica replace")
+    # Which pools there are decides, wherever they will be: not all hosts of a run need be known here.
+    plan = place(graphs, Cluster.local())
+    names = [pool.name for pool in plan.pools]
+    check_pools(read_meshes(flags.mesh), names, names)
+    lost = {"batch": flags.batch, "end": 1, "lost_replica": flags.lost_replica}
     for graph in graphs:
+        of_run = {field.name: getattr(flags, field.name) for field in fields(Rules) if hasattr(flags, field.name)}
         try:
-            plan = place(graphs, machines(flags, traced.gpus), generators=most)
-            check_rules(Tables(graph, plan), rules)
+            # Of an evaluation a run's other rules are not asked.
+            check_rules(Tables(graph, plan), Rules(**(of_run | lost if graph is traced.graph else lost)))
         except ValueError as error:
-            given, _, needed = str(error).partition("; needed ")
-            what, _, given = given.rpartition(": given ")
-            yield Fault("cannot-be-lost", f"{graph.name}: --lost-replica replace", given or what, needed or str(error))
+            rule, _, rest = str(error).partition(": given ")
+            given, _, needed = rest.partition("; needed ")
+            code = "cannot-be-lost" if rule.startswith("--lost-replica") else "unmet-rule"
+            yield Fault(code, f"{graph.name}: {rule}", given, needed)
 
 
 def device_lacks(plan: Plan, cluster: Cluster, dtype: Dtype, seen: Sequence[SeenGpu]) -> Iterator[Fault]:

@@ -58,15 +58,11 @@ class Rules:
         if self.end < self.start:
             raise ValueError(f"updates: given {self.end}, but {self.start} are done already")
         if self.versions == "pinned" and self.on_failure == "replace":
-            raise ValueError(
-                'on_failure="replace" moves later groups to earlier updates, whose pinned versions are gone; '
-                'use versions="free" with it'
-            )
+            needed = "--versions free: later groups move to earlier updates, whose pinned versions are gone"
+            raise ValueError(f"--on-failure replace: given --versions pinned; needed {needed}")
         if self.versions == "pinned" and self.order == "ready":
-            raise ValueError(
-                'order="ready" lets timing choose the groups of an update, whose versions are pinned; use '
-                'versions="free" with it'
-            )
+            needed = "--versions free: timing chooses the groups of an update"
+            raise ValueError(f"--order ready: given --versions pinned; needed {needed}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,8 +339,8 @@ def check_rules(tables: Tables, rules: Rules) -> None:
     steps = tables.steps.values()
     lags = {(s.name, lag) for readers in tables.weight_readers.values() for s, lag in readers if not s.per_update}
     late = {(s.name, lag) for readers in tables.weight_readers.values() for s, lag in readers if s.per_update and lag}
-    pinned, replace, ready = 'versions="pinned"', 'on_failure="replace"', 'order="ready"'
-    lost = 'lost_replica="replace"'
+    pinned, replace, ready = "--versions pinned", "--on-failure replace", "--order ready"
+    lost = "--lost-replica replace"
     thinned = [f"{c.node} with every=…" for c in tables.channels.values() if c.every > 1]
     delayed = [f"{s.name}, which reads {carried!r} delayed" for s in steps for carried, _ in s.delays]
     unequal = len({lag for _, lag in lags}) > 1
@@ -361,19 +357,19 @@ def check_rules(tables: Tables, rules: Rules) -> None:
             replace,
             delayed,
             "no delay, which is exact, while a replaced group moves those after it to earlier updates than the ones "
-            'that they have read it for; use on_failure="stop", with retries',
+            "that they have read it for; use --on-failure stop, with --retries",
         ),
         (
             pinned,
             [f"the filter {s.name}" for s in steps if s.filters] + thinned,
             "none, since which groups an update takes, or which versions exist, would not be known beforehand; use "
-            'versions="free"',
+            "--versions free",
         ),
         (
             pinned,
             [f"{name} lag={lag}" for name, lag in sorted(lags | late)] if unequal or late else [],
             "one lag for all per-group nodes that read weights, and lag=0 for per-update ones; use "
-            'versions="free" or make the lags equal',
+            "--versions free or make the lags equal",
         ),
         (
             pinned,
@@ -384,14 +380,14 @@ def check_rules(tables: Tables, rules: Rules) -> None:
                 for carried, lag in s.delays
                 if lag < tables.max_lag and _reads_weights(tables, s)
             ],
-            'a delay of at least the lag, or versions="free"',
+            "a delay of at least the lag, or --versions free",
         ),
         (
             lost,
             [f"{step.name}, which has a state" for step in steps if step.stateful and not step.per_update]
             + [f"{step.name} with accumulate=…" for step in steps if step.accumulate],
             "groups that can begin again: none that a state has seen, nor a part of an update; use "
-            'lost_replica="stop", and resume',
+            "--lost-replica stop, and resume",
         ),
         (
             f"{lost} with {pinned}",
@@ -401,7 +397,7 @@ def check_rules(tables: Tables, rules: Rules) -> None:
                 if step.weights and not step.per_update and tables.fixed_pools[step.pool]
             ],
             "per-group nodes that read weights in pools of generators and scorers alone, which can go back to an older "
-            'version; use versions="free"',
+            "version; use --versions free",
         ),
         (
             lost,
@@ -409,13 +405,13 @@ def check_rules(tables: Tables, rules: Rules) -> None:
             if all(tables.fixed_pools.values())
             else [],
             "a pool of generators or scorers alone, whose nodes fire per group and have no state; use "
-            'lost_replica="stop", and resume',
+            "--lost-replica stop, and resume",
         ),
         (
             ready,
             delayed + thinned + ([f"{name} lag={lag}" for name, lag in sorted(lags)] if unequal else []),
             "no delay, which is exact, every version sent, and one lag for all per-group nodes that read weights: a "
-            'group that is overtaken must find new enough ones; use order="strict"',
+            "group that is overtaken must find new enough ones; use --order strict",
         ),
     ]
     asked = {

@@ -167,7 +167,7 @@ def group_failed(state: State, firing: Firing, replica: str, verdicts: Collectio
 def _drop(state: State, group: GroupState, firing: Firing) -> None:
     """A filter drops a group; if it drops too many of them, the run ends."""
     if state.pinned:
-        state.fail(f'{firing} dropped its group: a filter needs versions="free", given "pinned"')
+        state.fail(f"{firing} dropped its group: given --versions pinned; needed --versions free for a filter")
         return
     _leave(state, state.ledger.lose(group.ordinal, "dropped"))
     state.drops += 1
@@ -290,7 +290,7 @@ def make_again(state: State) -> None:
         return
     if over and not state.pinned:
         given = f"given groups that {', '.join(over)} has read and {', '.join(state.unread)} could not"
-        needed = f'needed equal ones, which versions="pinned" makes again. It said {_first(state.unread)}'
+        needed = f"needed equal ones, which --versions pinned makes again. It said {_first(state.unread)}"
         state.fail(f"{given}; {needed}")
         return
     if over:

@@ -97,8 +97,8 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         ("run toy --on agents --agents 1 --place generator=3", 2, "given 1 agent, needed 4 for --place generator=3"),
         ("run toy --on agents --agents 2 --place generator=b", 2, "--place: given 'generator=b', needed POOL=NUMBERS"),
         ("resume . --on kubernetes --agents 2", 1, "holds no run"),
-        ("run dapo --versions pinned --model new", 2, 'versions="pinned": given the filter keep'),
-        ("run curriculum --on-failure replace --model new", 2, 'on_failure="replace": given choose'),
+        ("run dapo --versions pinned --model new", 2, "--versions pinned: given the filter keep"),
+        ("run curriculum --on-failure replace --model new", 2, "--on-failure replace: given choose"),
         *((f"run aipo {words}", 1, said) for words, said in NOT_COMPUTED),
         ("run aipo --invariant --dtype float16", 1, r"aipo.py:\d+: generate: .*not-invariant.*given +float16"),
         ("run aipo --mesh generator=tp8", 1, "mesh-cut.*given 4 attention heads"),
@@ -146,7 +146,7 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         *((f"simulate {{L}}:filtered --drop keep={s}", 2, "a share from 0 to 1, such as") for s in ("1.5", "half")),
         ("simulate {L}:filtered --drop keep=1", 2, "simulation: given 256 groups dropped for update 0"),
         ("simulate {L}:filtered --again reply=0.3", 2, "needed none, since the program has no nodes that answer"),
-        ("simulate {L}:filtered --versions pinned", 2, 'versions="pinned": given the filter keep'),
+        ("simulate {L}:filtered --versions pinned", 2, "--versions pinned: given the filter keep"),
         # simulate from a run
         ("simulate --from .", 1, "holds no run"),
         *((f"simulate {words}", 2, "--from") for words in ("toy --from RUN", "--from", "--lag 1 --from=")),
@@ -244,14 +244,19 @@ def test_all_trackers_whose_clients_are_not_installed_are_told(
         ("toy --generators 2..8", 1, "generators-range.*given +--lost-replica stop"),
         ("toy --lost-replica replace --generators 8..2", 1, "generators-range"),
         ("grpo --accumulate 8 --lost-replica replace", 1, "cannot-be-lost"),
+        ("dapo --versions pinned", 1, "--versions pinned .unmet-rule. given +the filter keep needed"),
+        ("curriculum --on-failure replace", 1, "--on-failure replace .unmet-rule. given +choose, .* needed"),
+        ("toy --order ready --versions pinned", 1, "--order ready .unmet-rule. given +--versions pinned needed"),
+        ("toy --order ready --lag 2", 0, "no faults"),
+        ("toy --mesh trainr=tp2", 1, "--mesh trainr=tp2: no such pool, needed one of: trainer, generator"),
     ],
 )
-def test_check_knows_which_replicas_may_come_and_go(
+def test_check_knows_which_rules_of_a_run_a_program_does_not_allow(
     words: str, status: int, said: str, here: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as leaving:
         main(["check", *words.split()])
-    found = " ".join(capsys.readouterr().out.split())
+    found = " ".join("".join(capsys.readouterr()).split())
     assert (int(leaving.value.code or 0), re.search(said, found) is not None) == (status, True), found
 
 

@@ -55,7 +55,7 @@ def test_an_update_takes_the_next_kept_groups_in_order() -> None:
 
 def test_pinned_versions_refuse_a_filter() -> None:
     made = world(aipo(lag=1), Rules(batch=2, end=3, versions="pinned"), drops={"score": 1.0})
-    assert made.end("failed").error.endswith(' dropped its group: a filter needs versions="free", given "pinned"')
+    assert made.end("failed").error.endswith("given --versions pinned; needed --versions free for a filter")
 
 
 def test_groups_that_take_the_place_of_dropped_ones_keep_the_lag() -> None:

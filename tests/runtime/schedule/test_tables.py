@@ -76,8 +76,8 @@ def test_plans_and_graphs_that_cannot_work_are_refused(made: Graph, plan: Plan, 
     [
         ({"batch": 0, "end": 1}, "batch: given 0, needed at least 1"),
         ({"batch": 1, "end": 1, "start": 2}, "updates: given 1, but 2 are done already"),
-        ({"batch": 1, "end": 1, "versions": "pinned", "on_failure": "replace"}, 'use versions="free" with it'),
-        ({"batch": 1, "end": 1, "versions": "pinned", "order": "ready"}, 'use versions="free" with it'),
+        ({"batch": 1, "end": 1, "versions": "pinned", "on_failure": "replace"}, "given --versions pinned; needed"),
+        ({"batch": 1, "end": 1, "versions": "pinned", "order": "ready"}, "given --versions pinned; needed"),
     ],
 )
 def test_rules_that_cannot_work(rules: dict[str, object], message: str) -> None:
