@@ -8,6 +8,7 @@ conversation. It is a program, and so is rendered in a sandbox, as transformers 
 import json
 import math
 from collections.abc import Iterable, Sequence
+from datetime import date
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -346,4 +347,7 @@ def _compiled(template: str) -> Template:
     # As chat templates expect it: without HTML escapes.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = refuse
+    # Templates of Mistral and Llama write today's date. A run's prompts must not depend on the day: it is the one that
+    # Llama 3's say where this function is missing.
+    environment.globals["strftime_now"] = date(2024, 7, 26).strftime
     return environment.from_string(template)

@@ -544,6 +544,11 @@ def test_a_template_may_mark_what_the_assistant_says_and_ask_for_tools(tmp_path:
     assert load_tokenizer(folder).render("what is") == expected == "user: what is. "
 
 
+def test_a_template_that_writes_the_date_says_the_same_on_every_day(tmp_path: Path) -> None:
+    folder = words_folder(tmp_path, chat_template="{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}")
+    assert load_tokenizer(folder).render("what is") == "26 Jul 2024: what is"
+
+
 def test_how_a_tokenizer_was_used_when_it_was_saved_changes_no_prompt(tmp_path: Path) -> None:
     """Its file keeps how the last batch was cut and padded."""
     tokenizer = byte_tokenizer("ab")
