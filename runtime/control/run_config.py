@@ -15,6 +15,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -254,11 +255,17 @@ PLACE = ("device", "mesh")
 NODE_OPTIONS = tuple(f.name for f in fields(Context) if f.name in RunOptions.__annotations__ and f.name not in PLACE)
 
 
+# Of all fields at once: a class has a hundred, and a command asks for each of them more than once.
+@lru_cache(8)
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
 def annotation(cls: type, name: str, kind: type[A]) -> A | None:
     """What a dataclass says beside the type of a field: its `Meta` (limits), `Shown` or `OnResume`; None if nothing.
 
     The limits of `Positive | None` stand beside the first type of the union."""
-    waiting = [get_type_hints(cls, include_extras=True)[name]]
+    waiting = [_hints(cls)[name]]
     while waiting:
         parts = get_args(waiting.pop())
         for part in parts:

@@ -8,6 +8,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,18 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 def render(template: str, **values: Any) -> str:
     """A template of the page with its style and script in it, complete."""
-    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"seconds": seconds, "percent": percent, "number": number}
     style, script = (TEMPLATES / name for name in ("style.css", "page.js"))
-    page = environment.get_template(template).render(style=style.read_text(), script=script.read_text(), **values)
+    page = _environment().get_template(template).render(style=style.read_text(), script=script.read_text(), **values)
     # A path in it may be no UTF-8.
     return page.encode(errors="backslashreplace").decode()
+
+
+@cache
+def _environment() -> Environment:
+    """It keeps the templates that it has compiled: that takes longer than to fill them."""
+    made = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    made.filters |= {"seconds": seconds, "percent": percent, "number": number}
+    return made
 
 
 def schedule_html(bars: Sequence[Bar], title: str) -> str:
