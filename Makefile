@@ -7,6 +7,9 @@ BIN := .venv/bin
 # another test needs.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q --numprocesses 3 --no-loadscope-reorder --durations 20 --durations-min 10
 
+# Thousands of processes import the same modules in these tests: none of them may have to compile what another one has.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test slow vllm lint docs format clean
 
 help:  ## this list
