@@ -1,8 +1,9 @@
 """A rule for code: the Python that a model wrote is run against tests, in the sandbox of `environments/sandbox.py`.
 
 Tests of input and output are compared out here: code never sees what it is to print. Tests in Python run in the process
-of the code that they test. An early end, a changed name or a printed verdict passes none of them, but code that attacks
-its own interpreter can; no test in Python can be safe from that.
+of the code that they test. An early end, a changed builtin or a printed verdict passes none of them, but code can that
+attacks its own interpreter or changes a library, and so can an object that is equal to all others; no test in Python
+can be safe from that.
 """
 
 import ast
@@ -19,6 +20,18 @@ from penstock.nodes.option_checks import count, positive
 from penstock.nodes.score import answers_that
 
 _FENCED = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+# Runs code and then its tests, with the builtins that there were before the code.
+_BOTH = """
+def both(code, tests, passed, run=exec, show=print, library=vars(__import__("builtins"))):
+    names, scope = dict(library), {"__name__": "response"}
+    run(code, scope)
+    library.clear()
+    library.update(names)
+    scope["__builtins__"] = library
+    run(tests, scope)
+    show(passed)
+"""
 
 
 @dataclass(frozen=True)
@@ -74,7 +87,8 @@ def code_tests(
 
     The code is the last block between ``` and ```, or the whole response without one. The tests are Python that runs
     after the code, `assert add(1, 2) == 3`; or JSON, `{"inputs": ["1 2"], "outputs": ["3"]}`: with each of the inputs
-    as standard input, a run of the code has to print the output, whatever spaces end its lines.
+    as standard input, a run of the code has to print the output, whatever spaces end its lines. Only the latter are
+    safe from code that cheats, with an object that is equal to all others.
 
     Each run has the limits of `Limits`; code that exceeds them has failed. `score` runs one row after the other,
     `remote_score(rollouts, by=code_tests, concurrency=4)` several at once. Where bubblewrap does not work, the run is
@@ -92,8 +106,7 @@ def code_tests(
     if tests.statements:
         # What the code cannot have known before its tests are through.
         passed = token_hex()
-        both = f"exec({code!r}, scope)\nexec({tests.statements!r}, scope)"
-        told = _run(f"scope = {{'__name__': 'response'}}\n{both}\nprint({passed!r})", limits, command)
+        told = _run(f"{_BOTH}\nboth({code!r}, {tests.statements!r}, {passed!r})", limits, command)
         return float(not told.failed and told.output.endswith(passed))
     for given, needed in tests.pairs:
         stdin = f"import io, sys\nsys.stdin = io.TextIOWrapper(io.BytesIO({given.encode(errors='replace')!r}))"

@@ -27,6 +27,7 @@ graded = partial(code_tests, "add two numbers", sandbox=ISOLATED, seconds=60.0)
 
 ASSERTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
 ADD = "def add(a, b):\n    return a + b\n"
+NEAR = "assert abs(add(1, 2) - 3) < 1e-6"
 PAIRS = json.dumps({"inputs": ["1 2\n", "-1 1\n"], "outputs": ["3\n", "0"]})
 READS = "a, b = map(int, input().split())\nprint(a + b)\n"
 
@@ -51,6 +52,12 @@ def fenced(code: str) -> str:
         (fenced("import os\nos._exit(0)\n"), ASSERTS, 0.0),
         (fenced("print('passed')\nraise SystemExit\n"), ASSERTS, 0.0),
         (fenced(ADD + "'''\n"), ASSERTS, 0.0),
+        # Changes what its tests run with.
+        (fenced("import builtins\nbuiltins.exec = lambda *given: None\n"), ASSERTS, 0.0),
+        (fenced("import sys\nsys._getframe(1).f_globals['exec'] = lambda *given: None\n"), ASSERTS, 0.0),
+        (fenced("import builtins\nbuiltins.abs = lambda x: 0\ndef add(a, b):\n    return 4\n"), NEAR, 0.0),
+        (fenced("__builtins__ = {'abs': lambda x: 0}\nadd = int\n"), NEAR, 0.0),
+        (fenced("import builtins\nbuiltins.abs = lambda x: 0\n" + ADD), NEAR, 1.0),
         (fenced(READS), PAIRS, 1.0),
         (
             fenced("import sys\na, b = map(int, sys.stdin.buffer.read().split())\nprint(a + b, end=' \\n\\n')\n"),
