@@ -91,7 +91,9 @@ class TrackerProcess:
         with self._lock:
             first, self.warning = not self.warning, self.warning or f"{self.name}: {text}"
         if first:
-            self._say({"level": "warning", "text": f"{self.warning}; the run goes on"})
+            # At its end the command waits for trackers.
+            meanwhile = "" if self.ending else "; the run goes on"
+            self._say({"level": "warning", "text": f"{self.warning}{meanwhile}"})
 
     def _say(self, note: Line) -> None:
         with suppress(OSError):  # the terminal is gone

@@ -204,7 +204,7 @@ def tell_slowness(follower: Follower) -> None:
         sleep(LOOK_S)
         since = follower.busy_since
         if since is not None and monotonic() - since > SLOW_S:
-            follower.fail(f"its client has not come back for {SLOW_S:.0f} s; the run does not wait for it")
+            follower.fail(f"its client has not come back for {SLOW_S:.0f} s")
 
 
 def main(name: str, path: str, first: str) -> int:
