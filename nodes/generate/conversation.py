@@ -88,9 +88,9 @@ class StopStrings:
         self.reach = max(len(text.encode()) for text in texts) + 4
         last = {text[-1] for text in texts}
         # Few tokens can complete one: only these are looked at. What a part of a character says is not known alone, and
-        # a space may be left out at the beginning.
+        # neither is whether a word begins with a space.
         self.completing = np.array(
-            [not text.strip() or "\ufffd" in text or bool(last & {*text}) for text in tokenizer.words]
+            [" " in last or not text.strip() or "\ufffd" in text or bool(last & {*text}) for text in tokenizer.words]
         )
 
     def end(self, tokens: IntArray) -> bool:

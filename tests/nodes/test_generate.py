@@ -5,12 +5,17 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
+from tokenizers import decoders, normalizers
+from tokenizers.models import BPE
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,7 +26,7 @@ from penstock.nodes import fake
 from penstock.nodes.fake import FakeEngine, FakePolicy, fake_environment, fake_generate, fake_score, fake_update
 from penstock.nodes.generate import attention, generate, make_engine, sampling
 from penstock.nodes.generate.attention import attend
-from penstock.nodes.generate.conversation import SampledGroup, never_said
+from penstock.nodes.generate.conversation import SampledGroup, StopStrings, never_said
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.kv_cache import WIDE, Cache, CacheSize, DecodeMemory
 from penstock.nodes.generate.sampling import Sampler, keyed_uniform
@@ -284,6 +289,28 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_string(context: Co
             assert short.finished_N[row] == (bool(ends) or bool(whole.finished_N[row]))
             found += bool(ends)
     assert 0 < found < 16 * 8
+
+
+@pytest.mark.parametrize("stop", ["to: ", " ", "é", "€2", " b"])
+def test_a_stop_string_is_found_with_the_first_token_by_which_the_whole_text_has_it(stop: str) -> None:
+    """By a tokenizer as Llama 2 has it: a word's space is part of it, unless it is the first one, and characters
+    without a token of their own are bytes."""
+    known = {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
+    known |= {word: 260 + place for place, word in enumerate(("▁", "▁to", "▁b", "▁42", "a", "b", "t", "o", ":", "2"))}
+    backend = tokenizers.Tokenizer(BPE(known, [], byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    tokenizer, random = Tokenizer(backend, (0,), 0), Random(0)
+    strings, found = StopStrings([stop], tokenizer), 0
+    for _ in range(300):
+        said = [random.choice([260, 261, 262, 263, *range(264, 270)]) for _ in range(4)]
+        said += tokenizer.encode(stop) + [random.randrange(4, 270) for _ in range(2)]
+        whole = [stop in tokenizer.decode(said[: step + 1]) for step in range(len(said))]
+        first = whole.index(True) if True in whole else len(said)
+        assert [strings.end(np.array(said[: step + 1])) for step in range(first + 1)] == whole[: first + 1]
+        found += True in whole
+    assert found > 100
 
 
 def test_a_model_may_have_more_words_than_its_tokenizer(context: Context, tmp_path: Path) -> None:
