@@ -1,15 +1,18 @@
 """Values in shared memory: equal copies, no leak, and no reference or damaged block that crashes a reader."""
 
 import json
+import mmap
 import os
 import random
+import re
+import secrets
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -23,6 +26,7 @@ from penstock.runtime.tensor.codec import DTYPES, CodecError, decode, encode
 from penstock.runtime.tensor.layout import ITEMSIZE
 from penstock.runtime.tensor.object_store import FreeList, ObjectReader, ObjectStore
 from penstock.runtime.tensor.shm import (
+    PIECE,
     SHM,
     ObjectRef,
     ObjectRefError,
@@ -130,6 +134,46 @@ def test_the_declared_class_decides_and_must_fit() -> None:
 
 
 # Segments ----------------------------------------------------------------------------------------------------
+
+
+class Pieces(mmap.mmap):
+    """A map that keeps how it was made, and what was asked of it."""
+
+    flags: int
+    asked: list[tuple[int, int]]
+
+    def __new__(cls, *given: Any, **options: Any) -> Self:
+        made = super().__new__(cls, *given, **options)
+        made.flags, made.asked = options["flags"], []
+        return made
+
+    def madvise(self, how: int, start: int = 0, length: int = 0) -> None:
+        self.asked.append((start, length))
+        super().madvise(how, start, length)
+
+
+@pytest.mark.skipif(tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (5, 14), reason="needs Linux 5.14")
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_segment_is_mapped_whole_by_pieces_between_which_threads_run(
+    monkeypatch: pytest.MonkeyPatch, writable: bool
+) -> None:
+    """Python lets no thread run while it maps: weights of gigabytes would stop the heart of a rank for too long."""
+    monkeypatch.setattr(mmap, "mmap", Pieces)
+    size = 2 * PIECE + 5000
+    made = create_segment(f"penstock-{secrets.token_hex(6)}-owner-0", size, [SHM])
+    try:
+        opened = open_segment(made.name, [SHM], writable)
+        for segment in (made, opened):
+            held: Any = segment.view.obj
+            assert not held.flags & mmap.MAP_POPULATE
+            assert held.asked == [(0, PIECE), (PIECE, PIECE), (2 * PIECE, 5000)]
+        # Of both maps every page is there.
+        smaps = Path("/proc/self/smaps").read_text().split(made.name)[1:]
+        assert [int(re.search(r"Rss: +(\d+)", one)[1]) for one in smaps] == [-(-size // 4096) * 4] * 2  # type: ignore[index]
+        opened.close()
+    finally:
+        made.unlink()
+        made.close()
 
 
 OWNER = """
