@@ -255,9 +255,11 @@ class Cluster(BaseModel):
 
     @staticmethod
     def read(path: Path) -> "Cluster":
-        """Raises ClusterError, with the file and every fault in it."""
+        """A file without hosts is about this machine. Raises ClusterError, with the file and every fault in it."""
         try:
-            return Cluster.model_validate(tomllib.loads(path.read_text()))
+            said = tomllib.loads(path.read_text())
+            here = {} if "hosts" in said else {"hosts": [host.model_dump() for host in Cluster.local().hosts]}
+            return Cluster.model_validate({**said, **here})
         except OSError as error:
             raise ClusterError(f"{path}: cannot be read: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

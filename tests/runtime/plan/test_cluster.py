@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,12 @@ def test_a_cluster_file_is_read(tmp_path: Path) -> None:
     assert cluster.host("a").accelerators == ("cuda:0",)
     assert [[host.name for host in cluster.hosts_of(pool)] for pool in ("generator", "trainer")] == [["b"], ["a"]]
     assert cluster.endpoint(tmp_path) == "tcp://10.0.0.1:5555"
+
+
+def test_a_file_without_hosts_is_about_this_machine(tmp_path: Path) -> None:
+    cluster = _read(tmp_path, f'[pools.generator]\npython = "{sys.executable}"\n')
+    assert cluster.hosts == Cluster.local().hosts
+    assert cluster.python_of("generator") == sys.executable
 
 
 FAULTS = (
