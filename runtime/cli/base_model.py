@@ -47,12 +47,12 @@ def base_model(data: str, tell: Callable[[Line], None]) -> Path:
     if place.is_dir():
         # Who only finds the base tidies up as well, but does not wait for somebody who is building another one.
         if any(home.glob(f"{BUILDING}*")):
-            with suppress(OSError, RecordError), _lock(home, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            with suppress(OSError, RecordError), _lock(home):
                 _sweep(home)
         return place
     try:
         home.mkdir(parents=True, exist_ok=True)
-        with _lock(home, fcntl.LOCK_EX):
+        with _lock(home, lambda: tell({"kind": "stage", "stage": "queue"})):
             _sweep(home)
             # Another builder may have made it while this one waited for the lock.
             if not place.is_dir():
@@ -63,10 +63,17 @@ def base_model(data: str, tell: Callable[[Line], None]) -> Path:
 
 
 @contextmanager
-def _lock(home: Path, how: int) -> Iterator[None]:
-    """Be the only builder in the cache. Raises OSError and RecordError."""
+def _lock(home: Path, wait: Callable[[], None] | None = None) -> Iterator[None]:
+    """Be the only builder in the cache; where there is one, call `wait` and wait. Raises OSError, also where there is
+    one and no `wait`, and RecordError."""
     with os.fdopen(open_regular(home / "lock", os.O_RDWR | os.O_CREAT)) as lock:
-        fcntl.flock(lock, how)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if wait is None:
+                raise
+            wait()
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 

@@ -106,6 +106,7 @@ Line = dict[str, Any]
 
 STAGES = {
     "": "starting processes",
+    "queue": "waiting for another run, which builds a base model",
     "base": "building the base model",
     "before": "measuring accuracy before",
     "train": "training",

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -526,6 +528,22 @@ def test_what_a_killed_builder_has_left_is_removed_by_the_next_one_and_by_who_fi
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert builder.build() == place
     assert left.is_dir()
+    assert builder.calls == 1
+
+
+def test_who_waits_for_another_builder_says_so(builder: Builder, tmp_path: Path) -> None:
+    home = tmp_path / "base"
+    home.mkdir()
+    waiting = Thread(target=builder.build)
+    with (home / "lock").open("w") as lock:  # as one that is building holds it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting.start()
+        until = monotonic() + WALL_S
+        while not builder.lines:
+            assert monotonic() < until
+            sleep(0.01)
+        assert (builder.lines, builder.calls) == ([{"kind": "stage", "stage": "queue"}], 0)
+    waiting.join(WALL_S)
     assert builder.calls == 1
 
 
