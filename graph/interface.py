@@ -1,7 +1,7 @@
 """A node's signature is its interface.
 
 Positional parameters are inputs, keyword-only ones options, and the return annotation the outputs. Options are checked
-against annotations that leave no doubt: one of a few words (`Literal`), or a function.
+against annotations that leave no doubt: one of a few words (`Literal`), a list, or a function of some arguments.
 """
 
 import inspect
@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from penstock.graph.errors import Fault, defined, fault
-from penstock.graph.imports import names_function
+from penstock.graph.imports import imported, names_function, short
 from penstock.graph.ir import Json
 from penstock.graph.protocols import Stream
 from penstock.graph.types import BatchPart, Context, Metrics
@@ -187,11 +187,35 @@ def mistyped(function: Callable[..., Any], options: Mapping[str, Json], what: st
         if given is None and NoneType in get_args(annotations.get(name)):
             continue
         choices = get_args(annotation) if get_origin(annotation) is Literal else ()
-        needed = " or ".join(map(repr, choices)) if choices and given not in choices else ""
-        if get_origin(annotation) is Callable and not names_function(given):
+        needed, said = " or ".join(map(repr, choices)) if choices and given not in choices else "", repr(given)
+        # A text would be taken for a sequence of letters.
+        if get_origin(annotation) in (tuple, list) and isinstance(given, str):
+            needed = f"a list or tuple, such as [{given!r}]"
+        # Functions that may be async are told apart by what they return alone.
+        kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+        if all(get_origin(kind) is Callable for kind in kinds):
             needed = "a function: NAME, or functools.partial(NAME, number=…), of a `def NAME(…)` at the top of a module"
+            if names_function(given):
+                types = get_args(kinds[0])[0]
+                lack = _uncallable(given, types)
+                said, needed = f"{short(given['path'])}: {lack}", ""
+                if lack:
+                    names = ", ".join(getattr(each, "__name__", str(each)) for each in types)
+                    needed = f"a function of ({names}), and no more that functools.partial does not give it"
         if needed:
-            yield Fault("wrong-option-type", f"{what}: option {name!r}", repr(given), needed, where)
+            yield Fault("wrong-option-type", f"{what}: option {name!r}", said, needed, where)
+
+
+def _uncallable(given: Json, types: Any) -> str:
+    """Why an encoded function cannot be called with arguments of such types by place; "" if it can, or nobody knows."""
+    function, bound = imported(given["path"]), given.get("options", {})
+    if not inspect.isfunction(function) or not isinstance(types, list):
+        return ""
+    try:
+        inspect.signature(function).bind(*types, **bound)
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 def _without_none(annotation: Any) -> Any:

@@ -33,9 +33,10 @@ from penstock.nodes.generate import converse, generate
 from penstock.nodes.learn.dpo import dpo_update
 from penstock.nodes.learn.losses import Sampled, aipo, ppo, reads, reinforce, tis
 from penstock.nodes.learn.update import aipo_update, policy_update, term
+from penstock.nodes.remote_score import remote_score
 from penstock.nodes.replay_buffer import replay
 from penstock.nodes.reward_model import reward_scores
-from penstock.nodes.score import math_answer, score
+from penstock.nodes.score import accuracy, length, math_answer, score
 
 
 def compared(policy: Policy, prompts: Prompts) -> tuple[Rollouts, Advantages]:
@@ -225,6 +226,21 @@ def no_time(policy: Policy, prompts: Prompts) -> Policy:
     # out-of-range: python_tool: option 'deadline' given 0
     rollouts, _ = converse(prompts, broadcast(policy), environment=python_tool, turns=2, samples=4, **options)
     return aipo_update(policy, rollouts, group_advantage(score(rollouts, by=math_answer)))
+
+
+async def judged(response: str) -> float:
+    return float(len(response))
+
+
+@program
+def other_arguments(policy: Policy, prompts: Prompts) -> Policy:
+    # wrong-option-type: generate: option 'stop' given 'ab'
+    rollouts = generate(prompts, broadcast(policy), samples=4, stop="ab")  # type: ignore[arg-type]
+    # wrong-option-type: score: option 'by' given length: missing a required argument: 'at_most'
+    rewards = score(rollouts, by=length)  # type: ignore[arg-type]
+    # wrong-option-type: remote_score: option 'by' given judged: too many positional arguments
+    accuracy(remote_score(rollouts, by=judged))  # type: ignore[arg-type]
+    return aipo_update(policy, rollouts, group_advantage(rewards))
 
 
 @program
