@@ -116,10 +116,9 @@ class Checkpointing:
             return self._buffers
         if not self._warned:
             self._warned = True
-            given = (
-                f"{beside} ranks of {setup.replica} need {missing >> 20} MiB for copies, and {free >> 20} MiB are free"
-            )
-            self._warn(f"training waits while checkpoints are written: {given}")
+            of = f"{beside} rank{'s' * (beside > 1)} of {setup.replica}"
+            given = f"given {free >> 20} MiB free, needed {FREE_SHARE:.0%} of them to hold the copies of {of}"
+            self._warn(f"training waits while checkpoints are written: {given}, {missing >> 20} MiB")
         return None
 
 
