@@ -13,6 +13,8 @@ _NAME = re.compile(r"(\w[\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
 _SNAPSHOT = re.compile(r".*/models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})/?")
 # A model's weights, its shape and its tokenizer; no other formats of the same weights.
 _FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+# The same weights once more, as Mistral's own programs read them, and as Meta's do.
+_COPIES = ("consolidated*", "original/*")
 
 
 class HubError(ValueError):
@@ -42,7 +44,8 @@ def model_folder(given: str, *, weights: bool = True) -> str:
     files = [pattern for pattern in _FILES if weights or pattern != "*.safetensors"]
     silent = unreachable("model", repo, revision)
     try:
-        return snapshot_download(repo, revision=revision, allow_patterns=files, local_files_only=bool(silent))
+        patterns = {"allow_patterns": files, "ignore_patterns": list(_COPIES)}
+        return snapshot_download(repo, revision=revision, local_files_only=bool(silent), **patterns)
     except (OSError, ValueError, HfHubHTTPError) as error:
         why = silent or str(error).strip().partition("\n")[0]
         needed = "a model's directory, or a name of the Hugging Face Hub that is in the cache or can be downloaded"

@@ -14,6 +14,7 @@ from penstock.nodes.policy import make_policy
 from penstock.runtime.cli.flags import RunFlags
 from penstock.runtime.cli.run import absolute_paths
 from penstock.runtime.plan.model_shape import ShapeError, read_shape
+from tests.nodes import hub as hub_of_tests
 from tests.nodes.hub import deaf
 from tests.nodes.tiny_model import CONFIG, TOKENIZER, export, model, save
 from tests.nodes.updating import CONTEXT
@@ -85,6 +86,24 @@ def test_a_hub_that_does_not_answer_is_not_asked_again(name: str, monkeypatch: p
         # What is in the cache is taken from there.
         assert Path(model_folder(name)).name == Path(model_folder(f"{name}@{COMMIT}")).name == COMMIT
     assert asked[0] <= 5, "it is not tried again"  # a process's first connection is made twice by the client
+
+
+def test_weights_are_downloaded_in_the_format_that_is_read_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    read = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights"}
+    others = ("consolidated.safetensors", "original/params.json", "model.gguf", "pytorch_model.bin")
+    monkeypatch.setattr(hub_of_tests, "FILES", {**read, **dict.fromkeys(others, b"other")})
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    model_folder.cache_clear()
+    with hub_of_tests.hub() as address:
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        folder = Path(model_folder("me/sums"))
+    assert {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()} == read
 
 
 def test_what_is_no_name_stays_as_it_is(tmp_path: Path) -> None:
