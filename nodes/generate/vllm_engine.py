@@ -252,8 +252,8 @@ class VllmEngine(GroupStream):
             top_k=sampler.top_k,
             top_p=sampler.top_p,
             max_tokens=min(left, self.segment or left),
-            # Another segment draws anew.
-            seed=self.context.key(*holder.key, *([said] if said else [])),
+            # Another segment draws anew, and so does another turn.
+            seed=self.context.key(*holder.key, len(holder.row.prefix)),
             stop_token_ids=sorted(self.tokenizer.stops),
             ignore_eos=True,
             logprobs=0,

@@ -120,6 +120,7 @@ def test_a_conversation_goes_on_after_the_tokens_that_were_sampled(untied: Found
     found = untied["turns"]
     assert found["kept"] == [True, True]
     assert found["turns"] == [2, 1]
+    assert len(set(found["keys"])) == 3  # each turn of each row draws numbers of its own
     assert max(found["differences"].values()) < CLOSE
 
 

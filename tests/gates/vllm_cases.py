@@ -178,16 +178,25 @@ class Cases:
     def turns(self) -> Mapping[str, Any]:
         self.swap(9)
         engine = self.engine(samples=2)
+        keys, add = [], engine.vllm.add
+
+        def added(tokens: Any, sampling: Any, sink: Any) -> str:
+            keys.append(sampling.seed)
+            return add(tokens, sampling, sink)
+
+        engine.vllm.add = added  # type: ignore[method-assign]
         self.submit(engine, 2)
         first, _ = self.drain(engine)[2]
         replies = Replies(("4+4=", "5-1="), ("user", "user"), torch.tensor([False, True]))
         self.submit(engine, 2, conversation=first, replies=replies)
         second, _ = self.drain(engine)[2]
+        engine.vllm.add = add  # type: ignore[method-assign]
         ends = enumerate((first.prompt_lengths_N + first.response_lengths_N).tolist())
         rows = [(first.tokens_NS[row, :end].tolist(), second.tokens_NS[row, :end].tolist()) for row, end in ends]
         return {
             "kept": [before == after for before, after in rows],
             "turns": second.turns(),
+            "keys": keys,
             "differences": self.differences(second),
         }
 
