@@ -80,6 +80,17 @@ def usable_memory_gib(root: Path = ROOT) -> float:
     return min(physical, cgroup_limits(root).memory) / 2**30
 
 
+def memory_kills(root: Path = ROOT) -> int:
+    """How many processes the kernel of this machine has killed for lack of memory since it started; 0 where it does not
+    say."""
+    with suppress(OSError, ValueError):
+        for line in (root / "proc/vmstat").read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return 0
+
+
 def cuda_devices() -> tuple[str, ...]:
     """The NVIDIA devices that this process may use, as torch numbers them; without importing torch."""
     # torch numbers what is visible from 0, whatever the driver calls it.

@@ -21,6 +21,7 @@ in a session of its own, has stdout and stderr in `logs/<pool>-<replica>-<rank>.
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from time import monotonic
 from types import FrameType
 
 from penstock import PrivateFolderError
+from penstock.runtime.cluster.machine import memory_kills, usable_memory_gib
 from penstock.runtime.control.early import EARLY, awaited
 from penstock.runtime.control.listener import WireError
 from penstock.runtime.control.messages import (
@@ -147,6 +149,7 @@ class Agent:
         self._logs = make_folder(Path(join.folder) / "logs")
         self._log = self._logs / f"ranks-{join.host}.err"
         self._stderr: dict[str, Path] = {}  # of each rank that has not ended
+        self._kills = memory_kills()
         self._untold = ""  # why something could not be told to the controller
         # Does the run go on by itself, and need this host again?
         self.again = False
@@ -333,6 +336,13 @@ class Agent:
         """Tell of a rank's end; `status` is negative for a signal."""
         replica, _, rank = name.rpartition(".")
         last_lines = tail(self._stderr.pop(name)) or tail(self._log)
+        # In a container this counts others', too.
+        if status == -signal.SIGKILL and (kills := memory_kills() - self._kills) > 0:
+            given = f"given {usable_memory_gib():.0f} GiB of memory on host {self._join.host}"
+            ended = f"its kernel has killed {kills} process{'es' * (kills > 1)} for lack of it since the run began"
+            last_lines = (
+                f"{given}, needed more: {ended} (--recompute layer, fewer --slots, --lora)\n{last_lines}".strip()
+            )
         if self._relay is not None:
             self._relay.end(rank_peer(replica, int(rank)))
         self._say(Exited(replica, int(rank), pid, max(0, status), max(0, -status), last_lines))

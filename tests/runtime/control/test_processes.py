@@ -297,6 +297,33 @@ def test_a_rank_that_is_killed_is_told_of_with_the_signal(b: Bench) -> None:
         assert exited.reason.startswith(f"killed by SIGKILL (pid {pid})")
 
 
+# An agent whose kernel has killed one more process each time that it looks.
+SHORT_OF_MEMORY = f"""
+from itertools import count
+from runpy import run_path
+from penstock.runtime.control import agent
+
+agent.memory_kills = count(5).__next__
+run_path({AGENT!r}, run_name="__main__")
+"""
+
+
+def test_a_rank_that_is_killed_where_memory_runs_out_is_told_of_with_the_lack(
+    b: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = b.folder / "agent.py"
+    program.write_text(SHORT_OF_MEMORY)
+    monkeypatch.setitem(globals(), "AGENT", str(program))
+    with agent(b):
+        heard(b, AgentReady)
+        b.server.send("agent:b", Launch("generator/0", 0))
+        pid = heard(b, Ready).pid
+        os.kill(pid, signal.SIGKILL)
+        _, told = heard(b, Exited).reason.split("\n", 1)
+        assert told.startswith("given ")
+        assert "needed more: its kernel has killed 1 process " in told
+
+
 @pytest.mark.parametrize(("mode", "leave"), [("", 60.0), ("deaf", 0.5), ("family", 0.5)])
 def test_a_goodbye_ends_the_agent_and_its_ranks_willing_or_not(b: Bench, mode: str, leave: float) -> None:
     with agent(b, leave=leave, mode=mode) as process:

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from penstock.runtime.cluster import machine
-from penstock.runtime.cluster.machine import cgroup_limits, count_gpus, cuda_devices, usable_cores, usable_memory_gib
+from penstock.runtime.cluster.machine import (
+    cgroup_limits,
+    count_gpus,
+    cuda_devices,
+    memory_kills,
+    usable_cores,
+    usable_memory_gib,
+)
 from penstock.runtime.control.enrolment import facts
 
 GIB = 1 << 30
@@ -94,6 +101,16 @@ def test_memory_is_the_machines_or_its_limit(tmp_path: Path) -> None:
     assert usable_memory_gib(tmp_path) == 0.5
     write(tmp_path, {"memory.max": f"{2 * physical}\n"})
     assert usable_memory_gib(tmp_path) == physical / GIB
+
+
+@pytest.mark.parametrize(("said", "kills"), [("pgfault 7\noom_kill 3\n", 3), ("oom_kill x\n", 0), ("pgfault 7\n", 0)])
+def test_the_kernel_says_how_many_processes_it_has_killed_for_lack_of_memory(
+    tmp_path: Path, said: str, kills: int
+) -> None:
+    assert memory_kills(tmp_path) == 0
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/vmstat").write_text(said)
+    assert memory_kills(tmp_path) == kills
 
 
 def test_an_agent_reports_what_its_container_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
