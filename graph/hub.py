@@ -44,8 +44,10 @@ def model_folder(given: str, *, weights: bool = True) -> str:
     files = [pattern for pattern in _FILES if weights or pattern != "*.safetensors"]
     silent = unreachable("model", repo, revision)
     try:
-        patterns = {"allow_patterns": files, "ignore_patterns": list(_COPIES)}
-        return snapshot_download(repo, revision=revision, local_files_only=bool(silent), **patterns)
+        copies = list(_COPIES)
+        return snapshot_download(
+            repo, revision=revision, local_files_only=bool(silent), allow_patterns=files, ignore_patterns=copies
+        )
     except (OSError, ValueError, HfHubHTTPError) as error:
         why = silent or str(error).strip().partition("\n")[0]
         needed = "a model's directory, or a name of the Hugging Face Hub that is in the cache or can be downloaded"
