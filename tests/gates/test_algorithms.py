@@ -133,7 +133,7 @@ def test_an_untrained_policy_learns_to_guess(tmp_path: Path) -> None:
 def test_a_policy_that_seldom_calls_a_tool_learns_to_call_it(tmp_path: Path) -> None:
     """The base solves less than half; calling more often solves a tenth more of all at least."""
     # It takes longer to make than the run that starts from it: a group of 32 is enough for an update, but fewer updates
-    # make one that solves too little (of three seeds, 600 did in one).
+    # make one that solves too little (of two seeds, 600 did in one).
     taught = run_here(make_run(tmp_path / "base", "tool_sft", {}, replace(TOOL, updates=800, batch=1)))
     cut = latest_checkpoint(RunFolder.open(taught))
     assert cut is not None
