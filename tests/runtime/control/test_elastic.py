@@ -222,7 +222,7 @@ def config(program: str, options: Mapping[str, Any], **flags: Any) -> RunConfig:
 
 def test_what_cannot_be_lost_is_refused_by_name() -> None:
     learner = config("sft", {}, data="arithmetic")
-    with pytest.raises(ValueError, match=r"lost_replica=\"replace\": given pool trainer \(it holds policy\)"):
+    with pytest.raises(ValueError, match=r"--lost-replica replace: given pool trainer \(it holds policy\)"):
         check_rules(Tables(learner.graph, learner.plan), learner.rules(0))
     with pytest.raises(ValueError, match="--first-generators: given 3; needed at most --generators, 2"):
         config("toy", {}, generators=2, first_generators=3)
