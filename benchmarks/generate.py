@@ -9,7 +9,8 @@ it, but not that they use its memory.
 The roofline of a decode step is the longer of two times: its weights and the cache's live entries, read once at the
 bandwidth of a large sum; and its products at the fastest rate of a product of so many rows, whose weight stays in the
 processor's cache. `of the roofline` is that time over the median step of ours, at which all slots sample; the
-roofline over `transformers` is the most that an engine could reach: one that did nothing else but such steps.
+roofline over `transformers` is the most that an engine could reach: one that did nothing else but such steps, and the
+products of the prompts at that rate.
 
 `lengths` has responses of lognormal lengths in 64 slots, many times as many as slots: seconds of batches of 64 over
 those of continuous batching. A static batch computes all its rows until the longest response ends; rows that `begin
@@ -175,6 +176,7 @@ def case(folder: Path, name: str, dtype: str, batch: int, tokens: int, read: flo
     by_memory = size * (weights + entries) / read
     by_products = 2.0 * (batch * weights + entries) / rate(batch, hidden, dtype)
     least = max(by_memory, by_products)
+    whole = tokens * least + PROMPT * by_products
     per_s = {system: batch * tokens / median(times) for system, times in found.items()}
     return {
         "model": name,
@@ -183,7 +185,7 @@ def case(folder: Path, name: str, dtype: str, batch: int, tokens: int, read: flo
         "tokens/s": round(per_s["ours"]),
         "transformers": round(per_s["transformers"]),
         "over transformers": round(per_s["ours"] / per_s["transformers"], 2),
-        "roofline over transformers": round(batch / least / per_s["transformers"], 2),
+        "roofline over transformers": round(batch * tokens / whole / per_s["transformers"], 2),
         "step, ms": round(1e3 * step, 2),
         "of the roofline": round(least / step, 2),
         "bound by": "memory" if by_memory > by_products else "products",
