@@ -14,7 +14,7 @@ _SNAPSHOT = re.compile(r".*/models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40
 # A model's weights, its shape and its tokenizer; no other formats of the same weights.
 _FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 # The same weights once more, as Mistral's own programs read them, and as Meta's do.
-_COPIES = ("consolidated*", "original/*")
+_COPIES = ["consolidated*", "original/*"]
 
 
 class HubError(ValueError):
@@ -44,9 +44,8 @@ def model_folder(given: str, *, weights: bool = True) -> str:
     files = [pattern for pattern in _FILES if weights or pattern != "*.safetensors"]
     silent = unreachable("model", repo, revision)
     try:
-        copies = list(_COPIES)
         return snapshot_download(
-            repo, revision=revision, local_files_only=bool(silent), allow_patterns=files, ignore_patterns=copies
+            repo, revision=revision, local_files_only=bool(silent), allow_patterns=files, ignore_patterns=_COPIES
         )
     except (OSError, ValueError, HfHubHTTPError) as error:
         why = silent or str(error).strip().partition("\n")[0]

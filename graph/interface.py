@@ -194,28 +194,26 @@ def mistyped(function: Callable[..., Any], options: Mapping[str, Json], what: st
         # Functions that may be async are told apart by what they return alone.
         kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
         if all(get_origin(kind) is Callable for kind in kinds):
-            needed = "a function: NAME, or functools.partial(NAME, number=…), of a `def NAME(…)` at the top of a module"
-            if names_function(given):
-                types = get_args(kinds[0])[0]
-                lack = _uncallable(given, types)
-                said, needed = f"{short(given['path'])}: {lack}", ""
-                if lack:
-                    names = ", ".join(getattr(each, "__name__", str(each)) for each in types)
-                    needed = f"a function of ({names}), and no more that functools.partial does not give it"
+            said, needed = _no_function(given, get_args(kinds[0])[0])
         if needed:
             yield Fault("wrong-option-type", f"{what}: option {name!r}", said, needed, where)
 
 
-def _uncallable(given: Json, types: Any) -> str:
-    """Why an encoded function cannot be called with arguments of such types by place; "" if it can, or nobody knows."""
-    function, bound = imported(given["path"]), given.get("options", {})
-    if not inspect.isfunction(function) or not isinstance(types, list):
-        return ""
-    try:
-        inspect.signature(function).bind(*types, **bound)
-    except TypeError as error:
-        return str(error)
-    return ""
+def _no_function(given: Json, types: Any) -> tuple[str, str]:
+    """What was given and what is needed, where an option is no function of arguments of such types by place; two empty
+    texts where it is, or nobody knows."""
+    if not names_function(given):
+        made = "NAME, or functools.partial(NAME, number=…), of a `def NAME(…)` at the top of a module"
+        return repr(given), f"a function: {made}"
+    function = imported(given["path"])
+    if inspect.isfunction(function) and isinstance(types, list):
+        try:
+            inspect.signature(function).bind(*types, **given.get("options", {}))
+        except TypeError as error:
+            names = ", ".join(getattr(each, "__name__", str(each)) for each in types)
+            needed = f"a function of ({names}), and no more that functools.partial does not give it"
+            return f"{short(given['path'])}: {error}", needed
+    return "", ""
 
 
 def _without_none(annotation: Any) -> Any:

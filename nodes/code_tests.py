@@ -1,9 +1,9 @@
 """A rule for code: the Python that a model wrote is run against tests, in the sandbox of `environments/sandbox.py`.
 
 Tests of input and output are compared out here: code never sees what it is to print. Tests in Python run in the process
-of the code that they test. An early end, a changed builtin or a printed verdict passes none of them, but code can that
-attacks its own interpreter or changes a library, and so can an object that is equal to all others; no test in Python
-can be safe from that.
+of the code that they test. An early end, a changed builtin or a printed verdict passes none of them. Code that attacks
+its own interpreter, changes a library or returns an object that is equal to all others can pass: no test in Python is
+safe from that.
 """
 
 import ast
@@ -21,7 +21,8 @@ from penstock.nodes.score import answers_that
 
 _FENCED = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
-# Runs code and then its tests, with the builtins that there were before the code.
+# Runs code and then its tests, with the builtins that there were before the code. What it needs itself are defaults,
+# which are bound before the code can change a name.
 _BOTH = """
 def both(code, tests, passed, run=exec, show=print, library=vars(__import__("builtins"))):
     names, scope = dict(library), {"__name__": "response"}
@@ -87,8 +88,8 @@ def code_tests(
 
     The code is the last block between ``` and ```, or the whole response without one. The tests are Python that runs
     after the code, `assert add(1, 2) == 3`; or JSON, `{"inputs": ["1 2"], "outputs": ["3"]}`: with each of the inputs
-    as standard input, a run of the code has to print the output, whatever spaces end its lines. Only the latter are
-    safe from code that cheats, with an object that is equal to all others.
+    as standard input, a run of the code has to print the output, whatever spaces end its lines. Only these runs
+    are safe from code that cheats, such as by an object that is equal to all others.
 
     Each run has the limits of `Limits`; code that exceeds them has failed. `score` runs one row after the other,
     `remote_score(rollouts, by=code_tests, concurrency=4)` several at once. Where bubblewrap does not work, the run is

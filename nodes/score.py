@@ -224,8 +224,8 @@ def final_number(text: str) -> Fraction | None:
     matches = list(_NUMBER.finditer(plain))
     if not matches:
         return None
-    # What ends with an expression does not end with a number that is in it.
     match = matches[0 if FINAL in text else -1]
+    # What ends with an expression does not end with a number that is in it.
     return None if _is_within(match) else _value(match)
 
 

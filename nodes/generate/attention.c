@@ -79,15 +79,16 @@ static inline __attribute__((always_inline)) vector sums(vector parts[LANES]) {
 }
 
 #if defined(BF16) && defined(__AVX512BF16__) && LANES == 16
-/* A processor multiplies pairs of bfloat16 and adds them up in float32: nothing is to be widened. */
+/* A query is multiplied in `FACTORS` registers: here of pairs of bfloat16, which the processor adds up in float32, and
+   elsewhere of floats. The lanes of what `products` returns sum up to a query by a key. */
 #include <immintrin.h>
-#define HALVED 2
 typedef __m512bh factor;
+#define FACTORS (PARTS / 2)
 
-static inline __attribute__((always_inline)) vector scores(const factor *query, const stored *key) {
+static inline __attribute__((always_inline)) vector products(const factor *query, const stored *key) {
     __m512 sum = _mm512_setzero_ps();
 #pragma GCC unroll 16
-    for (int p = 0; p < PARTS / 2; p++) {
+    for (int p = 0; p < FACTORS; p++) {
         factor each;
         memcpy(&each, key + 2 * p * LANES, sizeof each);
         sum = _mm512_dpbf16_ps(sum, query[p], each);
@@ -95,12 +96,14 @@ static inline __attribute__((always_inline)) vector scores(const factor *query, 
     return (vector)sum;
 }
 
-static inline void take(factor to[PARTS / 2], const stored *from) { memcpy(to, from, sizeof(factor) * PARTS / 2); }
+static inline void load_query(factor to[FACTORS], const stored *from) {
+    memcpy(to, from, sizeof(factor) * FACTORS);
+}
 #else
-#define HALVED 1
 typedef vector factor;
+#define FACTORS PARTS
 
-static inline __attribute__((always_inline)) vector scores(const factor *query, const stored *key) {
+static inline __attribute__((always_inline)) vector products(const factor *query, const stored *key) {
     vector each[PARTS];
     load(each, key);
     vector sum = query[0] * each[0];
@@ -109,7 +112,7 @@ static inline __attribute__((always_inline)) vector scores(const factor *query, 
     return sum;
 }
 
-static inline void take(factor to[PARTS], const stored *from) { load(to, from); }
+static inline void load_query(factor to[FACTORS], const stored *from) { load(to, from); }
 #endif
 
 /* Scores of LANES positions, whose keys begin at `key`. Where there are but `count`, the last one stands in for others,
@@ -118,7 +121,7 @@ static inline __attribute__((always_inline)) void score(float *to, const factor 
                                                         float scale) {
     vector parts[LANES];
 #pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) parts[i] = scores(query, key + (i < count ? i : count - 1) * K);
+    for (int i = 0; i < LANES; i++) parts[i] = products(query, key + (i < count ? i : count - 1) * K);
     vector found = sums(parts) * scale;
     memcpy(to, &found, sizeof found);
 }
@@ -187,9 +190,9 @@ int attend(const stored *q, const stored *k, const stored *v, stored *keys, stor
             int64_t begin = ((slots[row] * G + g) * C + unseen) * K;
             const stored *key = keys + begin, *value = values + begin;
             length -= unseen;
-            factor query[N][PARTS / HALVED];
+            factor query[N][FACTORS];
             vector total[N][PARTS];
-            for (int n = 0; n < N; n++) take(query[n], q + row * q_row + (g * N + n) * K);
+            for (int n = 0; n < N; n++) load_query(query[n], q + row * q_row + (g * N + n) * K);
             int64_t whole = length / LANES * LANES;
             ask_for(value + whole * K, length - whole);
             for (int64_t c = 0; c < whole; c += LANES) {

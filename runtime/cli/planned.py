@@ -126,12 +126,12 @@ def rule_lacks(traced: Traced) -> Iterator[Fault]:
     plan = place(graphs, Cluster.local())
     names = [pool.name for pool in plan.pools]
     check_pools(read_meshes(flags.mesh), names, names)
-    lost = {"batch": flags.batch, "end": 1, "lost_replica": flags.lost_replica}
+    of_all = {"batch": flags.batch, "end": 1, "lost_replica": flags.lost_replica}
+    of_run = {field.name: getattr(flags, field.name) for field in fields(Rules) if hasattr(flags, field.name)}
     for graph in graphs:
-        of_run = {field.name: getattr(flags, field.name) for field in fields(Rules) if hasattr(flags, field.name)}
         try:
             # Of an evaluation a run's other rules are not asked.
-            check_rules(Tables(graph, plan), Rules(**(of_run | lost if graph is traced.graph else lost)))
+            check_rules(Tables(graph, plan), Rules(**(of_run | of_all if graph is traced.graph else of_all)))
         except ValueError as error:
             rule, _, rest = str(error).partition(": given ")
             given, _, needed = rest.partition("; needed ")
