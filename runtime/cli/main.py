@@ -83,8 +83,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     _require_streams()
     try:
-        # Python has a handler of its own for Ctrl-C.
-        with on_stop(interrupt, [number for number in STOPS if number != signal.SIGINT]):
+        # A shell has Ctrl-C ignored by what it starts in the background.
+        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        with on_stop(interrupt, [number for number in STOPS if number != signal.SIGINT or not ignored]):
             status = _answer(words)
     except SystemExit as leaving:
         status = int(leaving.code or 0)

@@ -8,6 +8,7 @@
 | `INTERRUPTED`, 130 | was stopped by its user: Ctrl-C, a terminal that closes, a pipe that nobody reads any more |
 """
 
+import importlib
 import os
 import select
 import signal
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 DONE, FAILED, PREEMPTED, INTERRUPTED = 0, 1, 75, 130
 
@@ -29,6 +30,10 @@ GRACE_S = 4.5
 # Signals of one kind that come closer together are one: of an engine and of the shell script that hands it on.
 ONE_SIGNAL_S = 0.5
 
+# How long an interrupt waits each time that it meets an import.
+IMPORTING_S = 0.02
+# The file that Python gives for the code of its import statement.
+_IMPORTING = importlib.__import__.__code__.co_filename
 # Codes of signals up to this one come of kill(2) and its like; the kernel's own, as of a terminal, are above it.
 _SENT_BY_A_PROCESS = 0
 
@@ -104,9 +109,21 @@ def heard() -> Iterator[set[int]]:
             found.update(file.read())
 
 
-def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """What Ctrl-C does in Python, for the signals that would end the process where it stands."""
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """What Ctrl-C does in Python, for the signals that would end the process where it stands: raises Preempted or
+    KeyboardInterrupt. Within an import it waits until that is done."""
+    if _imports(frame):
+        # Libraries in C crash if an exception comes while they begin (msgspec where it builds a decoder).
+        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(number))
+        signal.setitimer(signal.ITIMER_REAL, IMPORTING_S)
+        return
     raise Preempted if number in PREEMPTIONS else KeyboardInterrupt
+
+
+def _imports(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename != _IMPORTING:
+        frame = frame.f_back
+    return frame is not None
 
 
 def carry_on(number: int, frame: FrameType | None) -> None:

@@ -1,6 +1,7 @@
 """Agents and their ranks: how they start, end with their parent, and are told of."""
 
 import errno
+import importlib
 import json
 import os
 import platform
@@ -608,6 +609,28 @@ def test_a_polite_kill_can_be_like_ctrl_c_or_come_too_late() -> None:
         signal.raise_signal(signal.SIGINT)
     with on_stop(carry_on):
         signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, Preempted), (signal.SIGINT, KeyboardInterrupt)])
+def test_an_interrupt_waits_until_what_is_imported_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, raised: type[BaseException]
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "interrupted.py").write_text(f"""import os, time
+os.kill(os.getpid(), {number:d})
+time.sleep(0.1)  # the interrupt comes again, and waits again
+done = True
+""")
+    found = []
+
+    def interrupted() -> None:
+        found.append(importlib.import_module("interrupted").done)
+        signal.sigtimedwait((), 60.0)  # it comes here
+
+    with pytest.raises(raised) as told, on_stop(interrupt):
+        interrupted()
+    sys.modules.pop("interrupted")
+    assert (type(told.value), found) == (raised, [True])
 
 
 LEAVING = """
