@@ -37,6 +37,16 @@ from penstock.runtime.cluster.capabilities import axis_lack
 from penstock.runtime.cluster.cluster import ClusterError, SeenGpu
 from penstock.runtime.cluster.placement import read_meshes, spelled
 from penstock.runtime.control.run_config import EVALUATION, RunConfig, RunOptions, context_of
+from penstock.runtime.control.signals import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    PREEMPTED,
+    Preempted,
+    interrupt,
+    on_stop,
+    while_heard,
+)
 from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.folder import RunFolder
 
@@ -318,26 +328,13 @@ def run_here(path: str) -> int:
     from penstock.runtime.cli.display import PlainDisplay, Progress, write_line
     from penstock.runtime.control.inprocess import run_in_process  # imports torch
     from penstock.runtime.control.process import told
-    from penstock.runtime.control.signals import (
-        DONE,
-        FAILED,
-        INTERRUPTED,
-        PREEMPTED,
-        Preempted,
-        interrupt,
-        on_stop,
-        while_heard,
-    )
 
     folder = RunFolder.open(path)
     config = RunConfig.load(folder)
     progress = Progress(config.graph.name, config.flags.updates)
     tell = while_heard(PlainDisplay(progress, write_line).tell, lambda: signal.raise_signal(signal.SIGTERM))
     try:
-        with on_stop(interrupt):
-            status = run_in_process(folder, tell)
-    except KeyboardInterrupt as wish:
-        return PREEMPTED if isinstance(wish, Preempted) else INTERRUPTED
+        status = run_in_process(folder, tell)
     except Exception as raised:
         # What the folder refuses is said in words; the traceback of anything else starts in the user's node.
         status = "failed"
@@ -350,7 +347,11 @@ def run_here(path: str) -> int:
 
 def main(mode: str, words: str) -> int:
     if mode == "run":
-        return run_here(words)
+        try:
+            with on_stop(interrupt):
+                return run_here(words)
+        except KeyboardInterrupt as wish:
+            return PREEMPTED if isinstance(wish, Preempted) else INTERRUPTED
     # Ctrl-C, or help that nobody reads on, ends it without a traceback.
     for number in (signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)

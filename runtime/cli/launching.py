@@ -35,7 +35,7 @@ from penstock.runtime.control.signals import (
     FAILED,
     INTERRUPTED,
     PREEMPTED,
-    carry_on,
+    Wish,
     on_stop,
     wait_handing_on,
 )
@@ -121,9 +121,10 @@ def launch(
     tell: Callable[[Line], None],
     enrolled: Enrolled | None = None,
     early: Early | None = None,
+    wish: Wish | None = None,
 ) -> int:
     """Run what the folder says in processes of its own, of which some may have begun `early`, on the agents that have
-    `enrolled`; the exit status."""
+    `enrolled`; the exit status. `wish` is what signals have asked for by now."""
     config = RunConfig.load(folder)
     desk, starter = (enrolled.desk, enrolled.agents) if enrolled else (None, None)
     if desk is not None:
@@ -140,6 +141,7 @@ def launch(
         starter=starter,
         early=early,
         again=enrolled is not None and enrolled.again,
+        wish=wish,
     )
     return launcher.run()
 
@@ -166,15 +168,17 @@ def go(
             if prepare is not None:
                 prepare(display)
             trackers.start(folder, config.flags.track, display.tell)
-            with on_stop(carry_on):
+            wish = Wish()
+            # What comes before the launcher listens is kept for it; what comes after it has nothing more to end.
+            with on_stop(lambda number, _: wish.hear(number)):
                 if flags.in_process:  # in one process that has the terminal, so that a debugger works
                     if early is not None:
                         early.close()
                     command = [sys.executable, "-m", "penstock.runtime.cli.children", "run", str(folder.path)]
-                    status = wait_handing_on(subprocess.Popen(command))
+                    status = wait_handing_on(subprocess.Popen(command), wish)
                     status = status if status in STATUS else FAILED
                 else:
-                    status = launch(folder, cluster, display.tell, enrolled, early)
+                    status = launch(folder, cluster, display.tell, enrolled, early, wish)
                 if enrolled is not None:
                     # At once: agents that enrol for the run's next life come while this one is still being told of.
                     enrolled.desk.rest()

@@ -16,12 +16,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock import __path__ as roots
+from penstock.runtime.control.signals import held_back
 
 if TYPE_CHECKING:
     from penstock.graph.errors import Fault
@@ -154,8 +155,12 @@ def ask_child(
         json.dump(arguments, paper)
         paper.seek(0)
         command = [sys.executable, "-m", "penstock.runtime.cli.children", function, str(paper.fileno())]
-        child = subprocess.Popen(command, pass_fds=[paper.fileno()])
-        try:
+        with ExitStack() as stack:
+            with held_back():
+                child = subprocess.Popen(command, pass_fds=[paper.fileno()])
+                # After Ctrl-C, or a deadline that has passed, nobody waits for its answer any more.
+                stack.callback(child.wait)
+                stack.callback(child.kill)
             for each in meanwhile:
                 if callable(each):
                     each()
@@ -164,12 +169,8 @@ def ask_child(
             with os.fdopen(os.pidfd_open(child.pid)) as ended:
                 if not select.select([ended], [], [], deadline)[0]:
                     raise CommandError(f"{what} has not answered within {deadline:g} s")
-        finally:
-            # After Ctrl-C, or a deadline that has passed, nobody waits for its answer any more.
-            child.kill()
-            status = child.wait()
         paper.seek(0)
-        text = paper.read()
+        text, status = paper.read(), child.returncode
     if status == -signal.SIGPIPE:  # help that nobody read to its end
         raise SystemExit(128 + signal.SIGPIPE)
     if status in (0, 2) and not text:

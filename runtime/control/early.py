@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from penstock.runtime.control.process import kill, log_to, start
+from penstock.runtime.control.process import kill, log_to, start, sweep_processes
 
 CONTROLLER = ("-m", "penstock.runtime.control.controller")
 AGENT = ("-m", "penstock.runtime.control.agent")
@@ -31,6 +31,7 @@ class Early:
     def __init__(self) -> None:
         self.run = secrets.token_hex(6)
         self._children: dict[tuple[str, ...], Child] = {}
+        self._launched = False
 
     def begin(
         self, modules: Sequence[str], agent: Sequence[str] = AGENT, controller: Sequence[str] = CONTROLLER
@@ -50,6 +51,7 @@ class Early:
     def take(self, command: Sequence[str], argument: str, log: Path) -> Child | None:
         """The process of this command, which goes on with an argument and a log; None if it was not begun, or has
         ended. It is the caller's from now on."""
+        self._launched = True
         child = self._children.pop(tuple(command), None)
         if child is None:
             return None
@@ -63,9 +65,12 @@ class Early:
         return None
 
     def close(self) -> None:
-        """End those that nobody has taken."""
+        """End those that nobody has taken; without a run also what they have started, and one that was just begun."""
         while self._children:
             _end(self._children.popitem()[1])
+        if not self._launched:
+            # Each ends with its parent, but some seconds later where it is importing still.
+            sweep_processes(self.run)
 
 
 def _end(child: Child) -> None:

@@ -90,7 +90,8 @@ class Launcher:
     launcher's own: `{"kind": "error" | "note", "text": …}`, `{"kind": "external", "host": …, "join": file}`. An
     OSError that it raises is a wish to stop. `grace` are the seconds from a wish to stop to the end of everything.
     Agents that are not local come by the `desk`, if there is one, and `starter` has started them. `early` has processes
-    of this run that wait for it. `again`: a run that fails by the loss of a process is started again by itself.
+    of this run that wait for it. `again`: a run that fails by the loss of a process is started again by itself. `wish`
+    is what signals have asked for by now.
     """
 
     def __init__(
@@ -109,10 +110,11 @@ class Launcher:
         starter: Agents | None = None,
         early: Early | None = None,
         again: bool = False,
+        wish: Wish | None = None,
     ) -> None:
         self.desk, self.starter, self.early = desk, starter, early
         self.folder, self.run_id, self.cluster = folder.absolute(), run, cluster
-        self.grace, self.wish = grace, Wish()
+        self.grace, self.wish = grace, wish or Wish()
         self.tell = while_heard(tell, self.wish.ask)
         self.environment = dict(environment or {})
         self.controller, self.agent, self.modules = tuple(controller), tuple(agent), tuple(modules)

@@ -41,6 +41,11 @@ Act = Callable[[int, FrameType | None], None]
 Tell = Callable[[dict[str, Any]], None]
 
 
+def asked_by(number: int) -> int:
+    """The exit status that a signal asks for."""
+    return PREEMPTED if number in PREEMPTIONS else INTERRUPTED
+
+
 class Wish:
     """What signals have asked a process for so far. `status` is the exit status that they ask for, that of the first
     one; 0 for none. `number` is that signal; 0 for a display that is lost. `at_once`: nothing is to be waited for.
@@ -66,7 +71,7 @@ class Wish:
     def ask(self, number: int = 0) -> None:
         """The end is wanted, however often that is said."""
         if not self.status:
-            self.status, self.number = PREEMPTED if number in PREEMPTIONS else INTERRUPTED, number
+            self.status, self.number = asked_by(number), number
 
 
 class Preempted(KeyboardInterrupt):
@@ -91,6 +96,20 @@ def on_stop(act: Act, numbers: Sequence[signal.Signals] = STOPS) -> Iterator[Non
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Meanwhile signals that call a function here wait, and come at the end: for what somebody has to know of once it
+    has begun, such as a child."""
+    came: list[int] = []
+    numbers = [number for number in STOPS if callable(signal.getsignal(number))]
+    try:
+        with on_stop(lambda number, _: came.append(number), numbers):
+            yield
+    finally:
+        for number in came:
+            signal.raise_signal(number)
 
 
 @contextmanager
@@ -166,9 +185,10 @@ def _hear_again() -> None:
     _let_go()
 
 
-def wait_handing_on(child: subprocess.Popen[bytes]) -> int:
-    """Until the child has ended; its status. What asks this process to end goes to the child, but for the Ctrl-C of a
-    terminal, which has told all processes that it has.
+def wait_handing_on(child: subprocess.Popen[bytes], wish: Wish) -> int:
+    """Until the child has ended; its status. What asks this process to end, or has done so already (`wish`), goes to
+    the child, but for the Ctrl-C of a terminal, which has told all processes that it has. A child that it ends before
+    it hears signals has the status that they ask for.
     """
     if threading.current_thread() is not threading.main_thread():
         return child.wait()
@@ -176,11 +196,13 @@ def wait_handing_on(child: subprocess.Popen[bytes]) -> int:
     # Held back while they are waited for, or one that comes between two looks would end this process.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [*heard, signal.SIGCHLD])
     try:
+        if wish.number:
+            child.send_signal(wish.number)
         while (status := child.poll()) is None:
             told = signal.sigtimedwait([*heard, signal.SIGCHLD], 1.0)
             if told is not None and told.si_signo in heard and told.si_code <= _SENT_BY_A_PROCESS:
                 child.send_signal(told.si_signo)
-        return status
+        return asked_by(-status) if -status in STOPS else status
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -92,7 +92,9 @@ class Processes:
         self.files: dict[str, str] = {}
         self.last: Callable[[RunFolder], object] = bool
 
-    def __call__(self, folder: RunFolder, cluster: Cluster, tell: Any, enrolled: Any = None, early: Any = None) -> int:
+    def __call__(
+        self, folder: RunFolder, cluster: Cluster, tell: Any, enrolled: Any = None, early: Any = None, wish: Any = None
+    ) -> int:
         self.configs.append(RunConfig.load(folder))
         for name, text in self.files.items():
             (folder.path / name).write_text(text)

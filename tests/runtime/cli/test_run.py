@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -173,6 +174,19 @@ def test_a_report_that_cannot_be_drawn_changes_nothing_of_the_run(
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last == summary_of(tmp_path / "two")
     assert last["status"] == "done"
+
+
+def test_a_signal_that_comes_before_the_launcher_is_kept_for_it(here: None, out: Path, monkeypatch: Patch) -> None:
+    load = RunConfig.load
+
+    def signalled(folder: RunFolder) -> RunConfig:
+        monkeypatch.setattr(RunConfig, "load", load)
+        signal.raise_signal(signal.SIGTERM)
+        return load(folder)
+
+    monkeypatch.setattr(RunConfig, "load", signalled)
+    assert starting.run(["toy", "--updates", "3000", "--batch", "1", "--grace", "60", "--out", str(out)]) == PREEMPTED
+    assert summary_of(out)["status"] == "stopped"
 
 
 def test_a_language_model_starts_from_the_base(processes: Processes, tmp_path: Path, monkeypatch: Patch) -> None:

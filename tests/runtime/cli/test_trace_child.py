@@ -1,6 +1,8 @@
 """What the child that imports a program finds: its graphs, its faults, what it lacks, and how it fails."""
 
 import json
+import signal
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from penstock.runtime.cli.children import answer, check_meshes
 from penstock.runtime.cli.tracing import CommandError, ask_child, require_inputs, trace_program
 from penstock.runtime.cluster.cluster import ClusterError
 from penstock.runtime.control.run_config import RunOptions
+from penstock.runtime.control.signals import Preempted, interrupt, on_stop
 
 FILE = """
 from penstock.graph import Policy, Prompts, Rewards, Rollouts, broadcast, node, program, requires, types
@@ -283,6 +286,21 @@ def test_a_child_that_does_not_answer_or_dies_is_told(file: str) -> None:
     Path(file).write_text("import os\nos._exit(3)\n")
     with pytest.raises(CommandError, match=r"mine\.py:mine: .* ended with exit status 3"):
         trace_program("run", [f"{file}:mine"])
+
+
+def test_a_child_at_whose_start_an_interrupt_comes_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            begun.append(self)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(Preempted), on_stop(interrupt):
+        ask_child("time:sleep", 1000, what="X")
+    assert begun[0].poll() == -signal.SIGKILL
 
 
 # Meshes --------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,23 @@ def test_a_run_takes_the_processes_that_wait_for_it(early: Early, tmp_path: Path
     assert "said by a rank" in (tmp_path / "logs" / "local-pool-0-0.err").read_text()
 
 
-def test_those_that_nobody_takes_end(early: Early) -> None:
+def test_those_that_nobody_takes_end_with_what_they_have_started(early: Early) -> None:
     begun(early)
     early.close()
-    assert until(lambda: not processes_of(early.run))
+    assert processes_of(early.run) == []
+
+
+def test_one_at_whose_start_an_interrupt_came_ends_too(early: Early, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        early.begin([], AGENT, CONTROLLER)
+    early.close()
+    assert processes_of(early.run) == []
 
 
 def test_those_that_have_ended_are_started_again(early: Early, tmp_path: Path) -> None:

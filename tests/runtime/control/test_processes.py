@@ -39,13 +39,16 @@ from penstock.runtime.control.process import (
 from penstock.runtime.control.rendezvous import INTERVAL
 from penstock.runtime.control.signals import (
     ONE_SIGNAL_S,
+    PREEMPTED,
     PREEMPTIONS,
     STOPS,
     Preempted,
+    Wish,
     carry_on,
     interrupt,
     nobody_reads,
     on_stop,
+    wait_handing_on,
     while_heard,
 )
 from penstock.runtime.control.worker import NEEDED
@@ -631,6 +634,12 @@ done = True
         interrupted()
     sys.modules.pop("interrupted")
     assert (type(told.value), found) == (raised, [True])
+
+
+def test_what_has_asked_for_the_end_is_handed_on_and_a_child_that_hears_nothing_yet_ends_as_asked() -> None:
+    wish = Wish()
+    wish.hear(signal.SIGTERM)
+    assert wait_handing_on(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]), wish) == PREEMPTED
 
 
 LEAVING = """
