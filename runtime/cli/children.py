@@ -108,6 +108,7 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
         elif verb == "run" and not faults and flags.on not in ELSEWHERE:
             faults, pins = _tried(made, flags.options(flags.model))
             flags = dataclasses.replace(flags, **pins)
+        if verb in ("check", "run") and not faults and getattr(flags, "on", "") not in ELSEWHERE:
             makers = (opened(argument.maker) for graph in made for argument in graph.carried)
             base = any(maker is not None and maker.base for maker in makers)
     return {

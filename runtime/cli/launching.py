@@ -246,14 +246,17 @@ def record_lacks(flags: RunOptions) -> Iterator[Fault]:
     yield from filter(None, map(lacks, dict.fromkeys(flags.track)))
 
 
-def require_start(config: RunConfig, cluster: Cluster, flags: StartFlags) -> None:
-    """Before anything is written: raises CommandError for a run in one process whose plan has ranks that work together,
-    or interpreters of their own, for interpreters here that lack what ranks need, for processes whose controller could
-    not listen where the cluster file says, for trackers whose clients are not installed, and for options that cannot be
-    understood."""
+def require_installed(config: RunConfig, cluster: Cluster) -> None:
+    """Raises CommandError for trackers whose clients are not installed, and for interpreters here that lack what ranks
+    need."""
     faults = [*record_lacks(config.flags), *interpreter_lacks(config.graphs, config.plan, cluster, config.flags.engine)]
     if faults:
         raise CommandError(faults_text(faults))
+
+
+def require_processes(config: RunConfig, cluster: Cluster, flags: StartFlags) -> None:
+    """Before anything is written: raises CommandError for a run in one process whose plan has ranks that work together,
+    or interpreters of their own, and for processes whose controller could not listen where the cluster file says."""
     for pool in config.plan.pools if flags.in_process else ():
         if pool.python:
             given = f"--in-process with pools.{pool.name}.python ({pool.python})"

@@ -12,12 +12,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from penstock import __version__
-from penstock.runtime.cli.tracing import CommandError, faults_text, trace_program
+from penstock.runtime.cli.tracing import CommandError, faults_text, trace_program, usage_errors
 from penstock.runtime.control.signals import (
     DONE,
     INTERRUPTED,
@@ -179,7 +179,7 @@ def show(argv: Sequence[str]) -> int:
 
 def check(argv: Sequence[str]) -> int:
     """`penstock check PROGRAM`: all faults at once, each with what was given, what is needed, and the line."""
-    from penstock.runtime.cli.flags import CheckFlags
+    from penstock.runtime.cli.flags import CheckFlags, RunFlags
 
     traced = trace_program("check", argv)
     faults, planned = [*traced.faults], traced.plan is not None
@@ -189,7 +189,8 @@ def check(argv: Sequence[str]) -> int:
         from penstock.runtime.control.run_config import choose_device
 
         cluster = machines(traced.flags, traced.gpus)
-        device = "cuda" if planned else choose_device(traced.flags.device, graphs, cluster)
+        with usage_errors():
+            device = "cuda" if planned else choose_device(traced.flags.device, graphs, cluster)
         faults = [*plan_lacks(traced, cluster), *faults, *precision_lacks(graphs, cluster, device)]
         faults += invariance_lacks(graphs, device, traced.flags.mesh) if traced.flags.invariant else ()
     if graphs and (traced.flags.cluster or traced.flags.engine != CheckFlags.engine):
@@ -205,6 +206,12 @@ def check(argv: Sequence[str]) -> int:
         from penstock.runtime.cli.planned import rule_lacks
 
         faults += rule_lacks(traced)
+    if graphs and not faults:
+        from penstock.runtime.cli.planned import chosen, machines
+        from penstock.runtime.cli.run import absolute_paths, sound_run
+
+        cluster = machines(flags, traced.gpus)
+        sound_run(chosen(replace(traced, flags=absolute_paths(RunFlags(**vars(flags)))), cluster), cluster)
     elastic = flags.lost_replica != CheckFlags.lost_replica
     if traced.flags.json:
         print(json.dumps({"program": traced.path, "ok": not faults, "faults": list(map(asdict, faults))}))

@@ -26,7 +26,7 @@ from penstock.runtime.cluster.capabilities import (
 from penstock.runtime.cluster.cluster import Cluster, SeenGpu, alike
 from penstock.runtime.cluster.gpus import Precision
 from penstock.runtime.cluster.interpreters import interpreter_lacks
-from penstock.runtime.cluster.placement import Plan, check_pools, place, read_meshes
+from penstock.runtime.cluster.placement import Plan, place, read_meshes
 from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.schedule.compile import Rules, Tables, check_rules
 
@@ -113,8 +113,7 @@ def engine_lacks(traced: Traced) -> Iterator[Fault]:
 
 def rule_lacks(traced: Traced) -> Iterator[Fault]:
     """What of a run's rules a program without faults does not allow: which versions and groups its updates take, what
-    becomes of failures and of lost replicas, and which may come later. Raises ClusterError for a mesh of a pool that
-    is none."""
+    becomes of failures and of lost replicas, and which may come later."""
     flags, graphs = traced.flags, _graphs(traced)
     first, most = flags.first_generators, flags.generators
     range_of = f"--generators {first}..{most}"
@@ -122,10 +121,8 @@ def rule_lacks(traced: Traced) -> Iterator[Fault]:
         yield Fault("generators-range", range_of, "a range that ends before it begins", f"at most {most} to begin with")
     if first and flags.lost_replica == "stop":
         yield Fault("generators-range", range_of, "--lost-replica stop", "--lost-replica replace")
-    # Which pools there are decides, wherever they will be: not all hosts of a run need be known here.
+    # Which pools there are decides, wherever they will be.
     plan = place(graphs, Cluster.local())
-    names = [pool.name for pool in plan.pools]
-    check_pools(read_meshes(flags.mesh), names, names)
     of_all = {"batch": flags.batch, "end": 1, "lost_replica": flags.lost_replica}
     of_run = {field.name: getattr(flags, field.name) for field in fields(Rules) if hasattr(flags, field.name)}
     for graph in graphs:

@@ -33,8 +33,16 @@ from penstock.runtime.cli.flags import (
     read_flags,
     with_changes,
 )
-from penstock.runtime.cli.launching import asked, configure, decided, go, going_on, require_start
-from penstock.runtime.cli.planned import chosen, machines, plan_lacks, require_devices, require_precision
+from penstock.runtime.cli.launching import (
+    asked,
+    configure,
+    decided,
+    go,
+    going_on,
+    require_installed,
+    require_processes,
+)
+from penstock.runtime.cli.planned import Chosen, chosen, machines, plan_lacks, require_devices, require_precision
 from penstock.runtime.cli.submitting import Submission, submitter
 from penstock.runtime.cli.tracing import CommandError, Traced, faults_text, require_inputs
 from penstock.runtime.cluster.cluster import Cluster
@@ -90,6 +98,23 @@ def run_traced(
     return _restarted(status, path, traced.flags, {})
 
 
+def sound_run(found: Chosen, cluster: Cluster) -> RunConfig:
+    """The run of a chosen program on a cluster. Raises CommandError and ClusterError for all that is known to keep it
+    from starting, however it is started."""
+    traced, flags = found.traced, found.traced.flags
+    config = configure(traced, cluster, flags.model, found.plan)
+    require_devices(config.plan, cluster, config.flags.dtype, traced.gpus)
+    require_precision(config.graphs, cluster, config.flags)
+    require_installed(config, cluster)
+    if traced.base and not flags.model and not is_made_up(flags.data):
+        raise CommandError(
+            f"--data: given {flags.data!r} without a model; needed --model DIR with it, since the base model that is "
+            f"built by default knows arithmetic only (--model {NEW} takes an untrained one)",
+            2,
+        )
+    return config
+
+
 @contextmanager
 def _new_folder(traced: Traced) -> Iterator[RunFolder]:
     """A new run folder, of which nothing is left if nothing has run in it."""
@@ -125,17 +150,9 @@ def _run(
         said = "generators" in traced.typed or flags.generators != RunOptions.generators
         cluster, options = placed(flags.place, found.traced.graph, cluster, flags.generators if said else None)
         found = replace(found, traced=replace(found.traced, flags=replace(found.traced.flags, **options)))
-    config = configure(found.traced, cluster, flags.model, found.plan)
-    require_devices(config.plan, cluster, config.flags.dtype, traced.gpus)
-    require_precision(config.graphs, cluster, config.flags)
-    require_start(config, cluster, flags)
+    config = sound_run(found, cluster)
+    require_processes(config, cluster, flags)
     needs_base = traced.base and not flags.model
-    if needs_base and not is_made_up(flags.data):
-        raise CommandError(
-            f"--data: given {flags.data!r} without a model; needed --model DIR with it, since the base model that is "
-            f"built by default knows arithmetic only (--model {NEW} takes an untrained one)",
-            2,
-        )
     paths = [Path(data) for data in (flags.data, flags.eval_data) if not is_made_up(data)]
     digests = {str(path): _sha256(path) for path in paths if path.exists()}
     # Created after all that may be refused: a mistake on the command line leaves no folder.
@@ -339,7 +356,8 @@ def _go_on(
                 anew, text = True, "the plan is made anew, since the hosts are others than those that it was made for:"
                 print(visible("\n  ".join([text, *on.lacks])), flush=True)
         config = _changed(config, cluster, options, anew)
-        require_start(config, cluster, flags)
+        require_installed(config, cluster)
+        require_processes(config, cluster, flags)
         if early is None and not (flags.on or flags.in_process):
             early = Early()
             stack.callback(early.close)

@@ -195,6 +195,24 @@ def test_check_says_what_is_given_and_needed_of_a_model_that_cannot_be_used(
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        "--device tpu",
+        "--device tpu --invariant",
+        "--device cuda:99",
+        "--device cpu --transport nccl",
+        "--mesh scorer=tp2",
+        "--mesh trainer=fsdp9999",
+        "--cluster none.toml --device cuda",
+        "--data d.jsonl",
+    ],
+)
+def test_check_refuses_what_a_run_does_in_the_same_words(words: str, refuse: Refuse) -> None:
+    status, said = refuse("run", "aipo", *words.split())
+    assert refuse("check", "aipo", *words.split()) == (status, said.replace("penstock run", "penstock check"))
+
+
+@pytest.mark.parametrize(
     ("script", "said"),
     [
         ("echo null", "status 0: 'null'"),
