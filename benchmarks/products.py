@@ -9,6 +9,7 @@ kernels, and a weight that is packed for it.
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,25 +36,40 @@ def shapes(hidden: int, layers: int, vocabulary: int = 128) -> list[tuple[int, i
     return [(layers, *shape) for shape in layer] + [(1, vocabulary, hidden)]
 
 
-def limit_s(hidden: int, layers: int, rows: int, prompt: float, response: float, dtype: str, cores: int) -> float:
-    """Seconds of an update on `cores` if products were all there is: `rows` of `prompt` + `response` tokens each."""
+class Batch(NamedTuple):
+    """What an update learns from: prompts, the responses to each, and the tokens of either."""
+
+    prompts: int
+    samples: int
+    prompt_tokens: float
+    response_tokens: float
+
+    @property
+    def tokens(self) -> float:
+        """All that has to be computed on: each prompt once, whatever its responses."""
+        return self.prompts * (self.prompt_tokens + self.samples * self.response_tokens)
+
+
+def limit_s(hidden: int, layers: int, batch: Batch, dtype: str, cores: int) -> float:
+    """Seconds of an update on `cores` if products were all there is."""
     kind: torch.dtype = getattr(torch, dtype)
     forward = backward = decode = 0.0
+    rows = batch.prompts * batch.samples
     for times, outputs, inputs in shapes(hidden, layers):
         wide, narrow = (torch.randn(MICRO_TOKENS, size, dtype=kind) for size in (outputs, inputs))
         weight, one = torch.randn(outputs, inputs, dtype=kind), torch.randn(rows, inputs, dtype=kind)
         forward += times * _fastest_s(narrow, weight, cores)
         backward += times * (_fastest_s(wide, weight.T.contiguous(), cores) + _gradient_s(wide, narrow, cores))
         decode += times * _fastest_s(one, weight, cores)
-    learned = rows * (prompt + response) / MICRO_TOKENS * (forward + backward)
-    written = rows * prompt / MICRO_TOKENS * forward + response * decode
+    learned = batch.tokens / MICRO_TOKENS * (forward + backward)
+    written = batch.prompts * batch.prompt_tokens / MICRO_TOKENS * forward + batch.response_tokens * decode
     return (learned + written) / cores
 
 
-def flops(hidden: int, layers: int, rows: int, prompt: float, response: float) -> float:
+def flops(hidden: int, layers: int, batch: Batch) -> float:
     """Of the products of such an update: one pass to sample and one to learn, and the backward pass of twice its."""
     weights = sum(times * outputs * inputs for times, outputs, inputs in shapes(hidden, layers))
-    return 4 * 2.0 * weights * rows * (prompt + response)
+    return 4 * 2.0 * weights * batch.tokens
 
 
 def peak(dtype: str, cores: int) -> float:

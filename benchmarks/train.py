@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from products import flops, inner_size, limit_s, peak
+from products import Batch, flops, inner_size, limit_s, peak
 from report import by_processor, cpu_flags, publish, spread
 
 MODELS = {"3M": (256, 4, 12, 2), "11M": (384, 6, 8, 2), "25M": (512, 8, 8, 1)}
@@ -206,14 +206,14 @@ def measured(
     if "trl" not in found:
         print(f"{dtype} trl: not installed (pip install 'penstock[bench]'), left out")
     tokens = found["lag 1"][-1]["tokens"]
-    limit = limit_s(hidden, layers, PROMPTS * SAMPLES, PROMPT_TOKENS, tokens, dtype, CORES)
+    limit = limit_s(hidden, layers, Batch(PROMPTS, SAMPLES, PROMPT_TOKENS, tokens), dtype, CORES)
     found["products alone"] = [{"step_s": [limit], "tokens": tokens}]
     most, per_update = peak(dtype, CORES), PROMPTS * SAMPLES
     rows = []
     for system, runs in found.items():
         seconds = [second for run in runs for second in run["step_s"]]
         tokens, median_s = fmean(run["tokens"] for run in runs), median(seconds)
-        rate = flops(hidden, layers, per_update, PROMPT_TOKENS, tokens) / median_s
+        rate = flops(hidden, layers, Batch(PROMPTS, SAMPLES, PROMPT_TOKENS, tokens)) / median_s
         row: dict[str, Any] = {"dtype": dtype, "system": system}
         row["completions_per_s"] = spread([per_update / each for each in seconds])
         if "trl" in found:

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from products import flops, peak
+from products import Batch, flops, peak
 from report import by_processor, publish
 from torch.profiler import ProfilerActivity, profile
 from train import MODELS, PROMPT_TOKENS, PROMPTS, SAMPLES, TOKENS, multiplies_bfloat16, problems, write_model
@@ -110,7 +110,7 @@ def main() -> None:
             given = sample()
             tokens = float(given.response_lengths_N.float().mean())
             # A pass to sample, and one to learn with a backward pass of twice its products.
-            whole = flops(hidden, layers, len(given), PROMPT_TOKENS, tokens)
+            whole = flops(hidden, layers, Batch(PROMPTS, SAMPLES, PROMPT_TOKENS, tokens))
             for work, share in ((sample, 1 / 4), (learning(folder, dtype, given), 3 / 4)):
                 found = seconds_by_kind(work)
                 seconds = found.pop("seconds")

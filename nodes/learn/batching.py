@@ -16,7 +16,7 @@ width of a row, P predicted tokens of a micro-batch.
 
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapreplace
 from itertools import groupby, pairwise
@@ -66,8 +66,9 @@ def normaliser(lengths_N: Tensor, *, aggregation: Aggregation, max_tokens: int |
 @dataclass(frozen=True)
 class Packed:
     """One micro-batch. Each row of `tokens_RW` is a sequence, padded with zeros on the right; or there is one row in
-    which they lie end to end. Then `positions_W` are their tokens' positions, and `starts_C` says where each begins,
-    then what fills the row, and the row's end.
+    which they lie end to end, and a prompt that several share lies there once, before their responses. Then
+    `positions_W` are their tokens' positions; `starts_C` and `families_F` say how they lie, as in `causal.attend`, with
+    what fills the row as the last family; `families_F` is None where no prompt is shared.
 
     `at_P` is the flat index in R × W of the token that predicts `targets_P`; `sequence_P` and `step_P` say which
     sequence of the batch, and which token of its response, that target is. `temperature_P` (float32) is the
@@ -85,6 +86,7 @@ class Packed:
     rollouts: Rollouts | None = None
     positions_W: Tensor | None = None
     starts_C: Tensor | None = None
+    families_F: Tensor | None = None
 
     def to(self, device: torch.device) -> "Packed":
         there: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
@@ -187,7 +189,7 @@ def pack(
 ) -> MicroBatches:
     """Micro-batches of at most `max_tokens` tokens with padding (but at least one row), about equally large, and in
     steps of ROWS and WIDTHS where they are larger; none is padded to more than `widest` columns. With `end_to_end`
-    there is no padding but to a whole STEP.
+    there is no padding but to a whole STEP, and responses to one prompt that are in one micro-batch share its tokens.
 
     Their number is a multiple of `multiple` where there are sequences enough. They are on `device`, by default that of
     the tokens. Only tokens that a policy sampled are predicted, each at the temperature that its response was sampled
@@ -196,7 +198,8 @@ def pack(
     tokens. Every prompt needs a token: the first one of a response has to be predicted by something. Raises ValueError
     for an empty prompt.
 
-    What is in which follows from lengths, so that tokens are read where they are computed on.
+    What is in which follows from lengths, and with `end_to_end` from which prompts are equal; else tokens are read
+    where they are computed on.
     """
     # Where each token goes is worked out on the CPU, one copy for each micro-batch.
     sampled_N = rollouts.sampled_N.cpu()
@@ -235,10 +238,18 @@ def pack(
         bounds = range(1, max(max_tokens, *widths))
         return split(1 + bisect_left(bounds, True, key=lambda bound: len(split(bound, step)) <= most), step)
 
-    def level() -> list[list[int]]:
+    prompt_of = _prompt_numbers(rollouts, prompts_N) if end_to_end else []
+    before: list[int] = prompts_N.tolist()
+    behind: list[int] = (lengths_N - prompts_N).tolist()
+
+    def total(rows: Sequence[int]) -> int:
+        """The tokens of rows that lie end to end."""
+        return sum(behind[row] for row in rows) + sum({prompt_of[row]: before[row] for row in rows}.values())
+
+    def level(units: Iterable[list[int]]) -> list[list[int]]:
         """The rows of each micro-batch, as few as hold all tokens: each unit to the smallest yet. A unit that is larger
         than a micro-batch may be is one by itself."""
-        sizes = [(sum(lengths_N[unit].tolist()), unit) for unit in units.values()]
+        sizes = sorted(((total(unit), unit) for unit in units), key=lambda each: -each[0])
         large = [unit for size, unit in sizes if size > max_tokens]
         others = [(size, unit) for size, unit in sizes if size <= max_tokens]
         count = -(-sum(size for size, _ in others) // max_tokens)
@@ -247,16 +258,41 @@ def pack(
             smallest = [(0, number) for number in range(count)]
             rows: list[list[int]] = [[] for _ in smallest]
             for size, unit in others:
-                total, number = smallest[0]
+                used, number = smallest[0]
                 rows[number] += unit
-                heapreplace(smallest, (total + size, number))
+                heapreplace(smallest, (used + size, number))
             if max(smallest)[0] <= max_tokens:
                 return [*large, *rows]
             count += 1
         return large
 
+    def together(rows: Sequence[int]) -> list[int]:
+        """The same with those of one prompt one after another."""
+        prompts = [prompt_of[row] for row in rows]
+        return [rows[index] for index in sorted(range(len(rows)), key=lambda index: prompts.index(prompts[index]))]
+
+    def parts(family: Sequence[int], count: int) -> list[list[int]]:
+        """The rows of one prompt in about equal parts: so many, or more where these are too large."""
+        for number in range(min(count, len(family)), len(family)):
+            found = [list(family[part::number]) for part in range(number)]
+            if max(map(total, found)) <= max_tokens:
+                return found
+        return [[row] for row in family]
+
+    def least() -> list[list[int]]:
+        """Families stay together where that is less work for the busiest worker: large ones make unequal shares."""
+        families: dict[int, list[int]] = {}
+        for (row,) in units.values():
+            families.setdefault(prompt_of[row], []).append(row)
+        counts = [1]
+        while counts[-1] < max(map(len, families.values())):
+            counts.append(2 * counts[-1])
+        tried = [level(part for family in families.values() for part in parts(family, count)) for count in counts]
+        return min(tried, key=lambda found: max(sum(map(total, found[worker::multiple])) for worker in range(multiple)))
+
     if end_to_end:
-        found = level()
+        found = level(units.values()) if whole_groups else least()
+        found = [together(rows) for rows in found]
     else:
         found = equal(1 if whole_groups else ROWS)
         if len(found) % multiple:
@@ -269,42 +305,87 @@ def pack(
         """Of a micro-batch, with padding."""
         if not end_to_end:
             return len(rows) * widths[rows[0]]
-        tokens = int(lengths_N[list(rows)].sum())
+        tokens = total(rows)
         return max(tokens, min(-(-tokens // STEP) * STEP, max_tokens))
 
     def make(number: int) -> Packed:
         chosen_R = torch.tensor(shares[number])
         own = rollouts.take(shares[number])
-        lengths_R, wide = lengths_N[chosen_R], widths[shares[number][0]]
+        lengths_R, prompts_R, wide = (
+            lengths_N[chosen_R],
+            prompts_N[chosen_R],
+            max(widths[row] for row in shares[number]),
+        )
         # Row by row, and in a row step by step: the order in which losses see the tokens of a response.
         row_P, step_P = sampled_mask(own).cpu().nonzero(as_tuple=True)
-        sequence_P, place_P = chosen_R[row_P], prompts_N[chosen_R][row_P] + step_P
-        tokens_RS = own.tokens_NS.cpu()
-        within_RW = torch.arange(wide) < lengths_R[:, None]
+        sequence_P, place_P = chosen_R[row_P], prompts_R[row_P] + step_P
+        tokens_RS, at_W = own.tokens_NS.cpu(), torch.arange(wide)
+        within_RW = at_W < lengths_R[:, None]
         tokens_RW = tokens_RS[:, :wide].masked_fill(~within_RW, 0)
-        begins_R, positions_W, starts_C = torch.arange(len(own)) * wide, None, None
+        lies: dict[str, Tensor | None] = {}
         if end_to_end:
-            ends_R, total = lengths_R.cumsum(0), size(shares[number])
-            begins_R, fill = ends_R - lengths_R, (0, total - int(ends_R[-1]))
+            prompts = [prompt_of[row] for row in shares[number]]
+            first_R = torch.tensor([prompts.index(prompt) for prompt in prompts])
+            # What a row has of its own: a prompt that lies there already is left out.
+            from_R = torch.where(first_R < torch.arange(len(own)), prompts_R, 0)
+            within_RW &= at_W >= from_R[:, None]
+            ends_R = (lengths_R - from_R).cumsum(0)
+            begins_R = ends_R - lengths_R  # of its whole sequence, were it there
+            source_P = torch.where(place_P > from_R[row_P], row_P, first_R[row_P])
+            at_P = begins_R[source_P] + place_P - 1
+            fill = (0, size(shares[number]) - int(ends_R[-1]))
             tokens_RW = F.pad(tokens_RW[within_RW], fill)[None]
             # What fills the row is a sequence by itself, of whatever length at the position that all models have.
-            positions_W = F.pad(within_RW.nonzero()[:, 1], fill)
-            starts_C = torch.cat([begins_R, ends_R[-1:], *([torch.tensor([total])] if fill[1] else [])])
+            lies["positions_W"] = F.pad(within_RW.nonzero()[:, 1], fill)
+            lies |= _segments(
+                first_R.tolist(), prompts_R.tolist(), (begins_R + from_R).tolist(), tokens_RW.shape[1], fill[1]
+            )
+        else:
+            at_P = row_P * wide + place_P - 1
         made = Packed(
             tokens_RW=tokens_RW,
-            at_P=begins_R[row_P] + place_P - 1,
+            at_P=at_P,
             targets_P=tokens_RS[row_P, place_P].long(),
             sequence_P=sequence_P,
             step_P=step_P,
             temperature_P=None if same else temperature_N[sequence_P],
             row_P=row_P,
             rollouts=own,
-            positions_W=positions_W,
-            starts_C=starts_C,
+            **lies,
         )
         return made.to(device or own.tokens_NS.device)
 
     return MicroBatches(make, [size(rows) for rows in shares])
+
+
+def _prompt_numbers(rollouts: Rollouts, prompts_N: Tensor) -> list[int]:
+    """A number for each row; rows with equal prompts have the same."""
+    rows, found = rollouts.tokens_NS.cpu().numpy(), dict[bytes, int]()
+    lengths = enumerate(prompts_N.tolist())
+    return [found.setdefault(rows[row, :length].tobytes(), len(found)) for row, length in lengths]
+
+
+def _segments(
+    first: Sequence[int], prompts: Sequence[int], begins: Sequence[int], end: int, filled: int
+) -> dict[str, Tensor | None]:
+    """`starts_C` and `families_F` of rows that lie end to end: `first` is the first row with the same prompt, which
+    these follow; `begins` is where each has what is its own; the last `filled` tokens up to `end` are of no row."""
+    starts: list[int] = []
+    families: list[int] = []
+    for row, begin in enumerate(begins):
+        if first[row] == row:
+            families.append(len(starts))
+            if row in first[row + 1 :]:
+                starts.append(begin)
+                begin += prompts[row]
+        starts.append(begin)
+    if filled:
+        families.append(len(starts))
+        starts.append(end - filled)
+    families.append(len(starts))
+    starts.append(end)
+    shares = len(families) < len(starts)
+    return {"starts_C": torch.tensor(starts), "families_F": torch.tensor(families) if shares else None}
 
 
 def optimizer_steps(

@@ -56,7 +56,7 @@ def _hidden(model: CausalLM, packed: Packed) -> Tensor:
 
 def hidden_states(model: Decoder, packed: Packed) -> Tensor:
     """Of each token of a micro-batch, [R · W, D]."""
-    attend = None if packed.starts_C is None else attend_end_to_end(packed.starts_C)
+    attend = None if packed.starts_C is None else attend_end_to_end(packed.starts_C, packed.families_F)
     hidden_RWD: Tensor = model(packed.tokens_RW, packed.positions_W, attend, route_of(model, packed))
     return hidden_RWD.flatten(0, 1)
 

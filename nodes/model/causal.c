@@ -1,12 +1,13 @@
 /* Causal self-attention of whole sequences and its gradients, for a CPU: `causal.py` says of what each function is.
 
    Compiled where it runs; with BF16 the tensors are of bfloat16, all is computed in float32 and rounded once. One
-   thread computes all queries of a key-value head of a sequence, whose keys and values it keeps as floats, in an order
+   thread computes all queries of a key-value head of a family, whose keys and values it keeps as floats, in an order
    that depends on their number alone. Scores are kept of BLOCK queries at a time, with all keys that these see.
 
-   Sequences lie end to end: b has the positions from starts[b] up to starts[b + 1]. A tensor of [positions, heads, K]
-   lies with its strides from one position and head to the next; what is made lies side by side. N query heads, one after
-   another, share a key-value head. */
+   Segments lie end to end: b has the positions from starts[b] up to starts[b + 1]. Segments families[f] up to
+   families[f + 1] are a family: a prefix, alone or with what follows it. Each of its other segments sees the prefix
+   before itself, and no other one. A tensor of [positions, heads, K] lies with its strides from one position and head
+   to the next; what is made lies side by side. N query heads, one after another, share a key-value head. */
 
 #include <stdlib.h>
 
@@ -160,26 +161,28 @@ typedef struct {
     const stored *q, *k, *v, *grad;
     stored *out, *grad_q, *grad_k, *grad_v;
     const Strides *at;
-    const int64_t *starts;
+    const int64_t *starts, *families;
     int64_t G, N, K, window, wide_k, wide_s;
     float scale;
 } Attention;
 
-/* Where head n of sequence b begins, in what is given number `which`. */
+/* Where head n of segment b begins, in what is given number `which`. */
 static const stored *head(const Attention *a, const stored *x, int which, int64_t b, int64_t n) {
     return x + a->starts[b] * a->at[which].position + n * a->at[which].head;
 }
 
-/* In one of `heads` that is made: from position s on. */
+/* In one of `heads` that is made: from position s of the segment on. */
 static stored *made_head(stored *x, int64_t heads, const Attention *a, int64_t b, int64_t s, int64_t n) {
     return x + ((a->starts[b] + s) * heads + n) * a->K;
 }
 
-/* What is made of one key-value head of a sequence, in `parts` of memory. */
-typedef void Group(const Attention *a, int64_t b, int64_t g, float *parts[]);
+static int64_t length(const Attention *a, int64_t b) { return a->starts[b + 1] - a->starts[b]; }
 
-/* Each key-value head of B sequences, by as many threads. Returns 1 where memory is lacking, otherwise 0. */
-static int each_group(Group *group, const Attention *a, int64_t B, int count, const int64_t sizes[], int threads) {
+/* What is made of one key-value head of a family, in `parts` of memory. */
+typedef void Group(const Attention *a, int64_t f, int64_t g, float *parts[]);
+
+/* Each key-value head of F families, by as many threads. Returns 1 where memory is lacking, otherwise 0. */
+static int each_group(Group *group, const Attention *a, int64_t F, int count, const int64_t sizes[], int threads) {
     int failed = 0;
 #pragma omp parallel num_threads(threads)
     {
@@ -189,29 +192,42 @@ static int each_group(Group *group, const Attention *a, int64_t B, int count, co
             failed = 1;
         }
 #pragma omp for schedule(dynamic)
-        for (int64_t x = 0; x < B * a->G; x++)
+        for (int64_t x = 0; x < F * a->G; x++)
             if (memory) group(a, x / a->G, x % a->G, parts);
         free(memory);
     }
     return failed;
 }
 
-static void outputs(const Attention *a, int64_t b, int64_t g, float *parts[]) {
+/* Keys and values of segment b as floats, behind the first `before` rows, which are of its prefix; the keys transposed,
+   too, and with `values_t` the values. */
+static void read_keys(const Attention *a, int64_t b, int64_t g, int64_t before, float *keys, float *values,
+                      float *keys_t, float *values_t) {
+    int64_t own = length(a, b), at = before * a->wide_k;
+    widen(keys + at, head(a, a->k, 1, b, g), a->at[1].position, 0, own, a->K, a->wide_k, 1);
+    widen(values + at, head(a, a->v, 2, b, g), a->at[2].position, 0, own, a->K, a->wide_k, 1);
+    turn(keys_t + before, keys + at, own, a->K, a->wide_s, a->wide_k);
+    if (values_t) turn(values_t + before, values + at, own, a->K, a->wide_s, a->wide_k);
+}
+
+static void outputs(const Attention *a, int64_t f, int64_t g, float *parts[]) {
     float *keys = parts[0], *values = parts[1], *turned = parts[2], *query = parts[3], *score = parts[4];
     float *made = parts[5];
-    int64_t S = a->starts[b + 1] - a->starts[b], K = a->K, heads = a->G * a->N, wide_k = a->wide_k, wide_s = a->wide_s;
-    widen(keys, head(a, a->k, 1, b, g), a->at[1].position, 0, S, K, wide_k, 1);
-    widen(values, head(a, a->v, 2, b, g), a->at[2].position, 0, S, K, wide_k, 1);
-    turn(turned, keys, S, K, wide_s, wide_k);
-    for (int64_t n = g * a->N; n < (g + 1) * a->N; n++)
-        for (int64_t first = 0; first < S; first += TALL) {
-            int64_t end = first + TALL < S ? first + TALL : S;
-            widen(query, head(a, a->q, 0, b, n), a->at[0].position, first, end, K, wide_k, a->scale);
-            multiply(score, wide_s, query, wide_k, 1, turned, wide_s, TALL, K, whole(end, LANES) / LANES, 0);
-            for (int64_t i = first; i < end; i++) softmax(score + (i - first) * wide_s, i + 1, end, a->window);
-            multiply(made, wide_k, score, wide_s, 1, values, wide_k, TALL, end, wide_k / LANES, 0);
-            narrow(made_head(a->out, heads, a, b, first, n), heads * K, made, end - first, K, wide_k, 1);
-        }
+    int64_t K = a->K, heads = a->G * a->N, wide_k = a->wide_k, wide_s = a->wide_s;
+    for (int64_t b = a->families[f]; b < a->families[f + 1]; b++) {
+        int64_t own = length(a, b), before = b == a->families[f] ? 0 : length(a, a->families[f]);
+        read_keys(a, b, g, before, keys, values, turned, NULL);
+        for (int64_t n = g * a->N; n < (g + 1) * a->N; n++)
+            for (int64_t first = 0; first < own; first += TALL) {
+                int64_t last = first + TALL < own ? first + TALL : own, end = before + last;
+                widen(query, head(a, a->q, 0, b, n), a->at[0].position, first, last, K, wide_k, a->scale);
+                multiply(score, wide_s, query, wide_k, 1, turned, wide_s, TALL, K, whole(end, LANES) / LANES, 0);
+                for (int64_t i = first; i < last; i++)
+                    softmax(score + (i - first) * wide_s, before + i + 1, end, a->window);
+                multiply(made, wide_k, score, wide_s, 1, values, wide_k, TALL, end, wide_k / LANES, 0);
+                narrow(made_head(a->out, heads, a, b, first, n), heads * K, made, last - first, K, wide_k, 1);
+            }
+    }
 }
 
 /* A query's `weight`, of its softmax over the first `count` keys, as far as its `window` has them, and the gradient of
@@ -233,79 +249,91 @@ static void score_gradient(float *weight, float *grad, int64_t count, int64_t en
     for (int64_t j = count; j < end; j++) grad[j] = 0;
 }
 
-static void gradients(const Attention *a, int64_t b, int64_t g, float *parts[]) {
+static void gradients(const Attention *a, int64_t f, int64_t g, float *parts[]) {
     float *keys = parts[0], *values = parts[1], *keys_t = parts[2], *values_t = parts[3], *to_keys = parts[4];
     float *to_values = parts[5], *query = parts[6], *given = parts[7], *weight = parts[8], *to_score = parts[9];
     float *to_query = parts[10];
-    int64_t S = a->starts[b + 1] - a->starts[b], K = a->K, heads = a->G * a->N, wide_k = a->wide_k, wide_s = a->wide_s;
-    widen(keys, head(a, a->k, 1, b, g), a->at[1].position, 0, S, K, wide_k, 1);
-    widen(values, head(a, a->v, 2, b, g), a->at[2].position, 0, S, K, wide_k, 1);
-    turn(keys_t, keys, S, K, wide_s, wide_k);
-    turn(values_t, values, S, K, wide_s, wide_k);
-    memset(to_keys, 0, whole(S, TALL) * wide_k * sizeof(float));
-    memset(to_values, 0, whole(S, TALL) * wide_k * sizeof(float));
-    for (int64_t n = g * a->N; n < (g + 1) * a->N; n++)
-        for (int64_t block = 0; block < S; block += BLOCK) {
-            int64_t last = block + BLOCK < S ? block + BLOCK : S, tall = whole(last, TALL);
-            widen(query, head(a, a->q, 0, b, n), a->at[0].position, block, last, K, wide_k, a->scale);
-            widen(given, head(a, a->grad, 3, b, n), a->at[3].position, block, last, K, wide_k, 1);
-            for (int64_t first = block; first < last; first += TALL) {
-                int64_t end = first + TALL < S ? first + TALL : S, vectors = whole(end, LANES) / LANES;
-                float *w = weight + (first - block) * wide_s, *d = to_score + (first - block) * wide_s;
-                const float *own = query + (first - block) * wide_k, *above = given + (first - block) * wide_k;
-                multiply(w, wide_s, own, wide_k, 1, keys_t, wide_s, TALL, K, vectors, 0);
-                multiply(d, wide_s, above, wide_k, 1, values_t, wide_s, TALL, K, vectors, 0);
-                /* To the last keys that queries of the block see. */
-                for (int64_t i = 0; i < end - first; i++)
-                    score_gradient(w + i * wide_s, d + i * wide_s, first + i + 1, tall, a->window);
-                multiply(to_query, wide_k, d, wide_s, 1, keys, wide_k, TALL, end, wide_k / LANES, 0);
-                stored *to = made_head(a->grad_q, heads, a, b, first, n);
-                narrow(to, heads * K, to_query, end - first, K, wide_k, a->scale);
+    int64_t K = a->K, heads = a->G * a->N, wide_k = a->wide_k, wide_s = a->wide_s, prefix = a->families[f];
+    for (int64_t b = prefix; b < a->families[f + 1]; b++) {
+        int64_t own = length(a, b), before = b == prefix ? 0 : length(a, prefix), S = before + own;
+        read_keys(a, b, g, before, keys, values, keys_t, values_t);
+        /* Those of the prefix are sums over the family. */
+        memset(to_keys + before * wide_k, 0, (whole(S, TALL) - before) * wide_k * sizeof(float));
+        memset(to_values + before * wide_k, 0, (whole(S, TALL) - before) * wide_k * sizeof(float));
+        for (int64_t n = g * a->N; n < (g + 1) * a->N; n++)
+            for (int64_t block = 0; block < own; block += BLOCK) {
+                int64_t last = block + BLOCK < own ? block + BLOCK : own, tall = whole(before + last, TALL);
+                widen(query, head(a, a->q, 0, b, n), a->at[0].position, block, last, K, wide_k, a->scale);
+                widen(given, head(a, a->grad, 3, b, n), a->at[3].position, block, last, K, wide_k, 1);
+                for (int64_t first = block; first < last; first += TALL) {
+                    int64_t next = first + TALL < own ? first + TALL : own, end = before + next;
+                    int64_t vectors = whole(end, LANES) / LANES;
+                    float *w = weight + (first - block) * wide_s, *d = to_score + (first - block) * wide_s;
+                    const float *one = query + (first - block) * wide_k, *above = given + (first - block) * wide_k;
+                    multiply(w, wide_s, one, wide_k, 1, keys_t, wide_s, TALL, K, vectors, 0);
+                    multiply(d, wide_s, above, wide_k, 1, values_t, wide_s, TALL, K, vectors, 0);
+                    /* To the last keys that queries of the block see. */
+                    for (int64_t i = 0; i < next - first; i++)
+                        score_gradient(w + i * wide_s, d + i * wide_s, before + first + i + 1, tall, a->window);
+                    multiply(to_query, wide_k, d, wide_s, 1, keys, wide_k, TALL, end, wide_k / LANES, 0);
+                    stored *to = made_head(a->grad_q, heads, a, b, first, n);
+                    narrow(to, heads * K, to_query, next - first, K, wide_k, a->scale);
+                }
+                multiply(to_values, wide_k, weight, 1, wide_s, given, wide_k, tall, last - block, wide_k / LANES, 1);
+                multiply(to_keys, wide_k, to_score, 1, wide_s, query, wide_k, tall, last - block, wide_k / LANES, 1);
             }
-            multiply(to_values, wide_k, weight, 1, wide_s, given, wide_k, tall, last - block, wide_k / LANES, 1);
-            multiply(to_keys, wide_k, to_score, 1, wide_s, query, wide_k, tall, last - block, wide_k / LANES, 1);
-        }
-    narrow(made_head(a->grad_k, a->G, a, b, 0, g), a->G * K, to_keys, S, K, wide_k, 1);
-    narrow(made_head(a->grad_v, a->G, a, b, 0, g), a->G * K, to_values, S, K, wide_k, 1);
+        if (b == prefix) continue;
+        const int64_t at = before * wide_k;
+        narrow(made_head(a->grad_k, a->G, a, b, 0, g), a->G * K, to_keys + at, own, K, wide_k, 1);
+        narrow(made_head(a->grad_v, a->G, a, b, 0, g), a->G * K, to_values + at, own, K, wide_k, 1);
+    }
+    narrow(made_head(a->grad_k, a->G, a, prefix, 0, g), a->G * K, to_keys, length(a, prefix), K, wide_k, 1);
+    narrow(made_head(a->grad_v, a->G, a, prefix, 0, g), a->G * K, to_values, length(a, prefix), K, wide_k, 1);
 }
 
-static int64_t longest(const int64_t *starts, int64_t B) {
+/* The most keys that a query sees. */
+static int64_t longest(const int64_t *starts, const int64_t *families, int64_t F) {
     int64_t most = 0;
-    for (int64_t b = 0; b < B; b++) most = starts[b + 1] - starts[b] > most ? starts[b + 1] - starts[b] : most;
+    for (int64_t f = 0; f < F; f++)
+        for (int64_t b = families[f], first = b; b < families[f + 1]; b++) {
+            int64_t keys = starts[b + 1] - starts[b] + (b == first ? 0 : starts[first + 1] - starts[first]);
+            most = keys > most ? keys : most;
+        }
     return most;
 }
 
-static Attention attention(const Strides *at, const int64_t *starts, int64_t S, int64_t G, int64_t N, int64_t K,
-                           int64_t window, float scale) {
+static Attention attention(const Strides *at, const int64_t *starts, const int64_t *families, int64_t S, int64_t G,
+                           int64_t N, int64_t K, int64_t window, float scale) {
     return (Attention){
-        .at = at, .starts = starts, .G = G, .N = N, .K = K, .window = window, .wide_k = whole(K, LANES),
-        .wide_s = whole(S, LANES) + LANES, .scale = scale,
+        .at = at, .starts = starts, .families = families, .G = G, .N = N, .K = K, .window = window,
+        .wide_k = whole(K, LANES), .wide_s = whole(S, LANES) + LANES, .scale = scale,
     };
 }
 
-/* out [positions, G * N, K], of B sequences: each query sees the keys up to its own position, the last `window` of them
+/* out [positions, G * N, K], of F families: each query sees the keys up to its own position, the last `window` of them
    unless that is 0. Returns as `each_group`. */
 int causal(const stored *q, const stored *k, const stored *v, stored *out, const Strides *at, const int64_t *starts,
-           int64_t B, int64_t G, int64_t N, int64_t K, int64_t window, float scale, int threads) {
-    const int64_t S = longest(starts, B);
-    Attention a = attention(at, starts, S, G, N, K, window, scale);
+           const int64_t *families, int64_t F, int64_t G, int64_t N, int64_t K, int64_t window, float scale,
+           int threads) {
+    const int64_t S = longest(starts, families, F);
+    Attention a = attention(at, starts, families, S, G, N, K, window, scale);
     a.q = q, a.k = k, a.v = v, a.out = out;
     const int64_t keys = S * a.wide_k;
     const int64_t sizes[] = {keys, keys, K * a.wide_s, BLOCK * a.wide_k, TALL * a.wide_s, TALL * a.wide_k};
-    return each_group(outputs, &a, B, 6, sizes, threads);
+    return each_group(outputs, &a, F, 6, sizes, threads);
 }
 
 /* Gradients of q, k and v for the gradient `grad` of what `causal` makes of them, whose strides are the fourth. */
 int causal_backward(const stored *q, const stored *k, const stored *v, const stored *grad, stored *grad_q,
-                    stored *grad_k, stored *grad_v, const Strides *at, const int64_t *starts, int64_t B, int64_t G,
-                    int64_t N, int64_t K, int64_t window, float scale, int threads) {
-    const int64_t S = longest(starts, B);
-    Attention a = attention(at, starts, S, G, N, K, window, scale);
+                    stored *grad_k, stored *grad_v, const Strides *at, const int64_t *starts, const int64_t *families,
+                    int64_t F, int64_t G, int64_t N, int64_t K, int64_t window, float scale, int threads) {
+    const int64_t S = longest(starts, families, F);
+    Attention a = attention(at, starts, families, S, G, N, K, window, scale);
     a.q = q, a.k = k, a.v = v, a.grad = grad, a.grad_q = grad_q, a.grad_k = grad_k, a.grad_v = grad_v;
     /* Of whole tiles of keys. */
     const int64_t of_keys = whole(S, TALL) * a.wide_k, turned = K * a.wide_s;
     const int64_t of_queries = BLOCK * a.wide_k, scores = BLOCK * a.wide_s;
     const int64_t sizes[] = {of_keys,    of_keys,    turned, turned, of_keys,         of_keys,
                              of_queries, of_queries, scores, scores, TALL * a.wide_k};
-    return each_group(gradients, &a, B, 11, sizes, threads);
+    return each_group(gradients, &a, F, 11, sizes, threads);
 }

@@ -1,7 +1,8 @@
 """Causal self-attention of whole sequences on a CPU, with gradients: `causal.c`, which keeps neither scores nor copies
 in float32 for the backward pass, but computes them again, in the processor's caches.
 
-Shapes: B sequences, S tokens, C = B + 1, H query heads, G key-value heads, K width of a head.
+Shapes: B sequences, S tokens, C segments and one more, F families and one more, H query heads, G key-value heads, K
+width of a head.
 """
 
 import ctypes
@@ -26,17 +27,25 @@ def suits(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> bool:
     return plain and q_BSHK.device.type == "cpu" and functions(q_BSHK.dtype) is not None
 
 
-def attend(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int = 0, starts_C: Tensor | None = None) -> Tensor:
+def attend(
+    q_BSHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    window: int = 0,
+    starts_C: Tensor | None = None,
+    families_F: Tensor | None = None,
+) -> Tensor:
     """Each token sees itself and the tokens before it in its sequence, at most the last `window` unless that is 0; H /
     G query heads share a key-value head; in float32, rounded once. A sequence's bits depend on no other sequence and
     not on the threads. [B, S, H, K].
 
-    With `starts_C` (int64) sequences lie end to end in the first two dimensions: where each begins, and where the last
-    one ends."""
+    With `starts_C` (int64) segments lie end to end in the first two dimensions: where each begins, and where the last
+    one ends. Each is a sequence, unless `families_F` (int64) says with which segment each family begins, and that one
+    ends with the last: a family's first segment is the beginning of all its sequences, and lies there once."""
     given = q_BSHK, k_BSGK, v_BSGK
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        return _Attend.apply(*given, window, starts_C)  # type: ignore[no-any-return,no-untyped-call]
-    return torch.ops.penstock.causal(*given, window, starts_C)  # type: ignore[no-any-return]
+        return _Attend.apply(*given, window, starts_C, families_F)  # type: ignore[no-any-return,no-untyped-call]
+    return torch.ops.penstock.causal(*given, window, starts_C, families_F)  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -46,31 +55,37 @@ def functions(dtype: torch.dtype) -> ctypes.CDLL | None:
     if found is None:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    found.causal.argtypes = [*[pointer] * 6, *[number] * 5, ctypes.c_float, ctypes.c_int]
-    found.causal_backward.argtypes = [*[pointer] * 9, *[number] * 5, ctypes.c_float, ctypes.c_int]
+    found.causal.argtypes = [*[pointer] * 7, *[number] * 5, ctypes.c_float, ctypes.c_int]
+    found.causal_backward.argtypes = [*[pointer] * 10, *[number] * 5, ctypes.c_float, ctypes.c_int]
     return found
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int, starts_C: Tensor | None
+        ctx: Any,
+        q_BSHK: Tensor,
+        k_BSGK: Tensor,
+        v_BSGK: Tensor,
+        window: int,
+        starts_C: Tensor | None,
+        families_F: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(q_BSHK, k_BSGK, v_BSGK)
-        ctx.how = window, starts_C
-        return torch.ops.penstock.causal(q_BSHK, k_BSGK, v_BSGK, window, starts_C)  # type: ignore[no-any-return]
+        ctx.how = window, starts_C, families_F
+        return torch.ops.penstock.causal(q_BSHK, k_BSGK, v_BSGK, *ctx.how)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSHK: Tensor) -> tuple[Tensor | None, ...]:
-        return *torch.ops.penstock.causal_backward(grad_BSHK, *ctx.saved_tensors, *ctx.how), None, None
+        return *torch.ops.penstock.causal_backward(grad_BSHK, *ctx.saved_tensors, *ctx.how), None, None, None
 
 
 _library = torch.library.Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _schema in (
-    "causal(Tensor q, Tensor k, Tensor v, int window, Tensor? starts=None) -> Tensor",
-    "causal_backward(Tensor grad, Tensor q, Tensor k, Tensor v, int window, Tensor? starts=None)"
-    " -> (Tensor, Tensor, Tensor)",
+    "causal(Tensor q, Tensor k, Tensor v, int window, Tensor? starts=None, Tensor? families=None) -> Tensor",
+    "causal_backward(Tensor grad, Tensor q, Tensor k, Tensor v, int window, Tensor? starts=None,"
+    " Tensor? families=None) -> (Tensor, Tensor, Tensor)",
 ):
     _library.define(_schema)  # type: ignore[no-untyped-call]
 
@@ -87,33 +102,40 @@ def _backward_on_meta(grad_BSHK: Tensor, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK:
 
 
 @torch.library.impl(_library, "causal", "CPU")
-def _on_cpu(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int, starts_C: Tensor | None = None) -> Tensor:
-    return _call("causal", (q_BSHK, k_BSGK, v_BSGK), (q_BSHK,), window, starts_C)[0]
+def _on_cpu(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int, *lie: Tensor | None) -> Tensor:
+    return _call("causal", (q_BSHK, k_BSGK, v_BSGK), (q_BSHK,), window, *lie)[0]
 
 
 @torch.library.impl(_library, "causal_backward", "CPU")
 def _backward_on_cpu(
-    grad_BSHK: Tensor, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int, starts_C: Tensor | None = None
+    grad_BSHK: Tensor, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int, *lie: Tensor | None
 ) -> tuple[Tensor, ...]:
     given = q_BSHK, k_BSGK, v_BSGK
-    return _call("causal_backward", (*given, grad_BSHK), given, window, starts_C)
+    return _call("causal_backward", (*given, grad_BSHK), given, window, *lie)
 
 
 def _call(
-    name: str, given: tuple[Tensor, ...], like: tuple[Tensor, ...], window: int, starts_C: Tensor | None
+    name: str,
+    given: tuple[Tensor, ...],
+    like: tuple[Tensor, ...],
+    window: int,
+    starts_C: Tensor | None = None,
+    families_F: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """What a function makes of tensors [B, S, heads, K]: tensors like those."""
     (batch, length, heads, width), groups = given[0].shape, given[1].shape[2]
     if starts_C is None:
         starts_C = torch.arange(batch + 1) * length
+    if families_F is None:
+        families_F = torch.arange(len(starts_C))
     # Sequences end to end; a copy where they do not lie so.
     given = tuple((x if x.stride(-1) == 1 else x.contiguous()).flatten(0, 1) for x in given)
     made = tuple(torch.empty(x.shape, dtype=x.dtype) for x in like)
     strides = [x.stride(dim) for x in given for dim in range(2)]
-    sizes = len(starts_C) - 1, groups, heads // groups, width, window, 1 / math.sqrt(width), torch.get_num_threads()
+    sizes = len(families_F) - 1, groups, heads // groups, width, window, 1 / math.sqrt(width), torch.get_num_threads()
     library = functions(given[0].dtype)
     assert library is not None
-    addresses = (x.data_ptr() for x in (*given, *made))
-    if getattr(library, name)(*addresses, (ctypes.c_int64 * len(strides))(*strides), starts_C.data_ptr(), *sizes):
+    addresses, lie = ([x.data_ptr() for x in each] for each in ((*given, *made), (starts_C, families_F)))
+    if getattr(library, name)(*addresses, (ctypes.c_int64 * len(strides))(*strides), *lie, *sizes):
         raise MemoryError(f"attention: no memory for the scores of {int(starts_C.diff().max())} tokens")
     return made

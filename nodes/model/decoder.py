@@ -368,9 +368,10 @@ def attend_causal(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, wi
     return out_BHSK.transpose(1, 2).to(dtype)
 
 
-def attend_end_to_end(starts_C: Tensor) -> Attend:
-    """The same of sequences that lie end to end in rows; see `Decoder.takes_end_to_end`."""
-    return lambda layer, q_BSHK, k_BSGK, v_BSGK, window: causal.attend(q_BSHK, k_BSGK, v_BSGK, window, starts_C)
+def attend_end_to_end(starts_C: Tensor, families_F: Tensor | None = None) -> Attend:
+    """The same of sequences that lie end to end in rows, as `causal.attend` says; see `Decoder.takes_end_to_end`."""
+    lie = starts_C, families_F
+    return lambda layer, q_BSHK, k_BSGK, v_BSGK, window: causal.attend(q_BSHK, k_BSGK, v_BSGK, window, *lie)
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:

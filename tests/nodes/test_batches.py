@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from random import Random
 from signal import SIGINT, pthread_kill
 from threading import main_thread
@@ -100,6 +100,65 @@ def test_sequences_lie_end_to_end_without_padding_but_to_a_step(
         assert m.starts_C.tolist() == [0, *ends]
         at = rollouts.prompt_lengths_N[m.sequence_P] + m.step_P
         assert torch.equal(m.tokens_RW[0, m.at_P], rollouts.tokens_NS[m.sequence_P, at - 1])
+
+
+GROUPS = st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 6), min_size=1, max_size=5)), max_size=5)
+
+
+@given(GROUPS.filter(bool), st.integers(1, 200), st.integers(1, 3), st.booleans(), st.randoms(use_true_random=False))
+def test_a_prompt_lies_once_in_a_micro_batch_before_all_its_responses(
+    groups: list[tuple[int, list[int]]], size: int, multiple: int, whole_groups: bool, random: Random
+) -> None:
+    lengths = [(prompt, response) for prompt, responses in groups for response in responses]
+    rollouts, prompts = numbered(lengths), [number for number, (_, own) in enumerate(groups) for _ in own]
+    for row, (prompt, _) in enumerate(lengths):
+        rollouts.tokens_NS[row, :prompt] = rollouts.tokens_NS[prompts.index(prompts[row]), :prompt]
+    rollouts.ordinals = tuple(prompts)
+    mixed = random.sample(range(len(lengths)), len(lengths))
+    rollouts, prompts = rollouts.take(mixed), [prompts[row] for row in mixed]
+    micros = pack(rollouts, size, multiple=multiple, whole_groups=whole_groups, end_to_end=True)
+    places = [(s, t) for m in micros for s, t in zip(m.sequence_P.tolist(), m.step_P.tolist(), strict=True)]
+    responses = rollouts.response_lengths_N.tolist()
+    assert sorted(places) == [(s, t) for s, response in enumerate(responses) for t in range(response)]
+    for m, tokens in zip(micros, token_counts(micros), strict=True):
+        assert m.positions_W is not None
+        assert m.starts_C is not None
+        starts = m.starts_C.tolist()
+        heads = range(len(starts)) if m.families_F is None else m.families_F.tolist()
+        rows = set(m.sequence_P.tolist())
+        needed = sum(responses[row] - 1 for row in rows) + sum(
+            groups[prompt][0] for prompt in {prompts[r] for r in rows}
+        )
+        assert tokens == m.tokens_RW.numel() == max(needed, min(-(-needed // STEP) * STEP, size))
+        assert tokens <= size or len(rows) == 1 or whole_groups
+        # What attention lets each token see, itself included: its sequence as far as there.
+        seen: list[list[int]] = [[] for _ in range(tokens)]
+        for head, after in pairwise(heads):
+            prefix = range(starts[head], starts[head + 1])
+            for segment in range(head, after):
+                own = range(starts[segment], starts[segment + 1])
+                before = [] if segment == head else [*prefix]
+                for token in own:
+                    seen[token] = [*before, *range(own.start, token + 1)]
+        for at, sequence, step in zip(m.at_P.tolist(), m.sequence_P.tolist(), m.step_P.tolist(), strict=True):
+            known = int(rollouts.prompt_lengths_N[sequence]) + step
+            assert m.tokens_RW[0, seen[at]].tolist() == rollouts.tokens_NS[sequence, :known].tolist()
+            assert m.positions_W[seen[at]].tolist() == list(range(known))
+
+
+def test_responses_to_one_prompt_part_where_workers_had_unequal_shares() -> None:
+    def sizes(prompt: int, groups: int, multiple: int) -> list[int]:
+        rollouts = numbered([(prompt, 20)] * 4 * groups)
+        rollouts.tokens_NS[:, :prompt] = rollouts.tokens_NS[::4, :prompt].repeat_interleave(4, 0)
+        return list(token_counts(pack(rollouts, 4096, multiple=multiple, end_to_end=True)))
+
+    # Four responses have 76 tokens behind their prompt.
+    assert sizes(500, 3, 1) == [3 * 576]
+    assert sizes(500, 2, 2) == [576] * 2
+    # Half of the responses to each of three prompts, 3 * 39 tokens, and what fills a step.
+    assert sizes(1, 3, 2) == [128] * 2
+    # Half of those to one, 538.
+    assert sizes(500, 1, 2) == [576] * 2
 
 
 def test_end_to_end_micro_batches_are_as_few_as_hold_the_tokens_and_level() -> None:

@@ -234,6 +234,42 @@ def test_sequences_that_lie_end_to_end_attend_as_each_alone_to_the_bit(dtype: to
 
 
 @DTYPES
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize(
+    "families", [[(20, [5, 0, 33])], [(1, [3, 1]), (50, [])], [(5, [15]), (40, [24, 25, 1]), (3, [])]]
+)
+def test_sequences_with_one_beginning_attend_as_each_alone(
+    families: list[tuple[int, list[int]]], window: int, dtype: torch.dtype
+) -> None:
+    """Outputs and the gradients of queries to the bit; keys and values have the sum of their sequences' gradients."""
+    starts, heads, sequences = [0], [0], []
+    for prefix, rests in families:
+        shared = list(range(starts[-1], starts[-1] + prefix))
+        starts.append(starts[-1] + prefix)
+        for rest in rests:
+            sequences.append([*shared, *range(starts[-1], starts[-1] + rest)])
+            starts.append(starts[-1] + rest)
+        sequences += [] if rests else [shared]
+        heads.append(len(starts) - 1)
+    leaves = [random(1, starts[-1], n, 20, seed=i, dtype=dtype).requires_grad_() for i, n in enumerate((4, 2, 2))]
+    out = causal.attend(leaves[0], leaves[1], leaves[2], window, torch.tensor(starts), torch.tensor(heads))
+    grad = random(*out.shape, seed=9, dtype=dtype)
+    found, sums = torch.autograd.grad(out, leaves, grad), [torch.zeros(x.shape) for x in leaves]
+    for number, own in enumerate(sequences):
+        parts = [x.detach()[:, own].requires_grad_() for x in leaves]
+        alone = causal.attend(parts[0], parts[1], parts[2], window)
+        assert torch.equal(alone, out[:, own])
+        above = grad[:, own].clone()
+        above[:, [i for i, token in enumerate(own) if any(token in other for other in sequences[:number])]] = 0
+        for total, part in zip(sums, torch.autograd.grad(alone, parts, above), strict=True):
+            total[:, own] += part.float()
+    assert torch.equal(found[0].float(), sums[0])
+    near = 1e-5 if dtype == torch.float32 else 2e-2
+    for gradient, total in zip(found[1:], sums[1:], strict=True):
+        torch.testing.assert_close(gradient.float(), total, rtol=near, atol=near)
+
+
+@DTYPES
 def test_no_bit_of_a_token_depends_on_those_after_it_or_on_other_sequences(dtype: torch.dtype) -> None:
     q, k, v = (random(3, 40, 2, 16, seed=s, dtype=dtype) for s in range(3))
     whole = causal.attend(q, k, v)

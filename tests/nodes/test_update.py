@@ -453,17 +453,23 @@ def test_the_runs_micro_batches_are_those_of_every_pass_that_asks_for_none() -> 
     assert widths[1] <= 12 < widths[2] <= 24 < widths[0]
 
 
+@pytest.mark.parametrize("one_prompt", [False, True])
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"lora": 2}])
 def test_sequences_that_lie_end_to_end_make_the_update_of_those_in_rows(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], one_prompt: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    rollouts, advantage = batch()
+    if one_prompt:
+        rollouts.prompt_lengths_N[:] = 3
+        rollouts.tokens_NS[:, :3] = rollouts.tokens_NS[0, :3]
     found = []
     for end_to_end in (True, False):
         monkeypatch.setattr(CausalLM, "takes_end_to_end", end_to_end)
         learner = policy(**options)
-        (packed,) = learner.pack(batch()[0])
-        assert packed.tokens_RW.shape == ((1, 64) if end_to_end else (5, 8))
-        _, figures = policy_update.fn(learner, *batch(), loss=aipo, clip_norm=FREE)
+        (packed,) = learner.pack(rollouts)
+        assert len(packed.tokens_RW) == (1 if end_to_end else 5)
+        assert (packed.families_F is not None) == (end_to_end and one_prompt)
+        _, figures = policy_update.fn(learner, rollouts, advantage, loss=aipo, clip_norm=FREE)
         found.append((gradients(learner), figures))
     near = 1e-2 if options.get("dtype") else 1e-5
     for name, gradient in found[0][0].items():
