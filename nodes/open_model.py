@@ -15,7 +15,7 @@ from penstock.graph.imports import imported, short
 from penstock.graph.protocols import EXPERT, STAGE, TENSOR, Axes, num_ranks, rule_of
 from penstock.graph.requires import PREFIXES, Call, opened
 from penstock.graph.types import Context, Prefixes, Rollouts
-from penstock.nodes.data import FileRows
+from penstock.nodes.data import Demonstrations, FileRows, Pairs
 from penstock.nodes.model import (
     CausalLM,
     Decoder,
@@ -319,18 +319,28 @@ def refuse_long(what: str, code: str, tokenizer: Tokenizer, rows: Sequence[TextR
 
 def rows_fit(model: str, source: str, what: str) -> Callable[[Call], None]:
     """Requirement of a node that learns from rows: with its prompt each is at most as long as the context of the model
-    that its input `model` is. It looks at the longest rows of a file, as its input `source` has them. Raises
-    GraphError."""
+    that its input `model` is. It looks at the longest rows of a file, as its input `source` has them, or at the first
+    group of rows that are made up. Raises GraphError."""
 
     def check(call: Call) -> None:
         rows, argument = call.source(source), call.carried(model)
-        if not isinstance(rows, FileRows) or argument is None or (made := opened(argument.maker)) is None:
+        if rows is None or argument is None or (made := opened(argument.maker)) is None:
+            return
+        if isinstance(rows, FileRows):
+            texts = list(rows.texts())
+        elif isinstance(group := rows.read(0), Demonstrations | Pairs):
+            texts = [
+                (f"group 0, row {number}", prompt, response)
+                for number, (prompt, *responses) in enumerate(zip(*vars(group).values(), strict=True), 1)
+                for response in responses
+            ]
+        else:
             return
         spec = made.spec(call.view.contexts[argument.name])
         if isinstance(spec, ModelSpec):
             most, tokenizer = spec.config.max_position_embeddings, spec.tokenizer
             needed = f"at most {most}, the context of the model"
-            refuse_long(what, "row-too-long", tokenizer, suspects(tokenizer, rows.texts(), most), most, needed)
+            refuse_long(what, "row-too-long", tokenizer, suspects(tokenizer, texts, most), most, needed)
 
     return check
 

@@ -242,15 +242,30 @@ def test_rows_to_learn_from_that_are_longer_than_the_context_are_told_with_their
     assert found("reward_model", *pairs) == [("row-too-long", given, "d.jsonl:2")]
 
 
+def make_short_model(folder: Path) -> None:
+    """A model of arithmetic whose context has 24 tokens."""
+    config = replace(initial_model("")[0], max_position_embeddings=24)
+    model = CausalLM(config, torch.float32, "cpu")
+    model.init_weights(0)
+    save_model(model, model.state_dict(), folder)
+    byte_tokenizer("0123456789+-=:").save(folder)
+
+
+@pytest.mark.parametrize("program", ["sft", "reward_model"])
+def test_made_up_rows_to_learn_from_are_looked_at_in_the_first_group(program: str, tmp_path: Path) -> None:
+    make_short_model(tmp_path)
+    words = ["--model", str(tmp_path), "--eval-groups", "0", "--data"]
+    assert faults("check", program, *words, "arithmetic") == []
+    for fault in (found := faults("check", program, *words, "arithmetic:6")):
+        assert (fault["code"], fault["where"].partition(",")[0]) == ("row-too-long", "group 0")
+    assert found
+
+
 @pytest.mark.parametrize(("words", "most"), [([], 31), (["--model", "{model}"], 23)])
 def test_responses_that_leave_no_room_for_a_prompt_are_told_before_anything_starts(
     tmp_path: Path, words: list[str], most: int
 ) -> None:
-    config = replace(initial_model("")[0], max_position_embeddings=24)
-    model = CausalLM(config, torch.float32, "cpu")
-    model.init_weights(0)
-    save_model(model, model.state_dict(), tmp_path)
-    byte_tokenizer("0123456789+-=:").save(tmp_path)
+    make_short_model(tmp_path)
     given = [word.format(model=tmp_path) for word in words]
     for verb in ("check", "run"):
         (fault,) = faults(verb, "aipo", *given, "--max-tokens", str(most + 1))
