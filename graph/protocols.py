@@ -87,6 +87,15 @@ class Pinned(Protocol):
 
 
 @runtime_checkable
+class Finite(Protocol):
+    """A source that begins again after its last value, such as the problems of an evaluation. Accuracy is measured on
+    each of them once at most."""
+
+    size: int
+    """How many values there are; 0 for one without end."""
+
+
+@runtime_checkable
 class Stream(Protocol):
     """The state of a node that works on several firings at once, such as an engine with slots."""
 

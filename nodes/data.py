@@ -102,12 +102,12 @@ def open_prompts(context: Context) -> Source:
         # All rows are read at the start: a faulty one is told before anything is trained.
         table = open_table(context)
         return FilePrompts(context, table.read(read_problem, context), table.data)
-    return Made(lambda ordinal: Prompts(*_problem_of(context, digits, ordinal)))
+    return Made(lambda ordinal: Prompts(*_problem_of(context, digits, ordinal)), size=_size(context))
 
 
 def open_calculations(context: Context) -> Source:
     """The same of two digits, for a model that can call a calculator."""
-    return Made(lambda ordinal: Calculations(*_problem_of(context, CALCULATOR_DIGITS, ordinal)))
+    return Made(lambda ordinal: Calculations(*_problem_of(context, CALCULATOR_DIGITS, ordinal)), size=_size(context))
 
 
 def open_demonstrations(context: Context) -> Source:
@@ -165,10 +165,11 @@ def open_pairs(context: Context) -> Source:
 
 @dataclass(frozen=True)
 class Made:
-    """A source whose values a function of the ordinal makes; `data` as of `graph.protocols.Pinned`."""
+    """A source whose values a function of the ordinal makes; `data` and `size` as of `graph.protocols`."""
 
     read: Callable[[int], Any]
     data: str = ""
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +225,10 @@ def _problem_of(context: Context, digits: int, ordinal: int) -> tuple[tuple[int]
     else:
         problem = draw_problem(context, digits, ordinal)
     return (ordinal,), (problem.text,), (problem.answer,)
+
+
+def _size(context: Context) -> int:
+    return 0 if context.split == "train" else HELD_OUT
 
 
 def _problems(context: Context, digits: int, ordinal: int) -> list[Problem]:
@@ -290,11 +295,11 @@ class Epochs(Generic[R]):
 
 
 class FilePrompts(Epochs[FileProblem]):
-    """Prompts of rows; `data` as of `graph.protocols.Pinned`."""
+    """Prompts of rows; `data` and `size` as of `graph.protocols`."""
 
     def __init__(self, context: Context, rows: Sequence[FileProblem], data: str) -> None:
         super().__init__(context, rows)
-        self.data = data
+        self.data, self.size = data, len(self.rows)
 
     def read(self, ordinal: int) -> Prompts:
         row = self.row(ordinal)

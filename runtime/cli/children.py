@@ -27,7 +27,7 @@ from penstock.graph.imports import imported, reach, resolve
 from penstock.graph.ir import Argument, Graph
 from penstock.graph.node import NodeDef
 from penstock.graph.program import trace_evaluation
-from penstock.graph.protocols import Pinned, Source, num_ranks
+from penstock.graph.protocols import Finite, Pinned, Source, num_ranks
 from penstock.graph.requires import Check, opened, requirements
 from penstock.graph.types import Context
 from penstock.runtime.cli.flags import ELSEWHERE, RunFlags
@@ -152,17 +152,22 @@ def gpus() -> list[SeenGpu]:
     return [SeenGpu(gpu.name, gpu.total_memory / 2**30, gpu.major) for gpu in found]
 
 
-def _tried(graphs: Sequence[Graph], flags: RunOptions) -> tuple[list[Fault], dict[str, str]]:
-    """The faults, and the options that the sources which were opened change (`Pinned`)."""
+def _tried(graphs: Sequence[Graph], flags: RunOptions) -> tuple[list[Fault], dict[str, Any]]:
+    """The faults, and the options that the sources which were opened change (`Pinned`, `Finite`)."""
     sources: dict[str, Source] = {}
     try:
         faults = try_inputs(graphs, flags, sources)
     except ValueError as error:
         raise CommandError(str(error)) from None
-    pins = {}
+    pins: dict[str, Any] = {}
     for name, source in sources.items():
         if isinstance(source, Pinned) and source.data:
             pins["eval_data" if name.startswith(EVALUATION) and flags.eval_data else "data"] = source.data
+    measured = [source for name, source in sources.items() if name.startswith(EVALUATION)]
+    sizes = [source.size if isinstance(source, Finite) else 0 for source in measured]
+    # Some problems would count more than others.
+    if sizes and all(sizes):
+        pins["eval_groups"] = min(flags.eval_groups, max(sizes))
     return faults, pins
 
 

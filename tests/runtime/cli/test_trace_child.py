@@ -242,6 +242,25 @@ def test_rows_to_learn_from_that_are_longer_than_the_context_are_told_with_their
     assert found("reward_model", *pairs) == [("row-too-long", given, "d.jsonl:2")]
 
 
+@pytest.mark.parametrize(
+    ("words", "groups"),
+    [
+        ("--data d.jsonl", 4),
+        ("--data d.jsonl --eval-groups 3", 3),
+        ("--data d.jsonl --eval-data e.jsonl", 7),
+        ("--eval-groups 700", 500),
+        ("--eval-groups 0", 0),
+    ],
+)
+def test_accuracy_is_measured_on_each_problem_once(
+    words: str, groups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, count in (("d.jsonl", 40), ("e.jsonl", 7)):
+        Path(name).write_text("\n".join(f'{{"question": "{n}+1=", "answer": "{n + 1}"}}' for n in range(count)))
+    assert answer("run", "aipo", ["--model", "new", *words.split()])["flags"]["eval_groups"] == groups
+
+
 def make_short_model(folder: Path) -> None:
     """A model of arithmetic whose context has 24 tokens."""
     config = replace(initial_model("")[0], max_position_embeddings=24)
