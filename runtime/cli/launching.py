@@ -83,11 +83,13 @@ def configure(traced: Traced, cluster: Cluster, model: str, plan: Plan | None = 
 
 def decided(config: RunConfig, cluster: Cluster) -> RunConfig:
     """The run with what its options leave to the memory of its GPUs. Raises ClusterError for a model that does not
-    fit."""
-    if config.flags.device == "cpu":
+    fit, there or in the memory of hosts."""
+    if not config.flags.model and config.flags.device == "cpu":
         return config
-    from penstock.runtime.plan.trainer_fit import fitted  # numpy and the cost model, which a run on CPUs can do without
+    # With numpy and the cost model, which a small model can do without.
+    from penstock.runtime.plan.trainer_fit import fitted, require_hosts
 
+    require_hosts(config, cluster)
     return replace(config, flags=fitted(config, cluster))
 
 

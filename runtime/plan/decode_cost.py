@@ -214,14 +214,15 @@ LOGIT_PASSES = 3
 @dataclass(frozen=True)
 class Generator:
     """A replica that decodes on `mesh.tp * mesh.pp` GPUs, at most `slots` rows at once; or on `mesh.ep`, each of which
-    has a share of the experts and all of the rest, and computes the same rows. Weights are in `precision`, the cache in
-    bfloat16."""
+    has a share of the experts and all of the rest, and computes the same rows. Weights are in `precision`, keys and
+    values in that of the `cache`."""
 
     shape: Shape
     gpu: Gpu
     mesh: Parallel
     slots: int
     precision: Precision = "bf16"
+    cache: Precision = "bf16"
 
     @property
     def bytes_each(self) -> float:
@@ -300,7 +301,7 @@ class Generator:
         weights = (used + shape.expert_parameters * touched / mesh.ep) * BYTES[self.precision] / mesh.tp
         rate = gpu.flops(self.precision) * gpu.efficiency.decode
         products = 2.0 * self.multiplied * rows / rate
-        cached = context * cache_bytes(shape, mesh.tp) / gpu.bandwidth
+        cached = context * cache_bytes(shape, mesh.tp, precision=self.cache) / gpu.bandwidth
         # A latent cache is read as it is, by each head (DeepSeek-V2, section 2.1.2: up-projections are absorbed).
         width = shape.qk_width + shape.value_width
         if shape.latent is not None:
@@ -360,7 +361,7 @@ def generator_memory(generator: Generator, context: float, copies: int = 2) -> M
     return Memory(
         {
             "weights": weights,
-            "cache": cache_bytes(shape, mesh.tp, mesh.pp) * generator.slots * context,
+            "cache": cache_bytes(shape, mesh.tp, mesh.pp, generator.cache) * generator.slots * context,
             "activations": generator.slots * shape.hidden * 2 * 8.0,
             "logits": generator.slots * shape.vocab * 6.0 / mesh.tp,
             "reserved": RESERVED,

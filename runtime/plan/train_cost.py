@@ -60,10 +60,10 @@ def elementwise_bytes(shape: Shape, tp: int = 1) -> float:
     return 2.0 * (shape.layers * (norms + rotary) + mlps) / tp
 
 
-def cache_bytes(shape: Shape, tp: int, pp: int = 1) -> float:
-    """Of one token in bfloat16, on the rank that holds most: heads are shared out, a latent cache is on every rank."""
+def cache_bytes(shape: Shape, tp: int, pp: int = 1, precision: Precision = "bf16") -> float:
+    """Of one token, on the rank that holds most: heads are shared out, a latent cache is on every rank."""
     parts = 1 if shape.latent is not None else min(tp, shape.kv_heads)
-    return ceil(shape.layers / pp) * shape.cache_width * BYTES["bf16"] / parts
+    return ceil(shape.layers / pp) * shape.cache_width * BYTES[precision] / parts
 
 
 def linear_widths(shape: Shape) -> float:

@@ -2,27 +2,29 @@
 that are kept at once, and where AdamW's moments lie. Pure but for the sizes of the model, which are read.
 
 `fit` takes the fastest step under the cost model (`train_cost`) of those that fit beside what else lies on the GPU.
-`fitted` asks it for a run, of every pool that learns on a GPU of a known kind. Models beside the policy count as if
-they had its shape.
+`fitted` asks it for a run, of every pool that learns on a GPU of a known kind. `require_hosts` looks at the memory of
+hosts whose ranks have no GPU. Models beside the policy count as if they had its shape.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from typing import cast
 
 import numpy as np
 
 from penstock.graph.types import MAX_PROMPT
 from penstock.runtime.cluster.capabilities import OptimizerState, Recompute
 from penstock.runtime.cluster.cluster import Cluster, ClusterError
-from penstock.runtime.cluster.gpus import Gpu
-from penstock.runtime.cluster.placement import Replica, decodes
+from penstock.runtime.cluster.gpus import Gpu, Precision, gpu_like
+from penstock.runtime.cluster.machine import usable_memory_gib
+from penstock.runtime.cluster.placement import Pool, Rank, Replica, decodes
 from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.plan.candidates import DEDICATED, SHARED, micro_tokens
 from penstock.runtime.plan.decode_cost import Generator, generator_memory
 from penstock.runtime.plan.infeasible import HOST_MEMORY, NO_FIT
-from penstock.runtime.plan.model_shape import Parallel, ShapeError, read_shape
+from penstock.runtime.plan.model_shape import Parallel, Shape, ShapeError, read_shape
 from penstock.runtime.plan.roles import Models, is_copy, is_model, with_adapters
 from penstock.runtime.plan.train_cost import (
     Memory,
@@ -35,6 +37,8 @@ from penstock.runtime.plan.train_cost import (
 
 # Of a model whose gradients a run computes: more tokens than these make a step no faster.
 MOST_TOKENS = 16384
+# The parts of a rank's memory that a CPU takes for a step alone, or not at all.
+PASSING = ("activations", "logits", "unsharded blocks", "moments in a step", "reserved")
 # The share of the backward pass's repetition that each choice of a run is.
 SHARES: dict[Recompute, float] = {"none": 0.0, "layer": 1.0}
 # Micro-batches of most tokens in the step whose seconds decide.
@@ -111,6 +115,36 @@ def fitted(config: RunConfig, cluster: Cluster) -> RunOptions:
     return replace(options, recompute=chosen, micro_tokens=tokens, logit_elements=elements, optimizer_state=where)
 
 
+def require_hosts(config: RunConfig, cluster: Cluster) -> None:
+    """Raises ClusterError for a host whose ranks without a GPU keep more than its memory: weights, the cache of all
+    slots, gradients and moments. What a step computes is not counted. Nothing is known of a host that does not say its
+    memory and is not this machine, and of a model that the run makes itself."""
+    if not config.flags.model:
+        return
+    try:
+        run = _Run.of(config)
+    except ShapeError:
+        return  # the run says itself what it lacks
+    for host in cluster.hosts:
+        gib = cluster.memory_gib(host) or (usable_memory_gib() if host.agent == "local" else None)
+        if gib is None:
+            continue
+        device, kept = gpu_like("", gib), Counter[str]()  # a GPU that is asked for its memory alone
+        for pool in config.plan.pools:
+            ranks = [r for replica in pool.replicas for r in replica.ranks if (r.host, r.device) == (host.name, "cpu")]
+            place = run.place(pool, device)
+            memory = place.memory(place.trainer) if place else run.aside(pool, device)
+            kept.update({name: size * len(ranks) for name, size in memory.parts.items() if name not in PASSING})
+        needed = Memory(kept)
+        if needed.bytes > device.memory_bytes:
+            given, slots = f"{device.memory_bytes / 1e9:.1f} GB on host {host.name}", config.flags.slots
+            cache = f"The cache is that of {slots} slots with {run.positions} positions each"
+            raise ClusterError(
+                f"{run.shape.name} does not fit [{NO_FIT}]: given {given}, needed {needed}, beside what a step takes. "
+                f"{cache}: fewer --slots or --max-tokens take less, and so do --dtype bfloat16 and --lora"
+            )
+
+
 def _require_host_memory(places: Sequence[Place], cluster: Cluster) -> None:
     """Raises ClusterError for a host whose memory is less than the moments on it."""
     taken = Counter[str]()
@@ -142,49 +176,96 @@ def _refusal(place: Place, least: Trainer) -> str:
     return f"{shape.name} does not fit [{NO_FIT}]: given {given}, needed {memory}. {change}{more}"
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What the pools of a run hold of models, whose carried values are its `names`: some are `learning`, some `copies`
+    that follow a policy. `shape` is that of the model which the run is given."""
+
+    config: RunConfig
+    shape: Shape
+    names: frozenset[str]
+    learning: frozenset[str]
+    copies: frozenset[str]
+
+    @staticmethod
+    def of(config: RunConfig) -> "_Run":
+        """Raises ShapeError for a model whose shape cannot be read."""
+        graph = config.graph
+        names = frozenset(argument.name for argument in graph.carried if is_model(graph, argument))
+        copies = frozenset(argument.name for argument in graph.carried if is_copy(argument))
+        learning = frozenset(name for name in names - copies if graph.producer(name))
+        return _Run(config, read_shape(config.flags.model), names, learning, copies)
+
+    @property
+    def positions(self) -> int:
+        """Of each slot."""
+        longest = int(dict(self.config.graph.options).get("max_prompt") or MAX_PROMPT) + self.config.flags.max_tokens
+        return min(longest, self.shape.context or longest)
+
+    def place(self, pool: Pool, gpu: Gpu) -> Place | None:
+        """A rank of a pool that learns, with all of its GPU."""
+        held = self.names.intersection(pool.holds)
+        if not held & self.learning:
+            return None
+        colocated = Models(len(held - self.learning - self.copies), len(held & self.learning) - 1)
+        hosts = [rank.host for rank in pool.replicas[0].ranks]
+        return Place(self._trainer(pool, gpu), gpu.memory_bytes, len(held & self.copies), colocated, hosts)
+
+    def aside(self, pool: Pool, gpu: Gpu) -> Memory:
+        """What a rank of another pool takes."""
+        graph, flags, held = self.config.graph, self.config.flags, self.names.intersection(pool.holds)
+        if any(node.name in pool.holds and decodes(graph, node) for node in graph.nodes):
+            turns, replica = self.config.offload != "off", pool.replicas[0]
+            copies = SHARED if turns else DEDICATED
+            narrow = next((cast(Precision, node.precision) for node in graph.nodes if node.precision), None)
+            # A CPU has them in the order, too, in which its products read them: `pack` of nodes/model/kernels.py.
+            copies += replica.ranks[0].device == "cpu" and not narrow and not flags.invariant
+            generator = Generator(
+                self._policy(self.learning), gpu, _parallel(replica), 0 if turns else flags.slots,
+                narrow or self._precision, cache=self._precision,
+            )  # fmt: skip
+            return generator_memory(generator, self.positions, copies)
+        models = Models(len(held - self.learning), len(held & self.learning))
+        return beside_memory(self._trainer(pool, gpu), models) if held else Memory({})
+
+    @property
+    def _precision(self) -> Precision:
+        return "fp32" if self.config.flags.dtype == "float32" else "bf16"
+
+    def _trainer(self, pool: Pool, gpu: Gpu) -> Trainer:
+        replica, policy = pool.replicas[0], self._policy(self.learning.intersection(pool.holds))
+        return Trainer(
+            policy, gpu, _parallel(replica), self._precision, zero3=len(replica.ranks) > 1,
+            logit_elements=self.config.flags.logit_elements,
+        )  # fmt: skip
+
+    def _policy(self, learning: Iterable[str]) -> Shape:
+        """Among values that learn."""
+        graph, flags = self.config.graph, self.config.flags
+        # A critic beside a policy learns all of its weights (`beside_memory`).
+        every = [with_adapters(self.shape, graph, name, flags.lora, flags.lora_targets) for name in learning]
+        return next((each for each in every if each.lora is not None), replace(self.shape, lora=None))
+
+
 def _places(config: RunConfig, cluster: Cluster) -> Iterator[Place]:
     """Of each pool that learns on GPUs whose kind is said."""
     try:
-        shape = read_shape(config.flags.model)
+        run = _Run.of(config)
     except ShapeError:
         return  # the run says itself what it lacks
-    graph, flags = config.graph, config.flags
-    models = {argument.name for argument in graph.carried if is_model(graph, argument)}
-    copies = {argument.name for argument in graph.carried if is_copy(argument)}
-    learning = {name for name in models - copies if graph.producer(name)}
     for pool in config.plan.pools:
-        held, (replica, *_) = models.intersection(pool.holds), pool.replicas
-        if not held & learning or (gpu := _gpu(replica, cluster)) is None:
-            continue
-        # A critic beside a policy learns all of its weights (`beside_memory`).
-        policies = [with_adapters(shape, graph, name, flags.lora, flags.lora_targets) for name in held & learning]
-        own_shape = next((each for each in policies if each.lora is not None), replace(shape, lora=None))
-        trainer = Trainer(
-            own_shape, gpu, _parallel(replica), "fp32" if config.flags.dtype == "float32" else "bf16",
-            zero3=len(replica.ranks) > 1, logit_elements=config.flags.logit_elements,
-        )  # fmt: skip
-        colocated = Models(len(held - learning - copies), len(held & learning) - 1)
-        where = (replica.ranks[0].host, replica.ranks[0].device)
-        others = [each for each in config.plan.pools if each is not pool and where in each.places]
-        room = gpu.memory_bytes
-        for other in others:
-            mesh, own = _parallel(other.replicas[0]), models.intersection(other.holds)
-            if any(node.name in other.holds and decodes(graph, node) for node in graph.nodes):
-                turns = config.offload != "off"
-                generator = Generator(shape, gpu, mesh, 0 if turns else config.flags.slots)
-                context = dict(graph.options).get("max_prompt") or MAX_PROMPT
-                memory = generator_memory(generator, context + config.flags.max_tokens, SHARED if turns else DEDICATED)
-                room -= memory.used
-            elif own:
-                aside = replace(trainer, mesh=mesh)
-                parts = beside_memory(aside, Models(len(own - learning), len(own & learning))).parts
-                room -= sum(parts.values())
-        yield Place(trainer, room, len(held & copies), colocated, [rank.host for rank in replica.ranks])
+        rank = pool.replicas[0].ranks[0]
+        gpu = _gpu(rank, cluster)
+        place = run.place(pool, gpu) if gpu is not None else None
+        if gpu is not None and place is not None:
+            others = (
+                each for each in config.plan.pools if each is not pool and (rank.host, rank.device) in each.places
+            )
+            yield replace(place, room=place.room - sum(run.aside(other, gpu).used for other in others))
 
 
-def _gpu(replica: Replica, cluster: Cluster) -> Gpu | None:
-    """The kind of a replica's first GPU, if it is said."""
-    rank = replica.ranks[0]
+def _gpu(rank: Rank, cluster: Cluster) -> Gpu | None:
+    """Its kind, if it is said."""
     if rank.device == "cpu":
         return None
     try:

@@ -316,8 +316,10 @@ def test_bad_input_is_refused_by_its_code(refuse: Refuse, home: Path) -> None:
     (home / "apart.toml").write_text(apart + '[pools]\ntrainer = ["a", "b"]\n')
     small = cluster(1, "TINY", far=True) + '[gpus.TINY]\nlike = "H100"\nmemory_gib = 2.5\n'
     (home / "tiny.toml").write_text(small)
+    (home / "thin.toml").write_text('[[hosts]]\nname = "a"\ncores = 2\nmemory_gib = 0.001\n')
     for words, code in (
         ("run aipo --cluster tiny.toml --model m", "no-fit"),
+        *((f"{verb} aipo --cluster thin.toml --model m", "no-fit") for verb in ("run", "check")),
         ("run aipo --cluster apart.toml --mesh trainer=fsdp2", "no-network"),
         ("run aipo --cluster apart.toml --mesh trainer=tp2", "mesh-hosts"),
         ("run aipo --mesh generator=fsdp2", "mesh-axis"),

@@ -13,12 +13,12 @@ import pytest
 
 from penstock.graph import load, trace
 from penstock.graph.ir import Graph
-from penstock.runtime.cluster.cluster import ClusterError, read_cluster
+from penstock.runtime.cluster.cluster import Cluster, ClusterError, read_cluster
 from penstock.runtime.cluster.gpus import GPUS
 from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.plan.model_shape import SHAPES, Parallel
 from penstock.runtime.plan.train_cost import Trainer
-from penstock.runtime.plan.trainer_fit import MOST_TOKENS, Place, fit, fitted
+from penstock.runtime.plan.trainer_fit import MOST_TOKENS, Place, fit, fitted, require_hosts
 
 H100 = GPUS["H100"]
 
@@ -125,3 +125,46 @@ def test_nothing_is_decided_of_a_cpu_and_of_gpus_that_nobody_has_described(model
     unnamed = machines.model_copy(update={"hosts": (machines.hosts[0].model_copy(update={"gpu": ""}),)})
     config = RunConfig.make(_graph("aipo"), None, unnamed, RunOptions(device="cuda", model=model))
     assert fitted(config, unnamed).recompute == "none"
+
+
+@pytest.mark.parametrize(
+    ("gib", "options", "fits"),
+    [
+        (250.0, {}, False),
+        (280.0, {}, True),
+        (280.0, {"slots": 512}, False),
+        (280.0, {"generators": 2}, False),
+        (250.0, {"slots": 16}, True),
+        (250.0, {"max_tokens": 64}, True),
+        (250.0, {"dtype": "bfloat16"}, True),
+        (250.0, {"lora": 8}, True),
+    ],
+)
+def test_weights_moments_and_the_cache_of_all_slots_fit_into_the_memory_of_a_host(
+    model: str, gib: float, options: dict[str, Any], fits: bool
+) -> None:
+    (host,) = Cluster.local(0).hosts
+    machines = Cluster(hosts=(host.model_copy(update={"memory_gib": gib}),))
+    given: dict[str, Any] = {"device": "cpu", "model": model, "slots": 64, "max_tokens": 2048, **options}
+    config = RunConfig.make(_graph("aipo"), None, machines, RunOptions(**given))
+    with nullcontext() if fits else pytest.raises(ClusterError, match=r"\[no-fit\].*--slots"):
+        require_hosts(config, machines)
+
+
+def test_the_memory_of_a_host_is_its_own_or_that_of_this_machine(model: str) -> None:
+    """Of a host elsewhere that does not say its memory nothing is known."""
+    (host,) = Cluster.local(0).hosts
+    for agent, said in (("local", pytest.raises(ClusterError)), ("external", nullcontext())):
+        machines = Cluster(hosts=(host.model_copy(update={"agent": agent}),))
+        options = RunOptions(device="cpu", model=model, slots=1 << 20)
+        with said:
+            require_hosts(RunConfig.make(_graph("aipo"), None, machines, options), machines)
+
+
+def test_a_slot_has_no_more_positions_than_the_model(model: str) -> None:
+    path = Path(model, "config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 128}))
+    (host,) = Cluster.local(0).hosts
+    machines = Cluster(hosts=(host.model_copy(update={"memory_gib": 220.0}),))
+    options = RunOptions(device="cpu", model=model, slots=64, max_tokens=64)
+    require_hosts(RunConfig.make(_graph("aipo"), None, machines, options), machines)
