@@ -30,7 +30,7 @@ from penstock.graph.program import trace_evaluation
 from penstock.graph.protocols import Finite, Pinned, Source, num_ranks
 from penstock.graph.requires import Check, opened, requirements
 from penstock.graph.types import Context
-from penstock.runtime.cli.flags import ELSEWHERE, RunFlags
+from penstock.runtime.cli.flags import ELSEWHERE
 from penstock.runtime.cli.parse import clashes, parse
 from penstock.runtime.cli.tracing import CommandError, faults_text
 from penstock.runtime.cluster.capabilities import axis_lack
@@ -98,17 +98,17 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
         graphs, faults = _trace(program, options, flags)
         made = list(graphs.values())
         if verb == "check":
-            fields = {field.name for field in dataclasses.fields(RunFlags)} - {"config"}
-            known = {name: value for name, value in (program.defaults | vars(flags)).items() if name in fields}
-            asked = RunFlags(**known)
-            wanted = asked.options(asked.model)
-            faults += [*clashes(program, "run").values(), *(fault for fault, _ in unmet(made, wanted))]
+            faults += clashes(program, "run").values()
+        here = verb in ("check", "run") and flags.on not in ELSEWHERE
+        if verb == "check" and here:
+            wanted = flags.options(flags.model)
+            faults += [fault for fault, _ in unmet(made, wanted)]
             faults = faults or _tried(made, wanted)[0]
             faults.sort(key=by_place)
-        elif verb == "run" and not faults and flags.on not in ELSEWHERE:
+        elif here and not faults:
             faults, pins = _tried(made, flags.options(flags.model))
             flags = dataclasses.replace(flags, **pins)
-        if verb in ("check", "run") and not faults and getattr(flags, "on", "") not in ELSEWHERE:
+        if here and not faults:
             makers = (opened(argument.maker) for graph in made for argument in graph.carried)
             base = any(maker is not None and maker.base for maker in makers)
     return {

@@ -232,7 +232,7 @@ class ShowFlags(ProgramFlags):
 
 
 @dataclass(frozen=True)
-class CheckFlags(MachineFlags, ProgramFlags, RunOptions):
+class CheckFlags(RunFlags):
     """Flags of check, which are those of a run"""
 
     # One that is no number of groups is a fault like others.

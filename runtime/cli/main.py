@@ -179,26 +179,30 @@ def show(argv: Sequence[str]) -> int:
 
 def check(argv: Sequence[str]) -> int:
     """`penstock check PROGRAM`: all faults at once, each with what was given, what is needed, and the line."""
-    from penstock.runtime.cli.flags import CheckFlags, RunFlags
+    from penstock.runtime.cli.flags import ELSEWHERE, CheckFlags
 
-    traced = trace_program("check", argv)
-    faults, planned = [*traced.faults], traced.plan is not None
+    traced = trace_program("check", argv, ["penstock.runtime.cli.run"])
+    from penstock.runtime.cli.run import absolute_paths, require_consistent, sound_run
+
+    flags, faults, planned = traced.flags, [*traced.faults], traced.plan is not None
+    require_consistent(flags, ())
     graphs = [graph for graph in (traced.graph, traced.evaluation) if graph is not None]
-    if planned or traced.flags.invariant or any(node.precision for graph in graphs for node in graph.nodes):
+    # Of agents only they know what their hosts have.
+    here = bool(graphs) and not flags.on
+    if here and (planned or flags.invariant or any(node.precision for graph in graphs for node in graph.nodes)):
         from penstock.runtime.cli.planned import invariance_lacks, machines, plan_lacks, precision_lacks
         from penstock.runtime.control.run_config import choose_device
 
-        cluster = machines(traced.flags, traced.gpus)
+        cluster = machines(flags, traced.gpus)
         with usage_errors():
-            device = "cuda" if planned else choose_device(traced.flags.device, graphs, cluster)
+            device = "cuda" if planned else choose_device(flags.device, graphs, cluster)
         faults = [*plan_lacks(traced, cluster), *faults, *precision_lacks(graphs, cluster, device)]
-        faults += invariance_lacks(graphs, device, traced.flags.mesh) if traced.flags.invariant else ()
-    if graphs and (traced.flags.cluster or traced.flags.engine != CheckFlags.engine):
+        faults += invariance_lacks(graphs, device, flags.mesh) if flags.invariant else ()
+    if here and (flags.cluster or flags.engine != CheckFlags.engine):
         from penstock.runtime.cli.planned import engine_lacks
 
         faults += engine_lacks(traced)
-    flags = traced.flags
-    if flags.track or flags.keep_best:
+    if (flags.track or flags.keep_best) and flags.on not in ELSEWHERE:
         from penstock.runtime.cli.launching import record_lacks
 
         faults += record_lacks(flags)
@@ -206,14 +210,16 @@ def check(argv: Sequence[str]) -> int:
         from penstock.runtime.cli.planned import rule_lacks
 
         faults += rule_lacks(traced)
-    if graphs and not faults:
+    if here and not faults:
+        from penstock.runtime.cli.launching import require_processes
         from penstock.runtime.cli.planned import chosen, machines
-        from penstock.runtime.cli.run import absolute_paths, sound_run
 
         cluster = machines(flags, traced.gpus)
-        sound_run(chosen(replace(traced, flags=absolute_paths(RunFlags(**vars(flags)))), cluster), cluster)
+        config = sound_run(chosen(replace(traced, flags=absolute_paths(flags)), cluster), cluster)
+        if flags.in_process:
+            require_processes(config, cluster, flags)
     elastic = flags.lost_replica != CheckFlags.lost_replica
-    if traced.flags.json:
+    if flags.json:
         print(json.dumps({"program": traced.path, "ok": not faults, "faults": list(map(asdict, faults))}))
     elif faults:
         print(visible(faults_text(faults)))

@@ -43,7 +43,7 @@ from penstock.runtime.cli.launching import (
     require_processes,
 )
 from penstock.runtime.cli.planned import Chosen, chosen, machines, plan_lacks, require_devices, require_precision
-from penstock.runtime.cli.submitting import Submission, submitter
+from penstock.runtime.cli.submitting import Manager, Submission, submitter
 from penstock.runtime.cli.tracing import CommandError, Traced, faults_text, require_inputs
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import read_meshes, spelled, why_no_turns
@@ -75,16 +75,12 @@ def run_traced(
 ) -> int:
     """Create a run folder and run in it; the exit status. `behind` are the words after a "--"; `early` has processes
     that wait for the run."""
-    check_agents(traced.flags, traced.flags.cluster)
-    if manager := submitter(traced.flags, behind):
+    if manager := require_consistent(traced.flags, behind):
         if early is not None:
             early.close()
         return manager.submit(Submission(traced, argv[0], behind))
-    if traced.flags.resume == "auto":
-        if not traced.flags.out:
-            raise CommandError("--resume auto: given no --out DIR, needed the folder in which the run is or will be", 2)
-        if absolute(traced.flags.out).joinpath("config.json").is_file():
-            return _go_on_as(traced, began, early)
+    if traced.flags.resume == "auto" and absolute(traced.flags.out).joinpath("config.json").is_file():
+        return _go_on_as(traced, began, early)
     if not traced.flags.on:
         status, path = _run(traced, machines(traced.flags, traced.gpus), argv, began, early=early)
         return _restarted(status, path, traced.flags, {})
@@ -96,6 +92,15 @@ def run_traced(
         enrolled.again = traced.flags.restarts > 0
         status, path = _run(traced, cluster, argv, began, folder, enrolled, early)
     return _restarted(status, path, traced.flags, {})
+
+
+def require_consistent(flags: RunFlags, behind: Sequence[str]) -> Manager | None:
+    """Who hands the run over, as `submitter` says it. Raises CommandError for flags that contradict each other."""
+    check_agents(flags, flags.cluster)
+    manager = submitter(flags, behind)
+    if manager is None and flags.resume == "auto" and not flags.out:
+        raise CommandError("--resume auto: given no --out DIR, needed the folder in which the run is or will be", 2)
+    return manager
 
 
 def sound_run(found: Chosen, cluster: Cluster) -> RunConfig:

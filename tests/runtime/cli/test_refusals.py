@@ -205,6 +205,10 @@ def test_check_says_what_is_given_and_needed_of_a_model_that_cannot_be_used(
         "--mesh trainer=fsdp9999",
         "--cluster none.toml --device cuda",
         "--data d.jsonl",
+        "--in-process --mesh trainer=fsdp2",
+        "--resume auto",
+        "--submit",
+        "--on slurm --cluster none.toml",
     ],
 )
 def test_check_refuses_what_a_run_does_in_the_same_words(words: str, refuse: Refuse) -> None:
@@ -266,6 +270,8 @@ def test_all_trackers_whose_clients_are_not_installed_are_told(
         ("curriculum --on-failure replace", 1, "--on-failure replace .unmet-rule. given +choose, .* needed"),
         ("toy --order ready --versions pinned", 1, "--order ready .unmet-rule. given +--versions pinned needed"),
         ("toy --order ready --lag 2", 0, "no faults"),
+        ("toy --plain --out here", 0, "no faults"),
+        ("aipo --on agents --device cuda --mesh trainer=fsdp9999", 0, "no faults"),
         ("toy --mesh trainr=tp2", 1, "--mesh trainr=tp2: no such pool, needed one of: trainer, generator"),
     ],
 )
