@@ -25,6 +25,9 @@ from penstock.runtime.tensor.buffers import Shards
 from penstock.runtime.tensor.layout import Copy
 from penstock.runtime.tensor.one_sided import OneSidedTransport
 
+# Seconds that a checkpoint is written where that takes long: more than a grace in which a process may stand still.
+WRITES_S = 14.0
+
 
 class FakeError(RuntimeError):
     """Raised where `raise_at` says so."""
@@ -128,14 +131,14 @@ def make_slow_export(context: Context) -> SlowExport:
 
 
 class SlowWrite(FakePolicy):
-    """Its checkpoint is copied at once, and written for longer than a stop waits for an update."""
+    """Its checkpoint is copied at once, and written for WRITES_S."""
 
     maker: ClassVar[str] = f"{__file__}:make_slow_write"
 
     def export(self, folder: str) -> Callable[[], None]:
         def write() -> None:
             (Path(folder) / "half").write_text("written")
-            sleep(8.0)
+            sleep(WRITES_S)
             (Path(folder) / "whole").write_text("written")
 
         return write

@@ -44,6 +44,8 @@ TWO_NAMES = Cluster(hosts=(Host(name="a", cores=1), Host(name="b", cores=1)), po
 ENDLESS = 100_000
 # Seconds for what a test waits for; only a fault takes so long.
 DEADLINE_S = 180.0
+# Seconds from a wish to stop to the end: a process may stand still for some of them.
+GRACE_S = 60.0
 # Seconds between two looks: some of them go through all processes of the machine.
 LOOK_S = 0.05
 
@@ -52,8 +54,8 @@ Line = dict[str, Any]
 
 
 def toy_flags(**changes: Any) -> RunOptions:
-    """Of a run of fake nodes."""
-    return RunOptions(**{"batch": 4, "slots": 16, "deadline": 60.0, **changes})
+    """Of a run of fake nodes, which is given as long as it needs for a checkpoint when it is stopped."""
+    return RunOptions(**{"batch": 4, "slots": 16, "deadline": 60.0, "grace": GRACE_S, **changes})
 
 
 def model_flags(**changes: Any) -> RunOptions:

@@ -153,7 +153,7 @@ def test_a_controller_that_was_stopped_goes_on_and_blames_no_process(tmp_path: P
 @pytest.mark.parametrize("interrupts", [1, 2])
 def test_an_interrupt_ends_a_run_whose_trainer_hangs(tmp_path: Path, interrupts: int) -> None:
     mark = tmp_path / "mark"
-    folder = make_run(tmp_path / "r", f"{FAULTS}stuck", {"mark": str(mark)}, toy_flags(updates=9, batch=2))
+    folder = make_run(tmp_path / "r", f"{FAULTS}stuck", {"mark": str(mark)}, toy_flags(updates=9, batch=2, grace=4.5))
     with Running(folder) as running:
         running.until(mark.exists, "the third update began")
         for _ in range(interrupts):

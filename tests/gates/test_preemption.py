@@ -40,7 +40,7 @@ from .running import (
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.slow]
 PENSTOCK = (sys.executable, "-m", "penstock.runtime.cli.main")
-MORE, BATCH, GRACE = 5, 4, 60.0
+MORE, BATCH = 5, 4
 SLOW = {**delays(generate=20.0, score=2.0, update=20.0), "jitter_ms": 10.0}
 
 
@@ -57,7 +57,7 @@ def last_update(folder: Path) -> int:
 def test_a_run_that_is_preempted_and_started_again_ends_with_the_bits_of_one_that_was_not(
     tmp_path: Path, who: str, lag: int
 ) -> None:
-    flags = toy_flags(updates=ENDLESS, versions="pinned", grace=GRACE)
+    flags = toy_flags(updates=ENDLESS, versions="pinned")
     cluster = ONE_HOST if who == "launcher" else TWO_NAMES
     folder = make_run(tmp_path / "r", "toy", {"lag": lag, **SLOW}, flags, cluster=cluster)
     with Running(folder) as running:
@@ -101,7 +101,7 @@ def test_an_engine_that_comes_while_a_checkpoint_is_written_is_given_no_longer_t
 
 
 def test_a_checkpoint_that_is_whole_within_the_grace_is_waited_for(tmp_path: Path) -> None:
-    flags = toy_flags(updates=ENDLESS, batch=2, grace=GRACE)
+    flags = toy_flags(updates=ENDLESS, batch=2)
     folder = make_run(tmp_path / "r", f"{FAULTS}writes_slowly", {}, flags)
     with Running(folder) as running:
         running.until_update(2)
@@ -126,7 +126,7 @@ def test_a_trainer_that_hangs_holds_nobody_up(tmp_path: Path, number: signal.Sig
 def test_a_host_that_is_gone_before_its_time_is_a_preemption_too(tmp_path: Path) -> None:
     """The engine says that it takes a host, and kills the agent before a checkpoint is made."""
     mark = tmp_path / "mark"
-    flags = toy_flags(updates=9, batch=2, grace=GRACE)
+    flags = toy_flags(updates=9, batch=2)
     folder = make_run(tmp_path / "r", f"{FAULTS}stuck", {"mark": str(mark)}, flags)
     with Running(folder) as running:
         running.until(mark.exists, "the third update began")
@@ -138,7 +138,7 @@ def test_a_host_that_is_gone_before_its_time_is_a_preemption_too(tmp_path: Path)
 
 
 def test_a_run_that_is_given_other_hosts_goes_on_there_with_the_bits_of_one_that_stayed(tmp_path: Path) -> None:
-    flags = toy_flags(updates=9, versions="pinned", grace=GRACE)
+    flags = toy_flags(updates=9, versions="pinned")
     folder = make_run(tmp_path / "r", "toy", {"lag": 1, **SLOW}, flags, cluster=TWO_NAMES)
     with Running(folder) as running:
         running.until_update(2)

@@ -22,6 +22,7 @@ from penstock.runtime.schedule.events import Done
 from penstock.runtime.schedule.replay import ReplayError
 
 from .plain import toy_loop
+from .programs_for_gates import WRITES_S
 from .running import (
     ENDLESS,
     FAULTS,
@@ -171,7 +172,7 @@ def test_a_run_whose_folder_goes_away_ends_with_that_and_makes_none_again(tmp_pa
 
 @pytest.mark.slow
 def test_a_checkpoint_that_a_stop_cannot_wait_for_leaves_the_one_before(tmp_path: Path) -> None:
-    flags = toy_flags(updates=ENDLESS, batch=2, checkpoint_every=1)
+    flags = toy_flags(updates=ENDLESS, batch=2, checkpoint_every=1, grace=1.0)
     folder = make_run(tmp_path / "r", f"{FAULTS}exports_slowly", {}, flags)
     with Running(folder) as running:
         running.until(lambda: [*(folder / "checkpoints").glob("00000002-*/policy/half")], "the second one was begun")
@@ -183,7 +184,7 @@ def test_a_checkpoint_that_a_stop_cannot_wait_for_leaves_the_one_before(tmp_path
 
 @pytest.mark.slow
 def test_a_stop_waits_for_the_checkpoint_that_is_being_written(tmp_path: Path) -> None:
-    flags = toy_flags(updates=ENDLESS, batch=2)
+    flags = toy_flags(updates=ENDLESS, batch=2, grace=WRITES_S - 2.0)
     folder = make_run(tmp_path / "r", f"{FAULTS}writes_slowly", {}, flags)
     with Running(folder) as running:
         running.until_update(2)

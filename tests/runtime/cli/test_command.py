@@ -38,7 +38,7 @@ def mine(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1):
 
 
 PENSTOCK = (sys.executable, "-m", "penstock.runtime.cli.main")
-TOY = "run toy --updates 100000 --generate-ms 5 --update-ms 5 --batch 4 --out here"
+TOY = "run toy --updates 100000 --generate-ms 5 --update-ms 5 --batch 4 --grace 60 --out here"
 LONG = [*PENSTOCK, *TOY.split()]
 
 
