@@ -32,6 +32,8 @@ ONE_SIGNAL_S = 0.5
 
 # How long an interrupt waits each time that it meets an import.
 IMPORTING_S = 0.02
+# The signal that waits, if one does.
+_WAITING: list[int] = []
 # The file that Python gives for the code of its import statement.
 _IMPORTING = importlib.__import__.__code__.co_filename
 # Codes of signals up to this one come of kill(2) and its like; the kernel's own, as of a terminal, are above it.
@@ -130,13 +132,19 @@ def heard() -> Iterator[set[int]]:
 
 def interrupt(number: int, frame: FrameType | None) -> None:
     """What Ctrl-C does in Python, for the signals that would end the process where it stands: raises Preempted or
-    KeyboardInterrupt. Within an import it waits until that is done."""
+    KeyboardInterrupt. Within an import it waits until that is done; of several that wait the first one comes."""
     if _imports(frame):
         # Libraries in C crash if an exception comes while they begin (msgspec where it builds a decoder).
-        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(number))
+        _WAITING[:] = _WAITING or [number]
+        signal.signal(signal.SIGALRM, _interrupt_now)
         signal.setitimer(signal.ITIMER_REAL, IMPORTING_S)
         return
     raise Preempted if number in PREEMPTIONS else KeyboardInterrupt
+
+
+def _interrupt_now(number: int, frame: FrameType | None) -> None:
+    if _WAITING:
+        signal.raise_signal(_WAITING.pop())
 
 
 def _imports(frame: FrameType | None) -> bool:

@@ -614,13 +614,22 @@ def test_a_polite_kill_can_be_like_ctrl_c_or_come_too_late() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, Preempted), (signal.SIGINT, KeyboardInterrupt)])
+@pytest.mark.parametrize(
+    ("number", "after", "raised"),
+    [(signal.SIGTERM, signal.SIGHUP, Preempted), (signal.SIGINT, signal.SIGTERM, KeyboardInterrupt)],
+)
 def test_an_interrupt_waits_until_what_is_imported_is_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, raised: type[BaseException]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    after: signal.Signals,
+    raised: type[BaseException],
 ) -> None:
+    """Of two that come meanwhile the first one counts."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "interrupted.py").write_text(f"""import os, time
 os.kill(os.getpid(), {number:d})
+os.kill(os.getpid(), {after:d})
 time.sleep(0.1)  # the interrupt comes again, and waits again
 done = True
 """)
