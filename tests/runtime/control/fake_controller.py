@@ -1,7 +1,8 @@
 """A stand-in for a controller: it starts one rank on every host, and ends as FAKE_CONTROLLER says.
 
 "done": when all ranks are ready. "wait": when it is told to stop, or somebody died. "deaf": never. "raise": at once.
-"fail": when it is told to stop, with an error. "writing": a while after it is told to stop, as it has said.
+"fail": when it is told to stop, with an error. "writing": once a checkpoint is written after it is told to stop, as it
+has said; with an engine's stop that never ends.
 "flood": as "wait", but it never stops talking.
 """
 
@@ -77,7 +78,7 @@ def main() -> int:
                 say(kind="told", line=told[0])
             if mode == "writing":
                 say(kind="writing", seconds=60.0)
-                sleep(1.0)
+                sleep(3600.0 if told[0].startswith("preempt") else 1.0)
                 say(kind="written")
             status = {"stop": 130, "preempt": 75}.get(told[0].partition(" ")[0], 1) if mode != "fail" else 1
             if mode == "fail":

@@ -271,7 +271,8 @@ def test_an_old_ticket_of_a_dead_desk_is_read_again_when_another_takes_its_place
 def test_a_refusal_of_an_old_ticket_counts_from_the_first_one_and_not_from_the_wait_for_the_desk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(applicant, "OTHER_KEY_S", 2.0)
+    later = 0.0
+    monkeypatch.setattr(applicant, "monotonic", lambda: time.monotonic() + later)
     with opened(tmp_path / "old") as old:
         port = old.desk.ticket.endpoint.rpartition(":")[2]
         stale = old.desk.ticket
@@ -279,7 +280,8 @@ def test_a_refusal_of_an_old_ticket_counts_from_the_first_one_and_not_from_the_w
     stale.write(ticket)
     with ThreadPoolExecutor() as pool:
         agent = pool.submit(enrol, ticket, None, "", lambda text: None)
-        time.sleep(2.5)
+        time.sleep(0.5)
+        later = 2 * applicant.OTHER_KEY_S
         with opened(tmp_path / "new", bind=f"127.0.0.1:{port}") as new:
             time.sleep(0.7)
             ticket.unlink()
@@ -288,7 +290,10 @@ def test_a_refusal_of_an_old_ticket_counts_from_the_first_one_and_not_from_the_w
             assert agent.result(PATIENCE_S).run == "run1"
 
 
-def test_a_ticket_that_is_not_whole_yet_is_read_again(office: Office, tmp_path: Path) -> None:
+def test_a_ticket_that_is_not_whole_yet_is_read_again(
+    office: Office, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(applicant, "WHOLE_S", PATIENCE_S)
     ticket = tmp_path / "copied.json"
     text = office.desk.ticket.text()
     ticket.touch(mode=0o600)

@@ -76,7 +76,7 @@ def test_a_run_takes_the_processes_that_wait_for_it(early: Early, tmp_path: Path
     assert "said by a rank" in (tmp_path / "logs" / "local-pool-0-0.err").read_text()
 
 
-def test_those_that_nobody_takes_end(early: Early) -> None:
+def test_those_that_nobody_takes_end_with_what_they_have_started(early: Early) -> None:
     begun(early)
     early.close()
     assert processes_of(early.run) == []

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import psutil
@@ -108,18 +109,30 @@ def test_ctrl_c_asks_the_controller_to_stop_and_ends_with_130(tmp_path: Path) ->
     assert any("there is no checkpoint yet" in line.get("text", "") for line in run.lines)
 
 
-def test_a_controller_that_is_writing_a_checkpoint_is_waited_for(tmp_path: Path) -> None:
-    run = Run(tmp_path, "writing", grace=0.5)
-    run.when["ready"] = interrupt
-    assert run.run() == 130
-    assert run.said("written")
+@pytest.fixture
+def written_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run whose grace is over while its controller writes a checkpoint."""
+    run, later = Run(tmp_path, "writing"), 0.0
+
+    def over_the_grace(line: Line) -> None:
+        nonlocal later
+        later = run.launcher.grace + 10.0
+
+    monkeypatch.setattr(launcher_module, "monotonic", lambda: monotonic() + later)
+    run.when["writing"] = over_the_grace
+    return run
 
 
-def test_an_engine_waits_for_no_checkpoint_beyond_the_grace(tmp_path: Path) -> None:
-    run = Run(tmp_path, "writing", grace=0.5)
-    run.when["ready"] = signalling(signal.SIGTERM)
-    assert run.run() == 75
-    assert [line for line in run.lines if line["kind"] == "written"] == []
+def test_a_controller_that_is_writing_a_checkpoint_is_waited_for(written_late: Run) -> None:
+    written_late.when["ready"] = interrupt
+    assert written_late.run() == 130
+    assert written_late.said("written")
+
+
+def test_an_engine_waits_for_no_checkpoint_beyond_the_grace(written_late: Run) -> None:
+    written_late.when["ready"] = signalling(signal.SIGTERM)
+    assert written_late.run() == 75
+    assert [line for line in written_late.lines if line["kind"] == "written"] == []
 
 
 @pytest.mark.parametrize("number", signals.PREEMPTIONS)
