@@ -26,6 +26,7 @@ from penstock.nodes.tokenizer import Message, conversation
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SUFFIXES = (".jsonl", ".json", ".parquet")
+_FORMATS = "an object per line (.jsonl), an array of objects (.json), or .parquet; other formats are not read"
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _SHARD = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
 # GSM8K writes the final number after this.
@@ -324,7 +325,7 @@ def _file_rows(path: Path) -> Iterator[Row]:
         try:
             fields = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise row.lack(f"a line that is not JSON: {error}", "one object per line") from error
+            raise row.lack(f"a line that is not JSON: {error}", _FORMATS) from error
         if not isinstance(fields, dict):
             raise row.lack(f"a JSON {type(fields).__name__}", "an object")
         yield row._replace(fields=fields)
@@ -334,8 +335,7 @@ def _array_rows(path: Path, content: bytes) -> Iterator[Row]:
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:
-        needed = "an array of objects, or one object per line"
-        raise DataError(f"{path}: given something that is not JSON: {error}; needed {needed}") from error
+        raise DataError(f"{path}: given something that is not JSON: {error}; needed {_FORMATS}") from error
     for row in _numbered(found, str(path)):
         if not isinstance(row.fields, dict):
             raise row.lack(f"a JSON {type(row.fields).__name__}", "an object")

@@ -280,6 +280,13 @@ def test_an_array_that_holds_no_rows_is_refused(tmp_path: Path, text: str, said:
         open_prompts(Context(data=str(tmp_path / "d.json")))
 
 
+@pytest.mark.parametrize("name", ["d.csv", "d.jsonl", "d"])
+def test_a_file_of_another_format_is_refused_with_the_formats_that_are_read(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("question,answer\n1+1?,2\n")
+    with pytest.raises(DataError, match=rf"{name}:1: given a line that is not JSON.*\.jsonl.*\.json.*\.parquet"):
+        open_prompts(Context(data=str(tmp_path / name)))
+
+
 def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
     (tmp_path / "d.parquet").write_text("no parquet")
     with pytest.raises(DataError, match=r"d\.parquet: cannot be read"):
