@@ -51,6 +51,17 @@ def count(least: int, *names: str) -> Requirement:
     return _numbers(needed, lambda number: isinstance(number, int) and number >= least, names)
 
 
+def ordered(least: str, most: str) -> Requirement:
+    """Two bounds between which there is something."""
+
+    def check(call: Call) -> None:
+        low, high = call.options.get(least), call.options.get(most)
+        if isinstance(low, int | float) and isinstance(high, int | float) and low > high:
+            raise call.lack(repr(low), f"at most {most}={high!r}", least, code="out-of-range")
+
+    return check
+
+
 def _numbers(needed: str, fit: Callable[[float], bool], names: tuple[str, ...]) -> Requirement:
     def check(call: Call) -> None:
         call.numbers(needed, fit, *names)

@@ -22,7 +22,7 @@ from penstock.graph.types import Context, Metrics, NodeWarning, Rewards, Rollout
 from penstock.nodes import symbolic_math
 from penstock.nodes.data import FilePrompts
 from penstock.nodes.data_files import FINAL
-from penstock.nodes.option_checks import count
+from penstock.nodes.option_checks import count, ordered
 
 # (prompt, response, reference answer) → reward.
 Rule = Callable[[str, str, str], float]
@@ -202,7 +202,7 @@ def regex(prompt: str, response: str, answer: str, *, pattern: str) -> float:
     return 1.0 if not found.re.groups else exact(prompt, found[1] or "", answer)
 
 
-@requires(count(0, "at_least", "at_most"))
+@requires(count(0, "at_least", "at_most"), ordered("at_least", "at_most"))
 def length(prompt: str, response: str, answer: str, *, at_most: int, at_least: int = 0) -> float:
     """1.0 for a response of `at_least` to `at_most` characters, else 0.0."""
     return float(at_least <= len(response) <= at_most)

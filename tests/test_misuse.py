@@ -15,7 +15,7 @@ from penstock.nodes.generate import generate
 from penstock.nodes.learn.losses import Loss, Sampled, importance_weighted, ppo, tis
 from penstock.nodes.learn.optimizer import cosine, linear
 from penstock.nodes.learn.update import policy_update
-from penstock.nodes.score import math_answer, score
+from penstock.nodes.score import length, math_answer, score
 from penstock.runtime.cli.children import answer
 
 from .faults import assert_told, marked
@@ -70,6 +70,10 @@ WIDE: dict[str, Any] = {"clip_low": "wide", "dual_clip": 1}
                 (TYPE, f"{LOSS} importance_weighted: option 'level'", "'sequance'"),
             ],
         ),
+        (
+            {"loss": partial(importance_weighted, cap=2.0, floor=2.5)},
+            [(RANGE, f"{LOSS} importance_weighted: option 'floor'", "2.5")],
+        ),
         ({"loss": "ppo"}, [(TYPE, f"{OPTION} 'loss'", "'ppo'")]),
         (
             {"loss": partial(ppo, **WIDE), "clip_norm": 0, "betas": (0.9, 1.0), "micro_tokens": 0},
@@ -93,6 +97,27 @@ def test_options_of_an_update_that_cannot_work_are_all_told(
         return policy_update(policy, rollouts, advantage, **{"loss": ppo, **options})
 
     assert [(f.code, f.what, f.given) for f in check(trace(updated))] == faults
+
+
+@pytest.mark.parametrize(
+    ("bounds", "faults"),
+    [
+        ({"at_least": 5, "at_most": 3}, [(RANGE, "score: by length: option 'at_least'", "5")]),
+        ({"at_least": "5", "at_most": 3}, [(RANGE, "score: by length: option 'at_least'", "'5'")]),
+        ({"at_least": 3, "at_most": 3}, []),
+        ({"at_most": 0}, []),
+    ],
+)
+def test_bounds_between_which_there_is_nothing_are_refused(
+    bounds: dict[str, Any], faults: list[tuple[str, str, str]]
+) -> None:
+    @program
+    def bounded(policy: Policy, prompts: Prompts) -> Policy:
+        rollouts = generate(prompts, broadcast(policy), samples=4)
+        advantage = group_advantage(score(rollouts, by=partial(length, **bounds)))
+        return policy_update(policy, rollouts, advantage, loss=ppo)
+
+    assert [(f.code, f.what, f.given) for f in check(trace(bounded))] == faults
 
 
 FACTORS = "a finite number of at least 0"

@@ -26,7 +26,7 @@ from torch import Tensor
 from penstock.graph import requires
 from penstock.graph.requires import Call, requirements
 from penstock.graph.types import Rollouts
-from penstock.nodes.option_checks import above, bound, positive
+from penstock.nodes.option_checks import above, bound, ordered, positive
 
 Other = Literal["behaviour", "reference", "proximal"]
 # Log-probabilities that a loss may read, and where they come from.
@@ -238,7 +238,7 @@ Level = Literal["token", "sequence"]
 Bound = Literal["truncate", "mask"]
 
 
-@requires(reads("behaviour"), positive("cap"), bound("floor"))
+@requires(reads("behaviour"), positive("cap"), bound("floor"), ordered("floor", "cap"))
 def importance_weighted(
     logprobs_P: Tensor,
     sampled: Sampled,
