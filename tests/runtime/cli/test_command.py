@@ -46,6 +46,15 @@ def penstock(words: str, cwd: Path, **more: Any) -> "subprocess.CompletedProcess
     return subprocess.run([*PENSTOCK, *words.split()], cwd=cwd, capture_output=True, text=True, timeout=120, **more)
 
 
+@pytest.mark.parametrize("words", [[], ["--version"], ["simulat"], ["check", "toy"], ["run", "--help"]])
+def test_the_package_is_the_command_as_a_module(words: list[str]) -> None:
+    ways = [[sys.executable, "-m", "penstock"], [str(Path(sys.executable).with_name("penstock"))]]
+    ends = [subprocess.run([*way, *words], capture_output=True, text=True, timeout=60, check=False) for way in ways]
+    one, other = ((end.returncode, end.stdout, end.stderr) for end in ends)
+    assert one == other
+    assert one[1] + one[2]
+
+
 def test_the_command_line_never_imports_torch(tmp_path: Path) -> None:
     code = (
         "import importlib, sys\n"
