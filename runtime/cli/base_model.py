@@ -4,7 +4,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,7 +25,7 @@ PROFILE = "machine.toml"
 
 # The flags of `penstock run sft` beside the data; the rest is that program's own defaults.
 RECIPE = ("--model", "new", "--seed", "0", "--device", "cpu", "--dtype", "float32", "--eval-groups", "0")
-# What the names of folders begin with in which a base is built.
+# What the names of folders begin with in which a base is built; its own name follows.
 BUILDING = "building-"
 # As many lanes, whatever the machine has: the sums, and so the base, are the same wherever it is built.
 THREADS = 2
@@ -35,7 +34,7 @@ SOURCES = ("programs/sft.py", "nodes/*.py", "nodes/model/**/*.py", "nodes/learn/
 
 
 def base_model(data: str, tell: Callable[[Line], None]) -> Path:
-    """The directory of the base model for made-up data, building it if need be. Two builders at once wait in line.
+    """The directory of the base model for made-up data, building it if need be. Two builders of one base wait in line.
 
     Raises CommandError if the training fails, RecordError if the cache cannot be written.
     """
@@ -44,29 +43,24 @@ def base_model(data: str, tell: Callable[[Line], None]) -> Path:
         key.update(path.read_bytes())
     home = cache_folder() / "base"
     place = home / key.hexdigest()[:16]
-    if place.is_dir():
-        # Who only finds the base tidies up as well, but does not wait for somebody who is building another one.
-        if any(home.glob(f"{BUILDING}*")):
-            with suppress(OSError, RecordError), _lock(home):
-                _sweep(home)
-        return place
     try:
-        home.mkdir(parents=True, exist_ok=True)
-        with _lock(home, lambda: tell({"kind": "stage", "stage": "queue"})):
-            _sweep(home)
-            # Another builder may have made it while this one waited for the lock.
-            if not place.is_dir():
-                _build(data, home, place, tell)
+        _sweep(home)
+        if not place.is_dir():
+            home.mkdir(parents=True, exist_ok=True)
+            with _lock(place, lambda: tell({"kind": "stage", "stage": "queue"})):
+                # Another builder may have made it while this one waited for the lock.
+                if not place.is_dir():
+                    _build(data, place, tell)
     except OSError as error:
         raise disk_fault(home, error, choice="PENSTOCK_CACHE=DIR") from error
     return place
 
 
 @contextmanager
-def _lock(home: Path, wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Be the only builder in the cache; where there is one, call `wait` and wait. Raises OSError, also where there is
-    one and no `wait`, and RecordError."""
-    with os.fdopen(open_regular(home / "lock", os.O_RDWR | os.O_CREAT)) as lock:
+def _lock(place: Path, wait: Callable[[], None] | None = None) -> Iterator[None]:
+    """Be the only builder of a base; where there is one, call `wait` and wait. Raises OSError, also where there is one
+    and no `wait`, and RecordError."""
+    with os.fdopen(open_regular(place.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -78,16 +72,20 @@ def _lock(home: Path, wait: Callable[[], None] | None = None) -> Iterator[None]:
 
 
 def _sweep(home: Path) -> None:
-    """Remove what builders have left that were killed: one that is alive has the lock."""
+    """Remove what builders have left that were killed, of any base: one that is alive has the lock."""
     for left in home.glob(f"{BUILDING}*"):
-        shutil.rmtree(left, ignore_errors=True)
+        with suppress(OSError, RecordError), _lock(home / left.name.removeprefix(BUILDING)):
+            shutil.rmtree(left, ignore_errors=True)
 
 
-def _build(data: str, home: Path, place: Path, tell: Callable[[Line], None]) -> None:
+def _build(data: str, place: Path, tell: Callable[[Line], None]) -> None:
     """Train in a folder beside `place`, and move the model there when it is whole."""
     tell({"kind": "stage", "stage": "base"})
     # In the same folder, so that the model takes its place by a rename: it is there whole or not at all.
-    beside = Path(tempfile.mkdtemp(prefix=BUILDING, dir=home))
+    beside = place.with_name(f"{BUILDING}{place.name}")
+    # Of a builder that was killed while this one waited for it.
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(mode=0o700)
     try:
         words = ["sft", *RECIPE, *(["--data", data] if data else [])]
         cluster = Cluster(hosts=(Host(name="local", cores=THREADS),))

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from shutil import rmtree
 from threading import Thread
 from time import monotonic, sleep
 from typing import Any
@@ -353,6 +354,7 @@ def test_a_port_in_use_changes_nothing_of_the_run(finished: RunFolder, processes
 DATA = '{"question": "1+1?", "answer": "#### 2"}\n'
 NEEDY = """
 from pathlib import Path
+from shutil import rmtree
 from penstock.graph import Rewards, broadcast, node, program, requires
 from penstock.nodes.fake import FakePolicy, FakePrompts, fake_generate, fake_score
 
@@ -522,7 +524,7 @@ def test_a_base_is_built_once_for_each_recipe_and_data_and_then_found(
     assert (place / "config.json").is_file()
     assert builder.lines[0] == {"kind": "stage", "stage": "base"}
     assert builder.lines[1]["kind"] == "base"
-    assert (builder.build(), builder.calls, cached(tmp_path)) == (place, 1, {place.name, "lock"})
+    assert (builder.build(), builder.calls, cached(tmp_path)) == (place, 1, {place.name, f"{place.name}.lock"})
     other = builder.build("arithmetic:2")
     monkeypatch.setattr(base_model, "RECIPE", (*base_model.RECIPE, "--lr", "0.001"))
     assert len({place, other, builder.build()}) == 3
@@ -531,25 +533,31 @@ def test_a_base_is_built_once_for_each_recipe_and_data_and_then_found(
 def test_what_a_killed_builder_has_left_is_removed_by_the_next_one_and_by_who_finds_the_base(
     builder: Builder, tmp_path: Path
 ) -> None:
-    left = tmp_path / "base" / "building-x1" / "run"
-    for _ in range(2):
-        left.mkdir(parents=True)
-        (left / "weights").touch()
-        place = builder.build()
-        assert cached(tmp_path) == {place.name, "lock"}
+    place = builder.build()
+    for other in (place.name, "x1"):
+        left = tmp_path / "base" / f"building-{other}" / "run"
+        for found in (False, True):
+            left.mkdir(parents=True)
+            (left / "weights").touch()
+            if not found:
+                rmtree(place)
+            assert builder.build() == place
+            assert {name for name in cached(tmp_path) if not name.endswith(".lock")} == {place.name}
     left.mkdir(parents=True)
-    with (tmp_path / "base" / "lock").open("w") as lock:  # as one that is building holds it
+    with (tmp_path / "base" / "x1.lock").open("w") as lock:  # as one that is building holds it
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert builder.build() == place
     assert left.is_dir()
-    assert builder.calls == 1
+    assert builder.calls == 3
 
 
-def test_who_waits_for_another_builder_says_so(builder: Builder, tmp_path: Path) -> None:
-    home = tmp_path / "base"
-    home.mkdir()
+def test_who_waits_for_another_builder_of_the_same_base_says_so(builder: Builder, tmp_path: Path) -> None:
+    place = builder.build()
+    rmtree(place)
+    builder.lines.clear()
+    builder.calls = 0
     waiting = Thread(target=builder.build)
-    with (home / "lock").open("w") as lock:  # as one that is building holds it
+    with place.with_suffix(".lock").open("w") as lock:  # as one that is building holds it
         fcntl.flock(lock, fcntl.LOCK_EX)
         waiting.start()
         until = monotonic() + WALL_S
@@ -557,8 +565,10 @@ def test_who_waits_for_another_builder_says_so(builder: Builder, tmp_path: Path)
             assert monotonic() < until
             sleep(0.01)
         assert (builder.lines, builder.calls) == ([{"kind": "stage", "stage": "queue"}], 0)
+        other = builder.build("arithmetic:2")  # nobody builds this one
+        assert (other.is_dir(), place.is_dir(), builder.calls) == (True, False, 1)
     waiting.join(WALL_S)
-    assert builder.calls == 1
+    assert (place.is_dir(), builder.calls) == (True, 2)
 
 
 @pytest.mark.parametrize(
@@ -574,7 +584,7 @@ def test_a_base_that_failed_or_was_stopped_leaves_nothing(
     builder.status = status
     with pytest.raises(error, match=said):
         builder.build()
-    assert cached(tmp_path) == {"lock"}
+    assert all(name.endswith(".lock") for name in cached(tmp_path))
 
 
 def test_a_cache_that_cannot_be_written_says_so(builder: Builder, tmp_path: Path, monkeypatch: Patch) -> None:
