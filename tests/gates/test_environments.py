@@ -95,7 +95,8 @@ def test_a_group_whose_environment_hangs_fails_and_the_run_goes_on(tmp_path: Pat
 
 @PROCESSES
 def test_an_environment_that_hangs_stops_the_run_by_name(tmp_path: Path, processes: bool) -> None:
-    options = {"folder": marks(tmp_path), "hangs": 3, "deadline": DEADLINE_S}
+    # Group 3 is of the second update, and without a lag begins after the first.
+    options = {"folder": marks(tmp_path), "hangs": 3, "deadline": DEADLINE_S, "lag": 0}
     folder = prepared(tmp_path, "r", "shopping", options)
     if processes:
         run_to_failure(folder)
@@ -105,7 +106,7 @@ def test_an_environment_that_hangs_stops_the_run_by_name(tmp_path: Path, process
     assert "shop[3.1] on environment/0 rank 0" in error
     assert "OverdueError: shop[3.1]: given no reply within 3 s, needed one (deadline=3)" in error
     assert "in hang" in error  # and the line at which it is
-    assert len(rows(folder)) == 1  # group 3 is of the second update, which never was
+    assert len(rows(folder)) == 1
 
 
 @PROCESSES
