@@ -8,6 +8,7 @@
 """
 
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -361,6 +362,8 @@ def main(mode: str, words: str) -> int:
     # Ctrl-C, or help that nobody reads on, ends it without a traceback.
     for number in (signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
+    # Nearly all that it makes is what it imports, which stays.
+    gc.set_threshold(100_000)
     with os.fdopen(int(words), "r+") as paper:
         arguments = json.load(paper)
         paper.seek(0)
