@@ -8,7 +8,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
@@ -53,9 +52,15 @@ others = pytest.mark.parametrize("family", CONFIGS)
 slow = pytest.mark.slow
 
 
-def theirs_of(folder: Path | str, kind: Any = transformers.AutoModelForCausalLM, **changes: Any) -> Any:
+def theirs_of(folder: Path | str, kind: str = "AutoModelForCausalLM", **changes: Any) -> Any:
     # Their faster products of experts take no odd sizes.
-    return kind.from_pretrained(folder, experts_implementation="eager", **changes)
+    return getattr(transformers, kind).from_pretrained(folder, experts_implementation="eager", **changes)
+
+
+def with_adapters(base: Any, folder: Path) -> Any:
+    import peft  # for seconds, which workers without these tests do not need
+
+    return peft.PeftModel.from_pretrained(base, folder)
 
 
 def logits(made: CausalLM) -> Tensor:
@@ -126,7 +131,7 @@ def test_a_model_that_gives_a_number_is_that_of_transformers(family: str, tmp_pa
     scorer.init_weights(1)
     torch.nn.init.normal_(scorer.score.weight)
     save(scorer, tmp_path)
-    theirs = theirs_of(tmp_path, transformers.AutoModelForSequenceClassification)
+    theirs = theirs_of(tmp_path, "AutoModelForSequenceClassification")
     assert type(theirs).__name__ == scorer.architecture
     with torch.no_grad():
         row_S = TOKENS[:1].clamp(min=1)
@@ -314,7 +319,7 @@ def test_adapters_of_a_family_are_those_of_peft(family: str, tmp_path: Path) -> 
     export(learner, tmp_path / "adapters")
     assert load_model(CausalLM, tmp_path / "adapters").lora == Lora(3, 6.0)
     plain = theirs_of(given.model)
-    theirs = peft.PeftModel.from_pretrained(plain, tmp_path / "adapters")
+    theirs = with_adapters(plain, tmp_path / "adapters")
     tokens_BS = batch()[0].tokens_NS
     with torch.no_grad():
         ours = learner.model.logits(learner.model(tokens_BS))
@@ -415,7 +420,7 @@ def test_a_mixture_has_adapters_of_attention_alone(tmp_path: Path) -> None:
         policy_update.fn(made, *batch(), **OPTIONS, lr=1e-2)
     export(made, tmp_path / "adapters")
     base = theirs_of(given.model)
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    theirs = with_adapters(base, tmp_path / "adapters")
     tokens = TOKENS % made.model.config.vocab_size
     with torch.no_grad():
         found, plain = (each.logits(each(tokens)) for each in (made.model, load_model(CausalLM, given.model)))

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
@@ -78,6 +77,8 @@ TOKENS = torch.randint(CONFIG.vocab_size, (3, 17), generator=torch.Generator().m
 
 def test_logits_and_gradients_are_those_of_peft(base: Path, tmp_path: Path) -> None:
     """From our files, after some updates, so that neither matrix is as it was."""
+    import peft  # for seconds, which workers without these tests do not need
+
     learner = learnt(base)
     export(learner, tmp_path / "ours")
     plain = transformers.AutoModelForCausalLM.from_pretrained(base)
@@ -98,6 +99,8 @@ def test_logits_and_gradients_are_those_of_peft(base: Path, tmp_path: Path) -> N
 
 
 def test_adapters_that_peft_has_written_are_read(base: Path, tmp_path: Path) -> None:
+    import peft  # for seconds, which workers without these tests do not need
+
     plain = transformers.AutoModelForCausalLM.from_pretrained(base)
     torch.manual_seed(7)
     config = peft.LoraConfig(
