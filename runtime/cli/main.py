@@ -218,6 +218,10 @@ def check(argv: Sequence[str]) -> int:
         config = sound_run(chosen(replace(traced, flags=absolute_paths(flags)), cluster), cluster)
         if flags.in_process:
             require_processes(config, cluster, flags)
+        if flags.out and flags.resume == "never":
+            from penstock.runtime.record.folder import RunFolder
+
+            RunFolder.create(flags.out).discard()
     elastic = flags.lost_replica != CheckFlags.lost_replica
     if flags.json:
         print(json.dumps({"program": traced.path, "ok": not faults, "faults": list(map(asdict, faults))}))

@@ -209,11 +209,21 @@ def test_check_says_what_is_given_and_needed_of_a_model_that_cannot_be_used(
         "--resume auto",
         "--submit",
         "--on slurm --cluster none.toml",
+        "--out .",
+        "--out d.jsonl",
+        "--out d.jsonl/new",
     ],
 )
 def test_check_refuses_what_a_run_does_in_the_same_words(words: str, refuse: Refuse) -> None:
     status, said = refuse("run", "aipo", *words.split())
     assert refuse("check", "aipo", *words.split()) == (status, said.replace("penstock run", "penstock check"))
+
+
+def test_check_leaves_no_folder(here: None, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SystemExit) as leaving:
+        main(["check", "toy", "--out", "new/run"])
+    assert (leaving.value.code, sorted(tmp_path.rglob("*"))) == (0, before)
 
 
 @pytest.mark.parametrize(
