@@ -15,13 +15,14 @@ none.
 import errno
 import fcntl
 import json
+import math
 import os
 import pwd
 import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import datetime
 from itertools import chain, count
@@ -289,9 +290,13 @@ class RunFolder:
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file atomically: a reader sees the old content or the new. Raises RecordError."""
+        mark = secrets.token_hex(16)
+        value = _marked(value, mark)
         text = json.dumps(value, allow_nan=False)
         if len(text) < READABLE:
             text = json.dumps(value, indent=1)
+        # Readers of JSON take a number that is too large for infinity; they know no name for it.
+        text = text.replace(f'"{mark}"', "1e999").replace(f'"-{mark}"', "-1e999")
         write_atomic(self.path / name, text.encode() + b"\n")
 
     def read_json(self, name: str, shape: Any = Any) -> Any:
@@ -422,6 +427,17 @@ def read_file(path: Path, limit: int) -> bytes:
         if size > limit:
             raise RecordError(f"{path}: given a file of {size} bytes; needed {limit} at most")
         return file.read()
+
+
+def _marked(value: Any, mark: str) -> Any:
+    """A value of JSON with a text in place of each number that is infinite."""
+    if isinstance(value, Mapping):
+        return {key: _marked(item, mark) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_marked(item, mark) for item in value]
+    if isinstance(value, float) and math.isinf(value):
+        return mark if value > 0 else f"-{mark}"
+    return value
 
 
 def create_file(path: Path, content: bytes) -> None:

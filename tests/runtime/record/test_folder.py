@@ -107,6 +107,14 @@ def test_only_a_folder_with_a_run_can_be_opened(tmp_path: Path) -> None:
     assert RunFolder.open(tmp_path).read_json("config.json") == {"a": 1}
 
 
+def test_an_infinite_option_is_read_as_it_was_written(tmp_path: Path) -> None:
+    folder, options = RunFolder(tmp_path), {"rho": float("inf"), "bounds": [-float("inf"), 2.0], "text": "Infinity"}
+    folder.write_json("graph.json", {"options": options})
+    assert folder.read_json("graph.json") == {"options": options}
+    with pytest.raises(ValueError, match="JSON"):
+        folder.write_json("graph.json", {"rho": float("nan")})
+
+
 def test_a_failed_write_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder(tmp_path)
     folder.write_json("summary.json", {"old": 1})
