@@ -54,20 +54,37 @@ _LATEX = [
         (r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}", r" \1 "),
         (r"(?<=[A-Za-z]{2})\s*\^\s*\{?[23]\}?", ""),
         (r"\\([$%])", r"\1"),
+        (r"</?[A-Za-z]\w{0,20}>", " "),
+        (r"(?<![^\s(=$])~(?=\s?[$0-9.])", "≈"),
         (r"\\[,;: ()\[\]]|~", " "),
     )
 ]
 # A number between these is a part of an expression, such as of 2^{10}, \sqrt{2}, √2, 3\pi, 3² or 3i, or of "3k", "minus
-# 3" or "3 squared"; or it is what the answer is not, or is compared with.
+# 3" or "3 squared"; or it is what the answer is not, is about, or is compared with.
 _FUNCTIONS = "sqrt|log|ln|sin|cos|tan"
 _WITHIN = (
     re.compile(
-        rf"(?:[\^_{{√∛∜±]|\+/|[0-9]\*\*|\\[A-Za-z]+|(?:{_FUNCTIONS})\s*\("
-        rf"|\b(?:not|than|(?:minus|negative|twice|half|double|root|{_FUNCTIONS})(?:\s+of)?))\s*[−-]?\s*$"
+        rf"(?:[\^_{{√∛∜±≈≠≤≥]|[\w)}}$]\s*(?:<|(?<!>)>)=?|\+/|[0-9]\*\*|\\[A-Za-z]+|(?:{_FUNCTIONS})\s*\("
+        rf"|\b(?i:not|than|about|approximately|approx\.?|roughly|around|nearly|almost"
+        rf"|(?:minus|negative|twice|half|double|root|{_FUNCTIONS})(?:\s+of)?))\s*[−-]?\s*$"
     ),
     re.compile(
-        r"\s*(?:[\^_{}]|\\|\*\*\s*[0-9(]|[√π])|[ijkKMBTnxyz]\b|[¹²³⁰⁴-⁹½⅓⅔¼¾⅛]"
+        r"!|\s*(?:[\^_{}]|\\|\*\*\s*[0-9(]|[√π])|[ijkKMBTnxyz]\b|[¹²³⁰⁴-⁹½⅓⅔¼¾⅛]"
         r"|\s*(?:squared|cubed|factorial|pi|tenths?|hundredths?|thousandths?|millionths?|[bm]n|lakhs?|crores?)\b"
+    ),
+)
+# The same of a box, such as \boxed{3}^2, 2\boxed{3}, \sqrt{\boxed{3}} or -\boxed{3}. Degrees are a unit.
+_OPERATORS = r"\\(?:cdot|times|div|pm|mp)(?![A-Za-z])|[×·÷±√]"
+_AROUND_BOX = (
+    re.compile(
+        rf"(?:(?:{_OPERATORS}|[\^_]\s*\{{?|[0-9)}}]\s*[*/+]|[0-9=($)}}]\s*[−-]|\\?\b(?:{_FUNCTIONS})\s*[({{]?"
+        rf"|\\(?:sqrt(?:\[[0-9]\])?|[dt]?frac(?:\{{[^{{}}]*\}})?)\s*\{{"
+        rf"|\b(?i:not|than|about|approximately|roughly|minus|negative))\s*|[0-9−-])$"
+    ),
+    re.compile(
+        rf"[!0-9]|\s*(?:{_OPERATORS}|\^\s*\{{?\s*[0-9A-Za-z+−-]|_\s*\{{?\s*[0-9]|[/+−-]\s*[0-9\\]|[¹²³⁰⁴-⁹π]"
+        rf"|\*\s*[0-9]|\*\*[0-9]|\\(?:{_FUNCTIONS}|pi|[dt]?frac)(?![A-Za-z])"
+        rf"|\$?\s*(?:{'|'.join(_SCALES)}|squared|cubed|factorial)\b)"
     ),
 )
 # In a box, before or after a number.
@@ -147,8 +164,8 @@ def math_answer(prompt: str, response: str, answer: str) -> float:
     The final answer is what the last `\boxed{…}` holds; or what follows the last "####"; or else the last number of the
     text. If the reference is a number, so must the answer be, and they are compared exactly, in fractions: whole,
     decimal (1,072.50), fractions (18/2, 1 1/2, `\frac{9}{2}`), powers of ten (2e-3) or with a word (3 million); with or
-    without currency, percent and units, which do not count. An expression that has this value is no number. Of a number
-    with a base, `52_8`, digits and base must be the same.
+    without currency, percent and units, which do not count. An expression that has this value is no number, nor is a
+    box in one, "about 3", "3!" or "> 3". Of a number with a base, `52_8`, digits and base must be the same.
 
     Any other reference, such as `2\sqrt{3}` or `(0, \frac{\pi}{2})`, is compared by `math-verify` (the extra `math`).
     It gives up after `symbolic_math.DEADLINE_S` seconds: then the answer counts as wrong, and the run warns.
@@ -253,16 +270,19 @@ def _without_latex(text: str) -> str:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{…} of a text holds; None if there is none that ends."""
+    r"""What the last \boxed{…} of a text holds, "" where that is a part of an expression; None if there is none that
+    ends."""
     begin = text.rfind(r"\boxed{")
     if begin < 0:
         return None
+    before = text[max(0, begin - _NEAR) : begin]
     begin += len(r"\boxed{")
     depth = 1
     for place in range(begin, len(text)):
         depth += {"{": 1, "}": -1}.get(text[place], 0)
         if not depth:
-            return text[begin:place]
+            within = _AROUND_BOX[0].search(before) or _AROUND_BOX[1].match(text, place + 1)
+            return "" if within else text[begin:place]
     return None
 
 

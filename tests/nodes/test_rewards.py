@@ -121,6 +121,21 @@ RIGHT = [
     (r"\boxed{\left(3, \frac{\pi}{2}\right)}", r"\left( 3, \frac{\pi}{2} \right)"),
     (r"\boxed{(2,\infty)}", r"(2,\infty)"),
     (r"\boxed{\text{(C)}}", r"\text{(C)}"),
+    *(
+        (right, "12")
+        for right in (
+            *("<answer>12</answer>", "<b>12</b>", "6*2=<<6*2=12>>12", "it is~12", "=> 12", "-> 12", "> 12", "**12**!"),
+            *(
+                r"$\boxed{12}$!",
+                r"**\boxed{12}** (3 kinds)",
+                r"- \boxed{12}",
+                r"Step 3: \boxed{12}",
+                r"\boxed{12}^\circ",
+            ),
+            *(r"\sqrt{144} = \boxed{12}", r"\therefore \boxed{12}", r"\mathbf{\boxed{12}}", r"\text{So }\boxed{12}"),
+            *(r"\boxed{12} \text{ cm}^2", r"\boxed{12}\%", r"\frac{24}{2} = \boxed{12}", r"\boxed{12~\text{cm}}"),
+        )
+    ),
 ]
 WRONG = [
     ("934", "933"),
@@ -181,8 +196,26 @@ WRONG = [
         for wrong in (
             *("12 million", "12 thousand", "12 dozen", "12 hundredths", "minus 12", "negative 12", "twice 12", "12x"),
             *("half of 12", "root of 12", "log 12", "log(12)", "±12", "12 squared", "12 factorial", "12 pi", "2**12"),
+            *("about 12", "Approximately 12", "nearly $12", "~12", "≈ 12", "x > 12", "x<12", "≥ 12", "≠12", "12!"),
         )
     ),
+    *(
+        (wrong, "12")
+        for wrong in (
+            *(r"\boxed{12}^2", r"$\boxed{12}^{2}$", r"\boxed{12}²", r"\boxed{12}!", r"\boxed{12}/5", r"\boxed{12} + 1"),
+            *(r"2\boxed{12}", r"2 \cdot \boxed{12}", r"3 - \boxed{12}", r"-\boxed{12}", r"$x = - \boxed{12}$"),
+            *(
+                r"\sqrt{\boxed{12}}",
+                r"\sqrt[3]{\boxed{12}}",
+                r"\frac{1}{\boxed{12}}",
+                r"2^{\boxed{12}}",
+                r"\log \boxed{12}",
+            ),
+            *(r"\boxed{12} \times 10^3", r"\boxed{12}\pi", r"\boxed{12}\sqrt{2}", r"\boxed{12}_3", r"not \boxed{12}"),
+            *(r"\boxed{12} million", r"$\boxed{12}$ million", r"\boxed{12} squared"),
+        )
+    ),
+    (r"\boxed{2\sqrt{3}}^2", r"2\sqrt{3}"),
 ]
 
 
@@ -194,7 +227,25 @@ def test_equal_numbers_are_right_however_they_are_written(response: str, answer:
 
 
 @pytest.mark.parametrize(
-    "piece", ["=, a", "√", "^", "{", r"\frac{", r"\boxed{", "1,", "-", r"\text{", " ", "9 ", "(1/"]
+    "piece",
+    [
+        "=, a",
+        "√",
+        "^",
+        "{",
+        r"\frac{",
+        r"\boxed{",
+        "1,",
+        "-",
+        r"\text{",
+        " ",
+        "9 ",
+        "(1/",
+        "~",
+        "<a",
+        "9 <",
+        r"\boxed{9} ",
+    ],
 )
 def test_no_response_takes_long_to_read(piece: str) -> None:
     """Where it takes a time that grows with the square of the length, this does not end."""
