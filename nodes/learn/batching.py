@@ -2,8 +2,9 @@
 
 A batch is cut into minibatches by whole prompt groups, in a keyed order. A minibatch is packed into micro-batches so
 that little is computed on padding: sequences of about one length go together, the longest first, those of equal length
-in the order of the batch; or whole prompt groups, for losses that compare the responses to a prompt. What is in which
-micro-batch is a function of the lengths alone, so that equal rollouts make equal sums to the bit.
+in the order of the batch; or whole prompt groups, for losses that compare the responses to a prompt. On a CPU they lie
+end to end, the responses to a prompt behind it. What is in which micro-batch is a function of the lengths, and of which
+prompts are equal where these are shared, so that equal rollouts make equal sums to the bit.
 
 Only tokens that a policy sampled (version ≥ 0) are predicted and count in a loss; a token that an environment wrote
 into a conversation is context alone. A sequence's last token predicts nothing and is left out.
@@ -206,7 +207,8 @@ def pack(
     prompts_N, temperature_N = rollouts.prompt_lengths_N.cpu(), rollouts.temperature_N.float().cpu()
     if int(prompts_N.min()) < 1:
         raise ValueError(f"pack: given an empty prompt in row {int(prompts_N.argmin())}, needed one token")
-    lengths_N: Tensor = prompts_N + rollouts.response_lengths_N.cpu() - 1
+    # A prompt is whole even where its response has no token.
+    lengths_N: Tensor = prompts_N + (rollouts.response_lengths_N.cpu() - 1).clamp(min=0)
     # What is never cut: a row, or a group, whose first row is its longest.
     units: dict[int, list[int]] = {}
     for row in torch.argsort(lengths_N, descending=True, stable=True).tolist():
@@ -246,14 +248,22 @@ def pack(
         """The tokens of rows that lie end to end."""
         return sum(behind[row] for row in rows) + sum({prompt_of[row]: before[row] for row in rows}.values())
 
+    def by_prompt(rows: Iterable[int]) -> list[list[int]]:
+        """The rows of each prompt."""
+        families: dict[int, list[int]] = {}
+        for row in rows:
+            families.setdefault(prompt_of[row], []).append(row)
+        return list(families.values())
+
     def level(units: Iterable[list[int]]) -> list[list[int]]:
         """The rows of each micro-batch, as few as hold all tokens: each unit to the smallest yet. A unit that is larger
         than a micro-batch may be is one by itself."""
         sizes = sorted(((total(unit), unit) for unit in units), key=lambda each: -each[0])
         large = [unit for size, unit in sizes if size > max_tokens]
         others = [(size, unit) for size, unit in sizes if size <= max_tokens]
-        count = -(-sum(size for size, _ in others) // max_tokens)
-        while others:
+
+        def dealt(count: int) -> tuple[int, list[list[int]]]:
+            """The tokens of the largest of so many, or more for the workers' sake, and the rows of each."""
             count = min(count + -(len(large) + count) % multiple, len(others))
             smallest = [(0, number) for number in range(count)]
             rows: list[list[int]] = [[] for _ in smallest]
@@ -261,38 +271,36 @@ def pack(
                 used, number = smallest[0]
                 rows[number] += unit
                 heapreplace(smallest, (used + size, number))
-            if max(smallest)[0] <= max_tokens:
-                return [*large, *rows]
-            count += 1
-        return large
+            return max(smallest)[0], rows
 
-    def together(rows: Sequence[int]) -> list[int]:
-        """The same with those of one prompt one after another."""
-        prompts = [prompt_of[row] for row in rows]
-        return [rows[index] for index in sorted(range(len(rows)), key=lambda index: prompts.index(prompts[index]))]
+        if not others:
+            return large
+        # Twice as many as their tokens fill are enough: units of over half a micro-batch are fewer than that and get one
+        # each, and any other goes to one that is not yet half full.
+        filled = -(-sum(size for size, _ in others) // max_tokens)
+        counts = range(filled, min(2 * filled, len(others)))
+        count = filled + bisect_left(counts, True, key=lambda count: dealt(count)[0] <= max_tokens)
+        return [*large, *dealt(count)[1]]
 
-    def parts(family: Sequence[int], count: int) -> list[list[int]]:
-        """The rows of one prompt in about equal parts: so many, or more where these are too large."""
-        for number in range(min(count, len(family)), len(family)):
-            found = [list(family[part::number]) for part in range(number)]
-            if max(map(total, found)) <= max_tokens:
-                return found
-        return [[row] for row in family]
+    def parts(family: list[int], count: int) -> list[list[int]]:
+        """The rows of one prompt, the longest first, in about equal parts: so many, or more where these are too
+        large."""
+        counts = range(1, len(family))
+        count = max(count, 1 + bisect_left(counts, True, key=lambda count: total(family[::count]) <= max_tokens))
+        return [family[part::count] for part in range(min(count, len(family)))]
 
     def least() -> list[list[int]]:
         """Families stay together where that is less work for the busiest worker: large ones make unequal shares."""
-        families: dict[int, list[int]] = {}
-        for (row,) in units.values():
-            families.setdefault(prompt_of[row], []).append(row)
+        families = by_prompt(row for (row,) in units.values())
         counts = [1]
-        while counts[-1] < max(map(len, families.values())):
+        while counts[-1] < max(map(len, families)):
             counts.append(2 * counts[-1])
-        tried = [level(part for family in families.values() for part in parts(family, count)) for count in counts]
+        tried = [level(part for family in families for part in parts(family, count)) for count in counts]
         return min(tried, key=lambda found: max(sum(map(total, found[worker::multiple])) for worker in range(multiple)))
 
     if end_to_end:
         found = level(units.values()) if whole_groups else least()
-        found = [together(rows) for rows in found]
+        found = [[row for family in by_prompt(rows) for row in family] for rows in found]
     else:
         found = equal(1 if whole_groups else ROWS)
         if len(found) % multiple:
@@ -311,11 +319,8 @@ def pack(
     def make(number: int) -> Packed:
         chosen_R = torch.tensor(shares[number])
         own = rollouts.take(shares[number])
-        lengths_R, prompts_R, wide = (
-            lengths_N[chosen_R],
-            prompts_N[chosen_R],
-            max(widths[row] for row in shares[number]),
-        )
+        lengths_R, prompts_R = lengths_N[chosen_R], prompts_N[chosen_R]
+        wide = max(widths[row] for row in shares[number])
         # Row by row, and in a row step by step: the order in which losses see the tokens of a response.
         row_P, step_P = sampled_mask(own).cpu().nonzero(as_tuple=True)
         sequence_P, place_P = chosen_R[row_P], prompts_R[row_P] + step_P
@@ -324,8 +329,8 @@ def pack(
         tokens_RW = tokens_RS[:, :wide].masked_fill(~within_RW, 0)
         lies: dict[str, Tensor | None] = {}
         if end_to_end:
-            prompts = [prompt_of[row] for row in shares[number]]
-            first_R = torch.tensor([prompts.index(prompt) for prompt in prompts])
+            first = dict[int, int]()
+            first_R = torch.tensor([first.setdefault(prompt_of[row], at) for at, row in enumerate(shares[number])])
             # What a row has of its own: a prompt that lies there already is left out.
             from_R = torch.where(first_R < torch.arange(len(own)), prompts_R, 0)
             within_RW &= at_W >= from_R[:, None]
@@ -375,7 +380,7 @@ def _segments(
     for row, begin in enumerate(begins):
         if first[row] == row:
             families.append(len(starts))
-            if row in first[row + 1 :]:
+            if row in first[row + 1 : row + 2]:
                 starts.append(begin)
                 begin += prompts[row]
         starts.append(begin)

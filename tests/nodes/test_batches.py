@@ -102,7 +102,7 @@ def test_sequences_lie_end_to_end_without_padding_but_to_a_step(
         assert torch.equal(m.tokens_RW[0, m.at_P], rollouts.tokens_NS[m.sequence_P, at - 1])
 
 
-GROUPS = st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 6), min_size=1, max_size=5)), max_size=5)
+GROUPS = st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(0, 6), min_size=1, max_size=5)), max_size=5)
 
 
 @given(GROUPS.filter(bool), st.integers(1, 200), st.integers(1, 3), st.booleans(), st.randoms(use_true_random=False))
@@ -125,12 +125,11 @@ def test_a_prompt_lies_once_in_a_micro_batch_before_all_its_responses(
         assert m.starts_C is not None
         starts = m.starts_C.tolist()
         heads = range(len(starts)) if m.families_F is None else m.families_F.tolist()
-        rows = set(m.sequence_P.tolist())
-        needed = sum(responses[row] - 1 for row in rows) + sum(
-            groups[prompt][0] for prompt in {prompts[r] for r in rows}
-        )
+        assert m.rollouts is not None
+        needed = sum(groups[prompt][0] for prompt in set(m.rollouts.ordinals))
+        needed += sum(max(response - 1, 0) for response in m.rollouts.response_lengths_N.tolist())
         assert tokens == m.tokens_RW.numel() == max(needed, min(-(-needed // STEP) * STEP, size))
-        assert tokens <= size or len(rows) == 1 or whole_groups
+        assert tokens <= size or len(m.rollouts) == 1 or whole_groups
         # What attention lets each token see, itself included: its sequence as far as there.
         seen: list[list[int]] = [[] for _ in range(tokens)]
         for head, after in pairwise(heads):
