@@ -275,8 +275,8 @@ def pack(
 
         if not others:
             return large
-        # Twice as many as their tokens fill are enough: units of over half a micro-batch are fewer than that and get one
-        # each, and any other goes to one that is not yet half full.
+        # Twice as many as their tokens fill are enough: units of over half a micro-batch are fewer than that and get
+        # one each, and any other goes to one that is at most half full.
         filled = -(-sum(size for size, _ in others) // max_tokens)
         counts = range(filled, min(2 * filled, len(others)))
         count = filled + bisect_left(counts, True, key=lambda count: dealt(count)[0] <= max_tokens)
