@@ -291,8 +291,11 @@ class RunFolder:
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file atomically: a reader sees the old content or the new. Raises RecordError."""
         mark = secrets.token_hex(16)
-        value = _marked(value, mark)
-        text = json.dumps(value, allow_nan=False)
+        try:
+            text = json.dumps(value, allow_nan=False)
+        except ValueError:  # of what is infinite or no number; that is seldom, and a trace is long
+            value = _marked(value, mark)
+            text = json.dumps(value, allow_nan=False)
         if len(text) < READABLE:
             text = json.dumps(value, indent=1)
         # Readers of JSON take a number that is too large for infinity; they know no name for it.
