@@ -179,6 +179,16 @@ def show(argv: Sequence[str]) -> int:
 
 def check(argv: Sequence[str]) -> int:
     """`penstock check PROGRAM`: all faults at once, each with what was given, what is needed, and the line."""
+    try:
+        return _check(argv)
+    except (CommandError, ValueError) as refusal:
+        # What is refused before a graph is looked at has no faults; whoever reads JSON is told of it, too.
+        if "--json" in argv:
+            print(json.dumps({"program": argv[0], "ok": False, "faults": [], "error": str(refusal)}))
+        raise
+
+
+def _check(argv: Sequence[str]) -> int:
     from penstock.runtime.cli.flags import ELSEWHERE, CheckFlags
 
     traced = trace_program("check", argv, ["penstock.runtime.cli.run"])

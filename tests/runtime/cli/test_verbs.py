@@ -75,6 +75,17 @@ def test_check_tells_all_faults(capsys: Output) -> None:
     assert (found["ok"], len(found["faults"])) == (False, 1)
 
 
+@pytest.mark.usefixtures("here")
+def test_check_gives_what_is_refused_as_data_too(capsys: Output) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["check", "aipo", "--device", "tpu", "--json"])
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
+    assert leaving.value.code
+    assert (found["program"], found["ok"], found["faults"]) == ("aipo", False, [])
+    assert found["error"] in captured.err
+
+
 def test_the_bound_is_told_as_a_share_of_the_period(say: Say, facts: Facts) -> None:
     words = ("simulate", "toy", "--updates", 2, "--lag", 3, "--batch", 2, "--generate-ms", 300)
     (less,) = re.findall(r"\(([0-9.]+) % less\)", say(*words))
