@@ -138,9 +138,10 @@ def test_a_policy_that_seldom_calls_a_tool_learns_to_call_it(tmp_path: Path) -> 
     cut = latest_checkpoint(RunFolder.open(taught))
     assert cut is not None
     tool = replace(TOOL, model=str(cut.folder / "policy"))
-    run = run_here(make_run(tmp_path / "run", "tool_use", {"lag": 0}, tool))
+    # The mean of four updates is off by 0.06: in twelve the tenth was within chance (of four seeds, 0.18 to 0.5 in 24).
+    run = run_here(make_run(tmp_path / "run", "tool_use", {"lag": 0}, replace(tool, updates=24)))
     for figure in ("reward_mean", "tool_calls"):
-        assert_grows(run, figure, margin=0.1, first=4)
+        assert_grows(run, figure, margin=0.1, first=4, last=12)
 
 
 @pytest.mark.slow
