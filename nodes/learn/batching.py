@@ -365,9 +365,9 @@ def pack(
 
 def _prompt_numbers(rollouts: Rollouts, prompts_N: Tensor) -> list[int]:
     """A number for each row; rows with equal prompts have the same."""
-    rows, found = rollouts.tokens_NS.cpu().numpy(), dict[bytes, int]()
-    lengths = enumerate(prompts_N.tolist())
-    return [found.setdefault(rows[row, :length].tobytes(), len(found)) for row, length in lengths]
+    tokens_NS = rollouts.tokens_NS.cpu().numpy()
+    prompts = [tokens_S[:length].tobytes() for tokens_S, length in zip(tokens_NS, prompts_N.tolist(), strict=True)]
+    return group_rows(prompts).tolist()
 
 
 def _segments(

@@ -178,6 +178,11 @@ static stored *made_head(stored *x, int64_t heads, const Attention *a, int64_t b
 
 static int64_t length(const Attention *a, int64_t b) { return a->starts[b + 1] - a->starts[b]; }
 
+/* The positions of the prefix that segment b of family f sees before its own. */
+static int64_t seen_before(const Attention *a, int64_t f, int64_t b) {
+    return b == a->families[f] ? 0 : length(a, a->families[f]);
+}
+
 /* What is made of one key-value head of a family, in `parts` of memory. */
 typedef void Group(const Attention *a, int64_t f, int64_t g, float *parts[]);
 
@@ -215,7 +220,7 @@ static void outputs(const Attention *a, int64_t f, int64_t g, float *parts[]) {
     float *made = parts[5];
     int64_t K = a->K, heads = a->G * a->N, wide_k = a->wide_k, wide_s = a->wide_s;
     for (int64_t b = a->families[f]; b < a->families[f + 1]; b++) {
-        int64_t own = length(a, b), before = b == a->families[f] ? 0 : length(a, a->families[f]);
+        int64_t own = length(a, b), before = seen_before(a, f, b);
         read_keys(a, b, g, before, keys, values, turned, NULL);
         for (int64_t n = g * a->N; n < (g + 1) * a->N; n++)
             for (int64_t first = 0; first < own; first += TALL) {
@@ -255,7 +260,7 @@ static void gradients(const Attention *a, int64_t f, int64_t g, float *parts[]) 
     float *to_query = parts[10];
     int64_t K = a->K, heads = a->G * a->N, wide_k = a->wide_k, wide_s = a->wide_s, prefix = a->families[f];
     for (int64_t b = prefix; b < a->families[f + 1]; b++) {
-        int64_t own = length(a, b), before = b == prefix ? 0 : length(a, prefix), S = before + own;
+        int64_t own = length(a, b), before = seen_before(a, f, b), S = before + own;
         read_keys(a, b, g, before, keys, values, keys_t, values_t);
         /* Those of the prefix are sums over the family. */
         memset(to_keys + before * wide_k, 0, (whole(S, TALL) - before) * wide_k * sizeof(float));

@@ -192,7 +192,19 @@ def _check(argv: Sequence[str]) -> int:
     from penstock.runtime.cli.flags import ELSEWHERE, CheckFlags
 
     traced = trace_program("check", argv, ["penstock.runtime.cli.run"])
+    from penstock.runtime.cli.launching import record_lacks, require_processes
+    from penstock.runtime.cli.planned import (
+        chosen,
+        engine_lacks,
+        invariance_lacks,
+        machines,
+        plan_lacks,
+        precision_lacks,
+        rule_lacks,
+    )
     from penstock.runtime.cli.run import absolute_paths, require_consistent, sound_run
+    from penstock.runtime.control.run_config import choose_device
+    from penstock.runtime.record.folder import RunFolder
 
     flags, faults, planned = traced.flags, [*traced.faults], traced.plan is not None
     require_consistent(flags, ())
@@ -200,37 +212,23 @@ def _check(argv: Sequence[str]) -> int:
     # Of agents only they know what their hosts have.
     here = bool(graphs) and not flags.on
     if here and (planned or flags.invariant or any(node.precision for graph in graphs for node in graph.nodes)):
-        from penstock.runtime.cli.planned import invariance_lacks, machines, plan_lacks, precision_lacks
-        from penstock.runtime.control.run_config import choose_device
-
         cluster = machines(flags, traced.gpus)
         with usage_errors():
             device = "cuda" if planned else choose_device(flags.device, graphs, cluster)
         faults = [*plan_lacks(traced, cluster), *faults, *precision_lacks(graphs, cluster, device)]
         faults += invariance_lacks(graphs, device, flags.mesh) if flags.invariant else ()
     if here and (flags.cluster or flags.engine != CheckFlags.engine):
-        from penstock.runtime.cli.planned import engine_lacks
-
         faults += engine_lacks(traced)
     if (flags.track or flags.keep_best) and flags.on not in ELSEWHERE:
-        from penstock.runtime.cli.launching import record_lacks
-
         faults += record_lacks(flags)
     if graphs and not faults:
-        from penstock.runtime.cli.planned import rule_lacks
-
         faults += rule_lacks(traced)
     if here and not faults:
-        from penstock.runtime.cli.launching import require_processes
-        from penstock.runtime.cli.planned import chosen, machines
-
         cluster = machines(flags, traced.gpus)
         config = sound_run(chosen(replace(traced, flags=absolute_paths(flags)), cluster), cluster)
         if flags.in_process:
             require_processes(config, cluster, flags)
         if flags.out and flags.resume == "never":
-            from penstock.runtime.record.folder import RunFolder
-
             RunFolder.create(flags.out).discard()
     elastic = flags.lost_replica != CheckFlags.lost_replica
     if flags.json:

@@ -290,16 +290,13 @@ class RunFolder:
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file atomically: a reader sees the old content or the new. Raises RecordError."""
-        mark = secrets.token_hex(16)
         try:
-            text = json.dumps(value, allow_nan=False)
+            text = _json_text(value)
         except ValueError:  # of what is infinite or no number; that is seldom, and a trace is long
-            value = _marked(value, mark)
-            text = json.dumps(value, allow_nan=False)
-        if len(text) < READABLE:
-            text = json.dumps(value, indent=1)
-        # Readers of JSON take a number that is too large for infinity; they know no name for it.
-        text = text.replace(f'"{mark}"', "1e999").replace(f'"-{mark}"', "-1e999")
+            mark = secrets.token_hex(16)
+            text = _json_text(_marked(value, mark))
+            # Readers of JSON take a number that is too large for infinity; they know no name for it.
+            text = text.replace(f'"{mark}"', "1e999").replace(f'"-{mark}"', "-1e999")
         write_atomic(self.path / name, text.encode() + b"\n")
 
     def read_json(self, name: str, shape: Any = Any) -> Any:
@@ -430,6 +427,12 @@ def read_file(path: Path, limit: int) -> bytes:
         if size > limit:
             raise RecordError(f"{path}: given a file of {size} bytes; needed {limit} at most")
         return file.read()
+
+
+def _json_text(value: Any) -> str:
+    """JSON by lines where it is short. Raises ValueError for a number that JSON has no name for."""
+    text = json.dumps(value, allow_nan=False)
+    return json.dumps(value, indent=1) if len(text) < READABLE else text
 
 
 def _marked(value: Any, mark: str) -> Any:

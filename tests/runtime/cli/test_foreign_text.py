@@ -129,7 +129,7 @@ def test_a_run_may_lie_under_a_path_that_is_no_utf8(processes: Processes, tmp_pa
         assert [p.stat().st_size > 0 for p in (path / "tensorboard").iterdir()] == [True]
 
 
-def test_a_program_may_lie_under_a_path_that_is_no_utf8_but_for_a_run(
+def test_a_program_that_is_not_to_run_may_lie_under_a_path_that_is_no_utf8(
     tmp_path: Path, say: Say, refuse: Refuse, processes: Processes
 ) -> None:
     folder = tmp_path / ODD
