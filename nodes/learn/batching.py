@@ -209,20 +209,74 @@ def pack(
         raise ValueError(f"pack: given an empty prompt in row {int(prompts_N.argmin())}, needed one token")
     # A prompt is whole even where its response has no token.
     lengths_N: Tensor = prompts_N + (rollouts.response_lengths_N.cpu() - 1).clamp(min=0)
-    # What is never cut: a row, or a group, whose first row is its longest.
     units: dict[int, list[int]] = {}
     for row in torch.argsort(lengths_N, descending=True, stable=True).tolist():
         units.setdefault(rollouts.ordinals[row] if whole_groups else row, []).append(row)
-    padded = (shape_of(rollouts, "tokens_NS") or [])[1]  # not the tokens themselves, which would be read for it
-    most_wide = padded if widest is None else min(padded, widest)
-    widths: list[int] = [max(length, min(-(-length // WIDTHS) * WIDTHS, most_wide)) for length in lengths_N.tolist()]
+    rows: _PaddedRows | _EndToEnd
+    if end_to_end:
+        rows = _EndToEnd(lengths_N, prompts_N, _prompt_numbers(rollouts, prompts_N), max_tokens, multiple)
+    else:
+        padded = (shape_of(rollouts, "tokens_NS") or [])[1]  # not the tokens themselves, which would be read for it
+        rows = _PaddedRows(lengths_N, padded if widest is None else min(padded, widest), max_tokens, multiple)
+    shares = [share for share in rows.shares(list(units.values()), whole_groups) if int(sampled_N[share].sum())]
+    # Most batches are at temperature 1, and are spared a division of all logits.
+    same = bool((temperature_N == 1).all())
 
-    def split(bound: int, step: int) -> list[list[int]]:
+    def make(number: int) -> Packed:
+        share, own = shares[number], rollouts.take(shares[number])
+        # Row by row, and in a row step by step: the order in which losses see the tokens of a response.
+        row_P, step_P = sampled_mask(own).cpu().nonzero(as_tuple=True)
+        sequence_P = torch.tensor(share)[row_P]
+        tokens_RS, place_P = own.tokens_NS.cpu(), prompts_N[sequence_P] + step_P
+        made = Packed(
+            **rows.laid(share, tokens_RS, row_P, place_P),
+            targets_P=tokens_RS[row_P, place_P].long(),
+            sequence_P=sequence_P,
+            step_P=step_P,
+            temperature_P=None if same else temperature_N[sequence_P],
+            row_P=row_P,
+            rollouts=own,
+        )
+        return made.to(device or own.tokens_NS.device)
+
+    return MicroBatches(make, [rows.size(share) for share in shares])
+
+
+class _PaddedRows:
+    """Each sequence in a row of its own, those of about one length together.
+
+    `_PaddedRows` and `_EndToEnd` both say which rows of a batch are in one micro-batch (`shares`), its tokens with
+    padding (`size`), and where its tokens lie (`laid`, fields of `Packed`). Units are what is never cut: a row, or a
+    group, whose first row is its longest; the longest unit comes first.
+    """
+
+    def __init__(self, lengths_N: Tensor, widest: int, max_tokens: int, multiple: int) -> None:
+        self.lengths_N, self.max_tokens, self.multiple = lengths_N, max_tokens, multiple
+        lengths: list[int] = lengths_N.tolist()
+        self.widths = [max(length, min(-(-length // WIDTHS) * WIDTHS, widest)) for length in lengths]
+
+    def shares(self, units: list[list[int]], whole_groups: bool) -> list[list[int]]:
+        found = self._equal(units, 1 if whole_groups else ROWS)
+        return self._equal(units, 1) if len(found) % self.multiple else found
+
+    def _equal(self, units: list[list[int]], step: int) -> list[list[int]]:
+        """About equally large ones."""
+        most = len(self._split(units, self.max_tokens, step))
+        most += -most % self.multiple
+
+        def few(bound: int) -> bool:
+            return len(self._split(units, bound, step)) <= most
+
+        # The smallest bound that needs no more micro-batches.
+        bounds = range(1, max(self.max_tokens, *self.widths))
+        return self._split(units, 1 + bisect_left(bounds, True, key=few), step)
+
+    def _split(self, units: list[list[int]], bound: int, step: int) -> list[list[int]]:
         """The rows of each micro-batch of at most `bound` tokens, each as wide as its first (longest) unit, by `step`
         rows where there is room for as many."""
         shares: list[list[int]] = []
-        for unit in units.values():
-            if shares and (len(shares[-1]) + len(unit)) * widths[shares[-1][0]] <= bound:
+        for unit in units:
+            if shares and (len(shares[-1]) + len(unit)) * self.widths[shares[-1][0]] <= bound:
                 shares[-1] += unit
                 continue
             left: list[int] = []
@@ -232,39 +286,74 @@ def pack(
             shares.append([*left, *unit])
         return shares
 
-    def equal(step: int) -> list[list[int]]:
-        """About equally large ones."""
-        most = len(split(max_tokens, step))
-        most += -most % multiple
-        # The smallest bound that needs no more micro-batches.
-        bounds = range(1, max(max_tokens, *widths))
-        return split(1 + bisect_left(bounds, True, key=lambda bound: len(split(bound, step)) <= most), step)
+    def size(self, rows: Sequence[int]) -> int:
+        return len(rows) * self.widths[rows[0]]
 
-    prompt_of = _prompt_numbers(rollouts, prompts_N) if end_to_end else []
-    before: list[int] = prompts_N.tolist()
-    behind: list[int] = (lengths_N - prompts_N).tolist()
+    def laid(self, rows: Sequence[int], tokens_RS: Tensor, row_P: Tensor, place_P: Tensor) -> dict[str, Any]:
+        wide = max(self.widths[row] for row in rows)
+        beyond_RW = torch.arange(wide) >= self.lengths_N[rows][:, None]
+        return {"tokens_RW": tokens_RS[:, :wide].masked_fill(beyond_RW, 0), "at_P": row_P * wide + place_P - 1}
 
-    def total(rows: Sequence[int]) -> int:
+
+class _EndToEnd:
+    """All sequences in one row, end to end; those with one prompt, a family, behind it. `prompt_of` numbers each row's
+    prompt."""
+
+    def __init__(
+        self, lengths_N: Tensor, prompts_N: Tensor, prompt_of: list[int], max_tokens: int, multiple: int
+    ) -> None:
+        self.lengths_N, self.prompts_N, self.prompt_of = lengths_N, prompts_N, prompt_of
+        self.max_tokens, self.multiple = max_tokens, multiple
+        self.before: list[int] = prompts_N.tolist()
+        self.behind: list[int] = (lengths_N - prompts_N).tolist()
+
+    def shares(self, units: list[list[int]], whole_groups: bool) -> list[list[int]]:
+        """Families stay together where that is less work for the busiest worker: large ones make unequal shares."""
+        if whole_groups:
+            found = self._level(units)
+        else:
+            families = self._families(row for (row,) in units)
+            counts = [1]
+            while counts[-1] < max(map(len, families)):
+                counts.append(2 * counts[-1])
+            parts = ([part for family in families for part in self._parts(family, count)] for count in counts)
+            found = min(map(self._level, parts), key=self._busiest)
+        return [[row for family in self._families(rows) for row in family] for rows in found]
+
+    def _busiest(self, shares: list[list[int]]) -> int:
+        """The tokens of the worker that has most, where they take turns."""
+        return max(sum(map(self._total, shares[worker :: self.multiple])) for worker in range(self.multiple))
+
+    def _total(self, rows: Sequence[int]) -> int:
         """The tokens of rows that lie end to end."""
-        return sum(behind[row] for row in rows) + sum({prompt_of[row]: before[row] for row in rows}.values())
+        prompts = {self.prompt_of[row]: self.before[row] for row in rows}
+        return sum(self.behind[row] for row in rows) + sum(prompts.values())
 
-    def by_prompt(rows: Iterable[int]) -> list[list[int]]:
+    def _families(self, rows: Iterable[int]) -> list[list[int]]:
         """The rows of each prompt."""
         families: dict[int, list[int]] = {}
         for row in rows:
-            families.setdefault(prompt_of[row], []).append(row)
+            families.setdefault(self.prompt_of[row], []).append(row)
         return list(families.values())
 
-    def level(units: Iterable[list[int]]) -> list[list[int]]:
+    def _parts(self, family: list[int], count: int) -> list[list[int]]:
+        """The rows of one prompt, the longest first, in about equal parts: so many, or more where these are too
+        large."""
+        counts = range(1, len(family))
+        fits = bisect_left(counts, True, key=lambda count: self._total(family[::count]) <= self.max_tokens)
+        count = max(count, 1 + fits)
+        return [family[part::count] for part in range(min(count, len(family)))]
+
+    def _level(self, units: list[list[int]]) -> list[list[int]]:
         """The rows of each micro-batch, as few as hold all tokens: each unit to the smallest yet. A unit that is larger
         than a micro-batch may be is one by itself."""
-        sizes = sorted(((total(unit), unit) for unit in units), key=lambda each: -each[0])
-        large = [unit for size, unit in sizes if size > max_tokens]
-        others = [(size, unit) for size, unit in sizes if size <= max_tokens]
+        sizes = sorted(((self._total(unit), unit) for unit in units), key=lambda each: -each[0])
+        large = [unit for size, unit in sizes if size > self.max_tokens]
+        others = [(size, unit) for size, unit in sizes if size <= self.max_tokens]
 
         def dealt(count: int) -> tuple[int, list[list[int]]]:
             """The tokens of the largest of so many, or more for the workers' sake, and the rows of each."""
-            count = min(count + -(len(large) + count) % multiple, len(others))
+            count = min(count + -(len(large) + count) % self.multiple, len(others))
             smallest = [(0, number) for number in range(count)]
             rows: list[list[int]] = [[] for _ in smallest]
             for size, unit in others:
@@ -277,90 +366,35 @@ def pack(
             return large
         # Twice as many as their tokens fill are enough: units of over half a micro-batch are fewer than that and get
         # one each, and any other goes to one that is at most half full.
-        filled = -(-sum(size for size, _ in others) // max_tokens)
+        filled = -(-sum(size for size, _ in others) // self.max_tokens)
         counts = range(filled, min(2 * filled, len(others)))
-        count = filled + bisect_left(counts, True, key=lambda count: dealt(count)[0] <= max_tokens)
+        count = filled + bisect_left(counts, True, key=lambda count: dealt(count)[0] <= self.max_tokens)
         return [*large, *dealt(count)[1]]
 
-    def parts(family: list[int], count: int) -> list[list[int]]:
-        """The rows of one prompt, the longest first, in about equal parts: so many, or more where these are too
-        large."""
-        counts = range(1, len(family))
-        count = max(count, 1 + bisect_left(counts, True, key=lambda count: total(family[::count]) <= max_tokens))
-        return [family[part::count] for part in range(min(count, len(family)))]
+    def size(self, rows: Sequence[int]) -> int:
+        tokens = self._total(rows)
+        return max(tokens, min(-(-tokens // STEP) * STEP, self.max_tokens))
 
-    def least() -> list[list[int]]:
-        """Families stay together where that is less work for the busiest worker: large ones make unequal shares."""
-        families = by_prompt(row for (row,) in units.values())
-        counts = [1]
-        while counts[-1] < max(map(len, families)):
-            counts.append(2 * counts[-1])
-        tried = [level(part for family in families for part in parts(family, count)) for count in counts]
-        return min(tried, key=lambda found: max(sum(map(total, found[worker::multiple])) for worker in range(multiple)))
-
-    if end_to_end:
-        found = level(units.values()) if whole_groups else least()
-        found = [[row for family in by_prompt(rows) for row in family] for rows in found]
-    else:
-        found = equal(1 if whole_groups else ROWS)
-        if len(found) % multiple:
-            found = equal(1)
-    shares = [rows for rows in found if int(sampled_N[rows].sum())]
-    # Most batches are at temperature 1, and are spared a division of all logits.
-    same = bool((temperature_N == 1).all())
-
-    def size(rows: Sequence[int]) -> int:
-        """Of a micro-batch, with padding."""
-        if not end_to_end:
-            return len(rows) * widths[rows[0]]
-        tokens = total(rows)
-        return max(tokens, min(-(-tokens // STEP) * STEP, max_tokens))
-
-    def make(number: int) -> Packed:
-        chosen_R = torch.tensor(shares[number])
-        own = rollouts.take(shares[number])
-        lengths_R, prompts_R = lengths_N[chosen_R], prompts_N[chosen_R]
-        wide = max(widths[row] for row in shares[number])
-        # Row by row, and in a row step by step: the order in which losses see the tokens of a response.
-        row_P, step_P = sampled_mask(own).cpu().nonzero(as_tuple=True)
-        sequence_P, place_P = chosen_R[row_P], prompts_R[row_P] + step_P
-        tokens_RS, at_W = own.tokens_NS.cpu(), torch.arange(wide)
-        within_RW = at_W < lengths_R[:, None]
-        tokens_RW = tokens_RS[:, :wide].masked_fill(~within_RW, 0)
-        lies: dict[str, Tensor | None] = {}
-        if end_to_end:
-            first = dict[int, int]()
-            first_R = torch.tensor([first.setdefault(prompt_of[row], at) for at, row in enumerate(shares[number])])
-            # What a row has of its own: a prompt that lies there already is left out.
-            from_R = torch.where(first_R < torch.arange(len(own)), prompts_R, 0)
-            within_RW &= at_W >= from_R[:, None]
-            ends_R = (lengths_R - from_R).cumsum(0)
-            begins_R = ends_R - lengths_R  # of its whole sequence, were it there
-            source_P = torch.where(place_P > from_R[row_P], row_P, first_R[row_P])
-            at_P = begins_R[source_P] + place_P - 1
-            fill = (0, size(shares[number]) - int(ends_R[-1]))
-            tokens_RW = F.pad(tokens_RW[within_RW], fill)[None]
-            # What fills the row is a sequence by itself, of whatever length at the position that all models have.
-            lies["positions_W"] = F.pad(within_RW.nonzero()[:, 1], fill)
-            lies |= _segments(
-                first_R.tolist(), prompts_R.tolist(), (begins_R + from_R).tolist(), tokens_RW.shape[1], fill[1]
-            )
-        else:
-            at_P = row_P * wide + place_P - 1
-        made = Packed(
-            tokens_RW=tokens_RW,
-            at_P=at_P,
-            targets_P=tokens_RS[row_P, place_P].long(),
-            sequence_P=sequence_P,
-            step_P=step_P,
-            temperature_P=None if same else temperature_N[sequence_P],
-            row_P=row_P,
-            rollouts=own,
-            **lies,
-        )
-        return made.to(device or own.tokens_NS.device)
-
-    return MicroBatches(make, [size(rows) for rows in shares])
+    def laid(self, rows: Sequence[int], tokens_RS: Tensor, row_P: Tensor, place_P: Tensor) -> dict[str, Any]:
+        lengths_R, prompts_R, width = self.lengths_N[rows], self.prompts_N[rows], self.size(rows)
+        # The first row with a row's prompt, which it follows.
+        first = dict[int, int]()
+        first_R = torch.tensor([first.setdefault(self.prompt_of[row], at) for at, row in enumerate(rows)])
+        # What a row has of its own: a prompt that lies there already is left out.
+        from_R = torch.where(first_R < torch.arange(len(rows)), prompts_R, 0)
+        at_S = torch.arange(tokens_RS.shape[1])
+        own_RS = (at_S >= from_R[:, None]) & (at_S < lengths_R[:, None])
+        ends_R = (lengths_R - from_R).cumsum(0)
+        begins_R = ends_R - lengths_R  # of its whole sequence, were it there
+        source_P = torch.where(place_P > from_R[row_P], row_P, first_R[row_P])
+        # What fills the row is a sequence by itself, of whatever length at the position that all models have.
+        fill = (0, width - int(ends_R[-1]))
+        return {
+            "tokens_RW": F.pad(tokens_RS[own_RS], fill)[None],
+            "at_P": begins_R[source_P] + place_P - 1,
+            "positions_W": F.pad(own_RS.nonzero()[:, 1], fill),
+            **_segments(first_R.tolist(), prompts_R.tolist(), (begins_R + from_R).tolist(), width, fill[1]),
+        }
 
 
 def _prompt_numbers(rollouts: Rollouts, prompts_N: Tensor) -> list[int]:
