@@ -82,7 +82,7 @@ _AROUND_BOX = (
         rf"|\b(?i:not|than|about|approximately|roughly|minus|negative))\s*|[0-9−-])$"
     ),
     re.compile(
-        rf"[!0-9]|\s*(?:{_OPERATORS}|\^\s*\{{?\s*[0-9A-Za-z+−-]|_\s*\{{?\s*[0-9]|[/+−-]\s*[0-9\\]|[¹²³⁰⁴-⁹π]"
+        rf"[!0-9]|\s*+(?:{_OPERATORS}|\^\s*+\{{?\s*+[0-9A-Za-z+−-]|_\s*+\{{?\s*+[0-9]|[/+−-]\s*[0-9\\]|[¹²³⁰⁴-⁹π]"
         rf"|\*\s*[0-9]|\*\*[0-9]|\\(?:{_FUNCTIONS}|pi|[dt]?frac)(?![A-Za-z])"
         rf"|\$?\s*(?:{'|'.join(_SCALES)}|squared|cubed|factorial)\b)"
     ),

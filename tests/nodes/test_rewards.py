@@ -245,6 +245,9 @@ def test_equal_numbers_are_right_however_they_are_written(response: str, answer:
         "<a",
         "9 <",
         r"\boxed{9} ",
+        r"\boxed{9}^",
+        r"\boxed{9}_",
+        r"\boxed{9}$",
     ],
 )
 def test_no_response_takes_long_to_read(piece: str) -> None:
