@@ -17,6 +17,8 @@ built-in name, or FILE.py:FUNCTION in docs/examples. WHAT is one of
     graphs                    a section for each of them: its picture, its source, what `penstock show` prints
     names FOLDER              links to the algorithms, FOLDER/NAME.py, and to the other programs
     figures NAME [TABLE …]    benchmarks/results/NAME.json as tables, with date, commit and machine
+    processors NAMES TABLE COLUMN …
+                              that table of each of the results (NAME,NAME,…) on each kind of processor, as one
     gpu CARD PHASE COLUMN …   cases of a phase of `gpu.py` on that card, with these columns
     excerpt NAME              benchmarks/results/NAME.txt: a recorded output, most lines of progress left out
 """
@@ -53,6 +55,8 @@ HOME = "/home/me"
 PICTURES = {"docs/img/aipo.svg": "aipo"}
 REGION = re.compile(r"(?ms)^<!-- begin (?P<what>[^>]+?) -->\n.*?^<!-- end (?P=what) -->$")
 LINE = re.compile(r"(?m)^<!-- write (?P<what>.+?) -->$")
+PROCESSORS = {"AMX": "_amx", "AVX-512": "", "AVX2": "_avx2"}
+"""The kinds of processors, by the ends of their results' names (`by_processor` of the benchmarks)."""
 KEPT = 2
 """Lines of progress of an excerpt that are kept at each end of a row of them."""
 
@@ -238,6 +242,32 @@ def figures(name: str, *tables: str) -> str:
     return "\n\n".join(part.strip("\n") for part in parts if part)
 
 
+def processors(names: str, table: str, *columns: str) -> str:
+    """Which model a row is of it says itself, or its result's name does; what a row shares with the one above it is
+    left out."""
+    shown: list[list[str]] = []
+    about: dict[str, dict[str, None]] = {}
+    for name in names.split(","):
+        for kind, suffix in PROCESSORS.items():
+            if not (path := RESULTS / f"{name}{suffix}.json").exists():
+                continue
+            record: dict[str, Any] = json.loads(path.read_text())
+            on, measured = record["machine"], f"{record['date']} (commit {record['commit']})"
+            about.setdefault(f"{kind}: {on['cpu']}, {on['cores']} cores", {})[measured] = None
+            for row in record[table]:
+                cells = [_cell(row.get(column)) for column in columns]
+                shown += [[row.get("model", name.rpartition("_")[2]), kind, *cells]]
+    models = [row[0] for row in shown]
+    shown.sort(key=lambda row: models.index(row[0]))
+    rows = [list(row) for row in shown]
+    for above, row, left in zip(shown, shown[1:], rows[1:], strict=False):
+        for at in range(2):
+            if above[: at + 1] == row[: at + 1]:
+                left[at] = ""
+    under = "; ".join(f"{machine}, {', '.join(measured)}" for machine, measured in about.items())
+    return f"*{under}.*\n\n{_table(['model', 'processor', *columns], rows)}"
+
+
 def gpu(card: str, phase: str, *columns: str) -> str:
     record: dict[str, Any] = json.loads((RESULTS / f"gpu_{card}.json").read_text())
     found, names = record["phases"][phase], [column.replace("_", " ") for column in columns]
@@ -294,6 +324,7 @@ WRITERS: dict[str, Callable[..., str]] = {
     "graphs": algorithm_graphs,
     "names": program_names,
     "figures": figures,
+    "processors": processors,
     "gpu": gpu,
     "excerpt": excerpt,
 }
