@@ -27,7 +27,10 @@ class Server:
 
 
 @contextmanager
-def serving(answer: Callable[[Asked, Server], tuple[int, bytes]], location: str = "") -> Iterator[Server]:
+def serving(
+    answer: Callable[[Asked, Server], tuple[int, bytes]], location: str = "", unsent: int = 0
+) -> Iterator[Server]:
+    """`unsent` bytes are announced and never come."""
     server, lock = Server(), Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -53,7 +56,7 @@ def serving(answer: Callable[[Asked, Server], tuple[int, bytes]], location: str 
             self.send_response(status)
             if location:
                 self.send_header("Location", location)
-            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Length", str(len(body) + unsent))
             self.end_headers()
             self.wfile.write(body)
 

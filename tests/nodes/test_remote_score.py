@@ -143,6 +143,12 @@ def test_a_server_that_is_not_there_fails_the_group() -> None:
     assert "URLError" in str(failed)
 
 
+def test_the_begin_of_a_number_is_no_reward() -> None:
+    with serving(lambda asked, server: (200, b"1"), unsent=2) as server:
+        (failed,) = played(scorer(partial(http_reward, url=server.url)), {0: group(0, "12.")}).values()
+    assert isinstance(failed, ScoreError)
+
+
 def test_a_call_without_an_end_fails_its_group_at_the_deadline_and_holds_up_no_other() -> None:
     release = Event()
 
