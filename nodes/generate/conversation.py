@@ -326,8 +326,10 @@ class SampledGroup:
 
     @property
     def versions(self) -> set[int]:
-        """The versions of weights that sampled its tokens, in this turn and in earlier ones, but for prefixes."""
-        parts = [part.versions for row in self.rows for part in (row.before, row.sampled) if part is not None]
+        """The versions of weights that sampled its tokens, in this turn and in earlier ones, but for those of prefixes
+        that are context."""
+        said = [row.sampled if self.context else row.said for row in self.rows]
+        parts = [part.versions for part in (*(row.before for row in self.rows), *said) if part is not None]
         return set(np.concatenate([EMPTY.versions, *parts]).tolist()) - {NOT_SAMPLED}
 
     def rollouts(self, tokenizer: Tokenizer, sampler: Sampler) -> Rollouts:

@@ -126,7 +126,7 @@ def test_prefixes_of_equal_tokens_draw_apart(context: Context) -> None:
 def test_tokens_of_a_prefix_are_context_unless_they_are_to_be_learnt_from(context: Context, learn_prefix: bool) -> None:
     """Scorers see the whole response either way, and tokens keep the version and the log μ that they have."""
     prefixes = begins(context, begin(context, 2))
-    engine = make_engine(context, samples=VINES, learn_prefix=learn_prefix)
+    engine = make_engine(replace(context, batch=1), samples=VINES, learn_prefix=learn_prefix)
     made, metrics = sampled(engine, {2: {"after": prefixes}}, weights(7, seed=2))[2]
     new = int((made.response_lengths_N - prefixes.lengths_N.repeat_interleave(VINES)).sum())
     learnt = int(made.response_lengths_N.sum()) if learn_prefix else new
@@ -142,6 +142,9 @@ def test_tokens_of_a_prefix_are_context_unless_they_are_to_be_learnt_from(contex
         assert text == TOKENIZER.decode(said)
     if not learn_prefix:
         assert mismatch(model(2), made) < 1e-5
+    # Tokens of older weights differ by more than rounding.
+    assert metrics.get("mismatch", 0.0) < 1e-5
+    assert ("mismatch" in metrics) == (not learn_prefix)
 
 
 def test_a_prefix_is_computed_once_and_not_where_a_response_has_it(
