@@ -25,6 +25,7 @@ class EngineKind:
         adapters: does it decode with adapters (LoRA) and their base?
         narrow: does it decode with weights of eight bits?
         mixtures: does it decode with mixtures of experts, and record the experts of each token?
+        unproved: the `model_type`s that it is not shown to take weights of.
         coldest: the least temperature above 0 that it samples at.
         axes: the axes of a mesh that its replicas may have.
     """
@@ -36,6 +37,7 @@ class EngineKind:
     adapters: bool = True
     narrow: bool = True
     mixtures: bool = True
+    unproved: tuple[str, ...] = ()
     coldest: float = 0.0
     axes: tuple[str, ...] = ("tp", "ep")
 
@@ -50,6 +52,7 @@ ENGINES: Mapping[str, EngineKind] = {
         adapters=False,
         narrow=False,
         mixtures=False,
+        unproved=("gemma3_text",),
         # It takes any temperature below for this one.
         coldest=0.01,
         axes=("tp",),

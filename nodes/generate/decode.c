@@ -271,7 +271,7 @@ enum { NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, O_PROJ, MLP_NORM, GATE_UP, DOWN, PAR
 
 struct model {
     /* Of elementwise.c and attention.c. */
-    void (*rms_norm)(const stored *, const stored *, stored *, int64_t, int64_t, int64_t, float, int);
+    void (*rms_norm)(const stored *, const stored *, stored *, int64_t, int64_t, int64_t, float, float, int);
     void (*rotate)(const stored *, const stored *, const stored *, stored *, int64_t, int64_t, int64_t, int64_t, int64_t,
                    int64_t, int);
     int (*attend)(const stored *, const stored *, const stored *, stored *, stored *, const int64_t *, const int64_t *,
@@ -303,14 +303,14 @@ int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, c
     for (int64_t layer = 0; layer < m->layers && !failed; layer++) {
         const stored *of[PARTS];
         for (int p = 0; p < PARTS; p++) of[p] = m->at[p] < 0 ? NULL : m->weights + layer * m->layer_size + m->at[p];
-        m->rms_norm(x, of[NORM], normed, R, D, D, m->eps, threads);
+        m->rms_norm(x, of[NORM], normed, R, D, D, m->eps, 0, threads);
         failed |= product(normed, R, D, D, of[QKV], row, of[QKV_BIAS], PLAIN, qkv, row, threads);
         const stored *own_q = qkv, *own_k = qkv + queries;
         int64_t q_row = row, k_row = row;
         if (of[Q_NORM]) {
             for (int64_t r = 0; r < R; r++) {
-                m->rms_norm(own_q + r * row, of[Q_NORM], q + r * queries, H, K, K, m->eps, 1);
-                m->rms_norm(own_k + r * row, of[K_NORM], k + r * G * K, G, K, K, m->eps, 1);
+                m->rms_norm(own_q + r * row, of[Q_NORM], q + r * queries, H, K, K, m->eps, 0, 1);
+                m->rms_norm(own_k + r * row, of[K_NORM], k + r * G * K, G, K, K, m->eps, 0, 1);
             }
             own_q = q, own_k = k, q_row = queries, k_row = G * K;
         }
@@ -320,11 +320,11 @@ int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, c
         failed |= m->attend(q, k, qkv + queries + G * K, keys + entries, values + entries, slots, positions, seen, R, G,
                             C, queries, G * K, row, m->windows[layer], 1 / sqrtf(K), threads);
         failed |= product(seen, R, queries, queries, of[O_PROJ], D, NULL, ADDED, x, D, threads);
-        m->rms_norm(x, of[MLP_NORM], normed, R, D, D, m->eps, threads);
+        m->rms_norm(x, of[MLP_NORM], normed, R, D, D, m->eps, 0, threads);
         failed |= product(normed, R, D, D, of[GATE_UP], 2 * I, NULL, GATED, gated, I, threads);
         failed |= product(gated, R, I, I, of[DOWN], D, NULL, ADDED, x, D, threads);
     }
-    m->rms_norm(x, m->norm, out, R, D, D, m->eps, threads);
+    m->rms_norm(x, m->norm, out, R, D, D, m->eps, 0, threads);
     return failed;
 }
 

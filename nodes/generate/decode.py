@@ -49,7 +49,7 @@ class DecodePass:
         """None for a model whose layers have more than maps, without AVX2, and without a C compiler."""
         config, dtype = model.config, model.dtype
         # The model's parts, adapters, experts and weights of eight bits have operations of their own.
-        plain = type(model) is CausalLM and model.lora is None and not config.family.experts and not model.invariant
+        plain = type(model) is CausalLM and model.lora is None and config.family.plain and not model.invariant
         narrow = any(getattr(module, "row_scales", None) is not None for module in model.modules())
         if not plain or narrow or model.device.type != "cpu":
             return None

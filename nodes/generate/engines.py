@@ -31,6 +31,10 @@ def engine_lacks(engine: str, context: Context, temperature: float, spec: ModelS
             family is not None and family.experts and not kind.mixtures,
             f"a model without, or --engine {OURS}: no reload of experts is proved for {engine}",
         ),
+        f"a {family.model_type if family else ''}": (
+            family is not None and family.model_type in kind.unproved,
+            f"another model, or --engine {OURS}: no reload of these is proved for {engine}",
+        ),
         "adapters (LoRA)": (
             spec is not None and spec.lora is not None and not kind.adapters,
             f"all weights, or --engine {OURS}: adapters are not sent to {engine}",

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from penstock.nodes.model.families import FAMILIES, Family
+from penstock.nodes.model.families import FAMILIES, REFUSED, Family
 
 # What each kind of scaling of rotary frequencies is made of.
 _ROPE = {
@@ -25,7 +25,8 @@ _EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 # No size of a model is larger. More would be memory that no machine has, or names without end.
 MOST, MOST_LAYERS = 1 << 24, 1 << 14
 # Settings that the decoder has no choice of, in any family; null and a missing key mean the same.
-_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "is_causal": True}
+_FIXED = {"attention_dropout": 0.0, "is_causal": True}
+_KINDS = ("full_attention", "sliding_attention")
 
 
 class ModelError(ValueError):
@@ -98,8 +99,13 @@ class ModelConfig:
     norm_topk_prob: bool = False
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
+    rope_local_base_freq: float | None = None
+    query_pre_attn_scalar: int | None = None
 
     def __post_init__(self) -> None:
+        if self.family.local_rope and not (self.sliding_window and len(self.layer_types) == self.num_hidden_layers):
+            given = f"a {self.model_type} with layer_types {self.layer_types} and sliding_window {self.sliding_window}"
+            raise ModelError(f"given {given}, needed the kind of each of {self.num_hidden_layers} layers and a number")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ModelError(
                 f"given {self.num_attention_heads} attention heads over {self.num_key_value_heads} key-value heads, "
@@ -120,23 +126,38 @@ class ModelConfig:
         slides = not self.layer_types or self.layer_types[layer] == "sliding_attention"
         return self.sliding_window if self.sliding_window and slides else 0
 
+    @property
+    def ropes(self) -> tuple[tuple[float, RopeScaling | None], ...]:
+        """The base and the scaling of rotary embedding, and those of layers with a window, where they are others."""
+        whole = self.rope_theta, self.rope_scaling
+        return (whole,) if self.rope_local_base_freq is None else (whole, (self.rope_local_base_freq, None))
+
+    def rope_of(self, layer: int) -> int:
+        """Which of `ropes` a layer has."""
+        return int(len(self.ropes) > 1 and self.window_of(layer) > 0)
+
     def to_json(self, dtype: str = "float32") -> dict[str, Any]:
         """The content of `config.json` but for the head."""
         # Newer readers know `rope_parameters` and `dtype`, older ones `rope_scaling` and `torch_dtype`.
         facts = asdict(self)
         if not self.family.experts:
             facts = {key: value for key, value in facts.items() if key not in (*_EXPERT_SIZES, "norm_topk_prob")}
+        for key in {key for family in FAMILIES.values() for key in family.more} - {*self.family.more}:
+            del facts[key]
         eos, scaling = facts.pop("eos_token_ids"), {} if self.rope_scaling is None else self.rope_scaling.to_json()
+        rope: dict[str, Any] = {"rope_theta": self.rope_theta, "rope_type": "default", **scaling}
+        if self.family.local_rope:
+            local = {"rope_theta": self.rope_local_base_freq, "rope_type": "default"}
+            rope = dict(zip(_KINDS, (rope, local), strict=True))
         if layer_types := facts.pop("layer_types"):
             facts |= {"layer_types": list(layer_types)}
         if self.sliding_window and "use_sliding_window" in self.family.defaults:
             facts |= {"use_sliding_window": True}
         return {
             **facts,
-            **_FIXED,
-            **self.family.fixed,
+            **_fixed(self.family),
             "rope_scaling": scaling or None,
-            "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default", **scaling},
+            "rope_parameters": rope,
             "eos_token_id": list(eos) if len(eos) > 1 else next(iter(eos), None),
             "dtype": dtype,
             "torch_dtype": dtype,
@@ -146,13 +167,16 @@ class ModelConfig:
     def from_json(data: Mapping[str, Any]) -> "ModelConfig":
         """From the content of a `config.json`. Raises ModelError for what this decoder would compute differently."""
         if (family := FAMILIES.get(str(data.get("model_type")))) is None:
-            raise ModelError(f"given model_type {data.get('model_type')!r}, needed one of: {', '.join(FAMILIES)}")
+            kind, others = data.get("model_type"), f"one of: {', '.join(FAMILIES)}"
+            why = f" ({REFUSED[str(kind)]})" if str(kind) in REFUSED else ""
+            raise ModelError(f"given model_type {kind!r}{why}, needed {others}")
         if "num_local_experts" in data:  # as newer files call it
             data = {"num_experts": data["num_local_experts"], **data}
         data = {"max_position_embeddings": 2048, **family.defaults, **data}
-        for key, needed in {**_FIXED, **family.fixed}.items():
-            if data.get(key) not in (None, needed):
-                raise ModelError(f"given {key} {data[key]!r}, needed {needed!r}, or nothing")
+        for key, value in _fixed(family).items():
+            if data.get(key) not in (None, value):
+                needed = "nothing" if value is None else f"{value!r}, or nothing"
+                raise ModelError(f"given {key} {data[key]!r}, needed {needed}")
         if quantised := data.get("quantization_config"):
             raise ModelError(f"given quantization_config {quantised!r}, needed none: weights as they are, unquantised")
         sizes: dict[str, Any] = {key: _need(data, key) for key in _SIZES}
@@ -164,7 +188,7 @@ class ModelConfig:
         sizes |= {key: size if data.get(key) is None else _need(data, key) for key, size in usual.items()}
         longest = _need(data, "max_position_embeddings")
         window, layer_types = _window(data, family, longest)
-        rope_theta, rope_scaling = _rope(data)
+        rope_theta, rope_scaling, local = _ropes(data, family)
         return ModelConfig(
             **sizes,
             max_position_embeddings=longest,
@@ -179,7 +203,14 @@ class ModelConfig:
             model_type=family.model_type,
             sliding_window=window,
             layer_types=layer_types,
+            rope_local_base_freq=local,
+            query_pre_attn_scalar=_need(data, key) if (key := "query_pre_attn_scalar") in family.more else None,
         )
+
+
+def _fixed(family: Family) -> dict[str, Any]:
+    """The settings of which the decoder has one value for a family."""
+    return {family.activation_key: family.activation, **_FIXED, **family.fixed}
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
@@ -220,19 +251,24 @@ def _window(data: Mapping[str, Any], family: Family, longest: int) -> tuple[int 
     such a layer, or where no text (of at most `longest` tokens) can be longer, (None, ()).
     """
     window, kinds = data.get("sliding_window"), data.get("layer_types") or ()
-    if not isinstance(kinds, list | tuple) or (set(map(str, kinds)) - {"full_attention", "sliding_attention"}):
+    if not isinstance(kinds, list | tuple) or (set(map(str, kinds)) - {*_KINDS}):
         needed = "'full_attention' or 'sliding_attention' for each layer"
         raise ModelError(f"given layer_types {data['layer_types']!r:.80}, needed {needed}")
     layers = _need(data, "num_hidden_layers")
     if kinds and len(kinds) != layers:
         raise ModelError(f"given layer_types of {len(kinds)} layers, needed {layers}, which num_hidden_layers says")
     off, key = not data.get("use_sliding_window", True), "layer_types"
+    if not kinds and (pattern := "sliding_window_pattern") in family.windowed:
+        every = _need(data, pattern)
+        kinds = [_KINDS[(index + 1) % every > 0] for index in range(layers)]
     if not kinds and "max_window_layers" in data:
         full, key = data["max_window_layers"], "max_window_layers"
         if type(full) is not int:
             raise ModelError(f"given max_window_layers {full!r}, needed a whole number")
         kinds = ["full_attention" if index < full else "sliding_attention" for index in range(layers)]
-    if family.windows and type(window) is int and window < longest:
+    # One that no text outgrows is none, unless more follows from it.
+    counts = type(window) is int and (window < longest or family.local_rope)
+    if family.windows and counts:
         # Of a key that transformers takes no notice of.
         said = {"use_sliding_window": off, key: not off and "full_attention" in kinds}
         if unknown := [key for key, matters in said.items() if matters and key not in family.windowed]:
@@ -241,9 +277,7 @@ def _window(data: Mapping[str, Any], family: Family, longest: int) -> tuple[int 
     slides = "sliding_attention" in kinds or not kinds
     if off and data.get("layer_types") and slides and "layer_types" in family.windowed:
         raise ModelError(f"given layer_types {data['layer_types']!r:.80} without use_sliding_window, needed it true")
-    if off or not slides:
-        return None, ()
-    if window is None and not data.get("layer_types"):
+    if not family.local_rope and (off or not slides or (window is None and not data.get("layer_types"))):
         return None, ()
     if type(window) is not int or window < 1:
         raise ModelError(
@@ -252,7 +286,27 @@ def _window(data: Mapping[str, Any], family: Family, longest: int) -> tuple[int 
     if window < longest and not family.windows:
         needed = f"null, or at least max_position_embeddings ({longest}): no {family.model_type} has one"
         raise ModelError(f"given sliding_window {window}, needed {needed}")
-    return (window, tuple(kinds)) if window < longest else (None, ())
+    return (window, tuple(kinds)) if counts else (None, ())
+
+
+def _ropes(data: Mapping[str, Any], family: Family) -> tuple[float, RopeScaling | None, float | None]:
+    """The base and the scaling of rotary embedding, and the base of layers with a window, where these have their own.
+    Newer files say all of it in `rope_parameters`, by the kind of a layer."""
+    if not family.local_rope:
+        return *_rope(data), None
+    said, old = data.get("rope_parameters") or {}, data.get("rope_scaling")
+    named = isinstance(said, Mapping) and all(isinstance(own or {}, Mapping) for own in said.values())
+    if not (named and said.keys() <= {*_KINDS}):
+        raise ModelError(f"given rope_parameters {said!r:.200}, needed an object for each of {', '.join(_KINDS)}")
+    if isinstance(old, Mapping) and "rope_type" not in old and "type" in old:
+        # Some versions of transformers take no notice of it.
+        raise ModelError(f"given rope_scaling {old!r}, needed rope_type in place of type")
+    whole, own = (said.get(kind) or {} for kind in _KINDS)
+    base = _number(data, "rope_local_base_freq")
+    local, scaling = _rope({**data, "rope_theta": base, "rope_scaling": None, "rope_parameters": own})
+    if scaling is not None:
+        raise ModelError(f"given rope_parameters {dict(own)!r} of sliding_attention, needed rope_type 'default'")
+    return *_rope({**data, "rope_parameters": whole}), local
 
 
 def _rope(data: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:

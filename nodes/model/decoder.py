@@ -10,7 +10,7 @@ W words of a rank, P positions.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.nodes.model import causal, invariant
-from penstock.nodes.model.config import ModelConfig, ModelError
+from penstock.nodes.model.config import ModelConfig, ModelError, RopeScaling
 from penstock.nodes.model.elementwise import rms_norm, rotate
 from penstock.nodes.model.expert_parallel import Dealt
 from penstock.nodes.model.kernels import Linear, linear, multiplied, pack, packed, together
@@ -30,6 +30,8 @@ from penstock.nodes.model.words import WordEmbedding, Words, own_part, shared
 
 # A sixteenth of what a GPU's memory has room for, and as fast as any other number on a CPU (`benchmarks/logprobs.py`).
 LOGIT_ELEMENTS = 1 << 26
+# Cosines and sines of each of a model's `ropes`.
+_TABLES = ("cos_PK", "sin_PK"), ("local_cos_PK", "local_sin_PK")
 
 Result = TypeVar("Result")
 # (layer, q_BSHK, k_BSGK, v_BSGK, window) → [B, S, H, K]; keys and queries are already rotated. Each token sees the
@@ -78,12 +80,9 @@ class Decoder(nn.Module):
         if not unread:
             # As `to_empty` does it, whose `empty_like` of a tensor without memory imports sympy: half a second.
             self._apply(lambda each: torch.empty(each.shape, dtype=each.dtype, device=device))  # type: ignore[no-untyped-call]
-        angles_PF = torch.outer(torch.arange(config.max_position_embeddings).float(), rope_frequencies(config))
-        # The table's sine carries the signs of `rotate`: one fused operation instead of a negation and two products.
-        scale = 1.0 if config.rope_scaling is None else config.rope_scaling.attention_factor
-        cos_PF, sin_PF = angles_PF.cos() * scale, angles_PF.sin() * scale
-        self.register_buffer("cos_PK", torch.cat((cos_PF, cos_PF), 1).to(device, dtype), persistent=False)
-        self.register_buffer("sin_PK", torch.cat((-sin_PF, sin_PF), 1).to(device, dtype), persistent=False)
+        for names, rope in zip(_TABLES, config.ropes, strict=False):
+            for name, table_PK in zip(names, rope_tables(config, *rope), strict=True):
+                self.register_buffer(name, table_PK.to(device, dtype), persistent=False)
 
     def _add_head(self) -> None:
         raise NotImplementedError
@@ -134,9 +133,12 @@ class Decoder(nn.Module):
         those that the router finds likeliest."""
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        rope = (self.cos_PK[positions_BS].unsqueeze(-2), self.sin_PK[positions_BS].unsqueeze(-2))
+        ropes = [
+            (self.get_buffer(cos)[positions_BS].unsqueeze(-2), self.get_buffer(sin)[positions_BS].unsqueeze(-2))
+            for cos, sin in _TABLES[: len(self.config.ropes)]
+        ]
         ordinary = invariant.attend_causal if self.invariant else attend_causal
-        hidden_BSD: Tensor = self.model(tokens_BS, rope, attend or ordinary, route)
+        hidden_BSD: Tensor = self.model(tokens_BS, ropes, attend or ordinary, route)
         return hidden_BSD
 
     @property
@@ -180,13 +182,13 @@ class Decoder(nn.Module):
         A function of the seed alone: neither device, dtype nor the global generator change what is drawn, and models
         with different heads have the same decoder. A head that gives a number is zero, and so are biases.
         """
-        generator = torch.Generator().manual_seed(seed)
+        generator, neutral = torch.Generator().manual_seed(seed), 1.0 - self.config.family.norm_offset
         for name, parameter in self.named_parameters():
             if is_adapter(name):
                 parameter.copy_(initial(name, parameter.shape, seed))
                 continue
             if parameter.dim() == 1 or name == "score.weight":
-                parameter.fill_(float(name.endswith("norm.weight")))
+                parameter.fill_(neutral if name.endswith("norm.weight") else 0.0)
                 continue
             std = self.config.initializer_range
             if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -266,6 +268,11 @@ class Scorer(Decoder):
     def _add_head(self) -> None:
         self.score = Linear(self.config.hidden_size, 1)
 
+    @property
+    def architecture(self) -> str:
+        family = self.config.family
+        return (family.scorer_name or family.name) + self.head
+
     def values(self, hidden_PD: Tensor) -> Tensor:
         """The number of each hidden state, float32, without the last dimension."""
         return F.linear(hidden_PD, self.score.weight).float().squeeze(-1)
@@ -281,14 +288,18 @@ class _Head(Linear):
 class _Layers(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = WordEmbedding(Words(config.vocab_size), config.hidden_size)
+        scale = math.sqrt(config.hidden_size) if config.family.scaled_embedding else 1.0
+        self.embed_tokens = WordEmbedding(Words(config.vocab_size), config.hidden_size, scale)
         self.layers = nn.ModuleDict({str(i): _Layer(config, i) for i in range(config.num_hidden_layers)})
         self.norm: nn.Module = Norm(config.hidden_size, config)
 
-    def forward(self, tokens_BS: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, route: Route | None) -> Tensor:
+    def forward(
+        self, tokens_BS: Tensor, ropes: Sequence[tuple[Tensor, Tensor]], attend: Attend, route: Route | None
+    ) -> Tensor:
         x_BSD = self.embed_tokens(tokens_BS)
         for layer in self.layers.values():
-            x_BSD = layer(x_BSD, rope, attend, route)
+            assert isinstance(layer, _Layer)
+            x_BSD = layer(x_BSD, ropes[layer.rope], attend, route)
         return self.norm(x_BSD)  # type: ignore[no-any-return]
 
 
@@ -299,7 +310,11 @@ class _Layer(nn.Module):
         self.self_attn = _Attention(config, index)
         self.post_attention_layernorm = Norm(config.hidden_size, config)
         self.mlp = Experts(config, index) if config.family.experts else Mlp(config, config.intermediate_size)
-        self.recompute = False
+        self.branch_norms, self.rope, self.recompute = config.family.branch_norms, config.rope_of(index), False
+        if self.branch_norms:
+            # The norm before the MLP, and that of what it makes; the one above is of what attention makes.
+            self.pre_feedforward_layernorm = Norm(config.hidden_size, config)
+            self.post_feedforward_layernorm = Norm(config.hidden_size, config)
 
     def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, route: Route | None) -> Tensor:
         # Within what FSDP wraps: its own hooks gather the layer's weights once for the backward pass. Nothing random
@@ -310,7 +325,12 @@ class _Layer(nn.Module):
         return self._compute(x_BSD, rope, attend, route)
 
     def _compute(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, route: Route | None) -> Tensor:
-        x_BSD = x_BSD + self.self_attn(self.input_layernorm(x_BSD), rope, attend)
+        seen_BSD = self.self_attn(self.input_layernorm(x_BSD), rope, attend)
+        if self.branch_norms:
+            x_BSD = x_BSD + self.post_attention_layernorm(seen_BSD)
+            made_BSD = self.mlp(self.pre_feedforward_layernorm(x_BSD), route)
+            return x_BSD + self.post_feedforward_layernorm(made_BSD)  # type: ignore[no-any-return]
+        x_BSD = x_BSD + seen_BSD
         return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD), route)  # type: ignore[no-any-return]
 
 
@@ -319,12 +339,13 @@ class Norm(nn.RMSNorm):
 
     def __init__(self, width: int, config: ModelConfig) -> None:
         super().__init__(width, config.rms_norm_eps)
+        self.offset = config.family.norm_offset
         # The ranks that each norm some of the heads with it, if several do.
         self.sharers: dist.ProcessGroup | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight if self.sharers is None else shared(self.weight, self.sharers)
-        return rms_norm(x, weight, self.eps)  # type: ignore[arg-type]
+        return rms_norm(x, weight, self.eps, self.offset)  # type: ignore[arg-type]
 
 
 class _Attention(nn.Module):
@@ -374,25 +395,34 @@ def attend_end_to_end(starts_C: Tensor, families_F: Tensor | None = None) -> Att
     return lambda layer, q_BSHK, k_BSGK, v_BSGK, window: causal.attend(q_BSHK, k_BSGK, v_BSGK, window, *lie)
 
 
-def rope_frequencies(config: ModelConfig) -> Tensor:
-    """Radians per position of each pair, [K / 2], stretched as `config.rope_scaling` says."""
-    exponents_F = torch.arange(0, config.head_dim, 2).float() / config.head_dim
-    frequencies_F = 1.0 / config.rope_theta**exponents_F
-    scaling = config.rope_scaling
+def rope_tables(config: ModelConfig, theta: float, scaling: RopeScaling | None) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of each position, [P, K] both, of one of `config.ropes`."""
+    frequencies_F = rope_frequencies(config.head_dim, theta, scaling)
+    angles_PF = torch.outer(torch.arange(config.max_position_embeddings).float(), frequencies_F)
+    # The table's sine carries the signs of `rotate`: one fused operation instead of a negation and two products.
+    scale = 1.0 if scaling is None else scaling.attention_factor
+    if config.query_pre_attn_scalar is not None:
+        # Attention divides by the root of `head_dim`. What queries lack goes into both tables, thus into keys, too.
+        scale *= (config.head_dim / config.query_pre_attn_scalar) ** 0.25
+    cos_PF, sin_PF = angles_PF.cos() * scale, angles_PF.sin() * scale
+    return torch.cat((cos_PF, cos_PF), 1), torch.cat((-sin_PF, sin_PF), 1)
+
+
+def rope_frequencies(width: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """Radians per position of each pair, [K / 2], of heads so wide, stretched as `scaling` says."""
+    frequencies_F = 1.0 / theta ** (torch.arange(0, width, 2).float() / width)
     if scaling is None:
         return frequencies_F
     if scaling.rope_type == "linear":
         return frequencies_F / scaling.factor
     if scaling.rope_type == "yarn":
         low, high = (
-            config.head_dim
-            * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi))
-            / (2 * math.log(config.rope_theta))
+            width * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
             for turns in (scaling.beta_fast, scaling.beta_slow)
         )
         low, high = (math.floor(low), math.ceil(high)) if scaling.truncate else (low, high)
-        low, high = max(low, 0), min(high, config.head_dim - 1)
-        pairs_F = torch.arange(config.head_dim // 2).float()
+        low, high = max(low, 0), min(high, width - 1)
+        pairs_F = torch.arange(width // 2).float()
         keep_F = 1 - ((pairs_F - low) / (high - low or 0.001)).clamp(0, 1)
     else:
         turns_F = scaling.original_max_position_embeddings * frequencies_F / (2 * math.pi)

@@ -25,22 +25,52 @@ static inline float inverse_rms(const stored *row, int64_t D, float eps) {
     return 1.0f / sqrtf(total(squares) / D + eps);
 }
 
-/* out [R, D] = x / sqrt(mean(x^2) + eps) * w. */
+/* What a row is multiplied by, of a weight with an offset. `plain`, which a compiler knows where it makes a loop: without
+   one, where to add nothing would take time. */
+static inline vector factors(const stored *w, int64_t n, float offset, int plain) {
+    return plain ? load_part(w, n) : load_part(w, n) + offset;
+}
+
+static inline __attribute__((always_inline)) void norm_row(const stored *x, const stored *w, stored *out, int64_t D,
+                                                           float eps, float offset, int plain) {
+    float inverse = inverse_rms(x, D, eps);
+    for (int64_t d = 0; d < D; d += LANES)
+        store_part(out + d, load_part(x + d, D - d) * inverse * factors(w + d, D - d, offset, plain), D - d);
+}
+
+/* out [R, D] = x / sqrt(mean(x^2) + eps) * (w + offset). */
 void rms_norm(const stored *x, const stored *w, stored *out, int64_t R, int64_t D, int64_t x_row, float eps,
-              int threads) {
+              float offset, int threads) {
 #pragma omp parallel for num_threads(threads)
-    for (int64_t r = 0; r < R; r++) {
-        const stored *row = x + r * x_row;
-        float inverse = inverse_rms(row, D, eps);
-        for (int64_t d = 0; d < D; d += LANES)
-            store_part(out + r * D + d, load_part(row + d, D - d) * inverse * load_part(w + d, D - d), D - d);
+    for (int64_t r = 0; r < R; r++)
+        if (offset == 0)
+            norm_row(x + r * x_row, w, out + r * D, D, eps, 0, 1);
+        else
+            norm_row(x + r * x_row, w, out + r * D, D, eps, offset, 0);
+}
+
+/* Of one row, whose gradient of the weight is added to `own`. */
+static inline __attribute__((always_inline)) void norm_row_backward(const stored *g, const stored *x, const stored *w,
+                                                                    stored *grad_x, float *own, int64_t D, float eps,
+                                                                    float offset, int plain) {
+    float inverse = inverse_rms(x, D, eps);
+    vector products = {0};
+    for (int64_t d = 0; d < D; d += LANES)
+        products += load_part(g + d, D - d) * factors(w + d, D - d, offset, plain) * load_part(x + d, D - d);
+    float mean = total(products) * inverse / D;
+    for (int64_t d = 0; d < D; d += LANES) {
+        vector normed = load_part(x + d, D - d) * inverse, given = load_part(g + d, D - d), added;
+        memcpy(&added, own + d, sizeof added);
+        added += given * normed;
+        memcpy(own + d, &added, sizeof added);
+        store_part(grad_x + d, (given * factors(w + d, D - d, offset, plain) - normed * mean) * inverse, D - d);
     }
 }
 
-/* With n = x / rms: grad_x = (g * w - n * mean(g * w * n)) / rms, and grad_w = the sum of g * n over rows. Of g, x, w
-   and grad_x rows lie side by side. Returns 1 where memory is lacking, otherwise 0. */
+/* With n = x / rms and v = w + offset: grad_x = (g * v - n * mean(g * v * n)) / rms, and grad_w = the sum of g * n over
+   rows. Of g, x, w and grad_x rows lie side by side. Returns 1 where memory is lacking, otherwise 0. */
 int rms_norm_backward(const stored *g, const stored *x, const stored *w, stored *grad_x, stored *grad_w, int64_t R,
-                      int64_t D, float eps, int threads) {
+                      int64_t D, float eps, float offset, int threads) {
     int64_t chunks = (R + CHUNK - 1) / CHUNK, padded = whole(D, LANES);
     float *sums = calloc((chunks + 1) * padded, sizeof(float));
     if (!sums) return 1;
@@ -49,18 +79,10 @@ int rms_norm_backward(const stored *g, const stored *x, const stored *w, stored 
         float *own = sums + chunk * padded;
         for (int64_t r = chunk * CHUNK; r < R && r < (chunk + 1) * CHUNK; r++) {
             const stored *row = x + r * D, *grad = g + r * D;
-            float inverse = inverse_rms(row, D, eps);
-            vector products = {0};
-            for (int64_t d = 0; d < D; d += LANES)
-                products += load_part(grad + d, D - d) * load_part(w + d, D - d) * load_part(row + d, D - d);
-            float mean = total(products) * inverse / D;
-            for (int64_t d = 0; d < D; d += LANES) {
-                vector normed = load_part(row + d, D - d) * inverse, given = load_part(grad + d, D - d), added;
-                memcpy(&added, own + d, sizeof added);
-                added += given * normed;
-                memcpy(own + d, &added, sizeof added);
-                store_part(grad_x + r * D + d, (given * load_part(w + d, D - d) - normed * mean) * inverse, D - d);
-            }
+            if (offset == 0)
+                norm_row_backward(grad, row, w, grad_x + r * D, own, D, eps, 0, 1);
+            else
+                norm_row_backward(grad, row, w, grad_x + r * D, own, D, eps, offset, 0);
         }
     }
     float *all = sums + chunks * padded;
@@ -79,27 +101,43 @@ static inline vector sigmoid(vector x) {
     return (vector)((below & (bits_vector)(e * share)) | (~below & (bits_vector)share));
 }
 
-/* out [R, D] = silu(gate) * up. */
+/* Activations of a gate: x * sigmoid(a(x)), where a(x) is x in SILU. In GELU, Hendrycks and Gimpel's approximation by a
+   tanh (arXiv 1606.08415), it is sqrt(8 / pi) * (x + 0.044715 * x^3). */
+enum { SILU, GELU };
+#define FIRST 1.5957691216057308f
+#define THIRD 0.07135481627260025f
+
+static inline vector argument(vector x, int activation) { return activation == GELU ? x * (x * x * THIRD + FIRST) : x; }
+
+/* x * a'(x). */
+static inline vector steepness(vector x, int activation) {
+    return activation == GELU ? x * (x * x * (3 * THIRD) + FIRST) : x;
+}
+
+/* out [R, D] = activation(gate) * up. */
 void gated(const stored *gate, const stored *up, stored *out, int64_t R, int64_t D, int64_t gate_row, int64_t up_row,
-           int threads) {
+           int activation, int threads) {
 #pragma omp parallel for num_threads(threads)
     for (int64_t r = 0; r < R; r++)
         for (int64_t d = 0; d < D; d += LANES) {
             vector x = load_part(gate + r * gate_row + d, D - d);
-            store_part(out + r * D + d, x * sigmoid(x) * load_part(up + r * up_row + d, D - d), D - d);
+            vector share = sigmoid(argument(x, activation));
+            store_part(out + r * D + d, x * share * load_part(up + r * up_row + d, D - d), D - d);
         }
 }
 
-/* grad_gate = g * up * silu'(gate) and grad_up = g * silu(gate), of [R, D]; rows lie side by side. */
+/* grad_gate = g * up * activation'(gate) and grad_up = g * activation(gate), of [R, D]; rows lie side by side. */
 void gated_backward(const stored *g, const stored *gate, const stored *up, stored *grad_gate, stored *grad_up,
-                    int64_t R, int64_t D, int threads) {
+                    int64_t R, int64_t D, int activation, int threads) {
 #pragma omp parallel for num_threads(threads)
     for (int64_t r = 0; r < R; r++)
         for (int64_t d = 0; d < D; d += LANES) {
             int64_t at = r * D + d;
-            vector x = load_part(gate + at, D - d), share = sigmoid(x), given = load_part(g + at, D - d) * share;
+            vector x = load_part(gate + at, D - d), share = sigmoid(argument(x, activation));
+            vector given = load_part(g + at, D - d) * share;
             store_part(grad_up + at, given * x, D - d);
-            store_part(grad_gate + at, given * load_part(up + at, D - d) * (x * (1.0f - share) + 1.0f), D - d);
+            vector bend = steepness(x, activation) * (1.0f - share) + 1.0f;
+            store_part(grad_gate + at, given * load_part(up + at, D - d) * bend, D - d);
         }
 }
 

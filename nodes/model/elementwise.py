@@ -24,27 +24,32 @@ from penstock.nodes.model.compiled import DTYPES, compiled_or_warned
 
 _SOURCE = Path(__file__).with_name("elementwise.c")
 _PLAIN = (Tensor, nn.Parameter)
+# By the names of `config.json`, in the order of elementwise.c.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
 
 
-def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang and Sennrich, arXiv 1910.07467, equation 4), in
-    float32 at least and rounded once."""
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension (Zhang and Sennrich, arXiv 1910.07467,
+    equation 4), in float32 at least and rounded once."""
     learns = _learns(x, weight_D)
     if not (suits(x, weight_D, learns=learns) or (not learns and _on_gpu(x, weight_D))):
-        return F.rms_norm(x, weight_D.shape, weight_D, eps)
+        return _plain_rms_norm(x, weight_D, eps, offset)
     if learns:
-        return _RmsNorm.apply(x, weight_D, eps)  # type: ignore[no-any-return,no-untyped-call]
-    return torch.ops.penstock.rms_norm(x, weight_D, eps)  # type: ignore[no-any-return]
+        return _RmsNorm.apply(x, weight_D, eps, offset)  # type: ignore[no-any-return,no-untyped-call]
+    return torch.ops.penstock.rms_norm(x, weight_D, eps, offset)  # type: ignore[no-any-return]
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up (Shazeer, arXiv 2002.05202), rounded once."""
+def gated(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
+    """activation(gate) · up (Shazeer, arXiv 2002.05202), rounded once."""
     learns = _learns(gate, up)
     if not (suits(gate, up, learns=learns) or _on_gpu(gate, up)):
-        return _plain_gated(gate, up)
+        return _plain_gated(gate, up, activation)
     if learns:
-        return _Gated.apply(gate, up)  # type: ignore[no-any-return,no-untyped-call]
-    return torch.ops.penstock.gated(gate, up)  # type: ignore[no-any-return]
+        return _Gated.apply(gate, up, activation)  # type: ignore[no-any-return,no-untyped-call]
+    return torch.ops.penstock.gated(gate, up, activation)  # type: ignore[no-any-return]
 
 
 def rotate(q_BSHK: Tensor, k_BSGK: Tensor, cos_BS1K: Tensor, sin_BS1K: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,10 +84,10 @@ def functions(dtype: torch.dtype) -> ctypes.CDLL | None:
     if found is None:
         return None
     pointer, number, real, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-    found.rms_norm.argtypes = [*[pointer] * 3, *[number] * 3, real, threads]
-    found.rms_norm_backward.argtypes = [*[pointer] * 5, *[number] * 2, real, threads]
-    found.gated.argtypes = [*[pointer] * 3, *[number] * 4, threads]
-    found.gated_backward.argtypes = [*[pointer] * 5, *[number] * 2, threads]
+    found.rms_norm.argtypes = [*[pointer] * 3, *[number] * 3, *[real] * 2, threads]
+    found.rms_norm_backward.argtypes = [*[pointer] * 5, *[number] * 2, *[real] * 2, threads]
+    found.gated.argtypes = [*[pointer] * 3, *[number] * 4, *[threads] * 2]
+    found.gated_backward.argtypes = [*[pointer] * 5, *[number] * 2, *[threads] * 2]
     found.rotate.argtypes = [*[pointer] * 4, *[number] * 6, threads]
     found.transposed.argtypes = [*[pointer] * 2, *[number] * 3, threads]
     for name in ("rms_norm", "gated", "gated_backward", "rotate", "transposed"):
@@ -111,8 +116,16 @@ def _learns(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def _plain_gated(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
+def _plain_rms_norm(x: Tensor, weight_D: Tensor, eps: float, offset: float) -> Tensor:
+    if not offset:
+        return F.rms_norm(x, weight_D.shape, weight_D, eps)
+    # The sum would lose of the weight what it rounds away in bfloat16.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide), weight_D.shape, weight_D.to(wide) + offset, eps).to(x.dtype)
+
+
+def _plain_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    return ACTIVATIONS[activation](gate) * up
 
 
 def _plain_rotate(
@@ -134,28 +147,29 @@ def _plain_rotate(
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float, offset: float) -> Tensor:
         ctx.save_for_backward(x, weight_D)
-        ctx.eps = eps
-        return torch.ops.penstock.rms_norm(x, weight_D, eps)  # type: ignore[no-any-return]
+        ctx.how = eps, offset
+        return torch.ops.penstock.rms_norm(x, weight_D, eps, offset)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight_D = ctx.saved_tensors
-        return *torch.ops.penstock.rms_norm_backward(grad, x, weight_D, ctx.eps), None
+        return *torch.ops.penstock.rms_norm_backward(grad, x, weight_D, *ctx.how), None, None
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return torch.ops.penstock.gated(gate, up)  # type: ignore[no-any-return]
+        ctx.activation = activation
+        return torch.ops.penstock.gated(gate, up, activation)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.ops.penstock.gated_backward(grad, *ctx.saved_tensors)  # type: ignore[no-any-return]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *torch.ops.penstock.gated_backward(grad, *ctx.saved_tensors, ctx.activation), None
 
 
 class _Rotate(torch.autograd.Function):
@@ -172,10 +186,10 @@ class _Rotate(torch.autograd.Function):
 
 _library = torch.library.Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _schema in (
-    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
-    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
-    "gated(Tensor gate, Tensor up) -> Tensor",
-    "gated_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+    "rms_norm(Tensor x, Tensor weight, float eps, float offset=0.0) -> Tensor",
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, float eps, float offset=0.0) -> (Tensor, Tensor)",
+    'gated(Tensor gate, Tensor up, str activation="silu") -> Tensor',
+    'gated_backward(Tensor grad, Tensor gate, Tensor up, str activation="silu") -> (Tensor, Tensor)',
     "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool back) -> (Tensor, Tensor)",
 ):
     _library.define(_schema)  # type: ignore[no-untyped-call]
@@ -199,49 +213,54 @@ def _rotate_on_meta(q_BSHK: Tensor, k_BSGK: Tensor, *_: Any) -> tuple[Tensor, Te
 
 
 @torch.library.impl(_library, "rms_norm", "CPU")
-def _rms_norm_on_cpu(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def _rms_norm_on_cpu(x: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     compiled = functions(x.dtype)
     if compiled is None:
-        return F.rms_norm(x, weight_D.shape, weight_D, eps)
+        return _plain_rms_norm(x, weight_D, eps, offset)
     (x, row), weight_D = _rows(x, 1), weight_D.contiguous()
     out, width = torch.empty(x.shape, dtype=x.dtype), x.shape[-1]
     addresses = x.data_ptr(), weight_D.data_ptr(), out.data_ptr()
-    compiled.rms_norm(*addresses, x.numel() // width, width, row, eps, torch.get_num_threads())
+    compiled.rms_norm(*addresses, x.numel() // width, width, row, eps, offset, torch.get_num_threads())
     return out
 
 
 @torch.library.impl(_library, "rms_norm_backward", "CPU")
-def _rms_norm_backward_on_cpu(grad: Tensor, x: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _rms_norm_backward_on_cpu(
+    grad: Tensor, x: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
     given = grad.contiguous(), x.contiguous(), weight_D.contiguous()
     made = torch.empty(x.shape, dtype=x.dtype), torch.empty(weight_D.shape, dtype=x.dtype)
     width, addresses = x.shape[-1], [each.data_ptr() for each in (*given, *made)]
     compiled = functions(x.dtype)
     assert compiled is not None
-    if compiled.rms_norm_backward(*addresses, x.numel() // width, width, eps, torch.get_num_threads()):
+    sizes = x.numel() // width, width, eps, offset, torch.get_num_threads()
+    if compiled.rms_norm_backward(*addresses, *sizes):
         raise MemoryError(f"norm of width {width}: no memory for the gradients of its weight")
     return made
 
 
 @torch.library.impl(_library, "gated", "CPU")
-def _gated_on_cpu(gate: Tensor, up: Tensor) -> Tensor:
+def _gated_on_cpu(gate: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     compiled = functions(gate.dtype)
     if compiled is None:
-        return _plain_gated(gate, up)
+        return _plain_gated(gate, up, activation)
     (gate, gate_row), (up, up_row) = _rows(gate, 1), _rows(up, 1)
     out, width = torch.empty(gate.shape, dtype=gate.dtype), gate.shape[-1]
     addresses = gate.data_ptr(), up.data_ptr(), out.data_ptr()
-    compiled.gated(*addresses, gate.numel() // max(1, width), width, gate_row, up_row, torch.get_num_threads())
+    sizes, kind = (gate.numel() // max(1, width), width, gate_row, up_row), [*ACTIVATIONS].index(activation)
+    compiled.gated(*addresses, *sizes, kind, torch.get_num_threads())
     return out
 
 
 @torch.library.impl(_library, "gated_backward", "CPU")
-def _gated_backward_on_cpu(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def _gated_backward_on_cpu(grad: Tensor, gate: Tensor, up: Tensor, activation: str = "silu") -> tuple[Tensor, Tensor]:
     given = grad.contiguous(), gate.contiguous(), up.contiguous()
     made = torch.empty(gate.shape, dtype=gate.dtype), torch.empty(gate.shape, dtype=gate.dtype)
     width, addresses = gate.shape[-1], [each.data_ptr() for each in (*given, *made)]
     compiled = functions(gate.dtype)
     assert compiled is not None
-    compiled.gated_backward(*addresses, gate.numel() // max(1, width), width, torch.get_num_threads())
+    sizes, kind = (gate.numel() // max(1, width), width), [*ACTIVATIONS].index(activation)
+    compiled.gated_backward(*addresses, *sizes, kind, torch.get_num_threads())
     return made
 
 

@@ -12,13 +12,13 @@ from torch import Tensor
 BLOCK = 1024
 
 
-def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Without a gradient: torch's own kernel takes twice as long for the few rows of a step that samples."""
     out, width = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.shape[-1]
     (x_RD,) = _even_rows(x)
     if len(x_RD):
         wide = triton.next_power_of_2(width)
-        _rms_norm[(len(x_RD),)](x_RD, weight_D, out, x_RD.stride(0), eps, D=width, DP=wide)
+        _rms_norm[(len(x_RD),)](x_RD, weight_D, out, x_RD.stride(0), eps, offset, D=width, DP=wide)
     return out
 
 
@@ -32,23 +32,24 @@ def narrowed(rows_RD: Tensor, dtype: torch.dtype, limit: float, tiny: float) -> 
     return elements_RD, scales_R1
 
 
-def gated(given: Tensor, up: Tensor) -> Tensor:
+def gated(given: Tensor, up: Tensor, activation: str = "silu") -> Tensor:
     out = torch.empty(given.shape, dtype=given.dtype, device=given.device)
     given, up = _even_rows(given, up)
     width = given.shape[-1]
     rows = given.numel() // max(1, width)
     if rows:
         grid = rows, triton.cdiv(width, BLOCK)
-        _gated[grid](given, up, out, given.stride(-2), up.stride(-2), width, BLOCK=BLOCK)
+        gelu = activation != "silu"
+        _gated[grid](given, up, out, given.stride(-2), up.stride(-2), width, GELU=gelu, BLOCK=BLOCK)
     return out
 
 
-def gated_backward(grad: Tensor, given: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def gated_backward(grad: Tensor, given: Tensor, up: Tensor, activation: str = "silu") -> tuple[Tensor, Tensor]:
     grad, given, up = (x.contiguous() for x in (grad, given, up))
     of_given, of_up = torch.empty_like(given), torch.empty_like(up)
     if grad.numel():
         _gated_backward[(triton.cdiv(grad.numel(), BLOCK),)](
-            grad, given, up, of_given, of_up, grad.numel(), BLOCK=BLOCK
+            grad, given, up, of_given, of_up, grad.numel(), GELU=activation != "silu", BLOCK=BLOCK
         )
     return of_given, of_up
 
@@ -89,11 +90,11 @@ def _even_tokens(x_BSHK: Tensor) -> tuple[Tensor, int]:
 
 
 @triton.jit
-def _rms_norm(x, weight, out, x_row, eps, D: tl.constexpr, DP: tl.constexpr):
+def _rms_norm(x, weight, out, x_row, eps, offset, D: tl.constexpr, DP: tl.constexpr):
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, DP)
     own = tl.load(x + row * x_row + at, at < D, 0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(own * own) / D + eps)
-    made = own * scale * tl.load(weight + at, at < D, 0.0).to(tl.float32)
+    made = own * scale * (tl.load(weight + at, at < D, 0.0).to(tl.float32) + offset)
     tl.store(out + row * D + at, made.to(out.dtype.element_ty), at < D)
 
 
@@ -109,25 +110,31 @@ def _narrow(rows, elements, scales, limit, tiny, D: tl.constexpr, DP: tl.constex
 
 
 @triton.jit
-def _gated(given, up, out, given_row, up_row, width, BLOCK: tl.constexpr):
+def _argument(x, GELU: tl.constexpr):  # as in elementwise.c, and so are the numbers
+    return x * (x * x * 0.07135481627260025 + 1.5957691216057308) if GELU else x
+
+
+@triton.jit
+def _gated(given, up, out, given_row, up_row, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
     x = tl.load(given + row * given_row + at, inside, 0.0).to(tl.float32)
     y = tl.load(up + row * up_row + at, inside, 0.0).to(tl.float32)
-    made = x / (1.0 + tl.exp(-x)) * y
+    made = x / (1.0 + tl.exp(-_argument(x, GELU))) * y
     tl.store(out + row * width + at, made.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
-def _gated_backward(grad, given, up, of_given, of_up, count, BLOCK: tl.constexpr):
+def _gated_backward(grad, given, up, of_given, of_up, count, GELU: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     g = tl.load(grad + at, inside, 0.0).to(tl.float32)
     x = tl.load(given + at, inside, 0.0).to(tl.float32)
     y = tl.load(up + at, inside, 0.0).to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-x))
-    by_given = g * y * sigmoid * (1.0 + x * (1.0 - sigmoid))
+    sigmoid = 1.0 / (1.0 + tl.exp(-_argument(x, GELU)))
+    steepness = x * (x * x * (3 * 0.07135481627260025) + 1.5957691216057308) if GELU else x
+    by_given = g * y * sigmoid * (1.0 + steepness * (1.0 - sigmoid))
     tl.store(of_given + at, by_given.to(of_given.dtype.element_ty), inside)
     tl.store(of_up + at, (g * x * sigmoid).to(of_up.dtype.element_ty), inside)
 

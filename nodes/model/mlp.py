@@ -50,17 +50,18 @@ def replay(experts_NLK: Tensor) -> Route:
 
 
 class Mlp(nn.Module):
-    """down(silu(gate(x)) · up(x)), of an inner width."""
+    """down(activation(gate(x)) · up(x)), of an inner width."""
 
     def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
         self.gate_proj = Linear(config.hidden_size, width)
         self.up_proj = Linear(config.hidden_size, width)
         self.down_proj = Linear(width, config.hidden_size)
+        self.activation = config.family.activation
 
     def forward(self, x: Tensor, route: Route | None = None) -> Tensor:
         gate, up = together(x, self.gate_proj, self.up_proj)
-        return self.down_proj(gated(gate, up))  # type: ignore[no-any-return]
+        return self.down_proj(gated(gate, up, self.activation))  # type: ignore[no-any-return]
 
 
 class Experts(nn.Module):
@@ -130,4 +131,4 @@ def _rows(expert: nn.Module, x: Tensor) -> Tensor:
     if expert.gate_proj.row_scales is not None:
         return expert(padded)[: len(x)]  # type: ignore[no-any-return]
     gate, up, down = (own_part(each.weight) for each in (expert.gate_proj, expert.up_proj, expert.down_proj))
-    return linear(gated(linear(padded, gate), linear(padded, up)), down)[: len(x)]
+    return linear(gated(linear(padded, gate), linear(padded, up), expert.activation), down)[: len(x)]

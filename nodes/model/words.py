@@ -89,18 +89,20 @@ def summed(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 class WordEmbedding(nn.Embedding):
-    """An embedding of `words`. Its weights are the rank's own, and uninitialised."""
+    """An embedding of `words`, times `scale`. Its weights are the rank's own, and uninitialised."""
 
-    def __init__(self, words: Words, width: int) -> None:
+    def __init__(self, words: Words, width: int, scale: float = 1.0) -> None:
         super().__init__(words.count, width)
-        self.words = words
+        self.words, self.scale = words, scale
 
     def reset_parameters(self) -> None:
         """Do nothing: weights come from `init_weights` or a file."""
         # To draw numbers without memory, torch would import its compiler, which takes as long as torch.
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        return self.words.look_up(tokens_BS, own_part(self.weight))
+        found_BSD = self.words.look_up(tokens_BS, own_part(self.weight))
+        # The factor is rounded to the embedding's dtype, as transformers does it.
+        return found_BSD if self.scale == 1 else found_BSD * torch.tensor(self.scale, dtype=found_BSD.dtype)
 
 
 def own_part(weight: Tensor) -> Tensor:

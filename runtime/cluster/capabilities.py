@@ -62,7 +62,7 @@ CAPABILITIES: Mapping[Kind, Capability] = {
 }
 
 # The `model_type`s that nodes have a decoder for (`nodes/model/families/`).
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text")
 # Those of them whose MLPs are mixtures of experts.
 MIXTURES = ("qwen3_moe",)
 

@@ -25,9 +25,10 @@ from penstock.runtime.record.typed_json import parse_json
 NARROWING = ("o_proj", "down_proj")
 # Those of attention, which may have adapters where an MLP is a mixture of experts.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-# The families with biases of queries, keys and values, and those that norm each head's queries and keys; and what
-# `transformers` takes for sizes that a file leaves out. The nodes have their own table, and a test compares them.
-QKV_BIAS, QK_NORM = ("qwen2",), ("qwen3", "qwen3_moe")
+# The families with biases of queries, keys and values, those that norm each head's queries and keys, and those that
+# norm what attention and MLP make; and what `transformers` takes for sizes that a file leaves out. The nodes have their
+# own table, and a test compares them.
+QKV_BIAS, QK_NORM, BRANCH_NORMS = ("qwen2",), ("qwen3", "qwen3_moe", "gemma3_text"), ("gemma3_text",)
 DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "mistral": {"num_key_value_heads": 8},
     "qwen2": {"num_key_value_heads": 32},
@@ -37,6 +38,17 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
+    },
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
     },
 }
 
@@ -148,7 +160,9 @@ class Shape:
         biases = {"q_proj.bias": queries, "k_proj.bias": keys, "v_proj.bias": keys} if self.family in QKV_BIAS else {}
         norms = dict.fromkeys(("q_norm.weight", "k_norm.weight"), self.head_dim) if self.family in QK_NORM else {}
         found = {f"self_attn.{name}": length for name, length in (biases | norms).items()}
-        return found | dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight"), self.hidden)
+        kinds = ["input", "post_attention"]
+        kinds += ["pre_feedforward", "post_feedforward"] if self.family in BRANCH_NORMS else []
+        return found | dict.fromkeys((f"{kind}_layernorm.weight" for kind in kinds), self.hidden)
 
     @cached_property
     def expert_parameters(self) -> int:
@@ -315,9 +329,9 @@ def shape_of(data: object, name: str, where: str = "config.json") -> Shape:
     )
 
 
-_QWEN3 = 151936
+_QWEN3, _GEMMA3 = 151936, 262144
 
-# By name, from the `config.json` of each: Llama 3.1 and 3.2, Qwen3, GLM-4.5-Air, DeepSeek-V3.
+# By name, from the `config.json` of each: Llama 3.1 and 3.2, Qwen3, Gemma 3, GLM-4.5-Air, DeepSeek-V3.
 SHAPES: dict[str, Shape] = {
     shape.name: shape
     for shape in (
@@ -334,6 +348,8 @@ SHAPES: dict[str, Shape] = {
         Shape("qwen3-32b", _QWEN3, 5120, 64, 64, 8, 128, 25600, family="qwen3"),
         Shape("qwen3-30b-a3b", _QWEN3, 2048, 48, 32, 4, 128, 6144, False, 128, 8, 768, family="qwen3_moe"),
         Shape("qwen3-235b-a22b", _QWEN3, 4096, 94, 64, 4, 128, 12288, False, 128, 8, 1536, family="qwen3_moe"),
+        Shape("gemma-3-270m", _GEMMA3, 640, 18, 4, 1, 256, 2048, tied=True, family="gemma3_text"),
+        Shape("gemma-3-1b", _GEMMA3, 1152, 26, 4, 1, 256, 6912, tied=True, family="gemma3_text"),
         Shape("glm-4.5-air", 151552, 4096, 46, 96, 8, 128, 10944, False, 128, 8, 1408, 1, 1, family="glm4_moe"),
         Shape(
             "deepseek-v3", 129280, 7168, 61, 128, 128, 128, 18432, False, 256, 8, 2048, 1, 3,

@@ -31,9 +31,15 @@ from .updating import batch
 
 
 def config_of(family: str, base: ModelConfig = CONFIG, **changes: Any) -> ModelConfig:
-    """A small model of a family; those of Mistral have a sliding window."""
-    experts: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 14}
-    own = experts if FAMILIES[family].experts else {"sliding_window": 7} if family == "mistral" else {}
+    """A small model of a family; those of Mistral have a sliding window, and some layers of Gemma 3, whose queries are
+    scaled by another number than theirs."""
+    own: dict[str, Any] = {"sliding_window": 7} if family == "mistral" else {}
+    if FAMILIES[family].experts:
+        own = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 14}
+    if FAMILIES[family].local_rope:
+        kinds = "sliding_attention", "full_attention", "sliding_attention"
+        own = {"sliding_window": 7, "layer_types": kinds[: base.num_hidden_layers]}
+        own |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "query_pre_attn_scalar": 7}
     return replace(base, model_type=family, **{**own, **changes})
 
 
@@ -42,12 +48,12 @@ CONFIGS: dict[str, ModelConfig] = {name: config_of(name) for name in FAMILIES if
 
 
 def random_model(config: ModelConfig, seed: int = 3) -> CausalLM:
-    """With biases that are not zero and norms that are not one."""
+    """With biases that are not zero and norms that change what they norm."""
     made = model(seed, config=config)
-    for number, (name, parameter) in enumerate(made.named_parameters()):
+    for number, parameter in enumerate(made.parameters()):
         if parameter.dim() == 1:
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) / 4
-            parameter.data.copy_(noise + float(name.endswith("norm.weight")))
+            parameter.data += noise
     return made
 
 

@@ -188,8 +188,8 @@ SMALL = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 48, "num_hid
         ({"model_type": "qwen3_moe", "num_experts_per_tok": 200}, "at most as many for a token as there are"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [1]}, "mlp_only_layers [1], needed []"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step 2, needed 1"),
-        ({"model_type": "gemma2"}, "model_type 'gemma2', needed one of: llama, mistral, qwen2, qwen3"),
-        ({"model_type": "gemma3_text"}, "model_type 'gemma3_text', needed one of"),
+        ({"model_type": "gemma2"}, "model_type 'gemma2' (it caps scores and logits, which this decoder does not), nee"),
+        ({"model_type": "gemma3"}, "(it sees images; its language model alone is a gemma3_text), needed one of: llama"),
         ({"model_type": "qwen2_moe"}, "model_type 'qwen2_moe', needed one of"),
     ],
 )
@@ -219,7 +219,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes_and_what_is_compute
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"])
 def test_a_sliding_window_is_that_of_transformers_in_each_layer_that_has_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, compiled: bool
 ) -> None:
@@ -228,9 +228,12 @@ def test_a_sliding_window_is_that_of_transformers_in_each_layer_that_has_one(
         monkeypatch.setattr(causal, "suits", lambda *given: False)
         monkeypatch.setattr(attention, "compiled", lambda *given: None)
     window, kinds = 13, ("full_attention", "sliding_attention", "full_attention")
-    own = {"layer_types": kinds} if "max_window_layers" in FAMILIES[family].defaults else {}
+    own = {"layer_types": kinds} if FAMILIES[family].windowed[1:] else {}
     config = config_of(family, ODD, sliding_window=window, **own)
-    ours, full = random_model(config), random_model(replace(config, sliding_window=None, layer_types=()))
+    # What the layers of Gemma 3 compute follows from their kinds in other ways, too.
+    none = config.layer_types if FAMILIES[family].local_rope else ()
+    whole = replace(config, sliding_window=TOKENS.shape[1], layer_types=none)
+    ours, full = random_model(config), random_model(whole)
     save(ours, tmp_path / "ours")
     TOKENIZER.save(tmp_path / "ours")
     assert read_config(tmp_path / "ours") == config
@@ -461,7 +464,7 @@ def test_the_planner_counts_a_familys_parameters(family: str, tied: bool) -> Non
     }
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "gemma3_text"])
 @pytest.mark.parametrize(
     ("ranks", "mesh"),
     [
@@ -481,6 +484,7 @@ def test_a_family_over_ranks_learns_what_it_does_on_one(family: str, ranks: int,
         pytest.param("qwen2", 2, 2, marks=slow),
         pytest.param("qwen3", 2, 1, marks=slow),
         ("qwen3_moe", 2, 2),
+        pytest.param("gemma3_text", 2, 1, marks=slow),
     ],
 )
 def test_a_familys_generator_over_ranks_samples_what_one_samples(

@@ -17,6 +17,7 @@ from penstock.graph import Context, Metrics, Rollouts, Weights
 from penstock.nodes.generate import make_engine
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.model.eight_bit import Narrow
+from penstock.nodes.model.elementwise import ACTIVATIONS
 from penstock.nodes.model.kernels import Linear
 from penstock.runtime.tensor.buffers import held_bytes, shards_of
 from penstock.runtime.tensor.layout import Layout
@@ -107,7 +108,9 @@ def test_a_row_of_attention_has_the_same_bits_beside_others_and_in_another_row(d
 @pytest.mark.parametrize("shape", [(3, 5, 20), (2, 1500), (7, 1, 8), (0, 8)])
 def test_the_norm_is_the_formula(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x, weight = random(*shape[:-1], 2 * shape[-1], dtype=dtype).chunk(2, -1)[0], random(shape[-1], seed=1, dtype=dtype)
-    near(_kernels()[1].rms_norm(x, weight, 1e-5), F.rms_norm(x.double(), weight.shape, weight.double(), 1e-5), 2)
+    for offset in (0.0, 1.0):
+        needed = F.rms_norm(x.double(), weight.shape, weight.double() + offset, 1e-5)
+        near(_kernels()[1].rms_norm(x, weight, 1e-5, offset), needed, 2)
 
 
 @pytest.mark.skipif(not GPU, reason="needs a GPU")
@@ -136,15 +139,18 @@ def test_what_is_no_number_stays_none_in_eight_bits(bad: float) -> None:
 @KERNELS
 @DTYPES
 @pytest.mark.parametrize("shape", [(3, 5, 20), (2, 1500), (7, 1, 8), (0, 8)])
-def test_the_gated_activation_is_the_formula_and_so_is_its_gradient(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_the_gated_activation_is_the_formula_and_so_is_its_gradient(
+    dtype: torch.dtype, shape: tuple[int, ...], name: str
+) -> None:
     kernels = _kernels()[1]
     both = random(*shape[:-1], 2 * shape[-1], dtype=dtype)
     gate, up = both.chunk(2, -1)  # as one product gives them
     grad, exact = random(*shape, seed=1, dtype=dtype), [x.double().requires_grad_() for x in (gate, up)]
-    formula = F.silu(exact[0]) * exact[1]
-    near(kernels.gated(gate, up), formula)
+    formula = ACTIVATIONS[name](exact[0]) * exact[1]
+    near(kernels.gated(gate, up, name), formula)
     for mine, theirs in zip(
-        kernels.gated_backward(grad, gate, up), torch.autograd.grad(formula, exact, grad.double()), strict=True
+        kernels.gated_backward(grad, gate, up, name), torch.autograd.grad(formula, exact, grad.double()), strict=True
     ):
         near(mine, theirs, 2)
 

@@ -68,7 +68,9 @@ def assert_the_trainers(policy: Any, rollouts: Rollouts) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize(("family", "temperature"), [("llama", 1.0), ("qwen2", 0.7), ("qwen3", 1.0)])
+@pytest.mark.parametrize(
+    ("family", "temperature"), [("llama", 1.0), ("qwen2", 0.7), ("qwen3", 1.0), ("gemma3_text", 1.0)]
+)
 def test_what_a_generator_records_is_what_a_trainer_computes(
     threads: int, dtype: torch.dtype, family: str, temperature: float, tmp_path: Path
 ) -> None:

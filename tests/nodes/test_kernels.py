@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.nodes.model import causal, elementwise
 from penstock.nodes.model.compiled import NoCompilerWarning, compile_c
 from penstock.nodes.model.decoder import attend_causal
-from penstock.nodes.model.elementwise import gated, rms_norm, rotate, transposed
+from penstock.nodes.model.elementwise import ACTIVATIONS, gated, rms_norm, rotate, transposed
 from penstock.nodes.model.kernels import Linear, linear, together
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -93,18 +93,26 @@ def test_norms_and_gated_activations_are_those_of_the_formulas(dtype: torch.dtyp
     for rows in (1, 65, 130):
         x, other = random(rows, 2, width, dtype=dtype), 4 * random(rows, 2, width, seed=1, dtype=dtype)
         weight = random(width, seed=2, dtype=dtype)
-        assert_of_the_formula(
-            lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), (x, weight)
-        )
-        assert_of_the_formula(gated, lambda a, b: a * torch.sigmoid(a) * b, (other, x))
+        for offset in (0.0, 1.0):
+            assert_of_the_formula(
+                lambda x, w, offset=offset: rms_norm(x, w, 1e-5, offset),
+                lambda x, w, offset=offset: F.rms_norm(x, w.shape, w + offset, 1e-5),
+                (x, weight),
+            )
+        for name, formula in ACTIVATIONS.items():
+            assert_of_the_formula(
+                lambda a, b, name=name: gated(a, b, name), lambda a, b, formula=formula: formula(a) * b, (other, x)
+            )
 
 
 @DTYPES
-def test_an_activation_is_right_where_its_exponential_ends(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_is_right_where_its_exponential_ends(dtype: torch.dtype, name: str) -> None:
     x = torch.tensor([-1e30, -200.0, -88.0, -30.0, -0.0, 0.0, 30.0, 200.0, 1e30], dtype=dtype)
     one = torch.ones_like(x)
-    torch.testing.assert_close(gated(x, one).double(), F.silu(x.double()), rtol=NEAR[dtype], atol=1e-30)
-    assert gated(torch.full((3,), torch.nan, dtype=dtype), one[:3]).isnan().all()
+    exact = ACTIVATIONS[name](x.double())
+    torch.testing.assert_close(gated(x, one, name).double(), exact, rtol=NEAR[dtype], atol=1e-30)
+    assert gated(torch.full((3,), torch.nan, dtype=dtype), one[:3], name).isnan().all()
 
 
 @DTYPES
@@ -321,7 +329,9 @@ def test_without_a_compiler_results_are_the_same_within_rounding(
     cos, sin = (random(9, 1, 8, seed=s, dtype=dtype) for s in (5, 6))
     cases: list[tuple[Call, tuple[Tensor, ...]]] = [
         (lambda x, w: rms_norm(x, w, 1e-5), (x, weight)),
+        (lambda x, w: rms_norm(x, w, 1e-5, 1.0), (x, weight)),
         (gated, (x, other)),
+        (lambda a, b: gated(a, b, "gelu_pytorch_tanh"), (x, other)),
         (linear, (x, random(30, 20, dtype=dtype))),
         (lambda q, k: rotate(q, k, cos, sin), (q, k)),
         (lambda *qkv: attend_causal(0, *qkv), (q, k, v)),
