@@ -2,7 +2,8 @@
 
 - `python -m penstock.runtime.cli.children MODULE:FUNCTION FD` calls a function for `tracing.ask_child`: it reads its
   arguments from the file descriptor FD as a JSON list, and writes its answer there instead. `traced` and `inputs`
-  are such functions. Help and usage errors go to the terminal, with exit status 0 and 2 and no answer.
+  are such functions. Help and usage errors go to the terminal, with exit status 0 and 2 and no answer. Where the
+  processes of a run begin early, that which forks ranks forks this one, too, and imports torch for both.
 - `… run RUN_FOLDER` is a whole run in this process, which has the terminal: plain lines, and a debugger stops where the
   user wants it to. Exit status as of `penstock run`.
 """

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
-from functools import partial
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -366,8 +365,8 @@ def _go_on(
         if early is None and not (flags.on or flags.in_process):
             early = Early()
             stack.callback(early.close)
-            # Beside the child that tries what the run reads.
-            seen = require_inputs(config.graphs, config.flags, [partial(early.begin, config.modules())])
+            early.begin(config.modules())
+            seen = require_inputs(config.graphs, config.flags, lambda: early)
         else:
             seen = require_inputs(config.graphs, config.flags)
         require_devices(config.plan, cluster, config.flags.dtype, seen)

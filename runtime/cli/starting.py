@@ -1,8 +1,8 @@
 """How `penstock run` begins: what takes seconds is started before what the command itself needs is imported.
 
-A child imports torch and traces the program. Beside it the controller, the agent of this machine and the process that
-forks its ranks import what they need (`control.early`), so that torch is not waited for twice. They have nothing to do
-before the program is traced and all that is asked of its run is found to be right, and end if it is not.
+The controller, the agent of this machine and the process that forks its ranks import what they need (`control.early`).
+The last of them has torch then, and forks a child that traces the program, so that torch is imported once. They have
+nothing else to do before all that is asked of the run is found to be right, and end if it is not.
 """
 
 import sys
@@ -33,17 +33,18 @@ def run(argv: Sequence[str]) -> int:
     with ExitStack() as stack:
         early: list[Early] = []
 
-        def begin() -> None:
-            from penstock.runtime.control.early import Early  # not before the child has begun, which takes longest
+        def begin() -> "Early":
+            from penstock.runtime.control.early import Early
 
             early.append(Early())
             stack.callback(early[0].close)
             # What a built-in program imports its ranks need, too. A user's file runs where it is asked for, and once.
             built_in = (Path(roots[0]) / "programs" / f"{argv[0]}.py").is_file() and argv[0].isidentifier()
             early[0].begin([f"penstock.programs.{argv[0]}"] if built_in else [])
+            return early[0]
 
         local = not any(word.partition("=")[0] in ELSEWHERE for word in argv)
-        traced = trace_program("run", argv, [*([begin] if local else []), "penstock.runtime.cli.run"])
+        traced = trace_program("run", argv, ["penstock.runtime.cli.run"], begin if local else None)
         from penstock.runtime.cli.run import run_traced
 
         return run_traced(traced, argv, behind, began, early[0] if early else None)

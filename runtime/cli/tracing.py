@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from penstock.graph.errors import Fault
     from penstock.graph.ir import Graph
     from penstock.runtime.cluster.cluster import SeenGpu
+    from penstock.runtime.control.early import Early
     from penstock.runtime.control.run_config import RunOptions
     from penstock.runtime.plan.run_plan import RunPlan
 
 
-# The name of a module, or a function.
-Meanwhile = str | Callable[[], object]
+Begin = Callable[[], "Early"]
+CHILDREN = "penstock.runtime.cli.children"
 # Seconds for a child to import the program and what it needs, to trace it, and to look at its data.
 DEADLINE = 300.0
 
@@ -89,8 +90,10 @@ class Traced:
         return self.graph
 
 
-def trace_program(verb: str, argv: Sequence[str], meanwhile: Sequence[Meanwhile] = ()) -> Traced:
-    """Trace the program that `argv` begins with, as `verb` calls it, and import or call what is named `meanwhile`.
+def trace_program(
+    verb: str, argv: Sequence[str], meanwhile: Sequence[str] = (), early: "Begin | None" = None
+) -> Traced:
+    """Trace the program that `argv` begins with, as `verb` calls it, and import what is named `meanwhile`.
 
     Raises CommandError for words that begin with no PROGRAM and for what the child cannot do, SystemExit for help and
     usage errors, which are printed.
@@ -111,7 +114,7 @@ def trace_program(verb: str, argv: Sequence[str], meanwhile: Sequence[Meanwhile]
     # The child needs seconds to import torch. What its answer takes is imported beside it.
     taken = (*meanwhile, "penstock.graph.errors", "penstock.graph.ir", "penstock.runtime.cli.flags")
     what = f"{argv[0]}: the process that imports and traces it"
-    found = ask_child("penstock.runtime.cli.children:traced", verb, argv[0], argv[1:], what=what, meanwhile=taken)
+    found = ask_child(f"{CHILDREN}:traced", verb, argv[0], argv[1:], what=what, meanwhile=taken, early=early)
     from penstock.graph.errors import Fault
     from penstock.graph.ir import Graph
     from penstock.runtime.cli.flags import VERBS
@@ -130,47 +133,47 @@ def trace_program(verb: str, argv: Sequence[str], meanwhile: Sequence[Meanwhile]
 
 
 def require_inputs(
-    graphs: "Sequence[Graph]", flags: "RunOptions", meanwhile: Sequence[Meanwhile] = ()
+    graphs: "Sequence[Graph]", flags: "RunOptions", early: "Begin | None" = None
 ) -> "tuple[SeenGpu, ...]":
-    """Have a child try what a run of these graphs reads and needs, and import or call what is named `meanwhile`.
-    Returns the GPUs that its torch sees. Raises CommandError with what is wrong."""
+    """Have a child try what a run of these graphs reads and needs. Returns the GPUs that its torch sees. Raises
+    CommandError with what is wrong."""
     from penstock.runtime.cluster.cluster import SeenGpu
 
     asked = [graph.to_json() for graph in graphs], asdict(flags)
     what = "the process that tries what the run reads"
-    found = ask_child("penstock.runtime.cli.children:inputs", *asked, what=what, meanwhile=meanwhile)
+    found = ask_child(f"{CHILDREN}:inputs", *asked, what=what, early=early)
     return tuple(SeenGpu(*gpu) for gpu in found)
 
 
 def ask_child(
-    function: str, *arguments: Any, what: str, deadline: float = DEADLINE, meanwhile: Sequence[Meanwhile] = ()
+    function: str,
+    *arguments: Any,
+    what: str,
+    deadline: float = DEADLINE,
+    meanwhile: Sequence[str] = (),
+    early: "Begin | None" = None,
 ) -> Any:
     """What `function`, an import path, answers in a process of its own; arguments and answer travel as JSON.
 
-    `what` names the process where it fails. Modules are imported `meanwhile`, functions called. Raises CommandError for
-    what the function raises, for a process that dies, and after `deadline` seconds; SystemExit for one that has
-    printed help or a usage error.
+    `what` names the process where it fails. Modules are imported `meanwhile`. `early` begins the processes of a run, of
+    which one forks the process. Raises CommandError for what the function raises, for a process that dies, and after
+    `deadline` seconds; SystemExit for one that has printed help or a usage error.
     """
     with os.fdopen(os.memfd_create("penstock"), "r+") as paper:
         json.dump(arguments, paper)
         paper.seek(0)
-        command = [sys.executable, "-m", "penstock.runtime.cli.children", function, str(paper.fileno())]
-        with ExitStack() as stack:
-            with held_back():
-                child = subprocess.Popen(command, pass_fds=[paper.fileno()])
-                # After Ctrl-C, or a deadline that has passed, nobody waits for its answer any more.
-                stack.callback(child.wait)
-                stack.callback(child.kill)
-            for each in meanwhile:
-                if callable(each):
-                    each()
-                else:
-                    importlib.import_module(each)
-            with os.fdopen(os.pidfd_open(child.pid)) as ended:
-                if not select.select([ended], [], [], deadline)[0]:
-                    raise CommandError(f"{what} has not answered within {deadline:g} s")
+        status = None
+        try:
+            if early is not None:
+                answer = early().ask(f"{CHILDREN}:main", [function], paper.fileno())
+                _import(meanwhile)
+                status = answer(deadline)
+            if status is None:
+                status = _started(function, paper.fileno(), meanwhile, deadline)
+        except TimeoutError:
+            raise CommandError(f"{what} has not answered within {deadline:g} s") from None
         paper.seek(0)
-        text, status = paper.read(), child.returncode
+        text = paper.read()
     if status == -signal.SIGPIPE:  # help that nobody read to its end
         raise SystemExit(128 + signal.SIGPIPE)
     if status in (0, 2) and not text:
@@ -182,6 +185,27 @@ def ask_child(
     if isinstance(found, dict) and "error" in found:
         raise CommandError(found["error"], 2 if found["usage"] else 1)
     return found
+
+
+def _started(function: str, paper: int, meanwhile: Sequence[str], deadline: float) -> int:
+    """The exit status of a child that is started for it. Raises TimeoutError."""
+    command = [sys.executable, "-m", CHILDREN, function, str(paper)]
+    with ExitStack() as stack:
+        with held_back():
+            child = subprocess.Popen(command, pass_fds=[paper])
+            # After Ctrl-C, or a deadline that has passed, nobody waits for its answer any more.
+            stack.callback(child.wait)
+            stack.callback(child.kill)
+        _import(meanwhile)
+        with os.fdopen(os.pidfd_open(child.pid)) as ended:
+            if not select.select([ended], [], [], deadline)[0]:
+                raise TimeoutError
+        return child.wait()
+
+
+def _import(modules: Sequence[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
 
 
 def faults_text(faults: "Sequence[Fault]") -> str:

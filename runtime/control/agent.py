@@ -1,7 +1,7 @@
 """One agent per host: starts the ranks that the controller asks for, tells of their ends, and ends with them.
 
 `python -m penstock.runtime.control.agent JOIN_FILE`, started by the launcher, or `penstock agent` on another host. One
-with `--early MODULE…` was started before the run (`early`): the child that forks ranks imports the modules meanwhile.
+with `--early SOCKET MODULE…` was started before the run (`early`), as is the child that forks ranks.
 
 An engine that takes the host away says so with SIGTERM or SIGUSR1, and ends everything some seconds later. The agent
 tells the controller (`Leaving`), and the ranks live on until the run has ended or the grace is over. A second SIGTERM,
@@ -96,21 +96,33 @@ class Forks:
     memory: int | None = None
 
     @classmethod
-    def begin(cls, command: Sequence[str], run: str, log: Path | None, python: str = "") -> "Forks":
-        """Start it. Without a `log` it does not know the folder of its run yet. Raises OSError for an interpreter that
-        cannot be started."""
+    def begin(
+        cls, command: Sequence[str], run: str, log: Path | None, python: str = "", asks: int | None = None
+    ) -> "Forks":
+        """Start it. Without a `log` it does not know the folder of its run yet; it has the socket `asks` in this
+        process's place. Raises OSError for an interpreter that cannot be started."""
         door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Room for the orders of some hundred ranks: the child reads none before it has imported torch.
         door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
         stderr = os.memfd_create("ranks") if log is None else open_append(log)
         try:
             with theirs:
-                own = theirs.fileno()
-                child = start(command, run, python=python, environment=ALONE | huge_pages(), stdin=own, stderr=stderr)
+                child = start(
+                    command,
+                    run,
+                    python=python,
+                    environment=ALONE | huge_pages(),
+                    stdin=theirs.fileno(),
+                    stderr=stderr,
+                    passed=() if asks is None else (asks,),
+                )
         except OSError:
             door.close()
             os.close(stderr)
             raise
+        finally:
+            if asks is not None:
+                os.close(asks)
         if log is None:
             return cls(door, child, memory=stderr)
         os.close(stderr)
@@ -395,7 +407,7 @@ class _Ended(SystemExit):
 def main() -> None:
     die_with_parent()
     if sys.argv[1:2] == [EARLY]:
-        early = Forks.begin((*WORKER, *sys.argv[2:]), os.environ[RUN], None)
+        early = Forks.begin((*WORKER, *sys.argv[1:]), os.environ[RUN], None, asks=int(sys.argv[2]))
         sys.exit(serve(Path(awaited()), early=early))
     if len(sys.argv) != 2:
         sys.exit("usage: python -m penstock.runtime.control.agent JOIN_FILE (started by `penstock`)")

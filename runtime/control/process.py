@@ -5,11 +5,12 @@ which every user of the machine can read, hold no secret: those are in files of 
 
 The ranks of a host are forked by one process that has imported what each of them needs, since torch takes seconds. It
 is a child of the agent and ends in `serve_forks(main)`, with a socket for its stdin. It has one thread and has computed
-nothing, on no device.
+nothing, on no device. Before there is a run it forks, if it is asked to, the process that traces the program.
 """
 
 import ctypes
 import gc
+import io
 import json
 import os
 import select
@@ -18,10 +19,11 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from time import sleep
 from typing import IO, NoReturn
 
@@ -71,9 +73,11 @@ def start(
     stdin: int = subprocess.DEVNULL,
     stdout: int | IO[bytes] = subprocess.DEVNULL,
     stderr: int | IO[bytes] = subprocess.DEVNULL,
+    passed: Sequence[int] = (),
 ) -> "subprocess.Popen[bytes]":
-    """Start `python COMMAND…`, which must call `die_with_parent` first of all. Not from a thread that ends before
-    the child: the kernel takes the thread's end for the parent's. Raises OSError where there is no such `python`.
+    """Start `python COMMAND…`, which must call `die_with_parent` first of all; it has what is `passed`: descriptors.
+    Not from a thread that ends before the child: the kernel takes the thread's end for the parent's. Raises OSError
+    where there is no such `python`.
     """
     return subprocess.Popen(
         [python or sys.executable, *command],
@@ -82,16 +86,20 @@ def start(
         stderr=stderr,
         env={**os.environ, **(environment or {}), RUN: run, PARENT: str(os.getpid())},
         start_new_session=True,
+        pass_fds=passed,
     )
 
 
 def die_with_parent() -> None:
     """Have the kernel kill this process when its parent ends; nothing for one that `start` did not start."""
     parent = os.environ.get(PARENT)
-    if parent is None:
-        return
+    if parent is not None:
+        _die_with(int(parent))
+
+
+def _die_with(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):
+    if os.getppid() != parent:
         os._exit(1)  # the parent ended before the kernel was asked
 
 
@@ -197,17 +205,21 @@ def read_line(line: bytes) -> dict[str, object] | None:
 PACKET_BYTES = 1 << 17
 
 
-def serve_forks(main: Callable[[], None], preload: Sequence[str] = ()) -> None:
-    """Import `preload`, and what the agent at stdin says first: [the run folder here, more modules, the log that stderr
-    is to go to, or ""]. Then fork a process that calls `main` for each order of the agent: a rank's [name, environment
-    beside this process's, file of its stdout, file of its stderr]. Kill the rank whose [name] is all of an order. Tell
-    the agent [name, pid, status] when one has ended. When the agent closes its side, or is gone, kill those that are
-    left, tell of them, and remove the segments of this host's dead.
+def serve_forks(main: Callable[[], None], preload: Sequence[str] = (), asks: int | None = None) -> None:
+    """Import `preload`, do what is asked at the socket `asks` (`ask_to_fork`), and import what the agent at stdin says
+    first: [the run folder here, more modules, the log that stderr is to go to, or ""]. Then fork a process that calls
+    `main` for each order of the agent: a rank's [name, environment beside this process's, file of its stdout, file of
+    its stderr]. Kill the rank whose [name] is all of an order. Tell the agent [name, pid, status] when one has ended.
+    When the agent closes its side, or is gone, kill those that are left, tell of them, and remove the segments of this
+    host's dead.
     """
     die_with_parent()
     gc.disable()  # what is imported stays: to look through it again and again takes a tenth of the imports' time
     for module in preload:
         import_module(module)
+    if asks is not None:
+        with socket.socket(fileno=asks) as asked:
+            _fork_asked(asked)
     with socket.socket(fileno=os.dup(0)) as door:
         if not (opening := _order(door)):  # there is no run
             return
@@ -252,7 +264,8 @@ def serve_forks(main: Callable[[], None], preload: Sequence[str] = ()) -> None:
                     if pid == 0:
                         for inherited in (door.detach(), *ranks):
                             os.close(inherited)
-                        _become(name, environment, outputs, parent, main)
+                        whole = {**os.environ, **environment, PARENT: str(parent)}
+                        _become(name, _opened(outputs), whole, parent, main)
                     pidfd = os.pidfd_open(pid)
                     ranks[pidfd] = name, pid
                     poller.register(pidfd, select.POLLIN)
@@ -273,25 +286,79 @@ def _order(door: socket.socket) -> bytes:
         return b""
 
 
+def ask_to_fork(door: socket.socket, function: str, words: Sequence[str], paper: int) -> None:
+    """Ask the process behind a door to fork one that calls `function(*words, paper)` in this process's place: with its
+    standard streams, its environment, and the file `paper`. It answers with the exit status once that has ended."""
+    with os.fdopen(os.memfd_create("asked"), "w") as order:
+        json.dump([function, *words], order)
+        order.write("\n")
+        json.dump(dict(os.environ), order)  # it may be larger than a packet
+        order.flush()
+        socket.send_fds(door, [b"asked"], [0, 1, 2, paper, order.fileno()])
+
+
+def _fork_asked(door: socket.socket) -> None:
+    """Be of service to whoever calls `ask_to_fork`, once, unless the other side of the door is closed before that."""
+    passed = socket.recv_fds(door, 8, 5)[1]
+    if not passed:
+        return
+    *streams, paper, order = passed
+    with os.fdopen(order) as file:
+        file.seek(0)
+        function, *words = json.loads(file.readline())
+        environment = json.loads(file.readline())
+    parent, pid = os.getpid(), None
+    with suppress(OSError):  # no memory, or too many processes: the other side finds the door closed
+        pid = os.fork()
+    if pid == 0:
+        door.close()
+        gc.freeze()
+        gc.enable()
+        _become("trace", streams, environment, parent, lambda: _call(function, *words, str(paper)))
+    for descriptor in (*streams, paper):
+        os.close(descriptor)
+    if pid is not None:
+        # There is nothing else to do before it has ended.
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with suppress(ConnectionError):  # nobody waits for it any more
+            door.send(json.dumps(status).encode())
+
+
+def _call(function: str, *words: str) -> None:
+    """Call it as in a process of its own, which has all cores and shows lines on a terminal at once."""
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    sys.exit(resolve_name(function)(*words))
+
+
+def _opened(outputs: Sequence[str]) -> Iterator[int]:
+    """The standard streams of a rank."""
+    yield os.open(os.devnull, os.O_RDONLY)
+    yield from map(open_append, map(Path, outputs))
+
+
 def _become(
-    name: str, environment: Mapping[str, str], outputs: Sequence[str], parent: int, main: Callable[[], None]
+    name: str, streams: Iterable[int], environment: Mapping[str, str], parent: int, main: Callable[[], None]
 ) -> NoReturn:
-    """Be the rank, with its own session, output, environment and randomness."""
+    """Be the process of this name, with its own session, standard streams, environment and randomness."""
     status = 1
     try:
         os.setsid()
-        os.environ[PARENT] = str(parent)
-        die_with_parent()
-        opened_outputs = (open_append(Path(output)) for output in outputs)
-        for descriptor, opened in enumerate((os.open(os.devnull, os.O_RDONLY), *opened_outputs)):
+        _die_with(parent)
+        for descriptor, opened in enumerate(streams):
             os.dup2(opened, descriptor)
             os.close(opened)
+        os.environ.clear()
         os.environ.update(environment)
         _prctl(_PR_SET_NAME, name.encode())  # for ps and top, which show its first 15 bytes
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed()  # as in a process of its own; the standard library sees to itself
         main()
         status = 0
+    except SystemExit as leaving:
+        status = int(leaving.code or 0)
     except BaseException:
         traceback.print_exc()
     finally:

@@ -1,5 +1,7 @@
 """One rank: forked by `python -m penstock.runtime.control.worker` for an agent, with its name in the environment.
 
+That process may begin before there is a run, with `--early SOCKET MODULE…` (`early`).
+
 One loop: take orders, carry them out, step the streams, answer.
 """
 
@@ -32,7 +34,7 @@ HOLD = 0.001
 IDLE = 1.0
 
 # What all ranks import. It takes long, torch above all, and so is imported once for all ranks of a host, with the
-# modules of the run's nodes (`RunConfig.modules`). The arguments are modules to import before there is a run.
+# modules of the run's nodes (`RunConfig.modules`).
 NEEDED = "penstock.runtime.control.rank"
 
 
@@ -136,4 +138,5 @@ def work(client: Client, rank: "RankRuntime") -> int:
 
 if __name__ == "__main__":
     leave_end_to_parent()
-    serve_forks(main, (NEEDED, *sys.argv[1:]))
+    _, asks, *modules = sys.argv[1:] or ("", None)
+    serve_forks(main, (NEEDED, *modules), None if asks is None else int(asks))

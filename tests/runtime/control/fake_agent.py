@@ -13,12 +13,14 @@ from penstock.runtime.control.security import Join
 
 if __name__ == "__main__":
     die_with_parent()
-    worker = sys.argv[2] if len(sys.argv) > 2 else str(Path(__file__).with_name("fake_rank.py"))
-    early = None
-    if sys.argv[1] == EARLY:
-        early = agent.Forks.begin((worker,), os.environ[RUN], None)
+    words = sys.argv[1:]
+    worker, early = str(Path(__file__).with_name("fake_rank.py")), None
+    if words[0] == EARLY:
+        early = agent.Forks.begin((worker, *words), os.environ[RUN], None, asks=int(words[1]))
         print("said by an early agent", file=sys.stderr, flush=True)
-    join_file = Path(awaited() if early is not None else sys.argv[1])
+    elif len(words) > 1:
+        worker = words[1]
+    join_file = Path(awaited() if early is not None else words[0])
     agent.LEAVE_S = float(os.environ.get("FAKE_LEAVE_S", agent.LEAVE_S))
     fault = agent.Agent(Join.read(join_file), join_file, worker=(worker,), early=early).run()
     sys.exit(f"penstock agent: {fault}" if fault else 0)

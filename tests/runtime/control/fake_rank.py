@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 from penstock.runtime.control.messages import Goodbye, Note, Ready
 from penstock.runtime.control.process import serve_forks
@@ -21,6 +21,16 @@ from penstock.runtime.tensor.shm import SHM, create_segment, segment_name
 
 LOADED = random.random()
 """Drawn once, by what forks."""
+
+
+def asked(word: str, paper: str) -> int:
+    """What is asked of what forks ranks, before there is a run."""
+    if word == "wait":
+        sleep(1000)
+    print(word)
+    with os.fdopen(int(paper), "w") as file:
+        json.dump({"environment": dict(os.environ), "parent": os.getppid(), "drawn": LOADED}, file)
+    return 7
 
 
 def main() -> None:
@@ -52,4 +62,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    serve_forks(main)
+    serve_forks(main, asks=int(sys.argv[2]) if sys.argv[1:] else None)

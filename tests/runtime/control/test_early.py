@@ -1,5 +1,6 @@
 """Processes that are started before there is a run become those of the run, or end."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
+from penstock.runtime.cli.tracing import ask_child
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.control.early import Early
 from penstock.runtime.control.launcher import Launcher
@@ -74,6 +76,49 @@ def test_a_run_takes_the_processes_that_wait_for_it(early: Early, tmp_path: Path
     assert len(ready(launched(early, tmp_path)) & set(waiting)) == 2  # the third one is the ranks' parent
     assert "said by an early agent" in (tmp_path / "logs" / "agent-local.err").read_text()
     assert "said by a rank" in (tmp_path / "logs" / "local-pool-0-0.err").read_text()
+
+
+def asked(early: Early, word: str, seconds: float, stdout: Path) -> tuple[int | None, dict[str, Any]]:
+    """The status of a process that is forked before there is a run, and what it has written. Its stdout is a file."""
+    own = os.dup(1)
+    with stdout.open("w") as file, os.fdopen(os.memfd_create("paper"), "r+") as paper:
+        os.dup2(file.fileno(), 1)
+        try:
+            answer = early.ask("fake_rank:asked", [word], paper.fileno())
+        finally:
+            os.dup2(own, 1)
+            os.close(own)
+        status = answer(seconds)
+        paper.seek(0)
+        return status, json.loads(paper.read() or "{}")
+
+
+def test_what_forks_ranks_forks_what_is_asked_for_before_a_run(early: Early, tmp_path: Path) -> None:
+    begun(early)
+    status, found = asked(early, "a word", 60.0, tmp_path / "stdout")
+    assert (status, (tmp_path / "stdout").read_text()) == (7, "a word\n")
+    assert found["environment"] == dict(os.environ)  # nothing of a run
+    assert "fake_rank.py" in words(found["parent"])
+    assert ready(launched(early, tmp_path))
+
+
+def test_whoever_is_asked_for_ends_with_those_that_nobody_takes(early: Early, tmp_path: Path) -> None:
+    waiting = begun(early)
+    with pytest.raises(TimeoutError):
+        asked(early, "wait", 0.5, tmp_path / "stdout")
+    until(lambda: len(processes_of(early.run)) > len(waiting))
+    early.close()
+    assert processes_of(early.run) == []
+
+
+def test_a_child_is_started_where_nothing_can_fork_it(early: Early) -> None:
+    early.begin([], ("-c", "pass"), CONTROLLER)
+    assert ask_child("operator:add", 1, 2, what="X", early=lambda: early) == 3
+
+
+def test_a_child_of_a_command_is_forked_by_what_forks_ranks(early: Early) -> None:
+    early.begin([])
+    assert ask_child("os:getppid", what="X", early=lambda: early) in processes_of(early.run)
 
 
 def test_those_that_nobody_takes_end_with_what_they_have_started(early: Early) -> None:
