@@ -6,7 +6,7 @@
 
 #include <stdlib.h>
 
-#include "lanes.h"
+#include "activations.h"
 
 #if defined(BF16) && defined(__AMX_BF16__) && defined(__AVX512F__)
 #define TILES
@@ -44,7 +44,7 @@ typedef stored factor;
 #endif
 
 /* What a product's sums become: outputs; numbers that are added to those that are there; or, of blocks that have LANES
-   gates and as many others, silu(gate) * other. */
+   gates and as many others, activation(gate) * other, by the activation's number more. */
 enum { PLAIN, ADDED, GATED };
 
 /* Has the processor what makes these products no slower than oneDNN's? */
@@ -190,19 +190,13 @@ static inline vector narrowed(vector x) {
     return load(part);
 }
 
-static inline vector silu(vector x) {
-    const vector one = (vector){0} + 1.0f;
-    bits_vector below = (bits_vector)(x < 0.0f);
-    vector e = exponentials((vector)((bits_vector)x | 0x80000000)), share = one / (one + e);
-    return x * (vector)((below & (bits_vector)(e * share)) | (~below & (bits_vector)share));
-}
-
 /* What becomes of the sums of a row with a block, whose outputs are `at` and on, of O. */
 static inline void finish(const float sums[BLOCK], int kind, int64_t at, int64_t O, const stored *bias, stored *out) {
     vector each[2];
     for (int j = 0; j < 2; j++) memcpy(&each[j], sums + j * LANES, sizeof each[j]);
-    if (kind == GATED) {
-        if (at / 2 < O / 2) store_part(out + at / 2, silu(narrowed(each[0])) * narrowed(each[1]), O / 2 - at / 2);
+    if (kind >= GATED) {
+        vector gate = narrowed(each[0]), made = gate * sigmoid(argument(gate, kind - GATED)) * narrowed(each[1]);
+        if (at / 2 < O / 2) store_part(out + at / 2, made, O / 2 - at / 2);
         return;
     }
     for (int j = 0; j < 2 && at < O; j++, at += LANES) {
@@ -267,7 +261,10 @@ static int product(const stored *x, int64_t R, int64_t I, int64_t x_row, const s
 
 /* A layer's tensors by their places in its numbers: -1 is none. Maps are packed: those of queries, keys and values as
    one, gates and what they gate by blocks. */
-enum { NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, O_PROJ, MLP_NORM, GATE_UP, DOWN, PARTS };
+enum { NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, O_PROJ, O_NORM, MLP_NORM, GATE_UP, DOWN, DOWN_NORM, PARTS };
+
+/* Tables of rotary positions that a model has at most. */
+#define ROPES 2
 
 struct model {
     /* Of elementwise.c and attention.c. */
@@ -276,15 +273,23 @@ struct model {
                    int64_t, int);
     int (*attend)(const stored *, const stored *, const stored *, stored *, stored *, const int64_t *, const int64_t *,
                   stored *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, int);
-    const stored *weights, *words, *norm, *head, *cos, *sin;
-    const int64_t *windows; /* of each layer */
-    int64_t at[PARTS], layer_size, layers, V, D, H, G, K, I;
-    float eps;
+    const stored *weights, *words, *norm, *head, *cos[ROPES], *sin[ROPES];
+    const int64_t *windows, *ropes; /* of each layer: how far it sees, and which tables it has */
+    int64_t at[PARTS], layer_size, layers, V, D, H, G, K, I, activation;
+    /* What is added to the weights of norms, and embeddings are multiplied by. */
+    float eps, offset, scale;
 };
 
 /* Numbers that a pass over so many rows needs for itself. */
 int64_t working_size(const struct model *m, int64_t rows) {
-    return rows * (2 * m->D + 2 * (m->H + m->G) * m->K + m->G * m->K + m->H * m->K + m->I + 2 * m->K);
+    return rows * (2 * m->D + 2 * (m->H + m->G) * m->K + m->G * m->K + m->H * m->K + m->I + 2 * ROPES * m->K);
+}
+
+/* x [count] += what is given. */
+static void add(const stored *given, stored *x, int64_t count, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < count; i += LANES)
+        store_part(x + i, load_part(x + i, count - i) + load_part(given + i, count - i), count - i);
 }
 
 /* Hidden states `out` [R, D] after the final norm, of rows that are `tokens` at `positions` of `slots`. `keys` and
@@ -293,24 +298,30 @@ int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, c
            stored *values, int64_t R, int64_t S, int64_t C, stored *working, stored *out, int threads) {
     int64_t D = m->D, H = m->H, G = m->G, K = m->K, I = m->I, queries = H * K, row = (H + 2 * G) * K;
     stored *x = working, *normed = x + R * D, *qkv = normed + R * D, *q = qkv + R * row, *k = q + R * queries;
-    stored *seen = k + R * G * K, *gated = seen + R * queries, *cos = gated + R * I, *sin = cos + R * K;
+    stored *seen = k + R * G * K, *gated = seen + R * queries, *tables = gated + R * I;
     for (int64_t r = 0; r < R; r++) {
         memcpy(x + r * D, m->words + tokens[r] * D, D * sizeof(stored));
-        memcpy(cos + r * K, m->cos + positions[r] * K, K * sizeof(stored));
-        memcpy(sin + r * K, m->sin + positions[r] * K, K * sizeof(stored));
+        for (int64_t d = 0; d < D && m->scale != 1; d += LANES)
+            store_part(x + r * D + d, load_part(x + r * D + d, D - d) * m->scale, D - d);
+        for (int t = 0; t < ROPES && m->cos[t]; t++) {
+            stored *cos = tables + 2 * t * R * K, *sin = cos + R * K;
+            memcpy(cos + r * K, m->cos[t] + positions[r] * K, K * sizeof(stored));
+            memcpy(sin + r * K, m->sin[t] + positions[r] * K, K * sizeof(stored));
+        }
     }
     int failed = 0;
     for (int64_t layer = 0; layer < m->layers && !failed; layer++) {
         const stored *of[PARTS];
         for (int p = 0; p < PARTS; p++) of[p] = m->at[p] < 0 ? NULL : m->weights + layer * m->layer_size + m->at[p];
-        m->rms_norm(x, of[NORM], normed, R, D, D, m->eps, 0, threads);
+        const stored *cos = tables + 2 * m->ropes[layer] * R * K, *sin = cos + R * K;
+        m->rms_norm(x, of[NORM], normed, R, D, D, m->eps, m->offset, threads);
         failed |= product(normed, R, D, D, of[QKV], row, of[QKV_BIAS], PLAIN, qkv, row, threads);
         const stored *own_q = qkv, *own_k = qkv + queries;
         int64_t q_row = row, k_row = row;
         if (of[Q_NORM]) {
             for (int64_t r = 0; r < R; r++) {
-                m->rms_norm(own_q + r * row, of[Q_NORM], q + r * queries, H, K, K, m->eps, 0, 1);
-                m->rms_norm(own_k + r * row, of[K_NORM], k + r * G * K, G, K, K, m->eps, 0, 1);
+                m->rms_norm(own_q + r * row, of[Q_NORM], q + r * queries, H, K, K, m->eps, m->offset, 1);
+                m->rms_norm(own_k + r * row, of[K_NORM], k + r * G * K, G, K, K, m->eps, m->offset, 1);
             }
             own_q = q, own_k = k, q_row = queries, k_row = G * K;
         }
@@ -319,12 +330,23 @@ int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, c
         int64_t entries = layer * S * G * C * K;
         failed |= m->attend(q, k, qkv + queries + G * K, keys + entries, values + entries, slots, positions, seen, R, G,
                             C, queries, G * K, row, m->windows[layer], 1 / sqrtf(K), threads);
-        failed |= product(seen, R, queries, queries, of[O_PROJ], D, NULL, ADDED, x, D, threads);
-        m->rms_norm(x, of[MLP_NORM], normed, R, D, D, m->eps, 0, threads);
-        failed |= product(normed, R, D, D, of[GATE_UP], 2 * I, NULL, GATED, gated, I, threads);
-        failed |= product(gated, R, I, I, of[DOWN], D, NULL, ADDED, x, D, threads);
+        /* A branch that is normed before it is added is made where its input was. */
+        int branch = of[O_NORM] ? PLAIN : ADDED, gate = GATED + (int)m->activation;
+        stored *to = of[O_NORM] ? normed : x;
+        failed |= product(seen, R, queries, queries, of[O_PROJ], D, NULL, branch, to, D, threads);
+        if (of[O_NORM]) {
+            m->rms_norm(normed, of[O_NORM], normed, R, D, D, m->eps, m->offset, threads);
+            add(normed, x, R * D, threads);
+        }
+        m->rms_norm(x, of[MLP_NORM], normed, R, D, D, m->eps, m->offset, threads);
+        failed |= product(normed, R, D, D, of[GATE_UP], 2 * I, NULL, gate, gated, I, threads);
+        failed |= product(gated, R, I, I, of[DOWN], D, NULL, branch, to, D, threads);
+        if (of[DOWN_NORM]) {
+            m->rms_norm(normed, of[DOWN_NORM], normed, R, D, D, m->eps, m->offset, threads);
+            add(normed, x, R * D, threads);
+        }
     }
-    m->rms_norm(x, m->norm, out, R, D, D, m->eps, 0, threads);
+    m->rms_norm(x, m->norm, out, R, D, D, m->eps, m->offset, threads);
     return failed;
 }
 

@@ -25,7 +25,9 @@ from penstock.nodes.model.compiled import compiled_or_warned
 _SOURCE = Path(__file__).with_name("decode.c")
 _POINTER, _NUMBER, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 # A layer's tensors, in the order of decode.c.
-_PARTS = ("norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "mlp_norm", "gate_up", "down")
+_PARTS = ("norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_norm", "mlp_norm", "gate_up", "down", "down_norm")
+# Tables of rotary positions that a model has at most.
+_ROPES = 2
 _LINE = 64
 
 
@@ -34,10 +36,12 @@ class _Model(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("rms_norm", "rotate", "attend")),
-        *((name, _POINTER) for name in ("weights", "words", "norm", "head", "cos", "sin", "windows")),
+        *((name, _POINTER) for name in ("weights", "words", "norm", "head")),
+        *((name, _POINTER * _ROPES) for name in ("cos", "sin")),
+        *((name, _POINTER) for name in ("windows", "ropes")),
         ("at", _NUMBER * len(_PARTS)),
-        *((name, _NUMBER) for name in ("layer_size", "layers", "V", "D", "H", "G", "K", "I")),
-        ("eps", ctypes.c_float),
+        *((name, _NUMBER) for name in ("layer_size", "layers", "V", "D", "H", "G", "K", "I", "activation")),
+        *((name, ctypes.c_float) for name in ("eps", "offset", "scale")),
     )
 
 
@@ -49,7 +53,7 @@ class DecodePass:
         """None for a model whose layers have more than maps, without AVX2, and without a C compiler."""
         config, dtype = model.config, model.dtype
         # The model's parts, adapters, experts and weights of eight bits have operations of their own.
-        plain = type(model) is CausalLM and model.lora is None and config.family.plain and not model.invariant
+        plain = type(model) is CausalLM and model.lora is None and not config.family.experts and not model.invariant
         narrow = any(getattr(module, "row_scales", None) is not None for module in model.modules())
         if not plain or narrow or model.device.type != "cpu":
             return None
@@ -65,18 +69,22 @@ class DecodePass:
         hidden, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
         size = self.functions.packed_size
         qkv = (heads + 2 * groups) * width
-        bias, normed = config.family.qkv_bias, config.family.qk_norm
+        family = config.family
+        bias, normed, branch = family.qkv_bias * qkv, family.qk_norm * width, family.branch_norms * hidden
         sizes = (
-            *(hidden, size(qkv, hidden), bias * qkv, normed * width, normed * width, size(hidden, heads * width)),
-            *(hidden, size(2 * -(-inner // 16) * 16, hidden), size(hidden, inner)),
+            *(hidden, size(qkv, hidden), bias, normed, normed, size(hidden, heads * width), branch),
+            *(hidden, size(2 * -(-inner // 16) * 16, hidden), size(hidden, inner), branch),
         )
         at, end = [], 0
         for each in sizes:
             at.append(end if each else -1)
             end += -(-each // _LINE) * _LINE
         self.at = dict(zip(_PARTS, at, strict=True))
-        windows = [config.window_of(i) for i in range(config.num_hidden_layers)]
-        self.windows = torch.tensor(windows, dtype=torch.int64)
+        layers = range(config.num_hidden_layers)
+        self.windows, self.ropes = (
+            torch.tensor([of(layer) for layer in layers], dtype=torch.int64)
+            for of in (config.window_of, config.rope_of)
+        )
         self.weights: Tensor | None = None
         self.working = torch.empty(0, dtype=dtype)
         others: Any = elementwise.functions(dtype)
@@ -84,6 +92,7 @@ class DecodePass:
         self.given = _Model(
             *(ctypes.cast(each, _POINTER).value for each in called),
             windows=self.windows.data_ptr(),
+            ropes=self.ropes.data_ptr(),
             at=(_NUMBER * len(at))(*at),
             layer_size=end,
             layers=config.num_hidden_layers,
@@ -93,7 +102,10 @@ class DecodePass:
             G=groups,
             K=width,
             I=inner,
+            activation=[*elementwise.ACTIVATIONS].index(family.activation),
             eps=config.rms_norm_eps,
+            offset=family.norm_offset,
+            scale=float(torch.tensor(model.model.embed_tokens.scale, dtype=dtype)),
         )
 
     def pack(self) -> None:
@@ -106,7 +118,11 @@ class DecodePass:
         layers: Any = model.model.layers.values()
         for of, layer in zip(self.weights, layers, strict=True):
             heads, mlp = layer.self_attn, layer.mlp
-            vectors = {"norm": [layer.input_layernorm.weight], "mlp_norm": [layer.post_attention_layernorm.weight]}
+            own, after = layer.input_layernorm, layer.post_attention_layernorm
+            vectors = {"norm": [own.weight], "mlp_norm": [after.weight]}
+            if layer.branch_norms:
+                before, last = layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm
+                vectors |= {"o_norm": [after.weight], "mlp_norm": [before.weight], "down_norm": [last.weight]}
             maps = heads.q_proj, heads.k_proj, heads.v_proj
             if maps[0].bias is not None:
                 vectors["qkv_bias"] = [each.bias for each in maps]
@@ -123,10 +139,10 @@ class DecodePass:
         head = words if model.lm_head is None else model.lm_head.weight.detach().contiguous()
         self._pack_one(self.head, head, 0, False)
         norm = model.get_parameter("model.norm.weight").detach().contiguous()
-        tables = model.cos_PK.contiguous(), model.sin_PK.contiguous()
-        self.kept = words, norm, *tables
-        for name, tensor in zip(("words", "norm", "cos", "sin"), self.kept, strict=True):
-            setattr(given, name, tensor.data_ptr())
+        self.kept = words, norm, *(table.contiguous() for names in model.tables for table in names)
+        given.words, given.norm = words.data_ptr(), norm.data_ptr()
+        for number, tensor in enumerate(self.kept[2:]):
+            (given.cos, given.sin)[number % 2][number // 2] = tensor.data_ptr()
 
     def _pack(self, to: Tensor, maps: Sequence[Any], gated: bool = False) -> None:
         at = 0

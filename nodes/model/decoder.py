@@ -133,13 +133,15 @@ class Decoder(nn.Module):
         those that the router finds likeliest."""
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-        ropes = [
-            (self.get_buffer(cos)[positions_BS].unsqueeze(-2), self.get_buffer(sin)[positions_BS].unsqueeze(-2))
-            for cos, sin in _TABLES[: len(self.config.ropes)]
-        ]
+        ropes = [(cos[positions_BS].unsqueeze(-2), sin[positions_BS].unsqueeze(-2)) for cos, sin in self.tables]
         ordinary = invariant.attend_causal if self.invariant else attend_causal
         hidden_BSD: Tensor = self.model(tokens_BS, ropes, attend or ordinary, route)
         return hidden_BSD
+
+    @property
+    def tables(self) -> list[tuple[Tensor, Tensor]]:
+        """Cosines and sines of rotary positions, [P, K] both, of each of the model's `ropes`."""
+        return [(getattr(self, cos), getattr(self, sin)) for cos, sin in _TABLES[: len(self.config.ropes)]]
 
     @property
     def takes_end_to_end(self) -> bool:

@@ -103,7 +103,7 @@ def in_eight_bits(config: ModelConfig, weights: Weights, precision: str, dtype: 
     return made.requires_grad_(False)
 
 
-@pytest.fixture(params=["llama", "qwen2", "qwen3_moe"])
+@pytest.fixture(params=["llama", "qwen2", "qwen3_moe", "gemma3_text"])
 def written(request: pytest.FixtureRequest, tmp_path: Path) -> Context:
     """Of a generator with a model of a family."""
     family: str = request.param

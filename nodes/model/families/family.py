@@ -44,12 +44,6 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def plain(self) -> bool:
-        """Are its layers Llama's, but for biases, and norms of queries and keys?"""
-        others = self.experts, self.branch_norms, self.norm_offset, self.scaled_embedding, self.more
-        return not any(others) and self.activation == "silu"
-
-    @property
     def local_rope(self) -> bool:
         """Do layers with a window turn queries and keys by other angles?"""
         return "rope_local_base_freq" in self.more
