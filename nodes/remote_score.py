@@ -249,9 +249,9 @@ def http_reward(
     try:
         with urllib.request.build_opener(_Stays).open(request, timeout=timeout) as reply:
             status, said = reply.status, reply.read(MOST_BYTES)
-            # A connection that broke, or a longer text: its begin may be another number, such as 1 of 12.5.
+            # A connection that broke, or too long a text: its begin may be another number, such as 1 of 12.5.
             if reply.length:
-                raise RuntimeError(f"given {len(said)} bytes from {url} and no more, needed {reply.length} others")
+                raise RuntimeError(f"given {len(said)} bytes from {url}, needed all {len(said) + reply.length}")
     except HTTPError as error:
         status, said = error.code, error.read(200)
     if status != 200:

@@ -186,11 +186,11 @@ def test_check_names_the_precisions_that_can_be_given_for_a_kind_of_gpu(
 def test_check_says_what_is_given_and_needed_of_a_model_that_cannot_be_used(
     tmp_path: Path, here: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "gemma2"}')
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(SystemExit) as leaving:
         main(["check", "aipo", "--model", str(tmp_path)])
     assert leaving.value.code == 1
-    said = r"given +\S+/config\.json: model_type 'gemma2' needed +one of: llama, mistral"
+    said = r"given +\S+/config\.json: model_type 'gpt2' needed +one of: llama, mistral"
     assert re.search(said, " ".join(capsys.readouterr().out.split()))
 
 
