@@ -25,6 +25,11 @@ os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", V
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 try:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        # Small functions that it would compile: that takes a C++ compiler, and 15 s of the first group.
+        current_platform.simple_compile_backend = "eager"
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
         WeightTransferInitInfo,
