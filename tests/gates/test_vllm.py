@@ -1,13 +1,15 @@
 """vLLM as the engine of generators, on a CPU: `make vllm` makes an interpreter with it, and names it in PENSTOCK_VLLM.
 
-What vLLM computes with weights of ours is asked for in a process of that interpreter (`vllm_cases.py`), once for a
-model with a head of its own and once for one without.
+What vLLM computes with weights of ours is found out once, in processes of that interpreter (`vllm_cases.py`): for a
+model with a head of its own, for one without, and for ranks that share one.
 """
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,43 +33,42 @@ pytestmark = [
 Found = Mapping[str, Any]
 
 
-def asked(folder: Path, kind: str, ranks: int = 1) -> list[Found]:
-    """What each rank has found."""
-    folder.mkdir()
-    root = HERE.parent.parent
-    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
-    command = [PYTHON, "-m", "tests.gates.vllm_cases", str(folder), kind]
-    pipes: Mapping[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [
-        subprocess.Popen([*command, str(ranks), str(rank)], env=environment, cwd=root, **pipes) for rank in range(ranks)
-    ]
-    found = []
-    try:
-        for process in processes:
-            out, errors = process.communicate(timeout=400)
-            assert process.returncode == 0, errors[-4000:]
-            found.append(json.loads(out.strip().splitlines()[-1]))
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return found
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[Found]]:
+    """By kind of model, what each rank has found."""
+    folder, root = tmp_path_factory.mktemp("cases"), HERE.parent.parent
+    # On a CPU it is eager, and needs no compiler.
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1", "CXX": "none"}
+    command = [PYTHON, "-m", "tests.gates.vllm_cases", str(folder)]
+    pipes: Mapping[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, cwd=root, start_new_session=True, **pipes) as process:
+        try:
+            _, errors = process.communicate(timeout=400)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, errors[-4000:]
+    return {
+        kind.name: [json.loads(path.read_text()) for path in sorted(kind.glob("[0-9].json"))]
+        for kind in folder.iterdir()
+    }
 
 
 @pytest.fixture(scope="module")
-def untied(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return asked(tmp_path_factory.mktemp("cases") / "untied", "untied")[0]
+def untied(cases: Mapping[str, list[Found]]) -> Found:
+    return cases["untied"][0]
 
 
 @pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return asked(tmp_path_factory.mktemp("cases") / "tied", "tied")[0]
+def tied(cases: Mapping[str, list[Found]]) -> Found:
+    return cases["tied"][0]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
+def ranks(cases: Mapping[str, list[Found]]) -> list[Found]:
     """Two, which share the model."""
-    return asked(tmp_path_factory.mktemp("cases") / "ranks", "untied", 2)
+    first, second = cases["shared"]
+    return [first, second]
 
 
 @pytest.mark.parametrize("kind", ["untied", "tied"])

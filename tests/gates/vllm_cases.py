@@ -1,12 +1,14 @@
-"""What vLLM samples with weights of ours: python -m tests.gates.vllm_cases FOLDER {tied,untied} [RANKS RANK], in an
-interpreter that has vLLM. It says what it has found as one line of JSON, by case.
+"""What vLLM samples with weights of ours: python -m tests.gates.vllm_cases FOLDER, in an interpreter that has vLLM. It
+writes what each rank of each kind has found as FOLDER/KIND/RANK.json, by case.
 
 The model is small and random; weights of versions 0 and 1 differ in every tensor. They come over a link within the
-process, with their digests. Of several ranks each has a process, and gets its part.
+process, with their digests. Each rank has a process, and gets its part; all are forked from one that has imported vLLM.
 """
 
 import json
+import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -39,6 +41,8 @@ SHAPE: Mapping[str, Any] = {
     "num_key_value_heads": 1,
 }
 MAX_TOKENS = 24
+# By kind, the number of ranks that share the model.
+KINDS = {"untied": 1, "tied": 1, "shared": 2}
 
 
 class Sent:
@@ -284,7 +288,7 @@ def without_a_tensor(name: str) -> Callable[[], Callable[[], None]]:
     return damage
 
 
-def main(folder: Path, kind: str, ranks: int = 1, rank: int = 0) -> None:
+def found_by(folder: Path, kind: str, ranks: int, rank: int) -> Mapping[str, Any]:
     if ranks > 1:
         dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=120), world_size=ranks, rank=rank)
     cases = Cases(folder, kind == "tied", ranks, rank)
@@ -295,10 +299,35 @@ def main(folder: Path, kind: str, ranks: int = 1, rank: int = 0) -> None:
         found |= {
             case.__name__: case() for case in (cases.paused, cases.turns, cases.stopped, cases.given_up, cases.greedy)
         }
-    for name in ("self_attn.k_proj", "mlp.down_proj", "input_layernorm") if kind == "untied" else ():
+    for name in ("self_attn.k_proj", "mlp.down_proj", "input_layernorm") if kind != "tied" else ():
         found[f"wrong {name}"] = cases.wrong(without_a_tensor(f"model.layers.1.{name}.weight"))
-    print(json.dumps(found))
+    return found
+
+
+def be_rank(folder: Path, kind: str, rank: int) -> None:
+    status = 1
+    try:
+        (folder / f"{rank}.json").write_text(json.dumps(found_by(folder, kind, KINDS[kind], rank)))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main(folder: Path) -> None:
+    for kind, ranks in KINDS.items():
+        (folder / kind).mkdir()
+        pids = list[int]()
+        for rank in range(ranks):
+            if (pid := os.fork()) == 0:
+                be_rank(folder / kind, kind, rank)
+            pids.append(pid)
+        statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+        if any(statuses):
+            sys.exit(f"{kind}: a rank has failed")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))
+    main(Path(sys.argv[1]))
