@@ -389,9 +389,12 @@ class RunConfig:
 
         Those of the user are not among them: what they do when they are imported is for each rank by itself.
         """
-        # With these torch cuts a model over ranks, and their import takes each of them half a second.
-        cut = any(len(replica.ranks) > 1 for replica in self.plan.replicas)
+        # With these torch cuts a model over ranks, and their import takes each of them half a second; to make a part of
+        # one that learns it imports its compiler, which takes as long again.
+        cut = {pool.name for pool in self.plan.pools for replica in pool.replicas if len(replica.ranks) > 1}
         torch = {"torch.distributed.fsdp", "torch.distributed.tensor.parallel"} if cut else set()
+        if any(argument.pool in cut for graph in self.graphs for argument in graph.carried):
+            torch.add("torch._dynamo")
         paths = [argument.maker for graph in self.graphs for argument in graph.arguments]
         paths += [node.op for graph in self.graphs for node in graph.nodes if node.construct == "call"]
         return tuple(sorted(torch | {path.partition(":")[0] for path in paths if path.startswith("penstock.")}))
