@@ -25,10 +25,11 @@ from penstock.runtime.record.typed_json import parse_json
 NARROWING = ("o_proj", "down_proj")
 # Those of attention, which may have adapters where an MLP is a mixture of experts.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-# The families with biases of queries, keys and values, those that norm each head's queries and keys, and those that
-# norm what attention and MLP make; and what `transformers` takes for sizes that a file leaves out. The nodes have their
-# own table, and a test compares them.
-QKV_BIAS, QK_NORM, BRANCH_NORMS = ("qwen2",), ("qwen3", "qwen3_moe", "gemma3_text"), ("gemma3_text",)
+# The families with biases of queries, keys and values, those that norm each head's queries and keys, those that norm
+# what attention and MLP make, and those whose layers with a window have other rotary positions; and what `transformers`
+# takes for sizes that a file leaves out. The nodes have their own table, and a test compares them.
+QKV_BIAS, QK_NORM = ("qwen2",), ("qwen3", "qwen3_moe", "gemma3_text")
+BRANCH_NORMS = LOCAL_ROPE = ("gemma3_text",)
 DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "mistral": {"num_key_value_heads": 8},
     "qwen2": {"num_key_value_heads": 32},
@@ -153,6 +154,16 @@ class Shape:
         values = latent.kv_rank * self.heads * (latent.nope_dim + latent.value_dim)
         return queries + keys + values + self.heads * latent.value_dim * self.hidden
 
+    @property
+    def branch_norms(self) -> bool:
+        """Is what attention and MLP make normed, too?"""
+        return self.family in BRANCH_NORMS
+
+    @property
+    def ropes(self) -> int:
+        """Kinds of rotary positions."""
+        return 2 if self.family in LOCAL_ROPE else 1
+
     @cached_property
     def vectors(self) -> dict[str, int]:
         """The lengths of one layer's biases and norms."""
@@ -161,7 +172,7 @@ class Shape:
         norms = dict.fromkeys(("q_norm.weight", "k_norm.weight"), self.head_dim) if self.family in QK_NORM else {}
         found = {f"self_attn.{name}": length for name, length in (biases | norms).items()}
         kinds = ["input", "post_attention"]
-        kinds += ["pre_feedforward", "post_feedforward"] if self.family in BRANCH_NORMS else []
+        kinds += ["pre_feedforward", "post_feedforward"] if self.branch_norms else []
         return found | dict.fromkeys((f"{kind}_layernorm.weight" for kind in kinds), self.hidden)
 
     @cached_property

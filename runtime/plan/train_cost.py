@@ -419,7 +419,8 @@ def step_memory(trainer: Trainer, place: int, copies: int = 0) -> Mapping[str, M
     whole, own = layer_bytes(trainer, stage), size * width
     each = (trainer.recompute * own + (1 - trainer.recompute) * whole) * learns
     # Beside the layers': what goes into the final norm and the head, and the rotary embedding.
-    activations = tokens * in_flight * (each * stage.layers + size * (width * (1 + stage.head) + 2 * shape.head_dim))
+    beside = width * (1 + stage.head) + 2 * shape.ropes * shape.head_dim
+    activations = tokens * in_flight * (each * stage.layers + size * beside)
     others, rows = activations * (1 - 1 / in_flight), size * tokens * width * learns
     if trainer.tokens_of_chunk < tokens or mesh.tp > 1:
         # A chunk's logits and probabilities in float32. Or its gradient, and that of the head, which is summed over
@@ -502,7 +503,12 @@ def layer_bytes(trainer: Trainer, stage: Stage) -> float:
     routed = 3 * (shape.active + shape.shared) * shape.expert_inner + 2 * shape.active * shape.hidden
     moe = stage.moe_layers / stage.layers
     cut = shape.qk_width + shape.value_width + keys + values + (1 - moe) * 3 * shape.inner + moe * routed
-    return size * (4 * shape.hidden + cut / trainer.mesh.tp) + 4.0 * (shape.heads / trainer.mesh.tp + 2)
+    found = size * (4 * shape.hidden + cut / trainer.mesh.tp) + 4.0 * (shape.heads / trainer.mesh.tp + 2)
+    if shape.branch_norms:
+        # Two norms more and those of heads; what goes into any norm is kept in float32, as its weight has an offset.
+        heads = (shape.qk_width + keys) / trainer.mesh.tp
+        found += 4.0 * (2 * shape.hidden + heads) + (4.0 - size) * 2 * shape.hidden
+    return found
 
 
 def beside_memory(trainer: Trainer, models: Models) -> Memory:

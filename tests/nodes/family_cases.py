@@ -38,7 +38,7 @@ def config_of(family: str, base: ModelConfig = CONFIG, **changes: Any) -> ModelC
         own = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 14}
     if FAMILIES[family].local_rope:
         kinds = "sliding_attention", "full_attention", "sliding_attention"
-        own = {"sliding_window": 7, "layer_types": kinds[: base.num_hidden_layers]}
+        own = {"sliding_window": 7, "layer_types": (kinds * base.num_hidden_layers)[: base.num_hidden_layers]}
         own |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "query_pre_attn_scalar": 7}
     return replace(base, model_type=family, **{**own, **changes})
 

@@ -25,6 +25,7 @@ from penstock.runtime.cluster.gpus import GPUS
 from penstock.runtime.plan.model_shape import Parallel, shape_of
 from penstock.runtime.plan.train_cost import RESERVED, Trainer, step_memory
 
+from .family_cases import config_of
 from .rank_cases import context
 from .rollouts import random_rollouts
 
@@ -149,12 +150,15 @@ def counted(config: ModelConfig, how: Context, lora: Lora | None = None) -> tupl
     return found, weights + freed["moments"] + max(*marks.head, *marks.layers[1:]) - held
 
 
-def agrees(rank: int, folder: Path, mesh: str, tied: str, groups: str, dtype: str, lora: str) -> None:
+def agrees(
+    rank: int, folder: Path, mesh: str, tied: str, groups: str, dtype: str, lora: str, family: str = "llama"
+) -> None:
     """The memory model says what is counted: by component while the head works, and the most of all moments."""
     # Logits that autograd keeps, chunks of them beside layers that are kept, layers that are computed again, and a
     # vocabulary that decides.
     for vocab, bits, again in ((2048, 22, "layer"), (1024, 16, "none"), (1024, 16, "layer"), (4096, 16, "layer")):
         config = ModelConfig(vocab, 128, 344, 4, 4, int(groups), 32, tie_word_embeddings=tied == "tied")
+        config = config_of(family, config)
         how = context(mesh, rank, recompute=again, logit_elements=1 << bits, dtype=dtype)
         found, most = counted(config, how, Lora(int(lora), 16.0) if int(lora) else None)
         shape = shape_of(config.to_json(), "tiny")

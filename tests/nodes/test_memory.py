@@ -40,5 +40,9 @@ def test_the_memory_model_says_what_torchs_tracker_counts(
         agrees(0, tmp_path, *case)
 
 
+def test_the_memory_model_knows_the_norms_of_branches(tmp_path: Path) -> None:
+    agrees(0, tmp_path, "", "untied", "2", "float32", "0", "gemma3_text")
+
+
 def test_the_moments_that_are_on_the_device_at_once_are_those_of_the_memory_model() -> None:
     assert trainable.BUCKET_BYTES == train_cost.BUCKET_BYTES
