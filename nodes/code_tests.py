@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from secrets import token_hex
+from textwrap import dedent
 from typing import Any
 
 from penstock.graph import requires
@@ -19,7 +20,7 @@ from penstock.nodes.environments.sandbox import Answer, Limits, SandboxError, is
 from penstock.nodes.option_checks import count, positive
 from penstock.nodes.score import answers_that
 
-_FENCED = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_FENCED = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 # Runs code and then its tests, with the builtins that there were before the code. What it needs itself are defaults,
 # which are bound before the code can change a name.
@@ -102,7 +103,8 @@ def code_tests(
     except ValueError as error:
         raise ValueError(f"code_tests: {error}") from None
     blocks = _FENCED.findall(response)
-    code = blocks[-1] if blocks else response
+    # A block within a list is indented as a whole.
+    code = dedent(blocks[-1]) if blocks else response
     limits, command = Limits(seconds, cpu_seconds, memory_mib, max_output), wrapper_of(sandbox, "code_tests")
     if tests.statements:
         # What the code cannot have known before its tests are through.
@@ -110,17 +112,16 @@ def code_tests(
         told = _run(f"{_BOTH}\nboth({code!r}, {tests.statements!r}, {passed!r})", limits, command)
         return float(not told.failed and told.output.endswith(passed))
     for given, needed in tests.pairs:
-        stdin = f"import io, sys\nsys.stdin = io.TextIOWrapper(io.BytesIO({given.encode(errors='replace')!r}))"
-        told = _run(f"{stdin}\nexec({code!r}, {{'__name__': '__main__'}})", limits, command)
+        told = _run(f"exec({code!r}, {{'__name__': '__main__'}})", limits, command, given)
         if told.failed or _lines(told.output) != _lines(needed):
             return 0.0
     return 1.0
 
 
-def _run(code: str, limits: Limits, command: Sequence[str]) -> Answer:
+def _run(code: str, limits: Limits, command: Sequence[str], stdin: str = "") -> Answer:
     """What code answers that has begun. Raises SandboxError where it has not: that is no fault of the code."""
     begun = token_hex()
-    found = run_python(f"print({begun!r}, flush=True)\n{code}\n", limits, command)
+    found = run_python(f"print({begun!r}, flush=True)\n{code}\n", limits, command, stdin)
     if not found.output.startswith(begun):
         raise SandboxError(f"no start of its process: {found.output!r}", "a machine that can start it in time")
     return Answer(found.output.removeprefix(begun).removeprefix("\n"), found.failed, found.late)

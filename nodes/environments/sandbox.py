@@ -81,12 +81,13 @@ class Answer:
     late: bool = False
 
 
-def run_python(code: str, limits: Limits, wrapper: Sequence[str]) -> Answer:
-    """Run `code` in a process that the command `wrapper` isolates: that of `isolation()`, or () for none.
+def run_python(code: str, limits: Limits, wrapper: Sequence[str], stdin: str = "") -> Answer:
+    """Run `code` in a process that the command `wrapper` isolates: that of `isolation()`, or () for none. `stdin` is
+    its standard input.
 
     Returns within `limits.seconds` and the time that a kill takes. Can be called from many threads.
     """
-    process = _start(code, limits, wrapper)
+    process = _start(code, stdin, limits, wrapper)
     try:
         output, late = _listen(process, monotonic() + limits.seconds, limits.max_output)
     finally:
@@ -187,14 +188,15 @@ def _call_filter() -> bytes:
     return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
 
 
-def _start(code: str, limits: Limits, wrapper: Sequence[str]) -> "subprocess.Popen[bytes]":
+def _start(code: str, stdin: str, limits: Limits, wrapper: Sequence[str]) -> "subprocess.Popen[bytes]":
     """Start a process that runs `code`, in a session of its own, so that all of it can be killed."""
     # The alarm, one second after the deadline, is for a process whose parent has died.
     user = _OVERFLOW_USER if wrapper and os.getuid() == 0 else -1
-    numbers = (limits.cpu_seconds, limits.memory_mib, math.ceil(limits.seconds) + 1, user, int(not wrapper))
+    given = code.encode(errors="replace")
+    numbers = (len(given), limits.cpu_seconds, limits.memory_mib, math.ceil(limits.seconds) + 1, user, int(not wrapper))
     child = [os.path.realpath(sys.executable), "-I", "-S", "-c", _CHILD.read_text(), *map(str, numbers)]
     with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as calls:
-        source.write(code.encode(errors="replace"))
+        source.write(given + stdin.encode(errors="replace"))
         source.seek(0)
         command = child
         if wrapper:

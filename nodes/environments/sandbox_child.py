@@ -1,11 +1,13 @@
 """The process of a tool: it sets limits, then runs code that a model has written. Never imported.
 
-Started as `python -I -S -c THIS CPU_SECONDS MEMORY_MIB ALARM_SECONDS USER GUARD`, with the code as standard input. USER
-is the user that root becomes (-1: the process keeps its own). GUARD is 1 where no kernel namespace keeps files, network
-and processes away: then an audit hook refuses them. The hook stops accidents, not an attacker.
+Started as `python -I -S -c THIS BYTES CPU_SECONDS MEMORY_MIB ALARM_SECONDS USER GUARD`. The first BYTES of its standard
+input, a file, are the code, and what follows is the code's own standard input. USER is the user that root becomes (-1:
+the process keeps its own). GUARD is 1 where no kernel namespace keeps files, network and processes away: then an audit
+hook refuses them. The hook stops accidents, not an attacker.
 """
 
 import ast
+import builtins
 import os
 import resource
 import signal
@@ -79,8 +81,12 @@ def run(code: str) -> int:
 
 
 if __name__ == "__main__":
-    _cpu, _memory, _alarm, _user, _guarded = map(int, sys.argv[1:])
-    _code = sys.stdin.buffer.read().decode()
+    _size, _cpu, _memory, _alarm, _user, _guarded = map(int, sys.argv[1:])
+    # Not through a buffer, which would read on.
+    _code = os.read(0, _size).decode()
+    # What a program has that is started by itself, and `-S` leaves out.
+    sys.argv = [""]
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
     limit(_cpu, _memory, _alarm, _user)
     if _guarded:
         guard()

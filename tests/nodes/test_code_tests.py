@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from textwrap import indent
 
 import pytest
 
@@ -65,6 +66,14 @@ def fenced(code: str) -> str:
             1.0,
         ),
         (fenced("import sys\n" + READS + "sys.exit()\n"), PAIRS, 1.0),
+        # As programs are written that read the input otherwise, and end otherwise.
+        (fenced(READS.replace("input()", "open(0).read()")), PAIRS, 1.0),
+        (fenced("import os\n" + READS.replace("input()", "os.read(0, 100)")), PAIRS, 1.0),
+        (fenced("import fileinput\n" + READS.replace("input()", "fileinput.input().readline()")), PAIRS, 1.0),
+        (fenced(READS + "exit()\n"), PAIRS, 1.0),
+        (fenced(READS + "quit(0)\n"), PAIRS, 1.0),
+        (f"1. This:\n   ```python\n{indent(ADD, '   ')}   ```", ASSERTS, 1.0),
+        (fenced(ADD).replace("\n", "\r\n"), ASSERTS, 1.0),
         (fenced(READS.replace("+", "-")), PAIRS, 0.0),
         (fenced("print(3)\n"), PAIRS, 0.0),
         (fenced(READS + "print('done')\n"), PAIRS, 0.0),
