@@ -38,7 +38,7 @@ SHARD_BYTES = 4 << 30
 # What was written less than so long ago may change again without another time of change.
 SETTLED_S = 10.0
 # The head of a model that gives a number.
-HEAD = "score.weight"
+HEAD, LM_HEAD, EMBEDDING = "score.weight", "lm_head.weight", "model.embed_tokens.weight"
 # Of the numbers in a file.
 _STORED = ("F64", "F32", "BF16", "F16")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -171,9 +171,12 @@ def load_model(
     if HEAD in read and HEAD not in pieces:
         needed = f"{HEAD} [1, hidden_size], as the program reward_model writes it"
         raise ModelError(f"{folder}: given a reward model without a head, needed {needed}")
-    # The head of a language model is of no use to a scorer, nor a second one where embeddings are tied.
-    unused = own | ({"lm_head.weight"} - parameters.keys())
+    # The head of a language model is of no use to a scorer; where embeddings are tied, it may be there once more.
+    unused = own | ({LM_HEAD} - parameters.keys())
+    twice = pieces.get(LM_HEAD) if isinstance(model, CausalLM) and model.config.tie_word_embeddings else None
     check_names(read, {name: piece for name, piece in pieces.items() if name not in unused}, str(base))
+    if twice is not None:
+        check_shape(LM_HEAD, twice.get_shape(), parameters[EMBEDDING], str(base))
     for name, parameter in read.items():
         check_shape(name, pieces[name].get_shape(), parameter, str(base))
         if (stored := pieces[name].get_dtype()) not in _STORED:
@@ -188,6 +191,10 @@ def load_model(
             return torch.zeros(parameters[name][slices].shape)
         # Files are mapped memory: what is not sliced is not read.
         piece: Tensor = pieces[name][slices]
+        # `transformers` would not tie them.
+        if name == EMBEDDING and twice is not None and not torch.equal(piece.float(), twice[slices].float()):
+            given = f"tie_word_embeddings and another {LM_HEAD} than {EMBEDDING}"
+            raise ModelError(f"{base}: given {given}, needed equal ones, one of them, or tie_word_embeddings false")
         # One sum, which keeps what is no number, and takes no memory.
         if not math.isfinite(piece.sum(dtype=torch.float32)):
             raise ModelError(f"{base}: {name}: given NaN or infinity among its numbers, needed finite ones")

@@ -16,6 +16,7 @@ handed over. An update is handed over once: those that are done again after a ch
 append. TensorBoard's files are written anew in each life.
 """
 
+import io
 import json
 import os
 import select
@@ -212,6 +213,8 @@ def main(name: str, path: str, first: str) -> int:
     # What clients print must not be taken for lines of ours.
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)  # the process ends without a last flush
 
     def tell(line: dict[str, Any]) -> None:
         try:

@@ -99,6 +99,21 @@ def test_what_transformers_writes_is_loaded_with_the_same_logits(tmp_path: Path,
     torch.testing.assert_close(logits(load_model(CausalLM, tmp_path), tokens(2, 30)), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_second_head_beside_tied_embeddings_is_refused_unless_it_is_equal(tmp_path: Path) -> None:
+    """`transformers` computes with the head that is there."""
+    save(model(config=TINY), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    assert torch.equal(
+        logits(load_model(CausalLM, tmp_path), tokens(2, 9)), logits(model(config=TINY).eval(), tokens(2, 9))
+    )
+    head[7] += 1
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"another lm_head\.weight than model\.embed_tokens\.weight, needed equal"):
+        load_model(CausalLM, tmp_path)
+
+
 def test_padding_on_the_right_changes_nothing_before_it() -> None:
     made, tokens_BS = model(config=TINY), tokens(2, 12)
     changed = tokens_BS.clone()
