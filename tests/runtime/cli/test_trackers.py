@@ -218,7 +218,8 @@ READ: dict[str, Callable[[Life], Stored]] = {
 FIGURES = {"accuracy_before": 0.25, "accuracy_after": 0.75}
 
 
-@pytest.mark.parametrize("name", NAMES)
+# The client of MLflow needs 20 s to be imported and to make its data base.
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "mlflow")) for name in NAMES])
 def test_a_tracker_has_each_update_once_over_the_lives_of_a_run_and_leaves_nothing_else(
     name: str, made: Callable[..., Life], tmp_path: Path, monkeypatch: Patch
 ) -> None:
