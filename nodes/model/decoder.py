@@ -327,13 +327,21 @@ class _Layer(nn.Module):
         return self._compute(x_BSD, rope, attend, route)
 
     def _compute(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, route: Route | None) -> Tensor:
-        seen_BSD = self.self_attn(self.input_layernorm(x_BSD), rope, attend)
-        if self.branch_norms:
-            x_BSD = x_BSD + self.post_attention_layernorm(seen_BSD)
-            made_BSD = self.mlp(self.pre_feedforward_layernorm(x_BSD), route)
-            return x_BSD + self.post_feedforward_layernorm(made_BSD)  # type: ignore[no-any-return]
-        x_BSD = x_BSD + seen_BSD
-        return x_BSD + self.mlp(self.post_attention_layernorm(x_BSD), route)  # type: ignore[no-any-return]
+        # What a branch has made is not kept while the next one computes.
+        x_BSD = x_BSD + self._seen(x_BSD, rope, attend)
+        return x_BSD + self._made(x_BSD, route)
+
+    def _seen(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """What attention adds."""
+        seen_BSD: Tensor = self.self_attn(self.input_layernorm(x_BSD), rope, attend)
+        return self.post_attention_layernorm(seen_BSD) if self.branch_norms else seen_BSD
+
+    def _made(self, x_BSD: Tensor, route: Route | None) -> Tensor:
+        """What the MLP adds."""
+        if not self.branch_norms:
+            return self.mlp(self.post_attention_layernorm(x_BSD), route)  # type: ignore[no-any-return]
+        made_BSD = self.mlp(self.pre_feedforward_layernorm(x_BSD), route)
+        return self.post_feedforward_layernorm(made_BSD)  # type: ignore[no-any-return]
 
 
 class Norm(nn.RMSNorm):
