@@ -103,8 +103,9 @@ def code_tests(
     except ValueError as error:
         raise ValueError(f"code_tests: {error}") from None
     blocks = _FENCED.findall(response)
-    # A block within a list is indented as a whole.
-    code = dedent(blocks[-1]) if blocks else response
+    code = blocks[-1].replace("\r\n", "\n") if blocks else response
+    if blocks and code.lstrip("\n")[:1].isspace():  # a block within a list is indented as a whole
+        code = dedent(code)
     limits, command = Limits(seconds, cpu_seconds, memory_mib, max_output), wrapper_of(sandbox, "code_tests")
     if tests.statements:
         # What the code cannot have known before its tests are through.

@@ -160,8 +160,14 @@ def ask_child(
     `deadline` seconds; SystemExit for one that has printed help or a usage error.
     """
     with os.fdopen(os.memfd_create("penstock"), "r+") as paper:
-        json.dump(arguments, paper)
-        paper.seek(0)
+
+        def ask() -> None:
+            paper.seek(0)
+            paper.truncate()
+            json.dump(arguments, paper)
+            paper.seek(0)
+
+        ask()
         status = None
         try:
             if early is not None:
@@ -169,6 +175,7 @@ def ask_child(
                 _import(meanwhile)
                 status = answer(deadline)
             if status is None:
+                ask()  # one that ended with what had forked it has read the question, and may have begun its answer
                 status = _started(function, paper.fileno(), meanwhile, deadline)
         except TimeoutError:
             raise CommandError(f"{what} has not answered within {deadline:g} s") from None

@@ -306,7 +306,8 @@ def _fork_asked(door: socket.socket) -> None:
     with os.fdopen(order) as file:
         file.seek(0)
         function, *words = json.loads(file.readline())
-        environment = json.loads(file.readline())
+        # By it what the process starts is found, too.
+        environment = {**json.loads(file.readline()), RUN: os.environ[RUN]}
     parent, pid = os.getpid(), None
     with suppress(OSError):  # no memory, or too many processes: the other side finds the door closed
         pid = os.fork()
@@ -329,7 +330,8 @@ def _call(function: str, *words: str) -> None:
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())
     if torch := sys.modules.get("torch"):
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        said = os.environ.get("OMP_NUM_THREADS", "")
+        torch.set_num_threads(int(said) if said.isdecimal() and int(said) else len(os.sched_getaffinity(0)))
     sys.exit(resolve_name(function)(*words))
 
 
@@ -358,7 +360,10 @@ def _become(
         main()
         status = 0
     except SystemExit as leaving:
-        status = int(leaving.code or 0)
+        if isinstance(leaving.code, str):
+            print(leaving.code, file=sys.stderr)
+        else:
+            status = leaving.code or 0
     except BaseException:
         traceback.print_exc()
     finally:

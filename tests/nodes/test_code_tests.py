@@ -74,6 +74,8 @@ def fenced(code: str) -> str:
         (fenced(READS + "quit(0)\n"), PAIRS, 1.0),
         (f"1. This:\n   ```python\n{indent(ADD, '   ')}   ```", ASSERTS, 1.0),
         (fenced(ADD).replace("\n", "\r\n"), ASSERTS, 1.0),
+        (f"- This:\n  ```python\n{indent(ADD, '  ')}\n  x = 1\n  ```".replace("\n", "\r\n"), ASSERTS, 1.0),
+        (fenced(f"{ADD}assert len('''\n  \n''') == 4\n"), ASSERTS, 1.0),
         (fenced(READS.replace("+", "-")), PAIRS, 0.0),
         (fenced("print(3)\n"), PAIRS, 0.0),
         (fenced(READS + "print('done')\n"), PAIRS, 0.0),

@@ -15,7 +15,7 @@ from penstock.runtime.cli.tracing import ask_child
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.control.early import Early
 from penstock.runtime.control.launcher import Launcher
-from penstock.runtime.control.process import processes_of
+from penstock.runtime.control.process import RUN, processes_of
 
 from .fake_launch import HERE
 from .sockets import until
@@ -97,7 +97,7 @@ def test_what_forks_ranks_forks_what_is_asked_for_before_a_run(early: Early, tmp
     begun(early)
     status, found = asked(early, "a word", 60.0, tmp_path / "stdout")
     assert (status, (tmp_path / "stdout").read_text()) == (7, "a word\n")
-    assert found["environment"] == dict(os.environ)  # nothing of a run
+    assert found["environment"] == {**os.environ, RUN: early.run}  # by which what it starts is found
     assert "fake_rank.py" in words(found["parent"])
     assert ready(launched(early, tmp_path))
 
@@ -119,6 +119,34 @@ def test_a_child_is_started_where_nothing_can_fork_it(early: Early) -> None:
 def test_a_child_of_a_command_is_forked_by_what_forks_ranks(early: Early) -> None:
     early.begin([])
     assert ask_child("os:getppid", what="X", early=lambda: early) in processes_of(early.run)
+
+
+def test_a_child_whose_forker_dies_with_it_is_started_with_the_same_question(
+    early: Early, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has read the question by then."""
+    (tmp_path / "deadly.py").write_text(
+        "import os, signal\n"
+        "def answer(file, word):\n"
+        "    if not os.path.exists(file):\n"
+        "        open(file, 'w').close()\n"
+        "        os.kill(os.getppid(), signal.SIGKILL)\n"
+        "        signal.pause()\n"
+        "    return word\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    early.begin([])
+    given = str(tmp_path / "once"), "a word"
+    assert ask_child("deadly:answer", *given, what="X", early=lambda: early) == "a word"
+    assert (tmp_path / "once").exists()
+
+
+def test_what_a_child_has_started_ends_with_those_that_nobody_takes(early: Early) -> None:
+    early.begin([])
+    ask_child("os:system", "sleep 1000 &", what="X", early=lambda: early)
+    assert any("sleep" in words(pid) for pid in processes_of(early.run))
+    early.close()
+    assert processes_of(early.run) == []
 
 
 def test_those_that_nobody_takes_end_with_what_they_have_started(early: Early) -> None:
