@@ -360,8 +360,8 @@ def _become(
         main()
         status = 0
     except SystemExit as leaving:
-        if isinstance(leaving.code, str):
-            print(leaving.code, file=sys.stderr)
+        if isinstance(leaving.code, str):  # what is wrong
+            traceback.print_exc()
         else:
             status = leaving.code or 0
     except BaseException:
