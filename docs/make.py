@@ -254,9 +254,8 @@ def processors(names: str, table: str, *columns: str) -> str:
             record: dict[str, Any] = json.loads(path.read_text())
             on, measured = record["machine"], f"{record['date']} (commit {record['commit']})"
             about.setdefault(f"{kind}: {on['cpu']}, {on['cores']} cores", {})[measured] = None
-            for row in record[table]:
-                cells = [_cell(row.get(column)) for column in columns]
-                shown += [[row.get("model", name.rpartition("_")[2]), kind, *cells]]
+            model = name.rpartition("_")[2]
+            shown += [[row.get("model", model), kind, *(_cell(row.get(c)) for c in columns)] for row in record[table]]
     models = [row[0] for row in shown]
     shown.sort(key=lambda row: models.index(row[0]))
     rows = [list(row) for row in shown]

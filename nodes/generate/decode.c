@@ -285,11 +285,13 @@ int64_t working_size(const struct model *m, int64_t rows) {
     return rows * (2 * m->D + 2 * (m->H + m->G) * m->K + m->G * m->K + m->H * m->K + m->I + 2 * ROPES * m->K);
 }
 
-/* x [count] += what is given. */
-static void add(const stored *given, stored *x, int64_t count, int threads) {
+/* x [R, D] += the norm of what a branch has made, which is normed where it is. */
+static void add_normed(const struct model *m, const stored *norm, stored *made, stored *x, int64_t R, int threads) {
+    int64_t count = R * m->D;
+    m->rms_norm(made, norm, made, R, m->D, m->D, m->eps, m->offset, threads);
 #pragma omp parallel for num_threads(threads)
     for (int64_t i = 0; i < count; i += LANES)
-        store_part(x + i, load_part(x + i, count - i) + load_part(given + i, count - i), count - i);
+        store_part(x + i, load_part(x + i, count - i) + load_part(made + i, count - i), count - i);
 }
 
 /* Hidden states `out` [R, D] after the final norm, of rows that are `tokens` at `positions` of `slots`. `keys` and
@@ -301,8 +303,9 @@ int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, c
     stored *seen = k + R * G * K, *gated = seen + R * queries, *tables = gated + R * I;
     for (int64_t r = 0; r < R; r++) {
         memcpy(x + r * D, m->words + tokens[r] * D, D * sizeof(stored));
-        for (int64_t d = 0; d < D && m->scale != 1; d += LANES)
-            store_part(x + r * D + d, load_part(x + r * D + d, D - d) * m->scale, D - d);
+        if (m->scale != 1)
+            for (int64_t d = 0; d < D; d += LANES)
+                store_part(x + r * D + d, load_part(x + r * D + d, D - d) * m->scale, D - d);
         for (int t = 0; t < ROPES && m->cos[t]; t++) {
             stored *cos = tables + 2 * t * R * K, *sin = cos + R * K;
             memcpy(cos + r * K, m->cos[t] + positions[r] * K, K * sizeof(stored));
@@ -334,17 +337,11 @@ int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, c
         int branch = of[O_NORM] ? PLAIN : ADDED, gate = GATED + (int)m->activation;
         stored *to = of[O_NORM] ? normed : x;
         failed |= product(seen, R, queries, queries, of[O_PROJ], D, NULL, branch, to, D, threads);
-        if (of[O_NORM]) {
-            m->rms_norm(normed, of[O_NORM], normed, R, D, D, m->eps, m->offset, threads);
-            add(normed, x, R * D, threads);
-        }
+        if (of[O_NORM]) add_normed(m, of[O_NORM], normed, x, R, threads);
         m->rms_norm(x, of[MLP_NORM], normed, R, D, D, m->eps, m->offset, threads);
         failed |= product(normed, R, D, D, of[GATE_UP], 2 * I, NULL, gate, gated, I, threads);
         failed |= product(gated, R, I, I, of[DOWN], D, NULL, branch, to, D, threads);
-        if (of[DOWN_NORM]) {
-            m->rms_norm(normed, of[DOWN_NORM], normed, R, D, D, m->eps, m->offset, threads);
-            add(normed, x, R * D, threads);
-        }
+        if (of[DOWN_NORM]) add_normed(m, of[DOWN_NORM], normed, x, R, threads);
     }
     m->rms_norm(x, m->norm, out, R, D, D, m->eps, m->offset, threads);
     return failed;

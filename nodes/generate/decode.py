@@ -139,10 +139,11 @@ class DecodePass:
         head = words if model.lm_head is None else model.lm_head.weight.detach().contiguous()
         self._pack_one(self.head, head, 0, False)
         norm = model.get_parameter("model.norm.weight").detach().contiguous()
-        self.kept = words, norm, *(table.contiguous() for names in model.tables for table in names)
+        tables = [(cos.contiguous(), sin.contiguous()) for cos, sin in model.tables]
+        self.kept = words, norm, tables
         given.words, given.norm = words.data_ptr(), norm.data_ptr()
-        for number, tensor in enumerate(self.kept[2:]):
-            (given.cos, given.sin)[number % 2][number // 2] = tensor.data_ptr()
+        for number, (cos, sin) in enumerate(tables):
+            given.cos[number], given.sin[number] = cos.data_ptr(), sin.data_ptr()
 
     def _pack(self, to: Tensor, maps: Sequence[Any], gated: bool = False) -> None:
         at = 0

@@ -24,7 +24,7 @@ from penstock.nodes.model.compiled import DTYPES, compiled_or_warned
 
 _SOURCE = Path(__file__).with_name("elementwise.c")
 _PLAIN = (Tensor, nn.Parameter)
-# By the names of `config.json`, in the order of elementwise.c.
+# By the names of `config.json`, in the order of activations.h.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
@@ -83,13 +83,13 @@ def functions(dtype: torch.dtype) -> ctypes.CDLL | None:
     found = compiled_or_warned(_SOURCE, dtype)
     if found is None:
         return None
-    pointer, number, real, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-    found.rms_norm.argtypes = [*[pointer] * 3, *[number] * 3, *[real] * 2, threads]
-    found.rms_norm_backward.argtypes = [*[pointer] * 5, *[number] * 2, *[real] * 2, threads]
-    found.gated.argtypes = [*[pointer] * 3, *[number] * 4, *[threads] * 2]
-    found.gated_backward.argtypes = [*[pointer] * 5, *[number] * 2, *[threads] * 2]
-    found.rotate.argtypes = [*[pointer] * 4, *[number] * 6, threads]
-    found.transposed.argtypes = [*[pointer] * 2, *[number] * 3, threads]
+    pointer, number, real, integer = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+    found.rms_norm.argtypes = [*[pointer] * 3, *[number] * 3, *[real] * 2, integer]
+    found.rms_norm_backward.argtypes = [*[pointer] * 5, *[number] * 2, *[real] * 2, integer]
+    found.gated.argtypes = [*[pointer] * 3, *[number] * 4, *[integer] * 2]
+    found.gated_backward.argtypes = [*[pointer] * 5, *[number] * 2, *[integer] * 2]
+    found.rotate.argtypes = [*[pointer] * 4, *[number] * 6, integer]
+    found.transposed.argtypes = [*[pointer] * 2, *[number] * 3, integer]
     for name in ("rms_norm", "gated", "gated_backward", "rotate", "transposed"):
         getattr(found, name).restype = None
     return found

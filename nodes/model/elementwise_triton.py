@@ -110,7 +110,7 @@ def _narrow(rows, elements, scales, limit, tiny, D: tl.constexpr, DP: tl.constex
 
 
 @triton.jit
-def _argument(x, GELU: tl.constexpr):  # as in elementwise.c, and so are the numbers
+def _argument(x, GELU: tl.constexpr):  # as in activations.h, and so are the numbers
     return x * (x * x * 0.07135481627260025 + 1.5957691216057308) if GELU else x
 
 

@@ -37,7 +37,7 @@ PEFT = "base_model.model."
 SHARD_BYTES = 4 << 30
 # What was written less than so long ago may change again without another time of change.
 SETTLED_S = 10.0
-# The head of a model that gives a number.
+# The head of a model that gives a number, that of a language model, and what may be tied to it.
 HEAD, LM_HEAD, EMBEDDING = "score.weight", "lm_head.weight", "model.embed_tokens.weight"
 # Of the numbers in a file.
 _STORED = ("F64", "F32", "BF16", "F16")

@@ -161,13 +161,13 @@ def ask_child(
     """
     with os.fdopen(os.memfd_create("penstock"), "r+") as paper:
 
-        def ask() -> None:
+        def write_question() -> None:
             paper.seek(0)
             paper.truncate()
             json.dump(arguments, paper)
             paper.seek(0)
 
-        ask()
+        write_question()
         status = None
         try:
             if early is not None:
@@ -175,7 +175,8 @@ def ask_child(
                 _import(meanwhile)
                 status = answer(deadline)
             if status is None:
-                ask()  # one that ended with what had forked it has read the question, and may have begun its answer
+                # One that ended with what had forked it has read the question, and may have begun its answer.
+                write_question()
                 status = _started(function, paper.fileno(), meanwhile, deadline)
         except TimeoutError:
             raise CommandError(f"{what} has not answered within {deadline:g} s") from None

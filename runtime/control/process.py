@@ -298,7 +298,7 @@ def ask_to_fork(door: socket.socket, function: str, words: Sequence[str], paper:
 
 
 def _fork_asked(door: socket.socket) -> None:
-    """Be of service to whoever calls `ask_to_fork`, once, unless the other side of the door is closed before that."""
+    """Fork the process that `ask_to_fork` asks for, once, and answer; nothing if the other side closes the door."""
     passed = socket.recv_fds(door, 8, 5)[1]
     if not passed:
         return
