@@ -26,8 +26,8 @@ from penstock.graph.ir import Firing
 from penstock.runtime.control.listener import Options, dial, drain, raise_descriptors
 from penstock.runtime.control.messages import (
     AgentReady,
+    BoardValues,
     Delivery,
-    Found,
     Goodbye,
     Heartbeat,
     Hello,
@@ -209,7 +209,7 @@ class FakeRank:
         self.beats(Look(self.asked, tuple(f"{stage}/{name}" for name in self.group)))
 
     def answered(self, message: Message) -> None:
-        if not isinstance(message, Found):
+        if not isinstance(message, BoardValues):
             return
         if message.error:
             raise RuntimeError(message.error)

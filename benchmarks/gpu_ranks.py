@@ -76,7 +76,7 @@ class Generator:
         if precision:
             made = replace(made, weights={"behaviour": types.Origin(types.Policy.maker, made, precision)})
         # Longer than any measurement: no row ends in it, but for one in 128,256 that samples the end.
-        self.engine = make_engine(replace(made, max_tokens=512, options={"max_prompt": context}), samples=16)
+        self.engine = make_engine(replace(made, max_tokens=512, max_prompt=context), samples=16)
         self.behaviour = types.Weights(0, {})
         self.groups = 0
 

@@ -11,7 +11,7 @@ from published import Row, mesh_of, nemo_layouts
 from penstock.runtime.cluster.gpus import Efficiency, Gpu, HostTime, Precision
 from penstock.runtime.plan.collectives import Cost, exchange_s
 from penstock.runtime.plan.decode_cost import Generator, generator_memory
-from penstock.runtime.plan.model_shape import Parallel, Stage
+from penstock.runtime.plan.model_shape import Parallel, StageShape
 from penstock.runtime.plan.sync_cost import switch_cost, tensors
 from penstock.runtime.plan.train_cost import Memory, Trainer
 from penstock.runtime.plan.workload import IntArray, Lognormal
@@ -72,13 +72,13 @@ class Recipe(Trainer):
     rowwise: bool = False
 
     @cached_property
-    def stages(self) -> tuple[Stage, ...]:  # type: ignore[override]
+    def stages(self) -> tuple[StageShape, ...]:  # type: ignore[override]
         """These systems give the stage with the head fewer layers: all are taken to be the mean, of whole layers."""
         shape, pp = self.shape, self.mesh.pp
         if pp == 1:
             return super().stages
         layers, share = ceil(shape.layers / pp), ceil(shape.layers / pp) / shape.layers
-        each = Stage(
+        each = StageShape(
             layers, ceil(shape.moe_layers / pp), int(shape.dense_parameters * share),
             int(shape.expert_parameters * share), int(shape.active_parameters * share), 1 / pp,  # type: ignore[arg-type]
         )  # fmt: skip

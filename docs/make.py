@@ -29,6 +29,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import textwrap
@@ -41,6 +42,7 @@ from typing import Any
 
 from algorithms import Entry, algorithms, loss, others
 
+from penstock import module_command
 from penstock.graph import Graph, GraphError, Program, check, load, trace
 from penstock.graph.show import text
 from penstock.graph.svg import svg
@@ -170,12 +172,28 @@ def schedule(*words: str) -> str:
 
 
 def _printed(command: list[str]) -> str:
-    """What a command of ours prints, 100 columns wide."""
-    run = [sys.executable, "-m", "penstock.runtime.cli.main", *command[1:]]
-    place = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
-    done = subprocess.run(run, capture_output=True, text=True, timeout=120, cwd=EXAMPLES, env=place)
-    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
-    return done.stdout
+    """What a command of ours prints, 100 columns wide.
+
+    One that stands still ends with the stack of each of its processes on stderr, and is begun once more.
+    """
+    run = module_command("penstock.runtime.cli.main", *command[1:])
+    place = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "PYTHONFAULTHANDLER": "1"}
+    pipe = subprocess.PIPE
+    for _ in range(2):
+        # A group of processes of its own, all of which can be asked where they are.
+        process = subprocess.Popen(
+            run, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, cwd=EXAMPLES, env=place, process_group=0
+        )
+        try:
+            stdout, stderr = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGABRT)
+            _, stderr = process.communicate(timeout=120)
+            print(f"{' '.join(command)}: has not ended within 120 s\n{stderr}", file=sys.stderr)
+        else:
+            break
+    assert process.returncode == 0, f"{' '.join(command)}: {stderr}"
+    return stdout
 
 
 def algorithm_table() -> str:

@@ -40,9 +40,9 @@ def check(
 
 
 def by_place(fault: Fault) -> tuple[str, int]:
-    """The key that sorts faults."""
-    file, _, line = fault.where.rpartition(":")
-    return (file, int(line)) if line.isdigit() else (fault.where, 0)
+    """The key that sorts faults: by file, and by line or row in it."""
+    file, _, number = fault.where.rpartition(", row " if ", row " in fault.where else ":")
+    return (file, int(number)) if number.isdigit() else (fault.where, 0)
 
 
 def _input(node: Node, item: Input) -> str:

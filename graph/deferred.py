@@ -32,7 +32,7 @@ class Column(Protocol):
 
 
 @dataclass(frozen=True)
-class Present:
+class LoadedColumn:
     """A column that is here: an array or a tuple."""
 
     values: Any
@@ -46,7 +46,7 @@ class Present:
 
 
 @dataclass(frozen=True)
-class Joined:
+class StackedColumns:
     """Columns below each other, of so many rows each: arrays are padded to a common width with zeros."""
 
     parts: tuple[tuple[Column, int], ...]
@@ -122,8 +122,8 @@ def columns_of(batch: Batchable) -> dict[str, Column | None]:
     return {**_present({name: getattr(batch, name) for name in names})}
 
 
-def _present(values: Mapping[str, Any]) -> dict[str, Present | None]:
-    return {name: None if value is None else Present(value) for name, value in values.items()}
+def _present(values: Mapping[str, Any]) -> dict[str, LoadedColumn | None]:
+    return {name: None if value is None else LoadedColumn(value) for name, value in values.items()}
 
 
 def widened(kind: type[B], batch: Batchable, **columns: Any) -> B:
@@ -142,7 +142,7 @@ def widened(kind: type[B], batch: Batchable, **columns: Any) -> B:
         if name in named:
             found[name] = columns_of(given[0])[given[1]]
         else:
-            found[name] = None if given is None else Present(given)
+            found[name] = None if given is None else LoadedColumn(given)
     return deferred(kind, found, range(len(batch)))
 
 

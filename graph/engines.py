@@ -7,6 +7,7 @@ a rank opens the class that is named here. Another engine is a file beside `node
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Literal, get_args
 
 EngineName = Literal["penstock", "vllm"]
@@ -26,7 +27,11 @@ class EngineKind:
         narrow: does it decode with weights of eight bits?
         mixtures: does it decode with mixtures of experts, and record the experts of each token?
         unproved: the `model_type`s that it is not shown to take weights of.
+        one_window: the `model_type`s of whose layers it gives all the window that some have.
+        stretches: does it turn positions that are beyond what the scaling `yarn` is for?
         coldest: the least temperature above 0 that it samples at.
+        hottest: the highest.
+        heads_on_cpu: how wide heads may be for its attention on a CPU; () for any width.
         axes: the axes of a mesh that its replicas may have.
     """
 
@@ -38,7 +43,11 @@ class EngineKind:
     narrow: bool = True
     mixtures: bool = True
     unproved: tuple[str, ...] = ()
+    one_window: tuple[str, ...] = ()
+    stretches: bool = True
     coldest: float = 0.0
+    hottest: float = inf
+    heads_on_cpu: tuple[int, ...] = ()
     axes: tuple[str, ...] = ("tp", "ep")
 
 
@@ -53,8 +62,14 @@ ENGINES: Mapping[str, EngineKind] = {
         narrow=False,
         mixtures=False,
         unproved=("gemma3_text",),
+        one_window=("qwen2", "qwen3"),
+        # It would read what lies behind its table of angles.
+        stretches=False,
         # It takes any temperature below for this one.
         coldest=0.01,
+        hottest=2.0,
+        # Those that its kernels are compiled for.
+        heads_on_cpu=(32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
         axes=("tp",),
     ),
 }

@@ -23,6 +23,12 @@ Construct = Literal["call", "keep", "broadcast", "delay"]
 PRECISIONS = ("int8", "fp8")
 
 
+def label_of(name: str) -> str:
+    """What users call a node of this name: without the function that follows where an argument is called so, too
+    ("solver:policy_update")."""
+    return name.partition(":")[0]
+
+
 class Firing(NamedTuple):
     """One execution of a node. `index` is a group's ordinal or an update, by the node's clock."""
 
@@ -122,9 +128,8 @@ class Node:
 
     @property
     def label(self) -> str:
-        """What figures and flags call it: its name, less the function that follows where an argument is called so, too
-        ("solver:policy_update")."""
-        return self.name.partition(":")[0]
+        """What figures and flags call it (see `label_of`)."""
+        return label_of(self.name)
 
     @property
     def own_label(self) -> bool:

@@ -8,8 +8,10 @@ import copy
 import functools
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from statistics import StatisticsError, fmean
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, TypeVarTuple, overload
 
 from penstock.graph.errors import defined, fault, nearest
@@ -187,7 +189,19 @@ class NodeDef(Generic[P, T]):
         if len(metrics) > MOST_FIGURES:
             raise ValueError(f"{self._returned} {len(metrics)} figures, needed at most {MOST_FIGURES} of a firing")
         outputs = {port.name: v for port, v in zip(shape.outputs, values, strict=True)}
-        return state, outputs, {name: self._metric(name, value) for name, value in metrics.items()}
+        return state, outputs, self._rewarded(values) | {name: self._metric(name, v) for name, v in metrics.items()}
+
+    def _rewarded(self, values: Sequence[Any]) -> Metrics:
+        """The mean of the rewards that a node makes, of each output but the first with its name before it. One that
+        reads rewards changes them; no rows have no mean, nor have rewards whose sum is no float."""
+        if any(port.type is Rewards for port in self.interface.inputs):
+            return {}
+        made = [(p.name, v) for p, v in zip(self.interface.outputs, values, strict=True) if isinstance(v, Rewards)]
+        means: Metrics = {}
+        for place, (name, value) in enumerate(made):
+            with suppress(OverflowError, StatisticsError):
+                means[f"{name}_reward_mean" if place else "reward_mean"] = fmean(value.values_N.tolist())
+        return means
 
     def _metric(self, name: Any, value: Any) -> float:
         """One metric. Raises TypeError for a name that is no text or a value that is no number, ValueError for a name

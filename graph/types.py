@@ -41,10 +41,6 @@ COLUMNS = frozenset(
 # The most characters of a figure's name, and the most figures of one firing.
 NAME_LENGTH, MOST_FIGURES = 100, 1000
 
-# Tokens of the longest prompt, or conversation before its last turn, that a slot's cache has room for, unless the
-# program has an option `max_prompt`.
-MAX_PROMPT = 2048
-
 
 def random_key(*parts: str | int) -> int:
     """A 63-bit key for randomness: a pure function of `parts`."""
@@ -78,6 +74,7 @@ class Context:
         dtype: format of the model that computes.
         device: device of this rank.
         max_tokens: the longest response, in tokens.
+        max_prompt: the longest prompt, or conversation before its last turn, in tokens.
         segment: tokens after which a response pauses; 0 is never.
         batch: prompt groups per update.
         updates: updates of the run.
@@ -121,6 +118,7 @@ class Context:
     dtype: str = "float32"
     device: str = "cpu"
     max_tokens: int = 16
+    max_prompt: int = 2048
     segment: int = 0
     batch: int = 32
     updates: int = 100

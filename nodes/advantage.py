@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.graph import node, requires
 from penstock.graph.requires import Call
 from penstock.graph.types import Advantages, Metrics, Prefixes, Rewards, Rollouts, TokenAdvantages
-from penstock.nodes.learn.batching import group_rows
+from penstock.nodes.learn.batching import group_rows, sampled_mask
 from penstock.nodes.learn.losses import segment_lengths, segment_max, segment_mean
 
 
@@ -188,13 +188,19 @@ def greedy_advantage(rewards: Rewards, greedy: Rewards) -> Advantages:
 
 
 @node(pool="scorer", clock="update")
-def batch_normalized(advantage: Advantages) -> Advantages:
+def batch_normalized(advantage: Advantages, rollouts: Rollouts | None = None) -> Advantages:
     """(A − mean) / population deviation over the responses of a whole batch. All are 0 where they do not differ.
 
     REINFORCE++ (Hu et al. 2025, arXiv 2501.03262), global advantage normalisation; with advantages of
-    `group_advantage`, REINFORCE++ with baseline.
+    `group_advantage`, REINFORCE++ with baseline. Those of tokens need the `rollouts`: they are normalised over the
+    tokens that a policy sampled, and are 0 elsewhere. Raises ValueError without.
     """
-    return Advantages(whiten(advantage.values_N, torch.ones_like(advantage.values_N, dtype=torch.bool)))
+    if not isinstance(advantage, TokenAdvantages):
+        return Advantages(whiten(advantage.values_N, torch.ones_like(advantage.values_N, dtype=torch.bool)))
+    # What fills up shorter responses is 0, and would count as so many tokens that are worth nothing.
+    if rollouts is None:
+        raise ValueError("batch_normalized: given advantages of tokens, needed their rollouts, as the input `rollouts`")
+    return TokenAdvantages(whiten(advantage.values_N, sampled_mask(rollouts)))
 
 
 def _samples(rewards: Rewards, name: str, rollouts: Rollouts | None = None) -> Tensor:

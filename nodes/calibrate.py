@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
+from penstock import module_command
 from penstock.nodes.model.kernels import linear
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -125,9 +126,8 @@ def decoding_steps(
         with tempfile.TemporaryDirectory() as folder:
             facts = {"architectures": ["LlamaForCausalLM"], **config.to_json("bfloat16")}
             Path(folder, "config.json").write_text(json.dumps(facts))
-            options = {"max_prompt": STEP_PROMPT}
-            context = Context("generate", model=folder, dtype="bfloat16", device=device, slots=count, options=options)
-            engine = make_engine(replace(context, max_tokens=128), samples=samples)
+            context = Context("generate", model=folder, dtype="bfloat16", device=device, slots=count)
+            engine = make_engine(replace(context, max_tokens=128, max_prompt=STEP_PROMPT), samples=samples)
             engine.replays = False
         for group in range(count // samples):
             prompts = Prompts((group,), ("a" * (STEP_PROMPT - 4),), ("",))
@@ -180,7 +180,7 @@ def host_gb_s(device: str) -> float:
 def links() -> dict[str, float]:
     """GB/s and microseconds one way between two processes: over gloo on loopback, and by shared memory."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "penstock.nodes.calibrate", folder]
+        command = module_command("penstock.nodes.calibrate", folder)
         # A process and no thread: transports differ between processes, and the interpreter's lock would be measured.
         with subprocess.Popen(command) as other:
             try:

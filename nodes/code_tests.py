@@ -1,9 +1,10 @@
 """A rule for code: the Python that a model wrote is run against tests, in the sandbox of `environments/sandbox.py`.
 
 Tests of input and output are compared out here: code never sees what it is to print. Tests in Python run in the process
-of the code that they test. An early end, a changed builtin or a printed verdict passes none of them. Code that attacks
-its own interpreter, changes a library or returns an object that is equal to all others can pass: no test in Python is
-safe from that.
+of the code that they test. An early end or a changed builtin passes none of them; a verdict that is printed blindly is
+found out, since it passes tests that no code can. Code that reads the tests in the frames that call it and decides by
+them, attacks its own interpreter, changes a library or returns an object that is equal to all others can pass: no test
+in Python is safe from that.
 """
 
 import ast
@@ -20,7 +21,19 @@ from penstock.nodes.environments.sandbox import Answer, Limits, SandboxError, is
 from penstock.nodes.option_checks import count, positive
 from penstock.nodes.score import answers_that
 
-_FENCED = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+# Where a line begins, after the marks of lists and quotes.
+_BEGINS = r"^[ \t>*+\-\d.)]*"
+# A block of Markdown, and what it says that it is. Its fence begins a line; prose may open one of Python within a line.
+# What begins and ends in one line is no block (```python```), nor is what underlines code in a traceback (~~~^^^). The
+# last block may have no end, as in a text that was cut off.
+_BLOCK = re.compile(
+    r"(?<!`)(?P<span>```+)(?!`)[^`\r\n]+(?P=span)(?!`)"
+    rf"|(?:(?P<begins>{_BEGINS})(?=```|~~~)|(?<!`)(?=```))(?P<fence>```+|~~~+)"
+    r"(?P<kind>(?(begins)[^`~^\r\n]*|[ \t]*(?:python3?|py)?[ \t]*))\r?\n(?P<code>.*?)(?:(?P=fence)|\Z)",
+    re.DOTALL | re.MULTILINE | re.IGNORECASE,
+)
+_FENCE = re.compile(_BEGINS + r"(?:```+|~~~+)(?P<kind>[^\r\n]*)", re.MULTILINE)
+_PYTHON = re.compile(r"\s*\{?\.?py(?:thon)?[\d.]*(?![\w.+-])", re.IGNORECASE)
 
 # Runs code and then its tests, with the builtins that there were before the code. What it needs itself are defaults,
 # which are bound before the code can change a name.
@@ -87,10 +100,12 @@ def code_tests(
 ) -> float:
     """1.0 if the code of a response passes all tests of the reference answer, else 0.0.
 
-    The code is the last block between ``` and ```, or the whole response without one. The tests are Python that runs
-    after the code, `assert add(1, 2) == 3`; or JSON, `{"inputs": ["1 2"], "outputs": ["3"]}`: with each of the inputs
-    as standard input, a run of the code has to print the output, whatever spaces end its lines. Only these runs
-    are safe from code that cheats, such as by an object that is equal to all others.
+    The code is the last block between ``` and ``` that says it is Python, or else says nothing, or else the whole
+    response; one that the prompt has begun goes on in the response. The tests are Python that runs after the code,
+    `assert add(1, 2) == 3`; or JSON, `{"inputs": ["1 2"], "outputs": ["3"]}`: with each of the inputs as standard
+    input, a run of the code has to print the output, whatever spaces end its lines and whatever goes to standard error,
+    and to end with status 0. Only these runs are safe from code that cheats, such as by an object that is equal to all
+    others.
 
     Each run has the limits of `Limits`; code that exceeds them has failed. `score` runs one row after the other,
     `remote_score(rollouts, by=code_tests, concurrency=4)` several at once. Where bubblewrap does not work, the run is
@@ -102,16 +117,18 @@ def code_tests(
         tests = read_tests(answer)
     except ValueError as error:
         raise ValueError(f"code_tests: {error}") from None
-    blocks = _FENCED.findall(response)
-    code = blocks[-1].replace("\r\n", "\n") if blocks else response
-    if blocks and code.lstrip("\n")[:1].isspace():  # a block within a list is indented as a whole
-        code = dedent(code)
+    code = _code_of(prompt, response)
     limits, command = Limits(seconds, cpu_seconds, memory_mib, max_output), wrapper_of(sandbox, "code_tests")
     if tests.statements:
-        # What the code cannot have known before its tests are through.
-        passed = token_hex()
-        told = _run(f"{_BOTH}\nboth({code!r}, {tests.statements!r}, {passed!r})", limits, command)
-        return float(not told.failed and told.output.endswith(passed))
+
+        def passes(statements: str) -> bool:
+            passed = token_hex()  # printed when the tests are through
+            told = _run(f"{_BOTH}\nboth({code!r}, {statements!r}, {passed!r})", limits, command)
+            return not told.failed and told.output.endswith(passed)
+
+        # What passes these, too, has printed what it found in the frames that call it. They fail at their end: that may
+        # happen in a function which they call.
+        return float(passes(tests.statements) and not passes(f"{tests.statements}\nraise AssertionError"))
     for given, needed in tests.pairs:
         told = _run(f"exec({code!r}, {{'__name__': '__main__'}})", limits, command, given)
         if told.failed or _lines(told.output) != _lines(needed):
@@ -119,10 +136,40 @@ def code_tests(
     return 1.0
 
 
+def _code_of(prompt: str, response: str) -> str:
+    """The code of a response (see `code_tests`)."""
+    blocks, fence = _blocks(response), _FENCE.search(response)
+    # A block that the prompt has begun, in a line of its own, goes on in the response. Its first fence ends it, unless
+    # that says what it begins.
+    ends = not blocks or fence is None or not fence["kind"].strip()
+    if ends and response and (begun := _begun(prompt)):
+        both = [block for block in _blocks(begun + response) if block["begins"] is not None]
+        blocks = both if both and both[0].start() < len(begun) else blocks
+    of_python = [match["code"] for match in blocks if _PYTHON.match(match["kind"])]
+    found = of_python or [match["code"] for match in blocks if not match["kind"].strip()]
+    if not found:
+        return response
+    code = found[-1].replace("\r\n", "\n")
+    # A block within a list is indented as a whole.
+    return dedent(code) if code.lstrip("\n")[:1].isspace() else code
+
+
+def _begun(prompt: str) -> str:
+    """The end of a prompt, from the fence on of the block that it has begun in a line of its own; "" for none."""
+    for block in _BLOCK.finditer(f"{prompt}\n"):
+        if block["begins"] is not None and block.end() == block.end("code"):  # no fence ends it
+            return prompt[block.start() :]
+    return ""
+
+
+def _blocks(text: str) -> list[re.Match[str]]:
+    return [match for match in _BLOCK.finditer(text) if (match["code"] or "").strip()]
+
+
 def _run(code: str, limits: Limits, command: Sequence[str], stdin: str = "") -> Answer:
     """What code answers that has begun. Raises SandboxError where it has not: that is no fault of the code."""
     begun = token_hex()
-    found = run_python(f"print({begun!r}, flush=True)\n{code}\n", limits, command, stdin)
+    found = run_python(f"print({begun!r}, flush=True)\n{code}\n", limits, command, stdin, errors=False)
     if not found.output.startswith(begun):
         raise SandboxError(f"no start of its process: {found.output!r}", "a machine that can start it in time")
     return Answer(found.output.removeprefix(begun).removeprefix("\n"), found.failed, found.late)

@@ -15,6 +15,7 @@ So calling pays.
 """
 
 import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -24,11 +25,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from penstock.graph.protocols import Source
-from penstock.graph.types import Batchable, Context, Prompts, random_key
+from penstock.graph.types import Batchable, Context, NodeWarning, Prompts, random_key
 from penstock.nodes.data_files import (
     DataError,
+    DataRow,
     FileProblem,
-    Row,
     Table,
     is_on_hub,
     open_table,
@@ -279,6 +280,13 @@ class Epochs(Generic[R]):
         order = _permutation(len(rows), 0)
         num_held_out = 0 if context.apart or context.split == "whole" else min(HELD_OUT, len(rows) // 10)
         evaluate = context.split == "evaluate"
+        if evaluate and not num_held_out:
+            warnings.warn(
+                f"accuracy is measured on the {len(rows)} rows that training learns from: of fewer than 10 none are "
+                "kept for it, and there is no --eval-data or --eval-split",
+                NodeWarning,
+                stacklevel=2,
+            )
         chosen = order[:num_held_out] if evaluate and num_held_out else order[num_held_out:]
         self.rows = [rows[i] for i in chosen]
         self.context = context
@@ -322,7 +330,7 @@ class FileRows(Epochs[tuple[str, tuple[str, ...]]]):
         self,
         context: Context,
         table: Table,
-        read: Callable[[Row, Context], tuple[str, ...]],
+        read: Callable[[DataRow, Context], tuple[str, ...]],
         kind: Callable[..., Demonstrations | Pairs],
     ) -> None:
         super().__init__(context, table.read(lambda row, context: (row.place, read(row, context)), context))

@@ -41,7 +41,7 @@ class DataError(ValueError):
     """The data cannot be used as it is: what was given, what is needed, file and row."""
 
 
-class Row(NamedTuple):
+class DataRow(NamedTuple):
     """A row's fields by name, and its place for messages."""
 
     place: str
@@ -100,7 +100,7 @@ class FileProblem(NamedTuple):
     place: str
 
 
-def read_problem(row: Row, context: Context) -> FileProblem:
+def read_problem(row: DataRow, context: Context) -> FileProblem:
     """The prompt and the reference answer of a row, "" with `--answer-field none`."""
     prompt = _prompt(row, context)
     if prompt[-1]["role"] == "assistant":
@@ -111,7 +111,7 @@ def read_problem(row: Row, context: Context) -> FileProblem:
     return FileProblem(conversation(prompt), answer.strip(), solution, row.place)
 
 
-def read_demonstration(row: Row, context: Context) -> tuple[str, str]:
+def read_demonstration(row: DataRow, context: Context) -> tuple[str, str]:
     """A prompt and the response to it: the answer, or the last of chat messages if that is an assistant's."""
     *prompt, last = _prompt(row, context)
     if last["role"] == "assistant":
@@ -129,7 +129,7 @@ def read_demonstration(row: Row, context: Context) -> tuple[str, str]:
     return conversation([*prompt, last]), _answer(row, context)
 
 
-def read_pair(row: Row, context: Context) -> tuple[str, str, str]:
+def read_pair(row: DataRow, context: Context) -> tuple[str, str, str]:
     """A prompt, the preferred response and the other one: texts, or chat messages that end with them. Of messages the
     earlier ones are the prompt, where the row has no field for it."""
     field, messages = context.prompt_field or "prompt", {}
@@ -153,7 +153,7 @@ def read_pair(row: Row, context: Context) -> tuple[str, str, str]:
     return conversation(prompt), chosen["content"], rejected["content"]
 
 
-def _prompt(row: Row, context: Context, default: str = "question") -> list[Message]:
+def _prompt(row: DataRow, context: Context, default: str = "question") -> list[Message]:
     field = context.prompt_field or ("prompt" if context.row else default)
     value = row.value(field, "--prompt-field")
     # An empty text says so as a text.
@@ -162,7 +162,7 @@ def _prompt(row: Row, context: Context, default: str = "question") -> list[Messa
     return _with_system(row, messages, context)
 
 
-def _with_system(row: Row, messages: list[Message], context: Context) -> list[Message]:
+def _with_system(row: DataRow, messages: list[Message], context: Context) -> list[Message]:
     if not context.system:
         return messages
     if messages[0]["role"] == "system":
@@ -170,14 +170,16 @@ def _with_system(row: Row, messages: list[Message], context: Context) -> list[Me
     return [{"role": "system", "content": context.system}, *messages]
 
 
-def _answer(row: Row, context: Context) -> str:
+def _answer(row: DataRow, context: Context) -> str:
     """A text; a number, an object or a list is written as JSON."""
     field = context.answer_field or "answer"
     value = row.value(field, "--answer-field")
     if isinstance(value, str):
         return row.text(field, value)
     try:
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # as tables write what is missing
+        raise row.lack(f"{value!r:.80} as {field!r}", "a finite number, or a text") from None
     except TypeError:
         raise row.lack(f"a {type(value).__name__} as {field!r}", "a text or what JSON can hold") from None
 
@@ -185,10 +187,10 @@ def _answer(row: Row, context: Context) -> str:
 class Table(NamedTuple):
     """Rows; and what `--data` is for them from now on: with the revision of a data set of the Hub that they are of."""
 
-    rows: list[Row]
+    rows: list[DataRow]
     data: str
 
-    def read(self, make: Callable[[Row, Context], T], context: Context) -> list[T]:
+    def read(self, make: Callable[[DataRow, Context], T], context: Context) -> list[T]:
         """`make(row, context)` of each row, as the function `context.row` gives it; a row that it makes None of is
         left out."""
         if not self.rows:
@@ -199,7 +201,7 @@ class Table(NamedTuple):
         return [make(row, context) for row in rows]
 
 
-def _mapped(rows: Iterable[Row], path: str) -> Iterator[Row]:
+def _mapped(rows: Iterable[DataRow], path: str) -> Iterator[DataRow]:
     function = load(path)
     for row in rows:
         try:
@@ -274,8 +276,8 @@ def _hub_table(data: str, wanted: str, flag: str) -> Table:
     return Table(_numbered(builder.as_dataset(split=split), f"{pinned} ({split})"), pinned)
 
 
-def _numbered(rows: Iterable[Mapping[str, Any]], place: str) -> list[Row]:
-    return [Row(f"{place}, row {number}", fields) for number, fields in enumerate(rows, 1)]
+def _numbered(rows: Iterable[Mapping[str, Any]], place: str) -> list[DataRow]:
+    return [DataRow(f"{place}, row {number}", fields) for number, fields in enumerate(rows, 1)]
 
 
 def _split_of(file: Path) -> str:
@@ -302,7 +304,7 @@ def _library(name: str, data: str) -> Any:
     return import_module(name)
 
 
-def _file_rows(path: Path) -> Iterator[Row]:
+def _file_rows(path: Path) -> Iterator[DataRow]:
     """The rows of a parquet file, or of one with a JSON object per line; a `.json` may be an array of them."""
     try:
         if path.suffix == ".parquet":
@@ -321,7 +323,7 @@ def _file_rows(path: Path) -> Iterator[Row]:
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():
             continue
-        row = Row(f"{path}:{number}", {})
+        row = DataRow(f"{path}:{number}", {})
         try:
             fields = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -331,7 +333,7 @@ def _file_rows(path: Path) -> Iterator[Row]:
         yield row._replace(fields=fields)
 
 
-def _array_rows(path: Path, content: bytes) -> Iterator[Row]:
+def _array_rows(path: Path, content: bytes) -> Iterator[DataRow]:
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -6,13 +6,13 @@ from typing import Any
 from penstock.graph import node, requires
 from penstock.graph.ir import PRECISIONS
 from penstock.graph.node import fire
-from penstock.graph.types import Context, Metrics, Weights
+from penstock.graph.types import Context, Metrics, Rewards, Weights
 from penstock.nodes.data import open_prompts
 from penstock.nodes.generate import make_engine
 from penstock.nodes.generate.kv_cache import room
 from penstock.nodes.open_model import computes
 from penstock.nodes.option_checks import count
-from penstock.nodes.score import Rule, math_answer, score
+from penstock.nodes.score import Rule, accuracy, math_answer, score
 
 
 class Examiner:
@@ -24,7 +24,7 @@ class Examiner:
         self.engine = make_engine(context, samples=1, temperature=0.0)
         self.problems, self.by = problems, by
         # By tag: the version that is measured, and the rewards so far.
-        self.exams: dict[Any, tuple[int, list[float]]] = {}
+        self.exams: dict[Any, tuple[int, list[Rewards]]] = {}
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
         behaviour: Weights = inputs["behaviour"]
@@ -35,11 +35,12 @@ class Examiner:
     def step(self) -> Sequence[tuple[Any, Metrics]]:
         finished = []
         for (tag, _), (rollouts, _) in self.engine.step():
-            version, rewards = self.exams[tag]
-            rewards += score.fn(rollouts, by=self.by)[0].values_N.tolist()
-            if len(rewards) == self.problems:
+            version, scored = self.exams[tag]
+            scored.append(score.fn(rollouts, by=self.by)[0])
+            if len(scored) == self.problems:
                 del self.exams[tag]
-                finished.append((tag, {"accuracy": sum(rewards) / len(rewards), "accuracy_version": float(version)}))
+                figures = accuracy.fn(Rewards.concat(scored))
+                finished.append((tag, {**figures, "accuracy_version": float(version)}))
         return finished
 
     def busy(self) -> bool:
@@ -59,7 +60,8 @@ def _make_examiner(context: Context, *, problems: int, by: Rule) -> Examiner:
 def measure(
     examiner: Examiner, behaviour: Weights, *, problems: int = 100, by: Rule = math_answer
 ) -> tuple[Examiner, Metrics]:
-    """Greedy accuracy of the weights on the first `problems` held-out problems: `accuracy`, and the version it is of.
+    """Greedy accuracy of the weights on the first `problems` held-out problems: `accuracy`, the share of full rewards
+    as the node of that name counts them, and the version it is of.
 
     It reads nothing but weights, so no update waits for it: `measure.every(10)(broadcast(policy))`.
     """

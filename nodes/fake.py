@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from math import ceil, inf
 from typing import Any, ClassVar
 
 import torch
@@ -40,36 +42,40 @@ STEP_S = 0.0005
 
 @dataclass
 class _Group:
-    """A group in work: the time of its next token, and for each token so far those of the samples, their
-    log-probabilities, both [N], and the version of the weights.
+    """A group: the time of its next token, which is none while it waits for slots, and for each token so far those of
+    the samples, their log-probabilities, both [N], and the version of the weights.
 
     `before` is what the turn before made with the replies to it, `begin` the place of this turn's first token.
     """
 
     prompts: Prompts
     behaviour: Weights
-    due: float
+    due: float = inf
     before: tuple[Rollouts, Replies] | None = None
     begin: int = 0
     made: list[tuple[Tensor, Tensor, int]] = field(default_factory=list)
 
 
 class FakeEngine:
-    """Works on any number of groups at once; each token is made with the weights that are live when it is due."""
+    """Works on as many groups at once as its slots have room for; each token is made with the weights that are live
+    when it is due."""
 
-    def __init__(self, samples: int, ms: float, jitter_ms: float = 0.0) -> None:
+    def __init__(self, samples: int, ms: float, jitter_ms: float = 0.0, slots: int = Context.slots) -> None:
         self.samples, self.ms, self.jitter_ms = samples, ms, jitter_ms
+        self.most = ceil(slots / samples)
+        # The first ones have slots.
         self.groups: dict[Any, _Group] = {}
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
         prompts: Prompts = inputs["prompts"]
-        group = _Group(prompts, inputs["behaviour"], time.monotonic() + self._token_s(prompts.ordinals[0]))
+        group = _Group(prompts, inputs["behaviour"])
         conversation, replies = inputs.get("conversation"), inputs.get("replies")
         if conversation is not None and replies is not None:
             # Rows that go on have all said and heard equally much.
             group.before = conversation, replies
             group.begin = int(conversation.response_lengths_N.max()) + 1
         self.groups[tag] = group
+        self._begin()
 
     def step(self) -> Sequence[tuple[Any, Any]]:
         """Make the tokens that are due. With nothing due, wait for the next one, at most `STEP_S`."""
@@ -84,6 +90,7 @@ class FakeEngine:
             if len(group.made) == TOKENS:
                 del self.groups[tag]
                 finished.append((tag, _rollouts(group, self.samples)))
+        self._begin()
         return finished
 
     def busy(self) -> bool:
@@ -91,6 +98,11 @@ class FakeEngine:
 
     def reset(self) -> None:
         self.groups.clear()
+
+    def _begin(self) -> None:
+        for group in islice(self.groups.values(), self.most):
+            if group.due == inf:
+                group.due = time.monotonic() + self._token_s(group.prompts.ordinals[0])
 
     def _token_s(self, ordinal: int) -> float:
         return duration(self.ms, self.jitter_ms, "fake_generate", ordinal) / 1000 / TOKENS
@@ -210,7 +222,7 @@ def open_prompts(context: Context) -> Source:
     return _Ordinals()
 
 
-@node(pool="generator", init=lambda context, **options: FakeEngine(**options))
+@node(pool="generator", init=lambda context, **options: FakeEngine(**options, slots=context.slots))
 def fake_generate(
     engine: FakeEngine,
     prompts: Prompts,
@@ -249,12 +261,11 @@ def fake_environment(
 
 
 @node(pool="scorer")
-def fake_score(rollouts: Rollouts, *, ms: float = 0.0, jitter_ms: float = 0.0) -> tuple[Rewards, Metrics]:
+def fake_score(rollouts: Rollouts, *, ms: float = 0.0, jitter_ms: float = 0.0) -> Rewards:
     """A reward between 0 and 1 that depends on every token."""
     ordinal = rollouts.ordinals[0]
     with lasting(ms, jitter_ms, "fake_score", ordinal):
-        values_N = (rollouts.tokens_NS.sum(1) % 101).float() / 100
-        return Rewards(values_N), {"reward_mean": float(values_N.mean())}
+        return Rewards((rollouts.tokens_NS.sum(1) % 101).float() / 100)
 
 
 @node(pool="trainer", clock="update")

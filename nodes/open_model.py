@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nlargest
+from itertools import islice
 from typing import Any, TypeVar
 
 from penstock.graph.errors import Fault, GraphError
@@ -135,8 +136,8 @@ def check_decoding(config: ModelConfig, mesh: Axes) -> None:
 def check_precision(spec: ModelSpec, precision: str, parts: int = 1) -> None:
     """Whether `parts` ranks can decode with a model whose layers' weights have eight bits. Raises ModelError."""
     if spec.lora is not None:
-        needed = "all weights, sent in it: adapters are, and their base is not"
-        raise ModelError(f"given {precision} with adapters of {spec.lora}, needed {needed}; or no precision")
+        needed = "no such precision beside adapters: their base, which is not sent, has none (or no adapters, --lora 0)"
+        raise ModelError(f"given {precision} with adapters of {spec.lora}, needed {needed}")
     config = spec.config
     width = config.moe_intermediate_size if config.family.experts else config.intermediate_size
     heads, groups = config.num_attention_heads // parts, max(1, config.num_key_value_heads // parts)
@@ -284,17 +285,19 @@ TextRow = tuple[str, str, str | None]
 
 
 def suspects(tokenizer: Tokenizer, rows: Iterable[TextRow], most: int) -> list[TextRow]:
-    """The rows that may have more than `most` tokens, in order; of too many the `MOST_ENCODED` longest texts."""
+    """The rows that may have more than `most` tokens, or what the tokenizer cannot say, in order; of too many of a kind
+    the `MOST_ENCODED` longest texts, or the first."""
 
     def bound(prompt: str, response: str | None) -> float:
         # It costs nothing, and is enough for nearly all rows.
         return tokenizer.bound(prompt) + (0 if response is None else len(response.encode()) + 1)
 
-    found = [row for row in rows if bound(*row[1:]) > most]
-    longest = nlargest(
-        MOST_ENCODED, range(len(found)), key=lambda index: len(found[index][1] + (found[index][2] or ""))
-    )
-    return [found[index] for index in sorted(longest)]
+    rows = list(rows)
+    found = [number for number, row in enumerate(rows) if bound(*row[1:]) > most]
+    longest = nlargest(MOST_ENCODED, found, key=lambda number: len(rows[number][1] + (rows[number][2] or "")))
+    lacks = tokenizer.lacks(text for _, prompt, response in rows for text in (prompt, response or ""))
+    unsaid = (n for n, row in enumerate(rows) if not lacks.isdisjoint(row[1] + (row[2] or ""))) if lacks else ()
+    return [rows[number] for number in sorted({*longest, *islice(unsaid, MOST_ENCODED)})]
 
 
 def refuse_long(what: str, code: str, tokenizer: Tokenizer, rows: Sequence[TextRow], most: int, needed: str) -> None:

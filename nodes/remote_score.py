@@ -112,8 +112,7 @@ class RemoteScorer:
         values_N = torch.tensor([value for value, _ in answers], dtype=torch.float32)
         tries = sum(tried for _, tried in answers)
         # A group without a prefix to go on from has no rows.
-        metrics = {"reward_mean": float(values_N.mean()), "asked_again": tries / len(answers)} if answers else {}
-        return Rewards(values_N), metrics
+        return Rewards(values_N), {"asked_again": tries / len(answers)} if answers else {}
 
     async def _row(self, rollouts: Rollouts, row: int) -> tuple[float, int]:
         """The reward of a row, and how often it was asked for again."""
@@ -208,7 +207,7 @@ def remote_score(
 
         rewards = remote_score(rollouts, by=partial(http_reward, url="http://judge:8000/reward"), deadline=20.0)
 
-    Metrics: `reward_mean`, `asked_again` (calls that were made again, per row).
+    Metric: `asked_again` (calls that were made again, per row).
     """
     return scorer, *fire(scorer, {"rollouts": rollouts})
 

@@ -312,10 +312,9 @@ def computes(call: Call) -> None:
 def score(rollouts: Rollouts, *, by: Rule = math_answer) -> tuple[Rewards, Metrics]:
     """The reward of each response by the rule `by`. A rule that raises fails the group: it is never a zero reward."""
     values = [_reward(by, rollouts, row) for row in range(len(rollouts))]
-    values_N = torch.tensor(values, dtype=torch.float32)
     # A group without a prefix to go on from has no rows.
-    means = {"reward_mean": values_N, "finished": rollouts.finished_N.float()} if len(values_N) else {}
-    return Rewards(values_N), {name: float(each.mean()) for name, each in means.items()}
+    metrics = {"finished": float(rollouts.finished_N.float().mean())} if values else {}
+    return Rewards(torch.tensor(values, dtype=torch.float32)), metrics
 
 
 @node(pool="scorer", clock="update")
@@ -345,8 +344,13 @@ def mixed(rollouts: Rollouts, rewards: Rewards) -> bool:
 
 
 def buffer_fits(call: Call) -> None:
-    """What a penalty on length requires: a buffer that ends at the longest length, and is no longer than that."""
+    """What a penalty on length requires: a buffer that ends at the longest length, and is no longer than that; and, of
+    conversations, that this is said."""
     longest, buffer, said = call.options["max_length"], call.options["buffer"], "max_length="
+    # The run's bound is that of a turn, so that whoever uses a tool would lose a whole reward.
+    if longest is None and any(call.view.nodes[name].turns is not None for name in call.behind("rollouts")):
+        needed = "the longest conversation: --max-tokens bounds a turn, and a response is all turns with their replies"
+        raise call.lack("none, of conversations", needed, "max_length", code="out-of-range")
     # Without a run there is no bound on responses to compare with yet.
     if longest is None and call.context is not None:
         longest, said = call.context.max_tokens, "--max-tokens "
@@ -367,9 +371,9 @@ def penalize_overlong(
     """Rewards less what a response's length costs: 0 up to `max_length` − `buffer` tokens, up a line to 1 at
     `max_length`, then 1.
 
-    `max_length` None is the run's `max_tokens`, where responses are cut. Soft overlong punishment: DAPO
-    (arXiv 2503.14476), equation 13, L_max and L_cache. Raises ValueError without either, outside of a run, and for a
-    buffer that is longer.
+    `max_length` None is the run's `max_tokens`, where responses are cut; conversations, whose replies count as well,
+    need one. Soft overlong punishment: DAPO (arXiv 2503.14476), equation 13, L_max and L_cache. Raises ValueError
+    without either, outside of a run, and for a buffer that is longer.
     """
     longest = context.max_tokens if max_length is None and context is not None else max_length
     if longest is None:

@@ -19,6 +19,8 @@ from importlib.util import find_spec
 from threading import Lock
 from time import monotonic
 
+from penstock import module_command
+
 # Seconds for one question, and for the child to import the library.
 DEADLINE_S, START_S = 10.0, 120.0
 MEMORY_MIB = 4096
@@ -59,8 +61,9 @@ class Grader:
         return None if not verdict else verdict == EQUAL
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", __name__]
-        self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        self.child = subprocess.Popen(
+            module_command(__name__), stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
         if self._line(monotonic() + START_S) != READY:
             self._stop()
             raise RuntimeError(f"math_answer: given no start of its process within {START_S:g} s, needed one")

@@ -136,6 +136,18 @@ class Tokenizer:
         words = "" if self.template is None else self.render("")
         return len(words.encode()) + self.backend.num_special_tokens_to_add(is_pair=False) + 1
 
+    def lacks(self, texts: Iterable[str]) -> set[str]:
+        """The characters of texts that no token says, each by itself: what cannot be encoded has one. For the price of
+        looking at the characters, and for none where the tokenizer has no token for what is unknown."""
+        if self._unknown is None:
+            return set()
+        found, known = set[str](), set[str]()
+        for text in texts:
+            fresh = {*text} - known
+            known |= fresh
+            found |= {letter for letter in fresh if self._unknown in self.backend.encode(letter).ids}
+        return found
+
     def encode_reply(self, text: str, role: str, after_stop: bool) -> list[int]:
         """The tokens of an environment's turn in a conversation, from the end of the model's to where it goes on.
 
@@ -214,7 +226,8 @@ class Tokenizer:
         self.backend.encode_special_tokens = plain
         tokens = self.backend.encode(text, add_special_tokens=begins).ids
         if self._unknown is not None and self._unknown in tokens:
-            unsaid = next(c for c in text if self._unknown in self.backend.encode(c, add_special_tokens=False).ids)
+            # It may be none by itself, but only beside others.
+            unsaid = next((letter for letter in text if letter in self.lacks([letter])), text)
             raise TokenizerError(f"given {text!r}, needed a text without {unsaid!r}: the tokenizer has no token for it")
         return tokens
 

@@ -7,6 +7,7 @@ its shards of the masters, and what computes is converted as it is gathered.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.graph.protocols import STAGE, Sharding
-from penstock.graph.types import Context, Rollouts
+from penstock.graph.types import Context, NodeWarning, Rollouts
 from penstock.nodes.learn.batching import MicroBatches, Packed, pack
 from penstock.nodes.learn.data_parallel_threads import DataParallelThreads
 from penstock.nodes.learn.optimizer import AdamW, Schedule, UpdateOptions
@@ -249,6 +250,8 @@ class MasterWeights(SequenceModel[Model]):
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Of moments that lie on the host, how many bytes are on the device at once; more only for a larger tensor.
 BUCKET_BYTES = 256 << 20
+# Updates in a row whose gradient is 0, of which the user is told.
+IDLE_UPDATES = 3
 
 Figures = TypeVar("Figures")
 
@@ -268,6 +271,8 @@ class Learner(MasterWeights[Model]):
         self.updates = context.updates
         # Of an update that takes its batch in parts: the normaliser and the sums over tokens of each part so far.
         self.parts: list[tuple[float, dict[str, float]]] = []
+        self._idle = True  # whether all gradients since the last version were 0
+        self._idle_updates = 0
         self.on_host = context.optimizer_state == "host"
         if self.on_host:
             self._check_host()
@@ -328,6 +333,13 @@ class Learner(MasterWeights[Model]):
             self._forget_gradients()
             given = f"{self.context.node}: update of version {self.version}: given a gradient of norm {norm}: {where}"
             raise FloatingPointError(f"{given}; needed finite numbers. The weights are as they were")
+        self._idle &= norm == 0
+        if last:
+            self._idle_updates, self._idle = self._idle_updates + 1 if self._idle else 0, True
+            if self._idle_updates == IDLE_UPDATES:
+                given = f"{self.context.node}: given {IDLE_UPDATES} updates in a row with a gradient of 0"
+                needed = "a loss that the weights change; that of groups whose rewards are all equal is none"
+                warnings.warn(f"{given}, needed {needed}", NodeWarning, stacklevel=2)
         # One factor for clipping and the division that the losses left out.
         scale = min(1.0, options["clip_norm"] / (norm + 1e-6)) / normaliser
         self.workers.each(lambda gradient: gradient.mul_(scale), list(gradients.values()))

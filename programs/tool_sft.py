@@ -9,7 +9,7 @@ from penstock.nodes.data import ToolDemonstrations
 from penstock.nodes.learn.sft import sft_update
 from penstock.programs.tool_use import calculate
 
-DEFAULTS = {"model": "new", "data": "calculator", "updates": 800, "batch": 2, "max_tokens": 24}
+DEFAULTS = {"model": "new", "data": "calculator", "updates": 800, "batch": 2, "max_tokens": 24, "max_prompt": 96}
 
 
 @program(evaluation=calculate, defaults=DEFAULTS)

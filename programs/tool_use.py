@@ -16,11 +16,12 @@ from penstock.nodes.generate import converse
 from penstock.nodes.learn.update import aipo_update
 from penstock.nodes.score import accuracy, math_answer, score
 
+# A conversation that has more tokens than `max_prompt` before its last turn ends.
+DEFAULTS = {"data": "calculator", "updates": 40, "batch": 16, "max_tokens": 24, "max_prompt": 96}
+
 
 @program
-def calculate(
-    policy: Policy, prompts: Calculations, *, turns: int = 3, max_prompt: int = 96, sandbox: bool = True
-) -> Policy:
+def calculate(policy: Policy, prompts: Calculations, *, turns: int = 3, sandbox: bool = True) -> Policy:
     """The share of held-out problems that the policy solves greedily, with the tool at hand."""
     rollouts, _ = converse(
         prompts, broadcast(policy), environment=python_tool, turns=turns, samples=1, temperature=0.0, sandbox=sandbox
@@ -29,14 +30,13 @@ def calculate(
     return policy
 
 
-@program(evaluation=calculate, defaults={"data": "calculator", "updates": 40, "batch": 16, "max_tokens": 24})
+@program(evaluation=calculate, defaults=DEFAULTS)
 def tool_use(
     policy: Policy,
     prompts: Calculations,
     *,
     samples: int = 8,
     turns: int = 3,
-    max_prompt: int = 96,
     lag: int = 1,
     rho: float = 4.0,
     lr: float = 3e-4,
@@ -47,7 +47,6 @@ def tool_use(
     Args:
         samples: conversations per prompt; their mean reward is the baseline.
         turns: turns of the policy in a conversation, the answer included.
-        max_prompt: tokens that a conversation may have before its last turn; one that has more ends.
         lag: updates that the generator's weights may be old; 0 is synchronous.
         rho: upper bound of a token's importance ratio.
         lr: learning rate of AdamW; a model of a billion parameters wants 1e-6.

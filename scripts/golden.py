@@ -18,6 +18,7 @@ machine: floats have few digits there, and digests of tensors are left out; `--a
 import argparse
 import contextlib
 import difflib
+import gc
 import hashlib
 import importlib
 import json
@@ -119,10 +120,10 @@ CLOCK = Clock()
 
 
 class Forked(subprocess.Popen[Any]):
-    """A `python -m MODULE …` without redirections is forked from this process, which has imported what it needs."""
+    """A `python -P -m MODULE …` without redirections is forked from this process, which has imported what it needs."""
 
     def _execute_child(self, args: Any, executable: Any, *rest: Any) -> None:
-        words = [os.fspath(word) for word in args] if not isinstance(args, str) else []
+        words = [os.fspath(word) for word in args if word != "-P"] if not isinstance(args, str) else []
         if words[:2] != [sys.executable, "-m"] or any(pipe != -1 for pipe in rest[8:14]):
             super()._execute_child(args, executable, *rest)  # type: ignore[misc]
             return
@@ -161,6 +162,7 @@ def leave(work: Callable[[], None]) -> None:
 def serve_tree(tree: Path, out: Path, programs: Sequence[str], local: bool) -> None:
     """Write the outputs of a tree's programs into a folder each; the `local` ones only if they are wanted. The tree's
     `src` is on PYTHONPATH."""
+    gc.disable()  # what is imported stays: to look for garbage among it takes a tenth of the imports' time
     import torch  # before the clock is replaced, as the standard library above
 
     CLOCK.install()
@@ -171,6 +173,8 @@ def serve_tree(tree: Path, out: Path, programs: Sequence[str], local: bool) -> N
     main = load(tree)
     subprocess.Popen = Forked  # type: ignore[misc]
     CLOCK.virtual = True
+    gc.freeze()  # or the first collection in each process would write to, and so copy, every page
+    gc.enable()
     children: dict[int, tuple[str, Path]] = {}
     waiting = list(programs)
     while waiting or children:
@@ -186,6 +190,7 @@ def serve_tree(tree: Path, out: Path, programs: Sequence[str], local: bool) -> N
         shutil.rmtree(scratch, ignore_errors=True)
         if status:
             raise SystemExit(f"{program}: the process that called its verbs failed")
+    gc.unfreeze()  # or triton says at the end what it has leaked
 
 
 def load(tree: Path) -> Callable[[Sequence[str]], None]:

@@ -2,6 +2,7 @@
 several workers, what takes longest begins first; without a GPU, Triton's kernels run in its interpreter.
 """
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ settings.load_profile("shared machine")
 # Before anything imports Triton, as torch does now and then. To ask CUDA would spoil the processes that are forked.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# What is imported for all tests stays: to look for garbage among it takes a quarter of the time of their collection.
+gc.disable()
 
 # Of tests that are marked slow each goes to any worker by itself, but for those that share what takes long to make: by
 # the names of their files, or by their own, which go before; "" is for itself.
@@ -80,6 +84,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         place = {name: number for number, name in enumerate(LONGEST)}
         items.sort(key=lambda item: min(place.get(name, len(LONGEST)) for name in names(item.nodeid)))
+
+
+def pytest_collection_finish() -> None:
+    """Tests are as long as they are, whatever else there is: garbage is looked for in what they make alone."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # some libraries complain of what is still there at the end
 
 
 @pytest.fixture(scope="session", autouse=True)

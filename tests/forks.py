@@ -3,6 +3,7 @@
 peer = Forked("tests.runtime.tensor.peer:main", "source", str(path))      # like a Popen with pipes
 """
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -86,6 +87,7 @@ class Forked:
 
 def _be(function: str, words: tuple[str, ...], source: Connection, sink: Connection, logged: bool) -> None:
     status = 1
+    gc.freeze()  # or each process would look through, and so copy, all that it has from the one it is forked from
     os.dup2(source.fileno(), 0)
     os.dup2(sink.fileno(), 1)
     if logged:

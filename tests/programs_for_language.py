@@ -578,9 +578,9 @@ def added(rewards: Rewards, looked: Rewards, both: Rewards) -> Rewards:
 
 
 @node(pool="scorer")
-def empty_mean(rewards: Rewards) -> tuple[Rewards, Metrics]:
+def empty_mean(rollouts: Rollouts) -> tuple[Rewards, Metrics]:
     """Means of nothing."""
-    return rewards, {"reward_mean": float("nan"), "worst_max": float("inf")}
+    return fake_score.fn(rollouts), {"reward_mean": float("nan"), "worst_max": float("inf")}
 
 
 @node(pool="trainer", clock="update")
@@ -597,7 +597,7 @@ def unmeasured(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
 @program(evaluation=unmeasured)
 def no_numbers(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1) -> FakePolicy:
     rollouts = fake_generate(prompts, broadcast(policy, lag=lag))
-    return fake_update(policy, rollouts, empty_mean(fake_score(rollouts)))
+    return fake_update(policy, rollouts, empty_mean(rollouts))
 
 
 @node(pool="trainer", clock="update")
@@ -662,7 +662,7 @@ def add_noise(noise: Noise, rewards: Rewards, *, scale: float = 0.1) -> tuple[No
 @node(pool="scorer")
 def half_score(rollouts: Rollouts) -> Rewards:
     """Another scorer."""
-    return Rewards(fake_score.fn(rollouts)[0].values_N * 0.5)
+    return Rewards(fake_score.fn(rollouts).values_N * 0.5)
 
 
 def judged(prompts: FakePrompts, behaviour: Weights, by: Any) -> tuple[Rollouts, Rewards]:

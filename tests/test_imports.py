@@ -18,6 +18,11 @@ NODES_IN_STRINGS = {
     "runtime/cli/export.py",  # starts what adds adapters to their base, as a process
 }
 """Files of the runtime that name a module of the nodes in a string."""
+STARTING_OTHER_PYTHONS = {
+    "runtime/cluster/interpreters.py",  # asks an interpreter what it has
+    "runtime/control/process.py",  # starts the processes of a run, by the interpreter of their pool
+}
+"""Files that start an interpreter which may not be this one."""
 PRIVATE_FILES = set(
     re.findall(
         r"\w+",
@@ -123,6 +128,12 @@ def test_the_runtime_names_no_module_of_the_nodes() -> None:
     files = (ROOT / "runtime").rglob("*.py")
     naming = {path for path in files if any(re.match(r"penstock\.nodes\b", text) for text in strings(path))}
     assert {str(path.relative_to(ROOT)) for path in naming} == NODES_IN_STRINGS
+
+
+def test_commands_of_this_interpreter_are_made_in_one_place() -> None:
+    """Without `-P` a file of the current folder, such as `types.py`, shadows what they import."""
+    naming = {str(path.relative_to(ROOT)) for path in product() if "-P" in strings(path)}
+    assert naming == STARTING_OTHER_PYTHONS
 
 
 def test_file_names_say_what_is_in_them() -> None:

@@ -3,8 +3,9 @@
 import json
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from penstock.runtime.cluster.placement import Plan, place
 from penstock.runtime.control.run_config import EVALUATION, RunOptions
 from penstock.runtime.control.signals import FAILED
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.record.metrics import columns, prefixes
+from penstock.runtime.record.metrics import columns
 from penstock.runtime.report.page import page
 from penstock.runtime.report.run_history import read_facts
 from penstock.runtime.report.summary import make_report
@@ -44,6 +45,7 @@ from .gates.running import (
     summary,
     with_updates,
 )
+from .runtime.record.rows import columns_of
 
 pytestmark = pytest.mark.timeout(180)
 PROGRAMS = Path(__file__).parent / "programs_for_language.py"
@@ -163,11 +165,23 @@ def test_a_construct_runs_at_any_lag_and_replays(tmp_path: Path, name: str, lag:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
-def test_a_construct_at_lag_zero_is_the_same_bits_in_processes(tmp_path: Path, name: str) -> None:
-    options: dict[str, Any] = {"every": 1} if name == "seldom" else {}
-    here = run(tmp_path, name, lag=0, **options)
-    there = run(tmp_path, name, processes=True, lag=0, **options)
+def test_a_construct_is_the_same_bits_in_processes(tmp_path: Path, name: str) -> None:
+    """At lag 0, or with pinned versions; and there it keeps its rule as it does in one process."""
+    asked: dict[str, tuple[dict[str, Any], Callable[[Path], None]]] = {
+        "clocks": ({"lag": 1, "look": 2}, assert_watched),
+        "curriculum": ({"lag": 1, "delayed": 1}, partial(assert_known, delayed=1)),
+        "talking": ({"lag": 1, "turns": 8}, assert_turns),
+        "seldom": ({"lag": 0, "every": 1}, assert_done),
+    }
+    options, assert_rule = asked.get(name, ({"lag": 0}, assert_done))
+    flags = replace(TOY, versions="pinned") if options["lag"] else TOY
+    here, there = (run(tmp_path, name, processes=apart, flags=flags, **options) for apart in (False, True))
     assert_equal_bits(final_state(here, UPDATES), final_state(there, UPDATES))
+    assert_rule(there)
+
+
+def assert_done(folder: Path) -> None:
+    assert summary(folder)["fates"]["consumed"] == UPDATES * BATCH
 
 
 # Filters ------------------------------------------------------------------------------------------------------
@@ -181,6 +195,9 @@ def test_a_filter_drops_groups_and_the_next_ones_take_their_place(tmp_path: Path
     assert fates["dropped"] > 3
     assert [row["groups"] for row in rows(folder)] == [BATCH] * UPDATES
     assert all(row["lag_max"] <= 1 for row in rows(folder))
+    for line in map(json.loads, (folder / "samples.jsonl").read_text().splitlines()):
+        assert [said["node"] for said in line["texts"]] == ["fake_generate"]
+        assert line["rewards"].keys() == {"fake_score"}
 
 
 def test_a_filter_that_keeps_everything_changes_nothing(tmp_path: Path) -> None:
@@ -217,9 +234,12 @@ def test_a_slower_node_fires_at_its_updates_and_its_value_stays_in_between(tmp_p
     assert [row.get("policy_version") for row in found] == [None, 2.0, None, 4.0, None, 6.0]
 
 
-@PROCESSES
-def test_a_node_that_only_measures_fires_at_its_updates_with_their_weights(tmp_path: Path, processes: bool) -> None:
-    folder = run(tmp_path, "clocks", processes=processes, lag=1, look=2, flags=replace(TOY, updates=7))
+def test_a_node_that_only_measures_fires_at_its_updates_with_their_weights(tmp_path: Path) -> None:
+    assert_watched(run(tmp_path, "clocks", lag=1, look=2, flags=replace(TOY, updates=7)))
+
+
+def assert_watched(folder: Path) -> None:
+    """At every second update, of six or seven."""
     seen = [row for row in [*rows(folder), *summary(folder)["measured"]] if "watch_update" in row]
     assert [(row["watch_update"], row["watched_version"]) for row in seen] == [(1.0, 1.0), (3.0, 3.0), (5.0, 5.0)]
 
@@ -275,6 +295,13 @@ def test_parts_of_a_batch_make_one_value_and_one_row(tmp_path: Path) -> None:
     assert segments == [0, 1, 2] * UPDATES
 
 
+def test_a_checkpoint_that_is_due_does_not_come_between_parts(tmp_path: Path) -> None:
+    flags = replace(TOY, checkpoint_every=1, keep=0)
+    path = run(tmp_path, "accumulating", flags=flags, lag=2, accumulate=1)
+    saved = sorted(folder.name for folder in RunFolder(path).checkpoints.iterdir())
+    assert saved == [f"{update:08}" for update in range(1, UPDATES + 1)]
+
+
 def test_a_part_that_fails_ends_the_run_and_is_named(tmp_path: Path) -> None:
     error = failed(tmp_path, "accumulating", accumulate=1, breaks_at=1)["error"]
     assert "add_up[0.0.1] on trainer/0 rank 0" in error
@@ -323,16 +350,16 @@ def test_a_node_fires_where_and_when_the_call_says(tmp_path: Path) -> None:
 # Delays -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("lag", "delayed", "processes"),
-    [(0, 0, False), (1, 1, False), (2, 3, False), (2, 0, False), pytest.param(2, 3, True, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("lag", "delayed"), [(0, 0), (1, 1), (2, 3), (2, 0)])
 def test_the_groups_of_an_update_see_exactly_the_updates_before_it_less_the_lag(
-    tmp_path: Path, lag: int, delayed: int, processes: bool
+    tmp_path: Path, lag: int, delayed: int
 ) -> None:
-    found = rows(run(tmp_path, "curriculum", processes=processes, lag=lag, delayed=delayed))
+    assert_known(run(tmp_path, "curriculum", lag=lag, delayed=delayed), delayed)
+
+
+def assert_known(folder: Path, delayed: int) -> None:
     needed = [max(0, update - delayed) for update in range(UPDATES)]
-    assert [(row["known_min"], row["known_max"]) for row in found] == [(n, n) for n in needed]
+    assert [(row["known_min"], row["known_max"]) for row in rows(folder)] == [(n, n) for n in needed]
 
 
 def test_a_delay_is_part_of_the_cycle_that_bounds_the_period() -> None:
@@ -481,9 +508,11 @@ def test_a_bound_of_turns_that_is_none_is_told_as_it_was_given(turns: Any) -> No
     assert "[unbounded-turns]" in said
 
 
-@PROCESSES
-def test_each_group_takes_the_turns_that_its_environment_wants(tmp_path: Path, processes: bool) -> None:
-    folder = run(tmp_path, "talking", processes=processes, lag=1, turns=8)
+def test_each_group_takes_the_turns_that_its_environment_wants(tmp_path: Path) -> None:
+    assert_turns(run(tmp_path, "talking", lag=1, turns=8))
+
+
+def assert_turns(folder: Path) -> None:
     turns = [ordinal % 3 + 1 for ordinal in range(UPDATES * BATCH)]
     batches = [turns[update * BATCH : (update + 1) * BATCH] for update in range(UPDATES)]
     assert [row["turns_mean"] for row in rows(folder)] == [sum(b) / BATCH for b in batches]
@@ -617,15 +646,15 @@ def test_a_call_has_the_name_that_it_is_given() -> None:
     assert not check(made)
     shown = [line.partition("# ")[2].partition(",")[0] for line in str(made).splitlines() if "#" in line]
     assert {"asks", "answers", "solver"} < set(shown)
-    assert prefixes(made) == {
-        "broadcast": ("",),
-        "asks": ("", "asks."),
-        "broadcast_2": ("broadcast_2.",),
-        "answers": ("answers.",),
-        "fake_score": ("",),
-        "fake_update": ("",),
-        "worth": ("worth.",),
-        "solver:fake_update": ("solver.",),
+    assert columns_of(made) == {
+        "broadcast": {"broadcast"},
+        "asks": {"fake_generate", "asks.fake_generate"},
+        "broadcast_2": {"broadcast_2.broadcast"},
+        "answers": {"answers.fake_generate"},
+        "fake_score": {"fake_score"},
+        "fake_update": {"fake_update"},
+        "worth": {"worth.fake_score"},
+        "solver:fake_update": {"solver.fake_update"},
     }
 
 

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from penstock.graph import Policy, Prompts, broadcast, check, load, program, trace
 from penstock.nodes.advantage import group_advantage
-from penstock.nodes.generate import generate
+from penstock.nodes.environments.guessing_game import guessing_game
+from penstock.nodes.generate import converse, generate
 from penstock.nodes.learn.losses import Loss, Sampled, importance_weighted, ppo, tis
 from penstock.nodes.learn.optimizer import cosine, linear
 from penstock.nodes.learn.update import policy_update
-from penstock.nodes.score import length, math_answer, score
+from penstock.nodes.score import length, math_answer, penalize_overlong, score
 from penstock.runtime.cli.children import answer
 
 from .faults import assert_told, marked
@@ -118,6 +119,19 @@ def test_bounds_between_which_there_is_nothing_are_refused(
         return policy_update(policy, rollouts, advantage, loss=ppo)
 
     assert [(f.code, f.what, f.given) for f in check(trace(bounded))] == faults
+
+
+@pytest.mark.parametrize(("options", "faults"), [({}, [RANGE]), ({"max_length": 40}, [])])
+def test_a_price_on_the_length_of_conversations_needs_the_longest_one(
+    options: dict[str, Any], faults: list[str]
+) -> None:
+    @program
+    def brief(policy: Policy, prompts: Prompts) -> Policy:
+        rollouts, _ = converse(prompts, broadcast(policy), environment=guessing_game, turns=3, samples=4)
+        rewards = penalize_overlong(score(rollouts, by=math_answer), rollouts, buffer=4, **options)
+        return policy_update(policy, rollouts, group_advantage(rewards), loss=ppo)
+
+    assert [fault.code for fault in check(trace(brief))] == faults
 
 
 FACTORS = "a finite number of at least 0"

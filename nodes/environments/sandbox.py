@@ -1,14 +1,16 @@
 """Runs a piece of Python that a model wrote in a short-lived process, isolated by bubblewrap (`bwrap`).
 
-The process has no network, no files but the interpreter's own (read-only), and no other process in sight. It is one
-task: it can start neither processes nor threads, so that its memory limit is that of the whole call. A filter of system
-calls refuses memory that belongs to no process (shared memory, message queues, memfd) and what only an attack needs.
-`isolation` tries all of this once before any code runs, and refuses where it does not hold. Linux only.
+The process has no network, no files but the interpreter's own (read-only), its input as `/dev/stdin` and `/dev/null`,
+and no other process in sight. It can start threads, which share its memory and its computing time, and no processes, so
+that its limits are those of the whole call. A filter of system calls refuses these, memory that belongs to no process
+(shared memory, message queues, memfd) and what only an attack needs. `isolation` tries all of this once before any code
+runs, and refuses where it does not hold. Linux only.
 
 sandbox=False runs without: resource limits, `python -I`, an empty folder, and an audit hook that refuses processes,
 network and files. That stops accidents, not an attacker: one line of code removes the hook.
 """
 
+import errno
 import math
 import os
 import platform
@@ -21,9 +23,10 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import cycle
 from pathlib import Path
 from threading import Lock
 from time import monotonic, sleep
@@ -34,11 +37,13 @@ from penstock.graph.types import NodeWarning
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 # Environment variables that the process gets: the run's mark, by which what a killed run left behind is found.
 _PASSED_ON = ("PENSTOCK_RUN",)
+# And one of its own: each thread's own heap would take 64 MiB of what the limit on memory counts.
+_SET = {"MALLOC_ARENA_MAX": "1"}
 _SYSTEM = ("/usr", "/lib", "/lib64")
 _GLANCE_S, _PAUSE_S = 0.05, 0.001
-# The user ("nobody") that a call runs as where this process is root: the kernel exempts root from the limit on
-# processes.
-_OVERFLOW_USER = 65534
+# The users that calls run as where this process is root, in turn: the kernel exempts root from the limit on threads,
+# and counts those of a user, so of all calls that have the same. systemd lists these numbers as nobody's.
+_USERS = cycle(range(65520, 65534))
 _FIRST_LOOK = Lock()
 _PROBE = """
 import os, socket
@@ -81,13 +86,13 @@ class Answer:
     late: bool = False
 
 
-def run_python(code: str, limits: Limits, wrapper: Sequence[str], stdin: str = "") -> Answer:
+def run_python(code: str, limits: Limits, wrapper: Sequence[str], stdin: str = "", *, errors: bool = True) -> Answer:
     """Run `code` in a process that the command `wrapper` isolates: that of `isolation()`, or () for none. `stdin` is
-    its standard input.
+    its standard input. Without `errors`, what it writes to its standard error, such as warnings, is no output.
 
     Returns within `limits.seconds` and the time that a kill takes. Can be called from many threads.
     """
-    process = _start(code, stdin, limits, wrapper)
+    process = _start(code, stdin, limits, wrapper, errors)
     try:
         output, late = _listen(process, monotonic() + limits.seconds, limits.max_output)
     finally:
@@ -137,7 +142,8 @@ def _find_isolation() -> tuple[tuple[str, ...], str]:
     for above in reversed(Path(sys.base_prefix).parents[:-1]):
         binds += ["--perms", "0755", "--dir", str(above)]
     binds += ["--ro-bind", sys.base_prefix, sys.base_prefix]
-    command = (path, *kind, "--die-with-parent", "--new-session", *binds, "--remount-ro", "/", "--chdir", "/")
+    binds += ["--perms", "0755", "--dir", "/dev", "--dev-bind", os.devnull, os.devnull]
+    command = (path, *kind, "--die-with-parent", "--new-session", *binds)
     tried = run_python(_PROBE, Limits(20.0, 10, 256, 1000), command)
     if tried.late:
         return (), "bubblewrap that does not answer"
@@ -168,53 +174,79 @@ _REFUSED_CALLS = {
     "process_vm_readv": (310, 270),
     "inotify_init": (253, -1),
     "inotify_init1": (294, 26),
+    "fork": (57, -1),
+    "vfork": (58, -1),
+    # Can give a thread descriptors of its own.
+    "close_range": (436, 436),
 }
+# The call that starts processes, and threads where it has these flags: of one process, with its descriptors, since the
+# limit on these is each table's. And the newer one, whose flags no filter sees: where that is missing (ENOSYS), the C
+# library takes the older.
+_CLONE, _CLONE_THREAD_FILES = (56, 220), 0x00010000 | 0x00000400
+_CLONE3 = 435
 
 
 def _call_filter() -> bytes:
-    """A seccomp program: system calls of another architecture and `_REFUSED_CALLS` fail with EPERM, others are free.
+    """A seccomp program: system calls of another architecture, `_REFUSED_CALLS` and what starts a process fail with
+    EPERM, others are free.
 
     An instruction is (code, jump if true, jump if false, constant); see seccomp(2) and linux/bpf_common.h.
     """
-    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06
-    allow, refuse = 0x7FFF0000, 0x00050000 | 1
+    load, equal, at_least, mask, give = 0x20, 0x15, 0x35, 0x54, 0x06
+    allow, refuse, unknown = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
     arch = _ARCHITECTURES[platform.machine()]
     column = list(_ARCHITECTURES).index(platform.machine())
     calls = [numbers[column] for numbers in _REFUSED_CALLS.values() if numbers[column] >= 0]
     count = len(calls)
-    program = [(load, 0, 0, 4), (equal, 0, count + 3, arch), (load, 0, 0, 0), (at_least, count + 1, 0, 0x40000000)]
-    program += [(equal, count - index, 0, call) for index, call in enumerate(calls)]
-    program += [(give, 0, 0, allow), (give, 0, 0, refuse)]
+    # The number of a call is at 0, the architecture at 4, the first argument at 16. The last three are what the others
+    # lead to.
+    program = [(load, 0, 0, 4), (equal, 0, count + 8, arch), (load, 0, 0, 0), (at_least, count + 6, 0, 0x40000000)]
+    program += [(equal, count - index + 5, 0, call) for index, call in enumerate(calls)]
+    program += [(equal, 4, 0, _CLONE3), (equal, 0, 5, _CLONE[column]), (load, 0, 0, 16)]
+    program += [(mask, 0, 0, _CLONE_THREAD_FILES), (equal, 2, 1, _CLONE_THREAD_FILES)]
+    program += [(give, 0, 0, unknown), (give, 0, 0, refuse), (give, 0, 0, allow)]
     return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
 
 
-def _start(code: str, stdin: str, limits: Limits, wrapper: Sequence[str]) -> "subprocess.Popen[bytes]":
+def _start(code: str, stdin: str, limits: Limits, wrapper: Sequence[str], errors: bool) -> "subprocess.Popen[bytes]":
     """Start a process that runs `code`, in a session of its own, so that all of it can be killed."""
     # The alarm, one second after the deadline, is for a process whose parent has died.
-    user = _OVERFLOW_USER if wrapper and os.getuid() == 0 else -1
-    given = code.encode(errors="replace")
-    numbers = (len(given), limits.cpu_seconds, limits.memory_mib, math.ceil(limits.seconds) + 1, user, int(not wrapper))
-    child = [os.path.realpath(sys.executable), "-I", "-S", "-c", _CHILD.read_text(), *map(str, numbers)]
-    with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as calls:
-        source.write(given + stdin.encode(errors="replace"))
-        source.seek(0)
-        command = child
+    user = next(_USERS) if wrapper and os.getuid() == 0 else -1
+    numbers = (limits.cpu_seconds, limits.memory_mib, math.ceil(limits.seconds) + 1, user, int(not wrapper))
+    given = stdin.encode(errors="replace")
+    with ExitStack() as files:
+        source, entry = _file(files, code.encode(errors="replace")), _file(files, given)
+        passed, isolated = [source], list[str]()
         if wrapper:
-            calls.write(_call_filter())
-            calls.seek(0)
-            command = [*wrapper, "--seccomp", str(calls.fileno()), "--", *child]
+            # A copy, since the sandbox reads it to its end, where the process's own input is to begin.
+            named, calls = _file(files, given), _file(files, _call_filter())
+            passed += [named, calls]
+            isolated = [*wrapper, "--perms", "0444", "--ro-bind-data", str(named), "/dev/stdin"]
+            isolated += ["--remount-ro", "/", "--chdir", "/", "--seccomp", str(calls), "--"]
+        child = [os.path.realpath(sys.executable), "-I", "-S", "-c", _CHILD.read_text()]
         # The folder is removed when the process has entered it: nothing is left, and nothing can be written there.
-        with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-            return subprocess.Popen(
-                command,
-                stdin=source,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                cwd="/" if wrapper else folder,
-                env={name: os.environ[name] for name in _PASSED_ON if name in os.environ},
-                start_new_session=True,
-                pass_fds=(calls.fileno(),) if wrapper else (),
-            )
+        folder = files.enter_context(tempfile.TemporaryDirectory(prefix="penstock-"))
+        return subprocess.Popen(
+            [*isolated, *child, *map(str, (source, *numbers, int(errors)))],
+            stdin=entry,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd="/" if wrapper else folder,
+            env=_SET | {name: os.environ[name] for name in _PASSED_ON if name in os.environ},
+            start_new_session=True,
+            pass_fds=passed,
+        )
+
+
+def _file(files: ExitStack, content: bytes) -> int:
+    """The descriptor of a file without a name, at its begin, for reading alone: one for writing could take the disk
+    (fallocate), whatever the limit on the sizes of files."""
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        descriptor = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY)
+    files.callback(os.close, descriptor)
+    return descriptor
 
 
 def _listen(process: "subprocess.Popen[bytes]", deadline: float, max_output: int) -> tuple[bytes, bool]:

@@ -1,9 +1,9 @@
 """The process of a tool: it sets limits, then runs code that a model has written. Never imported.
 
-Started as `python -I -S -c THIS BYTES CPU_SECONDS MEMORY_MIB ALARM_SECONDS USER GUARD`. The first BYTES of its standard
-input, a file, are the code, and what follows is the code's own standard input. USER is the user that root becomes (-1:
-the process keeps its own). GUARD is 1 where no kernel namespace keeps files, network and processes away: then an audit
-hook refuses them. The hook stops accidents, not an attacker.
+Started as `python -I -S -c THIS CODE CPU_SECONDS MEMORY_MIB ALARM_SECONDS USER GUARD ERRORS`. CODE is the descriptor of
+a file with the code; standard input is the code's own. USER is the user that root becomes (-1: the process keeps its
+own). GUARD is 1 where no kernel namespace keeps files, network and processes away: then an audit hook refuses them. The
+hook stops accidents, not an attacker. ERRORS is 0 where nobody reads what is written to standard error.
 """
 
 import ast
@@ -17,6 +17,19 @@ from typing import Any
 REFUSED = ("os.", "socket.", "subprocess.", "shutil.", "ctypes.", "pty.", "resource.", "signal.", "syslog.", "fcntl.")
 READS = ("open", "os.listdir", "os.scandir")
 MODULES = ("ctypes", "_ctypes", "_posixsubprocess", "multiprocessing")
+DEVICES = ("/dev/stdin", "/dev/null")
+# What the kernel keeps of a thread no other limit counts, and one that is made without the C library needs no memory of
+# its own. This one counts the user's threads: in the sandbox those of the call. Before Linux 5.14 it counts all threads
+# of a user who is not root, and without the sandbox always: there is none there.
+THREADS = 4096
+
+
+def lower(kind: int, soft: int, hard: int) -> None:
+    """Set a limit of this process, which nothing can raise again; a hard one that is lower already stays."""
+    most = resource.getrlimit(kind)[1]
+    if most != resource.RLIM_INFINITY:
+        soft, hard = min(soft, most), min(hard, most)
+    resource.setrlimit(kind, (soft, hard))
 
 
 def limit(cpu_seconds: int, memory_mib: int, alarm_seconds: int, user: int) -> None:
@@ -27,12 +40,11 @@ def limit(cpu_seconds: int, memory_mib: int, alarm_seconds: int, user: int) -> N
         (resource.RLIMIT_AS, (size, size)),
         (resource.RLIMIT_FSIZE, (0, 0)),
         (resource.RLIMIT_CORE, (0, 0)),
-        (resource.RLIMIT_NPROC, (0, 0)),
         # Pipes and sockets have memory of their own, which no other limit counts.
         (resource.RLIMIT_NOFILE, (64, 64)),
         (resource.RLIMIT_MEMLOCK, (0, 0)),
     ):
-        resource.setrlimit(kind, bounds)
+        lower(kind, *bounds)
     if user >= 0:
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -51,7 +63,7 @@ def guard() -> None:
         if event in READS:
             path, flags = args[0], args[2] if event == "open" else 0
             known = isinstance(path, str | bytes) and (realpath(fsdecode(path)) + os.sep).startswith(library)
-            if isinstance(path, int) or (known and not (flags or 0) & writing):
+            if isinstance(path, int) or path in DEVICES or (known and not (flags or 0) & writing):
                 return
         elif not event.startswith(REFUSED) and not (event == "import" and args[0] in MODULES):
             return
@@ -72,8 +84,11 @@ def run(code: str) -> int:
             value = eval(compile(ast.Expression(last.value), "<call>", "eval"), scope)
             if value is not None:
                 print(repr(value))
-    except SystemExit:
-        return 0
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 255
+        print(end.code)
+        return 1
     except BaseException as error:
         print(f"{type(error).__name__}: {error}".removesuffix(": "))
         return 1
@@ -81,13 +96,17 @@ def run(code: str) -> int:
 
 
 if __name__ == "__main__":
-    _size, _cpu, _memory, _alarm, _user, _guarded = map(int, sys.argv[1:])
-    # Not through a buffer, which would read on.
-    _code = os.read(0, _size).decode()
+    _file, _cpu, _memory, _alarm, _user, _guarded, _errors = map(int, sys.argv[1:])
+    with open(_file, encoding="utf-8", newline="") as _source:
+        _code = _source.read()
+    if not _errors:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     # What a program has that is started by itself, and `-S` leaves out.
     sys.argv = [""]
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
     limit(_cpu, _memory, _alarm, _user)
     if _guarded:
         guard()
+    else:
+        lower(resource.RLIMIT_NPROC, THREADS, THREADS)
     sys.exit(run(_code))

@@ -105,7 +105,7 @@ class DecodePass:
             activation=[*elementwise.ACTIVATIONS].index(family.activation),
             eps=config.rms_norm_eps,
             offset=family.norm_offset,
-            scale=float(torch.tensor(model.model.embed_tokens.scale, dtype=dtype)),
+            scale=float(model.model.embed_tokens.factor(dtype)),
         )
 
     def pack(self) -> None:

@@ -1,9 +1,11 @@
 """Which engine a call of `generate` has, and what one that is not ours cannot do: `check` says so before a run."""
 
-from penstock.graph.engines import ENGINES, OURS
+from penstock.graph.engines import ENGINES, OURS, EngineKind
 from penstock.graph.errors import Fault, GraphError
 from penstock.graph.requires import Call
 from penstock.graph.types import Context
+from penstock.nodes.generate.kv_cache import cache_length
+from penstock.nodes.model.config import ModelConfig
 from penstock.nodes.open_model import ModelSpec, spec_of
 
 
@@ -43,13 +45,42 @@ def engine_lacks(engine: str, context: Context, temperature: float, spec: ModelS
             bool(precision) and not kind.narrow,
             f"those of the run's dtype, or --engine {OURS}",
         ),
+        **(_of_long_texts(kind, context, spec.config) if spec is not None else {}),
         f"temperature {temperature}": (
-            0 < temperature < kind.coldest,
-            f"0, or at least {kind.coldest}, as {engine} has it",
+            0 < temperature < kind.coldest or temperature > kind.hottest,
+            f"0, or {kind.coldest:g} to {kind.hottest:g}, as {engine} has it",
+        ),
+        f"heads {spec.config.head_dim if spec is not None else 0} wide on a CPU": (
+            spec is not None
+            and context.device == "cpu"
+            and bool(kind.heads_on_cpu)
+            and spec.config.head_dim not in kind.heads_on_cpu,
+            f"heads {', '.join(map(str, kind.heads_on_cpu))} wide, which {engine} has there, or --engine {OURS}",
         ),
         "a mesh of several ranks": (bool(other), f"more replicas (--generators), or --engine {OURS}"),
     }
     return [(given, needed) for given, (lacks, needed) in needs.items() if lacks]
+
+
+def _of_long_texts(kind: EngineKind, context: Context, config: ModelConfig) -> dict[str, tuple[bool, str]]:
+    """What of a model the engine cannot do in texts as long as a run's, by (given, (lacks, needed))."""
+    length, window = cache_length(config.max_position_embeddings, context), config.sliding_window
+    scaling = config.rope_scaling
+    shorter = f"(less --max-tokens, or --max-prompt), or --engine {OURS}"
+    mixed = len({*config.layer_types}) > 1 and config.model_type in kind.one_window
+    told = {
+        f"a {config.model_type} some of whose layers have a window, and texts of {length} tokens": (
+            mixed and window is not None and length > window,
+            f"texts of at most {window} tokens, which need none {shorter}",
+        )
+    }
+    if scaling is not None and scaling.rope_type == "yarn":
+        most = int(scaling.factor * scaling.original_max_position_embeddings)
+        told[f"rotary scaling yarn for {most} positions, and texts of {length} tokens"] = (
+            length > most and not kind.stretches,
+            f"at most {most} tokens {shorter}",
+        )
+    return told
 
 
 def can_decode(call: Call) -> None:

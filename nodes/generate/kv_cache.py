@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.graph.errors import Fault, GraphError
 from penstock.graph.requires import Call
-from penstock.graph.types import MAX_PROMPT, Context, Prompts
+from penstock.graph.types import Context, Prompts
 from penstock.nodes.data import FilePrompts
 from penstock.nodes.generate.attention import attend, stored_dtype
 from penstock.nodes.generate.cuda_graph import Graphs
@@ -52,19 +52,24 @@ class CacheSize:
         config, positions = self.config, self.config.num_hidden_layers * self.length * self.slots
         taken = 2 * positions * config.num_key_value_heads * config.head_dim * self.stored.itemsize
         taken += self.routes * 2 * positions * config.num_experts_per_tok
-        if torch.device(self.device).type == "cuda":
-            # What torch holds and has not given out counts as taken for the driver.
-            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            available = torch.cuda.mem_get_info(self.device)[0] + unused
-        else:
-            available = psutil.virtual_memory().available
-        if taken > available:
-            raise ValueError(
-                f"generate: given {self.slots} slots of {self.length} positions, whose keys and values take {taken} "
-                f"bytes ({taken / 2**30:.1f} GiB), needed at most the {available} bytes ({available / 2**30:.1f} GiB) "
-                f"that {self.device} has left: give fewer --slots or fewer --max-tokens, or the program an option "
-                f"max_prompt (tokens of the longest prompt) below {self.length - self.max_tokens}"
-            )
+        require_memory(taken, self.slots, self.length, self.max_tokens, self.device)
+
+
+def require_memory(nbytes: int, slots: int, length: int, max_tokens: int, device: str) -> None:
+    """Raises ValueError if a device has less memory left than the cache of so many slots takes."""
+    if torch.device(device).type == "cuda":
+        # What torch holds and has not given out counts as taken for the driver.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        available = torch.cuda.mem_get_info(device)[0] + unused
+    else:
+        available = psutil.virtual_memory().available
+    if nbytes > available:
+        raise ValueError(
+            f"generate: given {slots} slots of {length} positions, whose keys and values take {nbytes} "
+            f"bytes ({nbytes / 2**30:.1f} GiB), needed at most the {available} bytes ({available / 2**30:.1f} GiB) "
+            f"that {device} has left: give fewer --slots or fewer --max-tokens, or --max-prompt "
+            f"(tokens of the longest prompt) below {length - max_tokens}"
+        )
 
 
 class Cache:
@@ -140,8 +145,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Te
 
 
 def cache_length(positions: int, context: Context) -> int:
-    """Positions of a slot: a prompt of `max_prompt` tokens (an option of the program) and a response, at most the
-    `positions` of the model's context.
+    """Positions of a slot: a prompt of `max_prompt` tokens and a response, at most the `positions` of the model's
+    context.
 
     Raises GraphError for a `max_tokens` that leaves no room for a prompt.
     """
@@ -149,12 +154,15 @@ def cache_length(positions: int, context: Context) -> int:
     if not 1 <= context.max_tokens < positions:
         needed = f"1 to {positions - 1}: the model's context has {positions} tokens, and a prompt takes at least one"
         raise GraphError(Fault("out-of-range", "--max-tokens", str(context.max_tokens), needed))
-    return min(positions, int(context.options.get("max_prompt", MAX_PROMPT)) + context.max_tokens)
+    return min(positions, context.max_prompt + context.max_tokens)
 
 
 def needed_prompt(length: int, context: Context) -> str:
     """The bound on a prompt, or a conversation so far, in a slot of `length` positions: a text for errors."""
-    return f"at most {length - context.max_tokens}: the context of {length} less max_tokens {context.max_tokens}"
+    most = length - context.max_tokens
+    if most == context.max_prompt:
+        return f"at most {most} (--max-prompt)"
+    return f"at most {most}: the model's context of {length} less --max-tokens {context.max_tokens}"
 
 
 def room(call: Call) -> None:

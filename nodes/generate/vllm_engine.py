@@ -9,13 +9,14 @@ may be. Version 0.32 is tested, on a CPU; on a GPU it is open. A program may say
 - A new version is loaded between two steps. vLLM then computes the cache of all rows in work anew, so that each token
   is of one version, its history included; its own spans say which.
 - `--mesh generator=tp2`: each rank of a replica is an engine (`external_launcher`), with its part of the weights.
-- What it computes with is not the bytes that were proved: it has copies, fused and packed. So the first group that is
-  finished with tokens of a version is scored by the trainer's forward, with the proved bytes (`mismatch`). Beyond
-  `--mismatch-limit` the run stops, and says which weights vLLM computes otherwise.
+- What it computes with is not the bytes that were proved: it has copies, fused and packed. So the first 128 tokens or
+  more of a version, by groups that are finished, are scored by the trainer's forward, with the proved bytes
+  (`mismatch`). Beyond `--mismatch-limit` the run stops, and says which weights vLLM computes otherwise.
 - Metrics, beside those of `generate`: `weights_copied`, the bytes of a version that had to be copied for vLLM.
 
 Refused: `--versions pinned` and `--deterministic`, for what a row says depends on its neighbours in the last digits;
-adapters, weights of eight bits, mixtures of experts, Gemma 3, and other axes than `tp`. It keeps its memory between
+adapters, weights of eight bits, mixtures of experts, Gemma 3, windows of some layers of a Qwen, texts beyond `yarn`'s
+positions, on a CPU heads of widths that its kernels lack, and other axes than `tp`. It keeps its memory between
 batches. `reply` keeps our own engine.
 """
 
@@ -37,6 +38,7 @@ from penstock.graph.types import Context, Metrics, Rollouts
 from penstock.nodes.generate.conversation import Response, SampledGroup
 from penstock.nodes.generate.engines import engine_lacks
 from penstock.nodes.generate.groups import GroupStream, Holder
+from penstock.nodes.generate.kv_cache import require_memory
 from penstock.nodes.generate.sampling import MOST_MISMATCH, mismatch
 from penstock.nodes.generate.vllm_weights import BACKEND, fused_parameters, share_words, suspects
 from penstock.nodes.learn.batching import sampled_mask
@@ -56,6 +58,10 @@ from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniP
 
 # Positions of a block of vLLM's cache, at most.
 BLOCK = 128
+# Tokens of a step, at least: as many as vLLM has by itself, which refuses more slots.
+STEP = 2048
+# Tokens of a version that are compared with the trainer's: one alone may be far off by rounding.
+COMPARED = 128
 
 
 def _device(otherwise: int) -> int:
@@ -90,16 +96,25 @@ class VllmModel:
 
     def __init__(self, context: Context, stream: GroupStream) -> None:
         spec, dtype = stream.spec, torch_dtype(context.dtype)
-        self.version, self.unmeasured = -1, False
+        self.version = -1
+        # Of the live version: tokens that were compared, and their distances all in all, nats.
+        self.compared, self.apart = 0, 0.0
         ranks = Ranks.of(context)
         self.reference = open_part(spec, context, ranks)
         self.copied = 0
         self.limit = context.mismatch_limit or MOST_MISMATCH[dtype]
         self.sinks: dict[str, Callable[[Any], None]] = {}
         self.requests = 0
+        on_cpu = context.device == "cpu"
         config, blocks = spec.config, -(-stream.length // BLOCK) + 1
         heads = max(1, config.num_key_value_heads // ranks.count)
         token = 2 * config.num_hidden_layers * heads * config.head_dim * dtype.itemsize
+        # As much as all slots can fill. vLLM would say so by settings of its own.
+        cache = token * BLOCK * blocks * (context.slots + 1)
+        require_memory(cache, context.slots, stream.length, context.max_tokens, context.device)
+        # On a CPU it fails where a step has a part of a prompt, or of what is computed anew: it cannot take back what
+        # was drawn there by a seed.
+        step = max(STEP, context.slots, stream.length) if on_cpu or context.slots > STEP else None
         with tempfile.TemporaryDirectory(prefix="penstock-vllm-") as folder:
             # Where no text is longer than its window, vLLM need not know of it.
             short = config.sliding_window is not None and stream.length <= config.sliding_window
@@ -116,15 +131,16 @@ class VllmModel:
                 seed=context.seed & 0x7FFFFFFF,
                 max_model_len=stream.length,
                 max_num_seqs=context.slots,
-                # As much as all slots can fill.
-                kv_cache_memory_bytes=token * BLOCK * blocks * (context.slots + 1),
+                max_num_batched_tokens=step,
+                enable_chunked_prefill=False if on_cpu else None,
+                kv_cache_memory_bytes=cache,
                 enable_prefix_caching=True,
                 # A step ends with its tokens: weights change between two.
                 async_scheduling=False,
                 logprobs_mode="processed_logprobs",
                 weight_transfer_config=WeightTransferConfig(backend=BACKEND),
                 # Graphs pay where launches are slow.
-                enforce_eager=context.device == "cpu",
+                enforce_eager=on_cpu,
                 disable_log_stats=True,
                 tensor_parallel_size=ranks.count,
                 # Each rank has an engine, which gets the same requests in the same order.
@@ -147,7 +163,7 @@ class VllmModel:
         engine.collective_rpc("finish_weight_update")
         engine.set_weight_version(str(version))
         engine.reset_prefix_cache(reset_running_requests=True)
-        self.version, self.unmeasured = version, True
+        self.version, self.compared, self.apart = version, 0, 0.0
 
     def _note_copied(self, nbytes: int) -> None:
         self.copied += nbytes
@@ -173,16 +189,21 @@ class VllmModel:
         if abort and names:
             self.engine.abort_request(list(names))
 
+    def live_tokens(self, rollouts: Rollouts) -> int:
+        """How many tokens the live version has sampled."""
+        return int((sampled_mask(rollouts) & (rollouts.versions_NT == self.version)).sum())
+
     def prove(self, rollouts: Rollouts, where: str) -> float:
         """The mean |difference| to the trainer's log-probabilities over the tokens of the live version, nats. Raises
-        UntrustedError beyond the limit."""
-        self.unmeasured = False
-        found = mismatch(self.reference, rollouts, self.version)
-        if found <= self.limit:
+        UntrustedError where that of all which were compared is beyond the limit, as if there were `COMPARED`."""
+        found, tokens = mismatch(self.reference, rollouts, self.version), self.live_tokens(rollouts)
+        self.compared, self.apart = self.compared + tokens, self.apart + found * tokens
+        if self.apart <= self.limit * max(self.compared, COMPARED):
             return found
         wrong = suspects(self.model, self.reference)
         told = f"suspected: {', '.join(wrong)}" if wrong else "each linear map by itself computes as it should"
-        given = f"log-probabilities of vllm that are {found:.3g} nats from the trainer's in the mean"
+        mean = self.apart / self.compared
+        given = f"log-probabilities of vllm that are {mean:.3g} nats from the trainer's in the mean"
         needed = f"at most {self.limit:g} (--mismatch-limit): it does not compute with the weights that arrived"
         what = f"{where}: weights of version {self.version} [mismatch]"
         raise UntrustedError(f"{what}: given {given}, needed {needed}; {told}")
@@ -300,8 +321,7 @@ class VllmEngine(GroupStream):
     def measured(self, group: SampledGroup, rollouts: Rollouts) -> Metrics:
         # No entry of its cache is older than the live weights.
         figures: Metrics = {"stale_cache": 0.0}
-        there = bool((sampled_mask(rollouts) & (rollouts.versions_NT == self.vllm.version)).any())
-        if self.comparable and self.vllm.unmeasured and there:
+        if self.comparable and self.vllm.compared < COMPARED and self.vllm.live_tokens(rollouts):
             figures["mismatch"] = self.vllm.prove(rollouts, f"generate, group {group.prompts.ordinals[0]}")
             figures["weights_copied"] = float(self.vllm.copied)
         return figures

@@ -437,9 +437,14 @@ def optimizer_steps(
     with the past groups that a buffer has added. Where their number does not divide, some minibatches have one group
     more than others, which ones is a function of the numbers. `term` is the number of the term of the loss: each cuts
     its own rows. Those behind the first, 0, may have fewer groups than there are minibatches. Raises ValueError for
-    fewer groups than minibatches of the first, and for less than one epoch.
+    none, for fewer groups than minibatches of the first, and for less than one epoch.
     """
     groups = [list(group) for _, group in groupby(range(len(ordinals)), key=lambda row: ordinals[row])]
+    if not (groups or term):
+        needed = (
+            "one to learn from; where `cut` finds no prefix in any, none goes on (a prefix of 0 tokens is the prompt)"
+        )
+        raise ValueError(f"{context.node}: given a batch without a response, needed {needed}")
     if min(epochs, minibatches) < 1 or (len(groups) < minibatches and not term):
         given = f"epochs={epochs} and minibatches={minibatches} for a batch of {len(groups)} prompt groups"
         raise ValueError(f"{context.node}: given {given}, needed at least 1, and a prompt group for each minibatch")

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ MOST, MOST_LAYERS = 1 << 24, 1 << 14
 # Settings that the decoder has no choice of, in any family; null and a missing key mean the same.
 _FIXED = {"attention_dropout": 0.0, "is_causal": True}
 _KINDS = ("full_attention", "sliding_attention")
+# Fields that `ModelConfig` once did not have, all without a value by default.
+_ADDED = ("rope_local_base_freq", "query_pre_attn_scalar")
 
 
 class ModelError(ValueError):
@@ -116,6 +118,12 @@ class ModelConfig:
         if self.num_experts_per_tok > self.num_experts:
             given = f"num_experts_per_tok {self.num_experts_per_tok} and num_experts {self.num_experts}"
             raise ModelError(f"given {given}, needed at most as many for a token as there are")
+
+    def __repr__(self) -> str:
+        # Digests of models are made of it, and runs begun before a field was added go on with theirs.
+        told = {field.name: getattr(self, field.name) for field in fields(self)}
+        unsaid = [name for name in _ADDED if told[name] is None]
+        return f"ModelConfig({', '.join(f'{name}={value!r}' for name, value in told.items() if name not in unsaid)})"
 
     @property
     def family(self) -> Family:

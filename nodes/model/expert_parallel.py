@@ -3,8 +3,8 @@ GShard, Lepikhin et al., 2021, arXiv 2006.16668, section 3). What a token's K ex
 token's own rank, which adds it up in the order of one rank: outputs have the bits that they have there. Gradients of
 experts are sums over the tokens of all ranks, and equal those of one rank within rounding.
 
-Where ranks have tokens of their own (`Exchange`), rows go to their experts and back by two all-to-alls. Where all have
-the same ones (`Gather`), as those of a generator, nothing is sent there, and each rank sends all others what its
+Where ranks have tokens of their own (`TokenExchange`), rows go to their experts and back by two all-to-alls. Where all
+have the same ones (`Gather`), as those of a generator, nothing is sent there, and each rank sends all others what its
 experts have made.
 
 Shapes: D hidden width, E experts of a layer, O those of a rank, R ranks, M rows: a token has one for each of its
@@ -36,7 +36,7 @@ class Dealt(Protocol):
 
 
 @dataclass(frozen=True)
-class Exchange:
+class TokenExchange:
     """Ranks of `group` that have tokens of their own. All call it equally often, with gradients or without."""
 
     group: dist.ProcessGroup

@@ -101,8 +101,11 @@ class WordEmbedding(nn.Embedding):
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         found_BSD = self.words.look_up(tokens_BS, own_part(self.weight))
-        # The factor is rounded to the embedding's dtype, as transformers does it.
-        return found_BSD if self.scale == 1 else found_BSD * torch.tensor(self.scale, dtype=found_BSD.dtype)
+        return found_BSD if self.scale == 1 else found_BSD * self.factor(found_BSD.dtype)
+
+    def factor(self, dtype: torch.dtype) -> Tensor:
+        """`scale` in the dtype of the embedding, to which transformers rounds it."""
+        return torch.tensor(self.scale, dtype=dtype)
 
 
 def own_part(weight: Tensor) -> Tensor:

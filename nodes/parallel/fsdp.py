@@ -3,8 +3,8 @@
 The same interface as `DataParallelThreads`, for ranks in place of threads: all ranks are given the same micro-batches,
 each works on its share, and every rank gets all results. torch's own tools cut the weights: tensor parallelism by
 DTensor, then FSDP2 (HSDP over an axis "dp"). Over "pp" each rank has some of the layers (`PipelineStage`), over "ep"
-some of each layer's experts, to which tokens travel (`Exchange`): these are cut over "fsdp", and all other weights over
-"fsdp" and "ep" together.
+some of each layer's experts, to which tokens travel (`TokenExchange`): these are cut over "fsdp", and all other weights
+over "fsdp" and "ep" together.
 
 Invariant: the float32 shards are the master weights; what is computed with is gathered layer by layer, in the run's
 dtype.
@@ -48,7 +48,7 @@ from penstock.nodes.learn.batching import Packed, token_counts
 from penstock.nodes.learn.data_parallel_threads import count_not_finite
 from penstock.nodes.model import CausalLM, Decoder
 from penstock.nodes.model.decoder import Norm
-from penstock.nodes.model.expert_parallel import Exchange
+from penstock.nodes.model.expert_parallel import TokenExchange
 from penstock.nodes.model.lora import is_adapter
 from penstock.nodes.model.mlp import Experts
 from penstock.nodes.model.tensor_parallel import check_experts, check_tensor_parallel, stages_of, tensor_parallel
@@ -250,7 +250,7 @@ def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, R
     of_experts, dealt = mesh, list[nn.Module]()
     if ranks.size(EXPERT) > 1:
         of_experts = _device_mesh(ranks.mesh, model.device.type, with_experts=True)
-        model.deal_experts(Exchange(of_experts.get_group(EXPERT)))
+        model.deal_experts(TokenExchange(of_experts.get_group(EXPERT)))
         dealt = [module.experts for module in model.modules() if isinstance(module, Experts)]
     if ranks.size(TENSOR) > 1:
         for layer in layers:

@@ -16,9 +16,11 @@ import re
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -31,14 +33,15 @@ from penstock.graph.node import NodeDef
 from penstock.graph.program import trace_evaluation
 from penstock.graph.protocols import Finite, Pinned, Source, num_ranks
 from penstock.graph.requires import Check, opened, requirements
-from penstock.graph.types import Context
+from penstock.graph.types import Context, NodeWarning
 from penstock.runtime.cli.flags import ELSEWHERE
 from penstock.runtime.cli.parse import clashes, parse
+from penstock.runtime.cli.sources import own_files
 from penstock.runtime.cli.tracing import CommandError, faults_text
 from penstock.runtime.cluster.capabilities import axis_lack
-from penstock.runtime.cluster.cluster import ClusterError, SeenGpu
+from penstock.runtime.cluster.cluster import Cluster, ClusterError, SeenGpu
 from penstock.runtime.cluster.placement import read_meshes, spelled
-from penstock.runtime.control.run_config import EVALUATION, RunConfig, RunOptions, context_of
+from penstock.runtime.control.run_config import EVALUATION, RunConfig, RunOptions, choose_device, context_of
 from penstock.runtime.control.signals import (
     DONE,
     FAILED,
@@ -83,9 +86,26 @@ def kept_here() -> Iterator[None]:
         raise CommandError(own_frames()) from None
 
 
+@contextmanager
+def told_once(verb: str) -> Iterator[None]:
+    """A `NodeWarning` of a maker is a line of `check`; in a run the ranks' makers say it."""
+    show = warnings.showwarning
+
+    def tell(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if not issubclass(category, NodeWarning):
+            show(message, category, *where, **more)
+        elif verb == "check":
+            print(f"note: {visible(str(message))}", file=sys.stderr, flush=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = tell
+        yield
+
+
 def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
     """All that the parent wants to know of a program called with these words. Raises CommandError where it cannot be
     said, SystemExit after help or a usage error."""
+    before = set(sys.modules)
     try:
         with kept_here():
             program = load(name)
@@ -96,19 +116,26 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
     except GraphError as error:
         raise CommandError(str(error), 2) from None
     base = False
-    with kept_here():
+    with kept_here(), told_once(verb):
         graphs, faults = _trace(program, options, flags)
         made = list(graphs.values())
         if verb == "check":
             faults += clashes(program, "run").values()
         here = verb in ("check", "run") and flags.on not in ELSEWHERE
-        if verb == "check" and here:
-            wanted = flags.options(flags.model)
+        wanted = flags.options(flags.model) if here else None
+        if wanted is not None and not flags.on:
+            # What is wrong with a cluster file or a device, the parent says.
+            with suppress(ValueError):
+                cluster = Cluster.read(Path(flags.cluster)) if flags.cluster else Cluster.local(len(gpus()))
+                wanted = dataclasses.replace(wanted, device=choose_device(wanted.device, made, cluster))
+        if wanted is not None and plan is not None:
+            # The meshes of a plan fit its model. Whether this one has its shape, the parent says.
+            wanted = dataclasses.replace(wanted, mesh=())
+        if verb == "check" and wanted is not None:
             faults += [fault for fault, _ in unmet(made, wanted)]
             faults = faults or _tried(made, wanted)[0]
-            faults.sort(key=by_place)
-        elif here and not faults:
-            faults, pins = _tried(made, flags.options(flags.model))
+        elif wanted is not None and not faults:
+            faults, pins = _tried(made, wanted)
             flags = dataclasses.replace(flags, **pins)
         if here and not faults:
             makers = (opened(argument.maker) for graph in made for argument in graph.carried)
@@ -119,9 +146,10 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
         "flags": dataclasses.asdict(flags),
         "typed": typed,
         "plan": None if plan is None else plan.to_json(),
-        "faults": [dataclasses.asdict(fault) for fault in dict.fromkeys(faults)],
+        "faults": [dataclasses.asdict(fault) for fault in sorted(dict.fromkeys(faults), key=by_place)],
         "base": base,
         "gpus": gpus(),
+        "code": own_files({name: module for name, module in [*sys.modules.items()] if name not in before}),
         **{key: graph.to_json() for key, graph in graphs.items() if not faults or _is_read(graph)},
     }
 
@@ -262,7 +290,7 @@ def try_inputs(graphs: Sequence[Graph], flags: RunOptions, sources: dict[str, So
     faults: list[Fault] = []
     for graph in graphs:
         names = [thing.name for things in (graph.arguments, graph.nodes) for thing in things]
-        contexts = {name: context_of(name, graphs, flags, Context()) for name in names}
+        contexts = {name: context_of(name, graphs, flags, Context(device=flags.device)) for name in names}
         faults += check(graph, sources=sources, contexts=contexts)
     return list(dict.fromkeys(faults))
 

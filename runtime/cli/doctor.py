@@ -27,7 +27,7 @@ from rich.text import Text
 
 from penstock import cache_folder
 from penstock.runtime.cli.base_model import PROFILE
-from penstock.runtime.cli.flags import Output, read_flags
+from penstock.runtime.cli.flags import OutputFlags, read_flags
 from penstock.runtime.cli.tracing import CommandError, ask_child
 from penstock.runtime.cluster.cluster import THIS, Cluster, Cpu
 from penstock.runtime.cluster.gpus import Gpu, HostTime, Tflops, gpu_like
@@ -42,7 +42,7 @@ MARKS = {"ok": ("✓", "green"), "note": ("·", "yellow"), "lack": ("✗", "bold
 
 
 @dataclass(frozen=True)
-class DoctorFlags(Output):
+class DoctorFlags(OutputFlags):
     """Say what this machine has and lacks for running Penstock, and what follows from it.
 
     Exit status 1 if something is lacking that a run needs.

@@ -4,13 +4,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from penstock import module_command
 from penstock.runtime.cli.display import many
-from penstock.runtime.cli.flags import FolderFlags, Output, read_flags
+from penstock.runtime.cli.flags import FolderFlags, OutputFlags, read_flags
 from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.control.run_config import RunConfig, Shown
 from penstock.runtime.record.checkpoints import (
@@ -28,7 +28,7 @@ CHILD, MERGE = "penstock.runtime.tensor.dcp", "penstock.nodes.model.merge"
 
 
 @dataclass(frozen=True)
-class ExportFlags(Output, FolderFlags):
+class ExportFlags(OutputFlags, FolderFlags):
     """Write a carried value of a run's checkpoint for programs that read torch.distributed.checkpoint: float32 weights
     and the optimizer's moments, whole, whatever mesh wrote them.
 
@@ -63,13 +63,13 @@ def main(argv: Sequence[str]) -> int:
     saved = _chosen(folder, flags.update)
     # A fresh folder, which gets its name when it is whole.
     fresh = out.with_name(f".{out.name}.{os.getpid()}.part")
-    command = [sys.executable, "-m", CHILD, saved.folder, pools[0].replicas[0].name, flags.value, flags.to, fresh]
+    command = module_command(CHILD, saved.folder, pools[0].replicas[0].name, flags.value, flags.to, fresh)
     if flags.to == "merged":
-        command = [sys.executable, "-m", MERGE, saved.folder / flags.value, fresh]
+        command = module_command(MERGE, saved.folder / flags.value, fresh)
     try:
         fresh.mkdir(parents=True)
         with in_use(saved):
-            done = subprocess.run([str(word) for word in command], stderr=subprocess.PIPE, text=True, check=False)
+            done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             raise CommandError(f"{flags.value} could not be exported: {done.stderr.rstrip()}")
         os.rename(fresh, out)

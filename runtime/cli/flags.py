@@ -123,7 +123,7 @@ class FolderFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Output:
+class OutputFlags:
     """Flags of every verb that tells something"""
 
     json: bool = False
@@ -131,7 +131,7 @@ class Output:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProgramFlags(Output):
+class ProgramFlags(OutputFlags):
     """Flags of every verb that takes a PROGRAM"""
 
     config: Annotated[str, Shown("FILE", "none")] = ""
@@ -139,7 +139,7 @@ class ProgramFlags(Output):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartFlags(Output):
+class StartFlags(OutputFlags):
     """Flags of every verb that starts a run"""
 
     in_process: bool = False
@@ -253,8 +253,10 @@ class Planning:
     """How long responses are, in tokens: a lognormal, a file with a length per line, or a finished run's folder."""
     max_tokens: Positive = 4096
     """Tokens at which a response is cut."""
+    max_prompt: Positive = RunOptions.max_prompt
+    """Tokens of the longest prompt, or conversation before its last turn: each slot of a generator has room for it."""
     prompt_tokens: Count = 128
-    """Tokens of a prompt."""
+    """Tokens of a prompt, in the mean."""
     environment_s: Annotated[float, Meta(ge=0, le=1e9)] = 1.0
     """Seconds in which an environment answers one turn of a conversation, whose lengths are of all its turns."""
     kept: Annotated[float | None, Shown("SHARE", "0.7 where the program has a filter")] = None
@@ -278,7 +280,7 @@ class Planning:
 
 
 @dataclass(frozen=True)
-class DrawingFlags(Output):
+class DrawingFlags(OutputFlags):
     """Flags of how a schedule is shown"""
 
     width: Count = 0
@@ -310,8 +312,9 @@ class SimulateFlags(DrawingFlags, ProgramFlags, Planning):
     """Which groups an update takes: the next ones in order, or those that are finished while the lag holds for all."""
     duration: Annotated[tuple[str, ...], Shown("NODE=S[~SIGMA] …")] = ()
     """Seconds of each node's firing, such as generate=0.05; generate=0.05~0.5 draws them from a lognormal with that
-    mean and sigma. publish, wire and swap are the parts of a weight sync. A fake node has its option ms by default. In
-    a plan, models and syncs have theirs, and other nodes take no time by default."""
+    mean and sigma. publish, wire and swap are the parts of a weight sync. A fake node has its option ms by default. A
+    generator works on as many groups at once as fill its --slots. In a plan, models and syncs have theirs, and other
+    nodes take no time by default."""
     segment: Annotated[tuple[str, ...], Shown("NODE=S …")] = ()
     """Seconds after which a node's firing pauses, such as generate=2, and goes on where a replica has room; by default
     never."""
@@ -321,7 +324,7 @@ class SimulateFlags(DrawingFlags, ProgramFlags, Planning):
     """Share of the turns after which the node that answers asks for another one, such as answer=0.5; by default all,
     up to the bound."""
     seed: Seed = RunOptions.seed
-    """Seed of the lengths of responses."""
+    """Seed of what is drawn: lengths of responses, seconds with a sigma, what filters drop and who asks again."""
 
 
 @dataclass(frozen=True)

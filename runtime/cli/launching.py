@@ -13,7 +13,7 @@ from shlex import quote
 from time import monotonic
 from typing import Any, cast
 
-from penstock import __version__
+from penstock import __version__, module_command
 from penstock.graph.errors import Fault
 from penstock.runtime.cli.display import Display, Line, clock, open_display, percent
 from penstock.runtime.cli.enrolling import Enrolled
@@ -25,8 +25,8 @@ from penstock.runtime.cluster.endpoints import tcp_endpoint
 from penstock.runtime.cluster.interpreters import interpreter_lacks
 from penstock.runtime.cluster.placement import Plan, spelled, why_not
 from penstock.runtime.control.early import Early
-from penstock.runtime.control.failure import MENDABLE
-from penstock.runtime.control.launcher import Launcher
+from penstock.runtime.control.failure import MENDABLE, FailureCode
+from penstock.runtime.control.launcher import QUIET_S, Launcher
 from penstock.runtime.control.listener import Listener, WireError
 from penstock.runtime.control.messages import read_record
 from penstock.runtime.control.run_config import RunConfig, RunOptions
@@ -39,11 +39,11 @@ from penstock.runtime.control.signals import (
     on_stop,
     wait_handing_on,
 )
-from penstock.runtime.record.checkpoints import latest_checkpoint, read_best
+from penstock.runtime.record.checkpoints import newest_usable, read_best
 from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.event_log import read_segments
 from penstock.runtime.record.folder import JOB, RunFolder
-from penstock.runtime.record.metrics import LOST, read_rows
+from penstock.runtime.record.metrics import LOST, read_undamaged
 from penstock.runtime.record.trackers import lacks
 from penstock.runtime.record.typed_json import ConfigFile
 from penstock.runtime.schedule.compile import Tables, check_rules
@@ -138,6 +138,8 @@ def launch(
         cluster,
         tell,
         grace=config.flags.grace,
+        # What ranks do not answer the controller says itself, and earlier.
+        deadline=max(config.flags.deadline, config.flags.startup_deadline) + QUIET_S,
         modules=config.modules(),
         desk=desk,
         starter=starter,
@@ -176,7 +178,7 @@ def go(
                 if flags.in_process:  # in one process that has the terminal, so that a debugger works
                     if early is not None:
                         early.close()
-                    command = [sys.executable, "-m", "penstock.runtime.cli.children", "run", str(folder.path)]
+                    command = module_command("penstock.runtime.cli.children", "run", folder.path)
                     status = wait_handing_on(subprocess.Popen(command), wish)
                     status = status if status in STATUS else FAILED
                 else:
@@ -284,21 +286,23 @@ def finish(
     command's `seconds`, the run's wall seconds before this command (`earlier`), and where a resume begins. If the
     summary cannot be written, the reason is added to `errors`.
     """
-    saved = latest_checkpoint(folder)
     try:
         summary: dict[str, Any] = folder.read_json("summary.json")
     except RecordError:
         # A controller that was killed, or whose disk is full, has written none.
-        summary = _made(folder, saved.accuracy if saved else {}, seconds)
+        summary = _made(folder, seconds)
+    cause = summary.get("cause") or cause
+    saved, damaged = newest_usable(folder, refused=cause == FailureCode.CHECKPOINT)
     ended = STATUS.get(status, "failed")
     # The controller may have lost what it said last.
     reasons = [summary["error"], *(errors if ended != summary["status"] else ())]
     summary |= {
         "status": ended,
         "error": "\n".join(dict.fromkeys(filter(None, reasons))),
-        "cause": summary.get("cause") or cause,
+        "cause": cause,
         "wall_s": round(summary["wall_s"] + earlier, 3),
         "checkpoint": saved.update if saved else 0,
+        **({"damaged": [place.name for place in damaged]} if damaged else {}),
         "command_s": round(seconds, 3),
     }
     try:
@@ -308,12 +312,14 @@ def finish(
     return summary
 
 
-def _made(folder: RunFolder, accuracy: Mapping[str, float | None], seconds: float) -> dict[str, Any]:
+def _made(folder: RunFolder, seconds: float) -> dict[str, Any]:
     """A summary of what the run has left, with the status open."""
-    rows = read_rows(folder.metrics)
+    rows, _ = read_undamaged(folder.metrics)
+    saved, _ = newest_usable(folder)
+    accuracy = saved.accuracy if saved else {}
     groups, last = sum(row.get("groups", 0) for row in rows), rows[-1] if rows else {}
-    # The scheduler knows the fates of groups at the end of the log. Where that cannot be read in a few seconds, the
-    # rows have the counts of updates that are done.
+    # The rows have the counts of updates that are done. The scheduler knows what came after these, if the log can be
+    # read in a few seconds; but a killed controller takes the last second of its log with it.
     lost = {name: sum(count for row in rows if isinstance(count := row.get(name), int)) for name in LOST}
     raised = ""
     with suppress(OSError, ValueError, KeyError, RecordError):
@@ -322,7 +328,8 @@ def _made(folder: RunFolder, accuracy: Mapping[str, float | None], seconds: floa
             scheduler = SegmentOrigin.from_json(log.facts).scheduler()
             for step in log.steps:
                 scheduler.handle(cast(Event, read_record(step.event)))
-            lost, raised = {**scheduler.ledger.outcomes, "retried": scheduler.ledger.retried}, scheduler.raised
+            known = {**scheduler.ledger.outcomes, "retried": scheduler.ledger.retried}
+            lost, raised = {name: max(count, known[name]) for name, count in lost.items()}, scheduler.raised
     return {
         "status": "",
         "accuracy_before": accuracy.get("before"),
@@ -365,13 +372,14 @@ def summary_text(summary: Mapping[str, Any], updates: int, folder: str, report: 
     for name, one in summary.get("tracked", {}).items():
         lacking = "" if one["complete"] else f" ({one['updates']} of {done} updates)"
         rows.append(("tracked", f"{name}: {one['where'] or 'its client opened nothing'}{lacking}"))
-    at = summary.get("checkpoint", 0)
-    if summary["status"] == "stopped" or (summary["status"] == "failed" and at):
+    at, damaged = summary.get("checkpoint", 0), summary.get("damaged", ())
+    if summary["status"] == "stopped" or (summary["status"] == "failed" and (at or damaged)):
         begin = f"update {at}" if at else "the beginning"
         if at < done:
             held = f"the last checkpoint, of update {at}" if at else f"{begin}, since there is no checkpoint"
             begin = f"{held} ({done - at} update{'s' if done - at > 1 else ''} will be done again)"
-        rows.append(("to go on", f"{command or f'penstock resume {quote(folder)}'}, from {begin}"))
+        first = "".join(f"move {quote(f'{folder}/checkpoints/{name}')} away, then " for name in damaged)
+        rows.append(("to go on", f"{first}{command or f'penstock resume {quote(folder)}'}, from {begin}"))
     return "\n".join(f"{name:<11}{value}" for name, value in rows)
 
 

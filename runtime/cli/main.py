@@ -5,6 +5,7 @@ SIGUSR1, as an engine does that takes the machine away, 130 stopped by Ctrl-C or
 nobody read the output to its end.
 """
 
+import codecs
 import difflib
 import importlib
 import json
@@ -13,6 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from io import TextIOWrapper
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _require_streams() -> None:
-    """Open /dev/null for each standard stream that the caller has closed (`>&-`), for children too."""
+    """Open /dev/null for each standard stream that the caller has closed (`>&-`), and have each take any text; for
+    children too."""
     # Else a pipe or socket of ours would get the number of the stream, and be written to.
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
@@ -113,6 +116,11 @@ def _require_streams() -> None:
                 os.close(opened)
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
+    # No run must end because the terminal's encoding, such as Latin-1, lacks a character: "?" is shown.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
+            stream.reconfigure(errors="replace")
+            os.environ["PYTHONIOENCODING"] = f"{stream.encoding}:replace"
 
 
 def _flushed(status: int) -> int:

@@ -79,8 +79,9 @@ def run_of(found: Planned, traced: Traced) -> RunPlan:
     graphs = [graph for graph in (traced.graph, traced.evaluation) if graph is not None]
     cluster = read_cluster(flags.cluster, cache_folder() / PROFILE)
     return run_plan(
-        found, graphs, cluster, program=traced.path, source=flags.cluster, max_tokens=flags.max_tokens, words=words
-    )
+        found, graphs, cluster, program=traced.path, source=flags.cluster, max_tokens=flags.max_tokens, words=words,
+        max_prompt=flags.max_prompt,
+    )  # fmt: skip
 
 
 def workload(graph: Graph, flags: Planning, batch: int) -> Workload:
@@ -97,6 +98,7 @@ def workload(graph: Graph, flags: Planning, batch: int) -> Workload:
         raise CommandError(f"--max-tokens: given {flags.max_tokens}, needed {needed}, and a prompt takes one", 2)
     return work_of(
         graph, roles, shape, batch, given_lengths(flags.lengths, flags.max_tokens), flags.max_tokens,
+        max_prompt=flags.max_prompt,
         prompt_tokens=flags.prompt_tokens, micro_tokens=flags.micro_tokens, environment_s=flags.environment_s,
         kept=kept,
     )  # fmt: skip
@@ -122,7 +124,7 @@ SAID = {
     "cache": "the cache",
     "weights": "the weights",
     "host": "the host",
-    "stage": "what comes before it",
+    "stage": "the fixed time before it (`stage_s` of the engine)",
     "tp": "tensor parallelism",
     "pp": "the hops between stages",
     "ep": "tokens that go to their experts and back",

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from penstock.runtime.cli.flags import FolderFlags, Output, read_flags
+from penstock.runtime.cli.flags import FolderFlags, OutputFlags, read_flags
 from penstock.runtime.control.messages import read_record, record_bytes
 from penstock.runtime.record.errors import visible
 from penstock.runtime.record.event_log import StageLog, Step, commands_digest, read_log
@@ -20,7 +20,7 @@ from penstock.runtime.schedule.replay import replay as replay_stages
 
 
 @dataclass(frozen=True)
-class ReportFlags(Output, FolderFlags):
+class ReportFlags(OutputFlags, FolderFlags):
     """Draw a run: its graph and what bounds it, its schedule over the predicted one, where each rank's time
     went, how stale the samples were, what it learnt, and what another lag or split would have made of it.
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class ReplayFlags(Output, FolderFlags):
+class ReplayFlags(OutputFlags, FolderFlags):
     """Check a run's record: feed its events to the scheduler again and compare every decision.
 
     The event log is a chain of hashes: one that was edited or reordered is refused, with the record's number; so is one

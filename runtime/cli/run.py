@@ -1,18 +1,16 @@
 """`penstock run PROGRAM` once it is traced, and `penstock resume DIR`: a run from its command line or last checkpoint.
 
-`config.json` keeps what a run was given beside its flags: the digests of its data files, its cluster, and the folder
-from which it was started. A resume needs all of it, unchanged, but for the hosts if it names others.
+`config.json` keeps what a run was given beside its flags: the digests of its data and code (`sources`), its cluster,
+and the folder from which it was started. A resume needs the data unchanged, and other hosts only if it names them.
 """
 
-import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any
@@ -42,6 +40,7 @@ from penstock.runtime.cli.launching import (
     require_processes,
 )
 from penstock.runtime.cli.planned import Chosen, chosen, machines, plan_lacks, require_devices, require_precision
+from penstock.runtime.cli.sources import changed_inputs, edited_code, lost_code, sha256, source_digests
 from penstock.runtime.cli.submitting import Manager, Submission, submitter
 from penstock.runtime.cli.tracing import CommandError, Traced, faults_text, require_inputs
 from penstock.runtime.cluster.cluster import Cluster
@@ -60,10 +59,12 @@ from penstock.runtime.record.checkpoints import (
     refusal,
     require_no_link,
     update_of,
+    without,
 )
 from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.event_log import read_log
 from penstock.runtime.record.folder import MARKS, RunFolder, absolute, default_path
+from penstock.runtime.record.metrics import rows_before
 from penstock.runtime.record.typed_json import ConfigFile, Cut, Summary, require_shape
 from penstock.runtime.schedule.compile import Tables
 from penstock.runtime.schedule.scheduler import Scheduler
@@ -157,8 +158,8 @@ def _run(
     config = sound_run(found, cluster)
     require_processes(config, cluster, flags)
     needs_base = traced.base and not flags.model
-    paths = [Path(data) for data in (flags.data, flags.eval_data) if not is_made_up(data)]
-    digests = {str(path): _sha256(path) for path in paths if path.exists()}
+    data = [data for data in (flags.data, flags.eval_data) if not is_made_up(data)]
+    digests = source_digests([*data, *traced.code])
     # Created after all that may be refused: a mistake on the command line leaves no folder.
     with nullcontext(made) if made else _new_folder(traced) as folder:
         for line in found.lines:
@@ -184,7 +185,7 @@ def _wanted(traced: Traced, flags: RunFlags) -> dict[str, Any]:
         "options": json.loads(json.dumps(asdict(flags.options(flags.model)))),
         "of_program": dict(traced.sound().options),
         **{name: "" if graph is None else graph.digest() for name, graph in graphs.items()},
-        "plan": _sha256(Path(flags.plan)) if flags.plan not in ("", NO_PLAN) else flags.plan,
+        "plan": sha256(Path(flags.plan)) if flags.plan not in ("", NO_PLAN) else flags.plan,
     }
 
 
@@ -281,7 +282,7 @@ def _restarted(status: int, path: Path, flags: ResumeFlags | RunFlags, given: Ma
     most = given.get("restarts", RunConfig.load(RunFolder.open(path)).flags.restarts)
     for number in range(1, most + 1):
         folder = RunFolder.open(path)
-        cause = folder.read_json("summary.json", Summary).get("cause", "")
+        cause = _summary(folder).get("cause", "")
         if status != FAILED or cause not in MENDABLE:
             break
         saved = latest_checkpoint(folder)
@@ -314,17 +315,22 @@ def _go_on(
         stack.callback(folder.unlock)
         config, was = RunConfig.load(folder), folder.read_json("config.json", ConfigFile).get("asked", {})
         digests, origin = was.get("digests", {}), was.get("folder", "")
-        if lacks := [*_changed_files(config.flags, digests), *_lost_modules(config, origin)]:
+        if lacks := [*changed_inputs(config.flags, digests), *lost_code(config, origin)]:
             raise CommandError("\n".join([f"{folder.path}: the run cannot go on; nothing was changed:", *lacks]))
-        # Raises LogError for a log that was changed: nothing can be added to it.
-        logged = sum(segment.seconds for segment in read_log(folder.events)) if folder.events.exists() else 0.0
-        path = folder.path / "summary.json"
-        # A run that was killed has no summary.
-        summary = folder.read_json(path.name, Summary) if path.exists() else {}
+        edited = [*edited_code(digests)]
+        for line in edited:
+            tell(line)
+        summary = _summary(folder)
         require_no_link(folder)
         saved = latest_checkpoint(folder)
         if saved is not None:
             _require_checkpoint(saved, config)
+        # Raises LogError for a log that was changed or cut: nothing can be added to it.
+        records = max(saved.records if saved else 0, int(summary.get("records", 0)))
+        logged = 0.0
+        if records or folder.events.exists():
+            logged = sum(segment.seconds for segment in read_log(folder.events, records))
+        rows_before(folder.metrics, saved.update if saved else 0)
         options = replace(config.flags, **given)
         done, wanted = saved.update if saved else 0, options.updates
         if wanted < done:
@@ -376,9 +382,21 @@ def _go_on(
             said = {"cluster": cluster.model_dump(mode="json"), "wanted": command or was.get("wanted", {})}
             config.write(folder, {**was, **said, "agents": words})
         # It tells how the last life ended, and this one may be killed before it can tell.
-        path.unlink(missing_ok=True)
+        (folder.path / "summary.json").unlink(missing_ok=True)
         earlier = float(summary.get("wall_s", logged))
-        status = go(folder, config, cluster, flags, began, earlier=earlier, enrolled=enrolled, early=early)
+
+        def note_changes(display: Display) -> None:
+            """Rows of one run are of several codes and options then: what it has been told says which."""
+            for name in given:
+                old, new = (_said(getattr(options, name)) for options in (before.flags, config.flags))
+                if new != old:
+                    folder.add_note(
+                        "info", f"from update {done} on: --{name.replace('_', '-')} {new} in place of {old}"
+                    )
+            for line in edited:
+                folder.add_note("warning", f"from update {done} on: {line}")
+
+        status = go(folder, config, cluster, flags, began, note_changes, earlier, enrolled, early)
         if status == FAILED and config != before and latest_checkpoint(folder) == saved:
             before.write(folder, was)  # what was wanted now may be why
         return status
@@ -392,6 +410,22 @@ def _in_need_first(cluster: Cluster, former: Cluster, config: RunConfig, saved: 
     places = sorted(range(len(former.hosts)), key=lambda place: former.hosts[place].name not in hosts)
     ordered = dict(zip(places, cluster.hosts, strict=True))
     return cluster.model_copy(update={"hosts": tuple(ordered[place] for place in range(len(places)))})
+
+
+def _summary(folder: RunFolder) -> Mapping[str, Any]:
+    """What the last life of the run came to; nothing for one that was killed. A summary that was damaged is as good as
+    none, and told of: nothing that a run goes on from is in it alone."""
+    path = folder.path / "summary.json"
+    if not os.path.lexists(path):
+        return {}
+    try:
+        summary: Mapping[str, Any] = folder.read_json("summary.json", Summary)
+    except RecordError as error:
+        if path.is_symlink() or not path.is_file():  # that is no damage
+            raise
+        tell(f"{error}; the run goes on without it")
+        return {}
+    return summary
 
 
 def _cluster_of(folder: RunFolder, was: Mapping[str, Any]) -> Cluster:
@@ -435,7 +469,7 @@ def _require_checkpoint(saved: SavedCheckpoint, config: RunConfig) -> None:
         try:
             text = refusal(part, read_facts(part))
         except ValueError as error:
-            raise CommandError(str(error)) from error
+            raise CommandError(f"{error}; {without(saved.folder)}") from error
         if text:
             raise CommandError(text)
 
@@ -469,56 +503,3 @@ def absolute_paths(flags: RunFlags) -> RunFlags:
 def is_made_up(data: str) -> bool:
     """Whether `--data` names problems that are drawn from the seed, whatever files there are."""
     return data.partition(":")[0] in ("", "arithmetic")
-
-
-def _sha256(path: Path) -> str:
-    """Of a file's content; of a directory, of the names and contents of its files."""
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-        listed = "".join(f"{file.relative_to(path)} {_sha256(file)}\n" for file in files)
-        return hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _changed_files(flags: RunOptions, digests: Mapping[str, str]) -> Iterator[str]:
-    model, same = Path(flags.model), "needed the one that the run began with"
-    if flags.model and not any((model / name).is_file() for name in ("config.json", "adapter_config.json")):
-        given = "a folder without config.json" if model.is_dir() else "no folder there"
-        yield f"  the model {model}: given {given}, {same}"
-    for data in dict.fromkeys((flags.data, flags.eval_data)):
-        path, needed = Path(data), digests.get(data, "")
-        if (needed or path.is_absolute()) and not path.exists():
-            yield f"  the data {data}: given no file there, {same}"
-        elif needed and (given := _sha256(path)) != needed:
-            change = f"given a file with SHA-256 {given}, needed {needed}"
-            yield f"  the data {data}: it has changed, so that groups would be others than they were: {change}"
-
-
-def _lost_modules(config: RunConfig, folder: str) -> Iterator[str]:
-    """The user's own files and packages that the graphs name and that cannot be found."""
-    # As ranks look for them: in the current folder, and beside the file of the program.
-    folders = [str(Path.cwd()), *(str(Path(graph.op.rpartition(":")[0]).parent) for graph in config.graphs)]
-    named = _import_paths([graph.to_json() for graph in config.graphs])
-    for place in dict.fromkeys(path.rpartition(":")[0] for path in named):
-        package = place.partition(".")[0]
-        if place.endswith(".py"):
-            if not Path(place).is_file():
-                yield f"  the program's file {place}: given no file there, needed the one that the run began with"
-        # Ranks look for modules beside the program's file, too.
-        elif not (package in ("", "penstock") or find_spec(package) or PathFinder.find_spec(package, folders)):
-            needed = f"a resume from {folder}, where the run began" if folder else "it installed, or another folder"
-            yield f"  the program's module {place}: given a folder from which it cannot be imported, needed {needed}"
-
-
-def _import_paths(value: Any) -> Iterator[str]:
-    """All that a graph's JSON names by import path."""
-    if isinstance(value, list):
-        for item in value:
-            yield from _import_paths(item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if key in ("op", "maker", "path") and isinstance(item, str):
-                yield item
-            else:
-                yield from _import_paths(item)

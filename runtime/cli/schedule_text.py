@@ -15,6 +15,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from penstock.graph.analysis import Bound
+from penstock.graph.ir import label_of
 from penstock.runtime.cli.display import percent
 from penstock.runtime.cli.flags import DrawingFlags
 from penstock.runtime.cli.plan import labelled
@@ -188,9 +189,10 @@ def ms(seconds: float) -> str:
 
 
 def given_durations(
-    durations: Durations, words: Sequence[str], names: Sequence[str]
+    durations: Durations, words: Sequence[str], names: Sequence[str], seed: int = 0
 ) -> tuple[Durations, dict[str, float]]:
-    """The durations with those that NODE=SECONDS[~SIGMA] give in their place, and the means of these by node.
+    """The durations with those that NODE=SECONDS[~SIGMA] give in their place, drawn by the seed, and the means of these
+    by node.
 
     Raises CommandError for words that cannot be understood, and for a node that is none of `names`.
     """
@@ -209,7 +211,7 @@ def given_durations(
         if name in SYNC:
             sync[name] = mean
         else:
-            nodes[name], means[name] = LognormalSeconds(mean, sigma) if sigma else mean, mean
+            nodes[name], means[name] = LognormalSeconds(mean, sigma, seed) if sigma else mean, mean
     return Durations(nodes, sync["publish"], sync["wire"], sync["swap"]), means
 
 
@@ -218,10 +220,10 @@ def named_node(flag: str, word: str, names: Sequence[str], none: str) -> tuple[s
     for a node that is none of `names`; `none` is what is needed if there are none."""
     given, _, rest = word.partition("=")
     for name in names:
-        if given in (name, name.partition(":")[0]):
+        if given in (name, label_of(name)):
             return name, rest
     raise CommandError(f"{flag}: given {word!r}, needed {f'one of {labels(names)}' if names else none} before '='", 2)
 
 
 def labels(names: Sequence[str]) -> str:
-    return ", ".join(name.partition(":")[0] for name in names)
+    return ", ".join(label_of(name) for name in names)

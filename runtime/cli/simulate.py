@@ -9,7 +9,7 @@ from math import inf, isclose
 from pathlib import Path
 
 from penstock.graph.analysis import period_bound
-from penstock.graph.ir import Graph
+from penstock.graph.ir import Graph, label_of
 from penstock.runtime.cli.display import about, figure, many, percent
 from penstock.runtime.cli.flags import DrawingFlags, PlanFlags, Planning, SimulateFlags, read_flags
 from penstock.runtime.cli.plan import labelled, likely, search
@@ -90,17 +90,18 @@ def _of_program(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
 
 def given(graph: Graph, flags: SimulateFlags) -> Schedule:
     """The schedule of the seconds that the flags give. Raises CommandError for flags that cannot be understood."""
-    durations, means = timing(graph, flags.duration)
+    durations, means = timing(graph, flags.duration, flags.seed)
     pausing = [node.name for node in graph.nodes if node.fires and node.clock == "group" and not node.answers]
     seconds = _numbers("--segment", flags.segment, pausing, "nodes per group", inf, "seconds", "2")
     durations = replace(durations, segments={name: piece for name, piece in seconds.items() if piece})
     batch = flags.batch or BATCH
-    plan = served(graph, place([graph], Cluster.local(), generators=flags.generators, slots=flags.slots))
+    # A group's seconds are those in which it has slots: it waits for them where it stands, not in the generator.
+    plan = served(graph, place([graph], Cluster.local(), generators=flags.generators, slots=flags.slots, ahead=0))
     rules = Rules(batch, flags.updates, versions=flags.versions, order=flags.order)
     filters = [node.name for node in graph.nodes if node.construct == "keep"]
     answers = [node.name for node in graph.nodes if node.answers]
     drops = _shares("--drop", flags.drop, filters, "filters (keep)")
-    verdicts = Verdicts(drops, _shares("--again", flags.again, answers, "nodes that answer"))
+    verdicts = Verdicts(drops, _shares("--again", flags.again, answers, "nodes that answer"), flags.seed)
     result = simulate(Tables(graph, plan), rules, durations, verdicts=verdicts)
     capacity = {pool.name: sum(r.capacity for r in pool.replicas) for pool in plan.pools}
     bound, period = period_bound(graph, means, batch, capacity), result.period_s
@@ -130,7 +131,7 @@ def given(graph: Graph, flags: SimulateFlags) -> Schedule:
     )
 
 
-def timing(graph: Graph, words: Sequence[str]) -> tuple[Durations, dict[str, float]]:
+def timing(graph: Graph, words: Sequence[str], seed: int = 0) -> tuple[Durations, dict[str, float]]:
     """Durations as the simulator takes them, and their means by node, which the bound takes: as given, else as a fake
     node's options say. Raises CommandError for a missing one."""
     nodes: dict[str, Duration] = {}
@@ -145,9 +146,10 @@ def timing(graph: Graph, words: Sequence[str]) -> tuple[Durations, dict[str, flo
         elif node.construct == "keep":
             nodes[node.name] = means[node.name] = 0.0
     publish_s = float(dict(graph.options).get("sync_ms", 0.0)) / 1e3
-    durations, said = given_durations(Durations(nodes, publish=publish_s), words, [*(n.name for n in calls), *SYNC])
+    names = [*(node.name for node in calls), *SYNC]
+    durations, said = given_durations(Durations(nodes, publish=publish_s), words, names, seed)
     if missing := [node.name for node in calls if node.name not in durations.nodes]:
-        example = " ".join(f"{name.partition(':')[0]}=0.05" for name in missing)
+        example = " ".join(f"{label_of(name)}=0.05" for name in missing)
         others = "or a plan (--cluster and --model), or a run that has ended (penstock simulate --from RUN)"
         raise CommandError(f"no duration of {labels(missing)}; needed all, such as --duration {example}, {others}", 2)
     sync_s = durations.publish + durations.wire + durations.swap
@@ -194,7 +196,7 @@ def planned(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
     # The cost model has no seconds for the other nodes.
     costed = {*roles.cycle, *roles.learners, *roles.rereads, *roles.followers, *(node for node, _ in roles.baselines)}
     small = [node.name for node in graph.nodes if node.fires and node.name not in costed]
-    durations, _ = given_durations(Durations(), flags.duration, small)
+    durations, _ = given_durations(Durations(), flags.duration, small, flags.seed)
     if flags.plan:
         plan = read_costed(Path(flags.plan), graph.name)
         for name in ("samples", "epochs", "minibatches"):

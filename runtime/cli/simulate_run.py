@@ -121,8 +121,13 @@ def recorded(flags: RecordedFlags) -> Schedule:
     found = replace(found, seconds=min(found.seconds, result.steady_s))
     # The run's own seconds per update: of as many updates as are simulated, or of all that it has done.
     ends = [(end - stage.begin) / NS for _, end in sorted(stage.followed.ends.items())][:updates]
-    measured_s = Simulation(ends=ends, wall_s=ends[-1], max_lag=stage.tables.max_lag).steady_s
-    more = result.steady_s / measured_s - 1 if measured_s else 0.0
+    own = Simulation(ends=ends, wall_s=ends[-1], max_lag=stage.tables.max_lag)
+    # Like is compared with like: at a larger lag, so few updates may all be filling of the pipeline.
+    alike = (result.steady is None) == (own.steady is None)
+    period_s, measured_s = (each.steady_s if alike else each.wall_s / len(each.ends) for each in (result, own))
+    of_all = {"period_s": period_s, "period_of": "all updates"}
+    of_which = period_of(result) if alike else f"the mean of all {len(result.ends)}"
+    more = period_s / measured_s - 1 if measured_s else 0.0
     against = f"the run's own is the same, {ms(measured_s)}"
     if abs(more) >= 5e-4:
         against = f"{percent(abs(more))} {'less' if more < 0 else 'more'} than the run's own {ms(measured_s)}"
@@ -141,7 +146,7 @@ def recorded(flags: RecordedFlags) -> Schedule:
             "updates": len(result.ends),
             "batch": rules.batch,
             **settings,
-            **period_facts(result),
+            **(period_facts(result) if alike else of_all),
             "measured_s": measured_s,
             "unchanged": unchanged,
             "bound_s": found.seconds,
@@ -150,8 +155,8 @@ def recorded(flags: RecordedFlags) -> Schedule:
             "notes": facts.notes,
         },
         head=[
-            ("period", f"{ms(result.steady_s)} per update, {period_of(result)}; {against}"),
-            ("bound", bound_words(found, result.steady_s)),
+            ("period", f"{ms(period_s)} per update, {of_which}; {against}"),
+            ("bound", bound_words(found, period_s)),
             ("with", changed + (", all as in the run" if unchanged else "")),
             *assumed(assumptions),
             *(("note", note) for note in facts.notes),

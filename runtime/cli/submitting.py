@@ -144,11 +144,11 @@ def _startup_deadline(asked: Submission) -> float:
     return asked.flags.startup_deadline if "startup_deadline" in asked.traced.typed else STARTUP_S
 
 
-def _workload(asked: Submission) -> kubernetes.Workload:
+def _workload(asked: Submission) -> kubernetes.KubernetesRun:
     flags = asked.flags
     starts = ("--startup-deadline", f"{_startup_deadline(asked):g}")
     with usage_errors():
-        return kubernetes.Workload(
+        return kubernetes.KubernetesRun(
             name=kubernetes.job_name(asked.called, token_hex(3)),
             image=flags.image,
             agents=flags.agents or 0,

@@ -14,7 +14,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock import __path__ as roots
+from penstock import module_command
 from penstock.runtime.control.signals import held_back
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class Traced:
     typed: the words of each flag that the user gives, by name.
     plan: that of --plan, which is read once.
     gpus: those that the child's torch sees on this machine.
+    code: the user's own files that were imported for it.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Traced:
     typed: "Mapping[str, Sequence[str]]" = field(default_factory=dict)
     plan: "RunPlan | None" = None
     gpus: "tuple[SeenGpu, ...]" = ()
+    code: "tuple[str, ...]" = ()
 
     def sound(self) -> "Graph":
         """The graph. Raises CommandError with all faults if there are any."""
@@ -124,12 +126,12 @@ def trace_program(
     flags = {name: tuple(value) if isinstance(value, list) else value for name, value in found.pop("flags").items()}
     graphs = {key: Graph.from_json(found[key]) if key in found else None for key in ("graph", "evaluation")}
     faults = tuple(Fault(**fault) for fault in found.pop("faults"))
-    gpus = tuple(SeenGpu(*gpu) for gpu in found.pop("gpus"))
+    gpus, code = tuple(SeenGpu(*gpu) for gpu in found.pop("gpus")), tuple(found.pop("code"))
     if found["plan"] is not None:
         from penstock.runtime.plan.run_plan import RunPlan  # with numpy and the cost model
 
         found["plan"] = RunPlan.from_json(found["plan"])
-    return Traced(**{**found, **graphs}, flags=VERBS[verb](**flags), faults=faults, gpus=gpus)
+    return Traced(**{**found, **graphs}, flags=VERBS[verb](**flags), faults=faults, gpus=gpus, code=code)
 
 
 def require_inputs(
@@ -197,7 +199,7 @@ def ask_child(
 
 def _started(function: str, paper: int, meanwhile: Sequence[str], deadline: float) -> int:
     """The exit status of a child that is started for it. Raises TimeoutError."""
-    command = [sys.executable, "-m", CHILDREN, function, str(paper)]
+    command = module_command(CHILDREN, function, str(paper))
     with ExitStack() as stack:
         with held_back():
             child = subprocess.Popen(command, pass_fds=[paper])

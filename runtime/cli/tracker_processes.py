@@ -18,6 +18,7 @@ from threading import Lock, Thread
 from time import monotonic
 from typing import IO, Any, Self
 
+from penstock import module_command
 from penstock.runtime.cli.display import Line
 from penstock.runtime.record.checkpoints import latest_checkpoint
 from penstock.runtime.record.errors import RecordError, visible
@@ -44,7 +45,7 @@ class TrackerProcess:
         self._log = AppendFile(folder.logs / f"tracker-{name}.log")
         # Clients leave files there that they would remove at an orderly end, which not all of them come to.
         self._temporary = TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True)
-        command = [sys.executable, "-m", "penstock.runtime.record.track_run", name, str(folder.path), str(first)]
+        command = module_command("penstock.runtime.record.track_run", name, folder.path, str(first))
         # A session of its own: Ctrl-C is the run's, whose last rows are still to come.
         self.process = subprocess.Popen(
             command,

@@ -80,7 +80,7 @@ def interpreter_lacks(graphs: Sequence[Graph], plan: Plan, cluster: Cluster, eng
 def _lacks(pool: str, python: str, packages: Sequence[EngineKind]) -> Iterator[Fault]:
     what, modules = f"pools.{pool}.python", [*NEEDED.values(), *(package.module for package in packages)]
     if python:
-        command = [python, "-c", _PROBE, *modules]
+        command = [python, "-P", "-c", _PROBE, *modules]
         try:
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PROBE_S)
             why = f"status {done.returncode}: {(done.stdout or done.stderr).strip()[-200:]!r}"

@@ -19,14 +19,14 @@ from typing import NamedTuple
 ROOT = Path("/")
 
 
-class Limits(NamedTuple):
+class MachineLimits(NamedTuple):
     """Cores' worth of CPU time, and bytes of memory; infinite where there is no limit."""
 
     cores: float
     memory: float
 
 
-def cgroup_limits(root: Path = ROOT) -> Limits:
+def cgroup_limits(root: Path = ROOT) -> MachineLimits:
     """The least of what the control groups of this process and those around them allow, of version 2 and 1."""
     cores = memory = math.inf
     for folder in _groups(root):
@@ -38,7 +38,7 @@ def cgroup_limits(root: Path = ROOT) -> Limits:
         for file in ("memory.max", "memory.limit_in_bytes"):
             for limit in _numbers(folder / file):
                 memory = min(memory, limit) if limit > 0 else memory
-    return Limits(cores, memory)
+    return MachineLimits(cores, memory)
 
 
 def _groups(root: Path) -> Iterator[Path]:

@@ -292,9 +292,9 @@ class _Role:
             return "trainer"
         return "generator" if self.generates else "beside" if self.carries else "small"
 
-    def capacity(self, slots: int, generators: int) -> int:
+    def capacity(self, slots: int, generators: int, ahead: int = GROUPS_AHEAD) -> int:
         if self.rows:
-            return ceil(slots / self.rows) + GROUPS_AHEAD
+            return ceil(slots / self.rows) + ahead
         if self.updates:
             return 1
         if self.streams or self.carries:
@@ -311,13 +311,15 @@ def place(
     device: str = "cpu",
     meshes: Mapping[str, Axes] = MappingProxyType({}),
     tp_over_hosts: bool = False,
+    ahead: int = GROUPS_AHEAD,
 ) -> Plan:
     """The plan for graphs that run one after the other on the same pools (the first one wins where they differ).
 
-    `slots` are the rows that a generator decodes at once; `device` is "cpu", "cuda" (the hosts' devices in turn,
-    shared by replicas where there are too few), or one device. `meshes` gives pools several ranks. `tp_over_hosts`: may
-    a replica's axis `tp` go over hosts? Raises ClusterError for pools or devices that are not there, for ranks of one
-    replica that would share a GPU, and for hosts that do not share out its ranks, or have no network in common.
+    `slots` are the rows that a generator decodes at once, and `ahead` the groups beyond these. `device` is "cpu",
+    "cuda" (the hosts' devices in turn, shared by replicas where there are too few), or one device. `meshes` gives pools
+    several ranks. `tp_over_hosts`: may a replica's axis `tp` go over hosts? Raises ClusterError for pools or devices
+    that are not there, for ranks of one replica that would share a GPU, and for hosts that do not share out its ranks,
+    or have no network in common.
     """
     if generators < 1:
         raise ClusterError(f"generators: given {generators}, needed at least 1 replica")
@@ -343,7 +345,7 @@ def place(
         # Ranks that compute the same, such as copies of a norm, agree to the bit only with equally many threads.
         threads = min(_threads(role, host, roles, generators, overlapping) for host in hosts)
         ranks = _ranks(role, index, hosts, mesh, device, threads, updating)
-        return Replica(f"{role.name}/{index}", ranks, role.capacity(slots, generators), mesh)
+        return Replica(f"{role.name}/{index}", ranks, role.capacity(slots, generators, ahead), mesh)
 
     def pool(role: _Role) -> Pool:
         replicas = tuple(replica(role, index) for index in range(role.replicas(generators)))

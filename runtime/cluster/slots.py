@@ -13,7 +13,7 @@ from penstock.runtime.cluster.placement import Plan, Rank
 
 
 @dataclass(frozen=True)
-class Moved:
+class MovedPlan:
     """A plan on other hosts: `cluster` is theirs, with pools where the plan has them. `lacks` says why the plan cannot
     be moved, a line for each reason; then it is as it was."""
 
@@ -22,14 +22,14 @@ class Moved:
     lacks: tuple[str, ...] = ()
 
 
-def moved(plan: Plan, before: Cluster, now: Cluster) -> Moved:
+def moved(plan: Plan, before: Cluster, now: Cluster) -> MovedPlan:
     """The plan that was made for the hosts of `before`, on those of `now`.
 
     Hosts keep their names where all of them are there; else the first stands for the first, and so on. Hosts beyond
     those are left idle. Where `now` says of no pool where it is, pools stay with their hosts."""
     stands = _stands_for(before, now)
     if lacks := tuple(_lacks(plan, before, now, stands)):
-        return Moved(plan, now, lacks)
+        return MovedPlan(plan, now, lacks)
 
     def pool_on(table: PoolTable | str | tuple[str, ...]) -> PoolTable | str | tuple[str, ...]:
         if isinstance(table, PoolTable):
@@ -56,7 +56,7 @@ def moved(plan: Plan, before: Cluster, now: Cluster) -> Moved:
     for pool in plan.pools:
         replicas = tuple(replace(each, ranks=tuple(map(rank_on, each.ranks))) for each in pool.replicas)
         pools.append(replace(pool, replicas=replicas))
-    return Moved(Plan(tuple(pools)), now)
+    return MovedPlan(Plan(tuple(pools)), now)
 
 
 def _stands_for(before: Cluster, now: Cluster) -> dict[str, Host]:

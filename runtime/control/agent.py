@@ -58,6 +58,7 @@ from penstock.runtime.control.process import (
     borrowed,
     die_with_parent,
     huge_pages,
+    keep_newest,
     kill,
     start,
     tail,
@@ -75,6 +76,9 @@ from penstock.runtime.tensor.shm import SHM, sweep
 
 # Seconds for the kernel to end what was killed.
 LAST_S = 10.0
+# Bytes of a log of a rank, beyond which its older half goes: a node may print as long as it lives. It is looked at so
+# often, in seconds.
+LOG_BYTES, LOG_S = 64 << 20, 1.0
 # Libraries that ask at their import how many threads they may have would start them in what forks.
 ALONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -197,7 +201,7 @@ class Agent:
         sweep(None, folders)  # of agents that were killed
         try:
             self._say(AgentReady(self._join.host, os.getpid(), self._join.life))
-            beat = 0.0
+            beat = look = 0.0
             while True:
                 for message in self._carry(INTERVAL / 2):
                     if isinstance(message, Goodbye):
@@ -218,6 +222,10 @@ class Agent:
                 if now >= beat and self._relay is None:
                     beat = now + INTERVAL
                     self._say(Heartbeat())
+                if now >= look:
+                    look = now + LOG_S
+                    for stderr in self._stderr.values():
+                        _bound_logs(stderr)
                 if gone := self._client.gone(self._silence) or self._untold:
                     return gone
         except _Ended as ended:
@@ -341,13 +349,15 @@ class Agent:
                 with os.fdopen(open_append(self._log), "ab") as log:
                     log.write(taken(forks.memory))
             for name in sorted(forks.ranks):
-                self._exited(name, forks.child.pid, status)
+                self._exited(name, forks.child.pid, status, forks=True)
             forks.ranks.clear()
 
-    def _exited(self, name: str, pid: int, status: int) -> None:
-        """Tell of a rank's end; `status` is negative for a signal."""
+    def _exited(self, name: str, pid: int, status: int, forks: bool = False) -> None:
+        """Tell of a rank's end; `status` is negative for a signal. `forks`: it is that of what had forked the rank."""
         replica, _, rank = name.rpartition(".")
-        last_lines = tail(self._stderr.pop(name)) or tail(self._log)
+        stderr = self._stderr.pop(name)
+        _bound_logs(stderr)  # nobody looks at them again
+        last_lines = tail(stderr) or tail(self._log)
         # In a container this counts others', too.
         if status == -signal.SIGKILL and (kills := memory_kills() - self._kills) > 0:
             given = f"given {usable_memory_gib():.0f} GiB of memory on host {self._join.host}"
@@ -357,7 +367,13 @@ class Agent:
             )
         if self._relay is not None:
             self._relay.end(rank_peer(replica, int(rank)))
-        self._say(Exited(replica, int(rank), pid, max(0, status), max(0, -status), last_lines))
+        self._say(Exited(replica, int(rank), pid, max(0, status), max(0, -status), last_lines, forks))
+
+
+def _bound_logs(stderr: Path) -> None:
+    """Of the rank that has this one."""
+    for log in (stderr, stderr.with_suffix(".out")):
+        keep_newest(log, LOG_BYTES)
 
 
 def serve(join_file: Path, folder: Path | None = None, grace: float | None = None, early: Forks | None = None) -> int:

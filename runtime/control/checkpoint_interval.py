@@ -39,7 +39,7 @@ class CheckpointInterval:
         return update > self._saved_at and not writing and now - self._since >= self.seconds
 
     def asked(self, update: int, now: float) -> None:
-        """A checkpoint is wanted before `update`, or before the one after that which is under way."""
+        """A checkpoint is wanted before `update`, or as soon after that as it can be."""
         self._saved_at, self._since = update, now
 
     def began(self, update: int, now: float) -> None:

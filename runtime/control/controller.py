@@ -258,7 +258,7 @@ class Controller:
                     came = "is there again" if self.session.life(replica) else "is there"
                     self.session.recorder.note(f"{self._named(replica)} {came}", "info")
                 self._unlisted = True
-            case Note(level, text):
+            case Note(level, text, unreadable):
                 if level == "error" and self._do_without(peer, text):
                     return
                 if level == "error":
@@ -266,9 +266,11 @@ class Controller:
                         self._fail(FailureCode.AGENT_DIED, text, peer)
                     else:
                         ranks = self.config.plan.replica(peer.rpartition(":")[0]).ranks
-                        self._fail(FailureCode.RANK_RAISED, text, doubtful=len(ranks) > 1)
+                        code = FailureCode.CHECKPOINT if unreadable else FailureCode.RANK_RAISED
+                        # What it has read itself is no consequence of another's end.
+                        self._fail(code, text, doubtful=len(ranks) > 1 and not unreadable)
                     return
-                self.session.recorder.note(text, level)
+                self.session.recorder.warn(text)
             case Exited(replica=replica, rank=rank, reason=reason, signal=signal, status=status, tail=tail):
                 self.alive.discard(rank_peer(replica, rank))
                 self._begun.discard((replica, rank))

@@ -26,7 +26,9 @@ from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.process import RAISED, told
 from penstock.runtime.control.rank_setup import RankSetup
 from penstock.runtime.control.rank_state import Held, HeldValues, Instances, Key
+from penstock.runtime.control.run_config import EVALUATION
 from penstock.runtime.control.weight_channels import LocalChannels
+from penstock.runtime.record.samples import sample
 from penstock.runtime.schedule.admission import needed_version
 from penstock.runtime.schedule.events import (
     Abort,
@@ -383,10 +385,18 @@ class Executor:
                 self.held.carried[name] = outputs[output]
                 self.held.history.note(name, firing.index + 1, outputs[output])
             kept = {name: value for name, value in outputs.items() if name not in made.values()}
+            told = sample(outputs) if self._told_of(held, firing) else ""
             handles = self.values.keep(kept_as(firing, paused=False), kept)
         except Exception as error:
             return self._failure(firing, began, error)
-        return Result(Done(firing, replica, rank, again=again), handles, dict(metrics), began, monotonic())
+        done = Done(firing, replica, rank, again=again)
+        return Result(done, handles, dict(metrics), began, monotonic(), sample=told)
+
+    def _told_of(self, held: Held, firing: Firing) -> bool:
+        """Does a firing make texts or rewards of one of the groups of which they are kept? A filter hands them on."""
+        node, chosen = held.node, firing.index % self.setup.batch < self.setup.save_samples
+        made = node.clock == "group" and not isinstance(held.definition, Filter)
+        return chosen and self.setup.rank == 0 and made and not node.name.startswith(EVALUATION)
 
     def _failure(self, firing: Firing, began: float, error: BaseException, *, begun: bool = True) -> Result:
         """What was raised, before or after the node has `begun`."""

@@ -31,6 +31,7 @@ class FailureCode(StrEnum):
     CONTROLLER = "controller"  # the process that drives the run raised or was ended
     AGENT_DIED = "agent-died"  # and with it all ranks of its host
     RANK_DIED = "rank-died"  # by a signal, or without having said why
+    CHECKPOINT = "checkpoint"  # a rank cannot read its part of the checkpoint that the run goes on from
     RANK_RAISED = "rank-raised"  # a rank says why it cannot start or go on
     RANK_ENDED = "rank-ended"  # a rank has ended, and what it said of it is still to be heard
     NODE = "node"  # a node failed for good, or groups were dropped or failed beyond the bounds

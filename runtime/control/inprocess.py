@@ -7,7 +7,6 @@ import os
 import warnings
 from collections import deque
 from dataclasses import replace
-from functools import partial
 from math import inf
 from pathlib import Path
 from time import monotonic
@@ -26,7 +25,7 @@ from penstock.runtime.control.run import Session
 from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.signals import PREEMPTED, Preempted, Wish, interrupt, on_stop, unheard
 from penstock.runtime.control.weight_channels import LocalChannels
-from penstock.runtime.record.checkpoints import latest_checkpoint, sweep_checkpoints
+from penstock.runtime.record.checkpoints import UnreadableError, latest_checkpoint, sweep_checkpoints
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder
 
@@ -60,7 +59,7 @@ class InProcess:
                 self.session.answer(result, monotonic())
                 self._queue(pending)
             if self.wish.status and not self._asked:
-                self._asked, closed = True, unheard()
+                self._asked, closed = True, unheard(self.wish)
                 if self.wish.status == PREEMPTED and not closed:
                     self.session.preempt(monotonic(), f"preempted ({signal_name(self.wish.number)})", inf)
                 else:
@@ -113,7 +112,7 @@ def run_in_process(folder: RunFolder, say: Say) -> str:
     session = Session(config, recorder, cut.cut if cut else None)
     try:
         with warnings.catch_warnings():
-            tell_node_warnings(partial(recorder.note, level="warning"))
+            tell_node_warnings(recorder.warn)
             driver = InProcess(config, session, folder.path, cut.folder if cut else None)
             folder.write_json("processes.json", {"controller": os.getpid(), "pools": {}})
             with on_stop(driver.interrupt):
@@ -128,7 +127,8 @@ def run_in_process(folder: RunFolder, say: Say) -> str:
         raise
     except Exception as error:  # none of a node, which fails its firing alone
         folder.require()
-        session.fail(Failure(FailureCode.CONTROLLER, told(error).rstrip()), monotonic())
+        code = FailureCode.CHECKPOINT if isinstance(error, UnreadableError) else FailureCode.CONTROLLER
+        session.fail(Failure(code, told(error).rstrip()), monotonic())
         session.decide(monotonic())
         status = session.status
     finally:

@@ -53,7 +53,8 @@ from penstock.runtime.control.signals import (
     unheard,
     while_heard,
 )
-from penstock.runtime.record.checkpoints import latest_checkpoint, sweep_checkpoints
+from penstock.runtime.control.silence import LivenessTracker
+from penstock.runtime.record.checkpoints import newest_usable, sweep_checkpoints
 from penstock.runtime.record.errors import disk_fault
 from penstock.runtime.record.folder import RunFolder, make_folder, open_append
 from penstock.runtime.tensor.shm import SHM, sweep
@@ -66,10 +67,15 @@ LOST_S = 8.0
 _TICK = 0.1
 # Seconds to wait for a line of a controller that has ended, where another process keeps its stdout open.
 LAST_LINE_S = 1.0
-# Seconds without a line of the controller after which it is looked at, and for it to end once it is killed.
+# Seconds without a line of the controller, which says one each second once a stage has begun, after which it is told
+# why; and for it to end once it is killed.
 QUIET_S, KILLED_S = 15.0, 5.0
 # States of a process, as the kernel has them, in which a controller says nothing.
-HELD_UP = {"D": "waits for a disk or a network file system", "T": "is stopped, by SIGSTOP or a debugger"}
+HELD_UP = {
+    "D": "waits for a disk or a network file system",
+    "T": "is stopped, by SIGSTOP or a debugger",
+    "t": "is stopped by a debugger",
+}
 # Bytes of a line, beyond which it is taken for several.
 _LONGEST_LINE = 64 << 20
 
@@ -88,7 +94,8 @@ def _read_lines(stdout: IO[bytes], lines: "Queue[bytes | None]") -> None:
 class Launcher:
     """One run's processes. `run` is a new id of letters and digits; `tell` gets every line of the controller, and the
     launcher's own: `{"kind": "error" | "note", "text": …}`, `{"kind": "external", "host": …, "join": file}`. An
-    OSError that it raises is a wish to stop. `grace` are the seconds from a wish to stop to the end of everything.
+    OSError that it raises is a wish to stop. `grace` are the seconds from a wish to stop to the end of everything,
+    `deadline` those for which a controller may say nothing.
     Agents that are not local come by the `desk`, if there is one, and `starter` has started them. `early` has processes
     of this run that wait for it. `again`: a run that fails by the loss of a process is started again by itself. `wish`
     is what signals have asked for by now.
@@ -102,6 +109,7 @@ class Launcher:
         tell: Callable[[Line], None],
         *,
         grace: float,
+        deadline: float = inf,
         environment: Mapping[str, str] | None = None,
         controller: Sequence[str] = CONTROLLER,
         agent: Sequence[str] = AGENT,
@@ -114,7 +122,7 @@ class Launcher:
     ) -> None:
         self.desk, self.starter, self.early = desk, starter, early
         self.folder, self.run_id, self.cluster = folder.absolute(), run, cluster
-        self.grace, self.wish = grace, wish or Wish()
+        self.grace, self.deadline, self.wish = grace, deadline, wish or Wish()
         self.tell = while_heard(tell, self.wish.ask)
         self.environment = dict(environment or {})
         self.controller, self.agent, self.modules = tuple(controller), tuple(agent), tuple(modules)
@@ -123,6 +131,7 @@ class Launcher:
         self.agents: dict[str, Child] = {}
         self._deadline = inf
         self._explained = False
+        self._silent = ""  # what is to be said of a controller that is ended for its silence
         self._last: Line = {}
 
     def run(self) -> int:
@@ -163,7 +172,9 @@ class Launcher:
 
     def _watch(self, controller: Child) -> None:
         """Until the controller has ended, or has been ended here, and all its lines are heard."""
-        asked, ended, closed, looked = False, False, False, False
+        asked, ended, closed, told = False, False, False, False
+        # A time in which this process itself was stopped, or its terminal shows nothing, is no silence of others.
+        clock = LivenessTracker(inf)
         heard = monotonic()
         # Bounded, so that a controller that talks faster than a terminal shows is held up.
         lines: Queue[bytes | None] = Queue(maxsize=1000)
@@ -179,28 +190,32 @@ class Launcher:
                 self._ask_to_stop(controller)
             if self.wish.at_once:
                 self._deadline = 0.0
+            now = monotonic()
+            now -= clock.held_up(now)
             if line:
-                heard, looked = monotonic(), False
+                heard, told = now, False
                 self._hear(line.rstrip(b"\n"))
             elif ended:
                 return
-            elif not looked and monotonic() - heard > QUIET_S and (why := self._held_up(controller)):
-                looked = True
-                text = f"the controller (process {controller.pid}) {why}, and has said nothing for {QUIET_S:g} s"
-                self.tell({"kind": "note", "level": "warning", "text": f"{text}; the run folder is {self.folder}"})
+            elif now - heard > self.deadline:
+                self._silent, self._deadline = self._silence(controller, self.deadline), 0.0
+            elif now - heard > QUIET_S and not told and (why := self._silence(controller, QUIET_S)):
+                told = True
+                self.tell({"kind": "note", "level": "warning", "text": f"{why}; the run folder is {self.folder}"})
             self._check_agents(controller)
             if monotonic() > self._deadline:
                 self._kill(controller)
             ended = controller.poll() is not None
 
-    def _held_up(self, controller: Child) -> str:
-        """What a controller waits for that does nothing itself; "" for one that may be at work."""
-        try:
+    def _silence(self, controller: Child, seconds: float) -> str:
+        """What to say of a controller that has said nothing for so many seconds; "" for one that may have nothing to
+        say yet."""
+        state = ""
+        with suppress(OSError, IndexError):
             # Behind its name, which may have blanks and brackets.
             state = Path(f"/proc/{controller.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            return ""
-        return HELD_UP.get(state, "")
+        why = HELD_UP.get(state, "hangs, or has no processor" if self._last or seconds >= self.deadline else "")
+        return f"the controller (process {controller.pid}) {why}, and has said nothing for {seconds:g} s" if why else ""
 
     def _kill(self, controller: Child) -> None:
         kill(controller)
@@ -229,6 +244,8 @@ class Launcher:
             self._explained = self._explained or message.get("kind") == "error"
             if message.get("kind") in ("stage", "status"):
                 self._last |= message
+            elif isinstance(row := message.get("row"), dict):  # a status after it may not have been due
+                self._last["update"] = row["update"] + 1
             self.tell(message)
 
     def _start_agents(self, endpoint: str) -> None:
@@ -258,8 +275,9 @@ class Launcher:
     def _ask_to_stop(self, controller: Child) -> None:
         self._deadline = monotonic() + self.grace
         engine = self.wish.status == PREEMPTED
-        _say(controller, f"preempt {signal_name(self.wish.number)}" if engine else f"stop {unheard()}".rstrip())
-        saved = latest_checkpoint(RunFolder(self.folder))
+        word, why = ("preempt", signal_name(self.wish.number)) if engine else ("stop", unheard(self.wish))
+        _say(controller, f"{word} {why}".rstrip())
+        saved, _ = newest_usable(RunFolder(self.folder))
         held = f"the last checkpoint is that of update {saved.update}" if saved else "there is no checkpoint yet"
         text = f"stopping within {self.grace:g} s; {held}: a new one is written if the update in work ends in time"
         self.tell({"kind": "note", "level": "info", "text": text})
@@ -306,7 +324,7 @@ class Launcher:
             return self.wish.status
         if controller.returncode != FAILED or not self._explained:
             said = tail(self.folder / "logs" / "controller.err")
-            how = f"the controller (pid {controller.pid}) ended: {describe_exit(controller)}"
+            how = self._silent or f"the controller (pid {controller.pid}) ended: {describe_exit(controller)}"
             if not self._last:
                 how += ", before it had begun"
             else:

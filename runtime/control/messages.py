@@ -6,9 +6,10 @@ A frame is MessagePack of [PROTOCOL, sequence, [class name, fields…]]. A *peer
 - A rank: Hello, Setup, Ready, then Orders and Results until Goodbye.
 - An agent: Hello, AgentReady, then a Launch for each of its ranks and an Exited for each that ends, until Goodbye;
   Leaving, if its host is taken away. An End asks it to kill a rank.
-- Between hosts an agent carries what its ranks say, several at once as a Report, and what is said to them, each thing
-  once for all of its ranks that it is for, as a Delivery; SignsOfLife says how they are (see `relay`).
-- Ranks that form a process group Post to the controller's key-value store, Count and Look there; Found is the answer.
+- Between hosts an agent carries what its ranks say, several at once as RankMessages, and what is said to them, each
+  thing once for all of its ranks that it is for, as a Delivery; SignsOfLife says how they are (see `relay`).
+- Ranks that form a process group Post to the controller's key-value store, Count and Look there; BoardValues is the
+  answer.
 - A rank asks a rank of another host for part of a block in one frame, MessagePack of [EXCHANGE, number, Ask]. The
   answer repeats the number: [EXCHANGE, number, ""] with the bytes in a second frame, or [EXCHANGE, number, why not]
   alone. Asking changes nothing, so a question may be asked twice.
@@ -87,7 +88,8 @@ class Manifest(Packable, frozen=True):
 
 class Result(Packable, frozen=True):
     """A rank's answer to a command, or that of several (the event's `others`). `outputs` are for other ranks; `began`
-    and `ended` are seconds of `time.monotonic` on the rank's host. `manifest` comes with `Published`, from the first
+    and `ended` are seconds of `time.monotonic` on the rank's host. `sample` is what `record.samples.sample` says of the
+    values that it has made. `manifest` comes with `Published`, from the first
     rank of the replica: all its ranks have made the same. `unread` comes with `Failed` where a value could not be read:
     the replica that made it, and its life.
     """
@@ -98,6 +100,7 @@ class Result(Packable, frozen=True):
     began: Seconds = 0.0
     ended: Seconds = 0.0
     manifest: Manifest | None = None
+    sample: str = ""
     unread: tuple[str, int] | None = None
 
 
@@ -133,10 +136,11 @@ class SignsOfLife(Packable, frozen=True):
 
 
 class Note(Packable, frozen=True):
-    """A line for the user and the run's log."""
+    """A line for the user and the run's log. `unreadable`: an error of the checkpoint that the run goes on from."""
 
-    level: Literal["info", "warning", "error"]
+    level: Literal["warning", "error"]
     text: str
+    unreadable: bool = False
 
 
 class AgentReady(Packable, frozen=True):
@@ -155,7 +159,8 @@ class Leaving(Packable, frozen=True):
 
 
 class Exited(Packable, frozen=True):
-    """A rank's process ended: with an exit `status`, or by a `signal` (0: none). `tail` is the end of its stderr."""
+    """A rank's process ended: with an exit `status`, or by a `signal` (0: none). `tail` is the end of its stderr.
+    `forks`: these are of the process that forks ranks, with which the rank has ended."""
 
     replica: str
     rank: int
@@ -163,12 +168,14 @@ class Exited(Packable, frozen=True):
     status: int
     signal: int
     tail: str
+    forks: bool = False
 
     @property
     def reason(self) -> str:
         """One line, and the tail of stderr below it."""
         ended = f"killed by {signal_name(self.signal)}" if self.signal else f"exit status {self.status}"
-        return f"{ended} (pid {self.pid})" + (f"\n{self.tail}" if self.tail else "")
+        whose = "with the process that forks the ranks of its host: " if self.forks else ""
+        return f"{whose}{ended} (pid {self.pid})" + (f"\n{self.tail}" if self.tail else "")
 
 
 class Post(Packable, frozen=True):
@@ -230,7 +237,7 @@ class Order(Packable, frozen=True):
         return msgspec.structs.replace(send, together=next(together, ()))
 
 
-class Found(Packable, frozen=True):
+class BoardValues(Packable, frozen=True):
     """The answer to question `number`: values of the board, in hexadecimal. `error` says why there is none; number 0
     stands for a Post, which has no answer unless it is refused. `held_up` are the seconds that the controller itself
     was stopped so far.
@@ -284,7 +291,7 @@ Question = Post | Count | Look
 OfRank = Hello | Ready | Results | SendFailed | Note | Question
 
 
-class Report(Packable, frozen=True):
+class RankMessages(Packable, frozen=True):
     """What ranks have said to their agent, in order. The tokens of their Hellos are left out."""
 
     said: tuple[tuple[str, OfRank], ...]
@@ -303,9 +310,9 @@ ToController = (
     | Leaving
     | Exited
     | Question
-    | Report
+    | RankMessages
 )
-Message = ToController | Setup | Order | Found | Goodbye | Launch | End | Delivery
+Message = ToController | Setup | Order | BoardValues | Goodbye | Launch | End | Delivery
 
 # The exit status of a rank that has said in a `Note` why it ends.
 EXIT_EXPLAINED = 3

@@ -29,6 +29,7 @@ from typing import IO, NoReturn
 
 import penstock
 from penstock.runtime.control.messages import shortened, signal_name
+from penstock.runtime.control.signals import fork_leaving_end
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import open_append, open_regular
 from penstock.runtime.tensor.shm import SHM, sweep
@@ -80,7 +81,7 @@ def start(
     where there is no such `python`.
     """
     return subprocess.Popen(
-        [python or sys.executable, *command],
+        [python or sys.executable, "-P", *command],
         stdin=stdin,
         stdout=stdout,
         stderr=stderr,
@@ -153,6 +154,18 @@ def log_to(path: Path) -> None:
         log.write(taken(2))
         log.flush()
         os.dup2(log.fileno(), 2)
+
+
+def keep_newest(path: Path, most: int) -> None:
+    """Cut a log of more than `most` bytes to the newest half of them, behind a line that says so. Processes may go on
+    to append to it: of what they write just then a part may be lost, or stand before that line."""
+    with suppress(OSError, RecordError), os.fdopen(open_regular(path, os.O_RDWR | os.O_APPEND), "r+b", 0) as log:
+        size = os.fstat(log.fileno()).st_size
+        if size > most:
+            kept = os.pread(log.fileno(), most // 2, size - most // 2)
+            kept = kept[kept.find(b"\n") + 1 :]
+            log.truncate(0)
+            log.write(f"[penstock] older lines of this log are gone: it had more than {most} bytes\n".encode() + kept)
 
 
 def taken(descriptor: int) -> bytes:
@@ -256,7 +269,7 @@ def serve_forks(main: Callable[[], None], preload: Sequence[str] = (), asks: int
                     environment, *outputs = launch
                     parent = os.getpid()
                     try:
-                        pid = os.fork()
+                        pid = fork_leaving_end()
                     except OSError:  # no memory, or too many processes: the agent tells what is said here
                         traceback.print_exc()
                         door.send(json.dumps([name, 0, 1]).encode())

@@ -64,7 +64,8 @@ class RankSetup:
 
     `offload`: does what is not needed between updates leave the device? With "auto" what can, with "on" a value that
     updates change must. `patience` is the seconds for each way. `run` is the run's id over all its lives, as in
-    `config.json`: a part of another run's checkpoint is refused. `elastic` are the replicas that may be lost.
+    `config.json`: a part of another run's checkpoint is refused. `elastic` are the replicas that may be lost. Of
+    `batch` groups in a row the first `save_samples` are told with their texts and rewards.
     """
 
     graphs: tuple[Graph, ...]
@@ -78,6 +79,8 @@ class RankSetup:
     patience: float = 60.0
     run: str = ""
     elastic: frozenset[str] = frozenset()
+    batch: int = 1
+    save_samples: int = 0
 
     @property
     def pool(self) -> str:

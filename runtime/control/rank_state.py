@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.graph.deferred import Column, Joined, columns_of, deferred, may_defer
+from penstock.graph.deferred import Column, StackedColumns, columns_of, deferred, may_defer
 from penstock.graph.imports import arguments, load, reach
 from penstock.graph.ir import Argument, Firing, Graph, Node
 from penstock.graph.node import Filter, NodeDef
@@ -267,7 +267,7 @@ class HeldValues:
             present = [(column, count) for column, count in each if column is not None]
             if present and len(present) < len(each):
                 return None
-            columns[name] = Joined(tuple(present)) if present else None
+            columns[name] = StackedColumns(tuple(present)) if present else None
         return deferred(kind, columns, range(sum(count for _, count in parts)))
 
     def free(self, firings: Iterable[Firing]) -> None:

@@ -8,6 +8,7 @@ import json
 import shutil
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping
 from math import inf, isfinite
 from typing import Any
@@ -33,8 +34,8 @@ from penstock.runtime.record.metrics import (
     Row,
     Rows,
     keep_rows,
-    prefixes,
 )
+from penstock.runtime.record.samples import SamplesFile
 from penstock.runtime.record.timeline import Bar, Kind, Utilisation, microseconds
 from penstock.runtime.record.trace_formats import chrome_trace
 from penstock.runtime.schedule.compile import Tables
@@ -106,17 +107,19 @@ class RunRecorder:
         folder.hold()
         self._looked = now
         self.log = LogWriter(folder.events)
-        start = cut.update if cut else 0
+        self.start = start = cut.update if cut else 0
         self.log.segment(start if cut else None, {"run": config.run})
         # Rows of updates after the checkpoint are made again.
         kept = keep_rows(folder.metrics, start)
         self.metrics = MetricsFile(folder.metrics)
         elapsed = float(kept[-1]["time_s"]) if kept else 0.0
         steps = [s for s in Tables(config.graph, config.plan).steps.values() if s.per_update]
-        self.rows = Rows({s.name: s.every for s in steps if not s.off_path}, now, elapsed)
+        order = [node.name for graph in config.graphs for node in graph.nodes]
+        self.rows = Rows({s.name: s.every for s in steps if not s.off_path}, now, elapsed, config.graph.nodes)
+        self.samples = SamplesFile(folder.samples, order, start)
         if cut and cut.figures:
             self.rows.restore(cut.figures)
-        self.prefixes = {node: before for graph in config.graphs for node, before in prefixes(graph).items()}
+            self.samples.restore(cut.figures.get("samples", ()))
         self.began = now
         self.row: Row = kept[-1] if kept else {}
         self.clocks = {node.name: node.clock for graph in config.graphs for node in graph.nodes}
@@ -145,11 +148,18 @@ class RunRecorder:
         self._said: dict[str, int] = {}
         self.updates = start
         self.dropped_frames: Mapping[str, int] = {}
-        self.warnings: list[str] = []
+        # Of earlier lives, too, as all that the summary has.
+        told = dict.fromkeys(note["text"] for note in folder.read_notes()[0] if note["level"] == "warning")
+        self.warnings = [*told][:MAX_WARNINGS]
+        self._warned: deque[str] = deque(maxlen=MAX_WARNINGS)  # the last of those that are said once
         self._cut, self._cut_row = "", Row()
+        self._cut_figures: dict[str, Any] = {}
+        if len(kept) < start:
+            given = f"{folder.metrics}: given rows of {len(kept)} of {start} updates, needed all"
+            goes_on = "time_s goes on from the last of these, and the next row has what was dropped, failed and retried"
+            self.warn(f"{given}: {goes_on} since then")
         self.kept = tuple(one.written for one in all_checkpoints(folder))
-        self._removing: list[threading.Thread] = []
-        self._evaluated: list[dict[str, float]] = []
+        self._evaluated: dict[str, dict[str, float]] = {}  # by node
         self.replicas: list[dict[str, Any]] = []  # who came and went
 
     # What the session tells -------------------------------------------------------------------------------
@@ -227,17 +237,18 @@ class RunRecorder:
             self.bars.append(bar)
 
     def _done(self, now: float, result: Result, event: Done) -> None:
-        firing, before = event.firing, self.prefixes.get(event.firing.node, ("",))
-        metrics = {prefix + name: value for prefix in before for name, value in result.metrics.items()}
+        firing, metrics = event.firing, result.metrics
         clock = self.clocks.get(firing.node)
         if clock is None:  # a source
             return
         if firing.node.startswith(EVALUATION):
             if clock == "update" and metrics:
-                self._evaluated.append(metrics)
+                self._evaluated[firing.node] = metrics
         elif clock == "group":
             if metrics:
                 self.rows.group(firing, metrics)
+            if result.sample:
+                self.samples.tell(firing.index, firing.node, result.sample)
             self._fired(event.replica, firing, result, "group")
         else:
             self._fired(event.replica, firing, result, "update")
@@ -249,6 +260,7 @@ class RunRecorder:
                 self._update(firing.index, now)
 
     def _update(self, update: int, now: float) -> None:
+        self.samples.take(update, self.rows.taken(update), self.ledger.groups)
         lost = {fate: count - self.counted[fate] for fate, count in self._lost().items()}
         self.row = self.rows.row(update, now, self._pools(now), lost, self.ledger.groups)
         self.counted = self._lost()
@@ -259,19 +271,25 @@ class RunRecorder:
         for name, value in self._not_finite(self.row).items():
             self.note(f"{name} is {value} in update {update}: null in metrics.jsonl, and nothing else follows from it")
 
-    def begin_checkpoint(self, update: int) -> str:
-        """Ranks are about to write their parts of a cut: the name of the folder into which all do."""
+    def begin_checkpoint(self, update: int, state: str) -> str:
+        """Ranks are about to write their parts of a cut with this `state` of the scheduler: the name of the folder into
+        which all do."""
         self.folder.require()
         # It would make a folder that was moved away anew, with nothing in it but this checkpoint.
         self._cut, self._cut_row = begin_checkpoint(self.folder, self.config.run, update), self.row
+        # Now: updates that go on while it is written take metrics and samples with them.
+        cut = json.loads(state)
+        self._cut_figures = {**self.rows.to_json(cut), "samples": self.samples.to_json(cut)}
         return self._cut
 
     def commit(self, commit: Commit) -> None:
-        """A cut is complete: only now does the folder say so, and not before the log tells how it came to be."""
+        """A cut is complete: only now does the folder say so, and not before the disk has what a resume keeps beside
+        it: how it came to be, rows and samples."""
         self.folder.require()
-        self.log.sync()
-        cut = json.loads(commit.state)
-        complete_checkpoint(self.folder, self._cut, cut, self.accuracy, self.rows.to_json(cut), self._cut_row)
+        for file in (self.log, self.metrics, self.samples):
+            file.sync()
+        cut, records = json.loads(commit.state), self.log.records
+        complete_checkpoint(self.folder, self._cut, cut, self.accuracy, self._cut_figures, self._cut_row, records)
         self._prune()
 
     def _prune(self) -> None:
@@ -279,16 +297,12 @@ class RunRecorder:
         flags, saved = self.config.flags, all_checkpoints(self.folder)
         if flags.keep_best and (metric := read_best(flags.keep_best)[0]) not in (row := saved[-1].row):
             known = ", ".join(sorted(row)) or "none"
-            text = f"--keep-best: given {metric!r}, needed a metric of the rows: {known}"
-            if text not in self.warnings:
-                self.note(text, level="warning")
+            self.warn(f"--keep-best: given {metric!r}, needed a metric of the rows: {known}")
         gone = discount(self.folder, self.config.run, surplus(saved, flags.keep, flags.keep_best))
         self.kept = tuple(one.written for one in saved if one.folder not in gone)
-        self._removing = [thread for thread in self._removing if thread.is_alive()]
         for path in gone.values():
-            # In the background: files of many GB take seconds.
-            self._removing.append(threading.Thread(target=shutil.rmtree, args=(path,), kwargs={"ignore_errors": True}))
-            self._removing[-1].start()
+            # In the background: files of many GB take long. The run's end does not wait: what is left then is swept.
+            threading.Thread(target=shutil.rmtree, args=(path,), kwargs={"ignore_errors": True}).start()
 
     def tell_writing(self, update: int, seconds: float) -> None:
         """The run ends when the checkpoint before `update` is written, for which ranks have `seconds`."""
@@ -299,14 +313,16 @@ class RunRecorder:
     def close_stage(self, name: str) -> None:
         """A stage has ended by itself."""
         if name in ("before", "after"):
-            figures = [m["accuracy"] for m in self._evaluated if "accuracy" in m]
-            known = figures and isfinite(figures[-1])
-            self.accuracy[name] = round(figures[-1], 6) if known else None
+            # Of several, that of the node which stands first in the program.
+            told = (self._evaluated.get(node, {}) for node in self.clocks)
+            figures = [metrics["accuracy"] for metrics in told if "accuracy" in metrics]
+            known = figures and isfinite(figures[0])
+            self.accuracy[name] = round(figures[0], 6) if known else None
             self._evaluated.clear()
             self.say({"kind": "accuracy", "stage": name, "accuracy": self.accuracy[name]})
             if figures and not known:
-                self.not_finite[f"accuracy_{name}"] = {"value": str(figures[-1])}
-                self.note(f"the accuracy {name} training is {figures[-1]}, which is no number")
+                self.not_finite[f"accuracy_{name}"] = {"value": str(figures[0])}
+                self.note(f"the accuracy {name} training is {figures[0]}, which is no number")
 
     def tick(self, now: float) -> None:
         """Time passes: what is buffered is written, the display hears of a quiet run too. Raises RecordError when the
@@ -322,10 +338,9 @@ class RunRecorder:
         RecordError where the folder does not take it."""
         self._status(now, -inf)
         self.folder.require()
-        for thread in self._removing:
-            thread.join()
         self.log.end({"status": status, "error": error})
         self.metrics.close()
+        self.samples.close()
         summary = {
             "status": status,
             "accuracy_before": self.accuracy.get("before"),
@@ -351,8 +366,11 @@ class RunRecorder:
         }
         self.folder.write_json("summary.json", summary)  # first: a stop's time may run out on a long trace
         trace = chrome_trace(self.bars, self.config.run)
+        whole = f"the run from update {self.start} on, where it was resumed" if self.start else "the run"
         if len(self.bars) >= MAX_BARS:
-            trace["otherData"]["note"] = f"the first {MAX_BARS} bars of the run"
+            trace["otherData"]["note"] = f"the first {MAX_BARS} bars of {whole}"
+        elif self.start:
+            trace["otherData"]["note"] = whole
         self.folder.write_json("trace.json", trace)
         self.say({"kind": "summary", **summary})
 
@@ -377,9 +395,15 @@ class RunRecorder:
             self.not_finite[name] |= {"last": row["update"], "updates": self.not_finite[name]["updates"] + 1}
         return new
 
+    def warn(self, text: str) -> None:
+        """A warning of what goes on being so. It is said once: every rank may tell of it, or every checkpoint."""
+        if text not in self._warned:
+            self._warned.append(text)
+            self.note(text, "warning")
+
     def note(self, text: str, level: str = "") -> None:
         """A line for the user, and for those who watch; the summary has the first warnings."""
-        if level == "warning" and len(self.warnings) < MAX_WARNINGS:
+        if level == "warning" and len(self.warnings) < MAX_WARNINGS and text not in self.warnings:
             self.warnings.append(text)
         self.folder.add_note(level, text)
         self.say({"kind": "note", **({"level": level} if level else {}), "text": text})

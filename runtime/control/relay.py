@@ -1,11 +1,11 @@
 """What an agent does for its ranks where the controller is reached over a network: one connection for a host.
 
 The ranks connect to a Unix socket of their agent instead, and notice nothing else of it. What they say goes to the
-controller as a `Report`, what is said to them comes as a `Delivery`. Ranks of one replica do the same at the same time:
-their answers are held until all of the host's have given them, for HOLD seconds at most, and go as one; the last one
-goes at once. Nothing waits for an answer that is held, since a command is carried out when all have answered. So the
-controller hears each thing once for each host, and not once for each rank. Of heartbeats it hears what is new in them
-(`SignsOfLife`): who lives is seen here. What the ranks of a host may say is checked here by the rank, and by the
+controller as `RankMessages`, what is said to them comes as a `Delivery`. Ranks of one replica do the same at the same
+time: their answers are held until all of the host's have given them, for HOLD seconds at most, and go as one; the last
+one goes at once. Nothing waits for an answer that is held, since a command is carried out when all have answered. So
+the controller hears each thing once for each host, and not once for each rank. Of heartbeats it hears what is new in
+them (`SignsOfLife`): who lives is seen here. What the ranks of a host may say is checked here by the rank, and by the
 controller once more by the host.
 """
 
@@ -29,7 +29,7 @@ from penstock.runtime.control.messages import (
     MessageError,
     Note,
     OfRank,
-    Report,
+    RankMessages,
     Result,
     Results,
     SignsOfLife,
@@ -212,11 +212,11 @@ def merged(results: Mapping[int, Result]) -> Iterator[Result]:
         yield run
 
 
-def _reports(said: list[tuple[str, OfRank]]) -> Iterator[Report]:
+def _reports(said: list[tuple[str, OfRank]]) -> Iterator[RankMessages]:
     """As few reports as hold what ranks have said."""
     if not said:
         return
-    whole = Report(tuple(said))
+    whole = RankMessages(tuple(said))
     try:
         pack(whole, _LATE)
         yield whole
@@ -228,7 +228,7 @@ def _reports(said: list[tuple[str, OfRank]]) -> Iterator[Report]:
             yield from _reports(said[:half])
             yield from _reports(said[half:])
         else:
-            yield Report(((peer, Note("error", f"{peer}: what it says is too long to be handed on: {error}")),))
+            yield RankMessages(((peer, Note("error", f"{peer}: what it says is too long to be handed on: {error}")),))
 
 
 def _command(event: Any) -> Event:

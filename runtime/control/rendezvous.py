@@ -17,7 +17,16 @@ from itertools import count
 from queue import SimpleQueue
 from time import monotonic
 
-from penstock.runtime.control.messages import MAX_BYTES, Count, Found, Heartbeat, Look, MessageError, Note, Question
+from penstock.runtime.control.messages import (
+    MAX_BYTES,
+    BoardValues,
+    Count,
+    Heartbeat,
+    Look,
+    MessageError,
+    Note,
+    Question,
+)
 from penstock.runtime.control.security import Join
 from penstock.runtime.control.sockets import Client
 
@@ -49,7 +58,7 @@ class Board:
         self._total = 0  # of what is kept
         self._answered: Counter[str] = Counter()
 
-    def hear(self, peer: str, question: Question) -> list[tuple[str, Found]]:
+    def hear(self, peer: str, question: Question) -> list[tuple[str, BoardValues]]:
         """What `peer` says; the answers to whoever they are for."""
         if isinstance(question, Look):
             return self._look(peer, question)
@@ -58,7 +67,7 @@ class Board:
         poster = self._posters.get(key, peer)
         # Or one rank could lead the connections of others to itself.
         if poster != peer and not (counts and key in self._counts):
-            return [(peer, Found(number, {}, f"{key:.200}: posted by {poster}, which alone may change it"))]
+            return [(peer, BoardValues(number, {}, f"{key:.200}: posted by {poster}, which alone may change it"))]
         if isinstance(question, Count):
             # In decimal digits, as torch's own stores keep a number.
             value = str(self._counts[key] + question.amount).encode().hex()
@@ -66,7 +75,7 @@ class Board:
             value = question.value
         more = _cost(key, value) - (_cost(key, self._posted[key]) if key in self._posted else 0)
         if refusal := self._refusal(poster, more):
-            return [(peer, Found(number, {}, refusal))]
+            return [(peer, BoardValues(number, {}, refusal))]
         self._posters[key], self._posted[key] = poster, value
         self._keep(poster, more)
         answers = []
@@ -91,13 +100,13 @@ class Board:
             else:
                 del self._waiting[key]
 
-    def _look(self, peer: str, look: Look) -> list[tuple[str, Found]]:
+    def _look(self, peer: str, look: Look) -> list[tuple[str, BoardValues]]:
         """The answer; none yet if it waits for a key."""
         if look.at_once or (lacking := self._lacking(look)) is None:
             return [self._found(peer, look.number, look.keys)]
         cost = _cost(*look.keys)
         if refusal := self._refusal(peer, cost):
-            return [(peer, Found(look.number, {}, refusal))]
+            return [(peer, BoardValues(look.number, {}, refusal))]
         self._keep(peer, cost)
         self._waiting[look.keys[lacking]].append((peer, look, lacking, cost))
         return []
@@ -120,7 +129,7 @@ class Board:
             return f"{given}; needed at most {MAX_BOARD}"
         return ""
 
-    def _found(self, peer: str, number: int, keys: tuple[str, ...]) -> tuple[str, Found]:
+    def _found(self, peer: str, number: int, keys: tuple[str, ...]) -> tuple[str, BoardValues]:
         values = {key: self._posted[key] for key in keys if key in self._posted}
         size = _cost(*values, *values.values())
         if size > MAX_ANSWER:
@@ -129,8 +138,8 @@ class Board:
             error = f"{peer} was answered with {self._answered[peer]} characters; needed at most {MAX_ANSWERED}"
         else:
             self._answered[peer] += size
-            return peer, Found(number, values)
-        return peer, Found(number, {}, error)
+            return peer, BoardValues(number, values)
+        return peer, BoardValues(number, {}, error)
 
 
 def _cost(*texts: str) -> int:
@@ -175,7 +184,7 @@ class Pulse:
         self._numbers = count(1)
         self._said: SimpleQueue[Question | Note] = SimpleQueue()
         self._awaited: set[int] = set()
-        self._found: dict[int, Found] = {}
+        self._found: dict[int, BoardValues] = {}
         self._refused = ""  # why the controller did not take what was posted
         self._heard = threading.Condition()
         self._over = threading.Event()
@@ -227,7 +236,7 @@ class Pulse:
             if gone := client.gone():
                 self._refuse(gone)
             for message in client.receive(max(0.0, due - monotonic())):
-                if isinstance(message, Found):
+                if isinstance(message, BoardValues):
                     self._hear(message)
             while not self._said.empty():
                 try:
@@ -238,7 +247,7 @@ class Pulse:
                 due = _next(monotonic(), self._interval)
                 client.send(Heartbeat(self.doing()))
 
-    def _hear(self, message: Found) -> None:
+    def _hear(self, message: BoardValues) -> None:
         """An answer that no thread awaits any more is dropped."""
         with self._heard:
             self.held_up = message.held_up

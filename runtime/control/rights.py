@@ -18,8 +18,8 @@ from penstock.runtime.control.messages import (
     Message,
     Note,
     Question,
+    RankMessages,
     Ready,
-    Report,
     Results,
     SendFailed,
     SignsOfLife,
@@ -32,7 +32,7 @@ from penstock.runtime.tensor.shm import ObjectRef, owner_of
 
 # What a connection of each role may say after its Hello.
 SAYS: Mapping[str, tuple[type, ...]] = {
-    "agent": (AgentReady, Exited, Heartbeat, Leaving, Note, SignsOfLife, Report),
+    "agent": (AgentReady, Exited, Heartbeat, Leaving, Note, SignsOfLife, RankMessages),
     "rank": (Ready, Results, SendFailed, Heartbeat, Note),
     "heartbeat": (Heartbeat, Note, *get_args(Question)),
 }

@@ -249,7 +249,7 @@ class Stage:
                 return
             case Save():
                 if not self.outbox.checkpoint:
-                    self.outbox.checkpoint = self.recorder.begin_checkpoint(command.update)
+                    self.outbox.checkpoint = self.recorder.begin_checkpoint(command.update, self.scheduler.saving)
                     self.outbox.kept = self.recorder.kept
             case Send() if command.source != command.replica:
                 self.outbox.add(command.source, command)
@@ -464,9 +464,11 @@ class Session:
         scheduler = stage.scheduler
         if stage.name != "train" or scheduler.ended:
             return
-        due = self._interval.due(scheduler.update, scheduler.writing is not None, now)
-        if due and scheduler.update < self.config.flags.updates and scheduler.checkpoint is None:
-            self._interval.asked(scheduler.update, now)
+        # The next update may begin with the event that ends this one: then it is too late to ask.
+        update = scheduler.update + scheduler.bound()
+        due = self._interval.due(update, scheduler.writing is not None, now)
+        if due and update < self.config.flags.updates and scheduler.checkpoint is None:
+            self._interval.asked(update, now)
             stage.feed(Checkpoint(), now)
             self._time_checkpoint(stage, now, None)
 

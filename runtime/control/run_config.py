@@ -99,6 +99,8 @@ class RunOptions:
     """Fresh prompt groups per update."""
     max_tokens: Positive = Context.max_tokens
     """Longest response, in tokens."""
+    max_prompt: Positive = Context.max_prompt
+    """Longest prompt, or conversation before its last turn, in tokens; each slot of a generator has room for it."""
     segment: Count = Context.segment
     """Tokens after which a response pauses, and its group goes on where a generator has room, perhaps with newer
     weights; 0 is never."""
@@ -233,6 +235,8 @@ class RunOptions:
     grace: Annotated[Seconds, OnResume("Seconds from a wish to stop to the end of everything.")] = GRACE_S
     """Seconds from a wish to stop (Ctrl-C; SIGTERM or SIGUSR1 of an engine that takes the machine away) to the end of
     everything, with a checkpoint if one can be made. Some seconds less than the engine gives."""
+    save_samples: Annotated[Count, OnResume("Prompt groups of each update that samples.jsonl keeps.")] = 1
+    """Prompt groups of each update that samples.jsonl keeps, with texts and rewards, for you to read; 0 is none."""
     track: Annotated[tuple[TrackerName, ...], Shown("TRACKER …", "none"), TRACK_ON_RESUME] = ()
     """Trackers that get the metrics, the configuration and the report: tensorboard, wandb, trackio, mlflow; each as
     its own client is configured."""
@@ -420,12 +424,14 @@ class RunConfig:
         """Raises ValueError for what `to_json` did not make."""
         if data.get("format") != 1:
             raise ValueError(f"run: given format {data.get('format')!r}, needed 1")
-        evaluation = data["evaluation"]
+        graph, evaluation = Graph.from_json(data["graph"]), data["evaluation"]
+        # An earlier version had it as an option of the program.
+        older = {name: value for name, value in graph.options if name == "max_prompt" and value}
         return RunConfig(
-            graph=Graph.from_json(data["graph"]),
+            graph=graph,
             evaluation=None if evaluation is None else Graph.from_json(evaluation),
             plan=Plan.from_json(data["plan"]),
-            flags=RunOptions.from_json(data["flags"]),
+            flags=RunOptions.from_json({**older, **data["flags"]}),
             run=msgspec.convert(data["run"], str),
         )
 
@@ -483,6 +489,8 @@ class RunConfig:
             patience,
             self.run,
             self.elastic,
+            self.flags.batch,
+            self.flags.save_samples,
         )
 
 

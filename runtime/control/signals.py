@@ -159,13 +159,14 @@ def carry_on(number: int, frame: FrameType | None) -> None:
 
 # Signals whose meaning `leave_end_to_parent` took from this process.
 _LEFT: list[signal.Signals] = []
-# By thread, the signals that were blocked before it began to fork.
+# By thread, the signals that were blocked before it began to fork, and whether the child is to hear them.
 _FORKING = threading.local()
 
 
 def leave_end_to_parent() -> None:
     """For a process whose parent decides when it ends: an engine may signal all processes of a host at once, and a
-    rank has to live until the checkpoint is made. What this process starts or forks hears signals as ever."""
+    rank has to live until the checkpoint is made. What this process starts or forks hears signals as ever, but for what
+    `fork_leaving_end` forks."""
     if _LEFT:
         return
     _LEFT.extend(number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN)
@@ -174,6 +175,15 @@ def leave_end_to_parent() -> None:
         # No SIG_IGN, which a program that is started would keep.
         signal.signal(number, carry_on)
         signal.siginterrupt(number, False)
+
+
+def fork_leaving_end() -> int:
+    """`os.fork()`, whose child leaves its end to its parent as this process does, from its first instant on."""
+    _FORKING.leaves = True
+    try:
+        return os.fork()
+    finally:
+        _FORKING.leaves = False
 
 
 def _hold() -> None:
@@ -186,10 +196,11 @@ def _let_go() -> None:
 
 
 def _hear_again() -> None:
-    for number in _LEFT:
-        if signal.getsignal(number) is carry_on:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    _LEFT.clear()
+    if not getattr(_FORKING, "leaves", False):
+        for number in _LEFT:
+            if signal.getsignal(number) is carry_on:
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        _LEFT.clear()
     _let_go()
 
 
@@ -222,13 +233,17 @@ def nobody_reads(descriptor: int) -> bool:
     return bool(watch.poll(0))
 
 
-def unheard() -> str:
+def unheard(wish: Wish) -> str:
     """Why a run was asked to end, where it was not the user who said so; "" where it was."""
-    return "stopped, since its output was closed" if nobody_reads(1) else ""
+    if nobody_reads(1):
+        return "stopped, since its output was closed"
+    # As of a log on a disk that is full.
+    return "stopped, since its output cannot be written" if wish.status and not wish.number else ""
 
 
 def while_heard(tell: Tell, lost: Callable[[], None]) -> Tell:
-    """`tell`, and `lost()` the first time that it raises OSError, since its pipe is closed or its terminal gone."""
+    """`tell`, and `lost()` the first time that it raises OSError, since its pipe is closed, its terminal gone or
+    its disk full."""
     deaf = False
 
     def told(line: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from math import inf
 PAUSE_S = 1.0
 
 
-class Tracker:
+class LivenessTracker:
     """The last sign of life of each peer. A peer is tracked from its first sign until it is forgotten.
 
     Peers are kept in the order of their last signs, so that a look at who is late costs no more for many of them.

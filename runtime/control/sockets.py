@@ -35,16 +35,16 @@ from penstock.runtime.control.listener import Listener, Options, dial, drain
 from penstock.runtime.control.messages import (
     MAX_BYTES,
     AgentReady,
+    BoardValues,
     Delivery,
-    Found,
     Heartbeat,
     Hello,
     Message,
     MessageError,
     Note,
     OfRank,
+    RankMessages,
     Ready,
-    Report,
     SignsOfLife,
     framed,
     pack,
@@ -53,7 +53,7 @@ from penstock.runtime.control.messages import (
 )
 from penstock.runtime.control.rights import SAYS, overreach, readable
 from penstock.runtime.control.security import Door, Join
-from penstock.runtime.control.silence import Tracker
+from penstock.runtime.control.silence import LivenessTracker
 
 # Seconds without a sign of life after which a peer is taken for dead.
 SILENCE = 10.0
@@ -141,7 +141,7 @@ class Server:
         self._here = {host: {name: frozenset(of) for name, of in replicas.items()} for host, replicas in here.items()}
         self._hosts = {public: host for host, public in door.allowed.items()}
         self._notes: Counter[str] = Counter()
-        self.tracker = Tracker(silence)
+        self.tracker = LivenessTracker(silence)
         self._connections: dict[bytes, _Connection] = {}
         # The way to each peer: its own connection, or that of its agent. And to each heartbeat with one of its own.
         self._routes: dict[str, _Connection] = {}
@@ -218,7 +218,7 @@ class Server:
         """False when `peer` cannot be reached: it never said Hello, is gone, or has stopped reading."""
         connection = self._routes.get(peer)
         # The thread that beats for a rank asks, and hears the answer while the main thread is at work.
-        aside = isinstance(message, Found)
+        aside = isinstance(message, BoardValues)
         packed = pack_message(message)
         if connection is not None and connection.peer != peer:
             return self._send(connection, partial(pack, Delivery((peer,), packed, aside)))
@@ -315,7 +315,7 @@ class Server:
             raise _Dropped("replayed", name, f"frame {sequence} after frame {connection.heard}")
         if not isinstance(message, SAYS[connection.role]):
             raise _Dropped("unexpected", name, type(message).__name__)
-        plain = isinstance(message, (Heartbeat, SignsOfLife, Report))  # what these claim is looked at below
+        plain = isinstance(message, (Heartbeat, SignsOfLife, RankMessages))  # what these claim is looked at below
         if not plain and (claim := overreach(message, connection.peer, connection.host, self._ranks)):
             raise _Dropped("unauthorised", name, claim)
         # Not before: a frame that is refused must not make those behind it replays.
@@ -324,7 +324,7 @@ class Server:
         if isinstance(message, Heartbeat):
             self.doing[connection.peer] = message.doing[:MAX_DOING]
             return []
-        if isinstance(message, Report):
+        if isinstance(message, RankMessages):
             return self._reported(message, connection, name)
         if isinstance(message, SignsOfLife):
             self._note_signs(message, connection, name)
@@ -334,7 +334,7 @@ class Server:
     def _spelled(self, name: str, key: str) -> str:
         return f"{name} (key of host {self._hosts[key]})" if key else name
 
-    def _reported(self, report: Report, agent: _Connection, name: str) -> list[tuple[str, Message]]:
+    def _reported(self, report: RankMessages, agent: _Connection, name: str) -> list[tuple[str, Message]]:
         """What the ranks of an agent say. What one may not say is dropped by itself."""
         found = []
         for peer, message in report.said:

@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -23,6 +24,7 @@ from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.security import Join
 from penstock.runtime.control.signals import leave_end_to_parent
 from penstock.runtime.control.sockets import Client
+from penstock.runtime.record.checkpoints import UnreadableError
 
 if TYPE_CHECKING:
     from penstock.runtime.control.rank import RankRuntime
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 # Seconds for which an answer may wait for the next command's, to travel with it.
 HOLD = 0.001
+# Bytes of samples in a message: less than one takes (`messages.MAX_BYTES`), and more than a sample has.
+SAMPLES_BYTES = 1 << 20
 # Seconds between two looks at the controller's life, when there is nothing to do.
 IDLE = 1.0
 
@@ -39,7 +43,6 @@ NEEDED = "penstock.runtime.control.rank"
 
 
 def main() -> None:
-    leave_end_to_parent()
     keep_freed_memory()
     raise_descriptors()
     join = Join.read(Path(os.environ["PENSTOCK_JOIN"]))
@@ -75,7 +78,8 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) ->
         rank = RankRuntime(config, replica, index, setup.restore, join, pulse, client.wake, life, start)
     except RAISED as error:
         traceback.print_exc()
-        client.send(Note("error", f"{name} could not start:\n{told(error)}"))
+        unreadable = isinstance(error, UnreadableError)
+        client.send(Note("error", f"{name} could not start:\n{told(error)}", unreadable))
         return EXIT_EXPLAINED
     pulse.doing = lambda: str(rank.executor.doing)
     try:
@@ -119,7 +123,7 @@ def work(client: Client, rank: "RankRuntime") -> int:
             for done in executor.carry_out(order):
                 results += done
                 if results and monotonic() - sent > HOLD:
-                    told &= client.send(Results(tuple(results)))
+                    told &= all(client.send(message) for message in in_messages(results))
                     results, sent = [], monotonic()
         results += executor.step()
         for text in rank.warnings():
@@ -127,13 +131,24 @@ def work(client: Client, rank: "RankRuntime") -> int:
         for unsent in rank.channels.unsent():
             told &= client.send(unsent)
         if results:
-            told &= client.send(Results(tuple(results)))
+            told &= all(client.send(message) for message in in_messages(results))
         if not told:  # the controller would wait for what it will never hear
             return 1
         if results:
             sent = monotonic()
         elif client.gone():
             return 1
+
+
+def in_messages(results: Iterable[Result]) -> Iterator[Results]:
+    """Answers as few messages: with `--save-samples` those of one step may have more texts than one message takes."""
+    together: list[Result] = []
+    for result in results:
+        if together and sum(len(one.sample) for one in (*together, result)) > SAMPLES_BYTES:
+            yield Results(tuple(together))
+            together = []
+        together.append(result)
+    yield Results(tuple(together))
 
 
 if __name__ == "__main__":

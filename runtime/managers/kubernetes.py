@@ -67,7 +67,7 @@ class KubernetesError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Workload:
+class KubernetesRun:
     """What a run asks of Kubernetes. `words` are those of `penstock run` that are the run's own: the program and its
     flags. `out` is the run folder as Pods see it. `gpus`, `cpus` and `memory` are each agent's, `grace` is in seconds,
     and so is `wait`, for which agents wait for the desk. Raises ValueError for what Kubernetes would refuse."""
@@ -123,7 +123,7 @@ def job_name(program: str, suffix: str) -> str:
     return f"{stem or 'run'}-{suffix}"
 
 
-def manifests(workload: Workload, secrets: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def manifests(workload: KubernetesRun, secrets: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """A Secret and a JobSet. `secrets` has the texts of TICKET, for agents, and of DESK, for the controller."""
     secret = {
         "apiVersion": "v1",
@@ -170,13 +170,13 @@ def manifests(workload: Workload, secrets: Mapping[str, str]) -> tuple[dict[str,
     return secret, jobset
 
 
-def _metadata(workload: Workload) -> dict[str, Any]:
+def _metadata(workload: KubernetesRun) -> dict[str, Any]:
     place = {"namespace": workload.namespace} if workload.namespace else {}
     return {"name": workload.name, **place, "labels": {"app.kubernetes.io/name": "penstock"}}
 
 
 def _job(
-    workload: Workload, name: str, pods: int, container: dict[str, Any], rules: list[dict[str, Any]]
+    workload: KubernetesRun, name: str, pods: int, container: dict[str, Any], rules: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """A replicated job of the JobSet. Its Pods have numbers, and with them names in the DNS."""
     template = {"metadata": {"labels": {"app.kubernetes.io/name": "penstock"}}, "spec": _pod(workload, name, container)}
@@ -196,7 +196,7 @@ def _job(
     return {"name": name, "replicas": 1, **after, "template": {"spec": spec}}
 
 
-def _pod(workload: Workload, name: str, container: dict[str, Any]) -> dict[str, Any]:
+def _pod(workload: KubernetesRun, name: str, container: dict[str, Any]) -> dict[str, Any]:
     # Nobody has more than it needs: agents never see the desk's secret key.
     shown = DESK if name == CONTROLLER else TICKET
     closed = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
@@ -255,7 +255,7 @@ def _pod(workload: Workload, name: str, container: dict[str, Any]) -> dict[str, 
     }
 
 
-def _controller(workload: Workload) -> dict[str, Any]:
+def _controller(workload: KubernetesRun) -> dict[str, Any]:
     command = ["penstock", "run", *workload.words, "--out", workload.folder, "--resume", "auto", "--plain"]
     command += ["--grace", f"{workload.grace:g}", "--on", AGENTS, "--agents", str(workload.agents)]
     command += ["--bind", f"\0(POD_IP):{PORT}", "--ticket-keys", f"{KEYS}/{DESK}"]
@@ -268,7 +268,7 @@ def _controller(workload: Workload) -> dict[str, Any]:
     }
 
 
-def _agent(workload: Workload) -> dict[str, Any]:
+def _agent(workload: KubernetesRun) -> dict[str, Any]:
     given = {"cpu": str(workload.cpus), "memory": workload.memory}
     if workload.gpus:
         given["nvidia.com/gpu"] = str(workload.gpus)
@@ -291,7 +291,7 @@ def as_yaml(documents: Sequence[Mapping[str, Any]]) -> str:
 # By kubectl -----------------------------------------------------------------------------------------------
 
 
-def create(workload: Workload, secrets: Mapping[str, str]) -> None:
+def create(workload: KubernetesRun, secrets: Mapping[str, str]) -> None:
     """Have Kubernetes start the run. The Secret is the JobSet's own: it goes when that is deleted. Raises
     KubernetesError, and then nothing is left."""
     secret, jobset = manifests(workload, secrets)
@@ -306,7 +306,7 @@ def create(workload: Workload, secrets: Mapping[str, str]) -> None:
         raise
 
 
-def follow(workload: Workload, deadline: float, tell: Callable[[str], None]) -> bool:
+def follow(workload: KubernetesRun, deadline: float, tell: Callable[[str], None]) -> bool:
     """Show the controller's log on standard output, each line once, through all restarts, until the run has ended:
     whether it is done. `tell` hears what Pods wait for. Raises KubernetesError if no controller runs within `deadline`
     seconds, or if Kubernetes does not answer for DEAF_S, and BrokenPipeError if nobody reads on; the JobSet stays."""
@@ -355,7 +355,7 @@ def follow(workload: Workload, deadline: float, tell: Callable[[str], None]) -> 
 class _Log:
     """The logs of the controller's Pods, of which nothing is shown twice."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: KubernetesRun) -> None:
         self._workload = workload
         # Of the Pod shown last: its name, and the time of its last line that was shown, as Kubernetes wrote it.
         self._pod, self._last = "", b""
@@ -411,13 +411,13 @@ def _time(line: bytes) -> tuple[float, bytes]:
     return datetime.fromisoformat((found[1] + found[3]).decode()).timestamp(), (found[2] or b"").ljust(9, b"0")
 
 
-def hints(workload: Workload) -> str:
+def hints(workload: KubernetesRun) -> str:
     """How to look at the JobSet, and how to end it."""
     place = f" -n {workload.namespace}" if workload.namespace else ""
     return f"kubectl describe jobset,pods{place} (all), kubectl delete jobset{place} {workload.name} (end it)"
 
 
-def _pods(workload: Workload) -> list[dict[str, Any]]:
+def _pods(workload: KubernetesRun) -> list[dict[str, Any]]:
     """The JobSet's."""
     selected = ["get", "pods", "-l", f"jobset.sigs.k8s.io/jobset-name={workload.name}", "-o", "json"]
     return [{"status": {}, **pod} for pod in json.loads(_kubectl(workload, selected))["items"]]
@@ -442,11 +442,11 @@ def _state(pods: Sequence[dict[str, Any]]) -> str:
     return "; ".join(sorted(found)) or "there are no Pods yet"
 
 
-def _words(workload: Workload, words: Sequence[str]) -> list[str]:
+def _words(workload: KubernetesRun, words: Sequence[str]) -> list[str]:
     return ["kubectl", *(["--namespace", workload.namespace] if workload.namespace else []), *words]
 
 
-def _kubectl(workload: Workload, words: Sequence[str], given: str = "") -> str:
+def _kubectl(workload: KubernetesRun, words: Sequence[str], given: str = "") -> str:
     """What kubectl says to these words. Manifests have secrets: they go through its standard input."""
     try:
         done = subprocess.run(_words(workload, words), input=given, capture_output=True, text=True, timeout=ANSWER_S)

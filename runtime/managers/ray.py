@@ -4,7 +4,8 @@ Ray is never imported here. Its driver is a child of this process (`ray_driver`)
 that has lost its cluster, whatever it is in the middle of; it takes signal handlers, the terminal and hundreds of
 megabytes; and a connection to nobody can be given up in time. What the two say are JSON objects, one per line:
 
-- the driver is asked for `{"agents": N}` (null: a node each), and says `found` (slots, address) or `failed` (text);
+- the driver is asked for `{"agents": N}` (null: a node each), and says `found` (slots, address) or `failed` (text;
+  `again`: another connection may do better);
 - it is given `{"ticket": text, "folder": path}`, and says `note` (text for the user), `state` (what the agents that
   have not come wait for, "" for nothing), and `ended` (host, reason) of an agent that has ended;
 - when its stdin closes, because the run has ended or this process has, it frees what it took from Ray, and ends.
@@ -13,7 +14,6 @@ megabytes; and a connection to nobody can be given up in time. What the two say 
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -24,15 +24,20 @@ from tempfile import TemporaryFile
 from time import monotonic
 from typing import IO, Any
 
+from penstock import module_command
 from penstock.runtime.control.agents import AgentsError
 from penstock.runtime.control.process import describe_exit, kill, last_text
 
 DRIVER = "penstock.runtime.managers.ray_driver"
 # Where Ray's clients look for their cluster; without it, for one that this machine is part of.
 ADDRESS = "RAY_ADDRESS"
-# Seconds for a cluster to answer, which starts a process for each client of `ray://`, and waits for that one for 30 s;
-# and for the driver to free what it has taken: agents have `ray_driver.LEAVE_S` of it.
-CONNECT_S, FREE_S = 60.0, 12.0
+NEEDED = f"needed one that runs: ray start --head, or from outside: {ADDRESS}=ray://HOST:10001"
+# Seconds for a cluster to answer, and how often it is asked. For each client of `ray://` it forks a process beside
+# threads of gRPC, which dies at once in some of 100 connections (https://github.com/ray-project/ray/issues/63202): Ray
+# waits for it for 30 s, and mostly tells of its death after 40 to 75 s.
+CONNECT_S, CONNECTS = 35.0, 3
+# Seconds for the driver to free what it has taken: agents have `ray_driver.LEAVE_S` of it.
+FREE_S = 12.0
 # Bytes of what Ray has printed that an error shows.
 SHOWN_BYTES = 1500
 
@@ -46,28 +51,15 @@ class RayAgents:
         if find_spec("ray") is None:
             raise AgentsError("--on ray: the package ray is not installed; needed: pip install 'penstock[ray]'")
         self._where = os.environ.get(ADDRESS, "")
-        self._said: Queue[Said | None] = Queue()
         self._names: list[str] = []
         self._state, self._over = "", False
         self._tell: Callable[[str], None] = lambda text: None
         # What Ray prints is for an error alone.
         self._log = TemporaryFile()  # noqa: SIM115
-        # A session of its own: Ctrl-C is the run's, which still needs its agents.
-        self._driver = subprocess.Popen(
-            [sys.executable, "-m", DRIVER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            start_new_session=True,
-        )
-        assert self._driver.stdout is not None
-        threading.Thread(target=self._hear, args=(self._driver.stdout,), daemon=True).start()
         try:
-            self._ask({"agents": count})
-            found = self._answer()
+            found = self._connect(count)
         except BaseException:
-            kill(self._driver)  # it may hang in a connection, and holds nothing yet
-            self.stop()
+            self._log.close()
             raise
         self.slots, self.address = int(found["slots"]), str(found["address"])
 
@@ -99,17 +91,63 @@ class RayAgents:
 
     def stop(self) -> None:
         self._over = True
-        assert self._driver.stdin is not None
-        with suppress(BrokenPipeError):
-            self._driver.stdin.close()
+        self._close_stdin()
         with suppress(subprocess.TimeoutExpired):
             self._driver.wait(FREE_S)
         # Ray frees what a driver had that is no more.
-        kill(self._driver)
-        self._driver.wait()
+        self._kill_driver()
         self._log.close()
 
     # The driver -------------------------------------------------------------------------------------------
+
+    def _connect(self, count: int | None) -> Said:
+        """What the driver has found; another one is started if the cluster has not answered it in time, or not as it
+        should. Raises AgentsError."""
+        told = f"--on ray: no Ray cluster {self._given()} answered within {CONNECT_S:g} s, {CONNECTS} times; {NEEDED}"
+        for _ in range(CONNECTS):
+            self._start_driver()
+            said: Said | None = None
+            try:
+                self._ask({"agents": count})
+                said = self._answer()
+            finally:
+                if said is None or said["kind"] != "found":
+                    self._kill_driver()  # it may hang in a connection, and holds nothing yet
+            if said is None:
+                why = f"{told}{self._printed()}"
+            elif said["kind"] == "found":
+                return said
+            else:
+                why = f"--on ray: given no Ray cluster {self._given()}; {NEEDED}\n{said['text']}"
+                if not said["again"]:
+                    break
+        raise AgentsError(why)
+
+    def _start_driver(self) -> None:
+        self._said: Queue[Said | None] = Queue()
+        try:
+            # A session of its own: Ctrl-C is the run's, which still needs its agents.
+            self._driver = subprocess.Popen(
+                module_command(DRIVER),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise AgentsError(f"--on ray: Ray's driver cannot be started: {error}") from error
+        assert self._driver.stdout is not None
+        threading.Thread(target=self._hear, args=(self._driver.stdout, self._said), daemon=True).start()
+
+    def _close_stdin(self) -> None:
+        assert self._driver.stdin is not None
+        with suppress(BrokenPipeError):
+            self._driver.stdin.close()
+
+    def _kill_driver(self) -> None:
+        self._close_stdin()
+        kill(self._driver)
+        self._driver.wait()
 
     def _ask(self, said: Said) -> None:
         assert self._driver.stdin is not None
@@ -117,12 +155,13 @@ class RayAgents:
             self._driver.stdin.write(json.dumps(said).encode() + b"\n")
             self._driver.stdin.flush()
 
-    def _hear(self, lines: IO[bytes]) -> None:
+    @staticmethod
+    def _hear(lines: IO[bytes], said: "Queue[Said | None]") -> None:
         """In a thread of its own."""
         with lines:
             for line in lines:
-                self._said.put(json.loads(line))
-        self._said.put(None)
+                said.put(json.loads(line))
+        said.put(None)
 
     def _heard(self) -> Iterable[Said | None]:
         while not self._over:
@@ -131,23 +170,20 @@ class RayAgents:
             except Empty:
                 return
 
-    def _answer(self) -> Said:
-        """The first line of the driver. Raises AgentsError where it says that there is no cluster, or says nothing."""
+    def _answer(self) -> Said | None:
+        """The first line of the driver; None if it says nothing. Raises AgentsError if it ends without one."""
         until = monotonic() + CONNECT_S
-        where = f"at {self._where} ({ADDRESS})" if self._where else f"that this machine is part of (no {ADDRESS})"
-        needed = f"needed one that runs: ray start --head, or from outside: {ADDRESS}=ray://HOST:10001"
         while monotonic() < until:
             # In short waits, so that signals are heard.
             with suppress(Empty):
                 said = self._said.get(timeout=0.2)
                 if said is None:
-                    raise AgentsError(f"--on ray: Ray's driver ended ({self._ending()}); {needed}")
-                if said["kind"] == "failed":
-                    raise AgentsError(f"--on ray: given no Ray cluster {where}; {needed}\n{said['text']}")
+                    raise AgentsError(f"--on ray: Ray's driver ended ({self._ending()}); {NEEDED}")
                 return said
-        raise AgentsError(
-            f"--on ray: no Ray cluster {where} answered within {CONNECT_S:g} s; {needed}{self._printed()}"
-        )
+        return None
+
+    def _given(self) -> str:
+        return f"at {self._where} ({ADDRESS})" if self._where else f"that this machine is part of (no {ADDRESS})"
 
     def _ending(self) -> str:
         with suppress(subprocess.TimeoutExpired):

@@ -49,7 +49,7 @@ def say(kind: str, **facts: object) -> None:
 
 
 @dataclass
-class Place:
+class BundleAgent:
     """A bundle, by its number, and the agent in it. `ref` is what its actor returns once the agent has ended; `again`
     is when another one is to be started."""
 
@@ -67,7 +67,7 @@ class Driver:
     def __init__(self, count: int | None) -> None:
         # Nodes without a CPU, as Ray's head often is, take no actors of anybody.
         self.nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
-        self.places = [Place(number, bundle) for number, bundle in enumerate(bundles(self.nodes, count))]
+        self.places = [BundleAgent(number, bundle) for number, bundle in enumerate(bundles(self.nodes, count))]
         self.group: PlacementGroup | None = None
         self.ticket, self.folder = b"", ""
         self._ready = False
@@ -111,7 +111,7 @@ class Driver:
         if self.group is not None:
             remove_placement_group(self.group)
 
-    def _start(self, place: Place) -> None:
+    def _start(self, place: BundleAgent) -> None:
         strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=place.number)
         kind = ray.remote(AgentHolder).options(
             num_cpus=place.bundle["CPU"],
@@ -124,7 +124,7 @@ class Driver:
         environment = {HOSTNAME: place.name, ORDER: str(place.number)}
         place.ref = place.actor.run.remote(self.ticket, environment, self.folder, WAIT_S)
 
-    def _end(self, place: Place, ref: Any) -> None:
+    def _end(self, place: BundleAgent, ref: Any) -> None:
         try:
             status, why = ray.get(ref)
         except ray.exceptions.RayError as error:
@@ -229,10 +229,11 @@ def main() -> None:
         address = connect(where)
         driver = Driver(json.loads(asked)["agents"])
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        say("failed", text=str(error).strip())
+        # A process that the cluster starts for a client of `ray://` has died, as some do (see `ray.CONNECTS`).
+        say("failed", text=str(error).strip(), again=isinstance(error, ConnectionAbortedError))
         return
     if not driver.places:
-        say("failed", text="the cluster has no node with a CPU")
+        say("failed", text="the cluster has no node with a CPU", again=False)
         return
     say("found", slots=len(driver.places), address=address)
     try:

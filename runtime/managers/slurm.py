@@ -12,13 +12,13 @@ srun, which hears it where a job is cancelled, hands it on and waits.
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 from time import monotonic, sleep
 
+from penstock import module_command
 from penstock.runtime.cluster.endpoints import AddressError, own_address, resolved
 from penstock.runtime.control.agents import AgentsError, CountError
 from penstock.runtime.control.process import describe_exit
@@ -96,7 +96,7 @@ class SlurmAgents:
         command = ["srun", "--overlap", f"--nodes={self.slots}", f"--ntasks={self.slots}", "--ntasks-per-node=1"]
         command += [f"--nodelist={','.join(nodes)}", "--kill-on-bad-exit=0", "--no-kill", "--wait=0", "--export=ALL"]
         command += ["--job-name=penstock", "--mem=0", "--cpu-bind=none", "--mpi=none", "--input=none", "--label"]
-        command += [sys.executable, "-m", "penstock.agent", "--ticket", str(ticket)]
+        command += module_command("penstock.agent", "--ticket", ticket)
         try:
             with os.fdopen(open_append(self._said), "ab") as said:
                 # In a session of its own: Ctrl-C is for the launcher.

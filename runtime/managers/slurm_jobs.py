@@ -15,7 +15,6 @@ An array has a task for each seed: a run in a folder of its own, whose name is t
 
 import re
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from math import ceil
 from pathlib import Path
 from time import monotonic, sleep
 
+from penstock import module_command
 from penstock.runtime.control.failure import MENDABLE
 from penstock.runtime.control.signals import PREEMPTED
 from penstock.runtime.managers.slurm import SlurmError, answer, whole_lines
@@ -90,7 +90,7 @@ class Job:
             own += ["--nodes", str(self.nodes)]
         folder = shlex.quote(str(self.folder)) + '"/$SLURM_ARRAY_TASK_ID"' * self.array
         seed = ' --seed "$SLURM_ARRAY_TASK_ID"' if self.array else ""
-        command = shlex.join([sys.executable, "-m", "penstock.runtime.cli.main", *self.words])
+        command = shlex.join(module_command("penstock.runtime.cli.main", *self.words))
         return SCRIPT_TEXT.format(
             options="\n".join(f"#SBATCH {line}" for line in _lines([*own, *self.options])),
             folder=folder,

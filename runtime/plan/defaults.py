@@ -60,7 +60,8 @@ def planned_run(
         cluster = cluster.model_copy(update={"hosts": tuple(hosts) or cluster.hosts})
     roles = roles_of(graphs[0])
     shape = with_adapters(shape, graphs[0], roles.cycle[0], options.lora, options.lora_targets)
-    work = work_of(graphs[0], roles, shape, options.batch, given_lengths("", options.max_tokens), options.max_tokens)
+    lengths = given_lengths("", options.max_tokens)
+    work = work_of(graphs[0], roles, shape, options.batch, lengths, options.max_tokens, max_prompt=options.max_prompt)
     pins = Pins(
         slots=options.slots if "slots" in typed else None,
         replicas=options.generators if "generators" in typed else None,
@@ -74,7 +75,8 @@ def planned_run(
     meshes = read_meshes(options.mesh)
     found = plan(graphs[0], cluster, work, slots=options.slots, meshes=meshes, pins=pins, time_limit=SEARCH_S)
     made = run_plan(
-        found, graphs, cluster, program=program, source=source, max_tokens=options.max_tokens, words={},
+        found, graphs, cluster, program=program, source=source, max_tokens=options.max_tokens,
+        max_prompt=options.max_prompt, words={},
         tp_over_hosts=options.tp_over_hosts,
     )  # fmt: skip
     # The user's own are those of the plan, or say more, such as another format of as many bytes.

@@ -217,7 +217,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class StageShape:
     """What one pipeline stage holds. `dense` are weights that every token uses, with the embedding on the first stage,
     and norm and head on the last one; a tied embedding is on both. `active` are those that a token is multiplied
     with."""
@@ -235,7 +235,7 @@ class Stage:
 
 
 @lru_cache(maxsize=1024)
-def stages_of(shape: Shape, count: int) -> tuple[Stage, ...]:
+def stages_of(shape: Shape, count: int) -> tuple[StageShape, ...]:
     """The `count` stages of a model, cut as the trainer cuts it: whole layers, in runs of nearly equal length."""
     each_expert = 3 * shape.hidden * shape.expert_inner
     attention = shape.attention_parameters + sum(shape.vectors.values())
@@ -249,7 +249,8 @@ def stages_of(shape: Shape, count: int) -> tuple[Stage, ...]:
         norm = shape.hidden * last
         held = words * (1 if shape.tied and (first or last) else first + last)
         active = dense + norm + words * last + routed * shape.active * each_expert
-        found.append(Stage(len(own), routed, dense + norm + held, routed * shape.experts * each_expert, active, last))
+        experts = routed * shape.experts * each_expert
+        found.append(StageShape(len(own), routed, dense + norm + held, experts, active, last))
     return tuple(found)
 
 

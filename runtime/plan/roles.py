@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from penstock.graph.ir import Argument, Graph, Node
-from penstock.graph.types import MAX_PROMPT, LoraPolicy
+from penstock.graph.types import Context, LoraPolicy
 from penstock.runtime.cluster.placement import begun_shares, cutter_of, decodes, most_prefixes, samples_of
 from penstock.runtime.plan.model_shape import Shape
 from penstock.runtime.plan.workload import Lengths, Workload
@@ -208,6 +208,7 @@ def work_of(
     lengths: Lengths,
     max_tokens: int,
     *,
+    max_prompt: int = Context.max_prompt,
     prompt_tokens: int = 128,
     micro_tokens: int = 16384,
     environment_s: float = 1.0,
@@ -230,7 +231,7 @@ def work_of(
         kept if roles.filters else 1.0,
         sum(samples for _, samples in roles.baselines),
         roles.buffer.adds(prompts) if roles.buffer else 0,
-        int(dict(graph.options).get("max_prompt", MAX_PROMPT)) + max_tokens,
+        max_prompt + max_tokens,
         prompts // roles.accumulate if roles.accumulate else 1,
         roles.begun,
     )

@@ -257,6 +257,7 @@ def run_plan(
     source: str,
     max_tokens: int,
     words: Mapping[str, Sequence[str]],
+    max_prompt: int = RunOptions.max_prompt,
     tp_over_hosts: bool = False,
 ) -> RunPlan:
     """What was found, for a run of `graphs`, the first of which was planned. Raises PlanError for what no run can have,
@@ -270,6 +271,7 @@ def run_plan(
     options: dict[str, Any] = {
         "batch": found.work.prompts,
         "max_tokens": max_tokens,
+        "max_prompt": max_prompt,
         "device": "cuda",
         "dtype": {"fp32": "float32"}.get(generator.precision, "bfloat16"),
         **({"generator_precision": generator.precision} if generator.precision in PRECISIONS else {}),

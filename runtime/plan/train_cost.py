@@ -29,7 +29,7 @@ import numpy as np
 from penstock.runtime.cluster.capabilities import Recompute
 from penstock.runtime.cluster.gpus import BYTES, Gpu, Precision
 from penstock.runtime.plan.collectives import Cost, added, exchange_s, gather_s, reduce_s, send_s
-from penstock.runtime.plan.model_shape import Parallel, Shape, Stage, stages_of
+from penstock.runtime.plan.model_shape import Parallel, Shape, StageShape, stages_of
 from penstock.runtime.plan.roles import Models
 from penstock.runtime.plan.sync_cost import Table, adapter_tensors, layer_tensors
 from penstock.runtime.plan.workload import IntArray
@@ -137,11 +137,11 @@ class Trainer:
         return max(1, int((self.logit_elements or logit_elements(self.gpu)) // ceil(self.shape.vocab / self.mesh.tp)))
 
     @cached_property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple[StageShape, ...]:
         return stages_of(self.shape, self.mesh.pp)
 
     @cached_property
-    def slowest(self) -> Stage:
+    def slowest(self) -> StageShape:
         """The stage that a token is multiplied with most weights on."""
         return max(self.stages, key=lambda stage: stage.active)
 
@@ -155,7 +155,7 @@ class Trainer:
         """Parameters of a rank of the fullest stage, whose weights are gathered."""
         return max(map(self.held, self.stages))
 
-    def held(self, stage: Stage) -> float:
+    def held(self, stage: StageShape) -> float:
         """Parameters of a rank of a stage whose weights are gathered: `tp` cuts all, and `ep` deals out experts."""
         return (stage.dense + stage.experts / self.mesh.ep) / self.mesh.tp
 
@@ -164,7 +164,7 @@ class Trainer:
         """Parameters whose moments a rank keeps."""
         return max(map(self.learnt, self.stages)) / self.mesh.fsdp
 
-    def learnt(self, stage: Stage) -> float:
+    def learnt(self, stage: StageShape) -> float:
         """Parameters of a rank of a stage that learn, before `fsdp` shards them."""
         if self.shape.lora is not None:
             return stage.layers * self.shape.adapted(self.mesh.tp)
@@ -493,7 +493,7 @@ def host_moments(trainer: Trainer) -> float:
     return float(max(held))
 
 
-def layer_bytes(trainer: Trainer, stage: Stage) -> float:
+def layer_bytes(trainer: Trainer, stage: StageShape) -> float:
     """What autograd keeps of a token in a layer of a stage, on average: what goes into its norms and its products, the
     heads' queries, keys, values and results, two numbers for each of the MLP's width and what is made of them; and in
     float32 a number for each head and each norm."""

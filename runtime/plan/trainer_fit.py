@@ -14,7 +14,6 @@ from typing import cast
 
 import numpy as np
 
-from penstock.graph.types import MAX_PROMPT
 from penstock.runtime.cluster.capabilities import OptimizerState, Recompute
 from penstock.runtime.cluster.cluster import Cluster, ClusterError
 from penstock.runtime.cluster.gpus import Gpu, Precision, gpu_like
@@ -46,7 +45,7 @@ ROUNDS = 4
 
 
 @dataclass(frozen=True)
-class Place:
+class TrainerRank:
     """A trainer's rank: the layout, bytes that its GPU has for it, copies that follow the policy, and the host of each
     rank."""
 
@@ -62,7 +61,7 @@ class Place:
 
 
 def fit(
-    places: Sequence[Place], longest: int, recompute: Sequence[float] = (0.0, 1.0), most: int = MOST_TOKENS
+    places: Sequence[TrainerRank], longest: int, recompute: Sequence[float] = (0.0, 1.0), most: int = MOST_TOKENS
 ) -> Trainer | None:
     """The first trainer with the share of recomputation and the tokens of a micro-batch that make the fastest step of
     those that fit all places; None if none does. No micro-batch is shorter than the `longest` sequence."""
@@ -94,7 +93,7 @@ def fitted(config: RunConfig, cluster: Cluster) -> RunOptions:
     if not places:
         return kept
     shares = tuple(SHARES.values()) if options.recompute == "auto" else (SHARES[options.recompute],)
-    longest = int(dict(config.graph.options).get("max_prompt") or MAX_PROMPT) + options.max_tokens
+    longest = options.max_prompt + options.max_tokens
     given = options.micro_tokens
     states = {"auto": (False, True), "device": (False,), "host": (True,)}[options.optimizer_state]
     for on_host in states:
@@ -145,7 +144,7 @@ def require_hosts(config: RunConfig, cluster: Cluster) -> None:
             )
 
 
-def _require_host_memory(places: Sequence[Place], cluster: Cluster) -> None:
+def _require_host_memory(places: Sequence[TrainerRank], cluster: Cluster) -> None:
     """Raises ClusterError for a host whose memory is less than the moments on it."""
     taken = Counter[str]()
     for place in places:
@@ -161,7 +160,7 @@ def _require_host_memory(places: Sequence[Place], cluster: Cluster) -> None:
             )
 
 
-def _refusal(place: Place, least: Trainer) -> str:
+def _refusal(place: TrainerRank, least: Trainer) -> str:
     memory, shape = place.memory(least), least.shape
     given = f"{place.room / 1e9:.1f} GB for a rank of {least.mesh}"
     change = ""
@@ -199,17 +198,17 @@ class _Run:
     @property
     def positions(self) -> int:
         """Of each slot."""
-        longest = int(dict(self.config.graph.options).get("max_prompt") or MAX_PROMPT) + self.config.flags.max_tokens
+        longest = self.config.flags.max_prompt + self.config.flags.max_tokens
         return min(longest, self.shape.context or longest)
 
-    def place(self, pool: Pool, gpu: Gpu) -> Place | None:
+    def place(self, pool: Pool, gpu: Gpu) -> TrainerRank | None:
         """A rank of a pool that learns, with all of its GPU."""
         held = self.names.intersection(pool.holds)
         if not held & self.learning:
             return None
         colocated = Models(len(held - self.learning - self.copies), len(held & self.learning) - 1)
         hosts = [rank.host for rank in pool.replicas[0].ranks]
-        return Place(self._trainer(pool, gpu), gpu.memory_bytes, len(held & self.copies), colocated, hosts)
+        return TrainerRank(self._trainer(pool, gpu), gpu.memory_bytes, len(held & self.copies), colocated, hosts)
 
     def aside(self, pool: Pool, gpu: Gpu) -> Memory:
         """What a rank of another pool takes."""
@@ -247,7 +246,7 @@ class _Run:
         return next((each for each in every if each.lora is not None), replace(self.shape, lora=None))
 
 
-def _places(config: RunConfig, cluster: Cluster) -> Iterator[Place]:
+def _places(config: RunConfig, cluster: Cluster) -> Iterator[TrainerRank]:
     """Of each pool that learns on GPUs whose kind is said."""
     try:
         run = _Run.of(config)

@@ -12,16 +12,21 @@ newest and the one with the best value of a metric. One that goes is first renam
 does not count any more, and then removed in the background: a process that dies meanwhile leaves no half of one that
 counts. Other hosts remove theirs when they are told which ones stay (`remove_others`).
 
+**Damage is told.** `cut.json` has a CRC-32 of its facts, and says how many records the event log had by then. A folder
+that has the name of a checkpoint and no `cut.json` is a damaged one. `without` says what there is beside it.
+
 A shard is a safetensors file: 8 bytes with the length of its header, the header as JSON, the tensors. Its path and
 facts are known here; `tensor.checkpoint` writes and reads the tensors.
 """
 
 import fcntl
+import json
 import os
 import re
 import secrets
 import shutil
 import struct
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -32,9 +37,19 @@ from msgspec import Struct, field, structs
 
 from penstock.runtime.record.errors import RecordError, disk_fault
 from penstock.runtime.record.folder import RunFolder, make_folder, open_regular, sync, unused
-from penstock.runtime.record.typed_json import Count, Number, parse_json, require_shape
+from penstock.runtime.record.typed_json import NEEDED, Count, Number, parse_json, require_shape
 
 CUT = "cut.json"
+
+
+class StateError(RuntimeError):
+    """A rank's part of a checkpoint that could not be written or read. It names the file."""
+
+
+class UnreadableError(StateError):
+    """A part that is missing or damaged: another checkpoint may be whole."""
+
+
 _COUNTS = re.compile(r"(\d{8,})(?:\.(\d+))?")
 _FRESH = re.compile(r"\d{8,}-(\w+)-[0-9a-f]{16}")
 
@@ -45,7 +60,8 @@ class SavedCheckpoint(Struct, frozen=True):
     update: the one that comes next. cut: the scheduler's state; a resume requires a `typed_json.Cut` in it. accuracy:
     what is known by then. figures: the metrics of pending groups that stand in no row yet (`metrics.Rows.to_json`).
     written: the name that the folder had while it was written, and still has on a host with a run folder of its own.
-    row: the metrics of the update before it, those of `metrics.jsonl` that are numbers.
+    row: the metrics of the update before it, those of `metrics.jsonl` that are numbers. records: those of the event log
+    that tell how it came to be; 0 where an earlier version has not counted them.
     """
 
     update: Count
@@ -54,6 +70,7 @@ class SavedCheckpoint(Struct, frozen=True):
     figures: dict[str, Any] = field(default_factory=dict)
     written: str = ""
     row: dict[str, Number] = field(default_factory=dict)
+    records: Count = 0
     folder: Path = Path()
 
 
@@ -88,13 +105,15 @@ def complete_checkpoint(
     accuracy: Mapping[str, float | None],
     figures: Mapping[str, Any] | None = None,
     row: Mapping[str, Any] | None = None,
+    records: int = 0,
 ) -> Path:
     """Make the fresh folder `name`, whose shards are on the disk, a checkpoint that counts. Returns its new path.
     Raises RecordError."""
     update = update_of(name)
     numbers = {key: value for key, value in (row or {}).items() if isinstance(value, int | float)}
     facts = {"update": update, "cut": cut, "accuracy": accuracy, "figures": figures or {}, "written": name}
-    facts["row"] = numbers
+    facts |= {"row": numbers, "records": records}
+    facts["check"] = _check(facts)
     folder.write_json(f"{folder.checkpoints.name}/{name}/{CUT}", facts)
     path = unused(folder.checkpoints / f"{update:08d}", ".")
     try:
@@ -109,7 +128,7 @@ def complete_checkpoint(
 
 def latest_checkpoint(folder: RunFolder) -> SavedCheckpoint | None:
     """The newest complete checkpoint; None before the first. Raises RecordError for one that cannot be read."""
-    complete = _complete(folder)
+    complete = _complete(folder.checkpoints)
     return _read(folder, complete[-1]) if complete else None
 
 
@@ -117,7 +136,7 @@ def all_checkpoints(folder: RunFolder) -> list[SavedCheckpoint]:
     """The complete checkpoints that can be read, the oldest first. Of one that was damaged nothing is known: a run goes
     on without it, and leaves it where it is."""
     found = []
-    for place in _complete(folder):
+    for place in _complete(folder.checkpoints):
         with suppress(RecordError):
             found.append(_read(folder, place))
     return found
@@ -126,8 +145,29 @@ def all_checkpoints(folder: RunFolder) -> list[SavedCheckpoint]:
 def checkpoint_of(folder: RunFolder, update: int) -> SavedCheckpoint | None:
     """The newest complete checkpoint before `update`, if there is one. Raises RecordError for one that cannot be
     read."""
-    fitting = [place for place in _complete(folder) if update_of(place.name) == update]
+    fitting = [place for place in _complete(folder.checkpoints) if update_of(place.name) == update]
     return _read(folder, fitting[-1]) if fitting else None
+
+
+def newest_usable(folder: RunFolder, *, refused: bool = False) -> tuple[SavedCheckpoint | None, list[Path]]:
+    """The newest checkpoint that can be read, and the folders of newer ones, which cannot: a resume takes it once these
+    are moved away. `refused`: ranks could not read their parts of the newest one."""
+    damaged: list[Path] = []
+    for place in reversed(_complete(folder.checkpoints)):
+        if not refused or damaged:
+            with suppress(RecordError):
+                return _read(folder, place), damaged
+        damaged.append(place)
+    return None, damaged
+
+
+def without(place: Path) -> str:
+    """Where a resume begins if the checkpoint in the folder `place` is damaged and moved away, in words."""
+    # A host with a run folder of its own does not know which folders count.
+    if not _COUNTS.fullmatch(place.name):
+        return "without this checkpoint's folder a resume begins with the one before it"
+    others = [other for other in _complete(place.parent) if other != place]
+    return f"without the folder {place} a resume begins with update {update_of(others[-1].name) if others else 0}"
 
 
 @contextmanager
@@ -146,10 +186,13 @@ def in_use(saved: SavedCheckpoint) -> Iterator[None]:
         yield
 
 
-def _complete(folder: RunFolder) -> list[Path]:
-    """The folders that count, the oldest first."""
-    places = [path.parent for path in folder.checkpoints.glob(f"*/{CUT}")]
-    return sorted((place for place in places if _COUNTS.fullmatch(place.name)), key=_rank)
+def _complete(checkpoints: Path) -> list[Path]:
+    """The folders that count, the oldest first, by their names alone: one that has lost its `cut.json` is told of."""
+    try:
+        places = [place for place in checkpoints.iterdir() if _COUNTS.fullmatch(place.name) and place.is_dir()]
+    except OSError:
+        return []
+    return sorted(places, key=_rank)
 
 
 def _rank(place: Path) -> tuple[int, int]:
@@ -160,9 +203,20 @@ def _rank(place: Path) -> tuple[int, int]:
 
 
 def _read(folder: RunFolder, place: Path) -> SavedCheckpoint:
-    facts = folder.read_json(str(place.relative_to(folder.path) / CUT), SavedCheckpoint)
+    try:
+        facts = folder.read_json(str(place.relative_to(folder.path) / CUT), SavedCheckpoint)
+        given = facts.pop("check", None)
+        if given is not None and given != _check(facts):
+            raise RecordError(f"{place / CUT}: given facts of another checksum than theirs; {NEEDED}")
+    except RecordError as error:
+        raise RecordError(f"{error}; {without(place)}") from None
     saved = msgspec.convert(facts, SavedCheckpoint)
     return structs.replace(saved, folder=place, written=saved.written or place.name)
+
+
+def _check(facts: Mapping[str, Any]) -> int:
+    # Of the values, not of the file's bytes: JSON gives each back as it was.
+    return zlib.crc32(json.dumps(facts).encode())
 
 
 # Which ones stay ------------------------------------------------------------------------------------------

@@ -193,6 +193,8 @@ class LogWriter:
     def end(self, facts: Mapping[str, Any]) -> None:
         """The run is over; nothing comes after."""
         self._append("end", facts)
+        # A summary that counts the records comes after it, and is synced.
+        self.sync()
         self.close()
 
     def close(self) -> None:
@@ -274,7 +276,7 @@ def _frames(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, Mark]
     try:
         data = read_file(path, LOG_BYTES)
     except OSError as error:
-        raise LogError(f"{path}: cannot be read: {error.strerror}") from error
+        raise LogError(f"{path}: cannot be read: {error.strerror}; {NEEDED}") from error
     if not data.startswith(MAGIC):
         given = "a file of another kind" if data else "an empty file"
         words = data[: len(MAGIC) + 8].partition(b"\n")[0].split()

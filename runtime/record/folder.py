@@ -163,6 +163,7 @@ class RunFolder:
     config = _Inside("config.json")
     events = _Inside("events.log")
     metrics = _Inside("metrics.jsonl")
+    samples = _Inside("samples.jsonl")
     notes = _Inside("notes.jsonl")
     checkpoints = _Inside("checkpoints")
     logs = _Inside("logs")

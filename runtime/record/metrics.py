@@ -19,7 +19,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.graph.ir import Firing, Graph
+from penstock.graph.ir import Firing, Node, label_of
 from penstock.graph.types import Metrics
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import AppendFile, RunFolder, read_file, write_atomic
@@ -38,24 +38,13 @@ METRICS_BYTES = 1 << 30
 # Columns of a row that count since the row before.
 LOST = ("dropped", "failed", "retried")
 
+# The metric by which a node says how many response tokens it has learnt from.
+TOKENS = "tokens"
 # Metrics that are counts: an update has the sum of its groups', not the mean.
-SUMMED = frozenset({"tokens", "prompt_tokens"})
+SUMMED = frozenset({TOKENS, "prompt_tokens"})
 
 # The metric by which a node says how many tokens a firing sampled. Rows have its rate alone: it counts all groups.
 GENERATED = "generated_tokens"
-
-
-def prefixes(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """By node, what stands before the names of its metrics: nothing for the first node of each function, the node's
-    name and a dot for its others. So two nodes of one function never share a column. Metrics of the first one stand
-    there both ways if the program has named it."""
-    first: dict[str, str] = {}
-    found: dict[str, tuple[str, ...]] = {}
-    for node in graph.nodes:
-        plain = first.setdefault(node.op, node.name) == node.name
-        own = (f"{node.label}.",)
-        found[node.name] = (("", *own) if node.own_label else ("",)) if plain else own
-    return found
 
 
 def columns(rows: Sequence[Row], figure: str) -> list[str]:
@@ -78,7 +67,7 @@ def combine(parts: Sequence[Metrics]) -> Metrics:
         if name.endswith(("_max", "_min")):
             combined[name] = max(values) if name.endswith("_max") else min(values)
         else:
-            combined[name] = sum(values) if name.rpartition(".")[2] in SUMMED else sum(values) / len(values)
+            combined[name] = sum(values) if name in SUMMED else sum(values) / len(values)
     return combined
 
 
@@ -89,10 +78,20 @@ class Rows:
     complete when all that fire at it have reported. `elapsed` is the `time_s` of the last row that a resumed run keeps.
     `groups` are the metrics of groups that no update has taken yet, by ordinal, then by node and turn. Those of a group
     that is lost count nowhere.
+
+    A column is of one node: of the first that has reported it in the `order` of the graph, `nodes` before others, and
+    last those off the critical path, which report when they are done; of a function that has several nodes, the first
+    alone. Another node's metric of that name has the node's label and a dot before it. Metrics of a node that the
+    program has named stand there both ways.
     """
 
-    def __init__(self, nodes: Mapping[str, int], now: float, elapsed: float = 0.0) -> None:
+    def __init__(self, nodes: Mapping[str, int], now: float, elapsed: float = 0.0, order: Sequence[Node] = ()) -> None:
         self.nodes = dict(nodes)
+        self._places = {node.name: place for place, node in enumerate(order)}
+        first = {node.op: node.name for node in reversed(order)}
+        self._further = {node.name for node in order if first[node.op] != node.name}
+        self._named = {node.name for node in order if node.own_label}
+        self._owners: dict[str, str] = {}
         self._start, self._last = now - elapsed, now
         self.groups: dict[int, dict[tuple[str, int], Metrics]] = {}
         self._batches: dict[int, tuple[int, ...]] = {}
@@ -108,11 +107,8 @@ class Rows:
     def group(self, firing: Firing, metrics: Metrics) -> None:
         """A firing of a per-group node has reported. Tokens that it sampled count at once, whatever becomes of the
         group."""
-        sampled = {name: value for name, value in metrics.items() if name.rpartition(".")[2] == GENERATED}
-        # The largest, not the sum: a node with a name reports the same metric under two names.
-        self._generated += max(sampled.values(), default=0.0)
-        if len(sampled) < len(metrics):
-            others = {name: value for name, value in metrics.items() if name not in sampled}
+        self._generated += metrics.get(GENERATED, 0.0)
+        if others := {name: value for name, value in metrics.items() if name != GENERATED}:
             # By turn: a firing that is done again replaces its metrics, a further turn adds its own.
             self.groups.setdefault(firing.index, {})[firing.node, firing.turn] = others
 
@@ -121,6 +117,10 @@ class Rows:
         taken = self._batches.get(update, ())
         if more := [ordinal for ordinal in ordinals if ordinal not in taken]:
             self._batches[update] = tuple(sorted((*taken, *more)))
+
+    def taken(self, update: int) -> tuple[int, ...]:
+        """The groups that an update has taken so far."""
+        return self._batches.get(update, ())
 
     def synced(self, seconds: float) -> None:
         """Weights went live everywhere, `seconds` after they were published; counts for the next row."""
@@ -145,19 +145,35 @@ class Rows:
     @property
     def pending(self) -> list[Metrics]:
         """The reports of nodes off the critical path that no row has taken, as rows would take them."""
-        return [_finite(self._trailing_metrics(n)) for n in range(max(map(len, self._trailing.values()), default=0))]
+        rows = range(max(map(len, self._trailing.values()), default=0))
+        return [_finite(self._columns({}, {}, n)) for n in rows]
 
-    def _trailing_metrics(self, place: int) -> Metrics:
-        """What the row that comes after `place` others takes from nodes off the critical path."""
-        measured: Metrics = {}
-        for node, found in self._trailing.items():
-            for update, metrics in found[place : place + 1]:
-                measured |= {**metrics, f"{node.partition(':')[0]}_update": float(update)}
-        return measured
+    def _columns(self, groups: Mapping[str, Metrics], reports: Mapping[str, Metrics], later: int = 0) -> Metrics:
+        """The columns of the row that comes after so many others: what nodes have reported of its groups and at its
+        update, and what it takes from those off the critical path."""
+
+        def place(node: str) -> tuple[bool, bool, int, str]:
+            return node not in self.nodes, node in self._trailing, self._places.get(node, -1), node
+
+        beside = {node: found[later] for node, found in self._trailing.items() if len(found) > later}
+        reports = {**reports, **{node: metrics for node, (_, metrics) in beside.items()}}
+        figures = {**groups, **{node: reports[node] for node in sorted(reports, key=place)}}
+        for node in sorted(figures.keys() - self._further, key=place):
+            for column in figures[node]:
+                self._owners.setdefault(column, node)
+        found: Metrics = {}
+        for node, metrics in figures.items():
+            label, own = label_of(node), {name for name in metrics if self._owners.get(name) == node}
+            labelled = metrics if node in self._named else metrics.keys() - own
+            found |= {name: value for name, value in metrics.items() if name in own}
+            found |= {f"{label}.{name}": value for name, value in metrics.items() if name in labelled}
+            if node in beside:
+                found[f"{label}_update"] = float(beside[node][0])
+        return found
 
     def to_json(self, cut: Mapping[str, Any]) -> dict[str, Any]:
         """The metrics that a run which resumes from the checkpoint with the scheduler's state `cut` does not make
-        again. Metrics are left out of firings that were done while the checkpoint was written: they will come again."""
+        again. Metrics are left out of firings that the cut does not know yet: they will come again."""
 
         def written(metrics: Metrics) -> dict[str, float | str]:
             return {name: value if isfinite(value) else str(value) for name, value in metrics.items()}
@@ -175,7 +191,7 @@ class Rows:
             for update, metrics in found
             if update < cut["trailing"][node]
         ]
-        return {"groups": groups, "beside": beside}
+        return {"groups": groups, "beside": beside, "owners": dict(self._owners)}
 
     def restore(self, figures: Mapping[str, Any]) -> None:
         """The inverse of `to_json`, on new rows. float() reads the words that JSON has no number for ("nan")."""
@@ -183,6 +199,7 @@ class Rows:
             self.group(Firing(node, ordinal, turn), {name: float(value) for name, value in metrics.items()})
         for node, update, metrics in figures["beside"]:
             self.trailing(update, node, {name: float(value) for name, value in metrics.items()})
+        self._owners |= figures.get("owners", {})
 
     def row(
         self,
@@ -198,14 +215,17 @@ class Rows:
         ordinals = self._batches.pop(update, ())
         reports = self._updates.pop(update)
         parts = [self.groups.pop(ordinal, {}) for ordinal in ordinals]
-        # Sorted: means are sums of floats, which must not depend on the order in which firings were done.
-        figures = combine([part[key] for part in parts for key in sorted(part)])
+        grouped: dict[str, list[Metrics]] = {}
+        for part in parts:
+            # Sorted: means are sums of floats, which must not depend on the order in which firings were done.
+            for node, turn in sorted(part):
+                grouped.setdefault(node, []).append(part[node, turn])
+        reported = {node: metrics for node, (metrics, _) in reports.items()}
+        figures = self._columns({node: combine(found) for node, found in grouped.items()}, reported)
         last = ordinals[-1] if ordinals else -1
         self.groups = {g: part for g, part in self.groups.items() if g > last or g in overtaken}
-        for metrics, _ in reports.values():
-            figures.update(metrics)
         seconds, update_s = now - self._last, sum(duration for _, duration in reports.values())
-        tokens = figures.get("tokens", 0.0)
+        tokens = sum(metrics.get(TOKENS, 0.0) for metrics in reported.values())
         row: Row = {
             "update": update,
             "version": update + 1,
@@ -218,7 +238,6 @@ class Rows:
             "generate_tokens_per_s": round(self._generated / seconds, 3) if seconds > 0 else 0.0,
             "train_tokens_per_s": round(tokens / update_s, 3) if update_s > 0 else 0.0,
             **figures,
-            **self._trailing_metrics(0),
             "pools": {pool: dict(states) for pool, states in pools.items()},
         }
         # What is counted since the row before begins anew.
@@ -272,9 +291,19 @@ def read_undamaged(path: Path) -> tuple[list[Row], RecordError | None]:
     return rows, HalfRow(f"{path}:{len(lines)}: given half a line; needed a row") if lines[-1] else None
 
 
+def rows_before(path: Path, cut: int) -> list[Row]:
+    """The rows that a resume from the cut before update `cut` keeps. Raises RecordError for damage among them: what
+    lies behind them goes in any case."""
+    found, damage = read_undamaged(path)
+    rows = [row for row in found if row["update"] < cut]
+    if damage is not None and not isinstance(damage, HalfRow) and (rows[-1]["update"] if rows else -1) < cut - 1:
+        raise RecordError(f"{damage}, or the file without this line")
+    return rows
+
+
 def keep_rows(path: Path, cut: int) -> list[Row]:
-    """Drop the rows of updates that a resume from the cut before update `cut` does again; the rows that are kept."""
-    rows = [row for row in read_rows(path) if row["update"] < cut]
+    """Drop all rows but those before update `cut`; these. Raises as `rows_before`."""
+    rows = rows_before(path, cut)
     write_atomic(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
     return rows
 

@@ -34,7 +34,7 @@ from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder, make_folder, open_regular
 from penstock.runtime.record.metrics import Row, scalars
 from penstock.runtime.record.trackers import FOLDER, OPEN, TITLES, TrackedRun, Tracker, without_secrets
-from penstock.runtime.record.typed_json import ConfigFile, Summary, parse_json
+from penstock.runtime.record.typed_json import ConfigFile, Summary, TrackerMemory, parse_json
 
 # Seconds between two looks at the folder.
 LOOK_S = 0.5
@@ -94,6 +94,7 @@ class Follower:
         self.failed = False
         self.busy_since: float | None = None
         self._rows = RowReader(folder.metrics)
+        self._memory_name = f"{FOLDER}/{name}.json"
         self._memory = make_folder(folder.path / FOLDER) / f"{name}.json"
         self._retry_at, self._retry_s = 0.0, RETRY_S
 
@@ -146,7 +147,11 @@ class Follower:
                 self._remember(tracker)
 
     def _open(self) -> Tracker:
-        memory = self.folder.read_json(f"{FOLDER}/{self.name}.json") if self._memory.exists() else {}
+        memory: dict[str, Any] = {}
+        try:
+            memory = self.folder.read_json(self._memory_name, TrackerMemory) if self._memory.exists() else {}
+        except RecordError as error:  # most clients know by themselves what they have of a run
+            self.tell({"note": f"{error}; it goes on as in a first life"})
         told = self.folder.read_json("config.json", ConfigFile)
         flags, asked = told["flags"], told.get("asked", {})
         graph = Graph.from_json(self.folder.read_json("graph.json")["graph"])
@@ -178,7 +183,7 @@ class Follower:
 
     def _remember(self, tracker: Tracker) -> None:
         kept = {"kept": tracker.kept, "logged": self.logged}
-        self.folder.write_json(f"{FOLDER}/{self.name}.json", kept)
+        self.folder.write_json(self._memory_name, kept)
         self.tell({"logged": self.logged})
 
     def _close(self, report: Path | None) -> None:

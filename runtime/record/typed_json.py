@@ -73,6 +73,7 @@ class Summary(TypedDict):
     replicas: NotRequired[list[Coming]]
     records: NotRequired[Count]
     checkpoint: NotRequired[Count]
+    damaged: NotRequired[list[Text]]
 
 
 class RowColumns(TypedDict):
@@ -86,6 +87,41 @@ class RowColumns(TypedDict):
 
 
 Figures = dict[str, Number]
+
+
+class KeptResponse(TypedDict):
+    """A response in a line of `samples.jsonl`."""
+
+    text: NotRequired[Text]
+    turns: NotRequired[list[Text]]
+    tokens: Count
+    finished: bool
+    versions: NotRequired[list[int]]
+
+
+class KeptTexts(TypedDict):
+    """What a node sampled for a prompt, in a line of `samples.jsonl`."""
+
+    node: Text
+    prompt: Text
+    answer: Text
+    responses: list[KeptResponse]
+
+
+class SampleLine(TypedDict):
+    """A line of `samples.jsonl`."""
+
+    update: Count
+    group: Count
+    texts: list[KeptTexts]
+    rewards: dict[str, list[Number]]
+
+
+class TrackerMemory(TypedDict):
+    """`trackers/NAME.json`."""
+
+    kept: dict[str, Text]
+    logged: Annotated[int, Meta(ge=-1, le=1 << 53)]
 
 
 class NoteLine(TypedDict):

@@ -5,8 +5,8 @@ load. `render` fills any template of this folder.
 """
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 
 from penstock import __version__
+from penstock.graph.ir import Graph
 from penstock.graph.svg import Measured, svg
 from penstock.runtime.cluster.placement import served
 from penstock.runtime.record.timeline import Bar, boundaries, lanes, pool_of, span
@@ -22,7 +23,7 @@ from penstock.runtime.report.charts import accuracies, chart_groups, number, num
 from penstock.runtime.report.follow import NS, Followed, RankId, Work
 from penstock.runtime.report.schedule_data import Chart, Row, Strip, encode
 from penstock.runtime.report.summary import Report, rank_name
-from penstock.runtime.report.what_if import Table
+from penstock.runtime.report.what_if import WhatIfTable
 from penstock.runtime.schedule.idle_causes import CAUSES, Cause
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -98,8 +99,53 @@ def page(report: Report, template: str = "report.html.j2") -> str:
         ranks={lane: rank_name(lane, report.facts.whole_ns) for lane in report.facts.whole_ns},
         what_if=_what_if(report.table) if report.table and report.table.cases else None,
         groups=chart_groups(report),
+        samples=_samples(report),
         version=__version__,
     )
+
+
+def _samples(report: Report) -> list[dict[str, Any]]:
+    """Groups with what was asked and said, and for each response the rewards that nodes gave it, or later changed."""
+    shown, nodes = [], {node.label: node.name for node in report.graph.nodes}
+    for line in report.facts.samples:
+        responses = Counter[str]()
+        for said in line["texts"]:
+            responses[said["node"]] += len(said["responses"])
+        # Of a node's second rewards the label has the name of its output behind it.
+        whose = {name: name if name in nodes else name.rpartition(".")[0] for name in line["rewards"]}
+        read = {name: _texts_of(report.graph, nodes.get(label, ""), responses) for name, label in whose.items()}
+        begun = Counter[str]()
+        for said in line["texts"]:
+            node, begin = said["node"], begun[said["node"]]
+            begun[node] = end = begin + len(said["responses"])
+            # Rewards of several nodes' responses are as many as those of one of them.
+            scored = {
+                name: values[begin:end]
+                for name, values in line["rewards"].items()
+                if node in read[name] and len(values) == responses[node]
+            }
+            rows = [
+                {**response, "rewards": {name: values[row] for name, values in scored.items()}}
+                for row, response in enumerate(said["responses"])
+            ]
+            shown.append({**line, **said, "rows": rows, "scorers": list(scored)})
+    return shown
+
+
+def _texts_of(graph: Graph, node: str, makers: Container[str]) -> set[str]:
+    """The next `makers` of texts, by label, that a node reads from, directly or by others, or the node itself if it is
+    one: what these read are other texts."""
+    found, todo, seen = set[str](), [node], {node}
+    while todo:
+        if (name := todo.pop()) not in graph:  # an argument
+            continue
+        if (label := graph[name].label) in makers:
+            found.add(label)
+            continue
+        new = {item.ref.node for item in graph[name].inputs} - seen
+        seen |= new
+        todo += new
+    return found
 
 
 def seconds(value: float | None) -> str:
@@ -151,7 +197,7 @@ def _strips(followed: Iterable[Followed]) -> defaultdict[RankId, Strip]:
     return found
 
 
-def _what_if(table: Table) -> dict[str, Any]:
+def _what_if(table: WhatIfTable) -> dict[str, Any]:
     """What the sliders of the template read."""
     cases = [
         {**asdict(case), "busy": {pool: round(share, 4) for pool, share in (case.busy or {}).items()}}

@@ -20,8 +20,9 @@ from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.event_log import FORMAT, MAGIC, EndFacts, LogError, Segment, StageLog, read_segments
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.metrics import LOST, HalfRow, Row, read_undamaged
+from penstock.runtime.record.samples import read_samples
 from penstock.runtime.record.timeline import Utilisation, pool_of
-from penstock.runtime.record.typed_json import ConfigFile, Summary
+from penstock.runtime.record.typed_json import ConfigFile, SampleLine, Summary
 from penstock.runtime.report.follow import NS, Follow, Followed, RankId, Work, lanes, streams
 from penstock.runtime.schedule.compile import Tables
 from penstock.runtime.schedule.events import Event
@@ -93,6 +94,7 @@ class Facts:
     rows: list[Row]
     lives: list[Life]
     notes: list[str]
+    samples: Sequence[SampleLine] = ()
 
     @property
     def stages(self) -> list[StageHistory]:
@@ -188,7 +190,12 @@ def read_facts(folder: RunFolder, *, alive: bool = False) -> Facts:
         except RecordError as error:
             notes.append(f"summary.json cannot be read: {error}")
     notes += _not_finite(rows, summary)
-    return Facts(str(folder.path), config, asked, summary, rows, lives, notes)
+    samples: Sequence[SampleLine] = ()
+    try:
+        samples = read_samples(folder.samples)
+    except RecordError as error:
+        notes.append(f"samples.jsonl cannot be read: {error}")
+    return Facts(str(folder.path), config, asked, summary, rows, lives, notes, samples)
 
 
 def _rows(folder: RunFolder, lives: Sequence[Life], notes: list[str], alive: bool) -> list[Row]:

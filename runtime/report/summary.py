@@ -18,7 +18,7 @@ from penstock.graph.ir import Graph
 from penstock.runtime.cluster.placement import decodes, samples_of
 from penstock.runtime.report.follow import NS, RankId, Work
 from penstock.runtime.report.run_history import Facts, StageHistory
-from penstock.runtime.report.what_if import Prediction, Table, bound, cycle_nodes, predict, verdict, what_if
+from penstock.runtime.report.what_if import Prediction, WhatIfTable, bound, cycle_nodes, predict, verdict, what_if
 
 # Kinds of work that move weights, with the names that readers know them by.
 SYNC_PARTS = {"publish": "pause", "send": "wire", "swap": "apply"}
@@ -49,7 +49,7 @@ class Report:
     prediction: Prediction | None
     predictions: tuple[Prediction, ...]
     bound: Bound | None
-    table: Table | None
+    table: WhatIfTable | None
     verdict: str
 
     @property

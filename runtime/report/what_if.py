@@ -259,7 +259,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Table:
+class WhatIfTable:
     """The cases, the lag and replicas of the run itself, and how many updates each was simulated for. `pool` has the
     generators; `measured_s` is the run's own period over as many updates, None where it has not done so many;
     `crowding` is by how much of itself a group's time grows with the groups beside it (see `crowding`); `complete` is
@@ -278,7 +278,7 @@ class Table:
         return next((c for c in self.cases if (c.lag, c.replicas) == (lag, replicas)), None)
 
 
-def what_if(stage: StageHistory, fitted: Fit, out_of_time: Callable[[], bool]) -> Table | None:
+def what_if(stage: StageHistory, fitted: Fit, out_of_time: Callable[[], bool]) -> WhatIfTable | None:
     """The table of a training stage; None for a program without a pool that samples with lagged weights."""
     pool = generators(stage.tables)
     if pool is None or not stage.followed.ends:
@@ -318,7 +318,7 @@ def what_if(stage: StageHistory, fitted: Fit, out_of_time: Callable[[], bool]) -
     cases.sort(key=lambda case: (case.replicas, case.lag))
     ends = _ends(stage)
     measured_s = period(stage.begin / NS, ends[:updates], FILLING) if len(ends) >= updates else None
-    return Table(pool, *now, updates, crowd.share, len(cases) == len(wanted), tuple(cases), measured_s)
+    return WhatIfTable(pool, *now, updates, crowd.share, len(cases) == len(wanted), tuple(cases), measured_s)
 
 
 def generators(tables: Tables) -> str | None:
@@ -479,7 +479,7 @@ GAIN, SAME = 0.01, 0.005
 
 
 def verdict(
-    graph: Graph, bound: Bound | None, period_s: float | None, error: float | None, table: Table | None,
+    graph: Graph, bound: Bound | None, period_s: float | None, error: float | None, table: WhatIfTable | None,
     busy: Mapping[str, float],
 ) -> str:  # fmt: skip
     """`busy` is the share of training that each pool was busy."""
@@ -522,7 +522,7 @@ def _bounds(graph: Graph, bound: Bound, period_s: float, busy: Mapping[str, floa
     return f"The cycle {names} bounds this run" + (f", {bound.span} updates at a time" if bound.span > 1 else "")
 
 
-def _gains(table: Table) -> list[str]:
+def _gains(table: WhatIfTable) -> list[str]:
     """What another lag, and another number of generators, would gain; nothing where no other was simulated."""
     said: list[str] = []
     run = table.case(table.lag, table.replicas)

@@ -443,8 +443,11 @@ class State:
 
     def donates(self, carried: str, version: int) -> bool:
         """Is the firing in work that gives a version's memory to the next one?"""
-        step = self.tables.steps[self.tables.makers[carried]]
-        return Firing(step.name, version, segment=self.num_parts(step) - 1) in self.running
+        return self.finishing(self.tables.makers[carried], version)
+
+    def finishing(self, name: str, update: int) -> bool:
+        """Is the last part of a per-update step for an update in work?"""
+        return Firing(name, update, segment=self.num_parts(self.tables.steps[name]) - 1) in self.running
 
     def firing(self, step: NodeStep, ordinal: int) -> Firing:
         """The next firing of a per-group step for a pending group, or the one in work."""
@@ -476,15 +479,17 @@ class State:
         changed yet that a checkpoint has, and a run that resumes begins with the first part."""
         return bool(self.done) or any(f.node in self.tables.critical for f in self.running)
 
+    def bound(self) -> bool:
+        """Is the current update at the last part of one of its steps, or past one? A checkpoint that is asked for now
+        is the one before the next update."""
+        # A look at all that is in work would cost too much at each event: that may be thousands of firings.
+        return bool(self.done) or any(self.finishing(name, self.update) for name in self.tables.critical)
+
     @property
     def short(self) -> bool:
         """Has the current update begun, and lost groups that are to be made again for it? What waits for its end, such
         as a checkpoint, waits for them. It need not wait for more than the part in work of a step that accumulates."""
-        if not self.tables.takes_groups or self.whole:
-            return False
-        steps = self.tables.steps
-        working = (f for f in self.running if f.node in self.tables.critical)
-        return bool(self.done) or any(f.segment == self.num_parts(steps[f.node]) - 1 for f in working)
+        return self.tables.takes_groups and not self.whole and self.bound()
 
     def first_unfired(self, step: NodeStep) -> int:
         """The lowest ordinal that has not been through `step` nor is in work there."""

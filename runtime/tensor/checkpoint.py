@@ -4,7 +4,8 @@ of another mesh.
 
 A shard is one safetensors file, which is there whole or not at all. Its facts are JSON in the file's metadata, so that
 they and the tensors cannot come from different moments. Tensors are named by what they belong to:
-"carried/NAME/TENSOR", "state/NODE/0", "value/NODE/ORDINAL/OUTPUT/0".
+"carried/NAME/TENSOR", "state/NODE/0", "value/NODE/ORDINAL/OUTPUT/0". Beside the facts stands a CRC-32 of them and of
+each tensor, without which a bit that a disk has changed would be trained on.
 
 Beside a carried value that its ranks hold in parts stands its layout, so that any other mesh can read it (`assemble`).
 The tensors of such a state are named KIND.TENSOR, such as exp_avg.model.norm.weight, where TENSOR is a logical tensor
@@ -13,6 +14,7 @@ of the layout: all of them are divided as it is. States and groups' values are t
 
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,18 +29,15 @@ from torch import Tensor
 
 from penstock.graph.ir import Firing
 from penstock.graph.protocols import Carried, Sharded
-from penstock.runtime.record.checkpoints import FORMAT, part_path, refusal
+from penstock.runtime.record.checkpoints import FORMAT, StateError, UnreadableError, part_path, refusal, without
 from penstock.runtime.record.folder import open_regular, sync
+from penstock.runtime.record.typed_json import NEEDED
 from penstock.runtime.tensor.codec import CodecError, decode, encode
 from penstock.runtime.tensor.layout import Layout, Mesh, sharded
 from penstock.runtime.tensor.reshard import reshard
 from penstock.runtime.tensor.shm import room
 
 _FORMAT = "penstock-state-1"
-
-
-class StateError(RuntimeError):
-    """A state that could not be written, or a file that is no state. It names the file."""
 
 
 def save_state(path: Path | str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -50,11 +49,14 @@ def save_state(path: Path | str, tensors: Mapping[str, Tensor], facts: Mapping[s
 
 
 def _write_state(path: Path, tensors: Mapping[str, Tensor], facts: str) -> None:
+    separate = _separate(tensors)
+    checks = {name: _check(tensor) for name, tensor in separate.items()}
     # In the file itself: facts and tensors are then of one moment.
-    metadata = {"format": _FORMAT, "facts": facts}
+    metadata = {"format": _FORMAT, "facts": facts, "facts_check": str(zlib.crc32(facts.encode()))}
+    metadata["checks"] = json.dumps(checks)
     part = path.with_name(f".{path.name}.part")
     try:
-        save_file(_separate(tensors), part, metadata)
+        save_file(separate, part, metadata)
         sync(part)
         # Data first, then the name, then the folder: a crash leaves the old file or the new one, whole.
         os.replace(part, path)
@@ -65,33 +67,63 @@ def _write_state(path: Path, tensors: Mapping[str, Tensor], facts: str) -> None:
         raise StateError(f"{path}: cannot write {needed} bytes of state ({room(path.parent)}): {error}") from error
 
 
+def _check(tensor: Tensor) -> int:
+    # By zlib, not by a digest of torch's: it leaves the other threads, which train meanwhile, their cores.
+    return zlib.crc32(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
+
+
 @dataclass(frozen=True)
 class StateFile:
-    """What `save_state` wrote, read as it is needed: its facts, and the names of its tensors."""
+    """What `save_state` wrote, read as it is needed: its facts, the names of its tensors, and their checks, which
+    earlier versions did not write."""
 
     path: Path
     facts: dict[str, Any]
     names: tuple[str, ...]
+    checks: dict[str, int]
 
     @staticmethod
     def open(path: Path | str) -> "StateFile":
-        """Raises StateError for a file that is missing or no state."""
+        """Raises UnreadableError for a file that is missing, no state, or whose facts were damaged."""
         with _reading(Path(path)) as file:
             metadata = file.metadata() or {}
             if metadata.get("format") != _FORMAT:
-                raise StateError(f"{path}: given format {metadata.get('format')!r}, needed {_FORMAT!r}")
-            return StateFile(Path(path), json.loads(metadata["facts"]), tuple(file.keys()))
+                raise UnreadableError(f"{path}: given format {metadata.get('format')!r}, needed {_FORMAT!r}")
+            facts = metadata["facts"]
+            if metadata.get("facts_check", check := str(zlib.crc32(facts.encode()))) != check:
+                raise _damage(Path(path), "facts: given bytes of another checksum than theirs")
+            checks = json.loads(metadata.get("checks", "{}"))
+            return StateFile(Path(path), json.loads(facts), tuple(file.keys()), checks)
 
     def tensors(self, prefix: str = "") -> dict[str, Tensor]:
-        """Those whose names begin with `prefix`, by the rest of their names; on the CPU."""
+        """Those whose names begin with `prefix`, by the rest of their names; on the CPU. Raises
+        UnreadableError for one that was damaged."""
+        return {name.removeprefix(prefix): tensor for name, tensor in self._whole(prefix)}
+
+    def require_undamaged(self, prefix: str) -> None:
+        """Read the tensors whose names begin with `prefix`, one at a time. Raises UnreadableError for one that
+        was damaged."""
+        for _ in self._whole(prefix):
+            pass
+
+    def _whole(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         with _reading(self.path) as file:
-            return {n.removeprefix(prefix): file.get_tensor(n) for n in self.names if n.startswith(prefix)}
+            for name in self.names:
+                if name.startswith(prefix):
+                    tensor = file.get_tensor(name)
+                    if name in self.checks and _check(tensor) != self.checks[name]:
+                        raise _damage(self.path, f"{name}: given bytes of another checksum than theirs")
+                    yield name, tensor
 
     def piece(self, name: str, slices: tuple[slice, ...]) -> Tensor:
-        """A part of one tensor; no more of the file is read."""
+        """A part of one tensor; no more of the file is read, and so nothing is checked."""
         with _reading(self.path) as file:
             piece: Tensor = file.get_slice(name)[slices] if slices else file.get_tensor(name)
             return piece
+
+
+def _damage(path: Path, what: object) -> UnreadableError:
+    return UnreadableError(f"{path}: not a readable state: {what}; {NEEDED}; {without(path.parent)}")
 
 
 @contextmanager
@@ -104,7 +136,7 @@ def _reading(path: Path) -> Iterator[Any]:
         ):
             yield file
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise StateError(f"{path}: not a readable state: {error}") from error
+        raise _damage(path, error) from error
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -125,7 +157,7 @@ def assemble(
 ) -> dict[str, Tensor]:
     """What `rank` holds in `wanted` of a state whose ranks wrote `files` in `saved`; None: whole on each rank.
 
-    Raises LayoutError for layouts of other tensors, StateError for a file that lacks what its layout says.
+    Raises LayoutError for layouts of other tensors, UnreadableError for a file that lacks what its layout says.
     """
     known = saved or wanted
     assert known is not None
@@ -142,7 +174,7 @@ def assemble(
             regions = source.by_name[copy.tensor].held_by(copy.source)
             held = next(region for region in regions if (region & copy.region) == copy.region)
             if name not in file.names:
-                raise StateError(f"{file.path}: {name} is missing, of which its layout says that {held} is there")
+                raise _damage(file.path, f"{name} is missing, of which its layout says that {held} is there")
             piece = file.piece(name, copy.region.slices(held))
             (region,) = target.by_name[copy.tensor].held_by(rank)
             if copy.tensor not in parts:
@@ -330,8 +362,8 @@ class CheckpointShard:
     """What the ranks of `replica` wrote, as `rank` of the same or of another mesh needs it. On the same mesh that is
     its own file, which may be the only one on its host; on another one all files are read.
 
-    Raises StateError for a file that is missing, no state, of another format than is written now, or of another `run`
-    ("": of any).
+    Raises UnreadableError for a file that is missing or no state, StateError for one of another format than is written
+    now, or of another `run` ("": of any).
     """
 
     def __init__(self, folder: Path, replica: str, rank: int, run: str = "") -> None:
@@ -368,6 +400,9 @@ class CheckpointShard:
         if saved == layout:
             return self._own.tensors(prefix), facts
         files = [self._open(rank) for rank in range(self._ranks)]
+        # Regions have no checks of their own. So the ranks share the files out: what one of them finds ends the start.
+        for file in files if layout is None else files[self.rank :: layout.ranks]:
+            file.require_undamaged(prefix)
         return assemble(files, prefix, saved, layout, self.rank), facts
 
     def value(self, name: str, cls: type[T]) -> T:

@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from penstock.runtime.tensor.checkpoint import CheckpointShard, StateError
+from penstock.runtime.record.checkpoints import StateError
+from penstock.runtime.tensor.checkpoint import CheckpointShard
 
 MASTER = "master."
 

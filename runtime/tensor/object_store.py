@@ -2,7 +2,8 @@
 the maker frees them.
 
 A block is [prefix][JSON of `codec.encode`][tensors], every tensor on a multiple of 64 bytes. The prefix repeats
-the serial number that its reference carries, so that a reference that outlived its block does not read another value.
+the serial number that its reference carries, so that a reference that outlived its block does not read another value,
+and has a checksum of the JSON.
 A store belongs to one thread, a reader too. A reader on another host gets the same bytes over the network.
 
 A reader may want some rows of a batch (`ObjectRows`). So long texts are tensors of bytes, and what has one number a row
@@ -21,11 +22,12 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from penstock.graph.deferred import Column, Present
+from penstock.graph.deferred import Column, LoadedColumn
 from penstock.graph.types import Batchable
 from penstock.runtime.tensor.codec import DTYPES, NAMES, CodecError, decode, encode
 from penstock.runtime.tensor.shm import (
@@ -40,7 +42,7 @@ from penstock.runtime.tensor.shm import (
     segment_name,
 )
 
-_PREFIX = struct.Struct("<4sIQQ")  # magic, bytes of JSON, serial number, bytes in all
+_PREFIX = struct.Struct("<4sIQQI")  # magic, bytes of JSON, serial number, bytes in all, checksum of the JSON
 _MAGIC = b"PSTK"
 _ALIGN = 64
 _LARGEST_STEP = 256 << 20
@@ -156,7 +158,7 @@ class ObjectStore:
         home, start = self._take(nbytes)
         self._puts += 1
         serial = self._first_serial + self._puts
-        prefix = _PREFIX.pack(_MAGIC, len(header), serial, nbytes)
+        prefix = _PREFIX.pack(_MAGIC, len(header), serial, nbytes, crc32(header))
         home.segment.view[start : start + _PREFIX.size + len(header)] = prefix + header
         for offset, tensor in zip(offsets, tensors, strict=True):
             ctypes.memmove(home.address + start + offset, tensor.data_ptr(), tensor.nbytes)
@@ -237,7 +239,7 @@ class ObjectReader:
         (block,) = self.ranges(handle, [(0, handle.nbytes)])
         _check_prefix(handle, block, 0)
         with _damaged(handle):
-            meta = json.loads(bytes(block[_PREFIX.size : _header_end(block)]))
+            meta = _facts(block)
             return decode(cls, *_fields_of(_tensors(block, meta), meta))
 
     def rows(self, handle: ObjectRef, cls: type[Batchable]) -> "ObjectRows":
@@ -307,10 +309,10 @@ class ObjectRows:
                 raise ValueError(f"given {end} bytes of facts in {handle.nbytes}")
             if end > len(self._head):
                 self._head += read([(len(self._head), end - len(self._head))])[0]
-            meta = json.loads(bytes(self._head[_PREFIX.size : end]))
+            meta = _facts(self._head)
             tensors = _tensor_places(meta, end, handle.nbytes)
             self.columns: dict[str, Column | None] = {
-                name: None if value is None else Present(tuple(value)) for name, value in meta["plain"].items()
+                name: None if value is None else LoadedColumn(tuple(value)) for name, value in meta["plain"].items()
             }
             for name, dtype, shape, offset in tensors:
                 if name in meta["texts"]:
@@ -444,13 +446,21 @@ def _places(header_end: int, sizes: Sequence[int]) -> tuple[list[int], int]:
 def _check_prefix(handle: ObjectRef, memory: bytearray | memoryview, start: int) -> None:
     if len(memory) < start + _PREFIX.size:
         raise ObjectRefError(f"{handle}: given {len(memory)} bytes, needed at least {_PREFIX.size}")
-    magic, _, serial, nbytes = _PREFIX.unpack_from(memory, start)
+    magic, _, serial, nbytes, _ = _PREFIX.unpack_from(memory, start)
     if (magic, serial, nbytes) != (_MAGIC, handle.serial, handle.nbytes):
         raise ObjectRefError(f"{handle}: the block is not in use for this value (freed?)")
 
 
 def _header_end(block: bytearray) -> int:
     return _PREFIX.size + int(_PREFIX.unpack_from(block)[1])
+
+
+def _facts(block: bytearray) -> dict[str, Any]:
+    """The JSON of a block. Raises ValueError where it is not what was put: other sizes may fill as many bytes."""
+    found = bytes(block[_PREFIX.size : _header_end(block)])
+    if crc32(found) != _PREFIX.unpack_from(block)[4]:
+        raise ValueError("its facts do not have their checksum")
+    return json.loads(found)  # type: ignore[no-any-return]
 
 
 def _tensors(block: bytearray, meta: dict[str, Any]) -> list[Tensor]:

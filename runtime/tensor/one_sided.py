@@ -45,7 +45,7 @@ class OneSidedTransport:
         self._connection = connection
         self._memory = memory
         self._peers = peers
-        self._places: dict[tuple[int, int], list[tuple[Place, list[int]]]] = {}  # by peer and shadow, as offered
+        self._places: dict[tuple[int, int], list[tuple[Location, list[int]]]] = {}  # by peer and shadow, as offered
         self._pairs: list[tuple[Sequence[Copy], Shards, int, int, list[tuple[Tensor, Tensor]]]] = []
         self._offered: list[tuple[Shards, set[int]]] = []  # shadows by number, and the peers that have their map
 
@@ -122,7 +122,7 @@ class OneSidedTransport:
             buffer = torch.empty(map_bytes, dtype=torch.uint8)
             data = connection.receive(buffer, peer, _MAP, "the map of a shadow").wait().numpy().tobytes()
             rows = msgspec.json.decode(data, type=list[tuple[str, int, list[int]]])
-            self._places[peer, number] = [(Place(segment, offset), strides) for segment, offset, strides in rows]
+            self._places[peer, number] = [(Location(segment, offset), strides) for segment, offset, strides in rows]
         needed = torch.tensor([version, number, copies, map_bytes])
         if not torch.equal(given, needed):
             # The receiver must see what is sent here, and fail too: otherwise it would wait for its deadline.
@@ -155,7 +155,7 @@ class OneSidedTransport:
         return pairs
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """A segment (or a block of a GPU's memory), and the byte in it."""
 
     segment: str
@@ -196,12 +196,12 @@ class WritableMemory(ABC):
         self._exported.append((name, buffer))
         return buffer[:nbytes]
 
-    def place(self, tensor: Tensor) -> Place:
+    def place(self, tensor: Tensor) -> Location:
         """Where the first element of a tensor lies. Raises SegmentError if it is not in this memory."""
         for name, buffer in self._exported:
             offset = tensor.data_ptr() - buffer.data_ptr()
             if 0 <= offset < buffer.nbytes:
-                return Place(name, offset)
+                return Location(name, offset)
         raise SegmentError(f"{self._owner}: a tensor of {tensor.nbytes} bytes is in none of its segments")
 
     @abstractmethod
@@ -223,7 +223,7 @@ class PeerMemory(ABC):
     def __init__(self) -> None:
         self._opened: dict[str, Tensor] = {}
 
-    def view(self, place: Place, like: Tensor, strides: Sequence[int]) -> Tensor:
+    def view(self, place: Location, like: Tensor, strides: Sequence[int]) -> Tensor:
         """The tensor of the dtype and shape of `like`, with these strides (in elements), that begins at `place`.
         Raises SegmentError if that is not there.
         """

@@ -2,6 +2,7 @@
 
 import os
 import stat
+import sys
 import tempfile
 from pathlib import Path
 
@@ -10,6 +11,12 @@ from pathlib import Path
 _OWN = Path(__file__).parent
 __path__ = list(dict.fromkeys(map(str, ((_OWN / "graph").resolve().parent, _OWN))))
 __version__ = "0.1.0"
+
+
+def module_command(module: str, *words: str | os.PathLike[str]) -> list[str]:
+    """The command by which this interpreter runs a module with these words."""
+    # -P: files of the current folder, such as a `types.py`, shadow no module that it imports.
+    return [sys.executable, "-P", "-m", module, *(os.fspath(word) for word in words)]
 
 
 class PrivateFolderError(PermissionError, ValueError):

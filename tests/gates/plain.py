@@ -29,7 +29,7 @@ def toy_loop(updates: int, batch: int, *, samples: int = 4, lag: int = 0) -> dic
             behaviour = weights.of(max(0, update - lag))
             _, group = fake.fake_generate.fn(engine, source.read(ordinal), behaviour, samples=samples)
             rollouts.append(group)
-            rewards.append(fake.fake_score.fn(group)[0])
+            rewards.append(fake.fake_score.fn(group))
         policy, _ = fake.fake_update.fn(policy, Rollouts.concat(rollouts), Rewards.concat(rewards))
         weights.keep()
     return dict(policy.state()[0])

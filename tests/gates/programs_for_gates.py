@@ -59,9 +59,9 @@ def failing_generate(
 
 
 @node(pool="scorer")
-def failing_score(rollouts: Rollouts, *, raise_at: int = -1, hang_at: int = -1) -> tuple[Rewards, Metrics]:
+def failing_score(rollouts: Rollouts, *, raise_at: int = -1, hang_at: int = -1) -> Rewards:
     fail("failing_score", rollouts.ordinals[0], raise_at, hang_at)
-    scored: tuple[Rewards, Metrics] = fake_score.fn(rollouts)
+    scored: Rewards = fake_score.fn(rollouts)
     return scored
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import penstock
 from penstock.graph import broadcast, node, program
-from penstock.graph.types import Context, Metrics, Prompts, Rewards, Rollouts, Weights
+from penstock.graph.types import Context, Prompts, Rewards, Rollouts, Weights
 from penstock.nodes.fake import FakeEngine, FakePolicy, FakePrompts, fake_score, fake_update
 
 
@@ -28,9 +28,9 @@ def noting_generate(
 
 
 @node(pool="scorer")
-def noting_score(rollouts: Rollouts, *, folder: str) -> tuple[Rewards, Metrics]:
+def noting_score(rollouts: Rollouts, *, folder: str) -> Rewards:
     note("scorer", folder)
-    scored: tuple[Rewards, Metrics] = fake_score.fn(rollouts)
+    scored: Rewards = fake_score.fn(rollouts)
     return scored
 
 

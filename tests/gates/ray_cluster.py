@@ -63,6 +63,15 @@ class RayCluster:
                     found[int(process.environ()["PENSTOCK_ORDER"])] = process
         return found
 
+    def client_servers(self) -> list[psutil.Process]:
+        """The processes that Ray has started for clients of `ray://`, one for each."""
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if "--mode=specific-server" in process.cmdline():
+                    found.append(process)
+        return found
+
     def kill_actor(self, number: int) -> None:
         """SIGKILL to the actor that holds an agent, and to nothing else."""
         os.kill(self.agents()[number].ppid(), signal.SIGKILL)
@@ -94,7 +103,6 @@ def start(nodes: int) -> "subprocess.Popen[str]":
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     environment.pop("RAY_ADDRESS", None)
     environment["RAY_raylet_start_wait_time_s"] = str(START_S)
-    environment["RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S"] = str(START_S)
     # Else ranks have what all other tests leave of the cores (15), and a run takes four times as long.
     environment["RAY_worker_niceness"] = "0"
     environment["TMPDIR"] = TEMPORARY

@@ -21,6 +21,7 @@ from .agents import HOSTS, Commands, ended, terminate
 from .network import Network
 from .plain import toy_loop
 from .running import (
+    FAULTS,
     assert_equal_bits,
     final_state,
     make_run,
@@ -34,7 +35,7 @@ from .running import (
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 UPDATES, BATCH, GENERATORS = 3, 4, 2
 TOY = ("toy", "--lag", "0", "--generate-ms", "10", "--score-ms", "1", "--update-ms", "10", "--plain")
-LEARNING = ("aipo", "--lag", "0", "--max-tokens", "8", "--model", "new", "--eval-groups", "0", "--plain")
+LEARNING = (f"{FAULTS}digits", "--lag", "0", "--max-tokens", "8", "--model", "new", "--eval-groups", "0", "--plain")
 
 
 def amounts(updates: int) -> tuple[str, ...]:
@@ -129,7 +130,7 @@ def test_three_hosts_with_a_ticket_have_the_bits_of_one_and_whoever_has_none_is_
     assert summary(folder)["warnings"] == []
     assert not run.ticket.exists()
     flags = toy_flags(updates=UPDATES, batch=BATCH, max_tokens=8, seed=3)
-    alone = make_run(tmp_path / "alone", "aipo", {"lag": 0}, flags, generators=GENERATORS)
+    alone = make_run(tmp_path / "alone", f"{FAULTS}digits", {}, flags, generators=GENERATORS)
     assert_equal_bits(final_state(folder, UPDATES), final_state(run_to_end(alone), UPDATES))
 
 

@@ -57,7 +57,6 @@ TOY, REAL = toy_flags(updates=UPDATES), model_flags(updates=UPDATES)
 UNEVEN = {**delays(generate=4.0, score=1.0, update=4.0), "jitter_ms": 20.0}
 LEARNING = {"samples": SAMPLES, "lr": LR}
 RUNS = pytest.mark.parametrize("generators", [1, 2])
-PROCESSES = pytest.mark.parametrize("generators", [1, pytest.param(2, marks=pytest.mark.slow)])
 LAGS = pytest.mark.parametrize("lag", [0, 2])
 
 
@@ -97,18 +96,17 @@ def test_toy_in_one_process(tmp_path: Path, generators: int, lag: int) -> None:
 
 
 @LAGS
-@PROCESSES
-def test_toy_in_processes(tmp_path: Path, generators: int, lag: int) -> None:
-    run = run_to_end(toy(tmp_path / "r", lag, generators=generators))
+def test_toy_in_processes(tmp_path: Path, lag: int) -> None:
+    run = run_to_end(toy(tmp_path / "r", lag))
     assert_equal_bits(final_state(run, UPDATES), toy_loop(UPDATES, TOY.batch, lag=lag))
     assert [row["lag_max"] for row in rows(run)] == [min(lag, update) for update in range(UPDATES)]
 
 
 @pytest.mark.slow
-@RUNS
-def test_toy_on_meshes_is_toy_to_the_bit(tmp_path: Path, generators: int) -> None:
+def test_toy_on_meshes_is_toy_to_the_bit(tmp_path: Path) -> None:
     """Nodes that know nothing of ranks do the same on each, in step: streams too, whenever their orders arrive."""
-    run = run_to_end(toy(tmp_path / "r", 2, generators=generators, meshes=("trainer=dp2", "generator=tp2")))
+    run = run_to_end(toy(tmp_path / "r", 2, generators=2, meshes=("trainer=dp2", "generator=tp2")))
+    assert [row["lag_max"] for row in rows(run)] == [min(2, update) for update in range(UPDATES)]
     assert_equal_bits(final_state(run, UPDATES), toy_loop(UPDATES, TOY.batch, lag=2))
     assert_all_consumed(run, UPDATES * TOY.batch)
     assert [row["groups"] for row in rows(run)] == [TOY.batch] * UPDATES
@@ -122,10 +120,11 @@ def test_aipo_in_one_process(tmp_path: Path, generators: int, lag: int) -> None:
 
 
 @LAGS
-@PROCESSES
+@pytest.mark.parametrize("generators", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_aipo_in_processes(tmp_path: Path, generators: int, lag: int) -> None:
     run = run_to_end(digits(tmp_path / "r", lag, generators=generators))
     assert_equal_bits(final_state(run, UPDATES), real_loop(lag)[-1])
+    assert [row["lag_max"] for row in rows(run)] == [min(lag, update) for update in range(UPDATES)]
 
 
 PARTED = replace(REAL, batch=4, updates=3)
@@ -238,21 +237,21 @@ def test_the_program_aipo_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@LAGS
-def test_conversations_are_the_same_bits_with_processes_as_without(tmp_path: Path, lag: int) -> None:
+def test_conversations_are_the_same_bits_with_processes_as_without(tmp_path: Path) -> None:
     flags = RunOptions(updates=4, batch=4, max_tokens=1, slots=32, versions="pinned")
-    options = {"lag": lag, "samples": 4}
+    options = {"lag": 2, "samples": 4}
     here = run_here(make_run(tmp_path / "here", "guessing", options, flags))
     there = run_to_end(make_run(tmp_path / "there", "guessing", options, flags, generators=2))
     assert_equal_bits(final_state(here, 4), final_state(there, 4))
     assert [row["reward_mean"] for row in rows(here)] == [row["reward_mean"] for row in rows(there)]
+    assert_all_consumed(there, 4 * 4)
 
 
 @pytest.mark.slow
 def test_aipo_in_int8_keeps_its_ratios_near_one_and_is_the_same_in_one_process(tmp_path: Path) -> None:
     """At lag 0 the ratio of a token is that of its floats to its quantised weights, and nothing else."""
     flags = model_flags(updates=4, batch=4, max_tokens=8, wire="int8")
-    runs = [make_run(tmp_path / name, "aipo", {"lag": 0}, flags) for name in ("processes", "here")]
+    runs = [digits(tmp_path / name, flags=flags) for name in ("processes", "here")]
     assert_equal_bits(final_state(run_to_end(runs[0]), 4), final_state(run_here(runs[1]), 4))
     assert_all_consumed(runs[0], 4 * 4)
     assert all(abs(row["ratio_mean"] - 1) < 0.02 and row["ess"] > 0.98 for row in rows(runs[0]))
@@ -262,14 +261,14 @@ def test_aipo_in_int8_keeps_its_ratios_near_one_and_is_the_same_in_one_process(t
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_that_is_invariant_has_no_mismatch_and_ratios_of_one(tmp_path: Path, dtype: Any) -> None:
     flags = model_flags(updates=3, batch=4, max_tokens=8, dtype=dtype, invariant=True)
-    run = run_here(make_run(tmp_path / "r", "aipo", {"lag": 0}, flags))
+    run = run_here(digits(tmp_path / "r", flags=flags))
     assert all(row["mismatch"] == 0.0 and row["ratio_mean"] == row["ratio_max"] == 1.0 for row in rows(run))
 
 
 @pytest.mark.slow
 def test_shards_of_a_trainer_are_invariant_too(tmp_path: Path) -> None:
     flags = model_flags(updates=3, batch=4, max_tokens=8, invariant=True)
-    run = run_to_end(make_run(tmp_path / "r", "aipo", {"lag": 0}, flags, meshes=("trainer=fsdp2",), generators=2))
+    run = run_to_end(digits(tmp_path / "r", flags=flags, meshes=("trainer=fsdp2",), generators=2))
     assert all(row["mismatch"] == 0.0 and row["ratio_mean"] == row["ratio_max"] == 1.0 for row in rows(run))
 
 
@@ -279,7 +278,7 @@ def test_a_run_has_the_same_bits_with_a_chain_and_without(tmp_path: Path) -> Non
 
     def learnt(name: str, transport: Any = "auto", **cluster: Any) -> Path:
         flags = toy_flags(updates=4, batch=6, max_tokens=8, seed=3, transport=transport)
-        return run_to_end(make_run(tmp_path / name, "aipo", {"lag": 0}, flags, generators=3, **cluster))
+        return run_to_end(digits(tmp_path / name, flags=flags, generators=3, **cluster))
 
     direct = learnt("shm")
     assert passed_on(direct, 3) == [0, 0, 0]
@@ -307,7 +306,7 @@ def assert_close(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "meshes",
-    [("trainer=fsdp2",), ("trainer=tp2", "generator=tp2"), ("trainer=fsdp2xtp2",), ("trainer=pp2",)],
+    [("trainer=tp2", "generator=tp2"), ("trainer=fsdp2xtp2",), ("trainer=pp2",)],
     ids=" ".join,
 )
 def test_learning_on_a_mesh_is_learning_on_one_rank_within_rounding(tmp_path: Path, meshes: Sequence[str]) -> None:

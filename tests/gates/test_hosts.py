@@ -209,7 +209,7 @@ UPDATES, BATCH, GENERATORS = 3, 6, 3
 
 def learning(path: Path, **options: Any) -> Path:
     flags = toy_flags(updates=UPDATES, batch=BATCH, max_tokens=8, seed=3)
-    return make_run(path, "aipo", {"lag": 0}, flags, generators=GENERATORS, **options)
+    return make_run(path, f"{FAULTS}digits", {}, flags, generators=GENERATORS, **options)
 
 
 def test_a_run_over_three_hosts_has_the_bits_of_one_on_a_single_host(network: Network, tmp_path: Path) -> None:

@@ -180,6 +180,20 @@ def test_a_run_that_cannot_do_without_it_ends_with_the_reason_of_the_actors_deat
     assert "actor" in summary(folder)["error"], said
 
 
+def test_a_connection_whose_process_dies_on_the_cluster_is_made_anew(
+    cluster: RayCluster, alone: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "r"
+    until(lambda: not cluster.client_servers(), "Ray has ended the processes of clients before")
+    running = cluster.penstock("run", *TOY, *FAST, "--out", str(folder), address=f"ray://{ADDRESS}:{CLIENT_PORT}")
+    until_it(running, cluster.client_servers, "Ray has started a process for its client")
+    for server in cluster.client_servers():
+        server.kill()
+    status, said = end(running)
+    assert status == 0, said
+    assert_equal_bits(final_state(folder, UPDATES), final_state(alone, UPDATES))
+
+
 def test_two_runs_at_once_one_from_outside_are_on_nodes_of_their_own(
     cluster: RayCluster, alone: Path, tmp_path: Path
 ) -> None:

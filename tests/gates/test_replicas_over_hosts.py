@@ -13,7 +13,7 @@ from penstock.runtime.cluster.cluster import Cluster, Host
 
 from .agents import spread
 from .network import Network
-from .running import DEADLINE_S, ENDLESS, make_run, rows, run_to_end, summary, toy_flags
+from .running import DEADLINE_S, ENDLESS, FAULTS, make_run, rows, run_to_end, summary, toy_flags
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 UPDATES, BATCH = 3, 4
@@ -30,7 +30,7 @@ def over(network: Network, *hosts: str, **pools: str | tuple[str, ...]) -> Clust
 
 
 def learning(path: Path, *meshes: str, **options: Any) -> Path:
-    return make_run(path, "aipo", {"lag": 0}, FLAGS, meshes=meshes, **options)
+    return make_run(path, f"{FAULTS}digits", {}, FLAGS, meshes=meshes, **options)
 
 
 def assert_equal_parts(first: Path, second: Path, ranks: int) -> None:

@@ -3,6 +3,7 @@
 A recorded run replays to the same commands; a log that was edited is refused, and the record named.
 """
 
+import json
 import re
 import shutil
 from functools import partial
@@ -40,6 +41,7 @@ from .running import (
     rows,
     run_here,
     run_to_end,
+    run_to_failure,
     segments_of,
     status_here,
     summary,
@@ -53,9 +55,8 @@ MORE, BATCH = 10, 4
 SLOW = {**delays(generate=40.0, score=2.0, update=20.0), "jitter_ms": 20.0}
 
 
-def toy_run(path: Path, lag: int, checkpoint_every: int = 0) -> Path:
-    flags = toy_flags(updates=ENDLESS, versions="pinned" if lag else "free", checkpoint_every=checkpoint_every)
-    return make_run(path, "toy", {"lag": lag, **SLOW}, flags)
+def toy_run(path: Path, checkpoint_every: int = 0) -> Path:
+    return make_run(path, "toy", {"lag": 0, **SLOW}, toy_flags(updates=ENDLESS, checkpoint_every=checkpoint_every))
 
 
 def last_checkpoint(folder: Path) -> SavedCheckpoint:
@@ -64,18 +65,18 @@ def last_checkpoint(folder: Path) -> SavedCheckpoint:
     return found
 
 
-def assert_whole(folder: Path, lag: int, updates: int) -> None:
+def assert_whole(folder: Path, updates: int) -> None:
     """The end of a run that nobody disturbed."""
     assert summary(folder)["status"] == "done"
     assert_all_consumed(folder, updates * BATCH)
     assert [row["update"] for row in rows(folder)] == list(range(updates))
-    assert_equal_bits(final_state(folder, updates), toy_loop(updates, BATCH, lag=lag))
+    assert_equal_bits(final_state(folder, updates), toy_loop(updates, BATCH))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lag", [0, 2])
-def test_an_interrupted_run_goes_on_exactly(tmp_path: Path, lag: int) -> None:
-    folder = toy_run(tmp_path / "r", lag)
+def test_an_interrupted_run_goes_on_exactly(tmp_path: Path) -> None:
+    """At a lag one that an engine takes away does (test_preemption)."""
+    folder = toy_run(tmp_path / "r")
     with Running(folder) as running:
         running.until_update(3)
         running.interrupt()
@@ -86,14 +87,14 @@ def test_an_interrupted_run_goes_on_exactly(tmp_path: Path, lag: int) -> None:
     assert (folder / "checkpoints" / f"{done['updates']:08d}" / "cut.json").is_file()
     assert done["groups"] == done["updates"] * BATCH
     run_to_end(with_updates(folder, done["updates"] + MORE))
-    assert_whole(folder, lag, done["updates"] + MORE)
+    assert_whole(folder, done["updates"] + MORE)
     assert [segment.facts["cut"] for segment in read_log(folder / "events.log")] == [None, done["updates"]]
     assert [stage.stage for stage in replayed(folder)] == ["train", "train", "save"]
 
 
 @pytest.mark.slow
 def test_a_run_that_is_interrupted_while_it_starts_goes_on_from_nothing(tmp_path: Path) -> None:
-    folder = toy_run(tmp_path / "r", 0)
+    folder = toy_run(tmp_path / "r")
     with Running(folder) as running:
         running.until_line(lambda line: True, "the controller listens, and nobody has joined it")
         running.interrupt()
@@ -101,7 +102,7 @@ def test_a_run_that_is_interrupted_while_it_starts_goes_on_from_nothing(tmp_path
     assert summary(folder)["status"] == "stopped"
     assert rows(folder) == []
     run_to_end(with_updates(folder, MORE))
-    assert_whole(folder, 0, MORE)
+    assert_whole(folder, MORE)
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -118,6 +119,9 @@ def test_a_model_with_its_optimizer_goes_on_exactly(tmp_path: Path, lag: int) ->
     run_here(parted)
     assert_equal_bits(final_state(parted, 8), final_state(whole, 8))
     assert figures(parted) == figures(whole)
+    told = (whole / "samples.jsonl").read_text()
+    assert (parted / "samples.jsonl").read_text() == told
+    assert [line["update"] for line in map(json.loads, told.splitlines())] == list(range(8))
     assert summary(parted)["fates"] == summary(whole)["fates"] == {"consumed": 16, "dropped": 0, "failed": 0}
     replayed(parted)
 
@@ -136,7 +140,7 @@ def test_a_run_that_had_ended_and_is_extended_is_a_longer_one_at_lag_zero_only(t
 def test_a_run_folder_that_is_moved_meanwhile_ends_the_run_and_what_is_put_in_its_place_is_left_alone(
     tmp_path: Path,
 ) -> None:
-    folder, moved = toy_run(tmp_path / "r", 0, checkpoint_every=1), tmp_path / "moved"
+    folder, moved = toy_run(tmp_path / "r", checkpoint_every=1), tmp_path / "moved"
 
     def move(line: Line) -> None:
         if line.get("kind") == "row" and line["row"]["update"] == 3:
@@ -151,13 +155,13 @@ def test_a_run_folder_that_is_moved_meanwhile_ends_the_run_and_what_is_put_in_it
     cut = last_checkpoint(moved)
     assert not (moved / "processes.json").exists()
     run_here(with_updates(moved, cut.update + 2))
-    assert_whole(moved, 0, cut.update + 2)
+    assert_whole(moved, cut.update + 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["moved", "removed"])
 def test_a_run_whose_folder_goes_away_ends_with_that_and_makes_none_again(tmp_path: Path, how: str) -> None:
-    folder, moved = toy_run(tmp_path / "r", 0, checkpoint_every=1), tmp_path / "moved"
+    folder, moved = toy_run(tmp_path / "r", checkpoint_every=1), tmp_path / "moved"
     with Running(folder) as running:
         running.until_update(3)
         folder.rename(moved)
@@ -208,12 +212,12 @@ def test_a_run_keeps_its_newest_checkpoints_and_its_best_one_and_goes_on(tmp_pat
     run_to_end(with_updates(folder, 8 + MORE))
     assert kept() >= {7 + MORE, 8 + MORE}
     assert len(kept()) <= 3
-    assert_whole(folder, 0, 8 + MORE)
+    assert_whole(folder, 8 + MORE)
 
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
-    folder = toy_run(tmp_path / "r", 0, checkpoint_every=2)
+    folder = toy_run(tmp_path / "r", checkpoint_every=2)
     with Running(folder) as running:
         running.until_update(5)
         assert segments_of(running.run, folder) != []
@@ -222,11 +226,39 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     assert cut.update in range(2, len(rows(folder)) + 1, 2)
     run_to_end(with_updates(folder, cut.update + MORE))
     assert segments_of(running.run, folder) == []  # a later start has, or one of another run
-    assert_whole(folder, 0, cut.update + MORE)
+    assert_whole(folder, cut.update + MORE)
     first, second = read_log(folder / "events.log")
     assert first.ended is None
     assert second.facts["cut"] == cut.update
     replayed(folder)
+
+
+@pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_run_that_goes_on_from_a_damaged_part_ends_with_its_name_and_goes_on_without_it(
+    tmp_path: Path, processes: bool
+) -> None:
+    flags = toy_flags(updates=4, checkpoint_every=2)
+    folder = run_here(make_run(tmp_path / "r", "toy", {"lag": 0, **delays()}, flags))
+    damaged = folder / "checkpoints" / "00000004"
+    (part := damaged / "trainer-0-0.safetensors").write_bytes(part.read_bytes()[:-1])
+    with_updates(folder, 6)
+    error = run_to_failure(folder)[0] if processes else status_here(folder)[1][-1]["text"]
+    assert f"{part}: not a readable state" in error
+    assert f"without the folder {damaged} a resume begins with update 2" in error
+    assert summary(folder)["cause"] == "checkpoint"
+    damaged.rename(tmp_path / "damaged")
+    run_here(folder)
+    assert_whole(folder, 6)
+    replayed(folder)
+    assert "update 2" in json.loads((folder / "trace.json").read_text())["otherData"]["note"]
+    assert summary(folder)["warnings"] == []
+    # The rows of a run that has ended may be deleted: then those that come say what they do not know.
+    (folder / "metrics.jsonl").unlink()
+    run_here(with_updates(folder, 7))
+    told = summary(folder)["warnings"]
+    assert [warning for warning in told if f"{folder}/metrics.jsonl: given rows of 0" in warning]
+    run_here(with_updates(folder, 8))
+    assert summary(folder)["warnings"][: len(told)] == told  # of all lives
 
 
 # A recorded run replays, and an edited log does not.

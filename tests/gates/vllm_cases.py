@@ -84,7 +84,7 @@ class Cases:
             TOKENIZER.save(folder)
         if mesh:
             dist.barrier()
-        given: dict[str, Any] = {"max_tokens": MAX_TOKENS, "slots": 8, "seed": 5, "options": {"max_prompt": 64}}
+        given: dict[str, Any] = {"max_tokens": MAX_TOKENS, "slots": 8, "seed": 5, "max_prompt": 64}
         self.context = Context(node="generate", model=str(folder), mesh=mesh, rank=rank, **given)
         fused, add = self.engine(samples=1).fused(), added if mesh else None
         self.publisher = WeightPublisher("policy>generator", Sent(self.models[0]))
@@ -154,6 +154,7 @@ class Cases:
             "distinct_rows": len({tuple(row.tolist()) for row in first.tokens_NS}),
             "mismatches": [found["mismatch"] for found in (figures, later) if "mismatch" in found],
             "stale": [figures["stale_cache"], later["stale_cache"]],
+            "compared": engine.vllm.compared,
             "models": len(vllm_engine._MODELS),
             "copied": engine.vllm.copied,
             "tokens": [rollouts.tokens_NS.tolist() for rollouts in (first, second)],
@@ -212,6 +213,41 @@ class Cases:
         rollouts, _ = self.drain(engine)[3]
         rows = zip(rollouts.texts, rollouts.finished_N.tolist(), rollouts.lengths(), strict=True)
         return {"rows": [(text, finished, int(length)) for text, finished, length in rows]}
+
+    def many_slots(self) -> Mapping[str, Any]:
+        """More of them, and more tokens of prompts and of what is computed anew, than vLLM computes in a step."""
+        self.swap(18)
+        engine = open_engine(replace(self.context, slots=vllm_engine.STEP + 1), engine="vllm", samples=64)
+        assert isinstance(engine, VllmEngine)
+        self.submit(engine, 8, "1+2=3-4+" * 6)
+        return self.differences(self.drain(engine, lambda step: self.swap(19) if step == 4 else None)[8][0])
+
+    def few_tokens(self) -> Mapping[str, Any]:
+        """A row whose tokens are further from the trainer's than is allowed, in the mean, is compared again and again:
+        how often that is not enough to tell, and how far they are, in limits."""
+        self.swap(17)
+        engine = self.engine(samples=1)
+        self.submit(engine, 9)
+        vllm, (rollouts, _) = engine.vllm, self.drain(engine)[9]
+        apart, tokens, kept = vllm.apart, vllm.compared, vllm.limit
+        vllm.apart, vllm.compared, vllm.limit, passed = 0.0, 0, 1.5 * apart / vllm_engine.COMPARED, 0
+        try:
+            while passed < 10:
+                vllm.prove(rollouts, "here")
+                passed += 1
+        except UntrustedError:
+            pass
+        finally:
+            limit, vllm.limit = vllm.limit, kept
+        return {"passed": passed, "limits": apart / tokens / limit}
+
+    def too_many_slots(self) -> Mapping[str, Any]:
+        """Whose cache no machine has the memory for."""
+        try:
+            open_engine(replace(self.context, slots=10**9), engine="vllm")
+        except ValueError as error:
+            return {"raised": str(error)}
+        return {"raised": ""}
 
     def given_up(self) -> Mapping[str, Any]:
         """vLLM ends a request for a reason of its own."""
@@ -296,9 +332,17 @@ def found_by(folder: Path, kind: str, ranks: int, rank: int) -> Mapping[str, Any
     if kind == "tied":
         found["wrong head"] = cases.wrong(without_packing)
     elif ranks == 1:
-        found |= {
-            case.__name__: case() for case in (cases.paused, cases.turns, cases.stopped, cases.given_up, cases.greedy)
-        }
+        every = (
+            cases.paused,
+            cases.turns,
+            cases.stopped,
+            cases.given_up,
+            cases.greedy,
+            cases.few_tokens,
+            cases.many_slots,
+            cases.too_many_slots,
+        )
+        found |= {case.__name__: case() for case in every}
     for name in ("self_attn.k_proj", "mlp.down_proj", "input_layernorm") if kind != "tied" else ():
         found[f"wrong {name}"] = cases.wrong(without_a_tensor(f"model.layers.1.{name}.weight"))
     return found

@@ -141,6 +141,44 @@ def test_workers_split_a_result_into_outputs_and_metrics(
     assert definition.split(result, stateful=False) == (None, outputs, metrics)
 
 
+@node
+def own_rewards(length: Length) -> Rewards:
+    return Rewards(torch.tensor([1, 0, 1, 0][:length]))
+
+
+@node
+def own_mean(length: Length) -> tuple[Rewards, Metrics]:
+    return Rewards(torch.ones(2)), {"reward_mean": 7.0}
+
+
+@node
+def dear(length: Length) -> Rewards:
+    """Finite rewards whose sum is not."""
+    return Rewards(torch.full((length,), 1.5e308, dtype=torch.float64))
+
+
+@node
+def twice(length: Length) -> tuple[Rewards, Length, Rewards]:
+    return Rewards(torch.arange(float(length))), length, Rewards(torch.ones(length))
+
+
+@node
+def dearer(rewards: Rewards) -> Rewards:
+    return rewards - 1.0
+
+
+def test_rewards_that_a_node_makes_have_a_mean_among_its_metrics() -> None:
+    def metrics(definition: NodeDef[..., Any], given: Any) -> Metrics:
+        return definition.split(definition.fn(given), stateful=False)[2]
+
+    assert metrics(own_rewards, Length(4)) == {"reward_mean": 0.5}
+    assert metrics(own_rewards, Length(0)) == {}
+    assert metrics(own_mean, Length(4)) == {"reward_mean": 7.0}
+    assert metrics(dear, Length(4)) == {}
+    assert metrics(twice, Length(4)) == {"reward_mean": 1.5, "2_reward_mean": 1.0}
+    assert metrics(dearer, Rewards(torch.ones(2))) == {}
+
+
 def test_workers_split_the_state_off() -> None:
     tally = Tally(0)
     result = counted.fn(tally, Length(3), at=1)
@@ -208,7 +246,7 @@ def test_rewards_are_one_row(values: Any, given: str) -> None:
 )
 def test_a_figure_has_a_name_and_one_number(metrics: dict[Any, Any], given: str) -> None:
     _, _, figures = judged.split((Rewards(torch.ones(1)), {"cost": torch.tensor(2)}), stateful=False)
-    assert figures == {"cost": 2.0}
+    assert figures == {"reward_mean": 1.0, "cost": 2.0}
     with pytest.raises(TypeError, match=f"judged returned {given}.* among its metrics, needed a name with one number"):
         judged.split((Rewards(torch.ones(1)), metrics), stateful=False)
 

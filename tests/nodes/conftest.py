@@ -19,5 +19,4 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> Context:
     folder = tmp_path_factory.mktemp("model")
     save(model(), folder)
     TOKENIZER.save(folder)
-    options = {"max_prompt": 64}
-    return Context(node="generate", seed=3, model=str(folder), slots=32, max_tokens=8, options=options)
+    return Context(node="generate", seed=3, model=str(folder), slots=32, max_tokens=8, max_prompt=64)

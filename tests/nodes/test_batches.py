@@ -265,6 +265,11 @@ def test_groups_are_never_torn_and_no_step_is_empty(epochs: int, minibatches: in
         optimizer_steps(CONTEXT, 0, ORDINALS, epochs, minibatches)
 
 
+def test_a_batch_without_a_response_says_so() -> None:
+    with pytest.raises(ValueError, match="given a batch without a response, needed one to learn from"):
+        optimizer_steps(CONTEXT, 0, (), 1, 1)
+
+
 # Rows are taken by numbers or by marks, of arrays and of tuples alike.
 
 

@@ -31,6 +31,38 @@ ADD = "def add(a, b):\n    return a + b\n"
 NEAR = "assert abs(add(1, 2) - 3) < 1e-6"
 PAIRS = json.dumps({"inputs": ["1 2\n", "-1 1\n"], "outputs": ["3\n", "0"]})
 READS = "a, b = map(int, input().split())\nprint(a + b)\n"
+IN_THREAD = "threading.stack_size(1 << 26)\nworker = threading.Thread(target=main)\nworker.start()\nworker.join()\n"
+KINDS = "", "py", "py3", "Python3", "python title=x", "python3.11", "{.python}", "python {linenos=true}", " python "
+
+
+POOL = """
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+meet = Barrier(32)
+with ThreadPoolExecutor(32) as pool:
+    list(pool.map(lambda _: meet.wait(), range(32)))
+"""
+PRINTS_WHEN_TESTED = """import sys
+def add(a, b):
+    frame = sys._getframe()
+    while 'passed' not in frame.f_locals:
+        frame = frame.f_back
+    print(frame.f_locals['passed'])
+    sys.exit()
+"""
+# Fences that are no block's, before a block.
+MENTIONS = (
+    "The answer goes in a ```python``` block.",
+    "```python``` begins it.",
+    "It stands between ```python and ``` fences.",
+    "<think>I wrap it in ```python ... ```.</think>",
+    "The result is ```3```",
+    "It fails:\n    x / y\n    ~~^~~~",
+    "It fails:\n    x(1)[0]\n    ~~~~^^^",
+    "Use ~~~",
+    "Use ```text or so",
+    "> Quoted:\n> ```text\n> 3\n> ```",
+)
 
 
 def fenced(code: str) -> str:
@@ -76,6 +108,39 @@ def fenced(code: str) -> str:
         (fenced(ADD).replace("\n", "\r\n"), ASSERTS, 1.0),
         (f"- This:\n  ```python\n{indent(ADD, '  ')}\n  x = 1\n  ```".replace("\n", "\r\n"), ASSERTS, 1.0),
         (fenced(f"{ADD}assert len('''\n  \n''') == 4\n"), ASSERTS, 1.0),
+        (fenced(READS.replace("input()", "open('/dev/stdin').read()")), PAIRS, 1.0),
+        (fenced("import sys\nsys.stdin = open('/dev/stdin')\n" + READS), PAIRS, 1.0),
+        (fenced(f"import threading\ndef main():\n{indent(READS, '  ')}{IN_THREAD}"), PAIRS, 1.0),
+        # What goes to standard error is no output.
+        (fenced("import sys\nprint('debug', file=sys.stderr)\n" + READS), PAIRS, 1.0),
+        (fenced("import re\nre.compile('\\d')\n" + READS), PAIRS, 1.0),
+        (fenced("import os, sys\nsys.stderr = open(os.devnull, 'w')\n" + READS), PAIRS, 1.0),
+        # As a judge has it: another status than 0 is an error.
+        (fenced("import sys\n" + READS + "sys.exit(0)\n"), PAIRS, 1.0),
+        (fenced("import sys\n" + READS + "sys.exit(7)\n"), PAIRS, 0.0),
+        (fenced("import sys\n" + READS + "sys.exit('failed')\n"), PAIRS, 0.0),
+        # As blocks are written.
+        *((fenced(ADD).replace("```python\n", f"```{kind}\n"), ASSERTS, 1.0) for kind in KINDS),
+        (fenced(ADD).replace("```", "~~~"), ASSERTS, 1.0),
+        (fenced(ADD).replace("```", "````"), ASSERTS, 1.0),
+        (f"{fenced(ADD)}\nIt prints\n```\n3\n```\nand\n```text\n0\n```\n", ASSERTS, 1.0),
+        (f"```\n{ADD}```\nIt prints\n```text\n3\n```\nor\n```text\n4\n```\n", ASSERTS, 1.0),
+        (f"```cpp\nint x;\n```\nor\n```\n{ADD}```\n", ASSERTS, 1.0),
+        (f"First:\n```python\n{ADD}", ASSERTS, 1.0),
+        (f"Here: ```Python\n{ADD}```", ASSERTS, 1.0),
+        (f"Here: ```\n{ADD}```", ASSERTS, 1.0),
+        (f"1. ```py3\n{ADD}```", ASSERTS, 1.0),
+        *((f"{mention}\n\n```python\n{ADD}```\nThat is it.", ASSERTS, 1.0) for mention in MENTIONS),
+        (fenced(ADD + POOL), ASSERTS, 1.0),
+        # Reads what its caller has.
+        (fenced("import os, sys\nos._exit('raise A' in sys._getframe(1).f_locals['tests'])\n"), ASSERTS, 0.0),
+        (fenced("import sys\nprint(sys._getframe(1).f_locals['passed'])\nsys.exit()\n"), ASSERTS, 0.0),
+        (
+            fenced("import sys\nhas = sys._getframe(1).f_locals\nhas['show'](has['passed'])\nexit()\n"),
+            ASSERTS,
+            0.0,
+        ),
+        (fenced(PRINTS_WHEN_TESTED), ASSERTS, 0.0),
         (fenced(READS.replace("+", "-")), PAIRS, 0.0),
         (fenced("print(3)\n"), PAIRS, 0.0),
         (fenced(READS + "print('done')\n"), PAIRS, 0.0),
@@ -86,6 +151,30 @@ def fenced(code: str) -> str:
 )
 def test_code_is_right_if_it_passes_all_tests(response: str, tests: str, reward: float) -> None:
     assert graded(response, tests) == reward
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "    return a + b\n```",
+        "    return a + b\n```\n",
+        "    return a + b",
+        "    return a + b\n```\nThis adds both.",
+        "    return a - b\n```\nNo:\n```python\ndef add(a, b):\n    return a + b\n```\nThat adds both.",
+        "    pass\n```python\ndef add(a, b):\n    return a + b\n```\nThat adds both.",
+    ],
+)
+def test_a_block_that_the_prompt_has_begun_goes_on_in_the_response(response: str) -> None:
+    prompt = "Complete:\n```python\ndef add(a, b):\n"
+    assert code_tests(prompt, response, ASSERTS, sandbox=ISOLATED, seconds=60.0) == 1.0
+    assert code_tests("Write in a ```python block.\n", ADD, ASSERTS, sandbox=ISOLATED, seconds=60.0) == 1.0
+
+
+def test_a_prompt_that_has_begun_no_block_changes_nothing() -> None:
+    """Not by a mark of quotes or lists at its end, which the first fence of a response would stand behind."""
+    response = f"```\nint x;\n```\nor, shorter: ```python\n{ADD}```"
+    for prompt in ("Add.\n", "Add.\n> ", "```\nint x;\n```\n- "):
+        assert code_tests(prompt, response, ASSERTS, sandbox=ISOLATED, seconds=60.0) == 1.0
 
 
 def test_code_without_an_end_has_failed() -> None:
@@ -113,7 +202,7 @@ def test_tests_that_test_nothing_are_refused(tests: str) -> None:
 
 
 def test_a_sandbox_that_does_not_start_is_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "run_python", lambda *given: Answer("bwrap: no room", failed=True))
+    monkeypatch.setattr(module, "run_python", lambda *given, **more: Answer("bwrap: no room", failed=True))
     with pytest.raises(SandboxError, match="given no start of its process: 'bwrap: no room'"):
         graded(ADD, ASSERTS)
 

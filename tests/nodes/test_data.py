@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.graph import Context, Prompts
+from penstock.graph import Context, NodeWarning, Prompts
 from penstock.nodes.data import (
     CALLS,
     HELD_OUT,
@@ -98,7 +98,9 @@ def test_a_file_is_read_in_a_new_order_each_epoch_and_a_tenth_is_held_out(tmp_pa
     assert sorted(epochs[0] + held) == sorted(f"q{i}" for i in range(40))
     assert held == texts(replace(context, split="evaluate", seed=5), range(4))
     tiny = replace(TRAIN, data=jsonl(tmp_path / "d.jsonl", 2))  # which is used whole
-    assert set(texts(tiny, range(2))) == set(texts(replace(tiny, split="evaluate"), range(2))) == {"q0", "q1"}
+    assert set(texts(tiny, range(2))) == {"q0", "q1"}
+    with pytest.warns(NodeWarning, match="the 2 rows that training learns from"):
+        assert set(texts(replace(tiny, split="evaluate"), range(2))) == {"q0", "q1"}
     pairs = replace(TRAIN, data=written(tmp_path / "p.jsonl", [{**ROW, "prompt": str(i)} for i in range(ROWS)]))
     first, second = (open_pairs(pairs).read(ordinal).texts for ordinal in (0, 1))
     assert len(set(first)) == 29
@@ -133,6 +135,8 @@ ROW = {"prompt": "a?", "chosen": "yes", "rejected": "no"}
         ({**GOOD, "question": " "}, "given ' ' as 'question', needed a text"),
         ({**GOOD, "question": 3}, "given 3 as 'question', needed a text"),
         ({**GOOD, "answer": None}, "given null as 'answer', needed a value"),
+        ({**GOOD, "answer": float("nan")}, "given nan as 'answer', needed a finite number, or a text"),
+        ({**GOOD, "answer": [1, float("inf")]}, r"given \[1, inf\] as 'answer', needed a finite number, or a text"),
         ({**GOOD, "answer": " "}, "given ' ' as 'answer', needed a text"),
         ({**GOOD, "question": []}, r"given \[\] as 'question', needed a text, or a list of messages"),
         ({**GOOD, "question": [{"role": "user"}]}, "given .* among the messages 'question', needed an object with"),

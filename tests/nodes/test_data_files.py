@@ -15,10 +15,12 @@ import pyarrow.parquet
 import pytest
 
 from penstock.graph import Context, load, trace
+from penstock.graph.errors import GraphError
 from penstock.graph.types import Prompts
 from penstock.nodes import data_files, symbolic_math
 from penstock.nodes.data import FilePrompts, open_demonstrations, open_pairs, open_prompts
 from penstock.nodes.data_files import DataError
+from penstock.nodes.open_model import refuse_long, suspects
 from penstock.nodes.tokenizer import TokenizerError, byte_tokenizer, conversation, messages_of
 from penstock.runtime.cli.children import try_inputs
 from penstock.runtime.control.run_config import RunOptions
@@ -340,8 +342,21 @@ def test_a_data_set_of_the_hub_is_pinned_to_the_revision_that_a_run_began_with(t
     assert offline[0] == [["1+1"], pinned]
     assert f"given {other!r}" in offline[1]
     with deaf() as (address, asked):
-        assert ask(address, tmp_path, pinned)[0] == [["1+1"], pinned]
-        (missing,) = ask(address, tmp_path, "me/none")
+        known, missing = ask(address, tmp_path, pinned, "me/none")
+        assert known == [["1+1"], pinned]
         assert "given 'me/none'" in missing
         assert address in missing
     assert asked[0] <= 4, "it is not tried again"  # a process's first connection is made twice by the client
+
+
+def test_check_finds_a_row_that_the_tokenizer_cannot_say_wherever_it_is() -> None:
+    """It looks at the characters of all rows, and encodes those alone that have one without a token."""
+    tokenizer = byte_tokenizer("0123456789+=")
+    rows = [(f"d.jsonl:{n}", "1+1=", "2") for n in range(9)]
+    odd = [("d.jsonl:9", "1+é=", "2"), ("d.jsonl:10", "1+1=", "x")]
+    assert suspects(tokenizer, [*rows, *odd, *rows], 100) == odd
+    with pytest.raises(GraphError) as raised:
+        refuse_long("a row", "row-too-long", tokenizer, odd, 100, "at most 100")
+    assert [fault.where for fault in raised.value.faults] == ["d.jsonl:9", "d.jsonl:10"]
+    assert tokenizer.lacks(["1+é=", "é"]) == {"é"}
+    assert suspects(byte_tokenizer(), odd, 100) == []

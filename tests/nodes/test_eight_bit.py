@@ -109,7 +109,7 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> Context:
     family: str = request.param
     save(model() if family == "llama" else random_model(CONFIGS[family]), tmp_path)
     TOKENIZER.save(tmp_path)
-    return Context(node="generate", seed=3, model=str(tmp_path), slots=32, max_tokens=8, options={"max_prompt": 64})
+    return Context(node="generate", seed=3, model=str(tmp_path), slots=32, max_tokens=8, max_prompt=64)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -168,7 +168,7 @@ def test_what_no_device_or_model_computes_is_refused() -> None:
     check_precision(even, "fp8")
     with pytest.raises(ModelError, match=r"given fp8 with matrices 8 wide \(on each of 2 ranks\)"):
         check_precision(even, "fp8", 2)
-    with pytest.raises(ModelError, match=r"given int8 with adapters of rank 2.*needed all weights"):
+    with pytest.raises(ModelError, match=r"given int8 with adapters of rank 2.*needed no such precision beside"):
         check_precision(replace(spec, lora=Lora(2, 4.0)), "int8")
     require_products("int8", "cpu")
     for precision, device in (("fp8", "cpu"), ("int8", "cuda")):

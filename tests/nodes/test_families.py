@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 from penstock.graph.protocols import rule_of
 from penstock.graph.types import Advantages, Context, Origin, Replies, Rollouts, Weights
 from penstock.nodes.generate import attention, generate, make_engine
+from penstock.nodes.generate.engines import engine_lacks
 from penstock.nodes.learn.logprobs import route_of
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.model import CausalLM, Lora, ModelConfig, ModelError, Scorer, causal, load_model, read_config
@@ -24,6 +26,7 @@ from penstock.nodes.model.families import FAMILIES
 from penstock.nodes.model.lora import ATTENTION, TARGETS
 from penstock.nodes.model.mlp import Route
 from penstock.nodes.model.tensor_parallel import stages_of, tensor_parallel
+from penstock.nodes.open_model import ModelSpec
 from penstock.nodes.policy import FrozenPolicy, LanguagePolicy, make_policy, make_reference, require_policy
 from penstock.runtime.cluster import capabilities
 from penstock.runtime.plan.model_shape import read_shape, shape_of
@@ -491,3 +494,48 @@ def test_a_familys_generator_over_ranks_samples_what_one_samples(
     family: str, ranks: int, groups: int, tmp_path: Path
 ) -> None:
     spawn(ranks, "tests.nodes.family_cases:engine", str(groups), family, folder=tmp_path)
+
+
+WINDOW: Mapping[str, Any] = {"sliding_window": 24, "layer_types": ("full_attention", "sliding_attention")}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "most"),
+    [
+        ("qwen2", WINDOW, 24),
+        ("qwen3", WINDOW, 24),
+        ("llama", {"rope_scaling": RopeScaling("yarn", 2.0, original_max_position_embeddings=20)}, 40),
+    ],
+)
+def test_what_vllm_computes_otherwise_in_long_texts_is_refused(
+    family: str, changes: Mapping[str, Any], most: int
+) -> None:
+    """It has one window for all layers of some families, and no angles beyond what a scaling is for."""
+    spec = ModelSpec(config_of(family, head_dim=32, **changes), TOKENIZER)
+
+    def refused(engine: str, longest: int) -> int:
+        context = Context(max_tokens=8, max_prompt=longest - 8)
+        return len(engine_lacks(engine, context, 1.0, spec))
+
+    assert [refused("vllm", most), refused("vllm", most + 1), refused("penstock", most + 1)] == [0, 1, 0]
+
+
+def test_windows_that_vllm_gives_each_layer_as_it_is_are_not_refused() -> None:
+    for config in (config_of("mistral", head_dim=32, **WINDOW), config_of("qwen2", head_dim=32, sliding_window=24)):
+        assert not engine_lacks("vllm", Context(), 1.0, ModelSpec(config, TOKENIZER))
+
+
+@pytest.mark.parametrize(
+    ("device", "width", "refused"), [("cpu", 8, 1), ("cpu", 32, 0), ("cpu", 100, 1), ("cpu", 128, 0), ("cuda:0", 8, 0)]
+)
+def test_heads_that_vllm_has_no_kernels_for_on_a_cpu_are_refused_there(device: str, width: int, refused: int) -> None:
+    spec = ModelSpec(config_of("llama", head_dim=width), TOKENIZER)
+    lacks = engine_lacks("vllm", Context(device=device), 1.0, spec)
+    assert len([given for given, _ in lacks if f"heads {width} wide" in given]) == len(lacks) == refused
+    assert not engine_lacks("penstock", Context(device=device), 1.0, spec)
+
+
+@pytest.mark.parametrize(("temperature", "refused"), [(0.0, 0), (0.005, 1), (0.01, 0), (2.0, 0), (2.1, 1)])
+def test_temperatures_that_vllm_does_not_sample_at_are_refused(temperature: float, refused: int) -> None:
+    assert len(engine_lacks("vllm", Context(), temperature, None)) == refused
+    assert not engine_lacks("penstock", Context(), temperature, None)

@@ -167,5 +167,5 @@ def test_packed_sequences_learn_what_each_of_them_does_in_transformers(tmp_path:
 def test_what_vllm_is_not_shown_to_do_with_it_is_refused(tmp_path: Path) -> None:
     spec = directory_spec(directory("gemma3_text", tmp_path))
     assert spec.config == CONFIGS["gemma3_text"]
-    assert [given for given, _ in engine_lacks("vllm", Context(), 1.0, spec)] == ["a gemma3_text"]
+    assert [given for given, _ in engine_lacks("vllm", Context(device="cuda:0"), 1.0, spec)] == ["a gemma3_text"]
     assert not engine_lacks("penstock", Context(), 1.0, spec)

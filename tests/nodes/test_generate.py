@@ -467,10 +467,10 @@ def test_weights_that_do_not_fit_are_named(context: Context, change: dict[str, T
 
 @pytest.mark.parametrize(
     ("most", "text", "needed"),
-    [(64, "1" * 65, "at most 64: the context of 72"), (10, "1" * 11, "at most 10"), (64, "", "at least one")],
+    [(64, "1" * 65, "at most 64 [(]--max-prompt[)]"), (10, "1" * 11, "at most 10"), (64, "", "at least one")],
 )
 def test_a_prompt_longer_than_its_room_is_an_error(context: Context, most: int, text: str, needed: str) -> None:
-    engine = make_engine(replace(context, options={"max_prompt": most}))
+    engine = make_engine(replace(context, max_prompt=most))
     given = f"group 9: given a prompt of {len(text)} tokens"
     with pytest.raises(ValueError, match=f"{given}, needed {needed}"):
         engine.submit("x", {"prompts": prompts(9, text), "behaviour": weights()})
@@ -484,7 +484,7 @@ def test_a_prompt_longer_than_its_room_is_an_error(context: Context, most: int, 
         ({"max_tokens": 96}, 8, r"--max-tokens \[out-of-range\]\s+given +96\s+needed +1 to 95"),
         ({"slots": 0}, 8, "given samples 8 and 0 slots"),
         ({}, 0, "given samples 0 and 32 slots"),
-        ({"slots": 10**10}, 8, r"given 10000000000 slots of 72 positions.* --slots .* max_prompt .*"),
+        ({"slots": 10**10}, 8, r"given 10000000000 slots of 72 positions.* --slots .* --max-prompt .*"),
     ],
 )
 def test_what_cannot_work_is_an_error(context: Context, changes: dict[str, Any], samples: int, message: str) -> None:
@@ -653,7 +653,9 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_taken(
         monkeypatch.setattr("psutil.virtual_memory", lambda available=available: available)
         for use in (DecodeMemory, CacheSize.require_memory):
             with (
-                pytest.raises(ValueError, match=r"fewer --slots .* max_prompt .* below 64") if lacks else nullcontext()
+                pytest.raises(ValueError, match=r"fewer --slots .* --max-prompt .* below 64")
+                if lacks
+                else nullcontext()
             ):
                 use(size)
 
@@ -823,7 +825,7 @@ def train(updates: int, *, lag: int = 0, jitter_ms: float = 0.0, order: tuple[in
         versions.append(fake_weights(learner))
         behaviour = versions[max(0, update - lag)]
         parts = [fake_generate.fn(FakeEngine(4, 0.0), prompt(2 * update + i), behaviour)[1] for i in order]
-        rewards = [fake_score.fn(part, jitter_ms=jitter_ms)[0] for part in parts]
+        rewards = [fake_score.fn(part, jitter_ms=jitter_ms) for part in parts]
         fake_update.fn(learner, Rollouts.concat(parts), Rewards.concat(rewards), jitter_ms=jitter_ms)
     return learner
 
@@ -853,6 +855,14 @@ def test_a_fake_token_keeps_the_version_that_made_it_and_a_reset_forgets(monkeyp
     assert (tag, rollouts.versions_NT[0, 0], rollouts.versions_NT[0, -1]) == ("a", 0, 1)
     assert torch.equal(rollouts.logprobs_NT[:, 0], old[:, 0])
     assert not torch.equal(rollouts.logprobs_NT[:, -1], old[:, -1])
+
+
+def test_fake_groups_wait_for_slots_as_those_of_a_generator_do() -> None:
+    behaviour, engine = fake_weights(FakePolicy(Context())), FakeEngine(samples=4, ms=0.0, slots=8)
+    for ordinal in range(5):
+        engine.submit(ordinal, {"prompts": prompt(ordinal), "behaviour": behaviour})
+    assert [[tag for tag, _ in engine.step()] for _ in range(3)] == [[0, 1], [2, 3], [4]]
+    assert not engine.busy()
 
 
 def test_a_fake_conversation_goes_on_in_the_rows_that_are_not_done() -> None:

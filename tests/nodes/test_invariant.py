@@ -47,10 +47,7 @@ def written(family: str, tmp_path: Path) -> Context:
     config = CONFIG if family == "llama" else CONFIGS[family]
     save(random_model(replace(config, intermediate_size=43)), tmp_path)
     TOKENIZER.save(tmp_path)
-    options = {"max_prompt": 64}
-    return Context(
-        node="generate", seed=3, model=str(tmp_path), slots=32, max_tokens=8, options=options, invariant=True
-    )
+    return Context(node="generate", seed=3, model=str(tmp_path), slots=32, max_tokens=8, max_prompt=64, invariant=True)
 
 
 def trained(context: Context) -> Any:

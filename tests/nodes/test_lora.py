@@ -19,7 +19,7 @@ from penstock.nodes.generate import make_engine
 from penstock.nodes.learn.update import policy_update
 from penstock.nodes.model import CausalLM, Lora, ModelError, Scorer, hf, load_model
 from penstock.nodes.model.hf import read_adapters, saved_adapters
-from penstock.nodes.open_model import lora_of, run_spec
+from penstock.nodes.open_model import base_digest, initial_model, lora_of, run_spec
 from penstock.nodes.policy import LanguagePolicy, make_lora_policy, make_policy, make_reference
 from penstock.runtime.tensor.weight_sync import WeightPublisher, WeightReceiver, sync_in_process
 from tests.nodes.ranked import spawn
@@ -337,3 +337,11 @@ def test_adapters_over_ranks_learn_what_one_rank_does(base: Path, tmp_path: Path
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_generator_over_ranks_applies_its_parts(base: Path, tmp_path: Path, groups: int) -> None:
     spawn(2, "tests.nodes.part_cases:adapters", str(groups), folder=tmp_path)
+
+
+def test_a_base_has_the_digest_that_runs_with_its_adapters_have_noted() -> None:
+    """A field of a configuration that is added, and has its default, changes none."""
+    noted = "e07333cbd83e4add51ca13ab0999294b67cf81747ee7b4b70c3ce82efbf9411f"
+    assert base_digest(Context()) == noted
+    config = initial_model("")[0]
+    assert repr(replace(config, query_pre_attn_scalar=3)) != repr(config)

@@ -20,7 +20,7 @@ slow = pytest.mark.slow
         pytest.param("", "tied", "4", "bfloat16", "0", marks=slow),
         ("", "untied", "2", "float32", "0"),
         pytest.param("tp=2", "untied", "2", "bfloat16", "0", marks=slow),
-        ("fsdp=2", "untied", "2", "float32", "0"),
+        pytest.param("fsdp=2", "untied", "2", "float32", "0", marks=slow),
         pytest.param("fsdp=2", "tied", "2", "bfloat16", "0", marks=slow),
         pytest.param("pp=2", "untied", "2", "bfloat16", "0", marks=slow),
         pytest.param("", "untied", "2", "bfloat16", "8", marks=slow),

@@ -223,9 +223,8 @@ def test_a_prefix_that_nothing_can_follow_is_refused(
     context: Context, change: Any, options: dict[str, Any], error: str
 ) -> None:
     prefixes = begins(context, begin(context, 2), [3])
-    sizes = {"max_tokens": options.pop("max_tokens", context.max_tokens)}
-    limits = {"max_prompt": options.pop("max_prompt", 64)}
-    engine = make_engine(replace(context, **sizes, options=limits), samples=VINES, **options)
+    sizes = {name: options.pop(name, getattr(context, name)) for name in ("max_tokens", "max_prompt")}
+    engine = make_engine(replace(context, **sizes), samples=VINES, **options)
     with pytest.raises(ValueError, match=error):
         engine.submit(0, {"prompts": prompts(2), "behaviour": weights(), "after": change(prefixes)})
     assert not engine.busy()

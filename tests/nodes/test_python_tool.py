@@ -1,8 +1,10 @@
 """The tool runs code within hard limits, answers every call by its deadline, and leaves no process behind."""
 
 import os
+import platform
 import select
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -68,7 +70,8 @@ def rollouts(*texts: str, finished: Any = None) -> Rollouts:
         ("", ""),
         ("print('é')", "é"),
         ("import math, random, json, fractions\nmath.floor(math.pi)", "3"),
-        ("import sys\nprint(1)\nsys.exit(4)", "1"),
+        ("import sys\nprint(1)\nsys.exit()", "1"),
+        ("import threading\nt = threading.Thread(target=print, args=(1,))\nt.start()\nt.join()", "1"),
     ],
 )
 def test_the_answer_is_what_is_printed_and_the_value_of_the_last_line(code: str, output: str) -> None:
@@ -86,6 +89,8 @@ def test_the_answer_is_what_is_printed_and_the_value_of_the_last_line(code: str,
         ("print('x' * 10_000)", "OutputError: more than 200 bytes"),
         ("while True: print('x')", "OutputError: more than 200 bytes"),
         ("import os; os._exit(3)", "SystemError: the process ended with status 3"),
+        ("import sys; sys.exit(4)", "SystemError: the process ended with status 4"),
+        ("import sys; sys.exit('no')", "no"),
     ],
 )
 def test_what_goes_wrong_is_the_last_line(code: str, last: str) -> None:
@@ -148,15 +153,47 @@ def test_without_a_sandbox_accidents_are_stopped() -> None:
 
 CALL_C = "import ctypes\nc = ctypes.CDLL(None, use_errno=True)\n"
 """Past the audit hook, and all else that is Python's own."""
+CLONE = {"x86_64": 56, "aarch64": 220}.get(platform.machine(), -1)
+POSIX_SPAWN = "PermissionError: [Errno 1] Operation not permitted: '/bin/true'"
+ALIEN = 0x10000 | 0x800 | 0x100
+"""The flags of a thread that does not share its process's descriptors."""
+START_THREADS = """import threading
+threading.stack_size(1 << 22)
+end = threading.Event()
+workers = [threading.Thread(target=end.wait) for _ in range(24)]
+[worker.start() for worker in workers], end.set(), [worker.join() for worker in workers]
+len(bytearray(32 << 20)) >> 20
+"""
+THREADS_OF_MEMORY = """import threading
+kept = []
+def keep():
+    try:
+        kept.append(bytearray(100 << 20))
+    except MemoryError:
+        pass
+workers = [threading.Thread(target=keep) for _ in range(3)]
+[worker.start() for worker in workers], [worker.join() for worker in workers]
+len(kept) < 3
+"""
+"""Threads share one memory of 256 MiB."""
 
 
 @isolated
 @pytest.mark.parametrize(
     ("code", "output"),
     [
-        ("import os\nos.fork()", "BlockingIOError: [Errno 11] Resource temporarily unavailable"),
-        ("import threading\nthreading.Thread(target=print).start()", "RuntimeError: can't start new thread"),
-        (CALL_C + "c.fork(), ctypes.get_errno()", "(-1, 11)"),
+        ("import os\nos.fork()", "PermissionError: [Errno 1] Operation not permitted"),
+        ("import os\nos.posix_spawn('/bin/true', ['true'], {})", POSIX_SPAWN),
+        (CALL_C + "c.fork(), ctypes.get_errno()", "(-1, 1)"),
+        (CALL_C + "c.vfork(), ctypes.get_errno()", "(-1, 1)"),
+        # The numbers are those of clone and clone3.
+        (CALL_C + f"c.syscall({CLONE}, 17, 0, 0, 0, 0), ctypes.get_errno()", "(-1, 1)"),
+        (CALL_C + "c.syscall(435, b'\\0' * 64, 64), ctypes.get_errno()", "(-1, 38)"),
+        # Descriptors of their own, which would have a limit of their own: clone, unshare within close_range.
+        (CALL_C + f"c.syscall({CLONE}, {ALIEN}, 0, 0, 0, 0), ctypes.get_errno()", "(-1, 1)"),
+        (CALL_C + "c.syscall(436, 60, 63, 2), ctypes.get_errno()", "(-1, 1)"),
+        (CALL_C + "c.fallocate(0, 1, ctypes.c_long(0), ctypes.c_long(1 << 20)), ctypes.get_errno()", "(-1, 9)"),
+        (THREADS_OF_MEMORY, "True"),
         (CALL_C + "c.shmget(0, 1 << 30, 0o1600), ctypes.get_errno()", "(-1, 1)"),
         (CALL_C + "c.msgget(0, 0o1600), ctypes.get_errno()", "(-1, 1)"),
         (CALL_C + "c.unshare(0x10000000), ctypes.get_errno()", "(-1, 1)"),
@@ -169,15 +206,43 @@ CALL_C = "import ctypes\nc = ctypes.CDLL(None, use_errno=True)\n"
     ],
 )
 def test_the_limits_are_those_of_the_whole_call_whoever_starts_it(code: str, output: str) -> None:
-    """No second process or thread, and no memory that belongs to none: what one may have is what the call may have."""
+    """No second process, and no memory that belongs to none: what one may have is what the call may have."""
     answer = run_python(code, LIMITS)
     assert answer.output == (repr(eval(output)) if output.startswith("(False") else output)
 
 
+@pytest.mark.parametrize("wrapper", [pytest.param(WRAPPER, marks=isolated), ()])
+def test_threads_take_what_they_need_and_the_input_can_only_be_read(wrapper: tuple[str, ...]) -> None:
+    assert sandbox.run_python(START_THREADS, LIMITS, wrapper) == Answer("32")
+    written = sandbox.run_python("import os\nos.write(0, b'x')", LIMITS, wrapper, "x")
+    assert written.output == "OSError: [Errno 9] Bad file descriptor"
+
+
+@isolated
+@pytest.mark.skipif(os.getuid() != 0, reason="another user's calls have namespaces of their own")
+def test_calls_of_root_have_limits_on_threads_of_their_own() -> None:
+    """The kernel counts the threads of a user."""
+    first, second = (run_python("import os\nos.getuid()", LIMITS).output for _ in range(2))
+    assert len({first, second, "0"}) == 3
+
+
+@pytest.mark.parametrize("wrapper", [pytest.param(WRAPPER, marks=isolated), ()])
+def test_a_limit_that_is_lower_already_stays(wrapper: tuple[str, ...]) -> None:
+    code = f"""
+import resource
+from penstock.nodes.environments import sandbox
+resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+code = "import resource\\nresource.getrlimit(resource.RLIMIT_NOFILE)"
+print(sandbox.run_python(code, sandbox.Limits(60.0, 5, 256, 200), {wrapper!r}).output)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert found.stdout == "(60, 60)\n", found.stderr
+
+
 def test_a_child_of_a_call_does_not_outlive_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Even one that keeps the output open, where nothing refuses to start it."""
-    text = sandbox._CHILD.read_text().replace("resource.RLIMIT_NPROC, (0, 0)", "resource.RLIMIT_NPROC, (4096, 4096)")
-    (tmp_path / "child.py").write_text(text.replace("if _guarded:", "if False:"))
+    (tmp_path / "child.py").write_text(sandbox._CHILD.read_text().replace("if _guarded:", "if False:"))
+    monkeypatch.setattr(sandbox, "_call_filter", lambda: struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000))
     monkeypatch.setattr(sandbox, "_CHILD", tmp_path / "child.py")
     answer = run_python("import os, time\nif os.fork() == 0: time.sleep(60)\nprint('parent')", LIMITS)
     assert answer == Answer("parent")

@@ -280,7 +280,7 @@ def test_layers_that_are_computed_again_give_the_same_bits_over_ranks(ranks: int
     spawn(ranks, f"{TRAINING}:recomputed", mesh, folder=tmp_path)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=2", "tp=2", pytest.param("pp=2", marks=slow)])
+@pytest.mark.parametrize("mesh", ["fsdp=2", pytest.param("tp=2", marks=slow), pytest.param("pp=2", marks=slow)])
 def test_moments_that_lie_on_the_host_make_the_same_bits_over_ranks(mesh: str, tmp_path: Path) -> None:
     spawn(2, f"{TRAINING}:on_the_host", mesh, folder=tmp_path)
 

@@ -328,7 +328,7 @@ def test_rules_by_hand(rule: Any, response: str, answer: str, reward: float) -> 
 def test_score_rewards_every_row_in_order() -> None:
     rewards, metrics = score.fn(rollouts(("2", "3", "2"), ("2", "2", "2")))
     assert rewards.values_N.tolist() == [1.0, 0.0, 1.0]
-    assert metrics["reward_mean"] == pytest.approx(2 / 3)
+    assert metrics.keys() == {"finished"}
     assert accuracy.fn(Rewards(torch.tensor([1.0, 0.0, 0.5, 1.0]))) == {"accuracy": 0.5}
 
 
@@ -490,6 +490,19 @@ MARKS = Rewards(torch.tensor([1.0, 0.0, 0.0, 1.0]))
 )
 def test_each_nodes_advantages_by_hand(made: Advantages, by_hand: list[float]) -> None:
     torch.testing.assert_close(made.values_N, torch.tensor(by_hand, dtype=torch.float32))
+
+
+def test_a_batch_is_normalised_over_the_tokens_that_a_policy_sampled() -> None:
+    rollouts = random_rollouts(unsampled=[(1, 0), (2, 1), (2, 2)])
+    sampled_NT = (torch.arange(4) < rollouts.response_lengths_N[:, None]) & (rollouts.versions_NT >= 0)
+    values_NT = torch.arange(20.0).view(5, 4) * sampled_NT
+    made = batch_normalized.fn(TokenAdvantages(values_NT), rollouts)
+    assert isinstance(made, TokenAdvantages)
+    own_P = values_NT[sampled_NT]
+    torch.testing.assert_close(made.values_N[sampled_NT], (own_P - own_P.mean()) / own_P.std(correction=0))
+    assert not made.values_N[~sampled_NT].any()
+    with pytest.raises(ValueError, match="given advantages of tokens, needed their rollouts"):
+        batch_normalized.fn(TokenAdvantages(values_NT))
 
 
 def test_baselines_are_of_one_response_and_of_whole_batches() -> None:
@@ -764,6 +777,19 @@ def test_all_problems_are_held_out_and_count_once_and_the_version_is_told() -> N
     assert figures == {"accuracy": pytest.approx(expected), "accuracy_version": 5.0}
     assert 0 < expected < 1
     assert not examiner.busy()
+
+
+def half_or_whole(prompt: str, response: str, answer: str) -> float:
+    return 1.0 if answer[-1] in "02468" else 0.5
+
+
+def test_a_part_of_a_reward_is_no_right_answer() -> None:
+    figures = []
+    for by in (half_or_whole, ends_in_an_even_digit):
+        assert measure.init is not None
+        examiner = measure.init(MEASURE_CONTEXT, problems=8, by=by)
+        figures.append(measure.fn(examiner, weights(5), problems=8, by=by)[1])
+    assert figures[0] == figures[1]
 
 
 def test_two_measurements_at_once_do_not_mix() -> None:

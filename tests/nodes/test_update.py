@@ -5,6 +5,7 @@ import random
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -28,7 +29,7 @@ from penstock.graph import (
     program,
     trace,
 )
-from penstock.graph.types import BatchPart, LearningRate, TokenAdvantages
+from penstock.graph.types import BatchPart, LearningRate, NodeWarning, TokenAdvantages
 from penstock.nodes import trainable
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.data import Demonstrations
@@ -323,6 +324,18 @@ def test_bfloat16_computes_in_bfloat16_and_learns_in_float32() -> None:
     ours = torch.cat([g.flatten() for g in gradients(learner).values()])
     theirs = torch.cat([g.flatten() for g in gradients(exact).values()])
     assert float(torch.cosine_similarity(ours, theirs, 0)) > 0.99
+
+
+def test_updates_without_a_gradient_are_told_of() -> None:
+    learner, (rollouts, advantage) = policy(), batch()
+    nothing = Advantages(torch.zeros(5))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for given in (nothing, nothing, advantage, nothing, nothing):
+            aipo_update.fn(learner, rollouts, given)
+    assert not told
+    with pytest.warns(NodeWarning, match="policy: given 3 updates in a row with a gradient of 0"):
+        aipo_update.fn(learner, rollouts, nothing)
 
 
 def test_a_gradient_that_is_not_finite_stops_the_update_before_the_weights_change() -> None:

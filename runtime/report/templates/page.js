@@ -4,6 +4,12 @@
 const NAMESPACE = "http://www.w3.org/2000/svg";
 const KINDS = {publish: "pause: the trainer copies its weights", send: "wire: weights on their way",
                swap: "apply: made live between two steps", save: "checkpoint"};
+// Colours of nodes, and hatchings over them, which the style has, too.
+const COLORS = 8, HATCHES = 3;
+const HATCHING = `<defs>
+  <pattern id="h1" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><path d="M1 0V5"/></pattern>
+  <pattern id="h2" width="4" height="4" patternUnits="userSpaceOnUse"><path d="M1 1.8H2.6"/></pattern>
+  <pattern id="h3" width="4" height="4" patternUnits="userSpaceOnUse"><path d="M0 2H4"/></pattern></defs>`;
 const OUTCOMES = ["", "failed", "dropped by the filter", "no answer: the log ends here"];
 const STAGES = {starting: "starting", before: "accuracy before", train: "training", save: "checkpoint",
                 after: "accuracy after"};
@@ -69,12 +75,15 @@ class Schedule {
     this.legend();
   }
 
-  // Nodes of the evaluation have the colours of those of the program.
+  // By node its colour, and from the ninth on its hatching. Nodes of the evaluation have those of the program's.
   legendColors() {
     const own = name => name.replace(/^evaluate\./, "");
     const names = this.data.names.filter(([, kind]) => !(kind in KINDS)).map(([name]) => name);
     const plain = [...new Set([...names.filter(name => own(name) === name), ...names.map(own)])];
-    return new Map(names.concat(plain).map(name => [name, plain.indexOf(own(name)) % 8]));
+    return new Map(names.concat(plain).map(name => {
+      const place = plain.indexOf(own(name)), hatch = Math.floor(place / COLORS) % (HATCHES + 1);
+      return [name, {color: `n${place % COLORS}`, hatch: hatch ? `h${hatch}` : ""}];
+    }));
   }
 
   // What is seen first: training, or some updates in its middle where there are many.
@@ -88,7 +97,7 @@ class Schedule {
   legend() {
     const list = this.root.querySelector(".legend");
     const nodes = [...this.colors].filter(([name]) => !name.startsWith("evaluate."));
-    const items = nodes.map(([name, color]) => `<li><i class="n${color}"></i>${escape(name)}</li>`);
+    const items = nodes.map(([name, {color, hatch}]) => `<li><i class="${color} ${hatch}"></i>${escape(name)}</li>`);
     const present = new Set(this.data.names.map(([, kind]) => kind));
     for (const [kind, text] of Object.entries(KINDS))
       if (present.has(kind)) items.push(`<li><i class="${kind}"></i>${escape(text)}</li>`);
@@ -160,7 +169,7 @@ class Schedule {
     const clip = `<svg x="${this.gutter}" y="0" width="${width - this.gutter}" height="${this.height}" ` +
       `overflow="hidden" class="inner">${inner.join("")}</svg>`;
     this.chart.innerHTML = `<svg xmlns="${NAMESPACE}" viewBox="0 0 ${width} ${this.height}" width="100%" ` +
-      `aria-hidden="true">${outer.join("")}${clip}</svg>`;
+      `aria-hidden="true">${HATCHING}${outer.join("")}${clip}</svg>`;
     this.range.textContent = `${duration(this.from)} – ${duration(this.to)} of ${duration(this.data.end)}`;
   }
 
@@ -178,14 +187,18 @@ class Schedule {
       const name = this.data.names[strip.main.n[b]][0];
       const [y, step] = this.track(strip, b), h = Math.max(step - (step > 4 ? 1.5 : 0.3), 1);
       const outcome = strip.main.o[b] ? ` o${strip.main.o[b]}` : "";
-      const style = `n${this.colors.get(name)}${guess}${guess && (step < 6 || w < 6) ? " thin" : ""}${outcome}`;
+      const {color, hatch} = this.colors.get(name);
+      const faint = `${guess}${guess && (step < 6 || w < 6) ? " thin" : ""}`, style = `${color}${faint}${outcome}`;
       const pieces = this.stripes(strip, b, count, x, w).map(([px, pw, version]) =>
         `<rect class="${style}${version % 2 ? " odd" : ""}" x="${px.toFixed(2)}" y="${y.toFixed(2)}" ` +
         `width="${pw.toFixed(2)}" height="${h.toFixed(2)}"/>`);
-      const odd = strip.main.v[b] % 2 ? " odd" : "";
+      if (hatch)
+        pieces.push(`<rect class="${hatch}${faint}" x="${x.toFixed(2)}" y="${y.toFixed(2)}" ` +
+          `width="${w.toFixed(2)}" height="${h.toFixed(2)}"/>`);
+      const odd = strip.main.v[b] % 2 ? "odd" : "";
       const text = String(strip.main.i[b]);
       const label = count === 1 && !strip.main.g[b] && h >= 11 && w > text.length * 6.5 + 6 && !guess
-        ? `<text class="t${this.colors.get(name)}${odd}" x="${(Math.max(x, 0) + 4).toFixed(1)}" y="${(y + h / 2 + 3.6).toFixed(1)}">${text}</text>` : "";
+        ? `<text class="${odd}" x="${(Math.max(x, 0) + 4).toFixed(1)}" y="${(y + h / 2 + 3.6).toFixed(1)}">${text}</text>` : "";
       parts.push(`<g class="bar" data-bar="${number}.m.${b}.${count}">${pieces.join("")}${label}</g>`);
     });
     this.each(strip, strip.sync, (b, count, x, w) => {
@@ -561,9 +574,9 @@ function whatIf(root) {
     const busy = Object.entries(found.busy).map(([pool, share]) => `${escape(pool)} ${(100 * share).toFixed(0)} %`);
     // The run's own case tells by how much the simulator is off.
     const off = table.measured_s ? table.measured_s / now.period_s : 1;
-    const [low, high] = [Math.min(1, off), Math.max(1, off)].map(share => duration(found.period_s * share * 1e6, 2));
+    const [low, high] = [Math.min(1, off), Math.max(1, off)].map(share => duration(found.period_s * share * 1e6, 3));
     const range = table.measured_s ? ` (${low} to ${high}, calibrated by this run)` : " (not calibrated: the run is too short)";
-    said.innerHTML = `<span class="big">${duration(found.period_s * 1e6, 2)}</span> per update${range}: ${change}. ` +
+    said.innerHTML = `<span class="big">${duration(found.period_s * 1e6, 3)}</span> per update${range}: ${change}. ` +
       `Mean lag ${found.lag_mean.toFixed(2)}; busy: ${busy.join(", ")}.`;
   }
   for (const input of [lag, size]) input.addEventListener("input", answer);

@@ -55,6 +55,31 @@ def test_the_package_is_the_command_as_a_module(words: list[str]) -> None:
     assert one[1] + one[2]
 
 
+@pytest.mark.parametrize("program", ["toy", "mine:mine", "mine.py:mine"])
+def test_files_of_the_current_folder_shadow_no_other_modules(tmp_path: Path, program: str) -> None:
+    for name in ("types", "random", "torch", "penstock"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "mine.py").write_text(NODE.replace("breakpoint()", "pass"))
+    # As the script `penstock`, which does not have the current folder in its path.
+    words = f"run {program} --updates 2 --batch 2 --out here"
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "penstock", *words.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("words", ["run toy --updates 2 --batch 2 --out ü漢", "run toy --help", "simulate toy"])
+def test_a_terminal_that_lacks_characters_ends_no_command(tmp_path: Path, words: str, encoding: str) -> None:
+    done = penstock(words, tmp_path, env={**os.environ, "PYTHONIOENCODING": encoding}, errors="replace")
+    assert done.returncode == 0, done.stderr
+    assert "Error" not in done.stderr
+
+
 def test_the_command_line_never_imports_torch(tmp_path: Path) -> None:
     code = (
         "import importlib, sys\n"
@@ -119,6 +144,15 @@ def test_a_closed_pipe_stops_a_run_in_order(tmp_path: Path) -> None:
         assert b"Traceback" not in running.stderr.read()
     assert (status, summary["status"], summary["error"]) == (130, "stopped", "stopped, since its output was closed")
     assert 0 < summary["checkpoint"] == summary["updates"]
+
+
+def test_a_run_whose_output_cannot_be_written_does_not_say_that_the_user_stopped_it(tmp_path: Path) -> None:
+    """As of a log on a full disk."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*LONG, "--plain"], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, timeout=120)
+    assert done.returncode == 130
+    assert b"stopped, since its output cannot be written" in done.stderr
+    assert json.loads((tmp_path / "here" / "summary.json").read_text())["status"] == "stopped"
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import re
 import socket
+import venv
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ NOT_COMPUTED = (
 )
 RANGE = "--on agents --lost-replica replace --generators 2..8"
 JOB = "--on kubernetes --image i --claim c --agents 2"
+OWN = '[[hosts]]\nname = "here"\ncores = 1\n\n'
 FILE = '[[hosts]]\nname = "a"\ncores = 8\ndevices = ["cuda:0", "cuda:1"]\ngpu = "H100"\n'
 
 
@@ -41,7 +43,7 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "cpu.toml").write_text('[[hosts]]\nname = "local"\ncores = 2\n')
     (tmp_path / "none.toml").write_text(FILE.replace('"cuda:0", "cuda:1"', ""))
     (tmp_path / "typo.toml").write_text(FILE.replace("devices", "device"))
-    (tmp_path / "d.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+    (tmp_path / "d.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n' * 10)
 
 
 @pytest.mark.parametrize(
@@ -343,3 +345,34 @@ def test_a_port_in_use_leaves_no_folder(refuse: Refuse, tmp_path: Path) -> None:
     said = "the port is in use; stop what listens there, or name another (port 0: any free one)"
     assert found == (1, f"penstock run: cannot listen on tcp://{bind}: {said}")
     assert not (tmp_path / "here").exists()
+
+
+def test_an_interpreter_that_cannot_be_used_is_refused_before_there_is_a_run(
+    tmp_path: Path, here: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare, silent, run = tmp_path / "bare", tmp_path / "silent", tmp_path / "run"
+    venv.create(bare, with_pip=False)
+    silent.write_text("#!/bin/sh\necho no interpreter\n")
+    silent.chmod(0o755)
+    cases: tuple[tuple[Path, str, tuple[str, ...]], ...] = (
+        (bare / "bin/python", "check", ()),
+        (silent, "run", ("--out", str(run))),
+        (tmp_path / "nowhere", "check", ()),
+    )
+    for python, verb, more in cases:
+        (tmp_path / "own.toml").write_text(f'{OWN}[pools.generator]\npython = "{python}"\n')
+        with pytest.raises(SystemExit) as leaving:
+            main([verb, "toy", "--cluster", "own.toml", *more])
+        assert leaving.value.code == 1
+        said = "".join(capsys.readouterr())
+        assert "pools.generator.python [no-interpreter]" in said
+        assert str(python) in said
+    assert not run.exists()
+
+
+def test_the_path_of_an_interpreter_is_whole(tmp_path: Path, refuse: Refuse) -> None:
+    (tmp_path / "own.toml").write_text(f'{OWN}[pools.generator]\npython = "python3"\n')
+    status, said = refuse("run", "toy", "--cluster", "own.toml", "--out", tmp_path / "run")
+    assert status != 0
+    assert "pools.generator" in said
+    assert "'python3'" in said

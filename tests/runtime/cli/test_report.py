@@ -250,6 +250,17 @@ def test_another_lag_and_other_replicas_give_what_a_run_with_them_gives(
     assert found["lags"] == {str(age): count for age, count in other.lags.items()}
 
 
+@pytest.mark.parametrize(("own", "lag"), [(2, 0), (0, 2)])
+def test_a_lag_at_which_so_few_updates_only_fill_the_pipeline_is_compared_by_the_mean_of_all(
+    tmp_path: Path, simulated: Simulated, own: int, lag: int
+) -> None:
+    run, other = (made(tmp_path / str(each), lag=each, updates=6) for each in (own, lag))
+    found = simulated(run, "--lag", lag)
+    assert found["period_of"] == "all updates"
+    assert found["period_s"] == pytest.approx(other.simulation.wall_s / 6, rel=1e-6)
+    assert found["measured_s"] == pytest.approx(run.simulation.ends[-1] / 6, rel=1e-6)
+
+
 def test_more_updates_and_other_durations_give_what_a_run_with_them_gives(tmp_path: Path, simulated: Simulated) -> None:
     run, longer = (made(tmp_path / str(n), updates=n) for n in (10, 40))
     found = simulated(run, "--updates", 40)

@@ -15,7 +15,8 @@ from pathlib import Path
 from shutil import rmtree
 from threading import Thread
 from time import monotonic, sleep
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn, cast
 
 import pytest
 
@@ -25,6 +26,7 @@ from penstock.runtime.cli.display import Line
 from penstock.runtime.cli.flags import RunFlags
 from penstock.runtime.cli.launching import finish, going_on, summary_text
 from penstock.runtime.cli.planned import require_devices
+from penstock.runtime.cli.sources import own_files
 from penstock.runtime.cli.tracing import CommandError, Traced, ask_child, require_inputs
 from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.gpus import kind_of
@@ -36,6 +38,7 @@ from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.event_log import LogError, LogWriter
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.tensor.checkpoint import save_state
+from tests.runtime.report.runs import simulated_run
 
 from .conftest import SUMMARY, WALL_S, Output, Patch, Processes
 
@@ -88,6 +91,31 @@ def test_a_summary_tells_where_a_resume_begins(out: Path) -> None:
         assert said in summary_text(summary | change, 10, "runs/x")
 
 
+def test_a_summary_tells_what_helps_where_a_checkpoint_is_damaged(out: Path) -> None:
+    folder = RunFolder.create(out)
+    complete_checkpoint(folder, begin_checkpoint(folder, "r", 5), CUT, {})
+    failed = SUMMARY | {"status": "failed", "updates": 5}
+    for update, ended, said in (
+        (
+            5,
+            {"cause": "checkpoint"},
+            "move runs/x/checkpoints/00000005 away, then penstock resume runs/x, from the beg",
+        ),
+        (6, {"cause": "checkpoint"}, "checkpoints/00000006 away, then penstock resume runs/x, from update 5"),
+        (6, {"cause": "rank-raised"}, "to go on   penstock resume runs/x, from update 6"),
+        (7, {"cause": "rank-raised"}, "checkpoints/00000007 away, then penstock resume runs/x, from update 6"),
+    ):
+        if update > 5:
+            complete_checkpoint(folder, begin_checkpoint(folder, "r", update), {**CUT, "update": update}, {})
+        if update == 7:
+            (folder.checkpoints / "00000007" / "cut.json").write_bytes(b"")
+        folder.write_json("summary.json", failed | ended)
+        assert said in summary_text(finish(folder, FAILED, [], 1.0), 10, "runs/x")
+        if ended["cause"] == "checkpoint":
+            rmtree(folder.checkpoints / f"{update:08d}") if update == 6 else None
+    assert summary_of(out)["checkpoint"] == 6
+
+
 def test_the_summary_reads_well() -> None:
     assert summary_text(SUMMARY, 60, "runs/aipo-1").splitlines() == [
         "status     done",
@@ -115,6 +143,15 @@ def test_a_controller_that_could_not_write_leaves_a_summary_of_what_it_did(
     assert last == summary_of(out)
     assert (last["status"], last["updates"], last["groups"], last["reward_mean"]) == ("failed", 5, 16, 0.5)
     assert (last["error"], why in said.err) == (why, True)
+
+
+def test_what_a_killed_controller_has_not_written_into_its_log_is_counted_by_its_rows(tmp_path: Path) -> None:
+    folder = simulated_run(tmp_path / "r", updates=3, batch=2).folder
+    lines = [json.loads(line) | {"dropped": 2, "failed": 0, "retried": 1} for line in folder.metrics.open()]
+    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder.path / "summary.json").unlink(missing_ok=True)
+    found = finish(folder, FAILED, [], 1.0)
+    assert (found["fates"]["dropped"], found["fates"]["failed"], found["retried"]) == (6, 0, 3)
 
 
 def test_a_run_whose_folder_was_moved_has_its_summary_there_and_nothing_in_its_place(
@@ -300,6 +337,28 @@ def damaged_log(folder: RunFolder) -> None:
     folder.events.write_bytes(data)
 
 
+def cut_log(folder: RunFolder) -> None:
+    """Intact frames, of which the last ones are missing: those that tell of the checkpoint."""
+    log = LogWriter(folder.events)
+    log.segment(None, {})
+    log.close()
+    complete_checkpoint(folder, begin_checkpoint(folder, "r", 5), CUT, {}, records=2)
+
+
+def lost_log(folder: RunFolder) -> None:
+    cut_log(folder)
+    folder.events.unlink()
+
+
+def log_that_a_summary_counts(folder: RunFolder) -> None:
+    cut_log(folder)
+    folder.write_json("summary.json", SUMMARY | {"records": 7})
+
+
+def damaged_row(folder: RunFolder) -> None:
+    folder.metrics.write_text('{"update": 0}\noops\n')
+
+
 def part(folder: RunFolder) -> Path:
     return folder.checkpoints / "00000005" / "trainer-0-0.safetensors"
 
@@ -313,9 +372,21 @@ def linked(folder: RunFolder) -> None:
     ("change", "error", "said"),
     [
         (damaged_log, LogError, "record 1 does not follow"),
+        (cut_log, LogError, r"events\.log: given 1 records, needed the 2 that the run wrote: it was cut"),
+        (log_that_a_summary_counts, LogError, "given 1 records, needed the 7 that the run wrote: it was cut"),
+        (lost_log, LogError, r"events\.log: cannot be read: No such file"),
+        (
+            damaged_row,
+            RecordError,
+            r"metrics\.jsonl:2: given something that is not JSON.*or the file without this line",
+        ),
         (linked, RecordError, "checkpoints: given a symbolic link"),
         (RunFolder.lock, RecordError, "a run is alive there"),
-        (lambda folder: part(folder).write_bytes(b"torn"), CommandError, "safetensors: not a readable state"),
+        (
+            lambda folder: part(folder).write_bytes(b"torn"),
+            CommandError,
+            "safetensors: not a readable state.*begins with update 0",
+        ),
         (
             lambda folder: save_state(part(folder), {}, {"carried": {}, "encoded": {}, "keys": []}),
             CommandError,
@@ -413,13 +484,86 @@ def test_paths_are_kept_absolute_so_that_a_run_goes_on_from_anywhere(stopped: Ru
     digests = stopped.read_json("config.json")["asked"]["digests"]
     digest = hashlib.sha256(DATA.encode()).hexdigest()
     listed = hashlib.sha256(f"test.jsonl {digest}\n".encode()).hexdigest()
-    assert digests == {str(home / "d.jsonl"): digest, str(home / "e"): listed}
+    code = hashlib.sha256(NEEDY.encode()).hexdigest()
+    assert digests == {str(home / "d.jsonl"): digest, str(home / "e"): listed, str(home / "needy.py"): code}
     assert resume(stopped) == 0
     (home / "shelf").rmdir()
     (stopped.path / "summary.json").unlink()
     with pytest.raises(CommandError, match=f"shelf: given {home}/shelf, needed a folder"):
         resume(stopped)
     assert len(processes.configs) == 2
+
+
+def test_a_run_goes_on_with_code_that_was_edited_and_says_so(stopped: RunFolder, capsys: Output) -> None:
+    file = stopped.path.parent / "needy.py"
+    capsys.readouterr()
+    assert resume(stopped) == 0
+    assert str(file) not in capsys.readouterr().err
+    (stopped.path / "summary.json").unlink()
+    file.write_text(f"{NEEDY}\n# mended")
+    assert resume(stopped) == 0
+    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith(f"penstock: {file} has changed")]
+    resume(stopped, "--updates", 99, "--micro-tokens", 64)
+    notes = [(note["level"], note["text"]) for note in stopped.read_notes()[0]]
+    assert ("info", "from update 0 on: --micro-tokens 64 in place of 0") in notes
+    assert [level for level, text in notes if text.startswith(f"from update 0 on: {file} has changed")] == [
+        "warning"
+    ] * 2
+
+
+def test_a_module_that_the_program_imports_and_no_node_names_is_watched_too(
+    processes: Processes, tmp_path: Path, monkeypatch: Patch, capsys: Output
+) -> None:
+    """As one of a package that is installed to be edited."""
+    home, lib = tmp_path / "home", tmp_path / "lib"
+    (lib / "watched_package").mkdir(parents=True)
+    home.mkdir()
+    files = home / "watched_helper.py", lib / "watched_package" / "__init__.py", lib / "watched_package" / "inner.py"
+    files[0].write_text("from watched_package import inner\n")
+    for file in files[1:]:
+        file.write_text("")
+    (home / "mine.py").write_text(f"import watched_helper\n{NEEDY}")
+    monkeypatch.chdir(home)
+    monkeypatch.syspath_prepend(lib)
+    monkeypatch.syspath_prepend(home)
+    for name in ("m", "shelf"):
+        (home / name).mkdir()
+    (home / "m" / "config.json").write_text("{}")
+    given = "--shelf shelf --model m --device cpu --out run"
+    assert starting.run(["mine.py:needy", *given.split()]) == DONE
+    folder = RunFolder.open(home / "run")
+    digests = folder.read_json("config.json")["asked"]["digests"]
+    assert digests.keys() == {str(file) for file in (home / "mine.py", *files)}
+    capsys.readouterr()
+    for file in files:
+        file.write_text("# mended\n" + file.read_text())
+        assert resume(folder, "--updates", 99) == 0
+        assert f"penstock: {file} has changed since the run began" in capsys.readouterr().err
+    files[-1].unlink()
+    assert resume(folder, "--updates", 99) == 0
+    assert f"penstock: {files[-1]} is gone since the run began" in capsys.readouterr().err
+
+
+def test_modules_that_load_or_raise_when_they_are_asked_are_not_asked(tmp_path: Path) -> None:
+    class Asked(ModuleType):
+        def __getattr__(self, name: str) -> NoReturn:
+            raise ImportError(name)
+
+    plain, pathlike = ModuleType("plain"), ModuleType("pathlike")
+    plain.__file__, vars(pathlike)["__file__"] = str(tmp_path / "plain.py"), tmp_path / "pathlike.py"
+    modules = {"asked": Asked("asked"), "blocked": cast(ModuleType, None), "plain": plain, "pathlike": pathlike}
+    assert own_files(modules) == [str(tmp_path / "plain.py")]
+
+
+@pytest.mark.parametrize("content", [b"", b'{"status": "do', b'{"status": 3}'])
+def test_a_run_goes_on_without_a_summary_that_was_damaged_and_says_so(
+    finished: RunFolder, content: bytes, capsys: Output
+) -> None:
+    path = finished.path / "summary.json"
+    path.write_bytes(content)
+    assert resume(finished, "--updates", 9) == 0
+    assert f"penstock: {path}: " in capsys.readouterr().err
+    assert summary_of(finished.path)["status"] == "done"
 
 
 def test_inputs_that_are_missing_or_have_changed_are_said_before_anything_is_touched(

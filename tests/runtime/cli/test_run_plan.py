@@ -48,21 +48,25 @@ def cluster(num: int, kind: str = "H100", cores: int = 2, *, far: bool = False, 
     return BIND * far + "".join(each)
 
 
+def small_model(folder: Path, heads: int, groups: int) -> None:
+    tokenizer = byte_tokenizer("0123456789+-=:<eos>")
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=heads, num_key_value_heads=groups, head_dim=8, max_position_embeddings=96,
+        eos_token_ids=tokenizer.stops,
+    )  # fmt: skip
+    model = CausalLM(config)
+    model.init_weights(1)
+    save_model(model, model.state_dict(), folder)
+    tokenizer.save(folder)
+
+
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: Patch) -> Path:
     """With the small model `m`, problems for it, and cluster files."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    tokenizer = byte_tokenizer("0123456789+-=:<eos>")
-    config = ModelConfig(
-        vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=96,
-        eos_token_ids=tokenizer.stops,
-    )  # fmt: skip
-    model = CausalLM(config)
-    model.init_weights(1)
-    save_model(model, model.state_dict(), tmp_path / "m")
-    tokenizer.save(tmp_path / "m")
+    small_model(tmp_path / "m", heads=4, groups=2)
     far = cluster(4, far=True)
     files = {
         "gpus": cluster(4), "three": cluster(3), "a100": cluster(4, "A100"), "cores": cluster(4, cores=1),
@@ -195,6 +199,14 @@ def test_a_run_refuses_what_check_does_and_leaves_no_folder(planned: Path, refus
     assert sorted(home.iterdir()) == before
     # No run of this model has such responses, and neither has a plan.
     assert refuse("plan", "aipo", "--cluster", "gpus.toml", "--model", "m")[0] == 2
+
+
+def test_a_model_that_cannot_be_cut_as_the_planned_one_is_told_to_be_another_one(
+    say: Say, refuse: Refuse, home: Path
+) -> None:
+    say("plan", "aipo", "--cluster", "gpus.toml", *PLAN, "--mesh", "generator=tp2", "--out", "plan.json")
+    small_model(home / "odd", heads=3, groups=3)
+    assert codes(refuse("run", "aipo", "--plan", "plan.json", "--model", "odd")[1])[0] == "plan-model"
 
 
 def test_the_flags_that_a_plan_does_not_decide_are_the_users(planned: Path, processes: Processes) -> None:

@@ -212,17 +212,36 @@ def test_prompts_longer_than_the_context_are_told_with_their_lines_before_anythi
     rows = [{"question": "é" * half, "answer": "#### 2"} for half in (9, 1016, 1017, 9, 1500)]
     (tmp_path / "d.jsonl").write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
     words = ["--data", str(tmp_path / "d.jsonl"), "--model", "new"]
-    needed = "at most 2032: the context of 2048 less max_tokens 16"
+    needed = "at most 2032: the model's context of 2048 less --max-tokens 16"
     assert [(fault["given"], fault["needed"], fault["where"]) for fault in faults("run", "aipo", *words)] == [
         ("a prompt of 2034 tokens", needed, f"{tmp_path}/d.jsonl:5"),
         ("a prompt of 3000 tokens", needed, f"{tmp_path}/d.jsonl:9"),
     ]
     (fault,) = faults("run", "aipo", *words, "--max-tokens", "14")
     assert fault["where"] == f"{tmp_path}/d.jsonl:9"
+    # A bound that is not the model's is told as what it is.
+    told = faults("run", "aipo", *words, "--max-prompt", "2000")
+    assert [fault["given"] for fault in told] == [
+        "a prompt of 2032 tokens",
+        "a prompt of 2034 tokens",
+        told[2]["given"],
+    ]
+    assert {fault["needed"] for fault in told} == {"at most 2000 (--max-prompt)"}
     # Of another source, the first prompts are looked at.
     (fault,) = faults("run", "aipo", "--max-tokens", "25")
     assert (fault["given"], fault["where"]) == ("a prompt of 8 tokens", "group 0")
     assert faults("run", "aipo", "--max-tokens", "24") == []
+
+
+@pytest.mark.parametrize("verb", ["run", "check"])
+def test_faults_of_rows_are_in_their_order(tmp_path: Path, verb: str) -> None:
+    # A tenth of the rows is the evaluation's.
+    rows = [{"question": "q" * 2100, "answer": "#### 2"} for _ in range(20)]
+    (tmp_path / "d.json").write_text(json.dumps(rows))
+    told = faults(verb, "aipo", "--data", str(tmp_path / "d.json"), "--model", "new")
+    numbers = [int(fault["where"].removeprefix(f"{tmp_path}/d.json, row ")) for fault in told]
+    assert numbers == sorted(numbers)
+    assert len(numbers) > 5
 
 
 def test_rows_to_learn_from_that_are_longer_than_the_context_are_told_with_their_lines(tmp_path: Path) -> None:

@@ -252,6 +252,15 @@ def test_a_tracker_has_each_update_once_over_the_lives_of_a_run_and_leaves_nothi
     assert (kept(life, name), figures) == (first, FIGURES)
     assert [note.partition(" ")[0] for note in life.told()] == [f"{name}:"] * (name != "tensorboard")
 
+    # What was kept for it is damaged: its client knows what it has, or does not.
+    complete_checkpoint(life.folder, begin_checkpoint(life.folder, "r", 8), CUT, {})
+    (life.folder.path / "trackers" / f"{name}.json").write_bytes(b"")
+    life.start()
+    life.rows(row(8, 2.5))
+    found = life.end(9)[name]
+    assert (found["updates"], found["complete"]) == (9, True)
+    assert [note for note in life.told() if f"{name}.json: given something that is not JSON" in note]
+
     files = [path for path in life.folder.path.rglob("*") if path.is_file()]
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
     assert len(list(life.folder.logs.glob("tracker-*.log"))) == 1

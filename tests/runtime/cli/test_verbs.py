@@ -10,6 +10,7 @@ import pytest
 
 from penstock import programs
 from penstock.graph.ir import Graph
+from penstock.runtime.cli.children import answered, traced
 from penstock.runtime.cli.main import VERBS, main
 from penstock.runtime.cli.tracing import built_in
 
@@ -76,6 +77,20 @@ def test_check_tells_all_faults(capsys: Output) -> None:
 
 
 @pytest.mark.usefixtures("here")
+def test_a_warning_of_data_is_a_line_of_check_and_in_a_run_it_is_said_by_the_ranks(
+    here: None, capsys: Output, tmp_path: Path
+) -> None:
+    data = tmp_path / "two.jsonl"
+    data.write_text("".join(json.dumps({"question": f"{n}+1=", "answer": f"{n + 1}"}) + "\n" for n in range(2)))
+    with pytest.raises(SystemExit):
+        main(["check", "aipo", "--model", "new", "--data", str(data)])
+    told = capsys.readouterr().err
+    assert told.startswith("note: accuracy is measured on the 2 rows that training learns from")
+    assert len(told.splitlines()) == 1
+    answered(traced, "run", "aipo", ["--model", "new", "--data", str(data)])
+    assert "accuracy is measured" not in "".join(capsys.readouterr())
+
+
 def test_check_gives_what_is_refused_as_data_too(capsys: Output) -> None:
     with pytest.raises(SystemExit) as leaving:
         main(["check", "aipo", "--device", "tpu", "--json"])
@@ -106,6 +121,12 @@ def test_a_simulation_at_lag_0_takes_as_long_as_the_loop(facts: Facts) -> None:
         assert busy + sum(found["idle_s"][replica].values()) == pytest.approx(found["wall_s"])
 
 
+def test_a_simulated_generator_works_on_as_many_groups_as_fill_its_slots(facts: Facts) -> None:
+    given = "aipo --lag 0 --batch 8 --samples 8 --duration generate=1 score=0 group_advantage=0 aipo_update=1"
+    for slots, seconds in ((8, 9), (16, 5), (24, 4), (64, 2)):
+        assert facts("simulate", *given.split(), "--slots", slots)["period_s"] == pytest.approx(seconds)
+
+
 def test_a_simulation_says_what_its_period_is_of_and_is_drawn(say: Say, facts: Facts, tmp_path: Path) -> None:
     words = ("simulate", "toy", "--lag", 1, "--width", 90)
     svg, trace = tmp_path / "s.svg", tmp_path / "s.json"
@@ -124,6 +145,14 @@ def test_a_simulation_says_what_its_period_is_of_and_is_drawn(say: Say, facts: F
 def test_durations_are_given_by_node(facts: Facts) -> None:
     words = "generate=0.02~0.5 score=0.001 group_advantage=0 aipo_update=0.03 publish=0.002 wire=0.004 swap=0.001"
     assert facts("simulate", "aipo", "--duration", *words.split())["period_s"] > 0.03
+
+
+def test_a_simulation_draws_lengths_and_shares_by_its_seed(facts: Facts) -> None:
+    seconds = ("--duration", "generate=0.02~0.5", "score=0.001", "group_advantage=0", "aipo_update=0.03")
+    shares = (f"{LANGUAGE}:filtered", "--updates", 40, "--batch", 4, "--drop", "keep=0.3")
+    for words, drawn in ((("aipo", *seconds), "wall_s"), (shares, "dropped")):
+        found = [facts("simulate", *words, "--seed", seed)[drawn] for seed in (1, 2, 1)]
+        assert found[0] == found[2] != found[1]
 
 
 def test_a_simulation_drops_and_ends_turns_by_the_given_shares(say: Say, facts: Facts) -> None:

@@ -1,5 +1,5 @@
 """The real agent, whose ranks are `fake_rank.py`, or of the program that is named. FAKE_LEAVE_S: how long they may take
-to leave.
+to leave. FAKE_LOG_BYTES: how long their logs may become.
 """
 
 import os
@@ -21,6 +21,7 @@ if __name__ == "__main__":
     elif len(words) > 1:
         worker = words[1]
     join_file = Path(awaited() if early is not None else words[0])
+    agent.LOG_BYTES = int(os.environ.get("FAKE_LOG_BYTES", agent.LOG_BYTES))
     agent.LEAVE_S = float(os.environ.get("FAKE_LEAVE_S", agent.LEAVE_S))
     fault = agent.Agent(Join.read(join_file), join_file, worker=(worker,), early=early).run()
     sys.exit(f"penstock agent: {fault}" if fault else 0)

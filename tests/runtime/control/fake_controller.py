@@ -65,7 +65,8 @@ def main() -> int:
                     pids[replica] = pid
                     if len(pids) == 2 * len(ranks):
                         pools = {"trainer": {"doing": ["update[3]"]}}
-                        say(kind="status", stage="train", update=3, updates=9, pools=pools)
+                        say(kind="status", stage="train", update=2, updates=9, pools=pools)
+                        say(kind="row", row={"update": 2})
                         say(kind="ready", controller=os.getpid(), pids=pids)
                         status = 0 if mode == "done" else None
                         if mode == "flood":

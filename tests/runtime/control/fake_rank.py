@@ -1,7 +1,7 @@
 """A stand-in for a rank's process: it connects, says Ready and waits for its goodbye. No torch, no nodes.
 
 FAKE_RANK says how it misbehaves: "raise" ends with a traceback, "deaf" ignores its goodbye and a lost controller,
-"family" does so, too, and starts a child of its own.
+"family" does so, too, and starts a child of its own. "loud" prints numbered lines as long as it lives.
 """
 
 import json
@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -49,10 +50,14 @@ def main() -> None:
     client = Client(join, "rank", replica, rank)
     environment = {k: v for k, v in os.environ.items() if k.startswith(("PENSTOCK_", "OMP_", "MKL_", "FAKE_"))}
     facts = {"parent": os.getppid(), "session": os.getsid(0), "drawn": random.random(), "loaded": LOADED}
-    client.send(Note("info", json.dumps({"environment": environment, "arguments": sys.argv, **facts})))
+    client.send(Note("warning", json.dumps({"environment": environment, "arguments": sys.argv, **facts})))
     client.send(Ready(replica, rank, os.getpid()))
+    numbers = count()
     while True:
         heard = client.receive(0.1)
+        for lines in (sys.stdout, sys.stderr) if mode == "loud" else ():
+            lines.writelines(f"line {next(numbers)}\n" for _ in range(1000))
+            lines.flush()
         if mode not in ("deaf", "family") and (
             client.lost(monotonic()) > 10 or any(isinstance(m, Goodbye) for m in heard)
         ):
@@ -62,4 +67,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # Processes of a run have neither the current folder nor that of a script in their path.
+    sys.path.append(str(Path(__file__).parent))
     serve_forks(main, asks=int(sys.argv[2]) if sys.argv[1:] else None)

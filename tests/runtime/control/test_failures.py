@@ -30,9 +30,9 @@ from penstock.runtime.control.failure import (
 from penstock.runtime.control.messages import (
     MAX_BYTES,
     AgentReady,
+    BoardValues,
     End,
     Exited,
-    Found,
     Heartbeat,
     Launch,
     Message,
@@ -220,9 +220,9 @@ def test_a_stop_is_heard_before_what_ranks_say(
 ) -> None:
     rank, session = b.client("generator/0"), controller.session
     said: list[tuple[str, str]] = []
-    monkeypatch.setattr(session.recorder, "note", lambda *_: said.append((session.status, session.error)))
+    monkeypatch.setattr(session.recorder, "warn", lambda *_: said.append((session.status, session.error)))
     for _ in range(20):
-        rank.send(Note("info", "x" * (1 << 20)))
+        rank.send(Note("warning", "x" * (1 << 20)))
     controller.launcher.put("stop enough")
     hear(controller, lambda: len(said) == 20)
     assert said == [("stopped", "enough")] * 20
@@ -296,7 +296,7 @@ def test_a_rank_that_keeps_too_much_is_told_and_counted(b: Bench, controller: Co
     hear(controller, lambda: b.server.counts["excessive"])
     assert pulse.socket.poll(20_000)
     _, found = unpack(pulse.socket.recv())
-    assert isinstance(found, Found)
+    assert isinstance(found, BoardValues)
     assert "generator/0" in found.error
 
 

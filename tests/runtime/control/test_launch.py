@@ -94,7 +94,7 @@ def killing(name: str, number: int = signal.SIGKILL) -> Callable[[Line], None]:
 def test_a_run_that_is_done_ends_with_0_and_all_lines_are_handed_on(tmp_path: Path) -> None:
     before, run = signal.getsignal(signal.SIGINT), Run(tmp_path, "done")
     assert run.run() == 0
-    assert [line["kind"] for line in run.lines] == ["note", "status", "ready"]
+    assert [line["kind"] for line in run.lines] == ["note", "status", "row", "ready"]
     assert run.said("note")["text"] == "a library says hello"
     logs = {"agent-local.err", "controller.err", "local-pool-0-0.err", "local-pool-0-0.out", "ranks-local.err"}
     assert {path.name for path in (tmp_path / "logs").iterdir()} == logs
@@ -220,6 +220,28 @@ def test_a_controller_that_is_held_up_is_told_of(tmp_path: Path, monkeypatch: py
     assert run.run() == 130
 
 
+@pytest.mark.parametrize("number", [signal.SIGSTOP, 0], ids=["stopped", "hung"])
+def test_a_controller_that_is_silent_for_too_long_ends_the_run_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(launcher_module, "QUIET_S", 0.2)
+    run = Run(tmp_path, "deaf", FAKE_RANK="deaf")
+
+    def begin(line: Line) -> None:
+        run.launcher.deadline = 1.0
+        os.kill(line["controller"], number)
+
+    run.when["ready"] = begin
+    assert run.run() == 1
+    pid = run.said("ready")["controller"]
+    notes = [line["text"] for line in run.lines if line["kind"] == "note" and f"(process {pid})" in line["text"]]
+    assert len(notes) == 1
+    error = run.said("error")
+    assert error["code"] == "controller"
+    assert f"(process {pid}) {'is stopped' if number else 'hangs'}" in error["text"]
+    assert "nothing for 1 s" in error["text"]
+
+
 def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_module, "LEAVE_S", 1000.0)
     run = Run(tmp_path, "deaf", grace=1000.0, FAKE_RANK="deaf")
@@ -296,7 +318,7 @@ def test_output_that_nobody_reads_is_a_wish_to_stop(tmp_path: Path, error: OSErr
 
     run.when["ready"] = run.when["told"] = run.when["note"] = fail
     assert run.run() == 130
-    assert run.said("told")["line"] == "stop"
+    assert run.said("told")["line"] == "stop stopped, since its output cannot be written"
 
 
 def test_a_controller_hears_that_it_was_not_the_user_who_stopped_it(

@@ -28,7 +28,9 @@ from penstock.runtime.control.messages import (
     record_bytes,
     unpack,
 )
+from penstock.runtime.control.worker import in_messages
 from penstock.runtime.packable import Packable
+from penstock.runtime.record.samples import MOST_BYTES
 from penstock.runtime.schedule.events import (
     Begin,
     Checkpoint,
@@ -249,3 +251,13 @@ def test_a_token_is_not_shown_and_an_exit_says_how_the_process_ended() -> None:
     assert "secret" not in repr(Hello("rank", "generator/0", 0, 1, "local", "secret"))
     assert Exited("generator/0", 0, 7, 0, 9, "").reason == "killed by SIGKILL (pid 7)"
     assert Exited("generator/0", 0, 7, 1, 0, "MemoryError").reason == "exit status 1 (pid 7)\nMemoryError"
+    assert "forks" in Exited("generator/0", 0, 7, 0, 9, "", forks=True).reason
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 64])
+def test_answers_with_the_longest_samples_fit_into_their_messages(num: int) -> None:
+    results = [Result(Done(Firing("score", i), "scorer/0", 0), sample="x" * MOST_BYTES) for i in range(num)]
+    messages = [*in_messages(results)]
+    assert [one for message in messages for one in message.results] == results
+    assert all(unpack(pack(message)) == (0, message) for message in messages)
+    assert len(messages) == -(-num // 2)

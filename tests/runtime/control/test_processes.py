@@ -23,12 +23,13 @@ from penstock import private_folder
 from penstock.runtime.cluster import endpoints
 from penstock.runtime.control import sockets
 from penstock.runtime.control.agent import ALONE, serve
-from penstock.runtime.control.messages import AgentReady, Exited, Goodbye, Hello, Launch, Leaving, Note, Ready
+from penstock.runtime.control.messages import AgentReady, End, Exited, Goodbye, Hello, Launch, Leaving, Note, Ready
 from penstock.runtime.control.process import (
     PARENT,
     describe_exit,
     die_with_parent,
     huge_pages,
+    keep_newest,
     kill,
     processes_of,
     read_line,
@@ -60,6 +61,7 @@ from .sockets import RANKS, Bench, bench, stranger, until
 
 
 pytestmark = pytest.mark.timeout(300)
+LOG_BYTES = 100_000
 AGENT = str(Path(__file__).with_name("fake_agent.py"))
 M = TypeVar("M")
 ON_B = dict.fromkeys(RANKS, "b")
@@ -74,7 +76,7 @@ def agent(
     """
     path = b.folder / "b.json"
     changes.get("join", b.join("b")).write(path)
-    given = {"FAKE_LEAVE_S": str(leave), "FAKE_RANK": mode}
+    given = {"FAKE_LEAVE_S": str(leave), "FAKE_RANK": mode, "FAKE_LOG_BYTES": str(LOG_BYTES)}
     process = start([AGENT, str(path), *worker], b.keys.door.run, environment=given, stderr=subprocess.PIPE)
     try:
         yield process
@@ -169,8 +171,12 @@ def test_ranks_end_with_what_forked_them_and_are_told_of_and_the_next_one_is_for
         for index in range(2):
             b.server.send("agent:b", Launch("generator/0", index))
             heard(b, Ready)
-        os.kill(json.loads(heard(b, Note).text)["parent"], signal.SIGKILL)
-        assert {heard(b, Exited).rank for _ in range(2)} == {0, 1}
+        forks = json.loads(heard(b, Note).text)["parent"]
+        os.kill(forks, signal.SIGKILL)
+        exits = [heard(b, Exited) for _ in range(2)]
+        assert sorted((one.rank, one.pid, one.signal, one.forks) for one in exits) == [
+            (rank, forks, signal.SIGKILL, True) for rank in range(2)
+        ]
         until(lambda: processes_of(b.keys.door.run) == [process.pid])
         b.server.send("agent:b", Launch("generator/0", 2))
         assert heard(b, Ready).rank == 2
@@ -195,6 +201,15 @@ def fork():
 os.fork = fork
 """
 KILLED_AT_BIRTH = "os.setsid = lambda: os.kill(os.getpid(), 9)"
+TOLD_AT_BIRTH = """
+from penstock.runtime.control.signals import STOPS, leave_end_to_parent
+leave_end_to_parent()
+def told(begin=os.setsid):
+    for number in STOPS:
+        os.kill(os.getpid(), number)
+    begin()
+os.setsid = told
+"""
 
 
 def odd(folder: Path, changes: str) -> str:
@@ -213,6 +228,13 @@ def test_a_rank_that_is_killed_at_its_birth_is_told_of(b: Bench, tmp_path: Path)
             exited = heard(b, Exited)
             assert (exited.replica, exited.rank, exited.signal) == ("generator/0", index, 9)
             assert exited.pid > 0
+
+
+def test_a_rank_that_an_engine_tells_to_end_at_its_birth_lives(b: Bench, tmp_path: Path) -> None:
+    with agent(b, odd(tmp_path, TOLD_AT_BIRTH)):
+        heard(b, AgentReady)
+        b.server.send("agent:b", Launch("generator/0", 0))
+        assert heard(b, Ready).replica == "generator/0"
 
 
 def test_a_host_without_memory_for_a_rank_says_so(b: Bench, tmp_path: Path) -> None:
@@ -288,6 +310,21 @@ def test_an_agent_ends_with_its_grace_and_at_a_second_sigterm(tmp_path: Path) ->
         sleep(2 * ONE_SIGNAL_S)
         process.send_signal(signal.SIGTERM)
         assert_ends(b, process, signal.SIGTERM)
+
+
+def test_of_what_a_rank_prints_without_end_the_newest_is_kept(b: Bench) -> None:
+    with agent(b, mode="loud"):
+        heard(b, AgentReady)
+        b.server.send("agent:b", Launch("generator/0", 0))
+        heard(b, Ready)
+        logs = [b.folder / "logs" / f"generator-0-0.{kind}" for kind in ("out", "err")]
+        until(lambda: all("[penstock]" in log.read_text() for log in logs))
+        assert not any("line 0\n" in log.read_text() for log in logs)
+        # When it has ended, too: it may have printed more since the agent has looked.
+        until(lambda: all(log.stat().st_size > LOG_BYTES for log in logs))
+        b.server.send("agent:b", End("generator/0", 0))
+        heard(b, Exited)
+        assert all(log.stat().st_size < LOG_BYTES for log in logs)
 
 
 def test_a_rank_that_is_killed_is_told_of_with_the_signal(b: Bench) -> None:
@@ -516,6 +553,22 @@ def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
     assert tail(log).splitlines() == [f"line {k}" for k in range(8, 20)]
 
 
+def test_a_log_that_is_too_long_keeps_its_newest_lines_and_says_so(tmp_path: Path) -> None:
+    path, lines = tmp_path / "log", [f"line {number}" for number in range(10_000)]
+    path.write_text("\n".join([*lines, ""]))
+    size = path.stat().st_size
+    keep_newest(path, size)
+    assert path.stat().st_size == size
+    with path.open("a") as rank:
+        keep_newest(path, 10_000)
+        rank.write("what it goes on to say\n")
+    first, *kept, last = path.read_text().splitlines()
+    assert first.startswith("[penstock]")
+    assert (kept, last) == (lines[-len(kept) :], "what it goes on to say")
+    assert 4_900 < sum(len(line) + 1 for line in kept) <= 5_000
+    keep_newest(tmp_path / "none", 10_000)  # a rank may have none yet
+
+
 def test_a_line_that_is_no_json_object_is_none() -> None:
     assert read_line(b'{"type": "x"}') == {"type": "x"}
     assert [read_line(line) for line in (b"hello", b"3", b"[1]", b"\xff", b"")] == [None] * 5
@@ -653,8 +706,10 @@ def test_what_has_asked_for_the_end_is_handed_on_and_a_child_that_hears_nothing_
 
 LEAVING = """
 import multiprocessing, os, signal, subprocess, sys, time
-from penstock.runtime.control.signals import STOPS, leave_end_to_parent
+from penstock.runtime.control.signals import STOPS, fork_leaving_end, leave_end_to_parent
 leave_end_to_parent()
+if "as a rank" in sys.argv and (rank := fork_leaving_end()):
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]))
 for number in STOPS:
     os.kill(os.getpid(), number)
 forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
@@ -667,8 +722,9 @@ print(forked.exitcode, started.wait())
 """
 
 
-def test_a_process_whose_end_its_parent_decides_hears_no_signal_and_what_it_starts_does() -> None:
-    command = [sys.executable, "-c", LEAVING]
+@pytest.mark.parametrize("whose", ["its own", "as a rank"])
+def test_a_process_whose_end_its_parent_decides_hears_no_signal_and_what_it_starts_does(whose: str) -> None:
+    command = [sys.executable, "-c", LEAVING, whose]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (found.stdout.split(), found.stderr) == (["-15", "-15"], "")
 

@@ -24,9 +24,10 @@ from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.rank_setup import InputRead, RankSetup
 from penstock.runtime.control.rank_state import HeldValues, History, join, private
 from penstock.runtime.control.weight_channels import LocalChannels
+from penstock.runtime.record.checkpoints import StateError
 from penstock.runtime.schedule.events import Abort, Command, Copied, Done, Failed, Fire, Free, Save, Saved
 from penstock.runtime.tensor import offload
-from penstock.runtime.tensor.checkpoint import CheckpointShard, StateError
+from penstock.runtime.tensor.checkpoint import CheckpointShard
 from penstock.runtime.tensor.codec import CodecError, decode, encode
 from penstock.runtime.tensor.shm import ObjectRef
 

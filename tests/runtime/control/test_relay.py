@@ -13,9 +13,9 @@ from penstock.graph.ir import Firing
 from penstock.runtime.cluster.endpoints import socket_file
 from penstock.runtime.control.messages import (
     MAX_BYTES,
+    BoardValues,
     Delivery,
     Exited,
-    Found,
     Goodbye,
     Heartbeat,
     Hello,
@@ -23,8 +23,8 @@ from penstock.runtime.control.messages import (
     Note,
     Order,
     Post,
+    RankMessages,
     Ready,
-    Report,
     Result,
     Results,
     SignsOfLife,
@@ -167,7 +167,7 @@ def test_the_last_answer_to_a_command_waits_for_none_that_has_gone(b: Bench) -> 
 
         def heard() -> bool:
             for report in host.relay.take(now + seconds):
-                for _, message in report.said if isinstance(report, Report) else ():
+                for _, message in report.said if isinstance(report, RankMessages) else ():
                     assert isinstance(message, Results)
                     said.extend((one.rank, type(one).__name__) for r in message.results for one in each(r.event))  # type: ignore[union-attr]
             return len(said) >= expected
@@ -203,7 +203,7 @@ def test_what_a_frame_has_no_room_for_is_told_whatever_its_number(b: Bench) -> N
     rank = host.rank(0)
     for _ in range(300):
         host.agent.send(Heartbeat())
-    most = MAX_BYTES - len(pack(Report((("generator/0:0", done(0, metrics={"": 1.0})),)))) - 4
+    most = MAX_BYTES - len(pack(RankMessages((("generator/0:0", done(0, metrics={"": 1.0})),)))) - 4
     rank.send(done(0, metrics={"x" * most: 1.0}))  # with number 0 it fits to the byte
     host.until(lambda: host.heard(Note))
     assert [(peer, note.level) for peer, note in host.heard(Note)] == [("generator/0:0", "error")]
@@ -260,7 +260,7 @@ def test_a_value_of_the_board_comes_to_the_thread_that_beats(b: Bench) -> None:
     try:
         pulse.say(Post("key", "31"))
         host.until(lambda: host.heard(Post))
-        assert b.server.send("generator/0:0", Found(7, {"key": "31"}))
+        assert b.server.send("generator/0:0", BoardValues(7, {"key": "31"}))
         host.turn()
         host.turn()
         assert rank.receive(0.05) == []
@@ -321,7 +321,7 @@ def test_an_agent_hands_on_only_what_ranks_of_its_host_may_say(b: Bench, said: t
     host = Host(b)
     host.rank(0)
     before = len(b.heard)
-    host.agent.send(Report((said, ("generator/0:0", RESULTS))))
+    host.agent.send(RankMessages((said, ("generator/0:0", RESULTS))))
     host.until(lambda: len(b.heard) > before)
     assert b.heard[before:] == [("generator/0:0", RESULTS)]
     assert b.server.counts == {kind: 1}
@@ -329,7 +329,7 @@ def test_an_agent_hands_on_only_what_ranks_of_its_host_may_say(b: Bench, said: t
 
 def test_ranks_do_not_carry_and_speak_for_nobody_else(b: Bench) -> None:
     client = b.client("generator/0", 0)
-    for message in (Report((("generator/0:1", Note("info", "hello")),)), SignsOfLife({"generator/0:1": "x"})):
+    for message in (RankMessages((("generator/0:1", Note("warning", "hello")),)), SignsOfLife({"generator/0:1": "x"})):
         client.send(message)
     b.wait_for_count("unexpected", 2)
     client.send(Results((Result(Done(FIRING, "generator/0", 0, others=1)),)))

@@ -14,7 +14,7 @@ from msgspec import structs
 from torch._C._distributed_c10d import Store
 
 from penstock.runtime.control import rendezvous as boards
-from penstock.runtime.control.messages import Count, Found, Look, Post, Question, pack
+from penstock.runtime.control.messages import BoardValues, Count, Look, Post, Question, pack
 from penstock.runtime.control.rank import Meeting
 from penstock.runtime.control.rendezvous import MAX_KEPT, Board, Pulse
 from penstock.runtime.control.sockets import Server
@@ -33,10 +33,10 @@ def test_whoever_looks_waits_until_all_keys_are_there_and_each_gets_its_own_answ
     board = Board()
     assert board.hear(A, Look(1, ("x", "y"))) == []
     assert board.hear(B, Look(1, ("y",))) == []
-    assert board.hear(A, Post("y", "02")) == [(B, Found(1, {"y": "02"}))]
-    assert board.hear(B, Post("x", "01")) == [(A, Found(1, {"x": "01", "y": "02"}))]
+    assert board.hear(A, Post("y", "02")) == [(B, BoardValues(1, {"y": "02"}))]
+    assert board.hear(B, Post("x", "01")) == [(A, BoardValues(1, {"x": "01", "y": "02"}))]
     assert board.hear(B, Post("x", "03")) == []  # everybody has been answered, once
-    assert board.hear(A, Look(2, ("x",))) == [(A, Found(2, {"x": "03"}))]
+    assert board.hear(A, Look(2, ("x",))) == [(A, BoardValues(2, {"x": "03"}))]
 
 
 def test_what_a_peer_that_has_ended_had_asked_is_answered_to_none_that_comes_in_its_place() -> None:
@@ -44,8 +44,8 @@ def test_what_a_peer_that_has_ended_had_asked_is_answered_to_none_that_comes_in_
     assert board.hear("a:0", Look(1, ("key",))) == board.hear("b:0", Look(1, ("key",))) == []
     board.forget("a:0")
     assert board.hear("a:0", Look(1, ("other",))) == []
-    assert board.hear("b:0", Post("key", "01")) == [("b:0", Found(1, {"key": "01"}))]
-    assert board.hear("b:0", Post("other", "02")) == [("a:0", Found(1, {"other": "02"}))]
+    assert board.hear("b:0", Post("key", "01")) == [("b:0", BoardValues(1, {"key": "01"}))]
+    assert board.hear("b:0", Post("other", "02")) == [("a:0", BoardValues(1, {"other": "02"}))]
     for number in range(100):  # the room for its questions is there again
         assert board.hear("a:0", Look(number, ("k" * (MAX_KEPT // 2),))) == []
         board.forget("a:0")
@@ -54,21 +54,21 @@ def test_what_a_peer_that_has_ended_had_asked_is_answered_to_none_that_comes_in_
 def test_a_look_at_once_is_answered_with_what_is_there() -> None:
     board = Board()
     board.hear(A, Post("x", "01"))
-    assert board.hear(B, Look(7, ("x", "y"), at_once=True)) == [(B, Found(7, {"x": "01"}))]
+    assert board.hear(B, Look(7, ("x", "y"), at_once=True)) == [(B, BoardValues(7, {"x": "01"}))]
 
 
 def test_counts_are_sums_in_decimal_digits_that_a_look_waits_for_too() -> None:
     board = Board()
     assert board.hear(B, Look(1, ("n",))) == []
     first = b"5".hex()
-    assert board.hear(A, Count(3, "n", 5)) == [(A, Found(3, {"n": first})), (B, Found(1, {"n": first}))]
-    assert board.hear(B, Count(2, "n", 6)) == [(B, Found(2, {"n": b"11".hex()}))]
+    assert board.hear(A, Count(3, "n", 5)) == [(A, BoardValues(3, {"n": first})), (B, BoardValues(1, {"n": first}))]
+    assert board.hear(B, Count(2, "n", 6)) == [(B, BoardValues(2, {"n": b"11".hex()}))]
 
 
 def test_a_number_over_what_somebody_else_put_up_counts_from_zero() -> None:
     board = Board()
     board.hear(A, Post("n", "no digits"))
-    assert board.hear(A, Count(1, "n", 2)) == [(A, Found(1, {"n": b"2".hex()}))]
+    assert board.hear(A, Count(1, "n", 2)) == [(A, BoardValues(1, {"n": b"2".hex()}))]
 
 
 def error(board: Board, peer: str, question: Question) -> str:
@@ -86,7 +86,7 @@ def test_what_one_peer_keeps_on_the_board_is_bounded_and_others_are_not_hindered
         assert B in error(board, B, Post(f"more{number}", value))
         assert B in error(board, B, Count(number, "n" * (MAX_KEPT // 4), 1))
         assert B in error(board, B, Look(number, ("n" * (MAX_KEPT // 4),)))
-    assert board.hear(A, Look(1, ("more0",), at_once=True)) == [(A, Found(1, {}))]
+    assert board.hear(A, Look(1, ("more0",), at_once=True)) == [(A, BoardValues(1, {}))]
     assert board.hear(A, Post("k", value)) == []
     for _ in range(10):
         assert board.hear(B, Post("k0", value)) == []  # in place of what is there
@@ -124,8 +124,8 @@ def test_a_peer_does_not_change_what_another_has_posted() -> None:
     assert A in error(board, B, Post("address", "02"))
     assert A in error(board, B, Count(2, "address", 1))
     assert A in error(board, B, Post("n", "02"))
-    assert board.hear(B, Count(3, "n", 1)) == [(B, Found(3, {"n": b"2".hex()}))]
-    assert board.hear(B, Look(4, ("address",))) == [(B, Found(4, {"address": "01"}))]
+    assert board.hear(B, Count(3, "n", 1)) == [(B, BoardValues(3, {"n": b"2".hex()}))]
+    assert board.hear(B, Look(4, ("address",))) == [(B, BoardValues(4, {"address": "01"}))]
 
 
 # Ranks meet through the controller: the store is what torch's process groups need, and nothing listens for it.

@@ -3,7 +3,10 @@
 import io
 import json
 import os
+import queue
+import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, asdict, fields
 from dataclasses import replace as with_fields
@@ -26,21 +29,24 @@ from penstock.runtime.cli.watch import Watched as Reader
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.cluster.placement import place
 from penstock.runtime.control import recorder
+from penstock.runtime.control.controller import Controller
 from penstock.runtime.control.inprocess import InProcess, run_in_process
-from penstock.runtime.control.messages import Order, Result, pack
+from penstock.runtime.control.messages import Note, Order, Result, pack
 from penstock.runtime.control.recorder import EVERY, QUIET, RunRecorder
 from penstock.runtime.control.run import Orders, Session
 from penstock.runtime.control.run_config import NODE_OPTIONS, OnResume, RunConfig, RunOptions, annotation, check_limits
-from penstock.runtime.record.checkpoints import latest_checkpoint
+from penstock.runtime.record.checkpoints import latest_checkpoint, sweep_checkpoints
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.report.run_history import read_facts
 from penstock.runtime.schedule.compile import Rules
-from penstock.runtime.schedule.events import Arrived, Begin, Done, Fire, Published, Send, Swapped
+from penstock.runtime.schedule.events import Arrived, Begin, Commit, Done, Fire, Published, Send, Swapped
 from penstock.runtime.tensor.checkpoint import CheckpointShard
 from penstock.runtime.tensor.quantise import ConversionError
 from penstock.runtime.tensor.shm import ObjectRef
 from penstock.runtime.tensor.weight_sync import WeightPublisher
+
+from .sockets import Bench
 
 # A run's options: one dataclass from which flags, `config.json`, the ranks' setup and the scheduler's rules derive.
 
@@ -80,6 +86,18 @@ def test_config_json_has_every_option(tmp_path: Path) -> None:
     assert RunConfig.load(folder) == config
 
 
+def test_a_folder_made_before_max_prompt_was_a_flag_keeps_the_bound_that_its_program_had(tmp_path: Path) -> None:
+    config, folder = a_run(), RunFolder.create(tmp_path / "run")
+    graph = config.graph.replace(options=(("max_prompt", 96),))
+    with_fields(config, graph=graph).write(folder, {})
+    written = folder.read_json("config.json")
+    assert RunConfig.load(folder).flags.max_prompt == 2048
+    del written["flags"]["max_prompt"]
+    folder.write_json("config.json", written)
+    folder.unlock()
+    assert RunConfig.load(folder).flags.max_prompt == 96
+
+
 def test_an_option_outside_of_its_limits_is_refused_by_the_flag_and_by_config_json(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--slots: given 0, needed at least 1"):
         check_limits(RunFlags(slots=0))
@@ -101,7 +119,7 @@ def test_a_ranks_setup_has_the_options_that_nodes_see() -> None:
     given = {"batch": 3, "updates": 5, "max_tokens": 9, "seed": 11, "slots": 13, "dtype": "bfloat16"}
     given |= {"model": "/model", "data": "words", "recompute": "layer", "micro_tokens": 64, "logit_elements": 4096}
     given |= {"data_split": "s", "eval_data": "others", "eval_split": "t", "prompt_field": "p", "answer_field": "a"}
-    given |= {"row": "m:f", "system": "Be brief.", "segment": 5}
+    given |= {"row": "m:f", "system": "Be brief.", "segment": 5, "max_prompt": 99}
     given |= {"lora": 4, "lora_alpha": 8.0, "lora_targets": ("q_proj",), "optimizer_state": "host"}
     given |= {"replay_routing": True, "invariant": True, "engine": "vllm", "mismatch_limit": 0.5}
     given |= {"versions": "pinned", "deterministic": True}
@@ -128,7 +146,8 @@ def test_rules_have_the_options_of_their_names() -> None:
 
 def test_a_resume_takes_the_options_that_say_so_and_no_others() -> None:
     marked = {name for name in defaults(RunOptions) if annotation(RunOptions, name, OnResume)}
-    assert marked == {"updates", "mesh", "keep", "keep_best", "recompute", "micro_tokens", "track", "grace", "restarts"}
+    small = {"keep", "keep_best", "recompute", "micro_tokens", "track", "grace", "restarts", "save_samples"}
+    assert marked == {"updates", "mesh"} | small
     assert {field.name for field in fields(ResumeFlags)} & defaults(RunOptions).keys() == set()
     flags: Any = with_changes(ResumeFlags)
     assert changes(flags("runs/r")) == {}
@@ -199,6 +218,7 @@ def run(
     handles: bool = False,
     updates: int = UPDATES,
     checkpoint_every: int = 0,
+    keep: int = RunOptions.keep,
     lag: int = 1,
     stop_when: Callable[[Watched, Result], bool] | None = None,
 ) -> Watched:
@@ -209,7 +229,7 @@ def run(
         graph,
         None,
         plan,
-        RunOptions(updates=updates, batch=2, checkpoint_every=checkpoint_every),
+        RunOptions(updates=updates, batch=2, checkpoint_every=checkpoint_every, keep=keep),
         "session",
     )
     config.write(folder, {})
@@ -218,6 +238,31 @@ def run(
     InProcess(config, session, folder.path).run()
     folder.unlock()
     return session
+
+
+def test_checkpoints_by_updates_are_at_their_updates_though_the_next_one_waits_for_nothing(folder: RunFolder) -> None:
+    run(folder, updates=9, checkpoint_every=2, keep=0, lag=4)
+    assert sorted(path.name for path in folder.checkpoints.iterdir()) == [f"{n:08}" for n in (2, 4, 6, 8, 9)]
+
+
+def test_the_end_of_a_run_waits_for_no_old_checkpoint_to_be_removed_and_its_sweep_removes_the_rest(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a file system that takes minutes: the controller would say nothing meanwhile, and be taken to hang."""
+    ended, removed = threading.Event(), queue.SimpleQueue[bool]()
+
+    def remove(path: Path, **how: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():  # which is the rank here
+            removed.put(ended.wait(20.0))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove)
+        run(folder, updates=3, checkpoint_every=1, keep=1)
+        ended.set()
+        assert removed.get(timeout=60.0)
+    assert len(list(folder.checkpoints.iterdir())) > 1
+    sweep_checkpoints(folder)
+    assert [path.name for path in folder.checkpoints.iterdir()] == ["00000003"]
 
 
 class Killed(BaseException):
@@ -419,8 +464,8 @@ def record(folder: RunFolder, said: Said) -> Iterator[RunRecorder]:
     folder.unlock()
 
 
-def tell(record: RunRecorder, event: Any, now: float, *commands: Any, began: float = 0.0) -> None:
-    record.step(now, event, [*commands], {}, Result(event, began=began, ended=began + 0.5))
+def tell(record: RunRecorder, event: Any, now: float, *commands: Any, began: float = 0.0, **made: Any) -> None:
+    record.step(now, event, [*commands], {}, Result(event, began=began, ended=began + 0.5, **made))
 
 
 def publish_version(record: RunRecorder, version: int, began: float) -> None:
@@ -468,6 +513,24 @@ def test_what_the_user_is_told_those_who_watch_are_told_once(record: RunRecorder
     assert shown["warnings"] == [said[0]["text"], "it is lost"]
 
 
+def test_what_several_ranks_warn_of_is_said_once_and_what_happens_again_is_said_again(
+    b: Bench, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "MAX_WARNINGS", 2)
+    said: Said = []
+    record = RunRecorder(folder, a_run(), said.append, 100.0)
+    controller = Controller(folder, record.config, b.server, Session(record.config, record), None)
+    for text in "abc":  # the last of them when the summary has room for no more
+        for rank in range(8):
+            controller._hear(f"trainer/0:{rank}", Note("warning", text))
+    lost = "generator/0 is lost"
+    for _ in range(2):
+        record.note(lost, "warning")
+    assert [line["text"] for line in said if line["kind"] == "note"] == ["a", "b", "c", lost, lost]
+    assert record.warnings == ["a", "b"]
+    folder.unlock()
+
+
 def test_weights_on_their_way_are_remembered_once_per_channel_and_replica(record: RunRecorder) -> None:
     for version in range(100):
         publish_version(record, version, began=10.0 * version)
@@ -502,3 +565,26 @@ def test_the_trace_holds_the_first_bars_and_says_so(
     trace = json.loads((folder.path / "trace.json").read_text())
     assert trace["otherData"] == {"title": record.config.run, "note": "the first 3 bars of the run"}
     assert len([event for event in trace["traceEvents"] if event["ph"] == "X"]) == 3
+
+
+def test_a_checkpoint_has_the_metrics_and_samples_of_its_cut_though_an_update_takes_them_while_it_is_written(
+    record: RunRecorder, folder: RunFolder
+) -> None:
+    state = json.dumps({"groups": [[0, {"fake_score": "scorer/0"}, {}]], "trailing": {}})
+    update = Firing("fake_update", 0)
+    tell(
+        record,
+        Done(Firing("fake_score", 0), "scorer/0"),
+        101.0,
+        metrics={"reward_mean": 0.5},
+        sample='{"rewards": [1]}',
+    )
+    record.begin_checkpoint(0, state)
+    record.step(102.0, Begin(), [Fire(update, "trainer/0", (0,))], {})
+    tell(record, Done(update, "trainer/0"), 103.0, metrics={"loss": 1.0})
+    assert record.row["reward_mean"] == 0.5
+    record.commit(Commit(0, state))
+    saved = latest_checkpoint(folder)
+    assert saved is not None
+    assert saved.figures["groups"] == [[0, "fake_score", 0, {"reward_mean": 0.5}]]
+    assert saved.figures["samples"] == [[0, "fake_score", {"rewards": [1]}]]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.graph import load, trace
-from penstock.graph.deferred import Joined, columns_of, deferred, is_deferred, shape_of, widened
+from penstock.graph.deferred import StackedColumns, columns_of, deferred, is_deferred, shape_of, widened
 from penstock.graph.ir import Firing
 from penstock.graph.types import Advantages, Batchable, Rollouts
 from penstock.nodes.learn.batching import pack, token_counts
@@ -45,7 +45,7 @@ def group(ordinal: int, random: Random, longest: int) -> Rollouts:
 def scattered(parts: Sequence[Rollouts]) -> Rollouts:
     columns = [(columns_of(part), len(part)) for part in parts]
     found = {
-        name: None if column is None else Joined(tuple((own[name], count) for own, count in columns))  # type: ignore[misc]
+        name: None if column is None else StackedColumns(tuple((own[name], count) for own, count in columns))  # type: ignore[misc]
         for name, column in columns[0][0].items()
     }
     return deferred(Rollouts, found, range(sum(map(len, parts))))

@@ -27,8 +27,8 @@ from penstock.runtime.control.messages import (
     MAX_BYTES,
     MAX_TEXT,
     AgentReady,
+    BoardValues,
     Exited,
-    Found,
     Goodbye,
     Heartbeat,
     Hello,
@@ -45,7 +45,7 @@ from penstock.runtime.control.messages import (
 )
 from penstock.runtime.control.rendezvous import Pulse, beat_interval
 from penstock.runtime.control.security import Keys
-from penstock.runtime.control.silence import PAUSE_S, Tracker
+from penstock.runtime.control.silence import PAUSE_S, LivenessTracker
 from penstock.runtime.control.sockets import MAX_NOTES, SILENCE, Client, Server
 from penstock.runtime.schedule.events import Begin, Checkpoint, Done, Failed, Fire, Published, Saved, Swapped
 from penstock.runtime.tensor.shm import ObjectRef
@@ -192,8 +192,8 @@ def test_a_key_lets_in_only_what_is_on_its_host(b: Bench, role: Role) -> None:
     b.wait_for_count("unauthorised", 4)
     assert (b.heard, b.server.peers) == ([], ())
     raw.hello(own, sequence=9, role=role)
-    raw.say(pack(Note("info", "in"), 10))
-    until(lambda: b.hear() is not None and ("info" in repr(b.heard)))
+    raw.say(pack(Note("warning", "in"), 10))
+    until(lambda: b.hear() is not None and ("warning" in repr(b.heard)))
 
 
 @pytest.mark.parametrize("endpoint", [TCP])
@@ -234,13 +234,13 @@ def test_mutated_frames_are_messages_or_counted_on_both_sides(b: Bench) -> None:
     raw.hello()
     b.wait_for(2)
     ready = Ready("generator/0", 0, 1, ((Firing("x", 1), "out", AFAR),))
-    own: list[Message] = [RESULTS, ready, Note("info", "x"), Post("k", "0")]
+    own: list[Message] = [RESULTS, ready, Note("warning", "x"), Post("k", "0")]
     for sent in range(1, number + 1):
         raw.say(mutated(chance, [pack(message, 1 << 30) for message in own]))
         if sent % 50 == 0:  # a sender waits while too many are not read
             until(lambda: b.hear() is not None and b.server.counts.total() + len(b.heard) - 2 == sent)  # noqa: B023
     identity = b.server._routes["scorer/0:0"].identity
-    theirs: list[Message] = [order, Goodbye("x"), Found(1, {"k": "0"})]
+    theirs: list[Message] = [order, Goodbye("x"), BoardValues(1, {"k": "0"})]
     for _ in range(number):
         frame = mutated(chance, [pack(message, 1 << 30) for message in theirs])
         b.server.socket.send_multipart([identity, frame])
@@ -255,7 +255,7 @@ def test_mutated_frames_are_messages_or_counted_on_both_sides(b: Bench) -> None:
 
 def test_one_receive_takes_a_bounded_number_of_bytes(b: Bench) -> None:
     client = b.client()
-    frame = Note("info", "x" * (3 << 20))
+    frame = Note("warning", "x" * (3 << 20))
     for _ in range(40):
         client.send(frame)
     until(lambda: b.hear() is not None and len(b.heard) > 1)
@@ -267,7 +267,7 @@ def test_a_rank_has_one_connection_for_its_heartbeats(b: Bench) -> None:
     """Or their number would have no bound."""
     first, second = b.raw(), b.raw()
     first.hello(role="heartbeat")
-    until(lambda: b.hear() is not None and b.server.send("generator/0:0", Found(1, {})))
+    until(lambda: b.hear() is not None and b.server.send("generator/0:0", BoardValues(1, {})))
     second.hello(role="heartbeat")
     second.say(pack(Post("key", "01"), 2))
     b.wait_for_count("duplicate")
@@ -338,7 +338,7 @@ class Child:
 
 
 def answers(client: Client, text: str = "here") -> None:
-    client.send(Note("info", text))
+    client.send(Note("warning", text))
     assert until(lambda: client.receive(0.1)) == [Goodbye(text)]
 
 
@@ -352,7 +352,7 @@ def test_a_controller_that_was_stopped_goes_on_with_the_same_connections(
         child = Child(tmp_path, endpoint, stack, silence)
         client = child.client()
         halt(child.process)
-        client.send(Note("info", "meanwhile"))
+        client.send(Note("warning", "meanwhile"))
         end = monotonic() + 5 * silence
         while monotonic() < end:
             assert client.receive(0.1) == []
@@ -633,10 +633,10 @@ def test_a_run_folder_with_a_long_path_works(tmp_path: Path) -> None:
 
 def test_a_goodbye_just_before_closing_arrives(b: Bench) -> None:
     client = b.client()
-    client.send(Note("info", "last words"))
+    client.send(Note("warning", "last words"))
     client.close()
     b.stack.pop_all()
-    assert b.wait_for(2)[1][1] == Note("info", "last words")
+    assert b.wait_for(2)[1][1] == Note("warning", "last words")
     b.server.close()
 
 
@@ -697,13 +697,13 @@ def test_a_rank_of_a_large_run_may_stand_still_almost_as_long_as_one_of_a_small_
 # Silence is counted from the last sign of life, while somebody listens.
 
 
-def look(tracker: Tracker, since: int, until: int) -> list[str]:
+def look(tracker: LivenessTracker, since: int, until: int) -> list[str]:
     """Who is late at last, when somebody looks twice a second."""
     return [tracker.late(time / 2) for time in range(2 * since, 2 * until + 1)][-1]
 
 
 def test_a_peer_is_late_once_it_was_silent_for_longer_than_allowed() -> None:
-    tracker = Tracker(silence=5.0)
+    tracker = LivenessTracker(silence=5.0)
     tracker.heard("b", 10.0)
     tracker.heard("a", 11.0)
     assert look(tracker, 11, 15) == []
@@ -716,7 +716,7 @@ def test_a_peer_is_late_once_it_was_silent_for_longer_than_allowed() -> None:
 
 def test_nobody_is_late_because_the_one_who_listens_was_stopped() -> None:
     """What they said meanwhile may be read one after the other; whoever is silent from then on, or was before, is."""
-    tracker = Tracker(silence=5.0)
+    tracker = LivenessTracker(silence=5.0)
     tracker.heard("a", 0.0)
     tracker.heard("b", 1.0)
     assert look(tracker, 1, 4) == []
@@ -729,7 +729,7 @@ def test_nobody_is_late_because_the_one_who_listens_was_stopped() -> None:
 
 def test_what_a_stop_took_is_known_at_the_moment_that_is_asked_about() -> None:
     """The stop may come between a look at who is late and one at another deadline."""
-    tracker = Tracker(3.0)
+    tracker = LivenessTracker(3.0)
     tracker.heard("a", 0.0)
     assert tracker.late(0.5) == []
     assert tracker.held_up(20.5) == 20.0 - PAUSE_S
@@ -738,13 +738,13 @@ def test_what_a_stop_took_is_known_at_the_moment_that_is_asked_about() -> None:
 
 
 def test_a_peer_is_late_for_one_who_never_looks_often() -> None:
-    tracker = Tracker(silence=5.0)
+    tracker = LivenessTracker(silence=5.0)
     tracker.heard("a", 0.0)
     assert [tracker.late(3.0 * look) for look in range(7)][-2:] == [[], ["a"]]
 
 
 def test_a_peer_is_tracked_from_its_first_sign_until_it_is_forgotten() -> None:
-    tracker = Tracker(silence=5.0)
+    tracker = LivenessTracker(silence=5.0)
     assert tracker.late(100.0) == []
     tracker.heard("a", 100.0)
     tracker.forget("a")

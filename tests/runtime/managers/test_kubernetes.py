@@ -24,7 +24,7 @@ from penstock.runtime.managers.kubernetes import (
     DESK,
     TICKET,
     KubernetesError,
-    Workload,
+    KubernetesRun,
     as_yaml,
     create,
     follow,
@@ -42,12 +42,12 @@ VERSION = "1.34"
 WORDS = ("aipo", "--updates", "20", "--system", "count $(POD_IP) and ${HOME}")
 
 
-def workload(**changes: Any) -> Workload:
+def workload(**changes: Any) -> KubernetesRun:
     given: dict[str, Any] = {"name": "aipo-1f", "image": "registry.example/penstock:1", "agents": 3, "claim": "runs"}
-    return Workload(**{**given, "words": WORDS, **changes})
+    return KubernetesRun(**{**given, "words": WORDS, **changes})
 
 
-def keys(asked: Workload) -> dict[str, str]:
+def keys(asked: KubernetesRun) -> dict[str, str]:
     made = DeskKeys.make(asked.name)
     return {TICKET: made.ticket(asked.endpoint).text(), DESK: made.text()}
 
@@ -81,7 +81,7 @@ def validator() -> jsonschema.Draft7Validator:
     return jsonschema.Draft7Validator(strict(schema))
 
 
-def read(asked: Workload) -> tuple[dict[str, Any], dict[str, Any]]:
+def read(asked: KubernetesRun) -> tuple[dict[str, Any], dict[str, Any]]:
     """The manifests as a cluster reads them."""
     secret, jobset = yaml.safe_load_all(as_yaml(manifests(asked, keys(asked))))
     return secret, jobset
@@ -101,7 +101,7 @@ def faults(validator: jsonschema.Draft7Validator, jobset: dict[str, Any]) -> lis
 
 
 @each
-def test_a_jobset_is_what_its_schema_says(validator: jsonschema.Draft7Validator, asked: Workload) -> None:
+def test_a_jobset_is_what_its_schema_says(validator: jsonschema.Draft7Validator, asked: KubernetesRun) -> None:
     assert faults(validator, read(asked)[1]) == []
 
 
@@ -131,7 +131,7 @@ def test_a_wrong_key_or_value_is_found(
 
 
 @each
-def test_the_secret_the_jobs_and_the_pods_are_what_kubernetes_knows(asked: Workload) -> None:
+def test_the_secret_the_jobs_and_the_pods_are_what_kubernetes_knows(asked: KubernetesRun) -> None:
     secret, jobset = read(asked)
     kubernetes_validate.validate(secret, VERSION, strict=True)
     for name, job in jobs(jobset).items():
@@ -145,7 +145,7 @@ def test_the_secret_the_jobs_and_the_pods_are_what_kubernetes_knows(asked: Workl
 
 
 @each
-def test_pods_run_as_nobody_special(asked: Workload) -> None:
+def test_pods_run_as_nobody_special(asked: KubernetesRun) -> None:
     """What the Pod Security Standard "restricted" asks for."""
     for pod in pods(read(asked)[1]).values():
         assert pod["securityContext"]["runAsNonRoot"] is True
@@ -159,7 +159,7 @@ def test_pods_run_as_nobody_special(asked: Workload) -> None:
 
 
 @each
-def test_what_is_taken_away_restarts_uncounted_and_the_rest_is_counted(asked: Workload) -> None:
+def test_what_is_taken_away_restarts_uncounted_and_the_rest_is_counted(asked: KubernetesRun) -> None:
     spec = read(asked)[1]["spec"]
     rules = {name: job["podFailurePolicy"]["rules"] for name, job in jobs({"spec": spec}).items()}
     for name, action in ((CONTROLLER, "FailJob"), (AGENTS, "Ignore")):
@@ -205,7 +205,7 @@ def test_the_longest_name_has_room_for_what_kubernetes_adds() -> None:
 
 
 @each
-def test_secrets_are_in_the_secret_alone_and_agents_have_no_secret_key(asked: Workload) -> None:
+def test_secrets_are_in_the_secret_alone_and_agents_have_no_secret_key(asked: KubernetesRun) -> None:
     secret, jobset = read(asked)
     desk = json.loads(secret["stringData"][DESK])
     assert desk["secret"] not in secret["stringData"][TICKET]

@@ -115,7 +115,7 @@ def test_the_kernel_says_how_many_processes_it_has_killed_for_lack_of_memory(
 
 def test_an_agent_reports_what_its_container_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    monkeypatch.setattr(machine, "cgroup_limits", lambda root: machine.Limits(3.5, GIB / 4))
+    monkeypatch.setattr(machine, "cgroup_limits", lambda root: machine.MachineLimits(3.5, GIB / 4))
     said = facts("token", "127.0.0.1")
     assert (said.cores, said.memory_gib) == (4, 0.25)
 

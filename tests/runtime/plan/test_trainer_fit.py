@@ -18,7 +18,7 @@ from penstock.runtime.cluster.gpus import GPUS
 from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.plan.model_shape import SHAPES, Parallel
 from penstock.runtime.plan.train_cost import Trainer
-from penstock.runtime.plan.trainer_fit import MOST_TOKENS, Place, fit, fitted, require_hosts
+from penstock.runtime.plan.trainer_fit import MOST_TOKENS, TrainerRank, fit, fitted, require_hosts
 
 H100 = GPUS["H100"]
 
@@ -47,7 +47,7 @@ def test_the_fastest_step_that_fits_is_taken() -> None:
     """Over all that could be taken, for room from too little to plenty."""
     trainer, chosen = Trainer(SHAPES["llama-8b"], H100, Parallel(fsdp=8)), []
     for gb in range(10, 130, 5):
-        place, longest = Place(trainer, gb * 1e9), 4096
+        place, longest = TrainerRank(trainer, gb * 1e9), 4096
         found = fit([place], longest)
         every = [
             replace(trainer, micro_tokens=longest << double, recompute=again)

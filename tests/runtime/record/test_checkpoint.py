@@ -1,6 +1,7 @@
 """Which folder is a checkpoint that counts, how one comes to count, what is removed, and a folder that is moved."""
 
 import fcntl
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from penstock.runtime.record.checkpoints import (
     discount,
     in_use,
     latest_checkpoint,
+    newest_usable,
     read_best,
     surplus,
     sweep_checkpoints,
@@ -44,7 +46,6 @@ def latest(folder: RunFolder) -> str | None:
 def test_a_folder_counts_once_its_cut_is_in_it_and_it_has_its_name(folder: RunFolder) -> None:
     assert latest(folder) is None
     cut = (folder.checkpoints / checkpoint(folder, 3) / "cut.json").read_bytes()
-    (folder.checkpoints / "00000005").mkdir()
     for other in (begin_checkpoint(folder, "ours", 6), "notes"):
         (folder.checkpoints / other).mkdir(exist_ok=True)
         (folder.checkpoints / other / "cut.json").write_bytes(cut)
@@ -168,6 +169,49 @@ def test_a_run_goes_on_beside_an_earlier_checkpoint_that_was_damaged(folder: Run
     (folder.checkpoints / "00000005" / "cut.json").write_text("{")
     with pytest.raises(RecordError, match=r"00000005/cut\.json"):
         latest(folder)
+
+
+def test_each_bit_of_a_cut_that_a_disk_has_changed_is_told_with_what_there_is_beside_it(folder: RunFolder) -> None:
+    for update in (3, 5):
+        checkpoint(folder, update, {"reward_mean": 0.25})
+    place = folder.checkpoints / "00000005"
+    path, beside = place / "cut.json", f"without the folder {place} a resume begins with update 3"
+    whole = path.read_bytes()
+    facts = json.loads(whole)
+    said, kept = set[str](), {name: facts[name] for name in facts if name != "check"}
+    for number in range(8 * len(whole)):
+        data = bytearray(whole)
+        data[number // 8] ^= 1 << number % 8
+        path.write_bytes(data)
+        try:
+            found = latest_checkpoint(folder)
+        except RecordError as error:
+            said.add(str(error))
+        else:  # a space, or the name of the check alone
+            assert found is not None
+            assert kept == {name: getattr(found, name) for name in kept}
+    assert len(said) > len(whole)
+    wrong = [text for text in said if not (text.startswith(f"{path}: ") and text.endswith(f"; {beside}"))]
+    assert wrong == []
+    path.unlink()
+    with pytest.raises(RecordError, match=f"{path}: no such file; needed .*; {beside}"):
+        latest_checkpoint(folder)
+    # One of a version without checks.
+    del facts["check"]
+    path.write_text(json.dumps(facts))
+    assert latest(folder) == "00000005"
+
+
+def test_the_newest_checkpoint_that_can_be_used_is_found_behind_damaged_ones(folder: RunFolder) -> None:
+    assert newest_usable(folder) == (None, [])
+    assert newest_usable(folder, refused=True) == (None, [])
+    for update in (3, 4, 5):
+        checkpoint(folder, update)
+    (folder.checkpoints / "00000004" / "cut.json").unlink()
+    for refused, update, damaged in ((False, 5, []), (True, 3, ["00000005", "00000004"])):
+        saved, places = newest_usable(folder, refused=refused)
+        assert saved is not None
+        assert (saved.update, [place.name for place in places]) == (update, damaged)
 
 
 @pytest.mark.parametrize("text", ["reward_mean:least", ":min", "kl:"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.graph import load, trace
-from penstock.graph.ir import Firing
+from penstock.graph.ir import Firing, Node
 from penstock.graph.types import COLUMNS
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.metrics import (
@@ -18,11 +18,12 @@ from penstock.runtime.record.metrics import (
     columns,
     combine,
     keep_rows,
-    prefixes,
     read_rows,
     read_undamaged,
     scalars,
 )
+
+from .rows import columns_of
 
 
 def row(update: int, **figures: Any) -> dict[str, Any]:
@@ -35,6 +36,11 @@ def made(rows: Rows, update: int, now: float = 1.0, **metrics: float) -> dict[st
     return rows.row(update, now, {})
 
 
+def nodes_of(*functions: str) -> list[Node]:
+    """A node of each function, with its name."""
+    return [Node(name, f"module:{name}", (), ()) for name in functions]
+
+
 @pytest.fixture
 def rows() -> Rows:
     return Rows({"learn": 1}, now=0.0)
@@ -42,10 +48,10 @@ def rows() -> Rows:
 
 def test_groups_combine_by_mean_sum_and_extremes() -> None:
     parts = [
-        {"reward_mean": 1.0, "a.tokens": 3.0, "lag_max": 0.0},
-        {"reward_mean": 0.0, "a.tokens": 5.0, "lag_max": 2.0},
+        {"reward_mean": 1.0, "tokens": 3.0, "lag_max": 0.0},
+        {"reward_mean": 0.0, "tokens": 5.0, "lag_max": 2.0},
     ]
-    combined = {"reward_mean": 0.5, "a.tokens": 8.0, "lag_max": 2.0, "turns_min": 4.0}
+    combined = {"reward_mean": 0.5, "tokens": 8.0, "lag_max": 2.0, "turns_min": 4.0}
     assert combine([*parts, {"turns_min": 4.0}]) == combined
 
 
@@ -53,13 +59,13 @@ def test_a_row_has_its_own_groups_and_the_updates_figures() -> None:
     rows = Rows({"learn": 1}, now=100.0, elapsed=60.0)
     for ordinal in range(4):
         rows.group(Firing("score", ordinal), {"reward_mean": float(ordinal)})
-        rows.group(Firing("generate", ordinal), {"tokens": 10.0, "generated_tokens": 15.0})
+        rows.group(Firing("generate", ordinal), {"prompt_tokens": 10.0, "generated_tokens": 15.0})
     rows.batch(0, (0, 1))
     rows.batch(1, (2, 3))
     rows.synced(0.25)
-    assert rows.update(0, "learn", {"loss": -0.5}, seconds=2.0)
+    assert rows.update(0, "learn", {"loss": -0.5, "tokens": 20.0}, seconds=2.0)
     first = rows.row(0, 104.0, {"trainer": {"busy": 3.0, "data": 1.0}})
-    figures = {"reward_mean": 0.5, "tokens": 20.0, "loss": -0.5, "generate_tokens_per_s": 15.0}
+    figures = {"reward_mean": 0.5, "prompt_tokens": 20.0, "tokens": 20.0, "loss": -0.5, "generate_tokens_per_s": 15.0}
     seconds = {"time_s": 64.0, "seconds": 4.0, "update_s": 2.0, "sync_s": 0.25, "train_tokens_per_s": 10.0}
     pools = {"pools": {"trainer": {"busy": 3.0, "data": 1.0}}}
     assert first == {"update": 0, "version": 1, "groups": 2, **figures, **seconds, **pools}
@@ -75,8 +81,8 @@ def test_a_rows_own_columns_are_those_that_nodes_may_not_report(rows: Rows) -> N
 @pytest.mark.parametrize("bad", [nan, inf, -inf])
 def test_a_figure_that_is_no_number_is_null_with_a_note_of_what_it_was(rows: Rows, bad: float) -> None:
     rows.batch(0, (0,))
-    rows.group(Firing("score", 0), {"reward_mean": bad, "tokens": bad, "length": 1.0})
-    row = made(rows, 0, loss=0.5)
+    rows.group(Firing("score", 0), {"reward_mean": bad, "length": 1.0})
+    row = made(rows, 0, loss=0.5, tokens=bad)
     assert row["reward_mean"] is None
     assert (row["length"], row["loss"]) == (1.0, 0.5)
     assert row["not_finite"] == dict.fromkeys(("reward_mean", "tokens", "train_tokens_per_s"), str(bad))
@@ -98,8 +104,8 @@ def test_tokens_count_as_generated_when_they_are_whatever_becomes_of_their_group
     for ordinal in range(4):
         rows.group(Firing("generate", ordinal), {"generated_tokens": 10.0})
         rows.group(Firing("generate", ordinal, 1), {"generated_tokens": 2.0, "response_length": 2.0})
-        rows.group(Firing("generate_2", ordinal), {"generate_2.generated_tokens": 1.0})
-        rows.group(Firing("asks", ordinal), {"generated_tokens": 3.0, "asks.generated_tokens": 3.0})
+        rows.group(Firing("generate_2", ordinal), {"generated_tokens": 1.0})
+        rows.group(Firing("asks", ordinal), {"generated_tokens": 3.0})
     rows.batch(0, (1,))  # group 0 was dropped, groups 2 and 3 are for later
     row = made(rows, 0, 2.0, tokens=30.0, replayed_tokens=20.0)
     assert (row["generate_tokens_per_s"], row["train_tokens_per_s"]) == (4 * 16 / 2, 30.0)
@@ -113,17 +119,84 @@ def test_tokens_count_as_generated_when_they_are_whatever_becomes_of_their_group
         assert (row["generate_tokens_per_s"], row["response_length"]) == (0.0, 2.0)
 
 
+def test_a_column_is_of_the_first_node_that_reports_it_and_others_have_their_names_before_it() -> None:
+    nodes, order = {"learn": 1, "critic": 1}, nodes_of("judge", "shape", "learn", "critic")
+    rows = Rows(nodes, 0.0, order=order)
+
+    def row(rows: Rows, update: int, **rewards: float) -> dict[str, float]:
+        for name in ("shape", "judge"):
+            if name in rewards:
+                loss = {"loss": 9.0} if name == "shape" else {}
+                rows.group(Firing(name, update), {"reward_mean": rewards[name], **loss})
+        rows.batch(update, (update,))
+        rows.update(update, "critic", {"loss": 2.0, "tokens": 3.0}, seconds=1.0)
+        assert rows.update(update, "learn", {"loss": 1.0, "tokens": 5.0}, seconds=1.0)
+        made = rows.row(update, 1.0, {})
+        assert made["train_tokens_per_s"] == 4.0
+        return {name: made[name] for name in made if name.endswith(("reward_mean", "loss"))}
+
+    # The updates' columns are not for a group's node, though it stands before them.
+    losses = {"loss": 1.0, "critic.loss": 2.0, "shape.loss": 9.0}
+    assert row(rows, 0, judge=0.5, shape=0.25) == {"reward_mean": 0.5, "shape.reward_mean": 0.25, **losses}
+    resumed = Rows(nodes, 0.0, order=order)
+    resumed.restore(json.loads(json.dumps(rows.to_json({"groups": [], "trailing": {}}))))
+    for each in (rows, resumed):
+        assert row(each, 1, shape=0.75) == {"shape.reward_mean": 0.75, **losses}
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+def test_whose_column_it_is_does_not_depend_on_when_a_node_off_the_critical_path_reports(prompt: bool) -> None:
+    rows = Rows({"learn": 1}, 0.0, order=nodes_of("watch", "judge", "learn"))
+    for update in range(2):
+        rows.group(Firing("judge", update), {"kl": 1.0})
+        rows.batch(update, (update,))
+        if prompt or update:
+            rows.trailing(update, "watch", {"kl": 2.0})
+        rows.update(update, "learn", {}, seconds=1.0)
+        made = rows.row(update, 1.0, {})
+        assert made["kl"] == 1.0
+    assert made["watch.kl"] == 2.0
+
+
+def test_a_node_that_an_argument_shares_its_name_with_is_called_as_the_program_calls_it() -> None:
+    rows = Rows({"learn": 1, "solver:critic": 1}, 0.0, order=nodes_of("learn", "solver:critic"))
+    rows.batch(0, (0,))
+    rows.update(0, "solver:critic", {"loss": 2.0}, seconds=1.0)
+    assert rows.update(0, "learn", {"loss": 1.0}, seconds=1.0)
+    made = rows.row(0, 1.0, {})
+    assert {name: made[name] for name in made if "loss" in name} == {"loss": 1.0, "solver.loss": 2.0}
+
+
 def test_two_nodes_of_a_function_report_apart_and_nodes_of_different_functions_under_plain_names() -> None:
-    graph = trace(load("remax"))
-    assert prefixes(graph) == {
-        "broadcast": ("",),
-        "generate": ("",),
-        "generate_2": ("generate_2.",),
-        "score": ("",),
-        "score_2": ("score_2.",),
-        "greedy_advantage": ("",),
-        "policy_update": ("",),
+    assert columns_of(trace(load("remax"))) == {
+        "broadcast": {"broadcast"},
+        "generate": {"generate"},
+        "generate_2": {"generate_2.generate"},
+        "score": {"score"},
+        "score_2": {"score_2.score"},
+        "greedy_advantage": {"greedy_advantage"},
+        "policy_update": {"policy_update"},
     }
+
+
+def test_further_nodes_of_a_function_never_have_the_plain_name() -> None:
+    """Not even of what the first one does not report, and however late that reports."""
+    order = [Node("learn", "m:learn", (), ()), Node("score", "m:score", (), ()), Node("score_2", "m:score", (), ())]
+    rows = Rows({"learn": 1}, 0.0, order=order)
+    for update in range(2):
+        rows.group(Firing("score_2", update), {"reward_mean": 2.0})
+        if update:
+            rows.group(Firing("score", update), {"reward_mean": 1.0})
+        rows.batch(update, (update,))
+        row = made(rows, update)
+        assert row["score_2.reward_mean"] == 2.0
+        assert row.get("reward_mean") == (1.0 if update else None)
+
+
+def test_a_node_that_the_program_has_named_reports_under_its_label_too_and_its_update_once() -> None:
+    rows = Rows({}, 0.0, order=[Node("held:measure", "m:measure", (), ()), Node("learn", "m:learn", (), ())])
+    rows.trailing(0, "held:measure", {"accuracy": 0.5})
+    assert rows.pending == [{"accuracy": 0.5, "held.accuracy": 0.5, "held_update": 0.0}]
 
 
 def test_figures_of_a_group_that_an_update_passes_over_are_forgotten_and_count_nowhere(rows: Rows) -> None:
@@ -219,6 +292,17 @@ def test_a_resume_keeps_one_row_per_update(tmp_path: Path) -> None:
     for update in range(3, 6):
         file.append(row(update, loss=1.0))
     assert [(r["update"], r["loss"]) for r in read_rows(path)] == [(u, float(u >= 3)) for u in range(6)]
+
+
+def test_damage_behind_the_rows_that_a_resume_keeps_goes_and_other_damage_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    text = "".join(json.dumps(row(update)) + "\n" for update in range(3)) + "oops\n" + json.dumps(row(4)) + "\n"
+    path.write_text(text)
+    with pytest.raises(RecordError, match=rf"{path}:4: .*or the file without this line"):
+        keep_rows(path, 4)
+    assert path.read_text() == text
+    assert [r["update"] for r in keep_rows(path, 3)] == [0, 1, 2]
+    assert [r["update"] for r in read_rows(path)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Small charts say in words what they show; schedules are compact columns; a long run's page is small."""
+"""Small charts say in words what they show; schedules are columns; a long run's page is small; samples are texts."""
 
 import base64
 import json
@@ -10,13 +10,25 @@ from typing import Any
 
 import pytest
 
+from penstock.graph import load, trace
 from penstock.runtime.report.charts import Figure, curves, histogram, number, percent, thinned
 from penstock.runtime.report.follow import Work
 from penstock.runtime.report.page import render
 from penstock.runtime.report.schedule_data import Chart, Row, Strip, encode, thin
 from penstock.runtime.report.write import write_report
+from penstock.runtime.schedule.simulator import Durations
 
 from .runs import simulated_run
+
+CALLED = """
+from penstock.graph import broadcast, program
+from penstock.nodes.fake import FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
+
+@program
+def called(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
+    rollouts = fake_generate.named("policy")(prompts, broadcast(policy, lag=1))
+    return fake_update(policy, rollouts, fake_score.named("prompts")(rollouts))
+"""
 
 
 def drawn(figure: Figure) -> str:
@@ -125,3 +137,57 @@ def test_a_thousand_updates_are_a_page_of_less_than_two_megabytes(tmp_path: Path
     report = write_report(made.folder, tmp_path / "report.html", limit_s=1.0)
     assert len(report.facts.training[0].followed.ends) == 1000
     assert (tmp_path / "report.html").stat().st_size < 2_000_000
+
+
+def test_samples_are_shown_as_texts_with_the_rewards_of_nodes_that_read_them(tmp_path: Path) -> None:
+    folder = simulated_run(tmp_path / "r", updates=2).folder
+    response = {"text": "<b>2</b>", "tokens": 3, "finished": False, "versions": [0, 1]}
+    said = {"node": "fake_generate", "prompt": "1+1=", "answer": "2", "responses": [response]}
+    line = {"update": 1, "group": 8, "texts": [said], "rewards": {}}
+    line["rewards"] = {"fake_score": [0.125], "fake_score.style": [0.375], "another": [0.75]}
+    folder.samples.write_text(json.dumps(line) + "\n")
+    write_report(folder, tmp_path / "report.html", limit_s=0.5)
+    page = (tmp_path / "report.html").read_text()
+    (shown,) = re.findall(r'<section id="samples".*?</section>', page, re.DOTALL)
+    texts = re.sub(r"<[^>]*>", " ", shown).split()
+    assert {"Update", "1,", "8,", "1+1=", "&lt;b&gt;2&lt;/b&gt;", "fake_score", "0.125", "(cut)"} <= set(texts)
+    assert {"fake_score.style", "0.375"} <= set(texts)
+    assert "0.75" not in texts  # of a node that does not read it
+    folder.samples.write_text("{}\n")
+    report = write_report(folder, tmp_path / "report.html", limit_s=0.5)
+    assert [note for note in report.facts.notes if "samples.jsonl" in note]
+    assert 'id="samples"' not in (tmp_path / "report.html").read_text()
+
+
+def test_rewards_of_a_node_that_is_called_as_an_argument_stand_beside_its_responses(tmp_path: Path) -> None:
+    (tmp_path / "called.py").write_text(CALLED)
+    nodes = dict.fromkeys(("policy:fake_generate", "prompts:fake_score", "fake_update"), 0.01)
+    program, durations = f"{tmp_path}/called.py:called", Durations(nodes)
+    folder = simulated_run(tmp_path / "r", updates=1, program=program, durations=durations, options={}).folder
+    response = {"text": "r0", "tokens": 1, "finished": True}
+    texts = [{"node": "policy", "prompt": "a", "answer": "", "responses": [response]}]
+    rewards = {"prompts": [0.25], "prompts.style": [0.5]}
+    folder.samples.write_text(json.dumps({"update": 0, "group": 0, "texts": texts, "rewards": rewards}) + "\n")
+    write_report(folder, tmp_path / "report.html", limit_s=0.5)
+    page = (tmp_path / "report.html").read_text()
+    assert re.findall(r"<pre>r0</pre></td>\s*<td>([^<]*)</td>\s*<td>([^<]*)</td>", page) == [("0.25", "0.5")]
+
+
+def test_rewards_stand_beside_the_responses_that_they_are_of(tmp_path: Path) -> None:
+    """Those of several prompts of a node follow each other; those of responses that go on from others are not these
+    others'."""
+    vineppo = "penstock.programs.vineppo:vineppo"
+    nodes = dict.fromkeys((node.name for node in trace(load(vineppo), {}).nodes if node.name != "broadcast"), 0.01)
+    folder = simulated_run(tmp_path / "r", updates=1, program=vineppo, durations=Durations(nodes), options={}).folder
+
+    def said(node: str, prompt: str, *texts: str) -> dict[str, Any]:
+        responses = [{"text": text, "tokens": 1, "finished": True} for text in texts]
+        return {"node": node, "prompt": prompt, "answer": "", "responses": responses}
+
+    texts = [said("generate", "a", "r0", "r1"), said("generate", "b", "r2", "r3"), said("vines", "a", "s0", "s1")]
+    rewards = {"score": [0.25, 0.5, 0.75, 1.0], "outcomes": [-0.25, -0.5], "vine_advantage": [5.0]}
+    folder.samples.write_text(json.dumps({"update": 0, "group": 0, "texts": texts, "rewards": rewards}) + "\n")
+    write_report(folder, tmp_path / "report.html", limit_s=0.5)
+    page = (tmp_path / "report.html").read_text()
+    rows = re.findall(r"<pre>([rs]\d)</pre></td>\s*<td>([^<]*)</td>", page)
+    assert rows == [("r0", "0.25"), ("r1", "0.5"), ("r2", "0.75"), ("r3", "1"), ("s0", "-0.25"), ("s1", "-0.5")]

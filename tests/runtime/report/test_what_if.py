@@ -17,7 +17,7 @@ from penstock.runtime.report.what_if import (
     Crowding,
     Empirical,
     Fit,
-    Table,
+    WhatIfTable,
     crowding,
     firings,
     fit,
@@ -41,13 +41,13 @@ def fitted(folder: RunFolder) -> tuple[StageHistory, Fit]:
     return stage, found
 
 
-def table_of(folder: RunFolder, out_of_time: Callable[[], bool] = lambda: False) -> Table:
+def table_of(folder: RunFolder, out_of_time: Callable[[], bool] = lambda: False) -> WhatIfTable:
     table = what_if(*fitted(folder), out_of_time)
     assert table is not None
     return table
 
 
-def periods(table: Table) -> dict[int, float | None]:
+def periods(table: WhatIfTable) -> dict[int, float | None]:
     return {case.lag: case.period_s for case in table.cases if case.replicas == table.replicas}
 
 
@@ -160,9 +160,9 @@ def test_the_period_leaves_out_what_fills_the_pipeline() -> None:
     assert period(1.0, [3.0, 5.0], 0) == 2.0
 
 
-def table(periods: dict[int, float], lag: int = 1) -> Table:
+def table(periods: dict[int, float], lag: int = 1) -> WhatIfTable:
     cases = tuple(Case(at, 1, seconds, float(at), {}) for at, seconds in periods.items())
-    return Table("generator", lag, 1, 20, 0.0, True, cases)
+    return WhatIfTable("generator", lag, 1, 20, 0.0, True, cases)
 
 
 CYCLE = Bound(0.9, ("policy", "broadcast", "fake_generate", "fake_score", "fake_update"), 2)

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from penstock.graph.ir import Firing
 from penstock.graph.protocols import Axes, Sharding
-from penstock.runtime.record.checkpoints import part_path
+from penstock.runtime.record.checkpoints import StateError, part_path
 from penstock.runtime.record.folder import sync
 from penstock.runtime.tensor import offload as module
 from penstock.runtime.tensor.checkpoint import (
     CheckpointShard,
     HostBuffers,
-    StateError,
     StateFile,
     copy_shard,
     layout_of,
@@ -96,6 +95,37 @@ def test_what_is_no_state_is_named(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2)}, path)
     with pytest.raises(StateError, match="given format None"):
         load_state(path)
+
+
+def _damage(path: Path, at: bytes) -> None:
+    """Change one bit of the first byte of these bytes, of which a state has only one copy."""
+    data = bytearray(path.read_bytes())
+    place = data.index(at)
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_bit_that_a_disk_has_changed_is_found_whatever_it_belongs_to(tmp_path: Path) -> None:
+    tensors = {"a": torch.arange(5.0), "b": torch.tensor(7), "c": torch.tensor([True, False]), "d": torch.zeros(0)}
+    path = tmp_path / "s"
+    for name in ("a", "b"):
+        save_state(path, tensors, {"number": 1234567})
+        _damage(path, tensors[name].numpy().tobytes())
+        with pytest.raises(StateError, match=rf"{path}: not a readable state: {name}: .*checksum"):
+            load_state(path)
+        # What nobody reads may be damaged.
+        assert StateFile.open(path).tensors("c").keys() == {""}
+    save_state(path, tensors, {"number": 1234567})
+    _damage(path, b"1234567")
+    with pytest.raises(StateError, match=rf"{path}: not a readable state: facts: .*checksum"):
+        StateFile.open(path)
+
+
+def test_a_state_of_a_version_without_checksums_is_read(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "s", {"format": "penstock-state-1", "facts": '{"n": 1}'})
+    tensors, facts = load_state(tmp_path / "s")
+    assert tensors["a"].tolist() == [1, 1]
+    assert facts == {"n": 1}
 
 
 # Shards of a checkpoint --------------------------------------------------------------------------------------
@@ -187,6 +217,23 @@ def test_every_mesh_reads_what_any_other_wrote(tmp_path: Path, before: Axes, aft
         assert tensors.keys() == needed.keys()
         assert all(torch.equal(tensors[name], needed[name]) for name in needed if needed[name].numel())
         assert all(tensors[name].numel() == 0 for name in needed if not needed[name].numel())
+
+
+@pytest.mark.parametrize("before", MESHES)
+@pytest.mark.parametrize("after", MESHES)
+def test_a_damaged_part_is_found_by_a_rank_of_any_mesh(tmp_path: Path, before: Axes, after: Axes) -> None:
+    _write(tmp_path, before)
+    damaged = Mesh(before).size - 1
+    held = _value(before, damaged).state()[0]["master.up.weight"]
+    _damage(tmp_path / f"trainer-0-{damaged}.safetensors", held.numpy().tobytes())
+    found = []
+    for rank in range(Mesh(after).size):
+        try:
+            CheckpointShard(tmp_path, "trainer/0", rank).carried("policy", layout_of(_value(after, rank)))
+        except StateError as error:
+            found.append(str(error))
+    assert found
+    assert all(f"trainer-0-{damaged}.safetensors: not a readable state: carried/policy/master" in t for t in found)
 
 
 @pytest.mark.parametrize("after", MESHES)

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from penstock.graph.protocols import Axes
-from penstock.runtime.tensor.checkpoint import StateError
+from penstock.runtime.record.checkpoints import StateError
 from penstock.runtime.tensor.dcp import state_dict, write
 
 from .test_checkpoint import MESHES, SHAPES, WHOLE, _write

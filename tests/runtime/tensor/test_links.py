@@ -32,7 +32,7 @@ from penstock.runtime.tensor.cuda_ipc import DeviceMemory, Export, OpenedMemory,
 from penstock.runtime.tensor.digest import ChecksumError, digest
 from penstock.runtime.tensor.layout import Copy, Region
 from penstock.runtime.tensor.link import TRANSPORTS, ReplicaLink
-from penstock.runtime.tensor.one_sided import MappedMemory, OneSidedTransport, Place, SharedMemory
+from penstock.runtime.tensor.one_sided import Location, MappedMemory, OneSidedTransport, SharedMemory
 from penstock.runtime.tensor.process_group import (
     AllReduce,
     Message,
@@ -669,7 +669,7 @@ def test_a_block_is_found_by_its_name_alone() -> None:
         f"cuda:0/{'zz' * 64}/1",
     ):
         with pytest.raises(SegmentError, match="needed the name of a GPU's block"):
-            OpenedMemory(1.0).view(Place(name, 0), torch.zeros(1), (1,))
+            OpenedMemory(1.0).view(Location(name, 0), torch.zeros(1), (1,))
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="needs a machine without a GPU")

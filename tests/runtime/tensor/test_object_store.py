@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -428,6 +428,8 @@ def test_a_segment_that_is_gone_names_the_owner(store: ObjectStore, reader: Obje
 
 
 @settings(deadline=None)
+@example(63, ord(" "))  # of 16 rows 6, and 15: as many bytes as these take
+@example(64, ord("5"))
 @given(st.integers(24, 255), st.integers(0, 255))
 def test_a_damaged_block_is_an_error_or_a_value_never_a_crash(position: int, byte: int) -> None:
     store, reader = ObjectStore(RUN, f"damage/{os.getpid()}", segment_bytes=4096), ObjectReader(RUN)

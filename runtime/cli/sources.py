@@ -1,0 +1,122 @@
+"""The files that a run begins with: its data, its model and the user's own code; whether they are as they were.
+
+Data that have changed are refused: groups would be others. Code may be mended between two lives of a run, and a resume
+says so: the graph is that of the run folder, and the nodes' functions are those of the file as it is now. The user's
+code is all that the process which traced the program has imported for it (`own_files`), whether the graph names it or
+another module needs it.
+"""
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from penstock.runtime.control.run_config import RunConfig, RunOptions
+
+
+def source_digests(paths: Iterable[str]) -> dict[str, str]:
+    """The SHA-256 of each of the files and folders that are there."""
+    return {path: sha256(Path(path)) for path in paths if Path(path).exists()}
+
+
+def own_files(modules: Mapping[str, ModuleType]) -> list[str]:
+    """The files of those modules, by name, that are neither Python's, nor Penstock's, nor installed: the user's own
+    code. One that is installed to be edited lies where the user has it."""
+    pythons = [os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
+    theirs = [module for name, module in modules.items() if name.partition(".")[0] != "penstock"]
+    # Anything may stand there: one that is loaded when it is first asked, or raises then, is not asked.
+    facts = [object.__getattribute__(module, "__dict__") for module in theirs if issubclass(type(module), ModuleType)]
+    files = [module.get("__file__") for module in facts]
+    # What torch makes up has a file's name that is no path.
+    found = {file for file in files if isinstance(file, str) and os.path.isabs(file) and file.endswith(".py")}
+    # By folder: torch brings a thousand files, and the start of a run waits for this.
+    installed = {
+        folder
+        for folder in {*map(os.path.dirname, found)}
+        if not {"site-packages", "dist-packages"}.isdisjoint(folder.split(os.sep))
+        or any(Path(os.path.realpath(folder)).is_relative_to(python) for python in pythons)
+    }
+    return sorted(file for file in found if os.path.dirname(file) not in installed)
+
+
+def sha256(path: Path) -> str:
+    """Of a file's content; of a directory, of the names and contents of its files."""
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        listed = "".join(f"{file.relative_to(path)} {sha256(file)}\n" for file in files)
+        return hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def changed_inputs(flags: RunOptions, digests: Mapping[str, str]) -> Iterator[str]:
+    """What of the model is gone, and of the data gone or changed, a line each."""
+    model, same = Path(flags.model), "needed the one that the run began with"
+    if flags.model and not any((model / name).is_file() for name in ("config.json", "adapter_config.json")):
+        given = "a folder without config.json" if model.is_dir() else "no folder there"
+        yield f"  the model {model}: given {given}, {same}"
+    for data in dict.fromkeys((flags.data, flags.eval_data)):
+        path, needed = Path(data), digests.get(data, "")
+        if (needed or path.is_absolute()) and not path.exists():
+            yield f"  the data {data}: given no file there, {same}"
+        elif needed and (given := sha256(path)) != needed:
+            change = f"given a file with SHA-256 {given}, needed {needed}"
+            yield f"  the data {data}: it has changed, so that groups would be others than they were: {change}"
+
+
+def lost_code(config: RunConfig, folder: str) -> Iterator[str]:
+    """The user's own files and packages that the graphs name and that cannot be found, a line each."""
+    folders = _code_folders(config)
+    for place in _code_places(config):
+        package = place.partition(".")[0]
+        if place.endswith(".py"):
+            if not Path(place).is_file():
+                yield f"  the program's file {place}: given no file there, needed the one that the run began with"
+        elif not (find_spec(package) or PathFinder.find_spec(package, folders)):
+            needed = f"a resume from {folder}, where the run began" if folder else "it installed, or another folder"
+            yield f"  the program's module {place}: given a folder from which it cannot be imported, needed {needed}"
+
+
+def edited_code(digests: Mapping[str, str]) -> Iterator[str]:
+    """The files of code that have changed or are gone, a line each."""
+    for place, needed in digests.items():
+        if (path := Path(place)).suffix != ".py":
+            continue
+        if not path.is_file():
+            yield f"{path} is gone since the run began: what imports it finds another file of that name now, or none"
+        elif sha256(path) != needed:
+            yield (
+                f"{path} has changed since the run began: nodes do what it says now, and the graph with its options is "
+                "the run folder's; for the graph of the file begin a new run"
+            )
+
+
+def _code_places(config: RunConfig) -> list[str]:
+    """The user's own files and modules that the graphs name, each once."""
+    named = _import_paths([graph.to_json() for graph in config.graphs])
+    places = dict.fromkeys(path.rpartition(":")[0] for path in named)
+    return [place for place in places if place.partition(".")[0] not in ("", "penstock")]
+
+
+def _code_folders(config: RunConfig) -> list[str]:
+    """Where ranks look for modules: in the current folder, and beside the file of the program."""
+    beside = (Path(graph.op.rpartition(":")[0]).parent.absolute() for graph in config.graphs)
+    return list(dict.fromkeys(map(str, [Path.cwd(), *beside])))
+
+
+def _import_paths(value: Any) -> Iterator[str]:
+    """All that a graph's JSON names by import path."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _import_paths(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key in ("op", "maker", "path") and isinstance(item, str):
+                yield item
+            else:
+                yield from _import_paths(item)
