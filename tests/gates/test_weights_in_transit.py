@@ -137,6 +137,8 @@ def strike(
     running.until_update(updates)
     if pool:
         os.kill(pids[pool][index], number)
+        while number == signal.SIGSTOP and psutil.Process(pids[pool][index]).status() != psutil.STATUS_STOPPED:
+            sleep(0.01)  # on another core it may see the file below, and send all, until it stands
         mark.with_suffix(".go").touch()
 
 
