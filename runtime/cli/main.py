@@ -49,7 +49,7 @@ class Verb(NamedTuple):
 
 VERBS = {
     "run": Verb("starting:run", "PROGRAM", "train: a live display, then what was learnt and the run folder"),
-    "resume": Verb("run:resume", "DIR", "go on with a run where its last checkpoint is"),
+    "resume": Verb("resume:resume", "DIR", "go on with a run where its last checkpoint is"),
     "show": Verb("main:show", "PROGRAM", "the program's graph: text, mermaid, svg, json"),
     "check": Verb("main:check", "PROGRAM", "all faults of a program; nothing is started"),
     "plan": Verb("plan:main", "PROGRAM", "which GPUs do what, what fits, and what bounds an update"),

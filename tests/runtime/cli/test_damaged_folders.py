@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.runtime.cli import report, run
+from penstock.runtime.cli import report, resume
 from penstock.runtime.cli.report import recorded_steps
 from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.cli.watch import watch_in_terminal
@@ -224,14 +224,14 @@ def refused(read: Callable[[], object], names: tuple[str, ...]) -> str:
 @pytest.fixture
 def readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Path], object]]:
     """What reads a run folder; `resume` up to where processes would start."""
-    monkeypatch.setattr(run, "go", lambda *args, **kwargs: 0)
-    monkeypatch.setattr(run, "require_inputs", lambda *args: None)
+    monkeypatch.setattr(resume, "go", lambda *args, **kwargs: 0)
+    monkeypatch.setattr(resume, "require_inputs", lambda *args: None)
     return {
         "report": lambda path: write_report(RunFolder.open(path), tmp_path / "page.html", 0.0),
         "replay": lambda path: report.replay([str(path)]),
         "watch": lambda path: watch_in_terminal(RunFolder.open(path), plain=True, once=False),
         "dashboard": lambda path: watch_in_terminal(RunFolder.open(path), plain=False, once=True),
-        "resume": lambda path: run.resume([str(path), "--updates", "9"]),  # the last, for it may write
+        "resume": lambda path: resume.resume([str(path), "--updates", "9"]),  # the last, for it may write
     }
 
 

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from penstock.graph import Graph
-from penstock.runtime.cli import run, starting, tracing
+from penstock.runtime.cli import resume, starting, tracing
 from penstock.runtime.cli.display import PlainDisplay, Progress, dashboard
 from penstock.runtime.cli.main import main
 from penstock.runtime.cli.tracing import CommandError
@@ -112,7 +112,7 @@ def test_a_run_may_lie_under_a_path_that_is_no_utf8(processes: Processes, tmp_pa
     (tmp_path / ODD).mkdir()
     path = tmp_path / ODD / "run"
     assert starting.run(["toy", "--updates", "2", "--out", str(path), "--plain"]) == 0
-    assert run.resume([str(path), "--updates", "3", "--plain"]) == 0
+    assert resume.resume([str(path), "--updates", "3", "--plain"]) == 0
     assert is_plain(capsys.readouterr().out)
     endpoint = ipc_endpoint(path, tmp_path)
     Keys.make("run1", endpoint, ["local"]).join("local", endpoint, path).write(path / "keys" / "local.json")

@@ -22,6 +22,7 @@ import pytest
 
 from penstock.graph import load, trace
 from penstock.runtime.cli import base_model, run, starting, tracing
+from penstock.runtime.cli import resume as resume_module
 from penstock.runtime.cli.display import Line
 from penstock.runtime.cli.flags import RunFlags
 from penstock.runtime.cli.launching import finish, going_on, summary_text
@@ -255,7 +256,7 @@ def finished(processes: Processes, out: Path) -> RunFolder:
 
 
 def resume(folder: RunFolder, *words: object) -> int:
-    return run.resume([str(folder.path), "--plain", *map(str, words)])
+    return resume_module.resume([str(folder.path), "--plain", *map(str, words)])
 
 
 def test_a_tracker_without_its_client_is_refused_before_anything_is_written(

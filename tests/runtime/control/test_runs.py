@@ -24,7 +24,7 @@ from penstock.graph.protocols import Carried
 from penstock.graph.types import Context
 from penstock.programs.toy import toy
 from penstock.runtime.cli.flags import RunFlags, changes, with_changes
-from penstock.runtime.cli.run import ResumeFlags
+from penstock.runtime.cli.resume import ResumeFlags
 from penstock.runtime.cli.watch import Watched as Reader
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.cluster.placement import place
