@@ -4,6 +4,7 @@ several workers, what takes longest begins first; without a GPU, Triton's kernel
 
 import gc
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,3 +108,12 @@ def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("TMPDIR", str(folder))
         patch.setattr(tempfile, "tempdir", str(folder))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_that_work() -> None:
+    """Tests send them. What runs tests in the background, such as nohup or a script's `&`, has some ignored, which all
+    processes inherit."""
+    for number, act in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, act)
