@@ -15,11 +15,9 @@ from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from time import sleep
 
-import psutil
+from .halt import until_it_stands
 
-LOOK_S = 0.005
 HERE = Path(__file__).parent
 
 
@@ -73,8 +71,7 @@ class Forked:
     def halt(self) -> None:
         """Stop it, and wait until it stands: on another core, it may answer once more until then."""
         self.kill(signal.SIGSTOP)
-        while psutil.Process(self.pid).status() != psutil.STATUS_STOPPED:
-            sleep(LOOK_S)
+        until_it_stands(self.pid)
 
     def end(self) -> None:
         self.kill()

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.nodes.ranked import spawn
+from tests.nodes.test_eight_bit import needs_int8
 
 CASES, OWN = "tests.nodes.family_cases", "tests.nodes.expert_cases"
 slow = pytest.mark.slow
@@ -33,6 +34,7 @@ def test_a_generator_with_a_share_of_the_experts_samples_the_bits_of_one_rank(
     spawn(ranks, f"{OWN}:engine", dtype, folder=tmp_path)
 
 
+@needs_int8
 def test_a_generator_with_a_share_of_the_experts_computes_in_int8(tmp_path: Path) -> None:
     spawn(2, f"{OWN}:in_int8", folder=tmp_path)
 

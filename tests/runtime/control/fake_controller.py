@@ -86,7 +86,7 @@ def main() -> int:
                 say(kind="error", text="the disk is full")
     for peer in server.peers:
         server.send(peer, Goodbye(""))
-    end = monotonic() + 5
+    end = monotonic() + 60
     while mode == "done" and monotonic() < end and any(server.send(peer, Goodbye("")) for peer in server.peers):
         server.receive(0.02)
     server.close()

@@ -98,6 +98,14 @@ def until(true: Callable[[], bool]) -> None:
 
 
 @contextmanager
+def unheard(port: int = 0) -> Iterator[int]:
+    """A port, this one if it is given, at which nobody listens, and which no test beside this one gets meanwhile."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", port))
+        yield held.getsockname()[1]
+
+
+@contextmanager
 def opened(folder: Path, job: str = "aipo", bind: str = BIND) -> Iterator[Office]:
     folder.mkdir(exist_ok=True)
     with socket.create_server(("127.0.0.1", 0)) as controller:
@@ -147,6 +155,11 @@ def come(one: DeskClient, ticket: Ticket, **changed: object) -> None:
     """Enrol, and have found the folder."""
     assert isinstance(answer(one, facts(ticket, **changed)), Welcome)
     one.send(Found(shared=True))
+
+
+def ready(office: Office) -> int:
+    """How many agents have come and found the folder."""
+    return sum(bool(one.ready) for one in list(office.desk._applicants.values()))
 
 
 # The ticket.
@@ -255,17 +268,16 @@ def test_an_agent_that_has_an_old_ticket_takes_the_new_one_that_takes_its_place(
 
 def test_an_old_ticket_of_a_dead_desk_is_read_again_when_another_takes_its_place(office: Office) -> None:
     """The launcher that was killed has left its ticket, and nothing listens there any more."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        dead = f"127.0.0.1:{taken.getsockname()[1]}"
     current = office.desk.ticket
     office.ticket.unlink()
-    replace(current, endpoint=dead).write(office.ticket)
-    agent = office.agent()
-    time.sleep(0.5)
-    office.ticket.unlink()
-    current.write(office.ticket)
-    office.begin(*office.wait(1))
-    assert agent.result(PATIENCE_S).run == "run1"
+    with unheard() as port:
+        replace(current, endpoint=f"127.0.0.1:{port}").write(office.ticket)
+        agent = office.agent()
+        time.sleep(0.5)
+        office.ticket.unlink()
+        current.write(office.ticket)
+        office.begin(*office.wait(1))
+        assert agent.result(PATIENCE_S).run == "run1"
 
 
 def test_a_refusal_of_an_old_ticket_counts_from_the_first_one_and_not_from_the_wait_for_the_desk(
@@ -279,8 +291,9 @@ def test_a_refusal_of_an_old_ticket_counts_from_the_first_one_and_not_from_the_w
     ticket = tmp_path / "ticket.json"
     stale.write(ticket)
     with ThreadPoolExecutor() as pool:
-        agent = pool.submit(enrol, ticket, None, "", lambda text: None)
-        time.sleep(0.5)
+        with unheard(int(port)):
+            agent = pool.submit(enrol, ticket, None, "", lambda text: None)
+            time.sleep(0.5)
         later = 2 * applicant.OTHER_KEY_S
         with opened(tmp_path / "new", bind=f"127.0.0.1:{port}") as new:
             time.sleep(0.7)
@@ -336,10 +349,9 @@ def test_a_ticket_is_waited_for(office: Office, tmp_path: Path) -> None:
 def test_an_agent_without_a_desk_ends_after_its_own_wait_and_with_75_if_it_is_to_be_started_again(
     tmp_path: Path, requeue: bool, status: int
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    DeskKeys.make("job").ticket(f"127.0.0.1:{port}").write(tmp_path / "ticket.json")
-    assert serve_ticket(tmp_path / "ticket.json", None, "", wait=0.5, requeue=requeue) == status
+    with unheard() as port:
+        DeskKeys.make("job").ticket(f"127.0.0.1:{port}").write(tmp_path / "ticket.json")
+        assert serve_ticket(tmp_path / "ticket.json", None, "", wait=0.5, requeue=requeue) == status
     missing = serve_ticket(tmp_path / "none.json", None, "", wait=0.1, requeue=requeue)
     assert missing == (PREEMPTED if requeue else 2)
 
@@ -372,7 +384,7 @@ def test_an_agent_whose_desk_falls_silent_ends_with_75_if_it_is_to_be_started_ag
 ) -> None:
     monkeypatch.setattr(applicant, "GONE_S", 3.0)
     agent = office.pool.submit(serve_ticket, office.ticket, None, "", requeue=True)
-    until(lambda: any(one.ready for one in list(office.desk._applicants.values())))
+    until(lambda: ready(office) == 1)
     monkeypatch.setattr(office.desk, "_take", lambda *frames: None)
     assert agent.result(PATIENCE_S) == PREEMPTED
 
@@ -476,6 +488,7 @@ def test_too_few_agents_are_told_by_who_came_who_is_missing_and_who_was_refused(
     with client(ticket) as one, client(ticket) as two:
         come(one, ticket, hostname="n0", order=0)
         answer(two, facts(ticket, hostname="n2", order=2, torch="1.0.0"))
+        until(lambda: ready(office) == 1)
         with pytest.raises(EnrolmentError) as raised:
             office.wait(3, seconds=1.0)
     lines = str(raised.value).splitlines()
@@ -490,6 +503,7 @@ def test_agents_whose_managers_number_each_host_alone_leave_no_number_missing(of
     with client(ticket) as one, client(ticket) as two:
         come(one, ticket, hostname="n0", order=0)
         come(two, ticket, hostname="n1", order=0)
+        until(lambda: ready(office) == 2)
         with pytest.raises(EnrolmentError) as raised:
             office.wait(3, seconds=1.0)
     assert "2 of 3 agents came" in str(raised.value)
@@ -539,13 +553,12 @@ def test_more_agents_than_may_be_extra_are_let_in_before_they_are_waited_for(tmp
 def test_an_agent_that_does_not_reach_the_controller_says_from_where_to_where(office: Office) -> None:
     agent = office.agent()
     slots = office.wait(1)
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    office.controller = f"tcp://127.0.0.1:{port}"
-    office.begin(*slots)
-    said = f"the connection from {socket.gethostname()} (127.0.0.1) to 127.0.0.1:{port} was refused"
-    with pytest.raises(NoSlot) as raised:
-        agent.result(PATIENCE_S)
+    with unheard() as port:
+        office.controller = f"tcp://127.0.0.1:{port}"
+        office.begin(*slots)
+        said = f"the connection from {socket.gethostname()} (127.0.0.1) to 127.0.0.1:{port} was refused"
+        with pytest.raises(NoSlot) as raised:
+            agent.result(PATIENCE_S)
     assert said in str(raised.value)
     until(lambda: bool(office.desk._losses))
     assert [(slot, life, said in why) for slot, life, why in office.desk.losses()] == [(slots[0], 0, True)]
@@ -577,10 +590,11 @@ def test_a_run_that_goes_on_by_itself_does_with_fewer_agents_after_a_while_if_it
 def test_an_agent_that_left_before_the_run_began_is_replaced_by_the_next(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(desk, "SILENCE_S", 0.5)
     with client(office.desk.ticket) as one:
         come(one, office.desk.ticket)
         (slot,) = office.wait(1, one)
+    monkeypatch.setattr(desk, "SILENCE_S", 0.5)  # not before it has its slot, however long that takes
+    office.desk._wake()
     office.heard("has left: no sign of life")
     assert office.desk.vacant() == [slot]
     agent = office.agent()
@@ -702,7 +716,7 @@ def test_an_agent_for_which_there_is_no_slot_is_refused_after_a_while(
 ) -> None:
     monkeypatch.setattr(desk, "NO_SLOT_S", 0.3)
     agents = [office.agent(), office.agent()]
-    until(lambda: sum(bool(one.ready) for one in list(office.desk._applicants.values())) == 2)
+    until(lambda: ready(office) == 2)
     office.begin(*office.wait(1))
     results = []
     for agent in agents:
@@ -839,13 +853,11 @@ def test_a_flood_of_connections_keeps_no_agent_out(office: Office) -> None:
 
 
 def test_where_no_desk_listens_the_connection_is_named(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    DeskKeys.make("job").ticket(f"127.0.0.1:{port}").write(tmp_path / "ticket.json")
-    with pytest.raises(
-        NoSlot, match=rf"from {socket.gethostname()} \(127\.0\.0\.1\) to 127\.0\.0\.1:{port} was refused"
-    ):
-        enrol(tmp_path / "ticket.json", None, "", lambda text: None, wait=1.0)
+    with unheard() as port:
+        DeskKeys.make("job").ticket(f"127.0.0.1:{port}").write(tmp_path / "ticket.json")
+        said = rf"from {socket.gethostname()} \(127\.0\.0\.1\) to 127\.0\.0\.1:{port} was refused"
+        with pytest.raises(NoSlot, match=said):
+            enrol(tmp_path / "ticket.json", None, "", lambda text: None, wait=1.0)
 
 
 # Names of hosts.

@@ -186,6 +186,14 @@ def ended_by(controller: Controller) -> tuple[str, str]:
     return ended_by.code, ended_by.text
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held waits for the better cause, however late that comes."""
+    monkeypatch.setattr("penstock.runtime.control.failure.HELD_S", 60.0)
+    monkeypatch.setattr("penstock.runtime.control.failure.AGENTS_S", 60.0)
+
+
+@pytest.mark.usefixtures("patient")
 def test_a_rank_that_has_said_why_it_ends_is_believed_even_if_its_agent_is_heard_first(
     b: Bench, controller: Controller
 ) -> None:
@@ -228,6 +236,7 @@ def test_a_stop_is_heard_before_what_ranks_say(
     assert said == [("stopped", "enough")] * 20
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_death_that_is_heard_after_a_broken_transfer_is_said(b: Bench, controller: Controller) -> None:
     rank, agent = b.client("trainer/0"), Client(b.join(), "agent", "local", 0)
     rank.send(Results((Result(Abort("trainer/0 rank 0: connection lost")),)))

@@ -23,6 +23,7 @@ from penstock.runtime.control.process import processes_of, start, sweep_processe
 from penstock.runtime.record.checkpoints import begin_checkpoint, complete_checkpoint
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.tensor.shm import sweep
+from tests.halt import until_it_stands
 
 from .fake_launch import HERE, launcher
 from .sockets import until
@@ -69,8 +70,9 @@ def assert_nothing_is_left(folder: Path, run: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process may stand still for seconds: no test meets this deadline but one that shortens it."""
+    """A process may stand still for seconds: no test meets these deadlines but one that shortens them."""
     monkeypatch.setattr(launcher_module, "LOST_S", 60.0)
+    monkeypatch.setattr(signals, "ONE_SIGNAL_S", 60.0)
 
 
 def signalling(number: int, times: int = 1) -> Callable[[Line], None]:
@@ -204,12 +206,13 @@ def test_ctrl_c_is_heard_while_the_controller_never_stops_talking(tmp_path: Path
 
 def test_a_controller_that_is_held_up_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is by a file system that does not answer; and it goes on when it can."""
-    monkeypatch.setattr(launcher_module, "QUIET_S", 0.2)
     run, pids = Run(tmp_path, "wait"), list[int]()
 
     def stop(line: Line) -> None:
         pids.append(line["controller"])
         os.kill(pids[0], signal.SIGSTOP)
+        until_it_stands(pids[0])  # or what is told of it once would be that it hangs
+        monkeypatch.setattr(launcher_module, "QUIET_S", 0.2)
 
     def go_on(line: Line) -> None:
         if pids and f"(process {pids[0]}) is stopped" in line["text"]:
@@ -224,14 +227,19 @@ def test_a_controller_that_is_held_up_is_told_of(tmp_path: Path, monkeypatch: py
 def test_a_controller_that_is_silent_for_too_long_ends_the_run_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr(launcher_module, "QUIET_S", 0.2)
     run = Run(tmp_path, "deaf", FAKE_RANK="deaf")
 
     def begin(line: Line) -> None:
-        run.launcher.deadline = 1.0
-        os.kill(line["controller"], number)
+        if number:
+            os.kill(line["controller"], number)
+            until_it_stands(line["controller"])
+        monkeypatch.setattr(launcher_module, "QUIET_S", 0.2)  # at its start it may wait for a disk
 
-    run.when["ready"] = begin
+    def told(line: Line) -> None:
+        if "nothing for 0.2 s" in line["text"]:
+            run.launcher.deadline = 1.0
+
+    run.when |= {"ready": begin, "note": told}
     assert run.run() == 1
     pid = run.said("ready")["controller"]
     notes = [line["text"] for line in run.lines if line["kind"] == "note" and f"(process {pid})" in line["text"]]

@@ -113,7 +113,10 @@ def test_ranks_are_greeted_and_asked_and_answer_by_their_agent(b: Bench) -> None
     assert not b.server.counts
 
 
-def test_equal_answers_of_ranks_come_as_one_and_the_first_has_what_was_made(b: Bench) -> None:
+def test_equal_answers_of_ranks_come_as_one_and_the_first_has_what_was_made(
+    b: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.runtime.control.relay.HOLD", 60.0)  # however slowly they come
     host = Host(b)
     ranks = [host.rank(number) for number in range(3)]
     ranks[2].send(done(2, metrics={"tokens": 9.0}))
@@ -141,7 +144,7 @@ def test_an_answer_waits_a_moment_for_those_of_others_and_what_follows_it_comes_
     ranks[0].send(done(0))
     ranks[2].send(done(2))
     host.until(lambda: len(host.heard(Results)) == 3)  # the one between them has not answered
-    assert [message.results[0].event.rank for _, message in host.heard(Results)[1:]] == [0, 2]
+    assert {message.results[0].event.rank for _, message in host.heard(Results)[1:]} == {0, 2}
 
 
 def test_answers_of_a_rank_go_as_one_as_far_as_a_frame_has_room(b: Bench) -> None:
@@ -175,13 +178,16 @@ def test_the_last_answer_to_a_command_waits_for_none_that_has_gone(b: Bench) -> 
         until(heard)
         return said
 
+    def come() -> None:
+        """Until the next answer is there to be taken."""
+        assert host.relay.socket.poll(60_000)
+
     ranks[0].send(done(0))
-    assert take(1.0, 0) == []
-    host.relay.socket.poll(1000)
+    come()
     assert take(1.0, 0) == []
     assert take(1.0 + HOLD, 1) == [(0, "Done")]
     ranks[2].send(done(2, metrics={"tokens": 1.0}))
-    host.relay.socket.poll(1000)
+    come()
     assert take(2.0, 0) == []
     ranks[1].send(done(1))
     assert take(2.0, 2) == [(1, "Done"), (2, "Done")]
@@ -189,12 +195,12 @@ def test_the_last_answer_to_a_command_waits_for_none_that_has_gone(b: Bench) -> 
     ranks[0].send(Results((Result(Failed(FIRING, "generator/0", 0, "KeyError")),)))
     assert take(3.0, 1) == [(0, "Failed")]
     ranks[1].send(done(1))
-    host.relay.socket.poll(1000)
+    come()
     assert take(3.0, 0) == []
     ranks[2].send(done(2))
     assert take(3.0, 2) == [(1, "Done"), (2, "Done")]
     ranks[0].send(done(0))
-    host.relay.socket.poll(1000)
+    come()
     assert take(4.0, 0) == []
 
 
@@ -270,15 +276,16 @@ def test_a_value_of_the_board_comes_to_the_thread_that_beats(b: Bench) -> None:
 
 def test_what_ranks_are_at_and_which_are_silent_is_told_by_their_agent(b: Bench) -> None:
     host = Host(b, silence=1.5)
-    talking, deaf = host.rank(0), host.rank(1)
-    began = monotonic()
+    talking, began = host.rank(0), monotonic()
+    deaf = host.rank(1)
 
-    def look() -> list[str]:
+    def look() -> bool:
         talking.send(Heartbeat("generate[3]"))
         host.agent.send(Heartbeat())
-        return b.server.late(monotonic())
+        # Whoever has stood still for a while is in the list until it is heard again.
+        return b.server.late(monotonic()) == ["generator/0:1"]
 
-    assert host.until(look) == ["generator/0:1"]
+    host.until(look)
     assert monotonic() - began > 1.0
     assert b.server.doing["generator/0:0"] == "generate[3]"
     b.server.forget("generator/0:1")
@@ -292,7 +299,8 @@ def test_a_rank_that_has_ended_is_not_late_and_its_successor_is_greeted(b: Bench
     host = Host(b, silence=0.2)
     _first, second = host.rank(0), host.rank(1)
     host.relay.end("generator/0:0")
-    assert host.until(lambda: b.server.late(monotonic())) == ["generator/0:1"]
+    # It may have been late until then: a rank takes its time to come.
+    host.until(lambda: b.server.late(monotonic()) == ["generator/0:1"])
     b.server.forget("generator/0:0")
     assert not b.server.send("generator/0:0", Goodbye("done"))
     successor = host.rank(0)
