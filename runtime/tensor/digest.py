@@ -11,7 +11,8 @@ for tiles, c odd and e even, and a key k made of the tensor's name, dtype and sh
 mod 2^64, which is linear in the elements: a rank that holds a region computes the sum over the elements of it, as if
 all others were zero, and the sums of disjoint regions add up. The two inner sums are exact in 32 bits, so that they
 are two products with int8 matrices, which CPUs compute at the speed of their caches. Other devices, whose int8
-products want other shapes, sum (c * a_i + e * b_i) * x_qi in 64 bits at once: the same number mod 2^64.
+products want other shapes, sum (c * a_i + e * b_i) * x_qi in 64 bits at once: the same number mod 2^64. On CPUs that
+add two products up in 16 bits, a and b go as halves and remainders, whose products do not overflow there.
 
 Sums stay where the weights are until all are there: one vector, and one copy to the host. A GPU waits for nothing
 before that.
@@ -251,7 +252,17 @@ def _places(device: torch.device) -> _Places:
         return wide_places(device)
     # A CPU without tiles multiplies by one vector at 1.6 times the speed of two, and reads its caches twice; with tiles
     # (AMX) two cost what one does.
-    return narrow_places(together=torch.cpu._is_amx_tile_supported())
+    narrow = narrow_places(together=torch.cpu._is_amx_tile_supported())
+    # Without an instruction for it (VNNI), oneDNN adds pairs of products up in 16 bits.
+    return next(filter(are_exact, (narrow, halved_places())), None) or wide_places(device)
+
+
+def are_exact(places: _Places) -> bool:
+    """Whether this CPU's products with such int8 vectors are right for the largest bytes, which these rows are."""
+    rows = torch.tensor([127, -128], dtype=torch.int8).repeat(16)[:, None].expand(32, _TILE).contiguous()
+    return all(
+        torch.equal(torch._int_mm(rows, vector).long(), rows[:, :1] * vector.long().sum(0)) for vector in places.vectors
+    )
 
 
 def narrow_places(*, together: bool) -> _Places:
@@ -259,6 +270,12 @@ def narrow_places(*, together: bool) -> _Places:
     both = _directions()
     columns = (both,) if together else (both[:, :1].contiguous(), both[:, 1:].contiguous())
     return _Places(columns, torch.tensor([_C, _E]))
+
+
+def halved_places() -> _Places:
+    """a and b as 2 * h + l, where h is within 64 and l is 0 or 1; and 2 * c, 2 * e, c and e."""
+    both, factors = _directions(), torch.tensor([_C, _E])
+    return _Places((torch.cat([both >> 1, both & 1], 1),), torch.cat([2 * factors, factors]))
 
 
 def wide_places(device: torch.device) -> _Places:

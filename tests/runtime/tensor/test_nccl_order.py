@@ -148,6 +148,17 @@ def comes(receiver: MessageTransport) -> None:
     connection.receive(torch.empty(4, dtype=torch.int64), 0, 0).wait()
 
 
+def hurry_at_its_calls(monkeypatch: Any, sender: MessageTransport) -> None:
+    """It has half a second for each call; and as long as ever to find its receiver at the version."""
+    send = NcclCarrier.send
+
+    def hurried(self: NcclCarrier, *given: Any) -> Any:
+        hurry(sender, 0.5)
+        return send(self, *given)
+
+    monkeypatch.setattr(NcclCarrier, "send", hurried)
+
+
 def stand_still(monkeypatch: Any) -> None:
     """Calls begin, and end when they are aborted."""
     monkeypatch.setattr(UnbufferedGroup, "call", lambda self, verb, messages: self.ended.wait)
@@ -216,7 +227,7 @@ def test_a_staging_buffer_is_packed_again_when_its_message_has_left(monkeypatch:
 def test_a_peer_that_stands_still_is_named_past_the_deadline(monkeypatch: Any) -> None:
     sender, receiver = pair(monkeypatch)
     plan, parts = weights(1.0)
-    hurry(sender, 0.5)
+    hurry_at_its_calls(monkeypatch, sender)
     stand_still(monkeypatch)
     sent, _ = together(lambda: sender.send(0, plan.sends(0), parts), lambda: comes(receiver))
     assert "to destination rank 0 failed after" in str(sent)
@@ -261,7 +272,7 @@ def test_an_error_that_nccl_has_told_ends_the_wait_for_a_call(monkeypatch: Any) 
 def test_a_call_into_nccl_that_does_not_return_has_a_deadline_too(monkeypatch: Any) -> None:
     sender, receiver = pair(monkeypatch)
     plan, parts = weights(1.0)
-    hurry(sender, 0.5)
+    hurry_at_its_calls(monkeypatch, sender)
     over = threading.Event()
     monkeypatch.setattr(UnbufferedGroup, "call", lambda self, verb, messages: over.wait(60))
     sent, _ = together(lambda: sender.send(0, plan.sends(0), parts), lambda: comes(receiver))
@@ -273,7 +284,7 @@ def test_a_call_into_nccl_that_does_not_return_has_a_deadline_too(monkeypatch: A
 def test_an_abort_that_does_not_return_holds_up_no_error(monkeypatch: Any) -> None:
     sender, receiver = pair(monkeypatch)
     plan, parts = weights(1.0)
-    hurry(sender, 0.5)
+    hurry_at_its_calls(monkeypatch, sender)
     over = threading.Event()
     monkeypatch.setattr(nccl, "_ABORT_S", 0.1)
     monkeypatch.setattr(UnbufferedGroup, "abort", lambda self: over.wait())
@@ -287,7 +298,6 @@ def test_another_version_than_is_awaited_is_refused_before_any_bucket_is_begun(m
     sender, receiver = pair(monkeypatch)
     plan, parts = weights(1.0)
     into = weights(0.0)[1]
-    hurry(sender, 0.5)
     stand_still(monkeypatch)
     told, refused = together(
         lambda: sender.send(0, plan.sends(0), parts), lambda: receiver.receive(1, plan.receives(0), into)
