@@ -20,6 +20,7 @@ from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.tensor.buffers import Shards
 from penstock.runtime.tensor.layout import Copy
 from penstock.runtime.tensor.weight_sync import LocalTransport
+from tests.halt import until_it_stands
 
 from .plain import toy_loop
 from .running import (
@@ -137,8 +138,8 @@ def strike(
     running.until_update(updates)
     if pool:
         os.kill(pids[pool][index], number)
-        while number == signal.SIGSTOP and psutil.Process(pids[pool][index]).status() != psutil.STATUS_STOPPED:
-            sleep(0.01)  # on another core it may see the file below, and send all, until it stands
+        if number == signal.SIGSTOP:
+            until_it_stands(pids[pool][index])  # or a thread of it may see the file below, and send all
         mark.with_suffix(".go").touch()
 
 

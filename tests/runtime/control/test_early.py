@@ -145,7 +145,7 @@ def test_what_a_child_has_started_ends_with_those_that_nobody_takes(early: Early
     early.begin([])
     ask_child("os:system", "sleep 1000 &", what="X", early=lambda: early)
     # The shell that has begun it ends at once: it may be about to become another program, without an environment.
-    until(lambda: any("sleep" in words(pid) for pid in processes_of(early.run)))
+    until(lambda: any(words(pid).startswith("sleep") for pid in processes_of(early.run)))
     early.close()
     assert processes_of(early.run) == []
 

@@ -374,6 +374,8 @@ def test_a_goodbye_ends_the_agent_and_its_ranks_willing_or_not(b: Bench, mode: s
         for peer in b.server.peers:
             b.server.send(peer, Goodbye("done"))
         assert process.wait(60) == 0
+        if mode == "family":  # what a rank had started is killed with it, and nobody waits for its end
+            until(lambda: not processes_of(b.keys.door.run))
         assert processes_of(b.keys.door.run) == []
         assert heard(b, Exited).signal == (9 if mode else 0)
 
@@ -401,7 +403,8 @@ def test_ranks_die_with_their_agent_and_leave_no_segment(b: Bench) -> None:
         assert segments
         process.kill()
         until(lambda: processes_of(b.keys.door.run) == [])
-        assert [each for each in segments if each.exists()] == []
+        # What is found locked for a moment, another run's agent is about to remove.
+        until(lambda: not any(each.exists() for each in segments))
 
 
 def test_a_live_agent_is_not_late(b: Bench) -> None:

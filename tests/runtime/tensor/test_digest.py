@@ -168,7 +168,7 @@ def overflowing(most: int) -> Any:
 
     def product(rows: Tensor, vectors: Tensor, out: Tensor | None = None) -> Tensor:
         total = torch.zeros(len(rows), vectors.shape[1], dtype=torch.int32) if out is None else out.zero_()
-        for x, w in zip(rows.int().split(2, 1), vectors.int().split(2), strict=True):
+        for x, w in zip(torch.split(rows.int(), 2, 1), torch.split(vectors.int(), 2), strict=True):
             # With bytes from 0 to 255 in the place of signed ones.
             total += ((x + 128)[:, :, None] * w).sum(1).clamp(-most, most - 1).int() - 128 * w.sum(0).int()
         return total
