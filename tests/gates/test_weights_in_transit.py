@@ -21,6 +21,7 @@ from penstock.runtime.tensor.buffers import Shards
 from penstock.runtime.tensor.layout import Copy
 from penstock.runtime.tensor.weight_sync import LocalTransport
 from tests.halt import until_it_stands
+from tests.nodes.test_eight_bit import needs_int8
 
 from .plain import toy_loop
 from .running import (
@@ -216,6 +217,7 @@ def test_a_format_with_scales_crosses_meshes(tmp_path: Path) -> None:
     assert [abs(row["ratio_mean"] - 1) < 0.1 for row in rows(run)] == [True, True]
 
 
+@needs_int8
 @pytest.mark.slow
 def test_a_generator_of_two_ranks_computes_in_int8_what_four_trainer_ranks_have_sent(tmp_path: Path) -> None:
     """Each rank of the sender holds a part of the rows and of the columns."""
