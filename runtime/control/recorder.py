@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from math import inf, isfinite
 from typing import Any
 
+from penstock.graph.errors import nearest
 from penstock.graph.ir import Firing
 from penstock.graph.types import NodeWarning
 from penstock.runtime.control.messages import Result, record_bytes
@@ -30,6 +31,7 @@ from penstock.runtime.record.event_log import LogWriter
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.record.metrics import (
     LOST,
+    NO_NUMBERS,
     MetricsFile,
     Row,
     Rows,
@@ -141,6 +143,11 @@ class RunRecorder:
         self.consumed = self.ledger.outcomes["consumed"]
         # Rows have what was lost since the row before: the sum of those that are kept is where to go on.
         self.counted = {fate: sum(_whole(row.get(fate)) for row in kept) for fate in LOST}
+        # The rows after which each node has reported in one: those off the critical path report some time later.
+        self._longest = max((s.every + s.off_path for s in steps), default=1)
+        # The metric of --keep-best, until a row has it.
+        best = read_best(config.flags.keep_best)[0] if config.flags.keep_best else ""
+        self._unseen = "" if any(best in row for row in kept) else best
         self.not_finite: dict[str, dict[str, Any]] = {}
         for row in kept:
             self._not_finite(row)
@@ -268,6 +275,12 @@ class RunRecorder:
         self.updates = update + 1
         self.metrics.append(self.row)
         self.say({"kind": "row", "row": self.row})
+        if self._unseen in self.row:
+            self._unseen = ""
+        elif self._unseen and self.updates - self.start >= self._longest:
+            known = self.row.keys() - NO_NUMBERS
+            self.warn(f"--keep-best: given {self._unseen!r}, which no row has so far{nearest(self._unseen, known)}")
+            self._unseen = ""
         for name, value in self._not_finite(self.row).items():
             self.note(f"{name} is {value} in update {update}: null in metrics.jsonl, and nothing else follows from it")
 
@@ -295,9 +308,6 @@ class RunRecorder:
     def _prune(self) -> None:
         """Remove checkpoints that neither `--keep` nor `--keep-best` keeps."""
         flags, saved = self.config.flags, all_checkpoints(self.folder)
-        if flags.keep_best and (metric := read_best(flags.keep_best)[0]) not in (row := saved[-1].row):
-            known = ", ".join(sorted(row)) or "none"
-            self.warn(f"--keep-best: given {metric!r}, needed a metric of the rows: {known}")
         gone = discount(self.folder, self.config.run, surplus(saved, flags.keep, flags.keep_best))
         self.kept = tuple(one.written for one in saved if one.folder not in gone)
         for path in gone.values():

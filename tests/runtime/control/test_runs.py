@@ -51,6 +51,7 @@ from .sockets import Bench
 # A run's options: one dataclass from which flags, `config.json`, the ranks' setup and the scheduler's rules derive.
 
 
+LANGUAGE = Path(__file__).parents[2] / "programs_for_language.py"
 HOST = Cluster(hosts=(Host(name="local", cores=2),))
 
 
@@ -399,6 +400,22 @@ def test_what_a_recorder_remembers_does_not_grow_with_the_updates(folder: RunFol
     assert set(recorder.published) == {"policy>generator"}
     assert set(recorder.sent) == {("policy>generator", "generator/0")}
     assert recorder.rows.groups == {}
+
+
+@pytest.mark.parametrize(
+    ("metric", "told"), [("reward", "reward_mean"), ("loss:min", ""), ("followed", ""), ("watched_sum", "")]
+)
+def test_a_metric_that_no_row_has_is_told_once_when_each_node_has_reported(
+    folder: RunFolder, metric: str, told: str
+) -> None:
+    graph = trace(load(f"{LANGUAGE}:clocks"), {"every": 2, "look": 3})  # `followed` and `watched_sum` come later
+    flags = RunOptions(updates=6, batch=2, device="cpu", checkpoint_every=1, keep_best=metric)
+    RunConfig.make(graph, None, HOST, flags).write(folder, {})
+    said = list[dict[str, Any]]()
+    assert run_in_process(folder, said.append) == "done"
+    warnings = [line["text"] for line in said if line["kind"] == "note" and "--keep-best" in line["text"]]
+    assert len(warnings) == bool(told)
+    assert told in "".join(warnings)
 
 
 def test_a_resume_that_is_stopped_before_it_begins_has_the_groups_of_its_cut(folder: RunFolder) -> None:

@@ -221,6 +221,12 @@ def test_a_metric_that_is_to_be_best_has_a_name_and_a_direction(text: str) -> No
         read_best(text)
 
 
+@pytest.mark.parametrize("name", ["pools", "not_finite", "generated_tokens:min"])
+def test_a_metric_that_is_to_be_best_is_a_number_of_rows(name: str) -> None:
+    with pytest.raises(ValueError, match=r"--keep-best: given '.*', .* no number"):
+        read_best(name)
+
+
 def test_a_cut_has_a_folder_of_its_own_and_none_is_made_or_swept_through_a_link(folder: RunFolder) -> None:
     names, elsewhere = {begin_checkpoint(folder, "ours", 3) for _ in range(2)}, folder.path / "elsewhere"
     assert len(names) == 2
