@@ -9,6 +9,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args, get_origin
@@ -18,6 +19,7 @@ import tyro
 from penstock.graph.errors import Fault, GraphError, nearest
 from penstock.graph.imports import path_of
 from penstock.graph.interface import REQUIRED
+from penstock.graph.node import NodeDef
 from penstock.graph.program import Flag, Program
 from penstock.runtime.cli.flags import (
     EXAMPLES,
@@ -25,6 +27,7 @@ from penstock.runtime.cli.flags import (
     VERBS,
     MachineFlags,
     Planning,
+    nearest_flag,
     readable,
     unknown_flags,
     with_plan,
@@ -68,10 +71,11 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
     # Two groups in the help, but one name space of flags: a user need not know whose flag it is.
     line = dataclasses.make_dataclass("line", [(title, options), (verb, form, form(**vars(defaults)))], kw_only=True)
     known = dataclasses.asdict(defaults) | {o.flag.name: o.flag.default for o in own}
-    if said := unknown_flags(argv, known, f"penstock {verb} {name}"):
+    of_nodes = _node_options(program)
+    if said := unknown_flags(argv, known, f"penstock {verb} {name}", of_nodes):
         behind = "\nOptions of sbatch stand behind a --: --submit -- --nodes 4" if "--submit" in argv else ""
         raise CommandError(f"{said}{behind}", 2)
-    config = _config_argv(argv, known)
+    config = _config_argv(argv, known, of_nodes)
     argv = _spread(argv)
     typed = _typed([*config, *argv], known)
     plan = _plan_of(typed) if isinstance(defaults, MachineFlags) else None
@@ -242,8 +246,21 @@ def _is_readable(annotation: Any) -> bool:
     return str(origin) == "typing.Literal" or (origin is not dict and all(map(_is_readable, arguments)))
 
 
-def _config_argv(argv: Sequence[str], known: Mapping[str, Any]) -> list[str]:
-    """The words that a `--config FILE` among the words stands for. `known` are the flags with their defaults."""
+def _node_options(program: Program[..., Any]) -> dict[str, str]:
+    """The options of the nodes that stand beside the program in its file, as those that it calls do, by name: each with
+    the names of its nodes."""
+    found: dict[str, list[str]] = {}
+    for value in program.fn.__globals__.values():
+        # One that cannot be read is told of where it is called.
+        with suppress(GraphError):
+            for option in value.interface.options if isinstance(value, NodeDef) else ():
+                found.setdefault(option, []).append(value.__name__)
+    return {option: " and ".join(dict.fromkeys(names)) for option, names in found.items()}
+
+
+def _config_argv(argv: Sequence[str], known: Mapping[str, Any], of_nodes: Mapping[str, str]) -> list[str]:
+    """The words that a `--config FILE` among the words stands for. `known` are the flags with their defaults,
+    `of_nodes` the options of nodes."""
     file = ""
     for word, following in pairwise([*argv, ""]):
         if word == "--config":
@@ -264,7 +281,7 @@ def _config_argv(argv: Sequence[str], known: Mapping[str, Any]) -> list[str]:
         if isinstance(value, dict):
             raise CommandError(f"--config {file}: {key!r} is a table, needed a value (flags are not grouped)", 2)
         if name not in known or name == "config":
-            raise CommandError(f"--config {file}: unknown key {key!r}{nearest(name, known)}", 2)
+            raise CommandError(f"--config {file}: unknown key {key!r}{nearest_flag(key, known, of_nodes, '')}", 2)
         words += _words(name.replace("_", "-"), value, known[name])
     return words
 

@@ -6,11 +6,13 @@ from typing import Any, Literal
 
 import pytest
 
-from penstock.graph import GraphError, Policy, Program, program
+from penstock.graph import GraphError, Policy, Program, load, program
+from penstock.graph.node import NodeDef
 from penstock.nodes.score import math_answer
-from penstock.runtime.cli.flags import VERBS
+from penstock.programs.aipo import aipo
+from penstock.runtime.cli.flags import ELSEWHERE_CALLED, VERBS, RunFlags
 from penstock.runtime.cli.parse import parse
-from penstock.runtime.cli.tracing import CommandError
+from penstock.runtime.cli.tracing import CommandError, built_in
 
 from .conftest import Output
 
@@ -89,6 +91,39 @@ def test_a_flag_that_is_none_is_told_with_the_nearest(words: list[str], told: li
     ]
     assert set(expected) <= {(match[1], match[2]) for match in first if match}
     assert {given for given, _ in told} == {line.split()[1].rstrip(",") for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("num_generations", "--samples"),
+        ("--max-completion-length", "--max-tokens"),
+        ("per_device_train_batch_size", "--batch"),
+        ("temperature", "option of generate,"),
+        ("max_grad_norm", "option of aipo_update"),
+        ("beta", "--"),  # this program has no such thing
+    ],
+)
+def test_the_words_of_other_libraries_are_answered_with_those_of_here(
+    config: Callable[[str], str], word: str, told: str
+) -> None:
+    flag = f"--{word.lstrip('-')}"
+    with pytest.raises(CommandError) as error:
+        read(flag, "1", of=aipo)
+    assert told in str(error.value).partition(";")[2]
+    with pytest.raises(CommandError) as error:
+        read("--config", config(f"{word.lstrip('-')} = 1"), of=aipo)
+    assert told.lstrip("-") in str(error.value).partition(";")[2]
+
+
+def test_what_the_words_of_other_libraries_stand_for_is_there() -> None:
+    known = {field.name for cls in VERBS.values() for field in dataclasses.fields(cls)}
+    for found in map(load, built_in()):
+        assert isinstance(found, Program)
+        nodes = [value for value in found.fn.__globals__.values() if isinstance(value, NodeDef)]
+        known |= {flag.name for flag in found.flags} | {option for node in nodes for option in node.interface.options}
+    assert set(ELSEWHERE_CALLED.values()) <= known
+    assert not ELSEWHERE_CALLED.keys() & {field.name for field in dataclasses.fields(RunFlags)}
 
 
 def test_an_argument_without_default_is_required() -> None:
