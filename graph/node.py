@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import StatisticsError, fmean
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, TypeVarTuple, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, TypeVarTuple, get_args, overload
 
 from penstock.graph.errors import defined, fault, nearest
 from penstock.graph.imports import path_of
@@ -20,7 +20,7 @@ from penstock.graph.interface import Interface, interface
 from penstock.graph.ir import Clock
 from penstock.graph.protocols import Stream
 from penstock.graph.trace import Handle, current, recording
-from penstock.graph.types import COLUMNS, MOST_FIGURES, NAME_LENGTH, Metrics, Rewards, Weights
+from penstock.graph.types import COLUMNS, MOST_FIGURES, NAME_LENGTH, AnyRewards, Metrics, Weights
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -182,7 +182,7 @@ class NodeDef(Generic[P, T]):
             names = ", ".join(type(part).__name__ for part in result) if isinstance(result, tuple) else ""
             given = f"tuple[{names}]" if names else type(result).__name__
             raise TypeError(f"{self._returned} {given}, needed {shape.returns}")
-        for lack in (value.lack() for value in values if isinstance(value, Rewards)):
+        for lack in (value.lack() for value in values if isinstance(value, AnyRewards)):
             if lack:
                 raise ValueError(f"{self._returned} {lack}")
         # A dict that grows with each update would fill `metrics.jsonl` and the terminal.
@@ -192,11 +192,11 @@ class NodeDef(Generic[P, T]):
         return state, outputs, self._rewarded(values) | {name: self._metric(name, v) for name, v in metrics.items()}
 
     def _rewarded(self, values: Sequence[Any]) -> Metrics:
-        """The mean of the rewards that a node makes, of each output but the first with its name before it. One that
-        reads rewards changes them; no rows have no mean, nor have rewards whose sum is no float."""
-        if any(port.type is Rewards for port in self.interface.inputs):
+        """The mean of the rewards that a node makes, by response, of each output but the first with its name before it.
+        One that reads rewards changes them; no rows have no mean, nor have rewards whose sum is no float."""
+        if any(port.type in get_args(AnyRewards) for port in self.interface.inputs):
             return {}
-        made = [(p.name, v) for p, v in zip(self.interface.outputs, values, strict=True) if isinstance(v, Rewards)]
+        made = [(p.name, v) for p, v in zip(self.interface.outputs, values, strict=True) if isinstance(v, AnyRewards)]
         means: Metrics = {}
         for place, (name, value) in enumerate(made):
             with suppress(OverflowError, StatisticsError):

@@ -570,16 +570,7 @@ class Rewards(Batchable):
 
     def lack(self) -> str:
         """What is given that is no row of rewards, and what is needed; "" if all is well."""
-        shape = getattr(self.values_N, "shape", None)
-        if shape is None or len(shape) != 1:
-            given = f"a {type(self.values_N).__name__}" if shape is None else f"an array of shape {list(shape)}"
-            return f"Rewards of {given}, needed an array [N], one number per response"
-        # Of plain numbers, since `isfinite` is called otherwise in each library.
-        values = self.values_N.tolist()
-        for row, value in enumerate(values):
-            if isinstance(value, float) and not math.isfinite(value):
-                return f"a reward of {value} for row {row} of {len(values)}, needed a finite number"
-        return ""
+        return _lack(self.values_N, 1, "Rewards", "an array [N], one number per response")
 
 
 @dataclass
@@ -593,6 +584,33 @@ class TurnRewards(Batchable):
 
     values_NK: Array
     turns_N: Array
+
+    @property
+    def values_N(self) -> Array:
+        """The rewards of all turns of each row together, float [N]."""
+        return self.values_NK.sum(1)
+
+    def lack(self) -> str:
+        """What is given that is no rewards of turns, and what is needed; "" if all is well."""
+        return _lack(self.values_NK, 2, "TurnRewards", "an array [N, K], one number per turn of a response")
+
+
+# What an environment or a scorer gives for responses.
+AnyRewards = Rewards | TurnRewards
+
+
+def _lack(values: Array, axes: int, kind: str, needed: str) -> str:
+    shape = getattr(values, "shape", None)
+    if shape is None or len(shape) != axes:
+        given = f"a {type(values).__name__}" if shape is None else f"an array of shape {list(shape)}"
+        return f"{kind} of {given}, needed {needed}"
+    # Of plain numbers, since `isfinite` is called otherwise in each library.
+    rows = values.tolist()
+    for row, found in enumerate(rows):
+        for value in found if isinstance(found, list) else (found,):
+            if isinstance(value, float) and not math.isfinite(value):
+                return f"a reward of {value} for row {row} of {len(rows)}, needed a finite number"
+    return ""
 
 
 @dataclass

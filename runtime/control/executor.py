@@ -20,7 +20,7 @@ import torch
 from penstock.graph.ir import Firing, Node
 from penstock.graph.node import Dropped, Filter, Paused, UntrustedError
 from penstock.graph.protocols import Fusing, Offloadable, Releasing, Threaded
-from penstock.graph.types import Model, Rewards, Rollouts
+from penstock.graph.types import AnyRewards, Model, Rollouts
 from penstock.runtime.control.checkpointing import Checkpointing, restore
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.process import RAISED, told
@@ -417,7 +417,7 @@ def _require_rows(node: str, inputs: Mapping[str, Any], outputs: Mapping[str, An
     of other groups, they would be other responses' rewards."""
     responses = {len(value) for value in (*inputs.values(), *outputs.values()) if isinstance(value, Rollouts)}
     for value in outputs.values():
-        if isinstance(value, Rewards) and responses and (given := len(value.values_N)) not in responses:
+        if isinstance(value, AnyRewards) and responses and (given := len(value)) not in responses:
             needed = " or ".join(map(str, sorted(responses)))
             raise ValueError(f"{node} returned {given} rewards, needed {needed}, one for each response of the rollouts")
 

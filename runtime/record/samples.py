@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.graph.ir import label_of
-from penstock.graph.types import Rewards, Rollouts
+from penstock.graph.types import AnyRewards, Rollouts
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import AppendFile, open_regular
 from penstock.runtime.record.typed_json import SampleLine, parse_json, require_shape
@@ -37,7 +37,7 @@ Sample = dict[str, Any]
 def sample(outputs: Mapping[str, Any]) -> str:
     """What is kept of the values that a firing has made, by output, as JSON of `MOST_BYTES` at most; "" if it made
     neither responses nor rewards, or responses without what is kept of them: what is for reading fails no firing."""
-    made = {name: value for name, value in outputs.items() if isinstance(value, Rollouts | Rewards)}
+    made = {name: value for name, value in outputs.items() if isinstance(value, Rollouts | AnyRewards)}
     try:
         turns = [
             turn for value in made.values() if isinstance(value, Rollouts) for turn in value.transcripts[:MOST_ROWS]
@@ -54,7 +54,7 @@ def sample(outputs: Mapping[str, Any]) -> str:
     return ""
 
 
-def _kept(made: Mapping[str, Rollouts | Rewards], longest: int) -> Sample:
+def _kept(made: Mapping[str, Rollouts | AnyRewards], longest: int) -> Sample:
     """`texts`, the first `rewards`, and `more` of these by output."""
     kept: Sample = {}
     for name, value in made.items():

@@ -7,7 +7,7 @@ import torch
 
 from penstock.graph import Context, GraphError, Metrics, NodeDef, Rewards, node
 from penstock.graph.interface import REQUIRED, interface
-from penstock.graph.types import COLUMNS
+from penstock.graph.types import COLUMNS, TurnRewards
 from tests.graph.programs_for_tests import Engine as Slots
 
 
@@ -230,6 +230,24 @@ def test_a_reward_that_is_no_finite_number_does_not_leave_its_node(bad: str) -> 
     assert made == {"out": rewards}
     with pytest.raises(ValueError, match=f"{__file__}:.* judged returned a reward of {bad} for row 1 of 3, needed a"):
         judged.split((Rewards(torch.tensor([1.0, float(bad), float("nan")])), {}), stateful=False)
+
+
+@node
+def judged_by_turn(length: Length) -> TurnRewards:
+    return TurnRewards(torch.ones(1, int(length)), torch.tensor([int(length)]))
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([[1.0]], r"TurnRewards of a list, needed an array \[N, K\]"),
+        (torch.ones(3), r"TurnRewards of an array of shape \[3\], needed an array \[N, K\]"),
+        (torch.tensor([[1.0, 0], [2.0, float("nan")]]), "a reward of nan for row 1 of 2, needed a finite number"),
+    ],
+)
+def test_rewards_of_turns_are_finite_numbers_for_each_turn(values: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=f"judged_by_turn returned {said}"):
+        judged_by_turn.split(TurnRewards(values, torch.tensor([1])), stateful=False)
 
 
 @pytest.mark.parametrize(

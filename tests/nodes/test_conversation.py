@@ -33,7 +33,7 @@ from penstock.graph import (
     trace,
 )
 from penstock.graph.protocols import Stream
-from penstock.graph.types import Replies, TurnRewards
+from penstock.graph.types import Replies, TokenAdvantages, TurnRewards
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.environments.environment import Calls, OverdueError, environment, outcome, stack_of, turn_rewards
 from penstock.nodes.environments.guessing_game import guessing_game, open_secrets
@@ -732,6 +732,26 @@ def paid(policy: Policy, prompts: Prompts) -> Policy:
     rollouts, replies = converse(prompts, broadcast(policy), environment=paying, turns=3, samples=4)
     rewards = noted(rollouts, turn_rewards(rollouts, replies))
     return aipo_update(policy, rollouts, group_advantage(rewards))
+
+
+@node(pool="scorer")
+def credited(rollouts: Rollouts, rewards: TurnRewards) -> TokenAdvantages:
+    turn_NT = turn_of_tokens(rollouts)
+    return TokenAdvantages(rewards.values_NK.gather(1, turn_NT.clamp(min=0)).masked_fill(turn_NT < 0, 0.0))
+
+
+@program
+def paid_by_turn(policy: Policy, prompts: Prompts) -> Policy:
+    rollouts, replies = converse(prompts, broadcast(policy), environment=paying, turns=3, samples=4)
+    return aipo_update(policy, rollouts, credited(rollouts, turn_rewards(rollouts, replies)))
+
+
+def test_the_reward_of_a_response_with_rewards_of_turns_is_their_sum(tmp_path: Path) -> None:
+    run(paid_by_turn, tmp_path / "run", replace(SMALL, eval_groups=0, updates=1))
+    (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert row["reward_mean"] == pytest.approx((1.0 + 3.2 + 6.6 + 6.9) / 4)
+    (sample,) = map(json.loads, (tmp_path / "run" / "samples.jsonl").read_text().splitlines())
+    assert sample["rewards"] == {"turn_rewards": pytest.approx([1.0, 3.2, 6.6, 6.9])}
 
 
 def test_a_node_reads_what_every_turn_was_worth(tmp_path: Path) -> None:
