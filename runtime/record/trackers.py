@@ -208,7 +208,7 @@ class Trackio:
 
 class MLflow:
     """A run of MLflow in the experiment of the project: in the store of MLFLOW_TRACKING_URI, else where the run began,
-    by default MLflow's database in the current folder."""
+    by default MLflow's database in the current folder. Options that a resume changes are tags beside the parameters."""
 
     # Of one request.
     METRICS, PARAMS, VALUE = 1000, 100, 6000
@@ -223,17 +223,25 @@ class MLflow:
         store = mlflow.get_tracking_uri()
         self._client = client = mlflow.MlflowClient()
         project = run.kept.get("project") or run.project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        params: Mapping[str, str] = {}
+        tags: Mapping[str, str] = {}
         if found := run.kept.get("id"):
-            self._id = found
+            data = client.get_run(found).data
+            params, tags = data.params, data.tags
             # Of each metric the newest value; a row's version is its update + 1.
-            self.logged = int(client.get_run(found).data.metrics.get("version", 0.0)) - 1
+            self._id, self.logged = found, int(data.metrics.get("version", 0.0)) - 1
             client.update_run(found, status="RUNNING")
         else:
             experiment = mlflow.set_experiment(project).experiment_id
             self._id, self.logged = client.create_run(experiment, run_name=run.name).info.run_id, -1
-            params = [Param(self._named(name), str(value)[: self.VALUE]) for name, value in run.config.items()]
-            for at in range(0, len(params), self.PARAMS):
-                client.log_batch(self._id, params=params[at : at + self.PARAMS])
+        config = {self._named(name): str(value)[: self.VALUE] for name, value in run.config.items()}
+        new = [Param(name, value) for name, value in config.items() if name not in params]
+        for at in range(0, len(new), self.PARAMS):
+            client.log_batch(self._id, params=new[at : at + self.PARAMS])
+        # A parameter never changes: a tag of its name has what an option is in a later life.
+        for name in config.keys() & params:
+            if tags.get(name, params[name]) != config[name]:
+                client.set_tag(self._id, name, config[name])
         shown = without_secrets(store)
         self.kept = {"id": self._id, "project": project} | ({"store": store} if shown == store else {})
         self.where = f"run {self._id} of {project} in {shown}"

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,11 @@ class Life:
         self.names = names
         self.said: list[str] = []
         self.trackers = TrackerProcesses()
+
+    def change(self, **options: Any) -> None:
+        """Options that a resume changes."""
+        self.config = replace(self.config, flags=replace(self.config.flags, **options))
+        self.config.write(self.folder, {"program": "toy", "command": ["toy"]})
 
     def start(self) -> None:
         self.trackers.start(self.folder, self.names, lambda line: self.said.append(str(line["text"])))
@@ -206,7 +212,7 @@ def in_mlflow(life: Life) -> Stored:
     figures = {name: run.data.metrics[name] for name in ("accuracy_before", "accuracy_after")}
     report = Path(client.download_artifacts(at["id"], "report.html")).read_text()
     losses = [(one.step, one.value) for one in client.get_metric_history(at["id"], "loss")]
-    return losses, run.data.params, figures, report
+    return losses, run.data.params | run.data.tags, figures, report
 
 
 READ: dict[str, Callable[[Life], Stored]] = {
@@ -241,11 +247,13 @@ def test_a_tracker_has_each_update_once_over_the_lives_of_a_run_and_leaves_nothi
 
     # A life that begins at the checkpoint before update 3: its rows 3 and 4 come again, and are others.
     complete_checkpoint(life.folder, begin_checkpoint(life.folder, "r", 3), CUT, {})
+    life.change(keep=7)
     life.start()
     life.rows(*(row(update, 1.5) for update in range(3, 8)))
     found = life.end(8)[name]
     assert (found["updates"], found["complete"]) == (8, True)
     losses, config, figures, report = READ[name](life)
+    assert (str(config["flags/keep"]), str(config["flags/lora"])) == ("7", "4")
     again = 3 if name == "tensorboard" else 5
     assert losses == [(update, 0.5 if update < again else 1.5) for update in range(8)]
     assert report in (None, "<html>8</html>")
