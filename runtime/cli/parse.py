@@ -104,6 +104,10 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
         flags = with_plan(flags, plan.options)
     with usage_errors():
         check_limits(flags)
+    left = {key: program.defaults[key] for key in _not_planned(program) if key not in typed and key != "model"}
+    if left and isinstance(flags, Planning) and flags.cluster:
+        here, there = (" ".join(f"--{k.replace('_', '-')} {of[k]}" for k in left) for of in (vars(flags), left))
+        print(visible(f"note: planned for {here}; runs of {name} have {there} by default"), file=sys.stderr)
     return Parsed({o.flag.name: o.value(getattr(given, o.flag.name)) for o in own}, flags, typed, plan)
 
 
@@ -183,9 +187,15 @@ def _verb_defaults(program: Program[..., Any], verb: str) -> Any:
     for key in program.defaults.keys() - known:
         raise CommandError(f"{program.where}: defaults: there is no flag {key!r}{nearest(key, known)}", 2)
     fitting = {field.name for field in dataclasses.fields(flags)} & program.defaults.keys()
-    if isinstance(flags, Planning):  # a plan is for a model and lengths of its own, not for those of the demo
-        fitting -= {field.name for field in dataclasses.fields(Planning)}
+    if isinstance(flags, Planning):
+        fitting -= set(_not_planned(program))
     return dataclasses.replace(flags, **{key: program.defaults[key] for key in fitting})
+
+
+def _not_planned(program: Program[..., Any]) -> list[str]:
+    """The program's defaults that a plan leaves out: it is for a model and lengths of its own, not those of a demo."""
+    own = {field.name for field in dataclasses.fields(Planning)}
+    return [key for key in program.defaults if key in own]
 
 
 class _Own:

@@ -229,13 +229,18 @@ def test_defaults_for_a_flag_that_is_none_are_an_error() -> None:
 
 
 @pytest.mark.parametrize("verb", ["simulate", "plan"])
-def test_the_model_that_a_program_starts_from_is_no_shape_to_plan_for(verb: str) -> None:
+def test_the_model_and_lengths_of_a_program_are_not_planned_for_and_that_is_told(verb: str, capsys: Output) -> None:
     @program(defaults={"model": "new", "batch": 4, "max_tokens": 1})
     def fresh(policy: Policy) -> Policy:
         return policy
 
     assert (read(of=fresh)[1].model, read(of=fresh, verb=verb)[1].model) == ("new", "")
     assert (read(of=fresh)[1].max_tokens, read(of=fresh, verb=verb)[1].max_tokens) == (1, 4096)
+    assert capsys.readouterr().err == ""
+    read("--cluster", "8xH100", of=fresh, verb=verb)
+    assert re.findall(r"--\S+ \d+", capsys.readouterr().err) == ["--max-tokens 4096", "--max-tokens 1"]
+    read("--cluster", "8xH100", "--max-tokens", "7", of=fresh, verb=verb)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_range_of_generators_is_two_flags() -> None:
