@@ -60,9 +60,69 @@ def defined(function: object) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else ""
 
 
+# What TRL, verl, NeMo-RL, OpenRLHF, AReaL and prime-rl call what is a flag, or an option of a node, here.
+ELSEWHERE_CALLED = {
+    theirs: ours
+    for ours, words in {
+        "lr": "learning_rate actor_learning_rate",
+        "critic_lr": "critic_learning_rate",
+        "kl": "beta kl_coef kl_loss_coef init_kl_coef reference_policy_kl_penalty",
+        "clip_norm": "max_grad_norm clip_grad",
+        "clip": "epsilon eps_clip clip_ratio",
+        "clip_low": "clip_ratio_low ratio_clip_min",
+        "clip_high": "epsilon_high clip_ratio_high ratio_clip_max",
+        "epochs": "num_iterations ppo_epochs",
+        "by": "reward_func reward_funcs",
+        "samples": "num_generations num_generations_per_prompt n_samples_per_prompt rollouts_per_example",
+        "lag": "max_head_offpolicyness max_async_level max_trajectory_age_steps staleness_threshold",
+        "batch": "per_device_train_batch_size train_batch_size generation_batch_size rollout_batch_size "
+        "num_prompts_per_step",
+        "micro_tokens": "ppo_max_token_len_per_gpu",
+        "updates": "max_steps max_num_steps total_training_steps",
+        "max_tokens": "max_completion_length max_new_tokens max_response_length generate_max_len",
+        "max_prompt": "max_prompt_length prompt_max_len",
+        "model": "model_name model_name_or_path pretrain",
+        "data": "dataset dataset_name prompt_data train_files",
+        "data_split": "dataset_split dataset_train_split",
+        "eval_data": "eval_dataset val_files",
+        "eval_split": "dataset_test_split",
+        "prompt_field": "input_key",
+        "answer_field": "label_key",
+        "system": "system_prompt",
+        "dtype": "bf16 fp16 precision torch_dtype",
+        "lora": "use_peft lora_r lora_rank",
+        "lora_targets": "lora_target_modules target_modules",
+        "recompute": "gradient_checkpointing activation_checkpointing",
+        "engine": "use_vllm",
+        "generators": "vllm_num_engines",
+        "mesh": "tensor_parallel_size tensor_model_parallel_size vllm_tensor_parallel_size",
+        "out": "output_dir run_name save_path checkpoint_dir ckpt_path default_local_dir",
+        "checkpoint_every": "save_steps save_freq save_period",
+        "keep": "save_total_limit keep_top_k max_ckpt_num",
+        "keep_best": "metric_for_best_model load_best_model_at_end metric_name",
+        "resume": "resume_from_checkpoint",
+        "save_samples": "log_completions",
+        "track": "report_to use_wandb logger",
+        "track_project": "wandb_project project_name",
+    }.items()
+    for theirs in words.split()
+}
+
+
+def word_here(name: str) -> str:
+    """The name of a flag or an option, without dashes and groups (`data.train_batch_size`), as it is here where another
+    library calls it otherwise."""
+    word = name.lstrip("-").replace("-", "_").rpartition(".")[2]
+    return ELSEWHERE_CALLED.get(word, word)
+
+
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The names to choose from, the most similar first, as the end of a sentence."""
+    """The names to choose from, the most similar first, as the end of a sentence; the one alone that is meant by a word
+    of another library."""
     known = sorted(set(names))
+    bare = {other.lstrip("-").replace("-", "_"): other for other in known}
+    if (meant := word_here(name)) != name.lstrip("-").replace("-", "_") and meant in bare:
+        return f"; here it is {bare[meant]}"
 
     def likeness(other: str) -> float:
         # The sorted letters count, too: most slips are two letters that changed places.

@@ -194,14 +194,14 @@ def mistyped(function: Callable[..., Any], options: Mapping[str, Json], what: st
         # Functions that may be async are told apart by what they return alone.
         kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
         if all(get_origin(kind) is Callable for kind in kinds):
-            said, needed = _no_function(given, get_args(kinds[0])[0])
+            said, needed = _no_function(given, get_args(kinds[0])[0], (function.__kwdefaults__ or {}).get(name))
         if needed:
             yield Fault("wrong-option-type", f"{what}: option {name!r}", said, needed, where)
 
 
-def _no_function(given: Json, types: Any) -> tuple[str, str]:
+def _no_function(given: Json, types: Any, default: Any) -> tuple[str, str]:
     """What was given and what is needed, where an option is no function of arguments of such types by place; two empty
-    texts where it is, or nobody knows."""
+    texts where it is, or nobody knows. The names of the arguments are those of the `default`, if that is a function."""
     if not names_function(given):
         made = "NAME, or functools.partial(NAME, number=…), of a `def NAME(…)` at the top of a module"
         return repr(given), f"a function: {made}"
@@ -211,7 +211,10 @@ def _no_function(given: Json, types: Any) -> tuple[str, str]:
             inspect.signature(function).bind(*types, **given.get("options", {}))
         except TypeError as error:
             names = ", ".join(getattr(each, "__name__", str(each)) for each in types)
-            needed = f"a function of ({names}), and no more that functools.partial does not give it"
+            needed = f"a function of ({names})"
+            if inspect.isfunction(default):
+                needed += f", such as {default.__name__}({', '.join(inspect.signature(default).parameters)})"
+            needed += "; what else it takes has a default, or functools.partial gives it"
             return f"{short(given['path'])}: {error}", needed
     return "", ""
 

@@ -236,7 +236,7 @@ async def judged(response: str) -> float:
 def other_arguments(policy: Policy, prompts: Prompts) -> Policy:
     # wrong-option-type: generate: option 'stop' given 'ab'
     rollouts = generate(prompts, broadcast(policy), samples=4, stop="ab")  # type: ignore[arg-type]
-    # wrong-option-type: score: option 'by' given length: missing a required argument: 'at_most'
+    # wrong-option-type: score: option 'by' given length: missing a required argument: 'at_most' … math_answer(prompt,
     rewards = score(rollouts, by=length)  # type: ignore[arg-type]
     # wrong-option-type: remote_score: option 'by' given judged: too many positional arguments
     accuracy(remote_score(rollouts, by=judged))  # type: ignore[arg-type]

@@ -8,12 +8,13 @@ import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
 from msgspec import Meta
 
-from penstock.graph.errors import nearest
+from penstock.graph.errors import nearest, word_here
 from penstock.runtime.cli.tracing import CommandError, usage_errors
 from penstock.runtime.cluster.capabilities import GeneratorPrecision
 from penstock.runtime.control.run_config import (
@@ -39,63 +40,11 @@ NEW, NO_PLAN = "new", "none"
 AS_PROGRAM = Shown("{int8,fp8}", "as the program says")
 
 
-# What TRL, verl, NeMo-RL, OpenRLHF, AReaL and prime-rl call what is a flag, or an option of a node, here.
-ELSEWHERE_CALLED = {
-    theirs: ours
-    for ours, words in {
-        "lr": "learning_rate actor_learning_rate",
-        "critic_lr": "critic_learning_rate",
-        "kl": "beta kl_coef kl_loss_coef init_kl_coef reference_policy_kl_penalty",
-        "clip_norm": "max_grad_norm clip_grad",
-        "clip": "epsilon eps_clip clip_ratio",
-        "clip_low": "clip_ratio_low ratio_clip_min",
-        "clip_high": "epsilon_high clip_ratio_high ratio_clip_max",
-        "epochs": "num_iterations ppo_epochs",
-        "by": "reward_func reward_funcs",
-        "samples": "num_generations num_generations_per_prompt n_samples_per_prompt rollouts_per_example",
-        "lag": "max_head_offpolicyness max_async_level max_trajectory_age_steps staleness_threshold",
-        "batch": "per_device_train_batch_size train_batch_size generation_batch_size rollout_batch_size "
-        "num_prompts_per_step",
-        "micro_tokens": "ppo_max_token_len_per_gpu",
-        "updates": "max_steps max_num_steps total_training_steps",
-        "max_tokens": "max_completion_length max_new_tokens max_response_length generate_max_len",
-        "max_prompt": "max_prompt_length prompt_max_len",
-        "model": "model_name model_name_or_path pretrain",
-        "data": "dataset dataset_name prompt_data train_files",
-        "data_split": "dataset_split dataset_train_split",
-        "eval_data": "eval_dataset val_files",
-        "eval_split": "dataset_test_split",
-        "prompt_field": "input_key",
-        "answer_field": "label_key",
-        "system": "system_prompt",
-        "dtype": "bf16 fp16 precision torch_dtype",
-        "lora": "use_peft lora_r lora_rank",
-        "lora_targets": "lora_target_modules target_modules",
-        "recompute": "gradient_checkpointing activation_checkpointing",
-        "engine": "use_vllm",
-        "generators": "vllm_num_engines",
-        "mesh": "tensor_parallel_size tensor_model_parallel_size vllm_tensor_parallel_size",
-        "out": "output_dir run_name save_path checkpoint_dir ckpt_path default_local_dir",
-        "checkpoint_every": "save_steps save_freq save_period",
-        "keep": "save_total_limit keep_top_k max_ckpt_num",
-        "keep_best": "metric_for_best_model load_best_model_at_end metric_name",
-        "resume": "resume_from_checkpoint",
-        "save_samples": "log_completions",
-        "track": "report_to use_wandb logger",
-        "track_project": "wandb_project project_name",
-    }.items()
-    for theirs in words.split()
-}
-
-
 def nearest_flag(name: str, known: Iterable[str], options: Mapping[str, str], dashes: str = "--") -> str:
-    """What to take in place of a name that is no flag, as the end of a sentence: the flag of that meaning, by the words
-    of other libraries; else the node that has such an option (`options`, by its name); else the nearest names."""
-    word = name.replace("-", "_")
-    ours, flags = ELSEWHERE_CALLED.get(word, word), {flag.replace("_", "-") for flag in known}
-    if ours != word and (flag := ours.replace("_", "-")) in flags:
-        return f"; here it is {dashes}{flag}"
-    if ours in options:
+    """What to take in place of a name that is no flag, as the end of a sentence: an option of a node where there is no
+    such flag (`options`, by its name), else the nearest flags."""
+    flags, ours = {flag.replace("_", "-") for flag in known}, word_here(name)
+    if ours in options and ours.replace("_", "-") not in flags:
         return f"; it is an option of {options[ours]}, for the program to give: docs/write-an-algorithm.md"
     return nearest(f"{dashes}{name}", {f"{dashes}{flag}" for flag in flags})
 
@@ -110,7 +59,13 @@ def unknown_flags(
     """
     # tyro takes "_" and "-" alike, and so does this.
     known = {name.replace("_", "-") for name in names} | {"help"}
-    given = [word.partition("=")[0].replace("_", "-") for word in words if re.match(r"--?[A-Za-z]", word)]
+    # Those of other libraries stand in groups, as in data.train_batch_size=64; so may the value of a flag.
+    given = [
+        word.partition("=")[0].replace("_", "-")
+        for before, word in pairwise(["", *words])
+        if re.match(r"--?[A-Za-z]", word)
+        or (re.match(r"[A-Za-z]\w*(\.\w+)+=", word) and not re.fullmatch("-[^=]*", before))
+    ]
     # tyro takes "--no-" before a flag that is on by itself, and knows which these are.
     flags = {f"--{name}" for name in known}
     strange = [word for word in given if word != "-h" and word.replace("--no-", "--", 1) not in flags]

@@ -7,10 +7,11 @@ from typing import Any, Literal
 import pytest
 
 from penstock.graph import GraphError, Policy, Program, load, program
+from penstock.graph.errors import ELSEWHERE_CALLED
 from penstock.graph.node import NodeDef
 from penstock.nodes.score import math_answer
 from penstock.programs.aipo import aipo
-from penstock.runtime.cli.flags import ELSEWHERE_CALLED, VERBS, RunFlags
+from penstock.runtime.cli.flags import VERBS, RunFlags
 from penstock.runtime.cli.parse import parse
 from penstock.runtime.cli.tracing import CommandError, built_in
 
@@ -114,6 +115,12 @@ def test_the_words_of_other_libraries_are_answered_with_those_of_here(
     with pytest.raises(CommandError) as error:
         read("--config", config(f"{word.lstrip('-')} = 1"), of=aipo)
     assert told.lstrip("-") in str(error.value).partition(";")[2]
+
+
+def test_words_in_groups_are_answered_as_flags_but_for_the_value_of_one() -> None:
+    with pytest.raises(CommandError, match=r"^given data\.train-batch-size, .*; here it is --batch$"):
+        read("--updates=3", "data.train_batch_size=64", of=aipo)
+    assert read("--out", "lr.swept=1", of=aipo)[1].out == "lr.swept=1"
 
 
 def test_what_the_words_of_other_libraries_stand_for_is_there() -> None:
