@@ -95,7 +95,8 @@ class Controller:
         self._coming: set[str] = set()  # those of them that were started again and are not ready yet
         self._begun: set[tuple[str, int]] = set()  # ranks that an agent was told to start, and has not told the end of
         self._starts: Counter[str] = Counter()  # of each replica
-        self._doubted: list[tuple[float, str, Result]] = []  # failures behind which a lost rank may be: since when
+        # Failures behind which a lost rank may be: since when, and how long this process had been held up by then.
+        self._doubted: list[tuple[float, float, str, Result]] = []
         self._config = json.dumps(config.to_json())
         self._unlisted, self._listed_at = False, -inf  # has a rank come since processes.json was written, and when
         self._told = (0, 0.0)  # frames dropped by the last note of them, and when that was
@@ -158,6 +159,8 @@ class Controller:
         on.
         """
         heard = self.server.receive(TICK)
+        # Before what was heard: of a failure that is reported now, a better cause may be heard after a stop as before.
+        self.session.held_up = self.server.tracker.held_up(monotonic())
         # The launcher comes first: a stop does not wait behind what ranks say.
         while not self.launcher.empty():
             self._hear_launcher(self.launcher.get())
@@ -200,7 +203,7 @@ class Controller:
             case Results(results):  # first: these are nearly all
                 for result in results:
                     if isinstance(result.event, (Failed, Abort)) and self._is_doubted(peer):
-                        self._doubted.append((monotonic(), peer, result))
+                        self._doubted.append((monotonic(), self.session.held_up, peer, result))
                     else:
                         self._answer(peer, result)
             case SendFailed(replica, life, error):
@@ -428,16 +431,18 @@ class Controller:
         """Hear the failures of ranks that compute with others, once it is clear that none of these is gone: a replica
         that is lost has nothing to answer for."""
         waiting, self._doubted = self._doubted, []
-        for since, peer, result in waiting:
+        held_up = self.server.tracker.held_up(now)
+        for since, before, peer, result in waiting:
             replica = peer.rpartition(":")[0]
             agents = map(agent_peer, self.config.plan.replica(replica).hosts)
             heard = all(self.server.tracker.last(agent) > since for agent in agents)
             if replica in self.lost:
                 continue
-            if now - since > DOUBT_S or (now - since > HELD_S and heard):
+            waited = now - since - (held_up - before)
+            if waited > DOUBT_S or (waited > HELD_S and heard):
                 self._answer(peer, result)
             else:
-                self._doubted.append((since, peer, result))
+                self._doubted.append((since, before, peer, result))
 
     def _ranks_of(self, host: str) -> str:
         return ", ".join(f"{r} rank {i}" for (r, i), rank in self.ranks.items() if rank.host == host) or "no rank"
@@ -494,8 +499,10 @@ class Controller:
         left = {rank_peer(replica, index) for replica, index in self.ranks} & self.alive
         for peer in left:
             self.server.send(peer, Goodbye(self.session.status))
-        until = monotonic() + DISMISS_S
-        while left and monotonic() < until:
+        # If the whole machine stands still meanwhile, they have had no time.
+        counted = self.server.tracker.counted
+        until = counted(monotonic()) + DISMISS_S
+        while left and counted(monotonic()) < until:
             for _, message in self.server.receive(TICK):
                 if isinstance(message, Exited):
                     left.discard(rank_peer(message.replica, message.rank))

@@ -9,8 +9,9 @@ deaths before its heartbeat, so one that has given a sign of life since knows of
 with others may be a consequence, too, whatever its code: a collective breaks as soon as a peer is gone, long before a
 host that went away is missed.
 
-Pure: time is passed in. Invariant: a failure is replaced only by one whose code comes before its own, or by a certain
-one if it is doubtful itself.
+Pure: time is passed in, and with it the seconds for which the one who waits was stopped itself (`held_up`): in these no
+better cause could be heard. Invariant: a failure is replaced only by one whose code comes before its own, or by a
+certain one if it is doubtful itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -123,13 +124,13 @@ class Verdict:
     def __init__(self) -> None:
         self.failure: Failure | None = None
         self.certain = False  # is there a failure that waits for no better cause?
-        self._since = 0.0
+        self._since = self._held_up = 0.0
 
-    def report(self, failure: Failure, now: float) -> None:
+    def report(self, failure: Failure, now: float, held_up: float = 0.0) -> None:
         """Keep the failure if it explains the one that is known. Of two with one code, the first is kept."""
         # What was reported first may be a consequence of what is reported now.
         if self.failure is None or failure.explains(self.failure):
-            self.failure, self._since = failure, now
+            self.failure, self._since, self._held_up = failure, now, held_up
             self.certain = not failure.held
 
     def forgive(self, replica: str) -> None:
@@ -137,14 +138,14 @@ class Verdict:
         if self.failure is not None and self.failure.replica == replica:
             self.failure, self.certain = None, False
 
-    def final(self, now: float, heard: Callable[[str], float]) -> Failure | None:
+    def final(self, now: float, heard: Callable[[str], float], held_up: float = 0.0) -> Failure | None:
         """The failure to end the run with; None while there is none, or a better cause may come.
 
         `heard` gives the time of a peer's last sign of life.
         """
         if self.failure is None or self.certain:
             return self.failure
-        waited = now - self._since
+        waited = now - self._since - (held_up - self._held_up)
         beaten = all(heard(agent) > self._since for agent in self.failure.agents)
         longest = DOUBT_S if self.failure.doubtful else AGENTS_S
         return self.failure if waited > longest or (waited > HELD_S and beaten) else None

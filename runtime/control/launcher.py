@@ -190,8 +190,7 @@ class Launcher:
                 self._ask_to_stop(controller)
             if self.wish.at_once:
                 self._deadline = 0.0
-            now = monotonic()
-            now -= clock.held_up(now)
+            now = clock.counted(monotonic())
             if line:
                 heard, told = now, False
                 self._hear(line.rstrip(b"\n"))
@@ -339,10 +338,12 @@ class Launcher:
         self._kill(controller)
         assert controller.stdin is not None
         controller.stdin.close()
-        until = min(self._deadline, monotonic() + LEAVE_S)
-        agents = self.agents.values()
+        clock, agents = LivenessTracker(inf), self.agents.values()
+        until = clock.counted(monotonic()) + LEAVE_S
         # Somebody who presses Ctrl-C again waits for no goodbyes.
-        while any(agent.poll() is None for agent in agents) and monotonic() < until and not self.wish.at_once:
+        while any(agent.poll() is None for agent in agents) and not self.wish.at_once:
+            if clock.counted(monotonic()) > until or monotonic() > self._deadline:
+                break
             sleep(0.01)
         for agent in agents:
             kill(agent)

@@ -290,7 +290,7 @@ class Session:
     def __init__(self, config: RunConfig, recorder: RunRecorder, cut: Mapping[str, Any] | None = None) -> None:
         self.config, self.recorder, self.cut = config, recorder, cut
         self.start = cut["update"] if cut else 0
-        self._held_up = 0.0
+        self.held_up = 0.0  # seconds for which the driver itself was stopped so far, as it says
         self.status, self.error = "running", ""
         self.failure: Failure | None = None  # that ended the run
         self.verdict = Verdict()
@@ -372,7 +372,7 @@ class Session:
 
     def watch(self, now: float, held_up: float = 0.0) -> None:
         """Look at deadlines: the stop's and the answers'. `held_up`: as the stage's."""
-        self._held_up = held_up
+        self.held_up = held_up
         if self.stage is None or not self.running or self._ending:
             return
         self.recorder.tick(now)
@@ -411,14 +411,14 @@ class Session:
 
     def fail(self, failure: Failure, now: float) -> None:
         """A detector reports why the run cannot go on. `decide` ends it."""
-        self.verdict.report(failure, now)
+        self.verdict.report(failure, now, self.held_up)
 
     def decide(self, now: float, heard: Callable[[str], float] = lambda peer: math.inf) -> None:
         """End the run with the failure that explains those reported, unless a better cause may still come.
 
         Drivers call it once per turn. `heard` gives the time of a peer's last sign of life.
         """
-        failure = self.verdict.failure and self.verdict.final(now, heard)
+        failure = self.verdict.failure and self.verdict.final(now, heard, self.held_up)
         if failure is None or not self.running:
             return
         # The log has to say what ended the stage, or a replay would still wait.
@@ -506,7 +506,7 @@ class Session:
         )
         self.recorder.open_stage(origin, now)
         handles = self._handles if name == "train" else {}
-        self.stage = Stage(origin, self.recorder, self.config.flags, self._outbox, handles, self._held_up)
+        self.stage = Stage(origin, self.recorder, self.config.flags, self._outbox, handles, self.held_up)
         if name == "train":
             # The groups of a run are those of training: an evaluation counts its own.
             self.recorder.ledger = self.stage.scheduler.ledger

@@ -22,7 +22,7 @@ class LivenessTracker:
 
     def heard(self, peer: str, now: float) -> None:
         self._last.pop(peer, None)
-        self._last[peer] = now, self._counted(now)
+        self._last[peer] = now, self.counted(now)
 
     def forget(self, peer: str) -> None:
         self._last.pop(peer, None)
@@ -33,7 +33,7 @@ class LivenessTracker:
 
     def late(self, now: float) -> list[str]:
         """The peers silent for more than `silence` seconds, in the order of their names."""
-        until = self._counted(now) - self._silence
+        until = self.counted(now) - self._silence
         silent = takewhile(lambda entry: entry[1][1] < until, self._last.items())
         return sorted(peer for peer, _ in silent)
 
@@ -45,5 +45,6 @@ class LivenessTracker:
         self._looked = now
         return self._held_up
 
-    def _counted(self, now: float) -> float:
+    def counted(self, now: float) -> float:
+        """The time without `held_up`: on this clock others may be waited for."""
         return now - self.held_up(now)

@@ -18,6 +18,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
+from math import inf
 from time import monotonic
 
 import zmq
@@ -35,6 +36,7 @@ from penstock.runtime.control.messages import (
     MessageError,
 )
 from penstock.runtime.control.security import Join
+from penstock.runtime.control.silence import LivenessTracker
 from penstock.runtime.control.sockets import SILENCE
 from penstock.runtime.record.errors import visible
 from penstock.runtime.tensor.object_store import ObjectReader
@@ -45,6 +47,8 @@ _CUT_OFF = 4 * MAX_QUESTION
 # Answers that may wait for one peer. libzmq counts those taken in batches of half of it: a reader with WINDOW questions
 # under way never meets this bound, and one that does not read costs so many chunks, no more.
 _MAX_WAITING = 4 * WINDOW
+# Seconds between two looks at the clock.
+LOOK_S = 0.5
 # A connection that is silent for longer is gone.
 _HEARTBEAT = {zmq.HEARTBEAT_IVL: 1000, zmq.HEARTBEAT_TIMEOUT: int(1000 * SILENCE)}
 
@@ -191,10 +195,12 @@ class ExchangeClient:
         self, socket: zmq.Socket[bytes], handle: ObjectRef, asked: dict[int, tuple[int, int, int]]
     ) -> tuple[int, memoryview]:
         """The next part that was asked for, and the number of its question."""
-        until = monotonic() + self._patience
+        # A time in which this process itself was stopped is no silence of the owner's.
+        clock = LivenessTracker(inf)
+        until = clock.counted(monotonic()) + self._patience
         # Asking changes nothing: what is late or malformed is counted, and the wait goes on.
-        while (left := until - monotonic()) > 0:
-            if not socket.poll(int(1000 * left) + 1):
+        while (left := until - clock.counted(monotonic())) > 0:
+            if not socket.poll(int(1000 * min(left, LOOK_S)) + 1):
                 continue
             head, *parts = socket.recv_multipart(copy=False)
             try:

@@ -90,6 +90,14 @@ def test_a_held_failure_waits_for_the_next_heartbeat_of_all_agents_and_not_for_e
     assert held.final(SINCE + HELD_S + 0.1, heard.__getitem__) == TRANSFER
 
 
+def test_seconds_in_which_the_one_who_waits_was_stopped_bring_no_better_cause_and_do_not_count() -> None:
+    for failure, longest in ((TRANSFER, AGENTS_S), (BROKEN, DOUBT_S)):
+        held = Verdict()
+        held.report(failure, SINCE, held_up=7.0)
+        assert held.final(SINCE + 20.0 + longest, lambda peer: BEFORE, held_up=27.0) is None
+        assert held.final(SINCE + 20.1 + longest, lambda peer: BEFORE, held_up=27.0) == failure
+
+
 def test_a_death_explains_a_broken_transfer_whichever_is_heard_first() -> None:
     for order in permutations([TRANSFER, DEATH]):
         assert verdict(*order).final(SINCE, lambda peer: BEFORE) == DEATH
@@ -243,6 +251,31 @@ def test_a_death_that_is_heard_after_a_broken_transfer_is_said(b: Bench, control
     hear(controller, lambda: controller.session.verdict.failure)
     agent.send(Exited("generator/0", 0, 77, 0, 9, ""))
     assert ended_by(controller) == (FailureCode.RANK_DIED, "generator/0 rank 0 died: killed by SIGKILL (pid 77)")
+    agent.close()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_death_that_is_heard_after_the_whole_machine_has_stood_still_is_said(
+    b: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, several: bool
+) -> None:
+    """It was not to be heard meanwhile. A rank that computes with others is doubted for longer."""
+    flags, meshes = RunOptions(lost_replica="replace"), ["generator=tp2"] * several
+    run = RunFolder.open(make_run(tmp_path / "run", "toy", {}, flags, meshes=meshes))
+    config = RunConfig.load(run)
+    controller = Controller(run, config, b.server, Session(config, Mock(spec=RunRecorder)), None)
+    agent, stood = Client(b.join(), "agent", "local", 0), 0.0
+    for module in ("controller", "sockets"):
+        monkeypatch.setattr(f"penstock.runtime.control.{module}.monotonic", lambda: monotonic() + stood)
+    hear(controller, lambda: b.server.peers)
+    rank = "generator/0" if several else "trainer/0"
+    b.client(rank).send(Results((Result(Abort(f"{rank} rank 0: connection lost")),)))
+    hear(controller, lambda: controller.session.verdict.failure or controller._doubted)
+    believed, stood = controller.session.verdict.failure, 60.0
+    for _ in range(2):
+        controller._turn()
+    assert (controller.session.running, controller.session.verdict.failure) == (True, believed)
+    agent.send(Exited("trainer/0", 0, 77, 0, 9, ""))
+    assert ended_by(controller) == (FailureCode.RANK_DIED, "trainer/0 rank 0 died: killed by SIGKILL (pid 77)")
     agent.close()
 
 

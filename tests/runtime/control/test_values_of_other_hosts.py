@@ -401,6 +401,14 @@ def test_an_owner_that_dies_while_a_reader_waits_is_named_and_one_that_comes_bac
             left.unlink(missing_ok=True)  # another run's start may have swept it
 
 
+def test_a_time_in_which_the_reader_itself_stood_still_is_no_silence_of_the_owner(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value, began = rewards(3), iter([0.0])
+    monkeypatch.setattr("penstock.runtime.control.value_server.monotonic", lambda: next(began, 3600.0))
+    assert hosts.gives(hosts.store.put(value), value)
+
+
 def test_answers_that_are_late_or_wrong_are_counted_and_dropped(hosts: Hosts) -> None:
     """An owner of the right key that talks nonsense before it answers."""
     value = rewards(3)
