@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic, sleep, time
 
 import msgspec
 import zmq
@@ -267,7 +267,8 @@ class _Enrolment:
                     raise NoSlot(given) from None
                 now = monotonic()
                 if client.connected and not connected:
-                    client.send(enrolling)
+                    # As it is now: the desk may have been waited for.
+                    client.send(msgspec.structs.replace(enrolling, clock=time()))
                     heard = said = now
                 connected = client.connected
                 for answer in answers:

@@ -93,7 +93,11 @@ class Commands:
 
 def terminate(process: "subprocess.Popen[str]") -> None:
     """SIGTERM to a command on a host, which runs below what has made the host's namespaces."""
-    found = [p for p in psutil.Process(process.pid).children(recursive=True) if p.cmdline()[:1] == [sys.executable]]
+    found = []
+    for each in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # a short-lived child
+            if each.cmdline()[:1] == [sys.executable]:
+                found.append(each)
     min(found, key=lambda each: each.create_time()).terminate()
 
 

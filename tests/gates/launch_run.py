@@ -1,4 +1,5 @@
-"""A run in processes of its own: python launch_run.py FOLDER RUN; the launcher's lines on stdout, its exit status."""
+"""A run in processes of its own: python launch_run.py FOLDER RUN [GRACE]; the launcher's lines on stdout, its exit
+status. GRACE is the launcher's, if it is not the run's."""
 
 import json
 import sys
@@ -19,5 +20,6 @@ if __name__ == "__main__":
     folder.lock()
     config = RunConfig.load(folder)
     cluster = Cluster.model_validate(folder.read_json("config.json")["asked"]["cluster"])
-    launcher = Launcher(folder.path, sys.argv[2], cluster, tell, grace=config.flags.grace, modules=config.modules())
+    grace = float(sys.argv[3]) if sys.argv[3:] else config.flags.grace
+    launcher = Launcher(folder.path, sys.argv[2], cluster, tell, grace=grace, modules=config.modules())
     sys.exit(launcher.run())

@@ -5,7 +5,7 @@ import resource
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from penstock.graph import broadcast, node, program
 from penstock.graph.types import Advantages, Average, Context, Metrics, Policy, Prompts, Rewards, Rollouts, Weights
 from penstock.nodes import ema as averages
 from penstock.nodes.advantage import group_advantage
-from penstock.nodes.fake import FakeEngine, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
+from penstock.nodes.fake import TOKENS, FakeEngine, FakePolicy, FakePrompts, fake_generate, fake_score, fake_update
 from penstock.nodes.generate import generate
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.sampling import Sampler
@@ -113,6 +113,59 @@ def spoiling_update(
     else:
         policy.momentum_W = "none"  # type: ignore[assignment]
     return updated
+
+
+def await_gone(holds: str, name: str) -> None:
+    """Wait while the folder `holds` has a file of this name."""
+    while (Path(holds) / name).exists():
+        sleep(0.01)
+
+
+class HeldPolicy(FakePolicy):
+    """Is made once there is no file "start"."""
+
+    maker: ClassVar[str] = f"{__file__}:make_held"
+
+
+def make_held(context: Context) -> HeldPolicy:
+    await_gone(context.options["holds"], "start")
+    return HeldPolicy(context)
+
+
+class HeldEngine(FakeEngine):
+    """Goes no further than to the middle of a group while there is a file "group NUMBER"."""
+
+    def __init__(self, samples: int, slots: int, holds: str) -> None:
+        super().__init__(samples, 0.0, slots=slots)
+        self.holds = holds
+
+    def _make_token(self, group: Any) -> None:
+        if len(group.made) == TOKENS // 2 and (Path(self.holds) / f"group {group.prompts.ordinals[0]}").exists():
+            group.due = monotonic() + 0.01
+        else:
+            super()._make_token(group)
+
+
+@node(pool="generator", init=lambda context, **options: HeldEngine(slots=context.slots, **options))
+def held_generate(
+    engine: HeldEngine, prompts: Prompts, behaviour: Weights, *, samples: int, holds: str
+) -> tuple[HeldEngine, Rollouts]:
+    raise NotImplementedError("workers drive the engine itself")
+
+
+@node(pool="trainer", clock="update")
+def held_update(policy: HeldPolicy, rollouts: Rollouts, rewards: Rewards, *, holds: str) -> tuple[HeldPolicy, Metrics]:
+    """Waits while there is a file of the update's number."""
+    await_gone(holds, str(policy.version))
+    updated: tuple[HeldPolicy, Metrics] = fake_update.fn(policy, rollouts, rewards)
+    return updated
+
+
+@program
+def held(policy: HeldPolicy, prompts: FakePrompts, *, holds: str, lag: int = 1) -> HeldPolicy:
+    """The program toy, held up where a test is to act, however late that is: by files in the folder `holds`."""
+    rollouts = held_generate(prompts, broadcast(policy, lag=lag), samples=4, holds=holds)
+    return held_update(policy, rollouts, fake_score(rollouts), holds=holds)
 
 
 class SlowExport(FakePolicy):

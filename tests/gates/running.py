@@ -35,6 +35,8 @@ from penstock.runtime.tensor.shm import SHM
 HERE = Path(__file__).parent
 # What the names of the programs of this folder begin with.
 FAULTS = f"{HERE / 'programs_for_gates.py'}:"
+# `toy`, which goes no further than the files in its folder `holds` let it.
+HELD = f"{FAULTS}held"
 LARGE = f"{HERE / 'program_with_large_weights.py'}:large"
 # One core: one thread for every rank, as in the loops to compare with.
 ONE_HOST = Cluster(hosts=(Host(name="local", cores=1),))
@@ -99,6 +101,14 @@ def make_run(
     return path
 
 
+def holding(folder: Path, *names: object) -> Path:
+    """The folder `holds` of a run of HELD, with these files: "start", "group NUMBER" or the number of an update."""
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / str(name)).touch()
+    return folder
+
+
 def with_updates(folder: Path, updates: int) -> Path:
     """The run with so many updates in all, as a resume is given them."""
     run = RunFolder.open(folder)
@@ -108,12 +118,14 @@ def with_updates(folder: Path, updates: int) -> Path:
 
 
 class Running:
-    """A launcher in a process of its own, and the lines that it says. `where` is a command that starts another."""
+    """A launcher in a process of its own, and the lines that it says. `where` is a command that starts another; `grace`
+    is the launcher's, if it is not the run's."""
 
-    def __init__(self, folder: Path, where: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, where: Sequence[str] = (), grace: float | None = None) -> None:
         self.folder, self.run = folder, f"g{secrets.token_hex(6)}"
         self.lines: list[Line] = []
         command = [*where, sys.executable, str(HERE / "launch_run.py"), str(folder), self.run]
+        command += [] if grace is None else [str(grace)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -132,7 +144,7 @@ class Running:
             self.process.kill()
         self.process.wait()
         sweep_processes(self.run)
-        self._reader.join(timeout=10)
+        self._reader.join(DEADLINE_S)
 
     def until(self, look: Callable[[], Any], what: str) -> Any:
         """What `look` returns once that is true. Fails after the deadline, or when the run has ended before."""
@@ -196,7 +208,7 @@ class Running:
     def wait(self) -> int:
         """The exit status; nothing is left."""
         status = self.process.wait(DEADLINE_S)
-        self._reader.join(timeout=10)
+        self._reader.join(DEADLINE_S)
         assert_nothing_is_left(self.folder, self.run)
         return status
 

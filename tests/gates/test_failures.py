@@ -22,6 +22,7 @@ from penstock.runtime.record.folder import RunFolder
 from .running import (
     ENDLESS,
     FAULTS,
+    GRACE_S,
     Running,
     assert_all_consumed,
     assert_equal_bits,
@@ -128,8 +129,9 @@ def test_a_stopped_rank_is_found_by_its_silence(
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_found_by_the_deadline_of_its_firing(tmp_path: Path) -> None:
+    # Sooner than its silence would be, and longer than others may stand still until then.
     trouble = partial(strike, whom=rank_of("trainer"), number=signal.SIGSTOP)
-    errors, found = run_to_failure(long_run(tmp_path / "r", 3.0), trouble)
+    errors, found = run_to_failure(long_run(tmp_path / "r", 8.0), trouble)
     assert "trainer/0" in errors  # in an update, or as the source of a transfer
     assert "rank 0" in errors
     assert found["cause"] in ("overdue", "transfer")
@@ -154,7 +156,8 @@ def test_a_controller_that_was_stopped_goes_on_and_blames_no_process(tmp_path: P
 def test_an_interrupt_ends_a_run_whose_trainer_hangs(tmp_path: Path, interrupts: int) -> None:
     mark = tmp_path / "mark"
     folder = make_run(tmp_path / "r", f"{FAULTS}stuck", {"mark": str(mark)}, toy_flags(updates=9, batch=2, grace=4.5))
-    with Running(folder) as running:
+    # The launcher waits for longer than the run does, which has one second of its grace to say what it lacks.
+    with Running(folder, grace=GRACE_S) as running:
         running.until(mark.exists, "the third update began")
         for _ in range(interrupts):
             running.interrupt()

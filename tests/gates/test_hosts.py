@@ -268,7 +268,7 @@ def test_a_host_that_shares_no_files_keeps_its_part_of_a_checkpoint_and_goes_on_
 
 
 def test_a_host_that_goes_away_ends_the_run_and_is_named_and_nothing_is_left(network: Network, tmp_path: Path) -> None:
-    flags = toy_flags(updates=ENDLESS, max_tokens=8, seed=3, deadline=12.0)
+    flags = toy_flags(updates=ENDLESS, max_tokens=8, seed=3)
     folder = make_run(tmp_path / "r", "aipo", {"lag": 0}, flags, generators=2, cluster=cluster_of(network, *HOSTS))
     with spread(network, folder) as (running, agents):
         running.until_update(2)
@@ -279,7 +279,7 @@ def test_a_host_that_goes_away_ends_the_run_and_is_named_and_nothing_is_left(net
         status, said = agents.ended("b")
         assert agents.ended("c") == (0, "")
         assert running.wait() == 1
-    # Its silence or the deadline of what waits for it comes first: either names host, replica and rank.
+    # Its silence or that of what a rank has asked it comes first: either names host, replica and rank.
     for named in (r"host b\b", r"generator[/.]0\b", r"rank 0\b"):
         assert re.search(named, running.errors), running.errors
     assert status == 1

@@ -18,6 +18,7 @@ from .running import (
     DEADLINE_S,
     ENDLESS,
     FAULTS,
+    HELD,
     ONE_HOST,
     TWO_NAMES,
     Running,
@@ -25,6 +26,7 @@ from .running import (
     assert_equal_bits,
     delays,
     final_state,
+    holding,
     make_run,
     num_rows,
     penstock,
@@ -79,13 +81,15 @@ def test_a_run_that_is_preempted_and_started_again_ends_with_the_bits_of_one_tha
 
 
 def test_a_run_that_is_preempted_while_it_starts_goes_on_from_nothing(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "r", "toy", {"lag": 0, **SLOW}, toy_flags(updates=ENDLESS))
+    holds = holding(tmp_path / "holds", "start")
+    folder = make_run(tmp_path / "r", HELD, {"lag": 0, "holds": str(holds)}, toy_flags(updates=MORE))
     with Running(folder) as running:
-        running.until_line(lambda line: True, "the controller listens, and nobody has joined it")
+        running.until((folder / "keys" / "local.json").exists, "the controller listens")
         running.signal(signal.SIGUSR1)
         assert running.wait() == 75
     assert (summary(folder)["cause"], rows(folder)) == ("preempted", [])
-    run_to_end(with_updates(folder, MORE))
+    (holds / "start").unlink()
+    run_to_end(folder)
     assert_all_consumed(folder, MORE * BATCH)
 
 
@@ -160,24 +164,29 @@ def test_a_run_that_is_given_other_hosts_goes_on_there_with_the_bits_of_one_that
 
 def test_one_command_is_all_that_a_job_needs_that_is_taken_away_and_given_back(tmp_path: Path) -> None:
     """From the command line: two preemptions, one of them before there is a run, and what a run alone would be."""
-    words = ["toy", "--lag", "1", "--versions", "pinned", "--updates", "40", "--batch", "2", "--seed", "5", "--plain"]
-    options = [word for name, ms in delays(generate=5.0, update=50.0).items() for word in (f"--{name}", str(ms))]
-    folder = tmp_path / "r"
-    command = [*words, *(word.replace("_", "-") for word in options), "--grace", "60", "--resume", "auto"]
-    early = subprocess.Popen([*PENSTOCK, "run", *command, "--out", str(folder)])
+    folder, said = tmp_path / "r", tmp_path / "said"
+    holds = holding(tmp_path / "holds", 0, 2, 5)
+    command = [HELD, "--holds", str(holds), "--lag", "1", "--versions", "pinned", "--updates", "40", "--batch", "2"]
+    command += ["--seed", "5", "--plain", "--grace", "60", "--resume", "auto", "--out", str(folder)]
+    early = subprocess.Popen([*PENSTOCK, "run", *command])
     until(lambda: handles(early.pid, signal.SIGTERM), "the command hears signals")
     early.send_signal(signal.SIGTERM)
     assert early.wait(DEADLINE_S) == 75
     assert rows(folder) == []
-    first = subprocess.Popen([*PENSTOCK, "run", *command, "--out", str(folder)])
+    (holds / "0").unlink()
+    with said.open("wb") as out:
+        first = subprocess.Popen([*PENSTOCK, "run", *command], stdout=out, stderr=subprocess.STDOUT)
     until(lambda: num_rows(folder) >= 2, "two updates are done")
     first.send_signal(signal.SIGUSR1)
+    until(lambda: "stopping within" in said.read_text(), "the signal was heard")
+    (holds / "2").unlink()
     assert first.wait(DEADLINE_S) == 75
+    (holds / "5").unlink()
     done = num_rows(folder)
     assert 2 <= done < 40
-    second = penstock("run", *command, "--out", str(folder))
+    second = penstock("run", *command)
     assert second.returncode == 0, second.stderr
-    again = penstock("run", *command, "--out", str(folder))
+    again = penstock("run", *command)
     assert (again.returncode, "all 40 updates are done" in again.stdout) == (0, True)
     flags = toy_flags(updates=40, batch=2, versions="pinned", seed=5)
     whole = run_here(make_run(tmp_path / "whole", "toy", {"lag": 1}, flags))

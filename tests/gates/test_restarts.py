@@ -15,10 +15,13 @@ from penstock.runtime.record.folder import RunFolder
 
 from .running import (
     DEADLINE_S,
+    ENDLESS,
     FAULTS,
+    HELD,
     assert_all_consumed,
     assert_equal_bits,
     final_state,
+    holding,
     make_run,
     num_rows,
     penstock,
@@ -32,9 +35,7 @@ from .running import (
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 PENSTOCK = (sys.executable, "-m", "penstock.runtime.cli.main")
 BATCH, UPDATES = 2, 24
-TOY = ("toy", "--lag", "1", "--versions", "pinned", "--batch", str(BATCH), "--seed", "5", "--plain")
-MS = ("--score-ms", "0", "--sync-ms", "0")
-SLOW = ("--generate-ms", "50", "--update-ms", "150")
+COMMON = ("--lag", "1", "--versions", "pinned", "--batch", str(BATCH), "--seed", "5", "--plain")
 
 
 @contextmanager
@@ -64,24 +65,21 @@ def test_a_trainer_that_is_killed_twice_is_started_again_and_the_run_has_the_bit
 ) -> None:
     """Agents with a ticket enrol again by themselves. A third kill ends the run."""
     folder, num_agents = tmp_path / "r", 2 * (on == "agents")
-    words = [*TOY, *MS, *SLOW, "--updates", str(UPDATES), "--checkpoint-every", "5", "--restarts", "2"]
-    words += ["--out", str(folder), *(["--on", "agents", "--agents", str(num_agents)] if num_agents else [])]
-
-    def killed(process: psutil.Process, updates: int) -> bool:
-        """Once there are so many updates."""
-        if num_rows(folder) < updates:
-            return False
-        process.kill()
-        return True
-
+    at = 3, 8
+    holds = holding(tmp_path / "holds", *at)
+    words = [HELD, "--holds", str(holds), *COMMON, "--updates", str(UPDATES), "--checkpoint-every", "5"]
+    words += ["--restarts", "2", "--out", str(folder)]
+    words += ["--on", "agents", "--agents", str(num_agents)] if num_agents else []
     with ExitStack() as stack:
         run = stack.enter_context(started("run", *words))
         ticket = str(folder / "ticket.json")
         agents = [stack.enter_context(started("agent", "--ticket", ticket)) for _ in range(num_agents)]
-        for updates in (3, 8):
+        for update in at:
             (rank,) = until(partial(trainer, agents or [run]), "the trainer is there")
-            until(partial(killed, rank, updates), f"{updates} updates were done")
+            until(lambda update=update: num_rows(folder) >= update, f"{update} updates were done")
+            rank.kill()
             rank.wait(60)
+            (holds / str(update)).unlink()
         assert run.wait(DEADLINE_S) == 0
         assert [agent.wait(60) for agent in agents] == [0] * num_agents
     assert summary(folder)["status"] == "done"
@@ -95,9 +93,10 @@ def test_a_trainer_that_is_killed_twice_is_started_again_and_the_run_has_the_bit
 
 def test_agents_of_a_run_with_free_slots_enrol_for_its_restart(tmp_path: Path) -> None:
     """A free slot of the run that has ended is not given to them."""
-    folder = tmp_path / "r"
-    words = [*TOY, *MS, *SLOW, "--updates", "8", "--checkpoint-every", "2", "--restarts", "1", "--out", str(folder)]
+    folder, holds = tmp_path / "r", holding(tmp_path / "holds", 3)
+    words = [HELD, "--holds", str(holds), *COMMON, "--updates", "8", "--checkpoint-every", "2", "--restarts", "1"]
     words += ["--on", "agents", "--agents", "2", "--generators", "1..3", "--lost-replica", "replace"]
+    words += ["--out", str(folder)]
     with ExitStack() as stack:
         run = stack.enter_context(started("run", *words))
         ticket = str(folder / "ticket.json")
@@ -105,6 +104,8 @@ def test_agents_of_a_run_with_free_slots_enrol_for_its_restart(tmp_path: Path) -
         (rank,) = until(partial(trainer, agents), "the trainer is there")
         until(lambda: num_rows(folder) >= 3, "3 updates were done")
         rank.kill()
+        rank.wait(60)
+        (holds / "3").unlink()
         assert run.wait(DEADLINE_S) == 0
         assert [agent.wait(60) for agent in agents] == [0, 0]
     assert summary(folder)["status"] == "done"
@@ -119,7 +120,7 @@ def test_what_a_restart_does_not_mend_ends_the_run(tmp_path: Path) -> None:
     assert (done.returncode, summary(folder)["cause"]) == (1, "node")
     assert len(read_segments(folder / "events.log")[0]) == 1
     lost = tmp_path / "lost"
-    with started("run", *TOY, *MS, *SLOW, "--updates", "10000", "--restarts", "1", "--out", str(lost)) as run:
+    with started("run", "toy", *COMMON, "--updates", str(ENDLESS), "--restarts", "1", "--out", str(lost)) as run:
         for _ in range(2):
             (rank,) = until(partial(trainer, [run]), "the trainer is there")
             rank.kill()

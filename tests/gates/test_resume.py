@@ -19,7 +19,7 @@ from penstock.runtime.record.checkpoints import SavedCheckpoint, latest_checkpoi
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.event_log import LogError, read_log
 from penstock.runtime.record.folder import RunFolder
-from penstock.runtime.schedule.events import Done
+from penstock.runtime.schedule.events import Done, Saved
 from penstock.runtime.schedule.replay import ReplayError
 
 from .plain import toy_loop
@@ -27,6 +27,7 @@ from .programs_for_gates import WRITES_S
 from .running import (
     ENDLESS,
     FAULTS,
+    HELD,
     Line,
     Running,
     assert_all_consumed,
@@ -34,6 +35,7 @@ from .running import (
     delays,
     figures,
     final_state,
+    holding,
     interrupt_at,
     make_run,
     model_flags,
@@ -65,6 +67,12 @@ def last_checkpoint(folder: Path) -> SavedCheckpoint:
     return found
 
 
+def saved_before(folder: Path) -> list[int]:
+    """The updates before which a checkpoint was written: one that is due while another is being written comes later."""
+    steps = [step for segment in read_log(folder / "events.log") for stage in segment.stages for step in stage.steps]
+    return sorted({event.update for event in (read_record(step.event) for step in steps) if isinstance(event, Saved)})
+
+
 def assert_whole(folder: Path, updates: int) -> None:
     """The end of a run that nobody disturbed."""
     assert summary(folder)["status"] == "done"
@@ -94,14 +102,16 @@ def test_an_interrupted_run_goes_on_exactly(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_is_interrupted_while_it_starts_goes_on_from_nothing(tmp_path: Path) -> None:
-    folder = toy_run(tmp_path / "r")
+    holds = holding(tmp_path / "holds", "start")
+    folder = make_run(tmp_path / "r", HELD, {"lag": 0, "holds": str(holds)}, toy_flags(updates=MORE))
     with Running(folder) as running:
-        running.until_line(lambda line: True, "the controller listens, and nobody has joined it")
+        running.until((folder / "keys" / "local.json").exists, "the controller listens")
         running.interrupt()
         assert running.wait() == 130
     assert summary(folder)["status"] == "stopped"
     assert rows(folder) == []
-    run_to_end(with_updates(folder, MORE))
+    (holds / "start").unlink()
+    run_to_end(folder)
     assert_whole(folder, MORE)
 
 
@@ -207,10 +217,11 @@ def test_a_run_keeps_its_newest_checkpoints_and_its_best_one_and_goes_on(tmp_pat
     def kept() -> set[int]:
         return {int(path.name) for path in (folder / "checkpoints").iterdir()}
 
-    best = max(range(8), key=lambda update: (rewards[update], update)) + 1
-    assert kept() == {7, 8, best}
+    saved = saved_before(folder)
+    assert saved[-1] == 8
+    assert kept() == {*saved[-2:], max(saved, key=lambda update: (rewards[update - 1], update))}
     run_to_end(with_updates(folder, 8 + MORE))
-    assert kept() >= {7 + MORE, 8 + MORE}
+    assert kept() >= {saved_before(folder)[-2], 8 + MORE}
     assert len(kept()) <= 3
     assert_whole(folder, 8 + MORE)
 
@@ -220,10 +231,11 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     folder = toy_run(tmp_path / "r", checkpoint_every=2)
     with Running(folder) as running:
         running.until_update(5)
+        running.until(lambda: [*(folder / "checkpoints").glob("????????/cut.json")], "a checkpoint was complete")
         assert segments_of(running.run, folder) != []
         running.kill()  # nobody is left to remove them
     cut = last_checkpoint(folder)
-    assert cut.update in range(2, len(rows(folder)) + 1, 2)
+    assert 2 <= cut.update <= len(rows(folder))
     run_to_end(with_updates(folder, cut.update + MORE))
     assert segments_of(running.run, folder) == []  # a later start has, or one of another run
     assert_whole(folder, cut.update + MORE)

@@ -164,8 +164,11 @@ def test_a_rank_stopped_while_weights_are_half_way_is_named_within_the_deadline(
 ) -> None:
     folder, mark = half_way(tmp_path, {"way": way}, deadline=8.0)
     error = run_to_failure(folder, partial(strike, mark=mark, pool=pool, number=signal.SIGSTOP))[1]["error"]
-    assert f"{pool}/0 rank 0" in error or "policy>generator from trainer/0 to generator/0: " in error
-    assert pool == "generator" or "source rank 0" in error or "trainer/0 rank 0" in error
+    # Who waits for it says so, or the controller, which waits for that one: whichever is first.
+    by_peer = "policy>generator from trainer/0 to generator/0: " in error and (
+        pool == "generator" or "source rank 0" in error
+    )
+    assert by_peer or f"send policy>generator {AT} from trainer/0" in error or f"{pool}/0 rank 0" in error
     assert f"version {AT}" in error or f"policy>generator {AT}" in error
 
 
@@ -173,7 +176,8 @@ def test_a_rank_stopped_while_weights_are_half_way_is_named_within_the_deadline(
 @WAYS
 def test_a_transfer_that_stands_still_is_named_by_its_receiver(tmp_path: Path, way: str) -> None:
     """Both ranks are alive, and send heartbeats."""
-    folder, mark = half_way(tmp_path, {"way": way}, deadline=4.0)
+    # Longer than what moves may stand still that is to go on.
+    folder, mark = half_way(tmp_path, {"way": way}, deadline=8.0)
     error = run_to_failure(folder, partial(strike, mark=mark))[1]["error"]
     assert [said for said in ("policy>generator", "trainer/0", "generator/0") if said not in error] == []
     assert len(rows(folder)) >= AT + 1

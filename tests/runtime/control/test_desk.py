@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -409,6 +410,19 @@ def test_versions_and_clocks_that_differ_are_named_and_refused(
     assert isinstance(refused, Refused)
     assert said in refused.reason
     office.heard(said)
+
+
+def test_the_clock_of_an_agent_that_has_waited_for_the_desk_is_that_of_the_moment_at_which_it_enrols(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found_long_ago(*given: Any) -> Enrol:
+        now = enrolment.facts(*given)
+        return msgspec.structs.replace(now, clock=now.clock - 1e6)
+
+    monkeypatch.setattr(applicant, "facts", found_long_ago)
+    agent = office.agent()
+    office.begin(*office.wait(1))
+    assert agent.result(PATIENCE_S).run == "run1"
 
 
 def test_another_version_of_penstock_is_named_on_both_sides(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
