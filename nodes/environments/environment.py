@@ -124,6 +124,8 @@ def turn_rewards(rollouts: Rollouts, replies: Replies) -> TurnRewards:
 
 # The longest that one step waits, so that messages are not kept waiting.
 STEP_S = 0.001
+# Seconds between two steps that count at most: where there are more, this process stood still, and its calls with it.
+PAUSE_S = 1.0
 _PENDING = object()
 
 
@@ -157,11 +159,14 @@ class Calls:
         self.calls: dict[Any, _Call] = {}
         self.abandoned: list[Thread] = []
         self.news = Event()
+        self._stepped = monotonic()
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
         # Daemons, so that a call that never ends does not hold up the end of the process.
         thread = Thread(target=lambda: self._work(call, inputs), name=str(tag), daemon=True)
-        call = self.calls[tag] = _Call(thread, monotonic() + self.deadline)
+        now = monotonic()
+        self._stepped = self._stepped if self.calls else now
+        call = self.calls[tag] = _Call(thread, now + self.deadline)
         thread.start()
 
     def _work(self, call: _Call, inputs: Mapping[str, Any]) -> None:
@@ -179,7 +184,9 @@ class Calls:
         # Before looking: what ends meanwhile is seen now or ends the next wait.
         self.news.clear()
         now, finished = monotonic(), []
+        stood, self._stepped = max(0.0, now - self._stepped - PAUSE_S), now
         for tag, call in list(self.calls.items()):
+            call.until += stood
             if call.outcome is not _PENDING:
                 finished.append((tag, self._counted(call.outcome)))
             elif now >= call.until:

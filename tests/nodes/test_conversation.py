@@ -592,6 +592,30 @@ def test_an_overdue_call_fails_by_name_and_place_and_is_counted_until_it_ends(cl
     os.close(writer)
 
 
+def test_a_time_in_which_the_whole_process_stood_still_makes_no_call_overdue(clock: Clock) -> None:
+    gate = threading.Event()
+
+    def waits(value: int) -> tuple[int, dict[str, float]]:
+        gate.wait(PATIENCE_S)
+        return value, {}
+
+    calls = Calls(waits, 3.0)
+    clock.now += 60.0  # before there was a call
+    submit(calls, range(2))
+    clock.now += 60.0
+    assert calls.step() == []
+    gate.set()
+    assert answered_to(calls, 2) == {0: (0, {}), 1: (1, {})}
+    gate.clear()
+    submit(calls, [2])
+    for _ in range(2):
+        clock.now += 1.0
+        assert calls.step() == []
+    clock.now += 1.0
+    assert isinstance(answered_to(calls, 1)[2], OverdueError)
+    gate.set()
+
+
 def test_the_thread_of_a_loop_without_end_is_ended(clock: Clock) -> None:
     begun = threading.Event()
 
