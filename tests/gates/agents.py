@@ -14,8 +14,6 @@ from .network import Network
 from .running import DEADLINE_S, Line, Running
 
 HOSTS = "a", "b", "c"
-# Seconds for an agent to give up on a controller that it cannot reach.
-GONE_S = 60.0
 
 
 def asked_for(running: Running, host: str) -> Line:
@@ -54,7 +52,7 @@ class Agents:
 
     def ended(self, host: str) -> tuple[int, str]:
         """The exit status of a host's agent, and what it said: what was left there among it."""
-        _, said = self.processes[host].communicate(timeout=GONE_S)
+        _, said = self.processes[host].communicate(timeout=DEADLINE_S)
         return self.processes[host].returncode, said
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from .network import Network
+from .running import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = ("controller-0", "agents-0", "agents-1")
@@ -202,7 +203,7 @@ class Pods:
                 pod.process.wait(20)
             except subprocess.TimeoutExpired:
                 pod.terminate()
-                pod.process.wait(20)
+                pod.process.wait(DEADLINE_S)
             self.statuses.append((pod.job, pod.process.returncode))
             (self._folder / f"{self.starts}-{pod.host}.ended").touch()
         self.running = []
@@ -217,9 +218,10 @@ class Pods:
         place = self._folder / "root"
         names = self._folder / "hosts"
         subdomain = self._jobset["spec"]["network"]["subdomain"]
-        names.write_text(
-            f"127.0.0.1 localhost\n{self.network.address['controller-0']} {name}-controller-0-0.{subdomain}\n"
-        )
+        if not names.exists():  # other Pods have it mounted
+            names.write_text(
+                f"127.0.0.1 localhost\n{self.network.address['controller-0']} {name}-controller-0-0.{subdomain}\n"
+            )
         mounts = {one["name"]: one["mountPath"] for one in keys["volumeMounts"] + main["volumeMounts"]}
         lines = [MAKE_ROOT]
         for volume in spec["volumes"]:

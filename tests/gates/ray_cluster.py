@@ -117,7 +117,8 @@ def end(process: "subprocess.Popen[str]") -> None:
     children = psutil.Process(process.pid).children(recursive=True)
     process.stdin.close()
     try:
-        process.wait(END_S)
+        with suppress(subprocess.TimeoutExpired):  # on a busy machine; it is no more than the tests' instrument
+            process.wait(END_S)
     finally:
         for child in children:
             if child.is_running():

@@ -30,6 +30,7 @@ from .agents import HOSTS, Agents, asked_for, spread
 from .network import Network
 from .plain import toy_loop
 from .running import (
+    DEADLINE_S,
     ENDLESS,
     FAULTS,
     Running,
@@ -85,7 +86,7 @@ def test_an_agent_of_another_host_joins_over_tcp_and_a_wrong_key_is_refused(tmp_
         line = asked_for(running, "b")
         assert line["endpoint"].startswith("tcp://127.0.0.1:")
         stranger = agent(with_another_key(Path(line["join"])))
-        _, said = stranger.communicate(timeout=60)
+        _, said = stranger.communicate(timeout=DEADLINE_S)
         assert stranger.returncode == 1
         assert "does not know the key of host 'b'" in said
         host, _, port = line["endpoint"].removeprefix("tcp://").rpartition(":")
@@ -94,7 +95,7 @@ def test_an_agent_of_another_host_joins_over_tcp_and_a_wrong_key_is_refused(tmp_
                 connection.sendall(secrets.token_bytes(3000))
         joined = agent(Path(line["join"]))
         assert running.wait() == 0, running.errors
-        assert joined.wait(30) == 0, joined.communicate()
+        assert joined.wait(DEADLINE_S) == 0, joined.communicate()
         joined.communicate()
     assert summary(folder)["dropped_frames"]["refused"] >= 1
     assert any("a key that is not on the list" in note for note in running.notes)
@@ -127,7 +128,7 @@ def test_no_process_of_a_run_listens_beyond_loopback_and_the_controller_has_no_t
         forking = {p.pid for p in processes if "penstock.runtime.control.worker" in p.cmdline()} - ranks
         running.interrupt()
         assert running.wait() == 130
-        joined.communicate(timeout=30)
+        joined.communicate(timeout=DEADLINE_S)
     assert len(processes) == 9  # launcher, controller, two agents with what forks, three ranks
     assert addresses != set()
     assert [ip for ip in addresses if not ipaddress.ip_address(ip).is_loopback] == []
@@ -142,7 +143,7 @@ def test_an_agent_of_another_host_that_dies_ends_the_run(tmp_path: Path) -> None
         joined = agent(Path(asked_for(running, "b")["join"]))
         running.until_update(1)
         joined.kill()
-        joined.communicate(timeout=30)
+        joined.communicate(timeout=DEADLINE_S)
 
     folder = make_run(tmp_path / "r", "toy", QUICK, toy_flags(updates=ENDLESS), cluster=TWO_HOSTS)
     errors, _ = run_to_failure(folder, kill_the_agent)
@@ -151,10 +152,10 @@ def test_an_agent_of_another_host_that_dies_ends_the_run(tmp_path: Path) -> None
 
 
 @contextmanager
-def raw(join: Join) -> Iterator["zmq.Socket[bytes]"]:
-    """A socket that says whatever it is told to."""
+def raw(join: Join, linger_ms: int = 60_000) -> Iterator["zmq.Socket[bytes]"]:
+    """A socket that says whatever it is told to; at the end it waits so long until all of it is sent."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as one:
-        one.setsockopt(zmq.LINGER, 2000)
+        one.setsockopt(zmq.LINGER, linger_ms)
         one.connect(join.endpoint)
         yield one
 
@@ -178,7 +179,7 @@ def test_garbage_on_the_controllers_socket_is_counted_and_the_run_goes_on(tmp_pa
         with raw(join) as one:
             for message in (beat, Heartbeat(), Heartbeat()):
                 one.send(pack(message, 1))
-        with raw(join) as one:
+        with raw(join, linger_ms=2000) as one:  # its connection is cut again and again
             one.send(bytes(MAX_BYTES * 8))
         counted = "dropped (2 duplicate, 52 malformed, 1 oversized, 4 unknown)"
         running.until(lambda: any(note.startswith(counted) for note in running.notes), "all of it was counted")

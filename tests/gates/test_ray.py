@@ -21,10 +21,12 @@ from .network import why_not
 from .ray_cluster import ADDRESS, CLIENT_PORT, RayCluster, ray_cluster
 from .running import (
     DEADLINE_S,
+    HELD,
     LARGE,
     assert_all_consumed,
     assert_equal_bits,
     final_state,
+    holding,
     make_run,
     num_rows,
     replayed,
@@ -38,23 +40,11 @@ from .running import (
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.slow]
 UPDATES, BATCH, LAG = 8, 4, 2
-TOY = [
-    "toy",
-    "--versions",
-    "pinned",
-    "--lag",
-    str(LAG),
-    "--batch",
-    str(BATCH),
-    "--updates",
-    str(UPDATES),
-    "--seed",
-    "5",
-]
-TOY += ["--score-ms", "0", "--sync-ms", "0", "--update-ms", "20"]
+OPTIONS = ["--versions", "pinned", "--lag", str(LAG), "--batch", str(BATCH), "--updates", str(UPDATES), "--seed", "5"]
+TOY = ["toy", *OPTIONS, "--score-ms", "0", "--sync-ms", "0", "--update-ms", "20"]
 HOSTS = tuple(Host(name=name, cores=1) for name in "ab")
 ENDLESS = "100000"
-FAST, SLOW = ["--generate-ms", "0"], ["--generate-ms", "100"]
+FAST = ["--generate-ms", "0"]
 
 
 @pytest.fixture(scope="module")
@@ -105,10 +95,12 @@ def comings(folder: Path) -> list[tuple[str, str]]:
 def test_a_run_on_three_nodes_has_the_bits_of_one_on_this_host(
     cluster: RayCluster, alone: Path, tmp_path: Path
 ) -> None:
-    running = cluster.penstock("run", *TOY, *FAST, "--out", str(tmp_path / "r"))
-    until_it(running, lambda: len(cluster.agents()) == 3, "there are three agents")
-    token = re.search(r'"token": "(\w+)"', (tmp_path / "r" / "ticket.json").read_text())
+    ticket = tmp_path / "r" / "ticket.json"
+    running = cluster.penstock("run", *TOY, *FAST, "--out", str(ticket.parent))
+    until_it(running, ticket.exists, "the ticket was written")
+    token = re.search(r'"token": "(\w+)"', ticket.read_text())
     assert token
+    until_it(running, lambda: len(cluster.agents()) == 3, "there are three agents")
     shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
     assert token[1] not in shown
     status, said = end(running)
@@ -120,7 +112,7 @@ def test_a_run_on_three_nodes_has_the_bits_of_one_on_this_host(
 def test_a_cluster_that_is_too_small_is_told_by_what_was_asked_and_what_there_is(
     cluster: RayCluster, tmp_path: Path
 ) -> None:
-    running = cluster.penstock("run", *TOY, "--agents", "5", "--startup-deadline", "2", "--out", str(tmp_path / "r"))
+    running = cluster.penstock("run", *TOY, "--agents", "5", "--startup-deadline", "8", "--out", str(tmp_path / "r"))
     status, said = end(running)
     assert status == 1
     assert re.search(r"CPU: .*\b5\b.*\b3\b", said), said
@@ -131,12 +123,15 @@ def test_an_actor_that_dies_in_mid_response_is_replaced_and_its_groups_are_done_
     cluster: RayCluster, alone: Path, tmp_path: Path
 ) -> None:
     """It holds the only generator: the run goes on when another actor has come."""
-    folder = tmp_path / "r"
-    running = cluster.penstock("run", *TOY, *SLOW, "--agents", "2", "--lost-replica", "replace", "--out", str(folder))
-    until_it(running, lambda: num_rows(folder) >= 2, "two updates are done")
+    # The first group of update 3: until it goes on, the run cannot end.
+    folder, holds = tmp_path / "r", holding(tmp_path / "holds", held := f"group {3 * BATCH}")
+    words = (HELD, "--holds", str(holds), *OPTIONS, "--lost-replica", "replace")
+    running = cluster.penstock("run", *words, "--agents", "2", "--out", str(folder))
+    until_it(running, lambda: num_rows(folder) >= 3, "three updates are done")
     lost = cluster.agents()[1]
     cluster.kill_actor(1)
     until(lambda: not lost.is_running(), "the agent has ended with its actor")
+    (holds / held).unlink()
     status, said = end(running)
     assert status == 0, said
     assert comings(folder) == [("generator/0", "lost"), ("generator/0", "joined")]

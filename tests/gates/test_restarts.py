@@ -59,6 +59,10 @@ def trainer(parents: list["subprocess.Popen[bytes]"]) -> list[psutil.Process]:
     return found
 
 
+def has_rows(folder: Path, count: int) -> bool:
+    return num_rows(folder) >= count
+
+
 @pytest.mark.parametrize("on", ["one host", "agents"])
 def test_a_trainer_that_is_killed_twice_is_started_again_and_the_run_has_the_bits_of_one_that_was_not(
     tmp_path: Path, on: str
@@ -76,12 +80,12 @@ def test_a_trainer_that_is_killed_twice_is_started_again_and_the_run_has_the_bit
         agents = [stack.enter_context(started("agent", "--ticket", ticket)) for _ in range(num_agents)]
         for update in at:
             (rank,) = until(partial(trainer, agents or [run]), "the trainer is there")
-            until(lambda update=update: num_rows(folder) >= update, f"{update} updates were done")
+            until(partial(has_rows, folder, update), f"{update} updates were done")
             rank.kill()
-            rank.wait(60)
+            rank.wait(DEADLINE_S)
             (holds / str(update)).unlink()
         assert run.wait(DEADLINE_S) == 0
-        assert [agent.wait(60) for agent in agents] == [0] * num_agents
+        assert [agent.wait(DEADLINE_S) for agent in agents] == [0] * num_agents
     assert summary(folder)["status"] == "done"
     assert_all_consumed(folder, UPDATES * BATCH)
     assert len(read_segments(folder / "events.log")[0]) == 3
@@ -102,12 +106,12 @@ def test_agents_of_a_run_with_free_slots_enrol_for_its_restart(tmp_path: Path) -
         ticket = str(folder / "ticket.json")
         agents = [stack.enter_context(started("agent", "--ticket", ticket)) for _ in range(2)]
         (rank,) = until(partial(trainer, agents), "the trainer is there")
-        until(lambda: num_rows(folder) >= 3, "3 updates were done")
+        until(partial(has_rows, folder, 3), "3 updates were done")
         rank.kill()
-        rank.wait(60)
+        rank.wait(DEADLINE_S)
         (holds / "3").unlink()
         assert run.wait(DEADLINE_S) == 0
-        assert [agent.wait(60) for agent in agents] == [0, 0]
+        assert [agent.wait(DEADLINE_S) for agent in agents] == [0, 0]
     assert summary(folder)["status"] == "done"
     assert len(read_segments(folder / "events.log")[0]) == 2
 
@@ -124,7 +128,7 @@ def test_what_a_restart_does_not_mend_ends_the_run(tmp_path: Path) -> None:
         for _ in range(2):
             (rank,) = until(partial(trainer, [run]), "the trainer is there")
             rank.kill()
-            rank.wait(60)
+            rank.wait(DEADLINE_S)
         assert run.wait(DEADLINE_S) == 1
     assert summary(lost)["cause"] == "rank-died"
     assert RunFolder.open(lost).read_json("summary.json")["status"] == "failed"

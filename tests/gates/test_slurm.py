@@ -5,7 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ from .network import Network, why_not
 from .running import (
     DEADLINE_S,
     ENDLESS,
+    HELD,
     assert_all_consumed,
     assert_equal_bits,
     final_state,
+    holding,
     make_run,
     num_rows,
     replayed,
@@ -52,13 +54,12 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield found
 
 
-def words(out: Path, updates: int, **delays: float) -> list[str]:
-    """A pinned run of fake nodes, with a checkpoint after each two updates."""
-    options = [word for name, ms in delays.items() for word in (f"--{name}-ms", str(ms))]
+def words(out: Path, updates: int, *program: str) -> list[str]:
+    """A pinned run of fake nodes, by default of the program toy, with a checkpoint after each two updates."""
     given = {"lag": LAG, "versions": "pinned", "updates": updates, "batch": BATCH, "seed": SEED, "out": out}
     given["checkpoint-every"] = 2
     named = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    return ["run", "toy", *named, *options, "--plain", "--on", "slurm"]
+    return ["run", *(program or ("toy",)), *named, "--plain", "--on", "slurm"]
 
 
 def alone(path: Path, updates: int) -> Any:
@@ -70,13 +71,13 @@ def alone(path: Path, updates: int) -> Any:
 class Submitted:
     """A run that was handed over: the command that follows it, its job and its folder."""
 
-    def __init__(self, slurm: Slurm, folder: Path, process: "subprocess.Popen[str]") -> None:
-        self.slurm, self.folder, self.process = slurm, folder, process
+    def __init__(self, slurm: Slurm, name: str, folder: Path, process: "subprocess.Popen[str]") -> None:
+        self.slurm, self.name, self.folder, self.process = slurm, name, folder, process
         self.job = until(self._number, "the job was submitted")
 
     def _number(self) -> str:
         # The queue is this test's own: no other job of this name is in it.
-        return self.slurm.say("squeue", "-h", "-n", "toy", "-o", "%A").strip()
+        return self.slurm.say("squeue", "-h", "-n", self.name, "-o", "%A").strip()
 
     def until_update(self, number: int) -> dict[str, str]:
         """What is said of the job once so many updates are done."""
@@ -86,24 +87,31 @@ class Submitted:
     def wait(self) -> tuple[int, str]:
         """The exit status of the command, and what the job has said."""
         self.process.communicate(timeout=DEADLINE_S)
-        return self.process.returncode, (self.folder / "job.out").read_text()
+        return self.process.returncode, self.said
+
+    @property
+    def said(self) -> str:
+        """What the job has said so far."""
+        return (self.folder / "job.out").read_text()
 
 
 @contextmanager
-def submitted(slurm: Slurm, folder: Path, updates: int, *options: str, **delays: float) -> Iterator[Submitted]:
-    command = [*PENSTOCK, *words(folder, updates, **delays), "--submit", "--", *options]
+def submitted(slurm: Slurm, folder: Path, updates: int, program: Sequence[str]) -> Iterator[Submitted]:
+    """A run on two nodes that are its own."""
+    command = [*PENSTOCK, *words(folder, updates, *program), "--submit", "--", "--nodes", "2", "--exclusive"]
+    name = program[0].rpartition(":")[2]
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         slurm.on_login(command), env=slurm.environment, stdout=pipe, stderr=subprocess.STDOUT, text=True
     )
     try:
-        yield Submitted(slurm, folder, process)
+        yield Submitted(slurm, name, folder, process)
     finally:
         # Whatever a failed test has left is ended.
-        slurm.say("scancel", "--name", "toy")
+        slurm.say("scancel", "--name", name)
         process.kill()
         process.communicate()
-        until(lambda: not slurm.say("squeue", "-h", "-n", "toy").strip(), "the job has gone")
+        until(lambda: not slurm.say("squeue", "-h", "-n", name).strip(), "the job has gone")
 
 
 def ended(slurm: Slurm, job: str) -> dict[str, str]:
@@ -134,7 +142,9 @@ def test_a_run_that_is_preempted_goes_on_on_other_nodes_with_the_bits_of_one_tha
     slurm: Slurm, tmp_path: Path
 ) -> None:
     folder, updates = tmp_path / "r", 40
-    with submitted(slurm, folder, updates, "--nodes", "2", "--exclusive", update=150) as run:
+    # The second one is for a controller that hears of it late.
+    holds = holding(tmp_path / "holds", 20, 25)
+    with submitted(slurm, folder, updates, [HELD, "--holds", str(holds)]) as run:
         was = run.until_update(3)["NodeList"]
         taken = (
             "--partition",
@@ -149,7 +159,10 @@ def test_a_run_that_is_preempted_goes_on_on_other_nodes_with_the_bits_of_one_tha
         )
         high = slurm.say("sbatch", "--parsable", *taken).strip()
         try:
+            until(lambda: "stopping within" in run.said, "the job was told")
+            (holds / "20").unlink()
             until(lambda: slurm.state(high)["JobState"] == "RUNNING", "the node was taken")
+            (holds / "25").unlink()
             status, said = run.wait()
         finally:
             slurm.say("scancel", high)
@@ -163,9 +176,11 @@ def test_a_run_that_is_preempted_goes_on_on_other_nodes_with_the_bits_of_one_tha
 
 def test_a_run_whose_node_dies_names_it_and_goes_on_without_it_with_the_same_bits(slurm: Slurm, tmp_path: Path) -> None:
     folder, updates = tmp_path / "r", 40
-    with submitted(slurm, folder, updates, "--nodes", "2", "--exclusive", update=150) as run:
+    holds = holding(tmp_path / "holds", 8)
+    with submitted(slurm, folder, updates, [HELD, "--holds", str(holds)]) as run:
         assert run.until_update(3)["NodeList"] == "n[1-2]"
         slurm.kill("n2")
+        (holds / "8").unlink()
         try:
             status, said = run.wait()
             done = slurm.state(run.job)
@@ -180,7 +195,7 @@ def test_ctrl_c_leaves_a_job_usr1_requeues_it_and_scancel_has_it_make_a_checkpoi
     slurm: Slurm, tmp_path: Path
 ) -> None:
     folder = tmp_path / "r"
-    with submitted(slurm, folder, ENDLESS, "--nodes", "2", "--exclusive", update=150) as run:
+    with submitted(slurm, folder, ENDLESS, ["toy", "--update-ms", "150"]) as run:
         run.until_update(1)
         run.process.send_signal(signal.SIGINT)
         told, _ = run.process.communicate(timeout=DEADLINE_S)
