@@ -131,7 +131,7 @@ def test_a_stopped_rank_is_found_by_its_silence(
 def test_a_stopped_rank_is_found_by_the_deadline_of_its_firing(tmp_path: Path) -> None:
     # Sooner than its silence would be, and longer than others may stand still until then.
     trouble = partial(strike, whom=rank_of("trainer"), number=signal.SIGSTOP)
-    errors, found = run_to_failure(long_run(tmp_path / "r", 8.0), trouble)
+    errors, found = run_to_failure(long_run(tmp_path / "r", 7.0), trouble)
     assert "trainer/0" in errors  # in an update, or as the source of a transfer
     assert "rank 0" in errors
     assert found["cause"] in ("overdue", "transfer")
