@@ -48,7 +48,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 ReturnToService=2
 SlurmdParameters=config_overrides
-SlurmdTimeout=10
+SlurmdTimeout=120
 KillWait={kill_wait}
 MinJobAge=600
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
