@@ -50,12 +50,12 @@ def nearest_flag(name: str, known: Iterable[str], options: Mapping[str, str], da
 
 
 def unknown_flags(
-    words: Sequence[str], names: Iterable[str], command: str, options: Mapping[str, str] | None = None
+    words: Sequence[str], names: Iterable[str], command: str, options: Mapping[str, str] | None = None, about: str = ""
 ) -> str:
     """What to say of words that look like flags and are none of a command's; "" if there are none.
 
-    `names` are those of its fields, `options` those of nodes, as for `nearest_flag`. tyro tells of a wrong flag only
-    after other faults, and knows no likeness to --help.
+    `names` are those of its fields, `options` those of nodes, as for `nearest_flag`; `about` says more of the command.
+    tyro tells of a wrong flag only after other faults, and knows no likeness to --help.
     """
     # tyro takes "_" and "-" alike, and so does this.
     known = {name.replace("_", "-") for name in names} | {"help"}
@@ -70,18 +70,20 @@ def unknown_flags(
     flags = {f"--{name}" for name in known}
     strange = [word for word in given if word != "-h" and word.replace("--no-", "--", 1) not in flags]
     said = (
-        f"given {word}, needed a flag of `{command}`{nearest_flag(word.lstrip('-'), known, options or {})}"
+        f"given {word}, needed a flag of `{command}`{about}{nearest_flag(word.lstrip('-'), known, options or {})}"
         for word in strange
     )
     return "\n".join(said)
 
 
-def read_flags(cls: type[F], verb: str, argv: Sequence[str]) -> F:
+def read_flags(cls: type[F], verb: str, argv: Sequence[str], about: str = "") -> F:
     """The flags of a verb without a PROGRAM, whose help is the docstring of `cls`. Leaves the command with help or a
-    usage error (SystemExit). Raises CommandError for words that are no flags, and for values outside of their limits.
+    usage error (SystemExit). Raises CommandError for words that are no flags (`about` says more of the verb then), and
+    for values outside of their limits.
     """
     command, config = f"penstock {verb}", (tyro.conf.FlagCreatePairsOff,)
-    if said := unknown_flags(argv, [field.name.rstrip("_") for field in fields(cls)], command):  # type: ignore[arg-type]
+    names = [field.name.rstrip("_") for field in fields(cls)]  # type: ignore[arg-type]
+    if said := unknown_flags(argv, names, command, about=about):
         raise CommandError(said, 2)
     flags = tyro.cli(readable(cls), prog=command, description=inspect.getdoc(cls), args=argv, config=config)
     with usage_errors():

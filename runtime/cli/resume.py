@@ -85,7 +85,7 @@ class ResumeFlags(AgentsFlags, FolderFlags):
 def resume(argv: Sequence[str]) -> int:
     """Go on with the run of a folder; the exit status."""
     began = monotonic()
-    flags: Any = read_flags(with_changes(ResumeFlags), "resume", argv)
+    flags: Any = read_flags(with_changes(ResumeFlags), "resume", argv, ", which leaves other options as they were")
     folder = RunFolder.open(flags.dir)
     if not flags.trust:
         require_own(folder)

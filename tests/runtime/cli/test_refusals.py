@@ -106,6 +106,7 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         ("run aipo --mesh generator=tp8", 1, "mesh-cut.*given 4 attention heads"),
         ("run aipo --mesh trainer=fsdp2xep2", 1, "mesh-cut.*given a llama without experts"),
         ("resume nowhere", 1, "no such folder"),
+        ("resume . --lr 1e-5", 2, "given --lr, needed a flag of `penstock resume`, .* other options as they were;"),
         *((f"{verb} .", 1, "holds no run") for verb in ("resume", "report", "replay", "watch", "watch --once")),
         (f"run toy --generators {10**6}", 1, f"--generators {10**6}: given {10**6} ranks on a host .*needed at most"),
         # plan
