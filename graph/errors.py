@@ -89,7 +89,7 @@ ELSEWHERE_CALLED = {
         "prompt_field": "input_key",
         "answer_field": "label_key",
         "system": "system_prompt",
-        "dtype": "bf16 fp16 precision torch_dtype",
+        "dtype": "bf16 fp16 torch_dtype",
         "lora": "use_peft lora_r lora_rank",
         "lora_targets": "lora_target_modules target_modules",
         "recompute": "gradient_checkpointing activation_checkpointing",
@@ -110,9 +110,8 @@ ELSEWHERE_CALLED = {
 
 
 def word_here(name: str) -> str:
-    """The name of a flag or an option, without dashes and groups (`data.train_batch_size`), as it is here where another
-    library calls it otherwise."""
-    word = name.lstrip("-").replace("-", "_").rpartition(".")[2]
+    """The name of a flag or an option, without dashes, as it is here where another library calls it otherwise."""
+    word = name.lstrip("-").replace("-", "_")
     return ELSEWHERE_CALLED.get(word, word)
 
 

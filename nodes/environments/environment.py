@@ -124,7 +124,8 @@ def turn_rewards(rollouts: Rollouts, replies: Replies) -> TurnRewards:
 
 # The longest that one step waits, so that messages are not kept waiting.
 STEP_S = 0.001
-# Seconds between two steps that count at most: where there are more, this process stood still, and its calls with it.
+# Seconds between two looks at the clock that count at most: where there are more, this process stood still, and its
+# calls with it. Or it was at other work, again and again: so the longest such time alone is given back to a call.
 PAUSE_S = 1.0
 _PENDING = object()
 
@@ -143,6 +144,7 @@ class _Call:
 
     thread: Thread
     until: float
+    stood: float = 0.0
     outcome: Any = _PENDING
 
 
@@ -159,15 +161,23 @@ class Calls:
         self.calls: dict[Any, _Call] = {}
         self.abandoned: list[Thread] = []
         self.news = Event()
-        self._stepped = monotonic()
+        self._looked = monotonic()
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
         # Daemons, so that a call that never ends does not hold up the end of the process.
         thread = Thread(target=lambda: self._work(call, inputs), name=str(tag), daemon=True)
-        now = monotonic()
-        self._stepped = self._stepped if self.calls else now
+        now = self._look()
         call = self.calls[tag] = _Call(thread, now + self.deadline)
         thread.start()
+
+    def _look(self) -> float:
+        """The time. Calls in work have as much longer as this process stood still."""
+        now = monotonic()
+        stood, self._looked = max(0.0, now - self._looked - PAUSE_S), now
+        for call in self.calls.values():
+            call.until += max(0.0, stood - call.stood)
+            call.stood = max(stood, call.stood)
+        return now
 
     def _work(self, call: _Call, inputs: Mapping[str, Any]) -> None:
         with suppress(_GivenUp):
@@ -183,10 +193,8 @@ class Calls:
         self.news.wait(STEP_S)
         # Before looking: what ends meanwhile is seen now or ends the next wait.
         self.news.clear()
-        now, finished = monotonic(), []
-        stood, self._stepped = max(0.0, now - self._stepped - PAUSE_S), now
+        now, finished = self._look(), []
         for tag, call in list(self.calls.items()):
-            call.until += stood
             if call.outcome is not _PENDING:
                 finished.append((tag, self._counted(call.outcome)))
             elif now >= call.until:

@@ -6,9 +6,8 @@ Those of a run derive from `RunOptions`: here stand only the flags that are abou
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
@@ -40,37 +39,47 @@ NEW, NO_PLAN = "new", "none"
 AS_PROGRAM = Shown("{int8,fp8}", "as the program says")
 
 
-def nearest_flag(name: str, known: Iterable[str], options: Mapping[str, str], dashes: str = "--") -> str:
-    """What to take in place of a name that is no flag, as the end of a sentence: an option of a node where there is no
-    such flag (`options`, by its name), else the nearest flags."""
-    flags, ours = {flag.replace("_", "-") for flag in known}, word_here(name)
-    if ours in options and ours.replace("_", "-") not in flags:
-        return f"; it is an option of {options[ours]}, for the program to give: docs/write-an-algorithm.md"
-    return nearest(f"{dashes}{name}", {f"{dashes}{flag}" for flag in flags})
+# The options of nodes by name, each with the names of its nodes: asked for where a flag is not known.
+NodeOptions = Callable[[], Mapping[str, str]]
+
+
+def nearest_flag(name: str, known: Iterable[str], options: NodeOptions | None, dashes: str = "--") -> str:
+    """What to take in place of a name that is no flag, as the end of a sentence: a flag that another library calls so,
+    perhaps in groups (`critic.optim.lr`), an option of a node where there is no such flag, or the nearest flags."""
+    flags, of_nodes = {flag.replace("_", "-") for flag in known}, options() if options else {}
+    *groups, word = name.replace("-", "_").split(".")
+    ours = word if word in of_nodes else word_here(word)
+    for flag in (f"{(groups or [''])[0]}-{ours}".replace("_", "-"), ours.replace("_", "-")):
+        if flag in flags and (groups or ours != word):
+            return f"; here it is {dashes}{flag}"
+    if ours in of_nodes:
+        return f"; it is an option of {of_nodes[ours]}, for the program to give: docs/write-an-algorithm.md"
+    return nearest(f"{dashes}{word.replace('_', '-')}", {f"{dashes}{flag}" for flag in flags})
 
 
 def unknown_flags(
-    words: Sequence[str], names: Iterable[str], command: str, options: Mapping[str, str] | None = None, about: str = ""
+    words: Sequence[str], names: Iterable[str], command: str, options: NodeOptions | None = None, about: str = ""
 ) -> str:
     """What to say of words that look like flags and are none of a command's; "" if there are none.
 
-    `names` are those of its fields, `options` those of nodes, as for `nearest_flag`; `about` says more of the command.
+    `names` are those of its fields, `options` those of a program's nodes; `about` says more of the command.
     tyro tells of a wrong flag only after other faults, and knows no likeness to --help.
     """
     # tyro takes "_" and "-" alike, and so does this.
     known = {name.replace("_", "-") for name in names} | {"help"}
-    # Those of other libraries stand in groups, as in data.train_batch_size=64; so may the value of a flag.
-    given = [
-        word.partition("=")[0].replace("_", "-")
-        for before, word in pairwise(["", *words])
-        if re.match(r"--?[A-Za-z]", word)
-        or (re.match(r"[A-Za-z]\w*(\.\w+)+=", word) and not re.fullmatch("-[^=]*", before))
-    ]
+    given, flag = list[str](), ""
+    for word in words:
+        if re.match(r"--?[A-Za-z]", word):
+            flag = word
+        # Those of other libraries stand in groups, as in data.train_batch_size=64; so may a DIR, or values of a flag.
+        elif options is None or not re.match(r"[A-Za-z]\w*(\.\w+)+=", word) or re.fullmatch("-[^=]+", flag):
+            continue
+        given.append(word.partition("=")[0].replace("_", "-"))
     # tyro takes "--no-" before a flag that is on by itself, and knows which these are.
     flags = {f"--{name}" for name in known}
     strange = [word for word in given if word != "-h" and word.replace("--no-", "--", 1) not in flags]
     said = (
-        f"given {word}, needed a flag of `{command}`{about}{nearest_flag(word.lstrip('-'), known, options or {})}"
+        f"given {word}, needed a flag of `{command}`{about}{nearest_flag(word.lstrip('-'), known, options)}"
         for word in strange
     )
     return "\n".join(said)
@@ -98,6 +107,12 @@ def readable(cls: type[F]) -> type[F]:
         if shown := annotation(cls, name, Shown):
             found.append((name, Annotated[hint, _argument(shown)], cls.__dataclass_fields__[name]))  # type: ignore[attr-defined]
     return _extended(cls, found)
+
+
+def as_typed(value: object) -> str:
+    """An option's value as it is typed."""
+    words = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return words or "none"
 
 
 def with_changes(cls: type[F]) -> type[F]:

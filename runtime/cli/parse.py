@@ -10,6 +10,7 @@ import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args, get_origin
@@ -26,7 +27,9 @@ from penstock.runtime.cli.flags import (
     NO_PLAN,
     VERBS,
     MachineFlags,
+    NodeOptions,
     Planning,
+    as_typed,
     nearest_flag,
     readable,
     unknown_flags,
@@ -71,7 +74,7 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
     # Two groups in the help, but one name space of flags: a user need not know whose flag it is.
     line = dataclasses.make_dataclass("line", [(title, options), (verb, form, form(**vars(defaults)))], kw_only=True)
     known = dataclasses.asdict(defaults) | {o.flag.name: o.flag.default for o in own}
-    of_nodes = _node_options(program)
+    of_nodes = partial(_node_options, program)
     if said := unknown_flags(argv, known, f"penstock {verb} {name}", of_nodes):
         behind = "\nOptions of sbatch stand behind a --: --submit -- --nodes 4" if "--submit" in argv else ""
         raise CommandError(f"{said}{behind}", 2)
@@ -104,10 +107,15 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
         flags = with_plan(flags, plan.options)
     with usage_errors():
         check_limits(flags)
-    left = {key: program.defaults[key] for key in _not_planned(program) if key not in typed and key != "model"}
-    if left and isinstance(flags, Planning) and flags.cluster:
-        here, there = (" ".join(f"--{k.replace('_', '-')} {of[k]}" for k in left) for of in (vars(flags), left))
-        print(visible(f"note: planned for {here}; runs of {name} have {there} by default"), file=sys.stderr)
+    if isinstance(flags, Planning) and flags.cluster:
+        told = [key for key in _not_planned(program) if key not in {*typed, "model"}]
+        told = [key for key in told if vars(flags)[key] != program.defaults[key]]
+        here, there = (
+            " ".join(f"--{key.replace('_', '-')} {as_typed(values[key])}" for key in told)
+            for values in (vars(flags), program.defaults)
+        )
+        if told:
+            print(visible(f"note: planned for {here}; runs of {name} have {there} by default"), file=sys.stderr)
     return Parsed({o.flag.name: o.value(getattr(given, o.flag.name)) for o in own}, flags, typed, plan)
 
 
@@ -261,16 +269,16 @@ def _node_options(program: Program[..., Any]) -> dict[str, str]:
     the names of its nodes."""
     found: dict[str, list[str]] = {}
     for value in program.fn.__globals__.values():
-        # One that cannot be read is told of where it is called.
-        with suppress(GraphError):
+        # One that cannot be read is told of where it is called; annotations are code, which raises anything.
+        with suppress(Exception):
             for option in value.interface.options if isinstance(value, NodeDef) else ():
                 found.setdefault(option, []).append(value.__name__)
     return {option: " and ".join(dict.fromkeys(names)) for option, names in found.items()}
 
 
-def _config_argv(argv: Sequence[str], known: Mapping[str, Any], of_nodes: Mapping[str, str]) -> list[str]:
+def _config_argv(argv: Sequence[str], known: Mapping[str, Any], of_nodes: NodeOptions) -> list[str]:
     """The words that a `--config FILE` among the words stands for. `known` are the flags with their defaults,
-    `of_nodes` the options of nodes."""
+    `of_nodes` gives the options of nodes."""
     file = ""
     for word, following in pairwise([*argv, ""]):
         if word == "--config":

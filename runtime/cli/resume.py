@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any
@@ -20,6 +21,7 @@ from penstock.runtime.cli.flags import (
     AgentsFlags,
     FolderFlags,
     RunFlags,
+    as_typed,
     changes,
     read_flags,
     with_changes,
@@ -53,12 +55,6 @@ from penstock.runtime.record.metrics import rows_before
 from penstock.runtime.record.typed_json import ConfigFile, Cut, Summary, require_shape
 from penstock.runtime.schedule.compile import Tables
 from penstock.runtime.schedule.scheduler import Scheduler
-
-
-def said(value: object) -> str:
-    """An option's value as it is typed."""
-    words = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    return words or "none"
 
 
 @dataclass(frozen=True)
@@ -180,7 +176,7 @@ def go_on(
         def note_changes(display: Display) -> None:
             """Rows of one run are of several codes and options then: what it has been told says which."""
             for name in given:
-                old, new = (said(getattr(options, name)) for options in (before.flags, config.flags))
+                old, new = (as_typed(getattr(options, name)) for options in (before.flags, config.flags))
                 if new != old:
                     flag = f"--{name.replace('_', '-')}"
                     folder.add_note("info", f"from update {done} on: {flag} {new} in place of {old}")
@@ -198,13 +194,17 @@ class _Past:
     """What the lives of a run have left: `asked` is what `config.json` keeps beside the run itself, `edited` says which
     code of the user's is another now, and `seconds` is how long the run has been at work."""
 
+    folder: RunFolder
     config: RunConfig
     asked: Mapping[str, Any]
-    cluster: Cluster
     summary: Mapping[str, Any]
     saved: SavedCheckpoint | None
     edited: tuple[str, ...]
     seconds: float
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        return cluster_of(self.folder, self.asked)
 
     @property
     def updates(self) -> int:
@@ -234,7 +234,7 @@ def _past(folder: RunFolder) -> _Past:
         logged = sum(segment.seconds for segment in read_log(folder.events, records))
     rows_before(folder.metrics, saved.update if saved else 0)
     seconds = float(summary.get("wall_s", logged))
-    return _Past(config, asked, cluster_of(folder, asked), summary, saved, edited, seconds)
+    return _Past(folder, config, asked, summary, saved, edited, seconds)
 
 
 def _enrolled_hosts(enrolled: Enrolled, past: _Past, options: RunOptions, fewest: int) -> Cluster:

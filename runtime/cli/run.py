@@ -16,20 +16,10 @@ from penstock.graph.hub import model_folder
 from penstock.runtime.cli.base_model import base_model
 from penstock.runtime.cli.display import Display
 from penstock.runtime.cli.enrolling import Enrolled, agents_words, check_agents, enrolment, needed_agents, placed
-from penstock.runtime.cli.flags import (
-    NEW,
-    NO_PLAN,
-    RunFlags,
-)
-from penstock.runtime.cli.launching import (
-    asked,
-    configure,
-    go,
-    require_installed,
-    require_processes,
-)
+from penstock.runtime.cli.flags import NEW, NO_PLAN, RunFlags, as_typed
+from penstock.runtime.cli.launching import asked, configure, go, require_installed, require_processes
 from penstock.runtime.cli.planned import Chosen, chosen, machines, plan_lacks, require_devices, require_precision
-from penstock.runtime.cli.resume import AllDone, cluster_of, go_on, require_own, restarted, said
+from penstock.runtime.cli.resume import AllDone, cluster_of, go_on, require_own, restarted
 from penstock.runtime.cli.sources import sha256, source_digests
 from penstock.runtime.cli.submitting import Manager, Submission, submitter
 from penstock.runtime.cli.tracing import CommandError, Traced, faults_text
@@ -175,7 +165,7 @@ def _go_on_as(traced: Traced, began: float, early: Early | None) -> int:
     may_change = {field.name for field in fields(RunOptions) if annotation(RunOptions, field.name, OnResume)}
 
     def differ(what: str, value: object, before: object) -> None:
-        differences.append(f"  {what}: given {said(value)}, needed {said(before)}")
+        differences.append(f"  {what}: given {as_typed(value)}, needed {as_typed(before)}")
 
     if now["path"] != then.get("path"):
         differ("PROGRAM", now["path"], then.get("path"))

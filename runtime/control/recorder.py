@@ -143,9 +143,10 @@ class RunRecorder:
         self.consumed = self.ledger.outcomes["consumed"]
         # Rows have what was lost since the row before: the sum of those that are kept is where to go on.
         self.counted = {fate: sum(_whole(row.get(fate)) for row in kept) for fate in LOST}
-        # The rows after which each node has reported in one: those off the critical path report some time later.
-        self._longest = max((s.every + s.off_path for s in steps), default=1)
-        # The metric of --keep-best, until a row has it.
+        # The metric of --keep-best, until a row has it; the nodes off the critical path that have not reported yet, and
+        # the rows after which all others have.
+        self._silent = {s.name for s in steps if s.off_path}
+        self._longest = max((s.every for s in steps if not s.off_path), default=1)
         best = read_best(config.flags.keep_best)[0] if config.flags.keep_best else ""
         self._unseen = "" if any(best in row for row in kept) else best
         self.not_finite: dict[str, dict[str, Any]] = {}
@@ -262,7 +263,8 @@ class RunRecorder:
             if event.paused:
                 self.rows.part(firing.index, firing.node, result.ended - result.began)
             elif firing.node not in self.rows.nodes:
-                self.rows.trailing(firing.index, firing.node, metrics)
+                self.rows.trailing(firing.index, firing.node, metrics)  # the next row has them
+                self._silent.discard(firing.node)
             elif self.rows.update(firing.index, firing.node, metrics, result.ended - result.began):
                 self._update(firing.index, now)
 
@@ -277,12 +279,17 @@ class RunRecorder:
         self.say({"kind": "row", "row": self.row})
         if self._unseen in self.row:
             self._unseen = ""
-        elif self._unseen and self.updates - self.start >= self._longest:
+        elif not self._silent and self.updates - self.start >= self._longest:
+            self._tell_unseen()
+        for name, value in self._not_finite(self.row).items():
+            self.note(f"{name} is {value} in update {update}: null in metrics.jsonl, and nothing else follows from it")
+
+    def _tell_unseen(self) -> None:
+        """Tell once of a metric of --keep-best that no row has."""
+        if self._unseen:
             known = self.row.keys() - NO_NUMBERS
             self.warn(f"--keep-best: given {self._unseen!r}, which no row has so far{nearest(self._unseen, known)}")
             self._unseen = ""
-        for name, value in self._not_finite(self.row).items():
-            self.note(f"{name} is {value} in update {update}: null in metrics.jsonl, and nothing else follows from it")
 
     def begin_checkpoint(self, update: int, state: str) -> str:
         """Ranks are about to write their parts of a cut with this `state` of the scheduler: the name of the folder into
@@ -348,6 +355,8 @@ class RunRecorder:
         RecordError where the folder does not take it."""
         self._status(now, -inf)
         self.folder.require()
+        if status == "done" and self.updates > self.start:
+            self._tell_unseen()
         self.log.end({"status": status, "error": error})
         self.metrics.close()
         self.samples.close()

@@ -45,7 +45,7 @@ SUMMED = frozenset({TOKENS, "prompt_tokens"})
 
 # The metric by which a node says how many tokens a firing sampled. Rows have its rate alone: it counts all groups.
 GENERATED = "generated_tokens"
-# Names of which no row has a number, whatever nodes report.
+# Names for which no row has a number.
 NO_NUMBERS = frozenset({"pools", "not_finite", GENERATED})
 
 

@@ -87,6 +87,7 @@ _IN_URL = re.compile(
 )
 # Shorter values of the environment are words, which stand in any text.
 _SECRET_LENGTH = 8
+SECRET = "***"  # stands in their place
 
 
 def without_secrets(text: str) -> str:
@@ -95,8 +96,8 @@ def without_secrets(text: str) -> str:
     values = {value for name, value in os.environ.items() if _SECRET_NAME.search(name)}
     for value in sorted(values, key=len, reverse=True):
         if len(value) >= _SECRET_LENGTH:
-            text = text.replace(value, "***")
-    return _IN_URL.sub(lambda found: f"{found[1] or ''}***", text)
+            text = text.replace(value, SECRET)
+    return _IN_URL.sub(lambda found: f"{found[1] or ''}{SECRET}", text)
 
 
 class TensorBoard:
@@ -238,9 +239,10 @@ class MLflow:
         new = [Param(name, value) for name, value in config.items() if name not in params]
         for at in range(0, len(new), self.PARAMS):
             client.log_batch(self._id, params=new[at : at + self.PARAMS])
-        # A parameter never changes: a tag of its name has what an option is in a later life.
+        # A parameter never changes: a tag of its name has what an option is in a later life. What is a secret by the
+        # environment of one life alone is no change.
         for name in config.keys() & params:
-            if tags.get(name, params[name]) != config[name]:
+            if (was := tags.get(name, params[name])) != config[name] and SECRET not in was + config[name]:
                 client.set_tag(self._id, name, config[name])
         shown = without_secrets(store)
         self.kept = {"id": self._id, "project": project} | ({"store": store} if shown == store else {})

@@ -253,8 +253,11 @@ def _places(device: torch.device) -> _Places:
     # A CPU without tiles multiplies by one vector at 1.6 times the speed of two, and reads its caches twice; with tiles
     # (AMX) two cost what one does.
     narrow = narrow_places(together=torch.cpu._is_amx_tile_supported())
+    if are_exact(narrow):
+        return narrow
     # Without an instruction for it (VNNI), oneDNN adds pairs of products up in 16 bits.
-    return next(filter(are_exact, (narrow, halved_places())), None) or wide_places(device)
+    halved = halved_places()
+    return halved if are_exact(halved) else wide_places(device)
 
 
 def are_exact(places: _Places) -> bool:

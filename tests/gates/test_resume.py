@@ -52,6 +52,7 @@ from .running import (
 )
 
 pytestmark = pytest.mark.timeout(480)
+LANGUAGE = Path(__file__).parents[1] / "programs_for_language.py"
 # Updates after a resume.
 MORE, BATCH = 10, 4
 SLOW = {**delays(generate=40.0, score=2.0, update=20.0), "jitter_ms": 20.0}
@@ -224,6 +225,15 @@ def test_a_run_keeps_its_newest_checkpoints_and_its_best_one_and_goes_on(tmp_pat
     assert kept() >= {saved_before(folder)[-2], 8 + MORE}
     assert len(kept()) <= 3
     assert_whole(folder, 8 + MORE)
+
+
+@pytest.mark.slow
+def test_a_metric_that_comes_late_is_no_unknown_one_and_one_that_never_comes_is_told_at_the_end(tmp_path: Path) -> None:
+    program, options = f"{LANGUAGE}:clocks", {"every": 2, "look": 2, "watch_s": 3.0}  # longer than several updates
+    late = run_to_end(make_run(tmp_path / "late", program, options, toy_flags(updates=8, keep_best="watched_sum")))
+    assert [text for text in summary(late)["warnings"] if "--keep-best" in text] == []
+    never = run_to_end(make_run(tmp_path / "never", program, options, toy_flags(updates=1, keep_best="watched")))
+    assert len([text for text in summary(never)["warnings"] if "--keep-best" in text]) == 1
 
 
 @pytest.mark.slow

@@ -607,12 +607,20 @@ def test_a_time_in_which_the_whole_process_stood_still_makes_no_call_overdue(clo
     gate.set()
     assert answered_to(calls, 2) == {0: (0, {}), 1: (1, {})}
     gate.clear()
+    submit(calls, [3])
+    clock.now += 60.0  # before there was the next call
     submit(calls, [2])
-    for _ in range(2):
-        clock.now += 1.0
-        assert calls.step() == []
-    clock.now += 1.0
-    assert isinstance(answered_to(calls, 1)[2], OverdueError)
+
+    def overdue_after(seconds: float) -> list[object]:
+        clock.now += seconds
+        found = calls.step()
+        assert all(isinstance(error, OverdueError) for _, error in found)
+        return [tag for tag, _ in found]
+
+    assert [overdue_after(1.0) for _ in range(3)] == [[], [3], [2]]
+    # What comes again and again is other work of the process.
+    submit(calls, [4])
+    assert [overdue_after(20.0) for _ in range(2)] == [[], [4]]
     gate.set()
 
 

@@ -11,7 +11,7 @@ from penstock.graph.errors import ELSEWHERE_CALLED
 from penstock.graph.node import NodeDef
 from penstock.nodes.score import math_answer
 from penstock.programs.aipo import aipo
-from penstock.runtime.cli.flags import VERBS, RunFlags
+from penstock.runtime.cli.flags import VERBS, RunFlags, nearest_flag, unknown_flags
 from penstock.runtime.cli.parse import parse
 from penstock.runtime.cli.tracing import CommandError, built_in
 
@@ -121,6 +121,29 @@ def test_words_in_groups_are_answered_as_flags_but_for_the_value_of_one() -> Non
     with pytest.raises(CommandError, match=r"^given data\.train-batch-size, .*; here it is --batch$"):
         read("--updates=3", "data.train_batch_size=64", of=aipo)
     assert read("--out", "lr.swept=1", of=aipo)[1].out == "lr.swept=1"
+    assert read("--files", "math.right=1", "code.right=2")[0]["files"] == ["math.right=1", "code.right=2"]
+    assert unknown_flags(["aipo.lr=3e-4"], ["dir"], "penstock report") == ""  # a folder of a sweep
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("critic.optim.lr", "; here it is --critic-lr"),
+        ("actor.optim.lr", "; here it is --lr"),
+        ("beta", "; it is an option of dpo_update,"),  # of that name, whatever others call so
+        ("kl-coef", "; here it is --kl"),
+    ],
+)
+def test_what_is_called_so_here_goes_before_what_others_call_so(name: str, told: str) -> None:
+    said = nearest_flag(name, ["lr", "critic_lr", "kl"], lambda: {"beta": "dpo_update", "kl": "aipo_update"})
+    assert said.startswith(told)
+
+
+def test_a_plan_says_what_runs_have_otherwise_and_nothing_else(capsys: Output) -> None:
+    made = program(defaults={"max_prompt": 2048, "max_tokens": 24, "generator_precision": "int8"})(sample.fn)
+    read("--cluster", "c.toml", of=made, verb="plan")
+    own, others = "--max-tokens 4096 --generator-precision none", "--max-tokens 24 --generator-precision int8"
+    assert capsys.readouterr().err == f"note: planned for {own}; runs of sample have {others} by default\n"
 
 
 def test_what_the_words_of_other_libraries_stand_for_is_there() -> None:
