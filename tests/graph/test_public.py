@@ -40,5 +40,6 @@ def test_the_nearest_names_come_first() -> None:
     assert nearest("x", ["beta", "alpha"]) == "; there are: alpha, beta"
     assert nearest("x", []) == ""
     assert nearest("num_generations", ["samples", "generators"]) == "; here it is samples"  # as TRL calls it
-    assert nearest("--actor.max-new-tokens", ["--max-tokens", "--tokens"]) == "; here it is --max-tokens"
+    assert nearest("--max-new-tokens", ["--max-tokens", "--tokens"]) == "; here it is --max-tokens"
+    assert nearest("exam.reward_mean", ["reward_mean", "judge.reward_mean"]).startswith("; the nearest: ")
     assert nearest("x", [f"name{i:02}" for i in range(20)]).endswith("name11, …")
