@@ -109,19 +109,13 @@ ELSEWHERE_CALLED = {
 }
 
 
-def word_here(name: str) -> str:
-    """The name of a flag or an option, without dashes, as it is here where another library calls it otherwise."""
-    word = name.lstrip("-").replace("-", "_")
-    return ELSEWHERE_CALLED.get(word, word)
-
-
 def nearest(name: str, names: Iterable[str]) -> str:
     """The names to choose from, the most similar first, as the end of a sentence; the one alone that is meant by a word
     of another library."""
     known = sorted(set(names))
     bare = {other.lstrip("-").replace("-", "_"): other for other in known}
-    if (meant := word_here(name)) != name.lstrip("-").replace("-", "_") and meant in bare:
-        return f"; here it is {bare[meant]}"
+    if (ours := ELSEWHERE_CALLED.get(name.lstrip("-").replace("-", "_"))) in bare:
+        return f"; here it is {bare[ours]}"
 
     def likeness(other: str) -> float:
         # The sorted letters count, too: most slips are two letters that changed places.

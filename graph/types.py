@@ -599,9 +599,9 @@ class TurnRewards(Batchable):
 AnyRewards = Rewards | TurnRewards
 
 
-def _lack(values: Array, axes: int, kind: str, needed: str) -> str:
+def _lack(values: Array, num_dims: int, kind: str, needed: str) -> str:
     shape = getattr(values, "shape", None)
-    if shape is None or len(shape) != axes:
+    if shape is None or len(shape) != num_dims:
         given = f"a {type(values).__name__}" if shape is None else f"an array of shape {list(shape)}"
         return f"{kind} of {given}, needed {needed}"
     # Of plain numbers, since `isfinite` is called otherwise in each library.

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 import tyro
 from msgspec import Meta
 
-from penstock.graph.errors import nearest, word_here
+from penstock.graph.errors import ELSEWHERE_CALLED, nearest
 from penstock.runtime.cli.tracing import CommandError, usage_errors
 from penstock.runtime.cluster.capabilities import GeneratorPrecision
 from penstock.runtime.control.run_config import (
@@ -48,10 +48,10 @@ def nearest_flag(name: str, known: Iterable[str], options: NodeOptions | None, d
     perhaps in groups (`critic.optim.lr`), an option of a node where there is no such flag, or the nearest flags."""
     flags, of_nodes = {flag.replace("_", "-") for flag in known}, options() if options else {}
     *groups, word = name.replace("-", "_").split(".")
-    ours = word if word in of_nodes else word_here(word)
-    for flag in (f"{(groups or [''])[0]}-{ours}".replace("_", "-"), ours.replace("_", "-")):
-        if flag in flags and (groups or ours != word):
-            return f"; here it is {dashes}{flag}"
+    ours = word if word in of_nodes else ELSEWHERE_CALLED.get(word, word)
+    meant = [f"{groups[0]}_{ours}", ours] if groups else [ours] if ours != word else []
+    if here := next((flag for flag in (each.replace("_", "-") for each in meant) if flag in flags), ""):
+        return f"; here it is {dashes}{here}"
     if ours in of_nodes:
         return f"; it is an option of {of_nodes[ours]}, for the program to give: docs/write-an-algorithm.md"
     return nearest(f"{dashes}{word.replace('_', '-')}", {f"{dashes}{flag}" for flag in flags})

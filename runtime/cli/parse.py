@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
@@ -108,15 +108,20 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
     with usage_errors():
         check_limits(flags)
     if isinstance(flags, Planning) and flags.cluster:
-        told = [key for key in _not_planned(program) if key not in {*typed, "model"}]
-        told = [key for key in told if vars(flags)[key] != program.defaults[key]]
-        here, there = (
-            " ".join(f"--{key.replace('_', '-')} {as_typed(values[key])}" for key in told)
-            for values in (vars(flags), program.defaults)
-        )
-        if told:
-            print(visible(f"note: planned for {here}; runs of {name} have {there} by default"), file=sys.stderr)
+        _tell_other_lengths(program, name, flags, typed)
     return Parsed({o.flag.name: o.value(getattr(given, o.flag.name)) for o in own}, flags, typed, plan)
+
+
+def _tell_other_lengths(program: Program[..., Any], name: str, flags: Planning, typed: Collection[str]) -> None:
+    """Say what a plan is for where runs of the program have other values by default."""
+    planned = vars(flags)
+    keys = [key for key in _not_planned(program) if key not in {*typed, "model"}]
+    if others := [key for key in keys if planned[key] != program.defaults[key]]:
+        here, there = (
+            " ".join(f"--{key.replace('_', '-')} {as_typed(values[key])}" for key in others)
+            for values in (planned, program.defaults)
+        )
+        print(visible(f"note: planned for {here}; runs of {name} have {there} by default"), file=sys.stderr)
 
 
 def _spread(argv: Sequence[str]) -> list[str]:
