@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from time import time
 from typing import Any
 
 import pytest
@@ -183,7 +184,10 @@ def test_a_run_whose_node_dies_names_it_and_goes_on_without_it_with_the_same_bit
         (holds / "8").unlink()
         try:
             until(lambda: slurm.state(run.job)["ExcNodeList"] == "n2", "the run does without the node")
-            # Slurm, which would begin the job again without a word of that, finds it out later.
+            # Slurm, which would begin the job again without a word of that, finds it out later, but not within the
+            # second of the requeue, in which it kills what begins again ("credential revoked").
+            second = int(time())
+            until(lambda: int(time()) > second, "the second of the requeue is over")
             slurm.say("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=off")
             status, said = run.wait()
             done = slurm.state(run.job)
