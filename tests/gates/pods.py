@@ -14,6 +14,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
@@ -96,9 +97,10 @@ class Pod:
 
     def terminate(self) -> None:
         """What kubelet does first when a Pod is taken away: SIGTERM to the first process of its container."""
-        [first] = psutil.Process(self.process.pid).children()
-        [main] = first.children()
-        main.send_signal(signal.SIGTERM)
+        with suppress(psutil.NoSuchProcess):  # it has ended
+            for first in psutil.Process(self.process.pid).children():
+                for main in first.children():
+                    main.send_signal(signal.SIGTERM)
 
 
 class Pods:
@@ -197,13 +199,11 @@ class Pods:
         return state
 
     def _clear(self) -> None:
-        """The other Pods are deleted: they have their grace to end by themselves."""
+        """The other Pods are deleted."""
         for pod in self.running:
-            try:
-                pod.process.wait(20)
-            except subprocess.TimeoutExpired:
-                pod.terminate()
-                pod.process.wait(DEADLINE_S)
+            pod.terminate()
+        for pod in self.running:
+            pod.process.wait(DEADLINE_S)
             self.statuses.append((pod.job, pod.process.returncode))
             (self._folder / f"{self.starts}-{pod.host}.ended").touch()
         self.running = []

@@ -11,10 +11,12 @@ from .network import Network, why_not
 from .pods import HOSTS, Pods
 from .running import (
     DEADLINE_S,
+    HELD,
     assert_all_consumed,
     assert_equal_bits,
     delays,
     final_state,
+    holding,
     make_run,
     num_rows,
     replayed,
@@ -26,8 +28,9 @@ from .running import (
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.slow]
 UPDATES, BATCH = 10, 4
-# No update is about to read values of a generator whose Pod is taken away while it generates.
-SLOW = {**delays(generate=1000.0), "lag": 0}
+# Groups that the generator is in the middle of when its Pod is taken away and when the trainer's is: no update is about
+# to read its values then.
+FIRST, SECOND = 2 * BATCH, 5 * BATCH
 
 
 @pytest.fixture
@@ -43,11 +46,12 @@ def test_pods_that_are_taken_away_have_successors_and_the_run_has_the_bits_of_on
 ) -> None:
     """First the generator's Pod, without which the run goes on until another one comes; then the trainer's, which stops
     the run: all Pods are started again."""
-    flags = [word for name, value in SLOW.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    holds = holding(pods.claim / "holds", f"group {FIRST}", f"group {SECOND}")
+    flags = ["--holds", "/runs/holds", "--lag", "0"]
     flags += ["--updates", str(UPDATES), "--batch", str(BATCH), "--slots", "16", "--device", "cpu"]
     flags += ["--versions", "pinned", "--lost-replica", "replace", "--checkpoint-every", "2"]
     job = ["--on", "kubernetes", "--image", "this/machine", "--claim", "runs", "--agents", "2", "--out", "/runs/r"]
-    command = [sys.executable, "-m", "penstock.runtime.cli.main", "run", "toy", *flags, *job]
+    command = [sys.executable, "-m", "penstock.runtime.cli.main", "run", HELD, *flags, *job]
     folder = pods.claim / "r"
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=pods.environment, cwd=tmp_path
@@ -57,12 +61,13 @@ def test_pods_that_are_taken_away_have_successors_and_the_run_has_the_bits_of_on
             until(lambda: pods.step() or num_rows(folder) >= 2, "two updates")
             pods.pod("agents-1").terminate()
             until(lambda: pods.step() or pods.successors, "its successor was started")
-            seen = num_rows(folder)
-            until(lambda: pods.step() or num_rows(folder) > seen, "another update")
+            (holds / f"group {FIRST}").unlink()
+            until(lambda: pods.step() or num_rows(folder) >= 5, "five updates")
             assert (pods.starts, pods.successors) == (1, 1), pods.logs()
             assert ("agents", 75) in pods.statuses
             pods.pod("agents-0").terminate()
             until(lambda: pods.step() or pods.starts == 2, "the JobSet was started again")
+            (holds / f"group {SECOND}").unlink()
             assert ("controller", 75) in pods.statuses, pods.logs()
             assert until(pods.step, "its end") == "Completed", pods.logs()
             said, told = following.communicate(timeout=DEADLINE_S)
