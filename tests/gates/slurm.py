@@ -29,7 +29,7 @@ CONF = """
 ClusterName=test
 SlurmctldHost={hostname}({login})
 AuthType=auth/none
-AuthInfo=cred_expire=5
+AuthInfo=cred_expire=15
 CredType=cred/none
 SlurmUser=root
 SlurmdUser=root
