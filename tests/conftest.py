@@ -23,8 +23,9 @@ if not Path("/dev/nvidiactl").exists():
 # What is imported for all tests stays: to look for garbage among it takes a quarter of the time of their collection.
 gc.disable()
 
-# Of tests that are marked slow each goes to any worker by itself, but for those that share what takes long to make: by
-# the names of their files, or by their own, which go before; "" is for itself.
+# Of tests that are marked slow each goes to any worker by itself, but for those that share what takes long to make, and
+# those that wait for deadlines, which would leave the cores idle side by side: by the names of their files, or by their
+# own, which go before; "" is for itself.
 SHARING = {
     "test_ray": "a Ray cluster",
     "test_slurm": "a Slurm cluster",
@@ -32,6 +33,7 @@ SHARING = {
     "test_a_student_comes_closer_to_its_teacher": "a taught policy",
     "test_a_reward_model_learns_to_tell_right_from_wrong": "a reward model",
     "test_rlhf_finds_right_answers_by_the_reward_model_alone": "a reward model",
+    "test_failures": "deadlines",
     "test_vllm": "processes with vLLM",
     "test_aipo_runs_with_vllm_in_an_interpreter_of_the_generators_own": "",
     "test_a_run_samples_with_ranks_that_share_a_model": "",
@@ -49,8 +51,10 @@ LONGEST = (
     "test_models_learn",
     "test_a_policy_that_seldom_calls_a_tool_learns_to_call_it",
     "test_an_algorithm_makes_the_base_better",
+    "test_failures",
     "test_run_plan",
     "test_equal_bits",
+    "test_broadcast_chain",
     "test_trackers",
     "test_processes",
     "test_desk",
