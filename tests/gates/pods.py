@@ -200,10 +200,14 @@ class Pods:
 
     def _clear(self) -> None:
         """The other Pods are deleted."""
+        until = monotonic() + DEADLINE_S
         for pod in self.running:
-            pod.terminate()
-        for pod in self.running:
-            pod.process.wait(DEADLINE_S)
+            # One that has just begun may have no process yet that hears it.
+            while pod.process.poll() is None:
+                assert monotonic() < until, f"{pod.host} does not end: {self.logs()}"
+                pod.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    pod.process.wait(5)
             self.statuses.append((pod.job, pod.process.returncode))
             (self._folder / f"{self.starts}-{pod.host}.ended").touch()
         self.running = []
