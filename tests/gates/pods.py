@@ -17,14 +17,13 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic, sleep
 from types import TracebackType
 from typing import Any
 
 import psutil
 
 from .network import Network
-from .running import DEADLINE_S
+from .running import until
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = ("controller-0", "agents-0", "agents-1")
@@ -97,10 +96,17 @@ class Pod:
 
     def terminate(self) -> None:
         """What kubelet does first when a Pod is taken away: SIGTERM to the first process of its container."""
-        with suppress(psutil.NoSuchProcess):  # it has ended
-            for first in psutil.Process(self.process.pid).children():
-                for main in first.children():
-                    main.send_signal(signal.SIGTERM)
+        [first] = psutil.Process(self.process.pid).children()
+        [main] = first.children()
+        main.send_signal(signal.SIGTERM)
+
+    def end(self) -> bool:
+        """Ask it to end; whether it has. One that has just begun may have no process yet that hears it."""
+        with suppress(psutil.NoSuchProcess, ValueError):
+            self.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)
+        return self.process.returncode is not None
 
 
 class Pods:
@@ -135,12 +141,10 @@ class Pods:
             pod.process.kill()  # and with it all that is in its namespace of pids
             pod.process.wait()
 
-    def await_jobset(self, deadline: float) -> None:
+    def await_jobset(self) -> None:
         """Until a JobSet and its Secret were created; then its Pods are started."""
-        until = monotonic() + deadline
-        while not all((self._folder / f"{kind}.json").exists() for kind in ("JobSet", "Secret")):
-            assert monotonic() < until, f"no JobSet within {deadline} s"
-            sleep(0.05)
+        created = [self._folder / f"{kind}.json" for kind in ("JobSet", "Secret")]
+        until(lambda: all(path.exists() for path in created), "a JobSet and its Secret were created")
         self._jobset = json.loads((self._folder / "JobSet.json").read_text())
         secret = json.loads((self._folder / "Secret.json").read_text())
         assert secret["metadata"]["name"] == self._jobset["metadata"]["name"]
@@ -200,14 +204,8 @@ class Pods:
 
     def _clear(self) -> None:
         """The other Pods are deleted."""
-        until = monotonic() + DEADLINE_S
         for pod in self.running:
-            # One that has just begun may have no process yet that hears it.
-            while pod.process.poll() is None:
-                assert monotonic() < until, f"{pod.host} does not end: {self.logs()}"
-                pod.terminate()
-                with suppress(subprocess.TimeoutExpired):
-                    pod.process.wait(5)
+            until(pod.end, f"the end of {pod.host}")
             self.statuses.append((pod.job, pod.process.returncode))
             (self._folder / f"{self.starts}-{pod.host}.ended").touch()
         self.running = []

@@ -24,7 +24,8 @@ LIMIT_S = 60.0
 # Seconds that a job which is preempted has, and one that is cancelled.
 GRACE_S, KILL_WAIT_S = 20, 20
 
-# As in a cluster, but: no munge, no cgroups, and one second for what takes minutes there.
+# As in a cluster, but: no munge, no cgroups, and seconds for what takes minutes there. Credentials last for longer than
+# a busy machine stands still; a job that is requeued waits until its former ones have expired.
 CONF = """
 ClusterName=test
 SlurmctldHost={hostname}({login})

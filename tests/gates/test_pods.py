@@ -57,7 +57,7 @@ def test_pods_that_are_taken_away_have_successors_and_the_run_has_the_bits_of_on
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=pods.environment, cwd=tmp_path
     ) as following:
         try:
-            pods.await_jobset(DEADLINE_S)
+            pods.await_jobset()
             until(lambda: pods.step() or num_rows(folder) >= 2, "two updates")
             pods.pod("agents-1").terminate()
             until(lambda: pods.step() or pods.successors, "its successor was started")
