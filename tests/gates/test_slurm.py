@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 
+from penstock.runtime.control.messages import read_record
 from penstock.runtime.record.checkpoints import latest_checkpoint
+from penstock.runtime.record.event_log import read_segments
 from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.schedule.events import Swapped
 
 from .network import Network, why_not
 from .running import (
@@ -115,6 +118,13 @@ def submitted(slurm: Slurm, folder: Path, updates: int, program: Sequence[str]) 
         until(lambda: not slurm.say("squeue", "-h", "-n", name).strip(), "the job has gone")
 
 
+def is_live(folder: Path, version: int) -> bool:
+    """Do generators sample with this version of the weights?"""
+    stages = [stage for segment in read_segments(folder / "events.log")[0] for stage in segment.stages]
+    events = [read_record(step.event) for stage in stages for step in stage.steps]
+    return any(isinstance(event, Swapped) and event.version == version for event in events)
+
+
 def ended(slurm: Slurm, job: str) -> dict[str, str]:
     """What is said of a job that has ended."""
     until(lambda: slurm.state(job)["JobState"] in ENDED, f"job {job} has ended")
@@ -179,10 +189,13 @@ def test_a_run_whose_node_dies_names_it_and_goes_on_without_it_with_the_same_bit
     folder, updates = tmp_path / "r", 40
     holds = holding(tmp_path / "holds", 8)
     with submitted(slurm, folder, updates, [HELD, "--holds", str(holds)]) as run:
-        assert run.until_update(3)["NodeList"] == "n[1-2]"
+        assert run.until_update(8)["NodeList"] == "n[1-2]"
+        # No weights are on their way, or are about to be: a transfer that fails would name ranks, and no host.
+        until(lambda: is_live(folder, 8), "the generator has the newest weights")
         slurm.kill("n2")
-        (holds / "8").unlink()
         try:
+            until(lambda: "host n2" in run.said, "the loss was told")
+            (holds / "8").unlink()
             until(lambda: slurm.state(run.job)["ExcNodeList"] == "n2", "the run does without the node")
             # Slurm, which would begin the job again without a word of that, finds it out later, but not within the
             # second of the requeue, in which it kills what begins again ("credential revoked").
