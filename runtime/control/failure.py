@@ -57,9 +57,8 @@ PRIORITY = {code: number for number, code in enumerate(FailureCode)}
 HELD = (FailureCode.RANK_ENDED, FailureCode.UNREACHABLE, FailureCode.TRANSFER)
 # Seconds for which they wait in any case.
 HELD_S = 1.0
-# Seconds after which no agent's heartbeat is waited for any more: the agent may be what is wrong.
-AGENTS_S = 5.0
-# The same for a doubtful failure: by then an agent that is gone is found to be silent, which is a better cause.
+# Seconds after which no agent's heartbeat is waited for any more: by then one that is gone is found to be silent, which
+# is a better cause.
 DOUBT_S = 15.0
 
 
@@ -147,5 +146,4 @@ class Verdict:
             return self.failure
         waited = now - self._since - (held_up - self._held_up)
         beaten = all(heard(agent) > self._since for agent in self.failure.agents)
-        longest = DOUBT_S if self.failure.doubtful else AGENTS_S
-        return self.failure if waited > longest or (waited > HELD_S and beaten) else None
+        return self.failure if waited > DOUBT_S or (waited > HELD_S and beaten) else None

@@ -445,11 +445,14 @@ class Session:
         if stage.finish is None:
             self._checkpoint_if_due(stage, now)
         elif stage.finish.status == "failed":
-            agents: tuple[str, ...] = ()
-            if isinstance(event, Failed) and len((replica := self.config.plan.replica(event.replica)).ranks) > 1:
-                agents = tuple(map(agent_peer, replica.hosts))
-            # What it could not read was on a host that is gone.
             unread = (result is not None and result.unread) or stage.scheduler.unread
+            # A host may be gone: of the ranks that it computes with, or the one that had what it could not read.
+            concerned = [event.replica] if isinstance(event, Failed) else []
+            concerned = [name for name in concerned if len(self.config.plan.replica(name).ranks) > 1]
+            if result is not None and result.unread and result.unread[0] not in stage.scheduler.absent:
+                concerned.append(result.unread[0])
+            hosts = dict.fromkeys(host for name in concerned for host in self.config.plan.replica(name).hosts)
+            agents = tuple(map(agent_peer, hosts))
             code = FailureCode.TRANSFER if unread else FailureCode.NODE
             self.fail(Failure(code, stage.finish.error, agents, doubtful=bool(agents)), now)
         elif stage.finish.status == "stopped" and (stage.name == "train" or self.stopping is not None):

@@ -17,7 +17,6 @@ from penstock.nodes.advantage import group_advantage
 from penstock.nodes.fake import FakePolicy
 from penstock.runtime.control.controller import Controller
 from penstock.runtime.control.failure import (
-    AGENTS_S,
     DOUBT_S,
     HELD,
     HELD_S,
@@ -83,19 +82,20 @@ def test_a_held_failure_waits_a_moment_for_a_better_cause() -> None:
 
 def test_a_held_failure_waits_for_the_next_heartbeat_of_all_agents_and_not_for_ever() -> None:
     held, heard = verdict(TRANSFER), {"agent:a": LATER, "agent:b": BEFORE}
-    assert held.final(SINCE + AGENTS_S, heard.__getitem__) is None
-    assert held.final(SINCE + AGENTS_S + 0.1, heard.__getitem__) == TRANSFER
+    assert held.final(SINCE + DOUBT_S, heard.__getitem__) is None
+    assert DOUBT_S > SILENCE  # a host that went away is found to be silent before
+    assert held.final(SINCE + DOUBT_S + 0.1, heard.__getitem__) == TRANSFER
     heard["agent:b"] = LATER
     assert held.final(SINCE + HELD_S, heard.__getitem__) is None
     assert held.final(SINCE + HELD_S + 0.1, heard.__getitem__) == TRANSFER
 
 
 def test_seconds_in_which_the_one_who_waits_was_stopped_bring_no_better_cause_and_do_not_count() -> None:
-    for failure, longest in ((TRANSFER, AGENTS_S), (BROKEN, DOUBT_S)):
+    for failure in (TRANSFER, BROKEN):
         held = Verdict()
         held.report(failure, SINCE, held_up=7.0)
-        assert held.final(SINCE + 20.0 + longest, lambda peer: BEFORE, held_up=27.0) is None
-        assert held.final(SINCE + 20.1 + longest, lambda peer: BEFORE, held_up=27.0) == failure
+        assert held.final(SINCE + 20.0 + DOUBT_S, lambda peer: BEFORE, held_up=27.0) is None
+        assert held.final(SINCE + 20.1 + DOUBT_S, lambda peer: BEFORE, held_up=27.0) == failure
 
 
 def test_a_death_explains_a_broken_transfer_whichever_is_heard_first() -> None:
@@ -105,7 +105,7 @@ def test_a_death_explains_a_broken_transfer_whichever_is_heard_first() -> None:
 
 def test_of_any_two_failures_the_one_of_the_earlier_code_is_said() -> None:
     for one, two in permutations(FailureCode, 2):
-        said = verdict(Failure(one, "one"), Failure(two, "two")).final(SINCE + AGENTS_S + 1, lambda peer: LATER)
+        said = verdict(Failure(one, "one"), Failure(two, "two")).final(SINCE + DOUBT_S + 1, lambda peer: LATER)
         assert said is not None
         assert said.code == min(one, two, key=PRIORITY.__getitem__)
 
@@ -116,8 +116,8 @@ def test_of_two_failures_of_one_code_the_first_is_said() -> None:
 
 def test_a_later_report_does_not_make_a_held_failure_wait_longer() -> None:
     held = verdict(TRANSFER)
-    held.report(TRANSFER, SINCE + AGENTS_S)
-    assert held.final(SINCE + AGENTS_S + 0.1, lambda peer: BEFORE) == TRANSFER
+    held.report(TRANSFER, SINCE + DOUBT_S)
+    assert held.final(SINCE + DOUBT_S + 0.1, lambda peer: BEFORE) == TRANSFER
 
 
 def test_only_consequences_are_held_and_they_come_last_but_for_a_rank_that_has_told_why() -> None:
@@ -131,7 +131,6 @@ BROKEN = Failure(FailureCode.NODE, "an all-reduce broke", ("agent:a", "agent:b")
 def test_what_a_rank_says_that_computes_with_others_waits_until_none_of_their_hosts_can_be_gone() -> None:
     held, heard = verdict(BROKEN), {"agent:a": LATER, "agent:b": BEFORE}
     assert held.final(SINCE + DOUBT_S, heard.__getitem__) is None
-    assert DOUBT_S > SILENCE  # a host that went away is found to be silent before
     heard["agent:b"] = LATER
     assert held.final(SINCE + HELD_S + 0.1, heard.__getitem__) == BROKEN
 
@@ -198,7 +197,7 @@ def ended_by(controller: Controller) -> tuple[str, str]:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is held waits for the better cause, however late that comes."""
     monkeypatch.setattr("penstock.runtime.control.failure.HELD_S", 60.0)
-    monkeypatch.setattr("penstock.runtime.control.failure.AGENTS_S", 60.0)
+    monkeypatch.setattr("penstock.runtime.control.failure.DOUBT_S", 60.0)
 
 
 @pytest.mark.usefixtures("patient")
@@ -310,6 +309,21 @@ def test_a_firing_that_fails_on_one_of_several_ranks_waits_for_their_hosts_to_be
         agent.send(Heartbeat())
         assert ended_by(controller) == (FailureCode.NODE, "connection closed")
     agent.close()
+
+
+def test_what_could_not_be_read_waits_for_the_host_that_had_it_to_be_heard(tmp_path: Path) -> None:
+    run = RunFolder.open(make_run(tmp_path / "run", "toy", {}, RunOptions()))
+    session = Session(RunConfig.load(run), Mock(spec=RunRecorder))
+    session.begin(SINCE, {})
+    assert session.stage is not None
+    session.stage.finish = Finish("failed", "connection refused")
+    session.stage.feed = lambda *_: None  # type: ignore[method-assign]
+    failed = Failed(Firing("score", 0), "scorer/0", 0, "connection refused")
+    session._feed(failed, SINCE, Result(failed, unread=("generator/0", 0)))
+    session.decide(SINCE + HELD_S + 0.1, lambda peer: BEFORE)
+    assert session.running
+    session.decide(SINCE + HELD_S + 0.1, lambda peer: LATER)
+    assert (getattr(session.failure, "code", None), session.error) == (FailureCode.TRANSFER, "connection refused")
 
 
 def test_a_stage_that_begins_after_the_controller_was_stopped_has_its_own_deadlines(controller: Controller) -> None:
