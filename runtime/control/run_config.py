@@ -15,7 +15,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -357,7 +357,8 @@ class RunConfig:
     def graphs(self) -> tuple[Graph, ...]:
         return (self.graph,) if self.evaluation is None else (self.graph, self.evaluation)
 
-    @property
+    # Asked at each turn of the controller while processes start; a run may have a thousand replicas.
+    @cached_property
     def elastic(self) -> frozenset[str]:
         """The replicas that may be lost, and come again, while the run goes on."""
         if self.flags.lost_replica == "stop":
@@ -366,15 +367,12 @@ class RunConfig:
         pools = [p for p in self.plan.pools if not any(own.fixed_pools[p.name] for own in tables)]
         return frozenset(replica.name for pool in pools for replica in pool.replicas)
 
-    @property
+    @cached_property
     def may_be_late(self) -> frozenset[str]:
         """The replicas without which the run may begin, if enough others of their pool are there."""
-        held = next((p for p in self.plan.pools if p.name == GENERATOR), None) if self.flags.first_generators else None
-        return (
-            frozenset(replica.name for replica in held.replicas if replica.name in self.elastic)
-            if held
-            else frozenset()
-        )
+        if not self.flags.first_generators:
+            return frozenset()
+        return self.elastic & {r.name for pool in self.plan.pools if pool.name == GENERATOR for r in pool.replicas}
 
     def holding(self, cut: Mapping[str, Any] | None) -> frozenset[str]:
         """The replicas with values in a checkpoint that a run which goes on from it cannot make again."""
