@@ -189,8 +189,12 @@ class Desk:
                 one.slot, one.unreached = "", None
         began = monotonic()
         until, patience = began + seconds, began + FEWER * seconds
+        died: list[str] = []
         while True:
-            deaths = poll()
+            for host, why in poll():
+                died.append(f"the agent {f'of {host} ' * bool(host)}ended: {why}")
+                if fewest:
+                    tell(died[-1])
             for text in self.news():
                 tell(text)
             with self._lock:
@@ -211,11 +215,11 @@ class Desk:
                         raise EnrolmentError("\n".join([f"hosts do not reach each other; {needed}", *map(str, lacks)]))
                     return count
             self._wake()
-            if deaths and not fewest:
-                said = "; ".join(f"the agent {f'of {host} ' * bool(host)}ended: {why}" for host, why in deaths)
-                raise EnrolmentError(f"{said}\n{self._lacking(count)}")
+            if died and not fewest:
+                raise EnrolmentError(f"{'; '.join(died)}\n{self._lacking(count)}")
             if monotonic() > until:
-                raise EnrolmentError(f"within {seconds:g} s ({flag}) {self._lacking(count)}")
+                lacking = f"within {seconds:g} s ({flag}) {self._lacking(count)}"
+                raise EnrolmentError("\n".join([lacking, *(f"  {each}" for each in died)]))
             sleep(_TICK_S)
 
     def reserve(self, count: int) -> None:

@@ -584,21 +584,34 @@ def test_an_agent_that_its_manager_finds_dead_is_not_waited_for(office: Office) 
 
 
 def test_a_run_that_goes_on_by_itself_does_with_fewer_agents_after_a_while_if_it_can(office: Office) -> None:
-    """What their managers tell of others does not end it then, and these find free slots."""
+    """What their managers tell of others does not end it then, but is handed on, and these find free slots."""
     ticket = office.desk.ticket
     with client(ticket) as one, client(ticket) as two:
         come(one, ticket, hostname="a")
-        said: list[str] = []
-        waited = office.pool.submit(office.desk.wait, 3, 8.0, lambda: [("b", "exit status 3")], said.append, fewest=1)
+        said, told = list[str](), [[("b", "exit status 3")]]
+
+        def poll() -> list[tuple[str, str]]:
+            return told.pop() if told else []
+
+        waited = office.pool.submit(office.desk.wait, 3, 8.0, poll, said.append, fewest=1)
         while not waited.done():
             if any(isinstance(found, Probe) for found in one.receive(0.05)):
                 one.send(Reached())
         assert waited.result(PATIENCE_S) == 1
         assert len([text for text in said if "1 of 3 agents" in text]) == 1
+        assert said.count("the agent of b ended: exit status 3") == 1
         office.desk.reserve(2)
         assert len(office.desk.vacant()) == 2
         come(two, ticket, hostname="b")
         until(lambda: len(office.desk.vacant()) == 1)
+
+
+def test_agents_without_which_a_run_might_do_are_named_with_their_ends_where_too_few_are_left(office: Office) -> None:
+    told = [[("n1", "exit status 3"), ("n2", "exit status 4")]]
+    with pytest.raises(EnrolmentError) as raised:
+        office.desk.wait(2, 0.5, lambda: told.pop() if told else [], office.said.append, fewest=1)
+    for death in ("the agent of n1 ended: exit status 3", "the agent of n2 ended: exit status 4"):
+        assert death in str(raised.value)
 
 
 def test_an_agent_that_left_before_the_run_began_is_replaced_by_the_next(
