@@ -13,10 +13,10 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 from time import monotonic, sleep
+from typing import IO
 
 from penstock import module_command
 from penstock.runtime.cluster.endpoints import AddressError, own_address, resolved
@@ -68,7 +68,9 @@ class SlurmAgents:
         others = {f"{prefix}_{name}" for prefix in ("SLURM", "SRUN") for name in OF_OTHER_TASKS}
         self._environment = {name: value for name, value in environment.items() if name not in others}
         self._srun: subprocess.Popen[bytes] | None = None
-        self._said, self._read, self._over = Path(), 0, False
+        # What srun and its agents have said, read to where the file stands. Held open: the run folder may be moved.
+        self._said: IO[bytes] | None = None
+        self._over = False
         self._waits = ""  # the last of what srun has said of itself
         # Of each task the last line; the nodes whose ends have been told.
         self._last, self._told = dict[int, str](), set[str]()
@@ -88,17 +90,16 @@ class SlurmAgents:
             raise AgentsError(f"--on slurm: no way leads to node {others[0]} at {to} ({error}); {needed}") from None
 
     def start(self, ticket: Path, tell: Callable[[str], None]) -> None:
-        folder = ticket.parent
-        self._said = make_folder(folder / "logs") / "srun.err"
-        with suppress(FileNotFoundError):
-            self._read = self._said.stat().st_size  # of this run's part before
+        log = make_folder(ticket.parent / "logs") / "srun.err"
         nodes = self._nodes[: self.slots]
         command = ["srun", "--overlap", f"--nodes={self.slots}", f"--ntasks={self.slots}", "--ntasks-per-node=1"]
         command += [f"--nodelist={','.join(nodes)}", "--kill-on-bad-exit=0", "--no-kill", "--wait=0", "--export=ALL"]
         command += ["--job-name=penstock", "--mem=0", "--cpu-bind=none", "--mpi=none", "--input=none", "--label"]
         command += module_command("penstock.agent", "--ticket", ticket)
         try:
-            with os.fdopen(open_append(self._said), "ab") as said:
+            with os.fdopen(open_append(log), "ab") as said:
+                self._said = log.open("rb")
+                self._said.seek(0, os.SEEK_END)  # behind what the run's part before has left
                 # In a session of its own: Ctrl-C is for the launcher.
                 self._srun = subprocess.Popen(
                     command,
@@ -110,14 +111,14 @@ class SlurmAgents:
                 )
         except FileNotFoundError:
             raise AgentsError("--on slurm: given no srun in PATH, needed Slurm's commands") from None
-        tell(f"agents on {', '.join(nodes)} of job {self._job}, by srun; what they say is in {self._said}")
+        tell(f"agents on {', '.join(nodes)} of job {self._job}, by srun; what they say is in {log}")
 
     def poll(self) -> list[tuple[str, str]]:
-        if self._srun is None or self._over:
+        if self._srun is None or self._said is None or self._over:
             return []
         self._over = self._srun.poll() is not None
         found, last = list[tuple[str, str]](), ""
-        for last in self._lines():
+        for last in whole_lines(self._said).decode(errors="replace").splitlines():
             if said := _SAID.match(last):
                 self._last[int(said[1])] = said[2]
             elif told := _TASKS.search(last) or _NODES.search(last):
@@ -138,6 +139,9 @@ class SlurmAgents:
         return self._waits
 
     def stop(self) -> None:
+        self._over = True
+        if self._said is not None:
+            self._said.close()
         if self._srun is None:
             return
         # The agents have had their goodbye. One SIGTERM has srun end those that are left, with a SIGKILL in the end.
@@ -149,12 +153,6 @@ class SlurmAgents:
                 return
             if end is not None:
                 end()
-
-    def _lines(self) -> list[str]:
-        """The whole lines that srun and its agents have said since the last call."""
-        lines = whole_lines(self._said, self._read)
-        self._read += len(lines)
-        return lines.decode(errors="replace").splitlines()
 
 
 def hostnames(nodes: str) -> list[str]:
@@ -193,9 +191,9 @@ def answer(*words: str, seconds: float = ANSWER_S) -> str:
     return done.stdout
 
 
-def whole_lines(path: Path, begin: int) -> bytes:
-    """What a file that grows has from there on, up to its last whole line. Raises OSError."""
-    with path.open("rb") as file:
-        file.seek(begin)
-        lines, newline, _ = file.read().rpartition(b"\n")
+def whole_lines(file: IO[bytes]) -> bytes:
+    """What a file that grows has from where it stands, up to its last whole line, behind which it stands then."""
+    begin = file.tell()
+    lines, newline, _ = file.read().rpartition(b"\n")
+    file.seek(begin + len(lines) + len(newline))
     return lines + newline

@@ -209,9 +209,10 @@ def follow(job: Job, number: str, tell: Callable[[str], None], show: Callable[[s
         states = {task: state for task, state in (states | now).items() if task in now or state.split()[0] in ENDED}
         # An array's tasks say much at once: their outputs are files.
         for path in () if job.array else job.outputs().values():
-            with suppress(FileNotFoundError):
-                lines = whole_lines(path, shown[path])
-                shown[path] += len(lines)
+            with suppress(FileNotFoundError), path.open("rb") as output:
+                output.seek(shown[path])
+                lines = whole_lines(output)
+                shown[path] = output.tell()
                 if lines:
                     show(lines.decode(errors="replace"))
         # A job that is requeued may look ended for a moment.

@@ -6,6 +6,7 @@ For answers that a Slurm gives late or seldom, and for GPUs, shell scripts are i
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -69,6 +70,26 @@ def test_a_batch_script_is_one_whatever_words_and_folder_are(options: tuple[str,
 def test_options_of_sbatch_that_are_the_scripts_own_or_cannot_stand_in_it_are_refused(options: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=r"given .*needed"):
         Job("toy", ("run", "toy"), Path("/runs/a"), options)
+
+
+def test_what_srun_says_of_its_tasks_is_heard_after_the_run_folder_was_moved(tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    told = "srun: error: n2: task 1: Exited with exit code 3"
+    instrument(tmp_path / "srun", f'until [ -d "{moved}" ]; do sleep 0.01; done; echo "{told}" >&2; exit 3')
+    folder = tmp_path / "run"
+    folder.mkdir()
+    agents = SlurmAgents(None, {**TWO, "PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    agents.start(folder / "ticket.json", lambda text: None)
+    try:
+        assert agents.poll() == []
+        folder.rename(moved)
+        found: list[tuple[str, str]] = []
+        until = time.monotonic() + 60
+        while not found and time.monotonic() < until:
+            found += agents.poll()
+    finally:
+        agents.stop()
+    assert found == [("n2", "Exited with exit code 3")]
 
 
 def test_srun_hears_nothing_of_the_gpus_and_tasks_that_other_steps_of_the_job_are_to_have(tmp_path: Path) -> None:
