@@ -80,14 +80,35 @@ def usable_memory_gib(root: Path = ROOT) -> float:
     return min(physical, cgroup_limits(root).memory) / 2**30
 
 
+def free_memory(root: Path = ROOT) -> int:
+    """Bytes of memory that this process could take: what the machine has free or can free, or what the limits of its
+    control groups leave. The kernel takes a group's cache of files that are not in use for free; so does this."""
+    free = 1024 * _named_number(root / "proc/meminfo", "MemAvailable:")
+    for folder in _groups(root):
+        # Versions 2 and 1.
+        for most, used, cache in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            match [*_numbers(folder / most), *_numbers(folder / used)]:
+                case [limit, taken] if 0 < limit < math.inf:
+                    free = min(free, int(limit - taken) + _named_number(folder / "memory.stat", cache))
+    return max(0, free)
+
+
 def memory_kills(root: Path = ROOT) -> int:
     """How many processes the kernel of this machine has killed for lack of memory since it started; 0 where it does not
     say."""
-    with suppress(OSError, ValueError):
-        for line in (root / "proc/vmstat").read_text().splitlines():
-            name, _, count = line.partition(" ")
-            if name == "oom_kill":
-                return int(count)
+    return _named_number(root / "proc/vmstat", "oom_kill")
+
+
+def _named_number(file: Path, name: str) -> int:
+    """The number behind a name in a file with one of them on each line; 0 if it cannot be read."""
+    with suppress(OSError, ValueError, IndexError):
+        for line in file.read_text().splitlines():
+            words = line.split()
+            if words[:1] == [name]:
+                return int(words[1])
     return 0
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from time import monotonic, thread_time
 
 from penstock.graph.ir import Firing
+from penstock.runtime.cluster.machine import free_memory
 from penstock.runtime.control.checkpoint_interval import WRITE_CPU_S
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.rank_state import HeldValues, Instances
@@ -28,7 +29,7 @@ from penstock.runtime.tensor.checkpoint import (
 )
 from penstock.runtime.tensor.shm import ObjectRef
 
-# The share of a host's free memory that copies may take.
+# The share of a host's free memory that copies may take; of a container's, where that has less.
 FREE_SHARE = 0.8
 
 
@@ -120,15 +121,6 @@ class Checkpointing:
             given = f"given {free >> 20} MiB free, needed {FREE_SHARE:.0%} of them to hold the copies of {of}"
             self._warn(f"training waits while checkpoints are written: {given}, {missing >> 20} MiB")
         return None
-
-
-def free_memory() -> int:
-    """Bytes of this host's memory that are free or can be made so."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return 1024 * int(value.split()[0])
-    return 0
 
 
 def restore(folder: Path, held: Instances, values: HeldValues) -> list[tuple[Firing, str, ObjectRef]]:

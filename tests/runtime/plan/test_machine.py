@@ -12,6 +12,7 @@ from penstock.runtime.cluster.machine import (
     cgroup_limits,
     count_gpus,
     cuda_devices,
+    free_memory,
     memory_kills,
     usable_cores,
     usable_memory_gib,
@@ -101,6 +102,40 @@ def test_memory_is_the_machines_or_its_limit(tmp_path: Path) -> None:
     assert usable_memory_gib(tmp_path) == 0.5
     write(tmp_path, {"memory.max": f"{2 * physical}\n"})
     assert usable_memory_gib(tmp_path) == physical / GIB
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({}, 8 * GIB),
+        ({"memory.max": "max\n", "memory.current": f"{GIB}\n"}, 8 * GIB),
+        ({"memory.max": f"{4 * GIB}\n", "memory.current": f"{GIB}\n"}, 3 * GIB),
+        ({"memory.max": f"{4 * GIB}\n"}, 8 * GIB),
+        # Of the files that it has read the kernel drops those which nobody uses first.
+        (
+            {
+                "memory.max": f"{4 * GIB}\n",
+                "memory.current": f"{3 * GIB}\n",
+                "memory.stat": f"anon 7\ninactive_file {GIB}\n",
+            },
+            2 * GIB,
+        ),
+        ({"memory.max": f"{GIB}\n", "memory.current": f"{2 * GIB}\n"}, 0),
+        (
+            {
+                "memory/memory.limit_in_bytes": f"{4 * GIB}\n",
+                "memory/memory.usage_in_bytes": f"{3 * GIB}\n",
+                "memory/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}\n",
+            },
+            2 * GIB,
+        ),
+    ],
+)
+def test_free_memory_is_the_machines_or_what_a_limit_leaves(tmp_path: Path, files: dict[str, str], free: int) -> None:
+    groups = V1_LINES if any(name.startswith("memory/") for name in files) else "0::/\n"
+    meminfo = f"MemTotal: 1 kB\nMemAvailable:   {8 * GIB >> 10} kB\n"
+    write(tmp_path, {"proc/self/cgroup": groups, "proc/meminfo": meminfo, **files})
+    assert free_memory(tmp_path) == free
 
 
 @pytest.mark.parametrize(("said", "kills"), [("pgfault 7\noom_kill 3\n", 3), ("oom_kill x\n", 0), ("pgfault 7\n", 0)])
