@@ -68,7 +68,7 @@ from penstock.runtime.control.relay import Relay
 from penstock.runtime.control.rendezvous import INTERVAL, agent_interval
 from penstock.runtime.control.security import Join
 from penstock.runtime.control.signals import PREEMPTED, Wish, on_stop
-from penstock.runtime.control.silence import LivenessTracker
+from penstock.runtime.control.silence import AwakeClock
 from penstock.runtime.control.sockets import SILENCE, Client
 from penstock.runtime.record.errors import visible
 from penstock.runtime.record.folder import make_folder, open_append
@@ -319,7 +319,7 @@ class Agent:
     def _await_ends(self, seconds: float) -> None:
         """Tell of ranks that end, until all have or the time is up: time in which they could end, too, which that in
         which the whole machine stands still is not."""
-        clock = LivenessTracker(inf)
+        clock = AwakeClock()
         until = clock.counted(monotonic()) + seconds
         self._tell_ended()
         while self._stderr and clock.counted(monotonic()) < until:

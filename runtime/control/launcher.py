@@ -53,7 +53,7 @@ from penstock.runtime.control.signals import (
     unheard,
     while_heard,
 )
-from penstock.runtime.control.silence import LivenessTracker
+from penstock.runtime.control.silence import AwakeClock
 from penstock.runtime.record.checkpoints import newest_usable, sweep_checkpoints
 from penstock.runtime.record.errors import disk_fault
 from penstock.runtime.record.folder import RunFolder, make_folder, open_append
@@ -174,7 +174,7 @@ class Launcher:
         """Until the controller has ended, or has been ended here, and all its lines are heard."""
         asked, ended, closed, told = False, False, False, False
         # A time in which this process itself was stopped, or its terminal shows nothing, is no silence of others.
-        clock = LivenessTracker(inf)
+        clock = AwakeClock()
         heard = monotonic()
         # Bounded, so that a controller that talks faster than a terminal shows is held up.
         lines: Queue[bytes | None] = Queue(maxsize=1000)
@@ -338,7 +338,7 @@ class Launcher:
         self._kill(controller)
         assert controller.stdin is not None
         controller.stdin.close()
-        clock, agents = LivenessTracker(inf), self.agents.values()
+        clock, agents = AwakeClock(), self.agents.values()
         until = clock.counted(monotonic()) + LEAVE_S
         # Somebody who presses Ctrl-C again waits for no goodbyes.
         while any(agent.poll() is None for agent in agents) and not self.wish.at_once:

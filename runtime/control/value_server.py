@@ -18,7 +18,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
-from math import inf
 from time import monotonic
 
 import zmq
@@ -36,7 +35,7 @@ from penstock.runtime.control.messages import (
     MessageError,
 )
 from penstock.runtime.control.security import Join
-from penstock.runtime.control.silence import LivenessTracker
+from penstock.runtime.control.silence import AwakeClock
 from penstock.runtime.control.sockets import SILENCE
 from penstock.runtime.record.errors import visible
 from penstock.runtime.tensor.object_store import ObjectReader
@@ -196,7 +195,7 @@ class ExchangeClient:
     ) -> tuple[int, memoryview]:
         """The next part that was asked for, and the number of its question."""
         # A time in which this process itself was stopped is no silence of the owner's.
-        clock = LivenessTracker(inf)
+        clock = AwakeClock()
         until = clock.counted(monotonic()) + self._patience
         # Asking changes nothing: what is late or malformed is counted, and the wait goes on.
         while (left := until - clock.counted(monotonic())) > 0:
