@@ -223,71 +223,90 @@ class Controller:
                     restore = self._restored_by(peer.rpartition(":")[0])
                     self.server.send(peer, Setup(self._config, restore))
             case AgentReady(host=host, life=life):
-                self.agents[host] = life
-                self._able.add(host)
-                here = [key for key, place in self.ranks.items() if place.host == host]
-                self._begun.difference_update(here)
-                for name in dict.fromkeys(name for name, _ in here):
-                    if self.session.stage is not None and name not in self.lost and name in self.elastic:
-                        self._lose(name, f"the agent of host {host} has ended, and another one has come")
-                    # Ranks of one that may be late wait for each other only where all of them can come.
-                    if name in self.lost or (self.session.stage is None and name in self.config.may_be_late):
-                        self._launch_all(name)
-                        if lacking := [each for each in self.config.plan.replica(name).hosts if each not in self._able]:
-                            text = f"{self._named(name)} waits for the agent of host {', '.join(lacking)}"
-                            self.session.recorder.note(text, "warning")
-                    elif self.session.stage is None:
-                        self._launch(name, [index for own, index in here if own == name], 0)
+                self._agent_came(host, life)
             case Leaving(host, grace):
                 if not self._let_go(host, f"host {host} is taken away within {grace:g} s"):
                     self.session.leave(host, grace, monotonic())
-            # Of a host whose agent has left meanwhile: it ends with that, and is not there.
-            case Ready(replica, rank) if replica in self.lost and not self._has_agents(replica):
-                self.server.forget(peer)
-                self.alive.discard(peer)
-            # It was given up since it has said so.
-            case Ready(replica) if replica in self.lost and peer not in self.alive:
-                self.server.drop("unexpected", peer, "Ready of a rank that is lost")
-            # A rank is set up once: a second answer could put others in the place of restored values.
-            case Ready(replica, rank) if (replica, rank) in self.pids:
-                self.server.drop("unexpected", peer, "a second Ready")
-            case Ready(replica, rank, pid, restored):
-                self.pids[replica, rank] = pid
-                self.restored.update(((firing, output), handle) for firing, output, handle in restored)
-                if replica in self.lost and all((replica, index) in self.pids for index in self._indices(replica)):
-                    del self.lost[replica]
-                    self._coming.discard(replica)
-                    self.session.join(replica, monotonic())
-                    came = "is there again" if self.session.life(replica) else "is there"
-                    self.session.recorder.note(f"{self._named(replica)} {came}", "info")
-                self._unlisted = True
-            case Note(level, text, unreadable):
-                if level == "error" and self._do_without(peer, text):
-                    return
-                if level == "error":
-                    if peer.startswith("agent:"):
-                        self._fail(FailureCode.AGENT_DIED, text, peer)
-                    else:
-                        ranks = self.config.plan.replica(peer.rpartition(":")[0]).ranks
-                        code = FailureCode.CHECKPOINT if unreadable else FailureCode.RANK_RAISED
-                        # What it has read itself is no consequence of another's end.
-                        self._fail(code, text, doubtful=len(ranks) > 1 and not unreadable)
-                    return
+            case Ready():
+                self._rank_ready(peer, message)
+            case Note(level="error"):
+                if not self._do_without(peer, message.text):
+                    self._fail_as_said(peer, message)
+            case Note(text=text):
                 self.session.recorder.warn(text)
-            case Exited(replica=replica, rank=rank, reason=reason, signal=signal, status=status, tail=tail):
-                self.alive.discard(rank_peer(replica, rank))
-                self._begun.discard((replica, rank))
-                if self._do_without(rank_peer(replica, rank), message.reason, ended=True):
-                    return
-                moving, name = self.session.moving(replica), self.config.plan.spelled(replica, rank)
-                fault = f"{name} died: {reason}" + (f"\nit was {moving}" if moving else "")
-                if signal or (tail and status != EXIT_EXPLAINED):
-                    self.server.forget(rank_peer(replica, rank))
-                    self._fail(FailureCode.RANK_DIED, fault, rank_peer(replica, rank))
-                else:  # it has said why itself, on a connection of its own: that may be heard later
-                    self._fail(FailureCode.RANK_ENDED, fault)
+            case Exited():
+                self._rank_ended(message)
             case _:
                 self.server.drop("unexpected", peer, type(message).__name__)
+
+    def _agent_came(self, host: str, life: int) -> None:
+        """The agent of a host can start ranks: those of its replicas that are to be started now."""
+        self.agents[host] = life
+        self._able.add(host)
+        here = [key for key, place in self.ranks.items() if place.host == host]
+        self._begun.difference_update(here)
+        for name in dict.fromkeys(name for name, _ in here):
+            if self.session.stage is not None and name not in self.lost and name in self.elastic:
+                self._lose(name, f"the agent of host {host} has ended, and another one has come")
+            # Ranks of one that may be late wait for each other only where all of them can come.
+            if name in self.lost or (self.session.stage is None and name in self.config.may_be_late):
+                self._launch_all(name)
+                if lacking := [each for each in self.config.plan.replica(name).hosts if each not in self._able]:
+                    text = f"{self._named(name)} waits for the agent of host {', '.join(lacking)}"
+                    self.session.recorder.note(text, "warning")
+            elif self.session.stage is None:
+                self._launch(name, [index for own, index in here if own == name], 0)
+
+    def _rank_ready(self, peer: str, ready: Ready) -> None:
+        """A rank has made what it holds; with the last one of a replica that was lost the replica is there again."""
+        replica = ready.replica
+        if replica in self.lost and not self._has_agents(replica):
+            # Of a host whose agent has left meanwhile: it ends with that, and is not there.
+            self.server.forget(peer)
+            self.alive.discard(peer)
+        elif replica in self.lost and peer not in self.alive:
+            # It was given up since it has said so.
+            self.server.drop("unexpected", peer, "Ready of a rank that is lost")
+        elif (replica, ready.rank) in self.pids:
+            # A rank is set up once: a second answer could put others in the place of restored values.
+            self.server.drop("unexpected", peer, "a second Ready")
+        else:
+            self.pids[replica, ready.rank] = ready.pid
+            self.restored.update(((firing, output), handle) for firing, output, handle in ready.restored)
+            if replica in self.lost and all((replica, index) in self.pids for index in self._indices(replica)):
+                del self.lost[replica]
+                self._coming.discard(replica)
+                self.session.join(replica, monotonic())
+                came = "is there again" if self.session.life(replica) else "is there"
+                self.session.recorder.note(f"{self._named(replica)} {came}", "info")
+            self._unlisted = True
+
+    def _fail_as_said(self, peer: str, note: Note) -> None:
+        """A rank or an agent says why it ends, and the run cannot go on without it."""
+        if peer.startswith("agent:"):
+            self._fail(FailureCode.AGENT_DIED, note.text, peer)
+        elif note.unreadable:
+            # What it has read itself is no consequence of another's end.
+            self._fail(FailureCode.CHECKPOINT, note.text)
+        else:
+            several = len(self.peers[peer.rpartition(":")[0]]) > 1
+            self._fail(FailureCode.RANK_RAISED, note.text, doubtful=several)
+
+    def _rank_ended(self, exited: Exited) -> None:
+        """A rank's process has ended, as its agent tells."""
+        replica, rank = exited.replica, exited.rank
+        peer = rank_peer(replica, rank)
+        self.alive.discard(peer)
+        self._begun.discard((replica, rank))
+        if self._do_without(peer, exited.reason, ended=True):
+            return
+        moving, name = self.session.moving(replica), self.config.plan.spelled(replica, rank)
+        fault = f"{name} died: {exited.reason}" + (f"\nit was {moving}" if moving else "")
+        if exited.signal or (exited.tail and exited.status != EXIT_EXPLAINED):
+            self.server.forget(peer)
+            self._fail(FailureCode.RANK_DIED, fault, peer)
+        else:  # it has said why itself, on a connection of its own: that may be heard later
+            self._fail(FailureCode.RANK_ENDED, fault)
 
     def _hear_launcher(self, line: str) -> None:
         word, _, rest = line.partition(" ")
