@@ -28,7 +28,10 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _FORMATS = "an object per line (.jsonl), an array of objects (.json), or .parquet; other formats are not read"
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
-_SHARD = re.compile(r"-[0-9]{5}-of-[0-9]{5}$")
+# Older ones end with a part of a digest.
+_SHARD = re.compile(r"-[0-9]{5}-of-[0-9]{5}(?:-[0-9a-f]{16})?$")
+# What clones of data sets have beside their rows.
+_ABOUT = ("dataset_info.json", "dataset_infos.json", "config.json")
 # GSM8K writes the final number after this.
 FINAL = "####"
 # What --answer-field says of data without reference answers.
@@ -236,8 +239,9 @@ def open_table(context: Context) -> Table:
             raise DataError(f"{data}: cannot be read: {type(error).__name__}: {error}; needed {needed}") from error
     if path.is_dir():
         files: dict[str, list[Path]] = {}
-        for file in sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES):
-            files.setdefault(_split_of(file.relative_to(path)), []).append(file)
+        for name in sorted(file.relative_to(path) for file in path.rglob("*") if file.suffix in _SUFFIXES):
+            if name.name not in _ABOUT and not any(part.startswith(".") for part in name.parts):
+                files.setdefault(_split_of(name), []).append(path / name)
         if not files:
             raise DataError(f"{data}: given a directory without one of {', '.join(_SUFFIXES)}, needed a file of rows")
         _, chosen = _chosen(files, wanted, data, flag)

@@ -43,20 +43,26 @@ _NUMBER = re.compile(
 )
 # A number with more of them, or a larger exponent, is none: Python refuses to read 4,300 digits.
 _MOST_DIGITS = 4_000
+# Behind so many digits that begin a number, or follow a space in one.
+_HEAD = "(?<=(?<![0-9.,])[0-9]{{{}}})"
 # How LaTeX writes a number, and how it is written without; in this order.
 _LATEX = [
     (re.compile(pattern), plain)
     for pattern, plain in (
-        (r"\\!\s*|\\left\b|\\right\b|\^\s*+\{?+\s*+\\circ\s*+\}?|°", ""),
+        (r"\\!\s*|\\(?:left|right|displaystyle)\b", ""),
+        (r"\\q?quad\b", "  "),
+        (r"(?:\^\s*+\{?+\s*+\\circ\s*+\}?|°)(?:\s*+(?:\\(?:text|mathrm)\s*\{\s*[CF]\s*\}|[CF]\b))?", ""),
         (r"\{,\}|(?<=[0-9])\\,(?=[0-9]{3})", ","),
-        (r"\\[dt]?frac\s*\{\s*([0-9.,]+)\s*\}\s*\{\s*([0-9.,]+)\s*\}", r" \1/\2 "),
+        (r"\\[dt]?frac\s*\{\s*([−-]?[0-9.,]+)\s*\}\s*\{\s*([0-9.,]+)\s*\}", r" \1/\2 "),
         (r"\\[dt]?frac\s*\{\s*([0-9]+)\s*\}\s*([0-9])|\\[dt]?frac\s*([0-9])\s*\{?([0-9]+)\}?", r" \1\3/\2\4 "),
         (r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}", r" \1 "),
-        (r"(?<=[A-Za-z]{2})\s*\^\s*\{?[23]\}?", ""),
         (r"\\([$%])", r"\1"),
         (r"</?[A-Za-z]\w{0,20}>", " "),
         (r"(?<![^\s(=$])~(?=\s?[$0-9.])", "≈"),
-        (r"\\[,;: ()\[\]]|~", " "),
+        (r"\\[,;: ()\[\]]|~|[\u00a0\u2009\u202f]", " "),
+        (r"(?:(?<=[A-Za-z]{2})|(?<=[\s/]m)|(?<=/s))\s*+(?:\^\s*\{?[23]\}?(?![0-9])|[²³])", ""),
+        # Thousands apart from what is below them, such as 12 600 or 12'600.
+        (rf"(?:{'|'.join(_HEAD.format(n) for n in (1, 2, 3))})[ '’](?=[0-9]{{3}}(?![0-9]|\s?/))", ","),
     )
 ]
 # A number between these is a part of an expression, such as of 2^{10}, \sqrt{2}, √2, 3\pi, 3² or 3i, or of "3k", "minus
@@ -64,12 +70,12 @@ _LATEX = [
 _FUNCTIONS = "sqrt|log|ln|sin|cos|tan"
 _WITHIN = (
     re.compile(
-        rf"(?:[\^_{{√∛∜±≈≠≤≥]|[\w)}}$]\s*(?:<|(?<!>)>)=?|\+/|[0-9]\*\*|\\[A-Za-z]+|(?:{_FUNCTIONS})\s*\("
+        rf"(?:[\^_{{√∛∜±≈≠≤≥]|[0-9]:|[\w)}}$]\s*(?:<|(?<!>)>)=?|\+/|[0-9]\*\*|\\[A-Za-z]+|(?:{_FUNCTIONS})\s*\("
         rf"|\b(?i:not|than|about|approximately|approx\.?|roughly|around|nearly|almost"
         rf"|(?:minus|negative|twice|half|double|root|{_FUNCTIONS})(?:\s+of)?))\s*[−-]?\s*$"
     ),
     re.compile(
-        r"!|\s*(?:[\^_{}]|\\|\*\*\s*[0-9(]|[√π])|[ijkKMBTnxyz]\b|[¹²³⁰⁴-⁹½⅓⅔¼¾⅛]"
+        r"!|\s*(?:[\^_{}]|\\|\*\*\s*[0-9(]|[√π])|[ijkKMBTnxyz]\b|[¹²³⁰⁴-⁹₀-₉½⅓⅔¼¾⅛]"
         r"|\s*(?:squared|cubed|factorial|pi|tenths?|hundredths?|thousandths?|millionths?|[bm]n|lakhs?|crores?)\b"
     ),
 )
@@ -82,7 +88,7 @@ _AROUND_BOX = (
         rf"|\b(?i:not|than|about|approximately|roughly|minus|negative))\s*|[0-9−-])$"
     ),
     re.compile(
-        rf"[!0-9]|\s*+(?:{_OPERATORS}|\^\s*+\{{?\s*+[0-9A-Za-z+−-]|_\s*+\{{?\s*+[0-9]|[/+−-]\s*[0-9\\]|[¹²³⁰⁴-⁹π]"
+        rf"[!0-9]|\.[0-9]|[ijkKMBTnxyz]\b|\s*+(?:{_OPERATORS}|\^\s*+\{{?\s*+[0-9A-Za-z+−-]|_\s*+\{{?\s*+[0-9]|[/+−-]\s*[0-9\\]|[¹²³⁰⁴-⁹π]"
         rf"|\*\s*[0-9]|\*\*[0-9]|\\(?:{_FUNCTIONS}|pi|[dt]?frac)(?![A-Za-z])"
         rf"|\$?\s*(?:{'|'.join(_SCALES)}|squared|cubed|factorial)\b)"
     ),
@@ -94,7 +100,9 @@ _UNKNOWN = re.compile(r",\s*\\?[A-Za-z]\w{0,9}\s*$")
 # Characters before a number in which its expression is looked for, so that no text takes long.
 _NEAR = 40
 # What may stand around a number that is an answer by itself: currency, words and units.
-_UNITS = re.compile(r"[$€£%.\s]|(?<![A-Za-z])(?:[A-Za-z]{2,}|[gmshLN])(?:[23]|\b)(?:/[A-Za-z]+)?")
+_UNITS = re.compile(r"[$€£%.\s]|(?<![A-Za-z])(?:[A-Za-z]{2,}|[gmshLNJWV])(?:[23]|\b)(?:/[A-Za-z]+)?")
+# A power of ten behind a number that is an answer by itself.
+_TEN = re.compile(r"(?<=[0-9])\s*(?:\\times|\\cdot|[×·*])\s*10\s*\^\s*(?:\{\s*([−-]?[0-9]+)\s*\}|([−-]?[0-9]+))")
 # Digits with their base.
 _BASE = re.compile(r"([0-9A-Z]+)_\{?([0-9]+)\}?")
 # Answers of a source that are read before a run starts: seconds of work. Of those that nothing can read, so many are
@@ -163,9 +171,10 @@ def math_answer(prompt: str, response: str, answer: str) -> float:
 
     The final answer is what the last `\boxed{…}` holds; or what follows the last "####"; or else the last number of the
     text. If the reference is a number, so must the answer be, and they are compared exactly, in fractions: whole,
-    decimal (1,072.50), fractions (18/2, 1 1/2, `\frac{9}{2}`), powers of ten (2e-3) or with a word (3 million); with or
-    without currency, percent and units, which do not count. An expression that has this value is no number, nor is a
-    box in one, "about 3", "3!" or "> 3". Of a number with a base, `52_8`, digits and base must be the same.
+    decimal (1,072.50, 1 072.5), fractions (18/2, 1 1/2, `\frac{9}{2}`), powers of ten (2e-3; in a box
+    `2 \times 10^{-3}`) or with a word (3 million); with or without currency, percent and units, which do not count. An
+    expression that has this value is no number, nor is a box in one, "about 3", "3!" or "> 3". Of a number with a base,
+    `52_8`, digits and base must be the same.
 
     Any other reference, such as `2\sqrt{3}` or `(0, \frac{\pi}{2})`, is compared by `math-verify` (the extra `math`).
     It gives up after `symbolic_math.DEADLINE_S` seconds: then the answer counts as wrong, and the run warns.
@@ -249,6 +258,9 @@ def final_number(text: str) -> Fraction | None:
 def _only(text: str) -> Fraction | None:
     """The number that a text is, with nothing but units beside it."""
     plain = _without_latex(text).strip().removeprefix("+")
+    if plain[:1] == "{" and plain[-1] == "}" and plain[-2] != "\\":
+        plain = plain[1:-1]
+    plain = _TEN.sub(lambda found: f"e{(found[1] or found[2]).replace('−', '-')}", plain)
     matches = list(_NUMBER.finditer(plain))
     if len(matches) != 1 or _is_within(matches[0]):
         return None

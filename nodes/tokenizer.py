@@ -225,7 +225,8 @@ class Tokenizer:
         """With the tokens that mark a beginning, if it `begins`; `plain`: with no special token for what says one."""
         self.backend.encode_special_tokens = plain
         tokens = self.backend.encode(text, add_special_tokens=begins).ids
-        if self._unknown is not None and self._unknown in tokens:
+        # A text may say the very words of that token.
+        if self._unknown is not None and tokens.count(self._unknown) > text.count(UNKNOWN):
             # It may be none by itself, but only beside others.
             unsaid = next((letter for letter in text if letter in self.lacks([letter])), text)
             raise TokenizerError(f"given {text!r}, needed a text without {unsaid!r}: the tokenizer has no token for it")
@@ -275,6 +276,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             if not isinstance(token, str):
                 raise TokenizerError(f"{folder}: tokenizer_config.json: given {key} {said!r}, needed a text")
             special[key] = token
+    template, most = _template(folder, config), model.get("vocab_size")
+    if isinstance(most, int):
+        backend = _of_model(backend, most, {*special.values()}, template or "")
     try:
         others, least = (token_ids(found.get("eos_token_id")) for found in (generation, model))
     except ValueError as error:
@@ -291,8 +295,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         known = f"one of the {backend.get_vocab_size()} of tokenizer.json: a tokenizer of another model?"
         raise TokenizerError(f"{folder}: given eos_token_id {unknown[0]}, needed {known}")
     pad = stops[0] if named[1] is None else named[1]
-    tokenizer = Tokenizer(backend, stops, pad, _template(folder, config), special)
-    most = model.get("vocab_size")
+    tokenizer = Tokenizer(backend, stops, pad, template, special)
     if isinstance(most, int) and tokenizer.vocab_size > most:
         given, needed = f"token {tokenizer.vocab_size - 1}", f"tokens below {most}, the vocab_size of config.json"
         raise TokenizerError(f"{path}: given {given}, needed {needed}: a tokenizer of another model?")
@@ -305,6 +308,21 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             needed = "the question in it"
             raise TokenizerError(f"{folder}: chat template: given {said!r} for every question, needed {needed}")
     return tokenizer
+
+
+def _of_model(backend: tokenizers.Tokenizer, most: int, named: set[str], template: str) -> tokenizers.Tokenizer:
+    """Without special tokens that are beyond the model's vocabulary and of no use to it, such as that of images in the
+    tokenizer which Gemma 3's language models share with the others: what says one is text. With all tokens where the
+    model would need one of those."""
+    beyond = {word for word, token in backend.get_vocab(with_added_tokens=True).items() if token >= most}
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    if not beyond or not beyond <= special - named or any(word in template for word in beyond):
+        return backend
+    if max(backend.encode("").ids, default=0) >= most:
+        return backend
+    whole = json.loads(backend.to_str())
+    whole["added_tokens"] = [token for token in whole["added_tokens"] if token["content"] not in beyond]
+    return tokenizers.Tokenizer.from_str(json.dumps(whole))
 
 
 def _default(folder: Path) -> Tokenizer:

@@ -634,6 +634,40 @@ def test_what_a_tokenizers_files_say_wrongly_is_named(tmp_path: Path, file: str,
         load_tokenizer(tmp_path)
 
 
+def test_a_special_token_that_the_model_has_no_word_for_is_text(tmp_path: Path) -> None:
+    """As that of images, which the tokenizer of Gemma 3's language models has and they have not. One that the model
+    would need, or that is no special one, is of another model."""
+    folder = words_folder(tmp_path)
+    (folder / "config.json").write_text('{"vocab_size": 10}')
+    tokenizer = load_tokenizer(folder)
+    for special, changes in ((True, {}), (False, {}), (True, {"pad_token": "[is]"}), (True, {"chat_template": "[is]"})):
+        more = tokenizers.Tokenizer.from_file(str(words_folder(tmp_path, **changes) / "tokenizer.json"))
+        more.add_tokens([AddedToken("[is]", special=special)])
+        more.save(str(folder / "tokenizer.json"))
+        if not special or changes:
+            with pytest.raises(TokenizerError, match="given token 10, needed tokens below 10"):
+                load_tokenizer(folder)
+            continue
+        found = load_tokenizer(folder)
+        assert found.vocab_size == 10
+        assert found.encode("what [is] two") == tokenizer.encode("what [ is ] two")
+        assert found.encode_prompt("what") == tokenizer.encode_prompt("what") == [0, 3]
+        found.save(tmp_path / "saved")
+        assert load_tokenizer(tmp_path / "saved").backend.get_vocab() == tokenizer.backend.get_vocab()
+
+
+def test_a_text_may_say_the_words_of_the_unknown_token(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "</s>": 2}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens([AddedToken("<unk>", special=True), AddedToken("</s>", special=True)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>", "unk_token": "<unk>"}')
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("a <unk> a") == [1, 0, 1]
+    with pytest.raises(TokenizerError, match="the tokenizer has no token for it"):
+        tokenizer.encode("a <unk> b")
+
+
 def test_a_reply_goes_through_the_template_and_says_no_stop_token_twice(tmp_path: Path) -> None:
     """What follows the model's turn in the template: its end, the reply as its role says, and the next beginning."""
     template = (

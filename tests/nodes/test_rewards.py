@@ -71,6 +71,8 @@ def rollouts(texts: tuple[str, ...], answers: tuple[str, ...]) -> Rollouts:
     return replace(made, ordinals=(7,) * len(texts), prompts=("1+1=",) * len(texts), texts=texts, answers=answers)
 
 
+# Twelve thousand and six hundred.
+THOUSANDS = ("12 600", "12\u00a0600", "12\u202f600", "12'600", r"12\,600", r"12\ 600", "12~600", "12{,}600")
 RIGHT = [
     ("933", "933"),
     ("0933", "933"),
@@ -116,6 +118,14 @@ RIGHT = [
     (r"\boxed{+12}", "12"),
     ("It is –5", "-5"),
     (r"\boxed{52_8}", "52_8"),
+    (r"\boxed{\frac{-1}{2}}", "-0.5"),
+    (r"\boxed{\displaystyle \frac{3}{4}}", "0.75"),
+    (r"\boxed{1.2 \times 10^{3}}", "1200"),
+    (r"\boxed{12 \cdot 10^{-3} \text{ m}}", "0.012"),
+    (r"\boxed{1200}", r"1.2 \times 10^3"),
+    *((text.format(number), "12600") for text in ("It is {}.", r"\boxed{{{}}}") for number in THOUSANDS),
+    ("1 234 567.5", "1,234,567.5"),
+    ("100 1/2", "100.5"),
     (r"\boxed{2\sqrt{3}}", r"2\sqrt{3}"),
     (r"\boxed{\sqrt{12}}", r"2\sqrt{3}"),
     (r"\boxed{\left(3, \frac{\pi}{2}\right)}", r"\left( 3, \frac{\pi}{2} \right)"),
@@ -133,6 +143,9 @@ RIGHT = [
                 r"\boxed{12}^\circ",
             ),
             *(r"\sqrt{144} = \boxed{12}", r"\therefore \boxed{12}", r"\mathbf{\boxed{12}}", r"\text{So }\boxed{12}"),
+            *(r"\boxed{12\text{ m}^2}", r"\boxed{12\ \mathrm{m}^{3}}", "It is 12 m^2", r"\boxed{12\text{ m/s}^2}"),
+            *(r"\boxed{12^\circ\text{C}}", r"\boxed{12^{\circ} F}", r"\boxed{12 \text{ J}}", r"\boxed{{12}}"),
+            *(r"\boxed{12 \quad}", r"\boxed{12 \text{ m}²}", r"\boxed{12}\text{ m}^2"),
             *(r"\boxed{12} \text{ cm}^2", r"\boxed{12}\%", r"\frac{24}{2} = \boxed{12}", r"\boxed{12~\text{cm}}"),
         )
     ),
@@ -143,6 +156,14 @@ WRONG = [
     ("no number", "0"),
     ("7", "-7"),
     ("9 33", "933"),
+    *((text.format(number), "600") for text in ("It is {}.", r"\boxed{{{}}}") for number in THOUSANDS),
+    ("9:12", "12"),
+    (r"\boxed{5 \quad 600}", "5600"),
+    (r"\boxed{3 \cdot 4 \times 10^2}", "1200"),
+    (r"\boxed{3 + 4 \times 10^2}", "400"),
+    (r"\boxed{4 \times 10^2 x}", "400"),
+    (r"\boxed{4 \times 10^{25}}", "400"),
+    (r"\boxed{12m^25}", "12"),
     ("72 ####", "72"),
     ("3.5", "35"),
     ("--5", "-5"),
@@ -213,6 +234,7 @@ WRONG = [
             ),
             *(r"\boxed{12} \times 10^3", r"\boxed{12}\pi", r"\boxed{12}\sqrt{2}", r"\boxed{12}_3", r"not \boxed{12}"),
             *(r"\boxed{12} million", r"$\boxed{12}$ million", r"\boxed{12} squared"),
+            *(r"\boxed{12}x + 3", r"\boxed{12}.5", r"\boxed{12}k", "12₃"),
         )
     ),
     (r"\boxed{2\sqrt{3}}^2", r"2\sqrt{3}"),
