@@ -15,6 +15,7 @@ import asyncio
 import inspect
 import json
 import os
+import re
 import urllib.request
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -41,6 +42,8 @@ PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 TICK_S, SILENT_S = 0.5, 5.0
 # Of a server's answer, so many bytes are read.
 MOST_BYTES = 1 << 20
+# Of a URL with a user, and perhaps a password, which urllib takes for a part of the host.
+_USER = re.compile(r"https?://[^/?#]*@")
 
 
 class RemoteScorer:
@@ -212,11 +215,20 @@ def remote_score(
     return scorer, *fire(scorer, {"rollouts": rollouts})
 
 
+def _url_lack(url: str) -> tuple[str, str] | None:
+    """What is given and what is needed of a URL that cannot be asked."""
+    if not url.startswith(("http://", "https://")):  # urllib reads files, too
+        return repr(url), "http://… or https://…"
+    if _USER.match(url):
+        return "a user or a password in it", "none: token_variable names the environment variable of a token"
+    return None
+
+
 def web_address(call: Call) -> None:
     """What `http_reward` requires: a URL of the web, and the token that it is to send."""
     url, variable = str(call.options.get("url", "")), call.options.get("token_variable")
-    if not url.startswith(("http://", "https://")):
-        raise call.lack(repr(url), "http://… or https://…", "url")
+    if lack := _url_lack(url):
+        raise call.lack(*lack, "url")
     if call.context is not None and variable and variable not in os.environ:
         raise call.lack(f"{variable!r}, which is not set", "an environment variable that is set", "token_variable")
 
@@ -238,8 +250,10 @@ def http_reward(
     variable `token_variable`, as `Authorization: Bearer`. Another status than 200, or another answer, raises. `timeout`
     are the seconds for each step of the connection.
     """
-    if not url.startswith(("http://", "https://")):  # urllib reads files, too
-        raise ValueError(f"http_reward: given the url {url!r}, needed http://… or https://…")
+    if lack := _url_lack(url):
+        raise ValueError(f"http_reward: url: given {lack[0]}, needed {lack[1]}")
+    # What is told of it: a query may have a key.
+    where = url.partition("?")[0]
     headers = {"Content-Type": "application/json", "Accept": "application/json"}
     if token_variable:
         headers["Authorization"] = f"Bearer {os.environ[token_variable]}"
@@ -250,16 +264,16 @@ def http_reward(
             status, said = reply.status, reply.read(MOST_BYTES)
             # A connection that broke, or too long a text: its begin may be another number, such as 1 of 12.5.
             if reply.length:
-                raise RuntimeError(f"given {len(said)} bytes from {url}, needed all {len(said) + reply.length}")
+                raise RuntimeError(f"given {len(said)} bytes from {where}, needed all {len(said) + reply.length}")
     except HTTPError as error:
         status, said = error.code, error.read(200)
     if status != 200:
-        raise RuntimeError(f"given status {status} from {url}: {said[:200]!r}, needed 200")
+        raise RuntimeError(f"given status {status} from {where}: {said[:200]!r}, needed 200")
     try:
         found = json.loads(said)
     except ValueError:
         found = None
     reward = found.get("reward") if isinstance(found, dict) else found
     if isinstance(reward, bool) or not isinstance(reward, int | float):
-        raise ValueError(f'given {said[:200]!r} from {url}, needed {{"reward": number}} or a number')
+        raise ValueError(f'given {said[:200]!r} from {where}, needed {{"reward": number}} or a number')
     return float(reward)

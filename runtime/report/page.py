@@ -19,6 +19,7 @@ from penstock.graph.ir import Graph
 from penstock.graph.svg import Measured, svg
 from penstock.runtime.cluster.placement import served
 from penstock.runtime.record.timeline import Bar, boundaries, lanes, pool_of, span
+from penstock.runtime.record.trackers import without_secrets
 from penstock.runtime.report.charts import accuracies, chart_groups, number, numbers, percent
 from penstock.runtime.report.follow import NS, Followed, RankId, Work
 from penstock.runtime.report.schedule_data import Chart, Row, Strip, encode
@@ -40,7 +41,14 @@ def render(template: str, **values: Any) -> str:
 @cache
 def _environment() -> Environment:
     """It keeps the templates that it has compiled: that takes longer than to fill them."""
-    made = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    # Who reads it need not be who ran it: trackers have it as an artifact.
+    made = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: without_secrets(value) if type(value) is str else value,
+    )
     made.filters |= {"seconds": seconds, "percent": percent, "number": number}
     return made
 

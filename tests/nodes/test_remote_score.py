@@ -254,6 +254,17 @@ def test_a_token_is_sent_and_never_in_the_graph(monkeypatch: pytest.MonkeyPatch)
     assert server.tokens == {"Bearer secret"}
     with pytest.raises(ValueError, match="needed http://"):
         http_reward("p", "1", "a", url="file:///etc/passwd")
+    with pytest.raises(ValueError, match="token_variable") as refused:
+        http_reward("p", "1", "a", url="http://bob:pw@judge/reward")
+    assert "pw" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("status", "body"), [(500, b""), (200, b"no number")])
+def test_an_error_of_a_server_says_no_key_of_its_address(status: int, body: bytes) -> None:
+    with serving(lambda asked, server: (status, body)) as server, pytest.raises((RuntimeError, ValueError)) as raised:
+        http_reward("p", "1", "a", url=f"{server.url}?api_key=verysecret")
+    assert server.url in str(raised.value)
+    assert "verysecret" not in str(raised.value)
 
 
 @program
@@ -283,5 +294,7 @@ def test_a_url_that_is_none_and_options_that_are_none_are_told_by_check() -> Non
     graph = trace(asks)
     assert not check(graph)
     assert next(node for node in graph.nodes if node.name == "remote_score").stream
-    assert [fault.code for fault in check(trace(asks, {"url": "ftp://x"}))] == ["unmet-requirement"]
+    for url in ("ftp://x", "http://bob:pw@judge/reward"):
+        (fault,) = check(trace(asks, {"url": url}))
+        assert (fault.code, "pw" in str(fault)) == ("unmet-requirement", False)
     assert [fault.code for fault in check(trace(asks, {"calls": 0}))] == ["out-of-range"]

@@ -159,6 +159,22 @@ def test_samples_are_shown_as_texts_with_the_rewards_of_nodes_that_read_them(tmp
     assert 'id="samples"' not in (tmp_path / "report.html").read_text()
 
 
+def test_no_secret_of_a_command_or_an_error_is_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trackers have it as an artifact."""
+    monkeypatch.setenv("JUDGE_TOKEN", "0123456789")
+    folder = simulated_run(tmp_path / "r", updates=2).folder
+    url = "http://bob:pw@judge/reward?x=1&api_key=verysecret"
+    config = json.loads((folder.path / "config.json").read_text())
+    config["asked"]["command"] = ["toy", "--url", url]
+    folder.write_json("config.json", config)
+    summary = json.loads((folder.path / "summary.json").read_text())
+    folder.write_json("summary.json", {**summary, "status": "failed", "error": f"no answer from {url} (0123456789)"})
+    write_report(folder, tmp_path / "report.html", limit_s=0.5)
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("http://***@judge/reward?x=1&amp;api_key=***") >= 2
+    assert [secret for secret in ("pw@", "verysecret", "0123456789") if secret in page] == []
+
+
 def test_rewards_of_a_node_that_is_called_as_an_argument_stand_beside_its_responses(tmp_path: Path) -> None:
     (tmp_path / "called.py").write_text(CALLED)
     nodes = dict.fromkeys(("policy:fake_generate", "prompts:fake_score", "fake_update"), 0.01)
