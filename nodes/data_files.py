@@ -239,9 +239,9 @@ def open_table(context: Context) -> Table:
             raise DataError(f"{data}: cannot be read: {type(error).__name__}: {error}; needed {needed}") from error
     if path.is_dir():
         files: dict[str, list[Path]] = {}
-        for name in sorted(file.relative_to(path) for file in path.rglob("*") if file.suffix in _SUFFIXES):
-            if name.name not in _ABOUT and not any(part.startswith(".") for part in name.parts):
-                files.setdefault(_split_of(name), []).append(path / name)
+        for file in sorted(file.relative_to(path) for file in path.rglob("*") if file.suffix in _SUFFIXES):
+            if file.name not in _ABOUT and not any(part.startswith(".") for part in file.parts):
+                files.setdefault(_split_of(file), []).append(path / file)
         if not files:
             raise DataError(f"{data}: given a directory without one of {', '.join(_SUFFIXES)}, needed a file of rows")
         _, chosen = _chosen(files, wanted, data, flag)
