@@ -97,7 +97,7 @@ def workload(graph: Graph, flags: Planning, batch: int) -> Workload:
         needed = f"1 to {shape.context - 1}: the context of {shape.name} has {shape.context} tokens"
         raise CommandError(f"--max-tokens: given {flags.max_tokens}, needed {needed}, and a prompt takes one", 2)
     return work_of(
-        graph, roles, shape, batch, given_lengths(flags.lengths, flags.max_tokens), flags.max_tokens,
+        roles, shape, batch, given_lengths(flags.lengths, flags.max_tokens), flags.max_tokens,
         max_prompt=flags.max_prompt,
         prompt_tokens=flags.prompt_tokens, micro_tokens=flags.micro_tokens, environment_s=flags.environment_s,
         kept=kept,
@@ -113,10 +113,10 @@ def labelled(label: str, words: str, width: int, column: int = COLUMN) -> list[s
     return wrap(words, width, initial_indent=f"{label:<{column}}", subsequent_indent=" " * column)
 
 
-def assumed(said: Sequence[str], width: int, column: int = COLUMN) -> list[str]:
+def assumed(said: Sequence[str], width: int) -> list[str]:
     """What the program does not say of its work, a paragraph each; no line of a program that says all of it."""
     labels = ("assumed", *[""] * len(said))
-    return [line for label, words in zip(labels, said, strict=False) for line in labelled(label, words, width, column)]
+    return [line for label, words in zip(labels, said, strict=False) for line in labelled(label, words, width)]
 
 
 # What parts of a step are called here, where it is not their name.

@@ -119,13 +119,13 @@ def own_address(endpoint: str) -> str:
 REACH_S = 5.0
 
 
-def why_unreachable(endpoint: str, seconds: float = REACH_S) -> str:
+def why_unreachable(endpoint: str) -> str:
     """Try a connection to a resolved tcp endpoint; what keeps this machine from it, from where to where, "" for
     nothing."""
-    return why_unreachable_all([endpoint], seconds)[0]
+    return why_unreachable_all([endpoint])[0]
 
 
-def why_unreachable_all(endpoints: Sequence[str], seconds: float = REACH_S) -> list[str]:
+def why_unreachable_all(endpoints: Sequence[str]) -> list[str]:
     """The same for several endpoints, all tried at once, by this thread alone."""
     found = dict.fromkeys(range(len(endpoints)), "")
     with selectors.DefaultSelector() as trying, ExitStack() as opened:
@@ -137,33 +137,33 @@ def why_unreachable_all(endpoints: Sequence[str], seconds: float = REACH_S) -> l
                 connection.setblocking(False)
                 fault = connection.connect_ex((address.strip("[]"), int(port)))
             except OSError as error:
-                found[number] = _unreachable(endpoint, seconds, error.errno, error.strerror or str(error))
+                found[number] = _unreachable(endpoint, error.errno, error.strerror or str(error))
                 continue
             if fault in (errno.EINPROGRESS, errno.EWOULDBLOCK):
                 trying.register(connection, selectors.EVENT_WRITE, number)
             elif fault:
-                found[number] = _unreachable(endpoint, seconds, fault, os.strerror(fault))
-        until = monotonic() + seconds
+                found[number] = _unreachable(endpoint, fault, os.strerror(fault))
+        until = monotonic() + REACH_S
         while trying.get_map() and (left := until - monotonic()) > 0:
             for key, _ in trying.select(left):
                 assert isinstance(key.fileobj, socket.socket)
                 trying.unregister(key.fileobj)
                 if fault := key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    found[key.data] = _unreachable(endpoints[key.data], seconds, fault, os.strerror(fault))
+                    found[key.data] = _unreachable(endpoints[key.data], fault, os.strerror(fault))
                 key.fileobj.close()
         for key in trying.get_map().values():
-            found[key.data] = _unreachable(endpoints[key.data], seconds, errno.ETIMEDOUT, "")
+            found[key.data] = _unreachable(endpoints[key.data], errno.ETIMEDOUT, "")
     return list(found.values())
 
 
-def _unreachable(endpoint: str, seconds: float, fault: int | None, text: str) -> str:
+def _unreachable(endpoint: str, fault: int | None, text: str) -> str:
     try:
         here = f"{socket.gethostname()} ({own_address(endpoint)})"
     except OSError:
         here = socket.gethostname()
     what = f"the connection from {here} to {endpoint.removeprefix('tcp://')}"
     if fault == errno.ETIMEDOUT:
-        return f"{what} timed out after {seconds:g} s: is there a firewall between them?"
+        return f"{what} timed out after {REACH_S:g} s: is there a firewall between them?"
     if fault == errno.ECONNREFUSED:
         return f"{what} was refused: nothing listens there, or a firewall rejects it"
     if fault in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM):

@@ -142,8 +142,7 @@ class Forks:
 class Agent:
     """The ranks of one host, forked by children of this process, with which they end.
 
-    `worker` is the program of such a child (see `serve_forks`); `silence` is how long the controller may be out of
-    reach. `early` is a child that was started before there was a run.
+    `worker` is the program of such a child (see `serve_forks`). `early` is one that was started before there was a run.
     """
 
     def __init__(
@@ -151,13 +150,12 @@ class Agent:
         join: Join,
         join_file: Path,
         worker: Sequence[str] = WORKER,
-        silence: float = SILENCE,
         early: Forks | None = None,
     ) -> None:
         self._join, self._join_file = join, join_file
         # A Unix socket breaks only when the controller is gone; between hosts a line may come back.
         local = join.endpoint.startswith("ipc://")
-        self._silence = 1.0 if local else silence
+        self._silence = 1.0 if local else SILENCE
         self._client = Client(join, "agent", join.host)
         self._relay = None if local else Relay(join, agent_interval(len(join.hosts)))
         if self._relay is not None:

@@ -176,7 +176,7 @@ class Desk:
         return found
 
     def wait(self, count: int, seconds: float, poll: Callable[[], list[tuple[str, str]]], tell: Callable[[str], None],
-             flag: str = "--startup-deadline", fewest: int = 0) -> int:  # fmt: skip
+             fewest: int = 0) -> int:  # fmt: skip
         """Until `count` agents are ready, which then are the slots; how many they are: past a share of so many
         `seconds`, `fewest` will do, if it is given. `poll` tells of agents that have died. Raises EnrolmentError past
         the seconds, or when one has died that is needed. Called again for a run that goes on: its slots are made anew.
@@ -200,8 +200,8 @@ class Desk:
             with self._lock:
                 ready = [each for each in self._applicants.values() if each.ready and not each.admitted]
                 if not self._slots and fewest and len(ready) >= fewest and monotonic() > patience:
-                    came = f"{len(ready)} of {count} agents came within {FEWER * seconds:g} of {seconds:g} s ({flag})"
-                    tell(f"{came}: the run goes on with them, and takes others when they come")
+                    came = f"{len(ready)} of {count} agents came within {FEWER * seconds:g} of {seconds:g} s"
+                    tell(f"{came} (--startup-deadline): the run goes on with them, and takes others when they come")
                     count = len(ready)
                 if not self._slots and len(ready) >= count:
                     self._seat(sorted(ready, key=_arrival)[:count])
@@ -218,7 +218,7 @@ class Desk:
             if died and not fewest:
                 raise EnrolmentError(f"{'; '.join(died)}\n{self._lacking(count)}")
             if monotonic() > until:
-                lacking = f"within {seconds:g} s ({flag}) {self._lacking(count)}"
+                lacking = f"within {seconds:g} s (--startup-deadline) {self._lacking(count)}"
                 raise EnrolmentError("\n".join([lacking, *(f"  {each}" for each in died)]))
             sleep(_TICK_S)
 

@@ -248,9 +248,9 @@ def mismatch(enrol: Enrol, now: float) -> str:
     return "; ".join(faults)
 
 
-def require_one_per_host(environment: Mapping[str, str] = os.environ) -> str:
+def require_one_per_host() -> str:
     """What is wrong with how torchrun has started this process; "" for nothing."""
-    each = environment.get("LOCAL_WORLD_SIZE", "1")
+    each = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if each == "1":
         return ""
     return f"given {each} agents on this host by torchrun, needed --nproc-per-node 1: an agent starts all ranks of it"

@@ -61,7 +61,7 @@ def planned_run(
     roles = roles_of(graphs[0])
     shape = with_adapters(shape, graphs[0], roles.cycle[0], options.lora, options.lora_targets)
     lengths = given_lengths("", options.max_tokens)
-    work = work_of(graphs[0], roles, shape, options.batch, lengths, options.max_tokens, max_prompt=options.max_prompt)
+    work = work_of(roles, shape, options.batch, lengths, options.max_tokens, max_prompt=options.max_prompt)
     pins = Pins(
         slots=options.slots if "slots" in typed else None,
         replicas=options.generators if "generators" in typed else None,

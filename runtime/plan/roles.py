@@ -201,7 +201,6 @@ def roles_of(graph: Graph) -> Roles:
 
 
 def work_of(
-    graph: Graph,
     roles: Roles,
     shape: Shape,
     prompts: int,

@@ -343,14 +343,13 @@ class Scene:
         rules = Rules(self.plan.work.prompts, updates)
         return Simulated(self, simulate(tables, rules, self.durations(), verdicts=self.verdicts))
 
-    def effect_of_lag(self, updates: int, lags: range = range(5)) -> Iterator[tuple[int, Simulation]]:
-        """Each lag, with a run of so many updates. The plan stays. A lag that is too small for how seldom weights are
-        sent is left out."""
+    def effect_of_lag(self, updates: int) -> Iterator[tuple[int, Simulation]]:
+        """Each lag from 0 to 4, with a run of so many updates. The plan stays. A lag that is too small for how seldom
+        weights are sent is left out."""
         # With weights sent every n-th update, a lag below n - 1 would wait for a version that never comes.
-        beat = self.graph[self.roles.cycle[1]].every
-        for lag in lags:
-            if lag >= beat - 1:
-                yield lag, self.at(lag).run(updates).result
+        every = self.graph[self.roles.cycle[1]].every
+        for lag in range(every - 1, 5):
+            yield lag, self.at(lag).run(updates).result
 
     def at(self, lag: int) -> "Scene":
         """The same with weights of the generator that may be `lag` updates old."""

@@ -27,6 +27,8 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 _NORMAL = NormalDist()
+# The spread of lengths, as sigma of their logarithm, where nothing says another one.
+SIGMA = 0.7
 # The most responses of an update that are planned for: each has its length.
 MOST_RESPONSES = 1_000_000
 # The largest sigma: a hundredth of such lengths is 10⁵ times the median, and they are no lengths of responses.
@@ -110,11 +112,11 @@ def cut_mean(location: float, sigma: float, longest: float) -> float:
     return exp(location + sigma**2 / 2) * _NORMAL.cdf(z - sigma) + longest * _NORMAL.cdf(-z)
 
 
-def fitted(mean: float, finished: float, longest: int, sigma: float = 0.7) -> Lognormal:
+def fitted(mean: float, finished: float, longest: int) -> Lognormal:
     """The lognormal of which `finished` (0 to 1) end before `longest`, and the mean after the cut is `mean`. With none
-    or all of them finished the share says nothing of the spread: then it is `sigma`."""
+    or all of them finished the share says nothing of the spread: then it is the usual one."""
     if not 0 < finished < 1 or mean >= longest:
-        return Lognormal(min(mean, longest), sigma, longest)
+        return Lognormal(min(mean, longest), SIGMA, longest)
     quantile = _NORMAL.inv_cdf(finished)
     # More spread with the same share above the cut moves the rest down.
     spread = halved(1e-3, WIDEST, lambda s: cut_mean(log(longest) - s * quantile, s, longest) > mean)
@@ -299,7 +301,7 @@ def given_lengths(given: str, longest: int) -> Lengths:
     Raises LengthError, with what is needed.
     """
     if not given:
-        return Lognormal(min(1000.0, max(1.0, longest / 4)), 0.7, longest)
+        return Lognormal(min(1000.0, max(1.0, longest / 4)), SIGMA, longest)
     path = Path(given)
     if path.is_dir():
         return of_run(path, longest)

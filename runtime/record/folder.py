@@ -364,12 +364,12 @@ def owner_name(uid: int) -> str:
 # How files are opened --------------------------------------------------------------------------------------
 
 
-def open_regular(path: Path, flags: int, mode: int = 0o600) -> int:
+def open_regular(path: Path, flags: int) -> int:
     """A descriptor of a regular file that is no link. A file that is to be written may have no second name: by that it
     would be a file elsewhere. Never blocks. Raises RecordError for anything else, and OSError."""
     writes = flags & (os.O_WRONLY | os.O_RDWR)
     try:
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, mode)
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o600)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a link; a folder; a socket or an unread pipe
             raise _odd(path, path.lstat()) from None

@@ -205,6 +205,8 @@ def _text_legend(drawing: Drawing, color: bool, width: int) -> list[str]:
     return [*lines, f"▁▄█ firings at once: {', '.join(many)}"] if many else lines
 
 
+# Pixels from side to side of the picture.
+WIDTH = 1200
 # Width of a character of a label, in pixels: an upper estimate for the fonts asked for.
 CHAR = 6.3
 # Pixels: a track with labels, the thinnest track, the gap between lanes, y of the lanes and of the legend, edge.
@@ -223,12 +225,12 @@ STYLE = """
 """
 
 
-def gantt_svg(bars: Sequence[Bar], title: str = "", width: int = 1200) -> str:
-    """The schedule as one SVG document, `width` pixels wide: a row per track, a box with a tooltip per bar."""
+def gantt_svg(bars: Sequence[Bar], title: str = "") -> str:
+    """The schedule as one SVG document: a row per track, a box with a tooltip per bar."""
     drawing = Drawing(bars)
     left = EDGE + 14 + CHAR * drawing.longest_name
-    axis = make_axis(*drawing.span, int((width - left) // 110))
-    scale = (width - left - EDGE) / axis.seconds
+    axis = make_axis(*drawing.span, int((WIDTH - left) // 110))
+    scale = (WIDTH - left - EDGE) / axis.seconds
     bands: list[str] = []
     body: list[str] = []
     top = HEAD
@@ -236,7 +238,7 @@ def gantt_svg(bars: Sequence[Bar], title: str = "", width: int = 1200) -> str:
     for number, lane in enumerate(drawing.lanes):
         height = max(min(TRACK * len(lane.tracks), LANE), THIN * len(lane.tracks))
         if number % 2 == 0:
-            bands.append(_rect(0, top - GAP / 2, width, height + GAP, "band"))
+            bands.append(_stripe(top - GAP / 2, height + GAP, "band"))
         body.append(_text(EDGE, top + height / 2 + 4, lane.name, "lane"))
         step = height / len(lane.tracks)
         for track, items in enumerate(lane.tracks):
@@ -251,7 +253,7 @@ def gantt_svg(bars: Sequence[Bar], title: str = "", width: int = 1200) -> str:
     for tick, label in zip(axis.ticks, axis.labels, strict=True):
         x = left + tick * scale
         grid.append(f'<line class="grid" x1="{x:.2f}" x2="{x:.2f}" {reach}/>')
-        if x + len(label) * CHAR <= width:
+        if x + len(label) * CHAR <= WIDTH:
             grid.append(_text(x, HEAD - 12, label, "faint"))
     free = 0.0
     for update, time in drawing.ends:
@@ -268,8 +270,8 @@ def gantt_svg(bars: Sequence[Bar], title: str = "", width: int = 1200) -> str:
     said = "an update ends and makes version v1, v2, …  (odd versions are lighter)"
     sample = f'x1="{x + 5:.1f}" x2="{x + 5:.1f}" y1="{LEGEND - 10:.1f}" y2="{LEGEND + 3:.1f}"'
     head += [f'<line class="end" {sample}/>', _text(x + 14, LEGEND, said, "faint")]
-    parts = [_rect(0, 0, width, bottom + 8, "back"), *head, *bands, *grid, *body]
-    size = f'width="{width}" height="{bottom + 8:.0f}" viewBox="0 0 {width} {bottom + 8:.0f}"'
+    parts = [_stripe(0, bottom + 8, "back"), *head, *bands, *grid, *body]
+    size = f'width="{WIDTH}" height="{bottom + 8:.0f}" viewBox="0 0 {WIDTH} {bottom + 8:.0f}"'
     fits = 'class="gantt" style="max-width:100%;height:auto"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {fits} {size}><style>{STYLE}</style>{"".join(parts)}</svg>\n'
 
@@ -290,8 +292,9 @@ def _bar(bar: Bar, label: str, shade: str, x: float, y: float, w: float, step: f
     return f"<g><title>{escape(tooltip)}</title>{rect}{text}</g>"
 
 
-def _rect(x: float, y: float, w: float, h: float, kind: str) -> str:
-    return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}"/>'
+def _stripe(y: float, height: float, kind: str) -> str:
+    """A box as wide as the picture."""
+    return f'<rect class="{kind}" x="0.0" y="{y:.1f}" width="{WIDTH:.1f}" height="{height:.1f}"/>'
 
 
 def _text(x: float, y: float, text: str, kind: str) -> str:

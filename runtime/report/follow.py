@@ -53,11 +53,6 @@ Cause = tuple[str, int]
 RankId = tuple[str, int]
 
 
-# What a command or an answer about weights is a part of.
-KINDS: Mapping[type[Command | Event], Kind] = {
-    Publish: "publish", Published: "publish", Send: "send", Arrived: "send", Swap: "swap",
-}  # fmt: skip
-
 # Why work started, of the event before: a node is put in, or a channel and a replica.
 CAUSES: Mapping[type[Event], str] = {
     Done: "{}[#] was done",

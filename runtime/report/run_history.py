@@ -254,14 +254,14 @@ def _lives(folder: RunFolder, notes: list[str], alive: bool) -> list[Life]:
         notes.append(f"The event log is damaged; what comes before the damage is shown. {damage}")
     lives: list[Life] = []
     for number, segment in enumerate(segments):
-        lives.append(_life(number, segment, lives[-1].end if lives else 0, notes))
+        lives.append(_life(segment, lives[-1].end if lives else 0, notes))
         if segment.ended is None and damage is None and not (alive and number == len(segments) - 1):
             part = "The event log" if len(segments) == 1 else f"Part {number + 1} of the event log"
             notes.append(f"{part} has no end: its process was killed.")
     return lives
 
 
-def _life(number: int, segment: Segment, begin: int, notes: list[str]) -> Life:
+def _life(segment: Segment, begin: int, notes: list[str]) -> Life:
     logs = [log for log in segment.stages if log.steps]
     begins = [begin + round(log.steps[0].time * NS) for log in logs]
     # A life lasts until its last record: a killed process has written no end.

@@ -280,13 +280,12 @@ class SharedMemory(WritableMemory):
 class MappedMemory(PeerMemory):
     """Other ranks' segments of shared memory, mapped once and written into."""
 
-    def __init__(self, folders: Sequence[Path] = (SHM,)) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._folders = tuple(folders)
         self._segments: list[ShmSegment] = []
 
     def _open(self, name: str) -> Tensor:
-        self._segments.append(open_segment(name, self._folders, writable=True))
+        self._segments.append(open_segment(name, (SHM,), writable=True))
         return torch.frombuffer(self._segments[-1].view, dtype=torch.uint8)
 
     def write(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -137,10 +137,10 @@ def test_groups_of_a_part_are_there_with_the_longest_response_so_far() -> None:
 
 def test_a_program_in_parts_is_costed_so_and_a_batch_that_they_do_not_divide_is_refused() -> None:
     graph = trace(load("grpo"), {"accumulate": 4})
-    found = work_of(graph, roles_of(graph), SHAPES["llama-8b"], 16, Lognormal(100, 0.7, 256), 256)
+    found = work_of(roles_of(graph), SHAPES["llama-8b"], 16, Lognormal(100, 0.7, 256), 256)
     assert found.parts == 4
     with pytest.raises(AskedError, match="in parts of 4 groups, and a batch of 18"):
-        work_of(graph, roles_of(graph), SHAPES["llama-8b"], 18, Lognormal(100, 0.7, 256), 256)
+        work_of(roles_of(graph), SHAPES["llama-8b"], 18, Lognormal(100, 0.7, 256), 256)
     trainer = Trainer(SHAPES["llama-8b"], GPUS["H100"], Parallel(pp=2))
     whole, parts = (trainer.update(found.sequence_tokens, parts=n) for n in (1, 4))
     once, stage = trainer.once().seconds, whole.parts["stage"]
