@@ -29,7 +29,7 @@ from penstock.runtime.control.run_config import RunConfig
 from penstock.runtime.control.security import Join
 from penstock.runtime.control.sockets import SILENCE
 from penstock.runtime.control.value_server import ExchangeClient, ExchangeServer
-from penstock.runtime.control.weight_channels import Ground, WeightChannels, drained
+from penstock.runtime.control.weight_channels import SyncSettings, WeightChannels, drained
 from penstock.runtime.tensor.object_store import ObjectReader, ObjectStore
 from penstock.runtime.tensor.process_group import Pace, open_world, prepare_nccl
 from penstock.runtime.tensor.shm import SHM, owner_of
@@ -87,15 +87,17 @@ class Meeting(C10dStore):
         return found
 
     def _await(self, keys: Sequence[str], timeout: timedelta) -> dict[str, bytes]:
-        seconds, counted = timeout.total_seconds(), self._pulse.held_up
-        found = self._pulse.ask(lambda number: Look(number, tuple(keys)), seconds)
-        # Seconds for which the controller itself was stopped count for no rank: its answer says how many they were.
-        while found is None and self.check(keys[:1]) is not None and (more := self._pulse.held_up - counted) > 0:
-            counted += more
-            found = self._pulse.ask(lambda number: Look(number, tuple(keys)), more)
-        if found is None:
-            raise RuntimeError(f"{', '.join(keys)} not there within {seconds:g} s")
-        return {key: bytes.fromhex(value) for key, value in found.items()}
+        left, counted = timeout.total_seconds(), self._pulse.held_up
+        while True:
+            found = self._pulse.ask(lambda number: Look(number, tuple(keys)), left)
+            if found is not None:
+                return {key: bytes.fromhex(value) for key, value in found.items()}
+            # Seconds for which the controller itself was stopped count for no rank: each answer says how many they were.
+            self.check(keys[:1])
+            held_up = self._pulse.held_up
+            if held_up <= counted:
+                raise RuntimeError(f"{', '.join(keys)} not there within {timeout.total_seconds():g} s")
+            left, counted = held_up - counted, held_up
 
 
 # The share of the deadline that a wait within a sync of weights may take.
@@ -153,9 +155,19 @@ class RankRuntime:
         # Whoever waits for a peer knows its name: to be heard before the controller gives up on the one that waits.
         patience = PATIENCE * flags.deadline
         meet = Meeting(pulse).of
-        elastic, keep = bool(config.elastic), config.kept_versions
-        ground = Ground(join.run, meet, join.address, patience, flags, wake, self.notes.put, life, elastic, keep)
-        self.channels = WeightChannels(config.channels(), replica, index, place.device, ground)
+        settings = SyncSettings(
+            run=join.run,
+            meet=meet,
+            address=join.address,
+            timeout=patience,
+            options=flags,
+            wake=wake,
+            warn=self.notes.put,
+            life=life,
+            elastic=bool(config.elastic),
+            keep=config.kept_versions,
+        )
+        self.channels = WeightChannels(config.channels(), replica, index, place.device, settings)
         if num_ranks > 1:
             names = [config.plan.spelled(replica, number) for number in range(num_ranks)]
             open_world(

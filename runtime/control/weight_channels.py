@@ -136,12 +136,15 @@ class LocalChannels:
 
 
 @dataclass(frozen=True)
-class Ground:
-    """`run` is the run's id, and `life` how often the replica has been lost. `meet` is where the ranks of a group meet,
-    by the group's name. Ranks of other hosts reach this one at `address`. `timeout` are the seconds that a wait for a
-    peer may take. The run's `options` say how weights travel. `wake` wakes the rank's loop, and `warn` tells the user
-    of a slower way. Receivers may be lost where `elastic` says so; `keep` versions of weights are kept for those that
-    come."""
+class SyncSettings:
+    """What all weight channels of a rank's process share.
+
+    `run` is the run's id, and `life` how often the replica has been lost. `meet` is where the ranks of a group meet, by
+    the group's name. Ranks of other hosts reach this one at `address`. `timeout` are the seconds that a wait for a peer
+    may take. The run's `options` say how weights travel. `wake` wakes the rank's loop, and `warn` tells the user of a
+    slower transport. Receivers may be lost where `elastic` says so; `keep` versions of weights are kept for those that
+    come.
+    """
 
     run: str
     meet: OpenStore
@@ -173,13 +176,15 @@ class WeightChannels(LocalChannels):
     write into.
     """
 
-    def __init__(self, channels: Mapping[str, Channel], replica: str, rank: int, device: str, ground: Ground) -> None:
-        super().__init__(channels, replica, rank, device, {}, ground.options.wire)
-        self.ground = ground
-        options = ground.options
+    def __init__(
+        self, channels: Mapping[str, Channel], replica: str, rank: int, device: str, settings: SyncSettings
+    ) -> None:
+        super().__init__(channels, replica, rank, device, {}, settings.options.wire)
+        self.settings = settings
+        options = settings.options
         # What is lost would break the chain for those after it.
         self.routes = {
-            name: Routes(channel, options.transport, options.delta, alone=ground.elastic)
+            name: Routes(channel, options.transport, options.delta, alone=settings.elastic)
             for name, channel in self.channels.items()
         }
         self.relays: dict[str, ChainForwarder] = {}
@@ -208,7 +213,7 @@ class WeightChannels(LocalChannels):
                 target = self.channels[channel].replica(command.replica)
                 span = Span(channel, command.source, command.replica, "source", life)
                 self._give_up(span)
-                ended = partial(self._sent, span) if self.ground.elastic else self._ended
+                ended = partial(self._sent, span) if self.settings.elastic else self._ended
                 publisher.start(version, self.lazy(span), len(target.ranks), ended, target.mesh or None)
         if command.replica == self.replica:
             receiver, digests = self._told(manifest)
@@ -231,23 +236,23 @@ class WeightChannels(LocalChannels):
     def open(self, span: Span) -> Transport:
         if span not in self._opened:
             channel, source, target, side, life = span
-            routes, ground = self.routes[channel], self.ground
+            routes, settings = self.routes[channel], self.settings
             start, end = (self.channels[channel].replica(name) for name in (source, target))
             apart = len(hosts(start, end)) > 1
             names = [one.located if apart else one.name for one in (start, end)]
             link = ReplicaLink(
                 f"{channel} from {' to '.join(names)}",
                 # Of a replica that comes again the former one's keys are still there.
-                ground.meet(f"{channel} from {source} to {target}" + (f", life {life}" if life else "")),
+                settings.meet(f"{channel} from {source} to {target}" + (f", life {life}" if life else "")),
                 len(start.ranks),
                 len(end.ranks),
-                timeout=ground.timeout * routes.patience(target),
-                address=ground.address if apart else LOOPBACK,
-                delta=ground.options.delta,
-                transport=ground.options.transport,
+                timeout=settings.timeout * routes.patience(target),
+                address=settings.address if apart else LOOPBACK,
+                delta=settings.options.delta,
+                transport=settings.options.transport,
                 # A hop of a chain is told of each message; another host's memory cannot be written.
                 direct=not (apart or routes.chained(target)),
-                warn=ground.warn,
+                warn=settings.warn,
             )
             # Senders write and receivers are written to: only these have memory to offer.
             memory = self.memories.get(channel) if side == "destination" else None
@@ -272,22 +277,22 @@ class WeightChannels(LocalChannels):
     def _publisher(self, channel: str, value: Carried, **more: Any) -> WeightPublisher:
         own = self.channels[channel].source
         add = self._adder(channel, own)
-        options, keep = self.ground.options, self.ground.keep
+        options, keep = self.settings.options, self.settings.keep
         return super()._publisher(
-            channel, value, ranks=len(own.ranks), add=add, proof=options.proof, keep=keep, elastic=self.ground.elastic
+            channel, value, ranks=len(own.ranks), add=add, proof=options.proof, keep=keep, elastic=self.settings.elastic
         )
 
     def _new_receiver(self, channel: str, **more: Any) -> WeightReceiver:
-        own, ground = self.channels[channel].replica(self.replica), self.ground
+        own, settings = self.channels[channel].replica(self.replica), self.settings
         owner = f"{self.replica}.{self.rank}.{channel}".replace("/", ".").replace(">", ".")
-        owner += f".{ground.life}" if ground.life else ""
-        if ground.options.transport not in BY_MESSAGES:
-            shared = partial(SharedMemory, ground.run, owner, warn=ground.warn)
-            on_device = partial(DeviceMemory, self.device, owner, ground.timeout, ground.warn)
+        owner += f".{settings.life}" if settings.life else ""
+        if settings.options.transport not in BY_MESSAGES:
+            shared = partial(SharedMemory, settings.run, owner, warn=settings.warn)
+            on_device = partial(DeviceMemory, self.device, owner, settings.timeout, settings.warn)
             self.memories[channel] = shared() if self.device == "cpu" else on_device()
         ranks, mesh, allocate = len(own.ranks), own.mesh or None, self.memories.get(channel)
         add = self._adder(channel, own)
-        own_options: dict[str, Any] = {"mesh": mesh, "add": add, "allocate": allocate, "elastic": ground.elastic}
+        own_options: dict[str, Any] = {"mesh": mesh, "add": add, "allocate": allocate, "elastic": settings.elastic}
         return super()._new_receiver(channel, ranks=ranks, **own_options)
 
     def _adder(self, channel: str, own: Replica) -> AllReduce | None:
@@ -295,30 +300,30 @@ class WeightChannels(LocalChannels):
         if len(own.ranks) > 1:
             label, apart = f"{channel} on {self.replica}", len(own.hosts) > 1
             names = [f"rank {number}{f' on host {rank.host}' * apart}" for number, rank in enumerate(own.ranks)]
-            life = f", life {self.ground.life}" if self.ground.life else ""
-            store, address = self.ground.meet(f"proof of {label}{life}"), self.ground.address if apart else LOOPBACK
-            self.adders[channel] = AllReduce(label, store, self.rank, names, self.ground.timeout, address)
+            life = f", life {self.settings.life}" if self.settings.life else ""
+            store, address = self.settings.meet(f"proof of {label}{life}"), self.settings.address if apart else LOOPBACK
+            self.adders[channel] = AllReduce(label, store, self.rank, names, self.settings.timeout, address)
         return self.adders.get(channel)
 
     def _ended(self, moved: Moved | Exception, received: Send | None = None) -> None:
         super()._ended(moved, received)
-        self.ground.wake()
+        self.settings.wake()
 
     def _sent(self, span: Span, moved: Moved | Exception) -> None:
         """A transfer to a replica that may be lost is over."""
         if isinstance(moved, Exception):
             self._unsent.put(SendFailed(span.target, span.life, f"{self.replica} rank {self.rank}: {moved}"))
-            self.ground.wake()
+            self.settings.wake()
 
     def _of_this_life(self, command: Send, life: int) -> bool:
         """Is a version for its receiver as it is now? One for another life is refused, and the user told."""
         receives = command.replica == self.replica
-        known = self.ground.life if receives else max(life, self._lives.get(command.replica, 0))
+        known = self.settings.life if receives else max(life, self._lives.get(command.replica, 0))
         self._lives[command.replica] = known
         if life != known:
             given = f"version {command.version} of {command.channel} for {command.replica}, life {life}"
-            self.ground.warn(f"{self.replica} rank {self.rank}: given {given}, needed life {known}: it is not moved")
-            self.ground.wake()
+            self.settings.warn(f"{self.replica} rank {self.rank}: given {given}, needed life {known}: it is not moved")
+            self.settings.wake()
         return life == known
 
     def _give_up(self, span: Span) -> None:

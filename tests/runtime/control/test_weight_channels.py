@@ -25,7 +25,7 @@ from penstock.runtime.control.recorder import RunRecorder
 from penstock.runtime.control.routes import GRACE, Routes
 from penstock.runtime.control.run import Outbox, Stage
 from penstock.runtime.control.run_config import RunConfig, RunOptions
-from penstock.runtime.control.weight_channels import Ground, Span, WeightChannels
+from penstock.runtime.control.weight_channels import Span, SyncSettings, WeightChannels
 from penstock.runtime.record.folder import RunFolder
 from penstock.runtime.schedule.compile import Channel
 from penstock.runtime.schedule.events import Abort, Arrived, Begin, Done, Published, Send
@@ -161,8 +161,8 @@ def both_sides(
     meet = partial(PrefixStore, store=store or HashStore())
 
     def side(replica: str, address: str) -> WeightChannels:
-        ground = Ground(RUN, meet, address, timeout, RunOptions(delta=delta), lambda: None, print)
-        channels = WeightChannels({CHANNEL: channel}, replica, 0, "cpu", ground)
+        settings = SyncSettings(RUN, meet, address, timeout, RunOptions(delta=delta), lambda: None, print)
+        channels = WeightChannels({CHANNEL: channel}, replica, 0, "cpu", settings)
         channels.memories[CHANNEL] = memory
         return channels
 
@@ -198,7 +198,7 @@ def test_weights_for_another_life_of_a_replica_are_refused_and_said_by_it(
     memory: SharedMemory, life: int, own: int
 ) -> None:
     generator, said = both_sides("b", memory)["destination"], list[str]()
-    generator.ground = replace(generator.ground, life=own, warn=said.append)
+    generator.settings = replace(generator.settings, life=own, warn=said.append)
     command = Send(CHANNEL, 3, TRAINER, GENERATOR)
     generator.send(command, Manifest(CHANNEL, 3, {}, json.dumps(description())), life)
     assert (len(said), generator.arrived(), generator.weights(CHANNEL).version) == (1, [], -1)
@@ -207,7 +207,7 @@ def test_weights_for_another_life_of_a_replica_are_refused_and_said_by_it(
 
 def test_weights_for_a_life_that_has_ended_are_refused_and_said_by_their_sender(memory: SharedMemory) -> None:
     trainer, said = both_sides("b", memory, timeout=0.2)["source"], list[str]()
-    trainer.ground = replace(trainer.ground, warn=said.append, elastic=True)
+    trainer.settings = replace(trainer.settings, warn=said.append, elastic=True)
     policy = Policy(4)
     trainer.publish(CHANNEL, 0, {"policy": policy})
     command, failed = Send(CHANNEL, 0, TRAINER, GENERATOR), list[SendFailed]()
@@ -234,8 +234,8 @@ def test_later_links_of_a_chain_wait_a_little_longer_so_that_the_first_one_names
     replicas = tuple(Replica(name, (Rank(host),)) for name, host in zip(names, "bcd", strict=True))
     channel = Channel(CHANNEL, "policy", Replica(TRAINER, (Rank("a"),)), "broadcast", "generator", replicas)
     meet = partial(PrefixStore, store=HashStore())
-    ground = Ground(RUN, meet, ADDRESS, 0.2, RunOptions(), lambda: None, print)
-    channels = WeightChannels({CHANNEL: channel}, TRAINER, 0, "cpu", ground)
+    settings = SyncSettings(RUN, meet, ADDRESS, 0.2, RunOptions(), lambda: None, print)
+    channels = WeightChannels({CHANNEL: channel}, TRAINER, 0, "cpu", settings)
     channels.routes[CHANNEL].settle(WeightPublisher(CHANNEL, Policy(4), proof="off").description)
     for source, target, seconds in zip((TRAINER, *names), names, ("0.2", "0.225", "0.25"), strict=False):
         with pytest.raises(TransportError, match=rf"to {target} on host \w: .* of {seconds} s"):
@@ -307,9 +307,9 @@ class Chain:
         replicas = tuple(Replica(name, (Rank(host),)) for name, host in zip(NAMES, "bcd", strict=True))
         channels = {CHANNEL: Channel(CHANNEL, "policy", source, "broadcast", "generator", replicas)}
         meet = partial(PrefixStore, store=HashStore())
-        ground = Ground(f"testchain{os.getpid()}", meet, "127.0.0.1", 30.0, RunOptions(), lambda: None, print)
+        settings = SyncSettings(f"testchain{os.getpid()}", meet, "127.0.0.1", 30.0, RunOptions(), lambda: None, print)
         self.policy, self.layout = Policy(1_000_000), ""
-        self.ways = {name: WeightChannels(channels, name, 0, "cpu", ground) for name in (TRAINER, *NAMES)}
+        self.ways = {name: WeightChannels(channels, name, 0, "cpu", settings) for name in (TRAINER, *NAMES)}
 
     def sync(self, version: int, *groups: Sequence[str]) -> None:
         """Send a version to each group of replicas at once, the groups one after the other, and swap it in."""
