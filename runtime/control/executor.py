@@ -206,9 +206,9 @@ class Executor:
             case Publish(channel, version):
                 return [self._publish(channel, version)]
             case Send(channel, version):
-                told = (one for one in self._order.manifests if (one.channel, one.version) == (channel, version))
+                manifests = (one for one in self._order.manifests if (one.channel, one.version) == (channel, version))
                 lives = self._order.lives.get(command.replica, 0)
-                self.channels.send(self._order.whole(command), next(told, None), lives)
+                self.channels.send(self._order.whole(command), next(manifests, None), lives)
                 return []
             case Swap(channel, version, _):
                 self.channels.swap(channel, version)
@@ -385,14 +385,14 @@ class Executor:
                 self.held.carried[name] = outputs[output]
                 self.held.history.note(name, firing.index + 1, outputs[output])
             kept = {name: value for name, value in outputs.items() if name not in made.values()}
-            told = sample(outputs) if self._told_of(held, firing) else ""
+            kept_sample = sample(outputs) if self._is_sampled(held, firing) else ""
             handles = self.values.keep(kept_as(firing, paused=False), kept)
         except Exception as error:
             return self._failure(firing, began, error)
         done = Done(firing, replica, rank, again=again)
-        return Result(done, handles, dict(metrics), began, monotonic(), sample=told)
+        return Result(done, handles, dict(metrics), began, monotonic(), sample=kept_sample)
 
-    def _told_of(self, held: Held, firing: Firing) -> bool:
+    def _is_sampled(self, held: Held, firing: Firing) -> bool:
         """Does a firing make texts or rewards of one of the groups of which they are kept? A filter hands them on."""
         node, chosen = held.node, firing.index % self.setup.batch < self.setup.save_samples
         made = node.clock == "group" and not isinstance(held.definition, Filter)

@@ -92,7 +92,7 @@ class Meeting(C10dStore):
             found = self._pulse.ask(lambda number: Look(number, tuple(keys)), left)
             if found is not None:
                 return {key: bytes.fromhex(value) for key, value in found.items()}
-            # Seconds for which the controller itself was stopped count for no rank: each answer says how many they were.
+            # Seconds for which the controller itself was stopped count for no rank: its answers say how many they were.
             self.check(keys[:1])
             held_up = self._pulse.held_up
             if held_up <= counted:

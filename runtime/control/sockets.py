@@ -143,12 +143,11 @@ class Server:
         self._notes: Counter[str] = Counter()
         self.tracker = LivenessTracker(silence)
         self._connections: dict[bytes, _Connection] = {}
-        # The way to each peer: its own connection, or that of its agent. And to each heartbeat with one of its own.
+        # By peer, the connection that leads to it: its own, or its agent's. And that of each heartbeat's own socket.
         self._routes: dict[str, _Connection] = {}
-        self._sides: dict[str, _Connection] = {}
-        self._ways: dict[
-            tuple[str, ...], list[tuple[_Connection | None, tuple[str, ...]]]
-        ] = {}  # until a route changes
+        self._heartbeats: dict[str, _Connection] = {}
+        # Peers that are sent the same, by connection, until a route changes.
+        self._grouped: dict[tuple[str, ...], list[tuple[_Connection | None, tuple[str, ...]]]] = {}
         self._silent: dict[str, str] = {}  # by the agents that say so
         # Peers, and whether it was their heartbeat's socket, that have ever said Hello: `forget` leaves them here.
         self._greeted: set[tuple[str, bool]] = set()
@@ -223,13 +222,13 @@ class Server:
         if connection is not None and connection.peer != peer:
             return self._send(connection, partial(pack, Delivery((peer,), packed, aside)))
         if aside:
-            connection = self._sides.get(peer)
+            connection = self._heartbeats.get(peer)
         return connection is not None and self._send(connection, partial(framed, packed))
 
     def send_all(self, peers: Sequence[str], message: Message) -> list[str]:
         """Send the same to several; those of them that cannot be reached."""
         packed, unreached = pack_message(message), list[str]()
-        for connection, reached in self._ways_to(tuple(peers)):
+        for connection, reached in self._by_connection(tuple(peers)):
             if connection is not None:
                 carried = connection.peer != reached[0]
                 frame = partial(pack, Delivery(reached, packed)) if carried else partial(framed, packed)
@@ -238,20 +237,20 @@ class Server:
             unreached += reached
         return unreached
 
-    def _ways_to(self, peers: tuple[str, ...]) -> list[tuple[_Connection | None, tuple[str, ...]]]:
+    def _by_connection(self, peers: tuple[str, ...]) -> list[tuple[_Connection | None, tuple[str, ...]]]:
         """Connections, each with those of the peers that are reached by it. The ranks of a replica are asked for again
         and again."""
-        if peers not in self._ways:
+        if peers not in self._grouped:
             found: dict[bytes, tuple[_Connection | None, list[str]]] = {}
             for peer in peers:
                 connection = self._routes.get(peer)
                 found.setdefault(connection.identity if connection else b"", (connection, []))[1].append(peer)
-            self._ways[peers] = [(connection, tuple(of)) for connection, of in found.values()]
-        return self._ways[peers]
+            self._grouped[peers] = [(connection, tuple(of)) for connection, of in found.values()]
+        return self._grouped[peers]
 
     def deliver(self, delivery: Delivery) -> None:
         """Hand on what is said to peers with connections of their own. One that is gone hears nothing."""
-        of = self._sides if delivery.aside else self._routes
+        of = self._heartbeats if delivery.aside else self._routes
         for peer in delivery.peers:
             if (connection := of.get(peer)) is not None:
                 self._send(connection, partial(framed, delivery.message))
@@ -275,10 +274,10 @@ class Server:
     def forget(self, peer: str) -> None:
         """A peer that ended: it is not late, cannot be sent to, and may say Hello again as a new process. With an agent
         those are forgotten for whom it carries."""
-        self._ways.clear()
-        self._routes = {name: way for name, way in self._routes.items() if peer not in (name, way.peer)}
+        self._grouped.clear()
+        self._routes = {name: to for name, to in self._routes.items() if peer not in (name, to.peer)}
         self._silent = {name: agent for name, agent in self._silent.items() if peer not in (name, agent)}
-        self._sides.pop(peer, None)
+        self._heartbeats.pop(peer, None)
         self.tracker.forget(peer)
         self.doing.pop(peer, None)
         self._connections = {i: c for i, c in self._connections.items() if c.peer != peer}
@@ -356,7 +355,7 @@ class Server:
                 raise _Dropped("duplicate", name, f"Hello of {peer}, pid {message.pid}, but it is here already")
             self._greeted.add((peer, False))
             self._routes[peer] = agent
-            self._ways.clear()
+            self._grouped.clear()
             return peer, message
         if known is not agent:
             raise _Dropped("unknown", name, f"{type(message).__name__} of {peer}, before its Hello or after its end")
@@ -396,7 +395,7 @@ class Server:
         if not host == own == message.host:
             raise _Dropped("unauthorised", name, f"Hello of {message.peer}, which is none of host {host}")
         beats = message.role == "heartbeat"
-        of = self._sides if beats else self._routes
+        of = self._heartbeats if beats else self._routes
         said = f"Hello of {message.peer}, pid {message.pid}"
         before = of.get(message.peer)
         if before is not None and not (message.again and _begun_again(before, message, host)):
@@ -411,7 +410,7 @@ class Server:
             self._connections.pop(before.identity, None)
         self._greeted.add((message.peer, beats))
         self._connections[identity] = of[message.peer] = connection
-        self._ways.clear()
+        self._grouped.clear()
         self.tracker.heard(message.peer, now)
         return [] if beats else [(message.peer, message)]
 
