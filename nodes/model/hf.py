@@ -55,7 +55,11 @@ def torch_dtype(given: str | torch.dtype) -> torch.dtype:
 def read_config(folder: str | Path) -> ModelConfig:
     """The configuration of a model directory, or of the base of adapters. Raises ModelError, with the file's name,
     where it cannot be used."""
-    path = read_adapters(folder)[0] / CONFIG
+    base = read_adapters(folder)[0]
+    path = base / CONFIG
+    if not path.exists():
+        given = f"{path}: given no such file" if base.is_dir() else f"{base}: given no such directory"
+        raise ModelError(f"{given}, needed a model's directory in Hugging Face's format, or a name of its Hub")
     data = read_json(path)
     try:
         return ModelConfig.from_json(data)

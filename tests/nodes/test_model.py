@@ -280,7 +280,7 @@ def test_what_a_config_says_wrongly_is_named_with_its_file(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, "cannot be read: No such file"),
+        (None, "given no such file, needed a model's directory"),
         ("{", r"given something that is not JSON \(.*line 1.*needed a JSON"),
         ("[]", "given JSON of a list, needed an object"),
     ],
@@ -290,6 +290,11 @@ def test_a_config_is_a_json_object(tmp_path: Path, text: str | None, said: str) 
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError, match=rf"config\.json: {said}"):
         read_config(tmp_path)
+
+
+def test_a_directory_that_is_not_there_is_named_and_no_file_in_it(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"absent: given no such directory, needed a model's directory .* Hub"):
+        read_config(tmp_path / "absent")
 
 
 # Model directories: faults are named.
