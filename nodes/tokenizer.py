@@ -285,8 +285,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         raise TokenizerError(f"{folder}: {error}") from error
     named = [backend.token_to_id(special[key]) if key in special else None for key in ("eos_token", "pad_token")]
     stops = [] if named[0] is None else [named[0]]
-    stops += [token for token in others if token not in stops]
-    stops = stops or list(least)
+    # As transformers: what config.json says, where no file is about generation.
+    stops += [token for token in others or least if token not in stops]
     if not stops:
         raise TokenizerError(f"{folder}: given no eos_token, needed one in tokenizer_config.json")
     # A model's own stop tokens, too: with those of another model it would never end.

@@ -294,13 +294,14 @@ def _listed(names: list[str]) -> str:
 
 def weight_files(folder: Path) -> list[Path]:
     """The files of weights of a model directory."""
+    # Where there are both, transformers reads the one.
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
     if (folder / INDEX).exists():
         files = read_json(folder / INDEX).get("weight_map")
         if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
             raise ModelError(f"{folder / INDEX}: given weight_map {files!r:.200}, needed the file of each tensor")
         return sorted({folder / Path(file).name for file in files.values()})
-    if (folder / WEIGHTS).exists():
-        return [folder / WEIGHTS]
     found = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".safetensors", ".gguf"))
     given = f"given {', '.join(found)}" if found else "given no weights"
     raise ModelError(f"{folder}: {given}, needed {WEIGHTS} or {INDEX}")

@@ -300,6 +300,19 @@ def test_a_directory_that_is_not_there_is_named_and_no_file_in_it(tmp_path: Path
 # Model directories: faults are named.
 
 
+def test_one_file_of_weights_goes_before_an_index_beside_it_as_in_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    save(model(config=TINY), tmp_path)
+    monkeypatch.setattr("penstock.nodes.model.hf.SHARD_BYTES", 10_000)
+    save(model(config=TINY, seed=2), tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    for name, parameter in load_model(CausalLM, tmp_path).named_parameters():
+        assert torch.equal(parameter, theirs[name])
+        assert torch.equal(parameter, dict(model(config=TINY).named_parameters())[name])
+
+
 WEIGHTS, INDEX, NORM = "model.safetensors", "model.safetensors.index.json", "model.norm.weight"
 KEYS = "model.layers.1.self_attn.k_proj.weight"
 
@@ -310,6 +323,16 @@ def changed(**tensors: Tensor | None) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         found = {**load_file(folder / WEIGHTS), **tensors}
         save_file({name: tensor for name, tensor in found.items() if tensor is not None}, folder / WEIGHTS)
+
+    return change
+
+
+def indexed(text: str) -> Callable[[Path], None]:
+    """The directory with an index in place of the one file."""
+
+    def change(folder: Path) -> None:
+        (folder / WEIGHTS).unlink()
+        (folder / INDEX).write_text(text)
 
     return change
 
@@ -339,11 +362,8 @@ def without_shard(folder: Path) -> None:
             ),
             r"model\.safetensors: given a pointer of Git LFS, needed the file: git lfs pull",
         ),
-        (lambda folder: (folder / INDEX).write_text("{}"), "given weight_map None, needed the file of each tensor"),
-        (
-            lambda folder: (folder / INDEX).write_text('{"weight_map": {"a": 1}}'),
-            "given weight_map .*, needed the file",
-        ),
+        (indexed("{}"), "given weight_map None, needed the file of each tensor"),
+        (indexed('{"weight_map": {"a": 1}}'), "given weight_map .*, needed the file"),
         (without_shard, "cannot be read"),
     ],
 )
@@ -534,6 +554,11 @@ def test_a_prompt_begins_as_the_model_wants_it_and_a_response_may_end_in_several
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 1]}))
     tokenizer = load_tokenizer(folder)
     assert (tokenizer.stops, tokenizer.eos, tokenizer.pad) == ((1, 2), 1, 2)
+    # Of config.json, as transformers takes it, where the other file says nothing.
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 300, "eos_token_id": [1, 0]}))
+    assert load_tokenizer(folder).stops == (1, 2)
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True}))
+    assert load_tokenizer(folder).stops == (1, 0)
 
 
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "a list", "chat_template.jinja"])
