@@ -10,7 +10,7 @@ in Python is safe from that.
 import ast
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from secrets import token_hex
 from textwrap import dedent
@@ -21,6 +21,7 @@ from penstock.nodes.environments.sandbox import Answer, Limits, SandboxError, is
 from penstock.nodes.option_checks import count, positive
 from penstock.nodes.score import answers_that
 
+_TESTING, _FUNCTION = ast.Assert | ast.Raise | ast.Call, ast.FunctionDef | ast.AsyncFunctionDef
 # Where a line begins, after the marks of lists and quotes.
 _BEGINS = r"^[ \t>*+\-\d.)]*"
 # A block of Markdown, and what it says that it is. Its fence begins a line; prose may open one of Python within a line.
@@ -67,8 +68,20 @@ def read_tests(answer: str) -> Tests:
             tree = ast.parse(answer)
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"given tests that are no Python ({error}), needed {needed}") from None
-        if not any(isinstance(part, ast.Assert | ast.Raise | ast.Call) for part in ast.walk(tree)):
-            raise ValueError(f"given tests without an assert or a call, {answer!r}, needed {needed}") from None
+        # As HumanEval and pytest have them, whose runners call them.
+        used = {part.id for part in ast.walk(tree) if isinstance(part, ast.Name)}
+        for part in tree.body:
+            if (
+                isinstance(part, _FUNCTION)
+                and part.name not in used
+                and any(isinstance(each, ast.Assert) for each in ast.walk(part))
+            ):
+                given = f"tests in a function that nothing calls, such as {part.name}(…) behind it would"
+                raise ValueError(f"given {given}, needed {needed}") from None
+        if not any(isinstance(part, _TESTING) for part in _run_at_once(tree.body)):
+            raise ValueError(
+                f"given tests without an assert or a call that is run, {answer!r}, needed {needed}"
+            ) from None
         return Tests(statements=answer)
     fields: dict[str, Any] = found if isinstance(found, dict) else {}
     inputs, outputs = fields.get("inputs", ()), fields.get("outputs", ())
@@ -78,6 +91,16 @@ def read_tests(answer: str) -> Tests:
     if len(inputs) != len(outputs):
         raise ValueError(f"given {len(inputs)} inputs and {len(outputs)} outputs, needed {needed}: as many of each")
     return Tests(pairs=tuple(zip(inputs, outputs, strict=True)))
+
+
+def _run_at_once(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    """What of some code is run when it is: no function's body or decorators, and nothing that is for `__main__`."""
+    for part in body:
+        main = isinstance(part, ast.If) and any(getattr(n, "id", "") == "__name__" for n in ast.walk(part.test))
+        if not (main or isinstance(part, _FUNCTION | ast.Lambda)):
+            yield part
+            inner = part.body if isinstance(part, ast.ClassDef) else list(ast.iter_child_nodes(part))
+            yield from _run_at_once(inner)
 
 
 @requires(

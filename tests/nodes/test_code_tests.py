@@ -188,6 +188,11 @@ def test_code_without_an_end_has_failed() -> None:
         "1 + 1",
         "x = 3",
         "def f(:",
+        "def test_add():\n    assert add(1, 2) == 3",
+        "import random\nrandom.seed(0)\ndef check(f):\n    for _ in range(2):\n        assert f(1, 2) == 3",
+        "import unittest\nclass Test(unittest.TestCase):\n    def test(self):\n        self.assertEqual(add(1, 2), 3)",
+        "if __name__ == '__main__':\n    assert add(1, 2) == 3",
+        "check = lambda: add(1, 2) or 1 / 0",
         '{"input": ["1"], "output": ["2"]}',
         '{"inputs": ["1"], "outputs": []}',
         "[1]",
@@ -199,6 +204,12 @@ def test_tests_that_test_nothing_are_refused(tests: str) -> None:
         read_tests(tests)
     with pytest.raises(ValueError, match="code_tests: given"):
         graded(ADD, tests)
+
+
+def test_a_function_of_tests_is_called() -> None:
+    check = "def check(add):\n    def same(a, b):\n        assert a == b\n    same(add(1, 2), 3)\n"
+    for call in ("check(add)", "for test in (check,):\n    test(add)"):
+        assert (graded(ADD, check + call), graded(ADD.replace("+", "-"), check + call)) == (1.0, 0.0)
 
 
 def test_a_sandbox_that_does_not_start_is_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
