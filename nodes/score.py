@@ -188,7 +188,10 @@ def math_answer(prompt: str, response: str, answer: str) -> float:
     if needed is not None:
         return float(final_number(response) == needed)
     boxed = _last_boxed(response)
-    given = response.rpartition(FINAL)[2] if boxed is None else boxed
+    given = response.rpartition(FINAL)[2].strip() if boxed is None else boxed
+    # math-verify finds no LaTeX without marks around it.
+    if boxed is None and FINAL in response and not re.search(r"\$|\\[(\[]", given):
+        given = boxed = given.partition("\n")[0].rstrip(" .")
     # math-verify takes no notice of a base.
     if digits := _BASE.fullmatch(_without_latex(answer).strip()):
         return float(digits.groups() in [found.groups() for found in _BASE.finditer(_without_latex(given))][-1:])
