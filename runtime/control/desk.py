@@ -21,6 +21,7 @@ import os
 import re
 import select
 import threading
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -152,6 +153,7 @@ class Desk:
         self._out: list[tuple[bytes, FromDesk]] = []
         self._losses: list[tuple[str, int, str]] = []
         self._ended: Refused | None = None
+        self._failed = ""  # what the thread has raised, which has ended by it
         self._resting = False
         self._most = expected + MAX_EXTRA
         self._listener = Listener(tcp_endpoint(bind), OPTIONS, (keys.secret, None), self._drop, expected)
@@ -178,8 +180,9 @@ class Desk:
     def wait(self, count: int, seconds: float, poll: Callable[[], list[tuple[str, str]]], tell: Callable[[str], None],
              fewest: int = 0) -> int:  # fmt: skip
         """Until `count` agents are ready, which then are the slots; how many they are: past a share of so many
-        `seconds`, `fewest` will do, if it is given. `poll` tells of agents that have died. Raises EnrolmentError past
-        the seconds, or when one has died that is needed. Called again for a run that goes on: its slots are made anew.
+        `seconds`, `fewest` will do, if it is given. `poll` tells of agents that have died; the user hears of those
+        that the run may do without. Raises EnrolmentError past the seconds, when one has died that is needed, and where
+        the desk itself has failed. Called again for a run that goes on: its slots are made anew.
         """
         with self._lock:
             self._most, self._resting = count + MAX_EXTRA, False
@@ -198,6 +201,8 @@ class Desk:
             for text in self.news():
                 tell(text)
             with self._lock:
+                if self._failed:
+                    raise EnrolmentError(f"the desk failed, and gives no slot any more:\n{self._failed}")
                 ready = [each for each in self._applicants.values() if each.ready and not each.admitted]
                 if not self._slots and fewest and len(ready) >= fewest and monotonic() > patience:
                     came = f"{len(ready)} of {count} agents came within {FEWER * seconds:g} of {seconds:g} s"
@@ -346,6 +351,15 @@ class Desk:
         os.eventfd_write(self._waker, 1)
 
     def _serve(self) -> None:
+        try:
+            self._answer_until_closed()
+        # Agents would wait in vain from now on, and the run would blame them.
+        except Exception:
+            with self._lock:
+                self._failed = traceback.format_exc()
+                self._news.append(f"the desk failed, and gives no slot any more:\n{self._failed}")
+
+    def _answer_until_closed(self) -> None:
         poller = zmq.Poller()
         for one in (self._listener.socket, self._waker):
             poller.register(one, select.POLLIN)

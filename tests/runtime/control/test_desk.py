@@ -583,6 +583,18 @@ def test_an_agent_that_its_manager_finds_dead_is_not_waited_for(office: Office) 
         office.desk.wait(2, PATIENCE_S, lambda: [("n1", "exit status 3")], office.said.append)
 
 
+def test_a_desk_that_fails_says_so_at_once_and_blames_no_agent(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(frame: bytes) -> FromAgent:
+        raise RuntimeError("a fault of the desk's own")
+
+    monkeypatch.setattr(desk, "read_at_desk", fail)
+    with client(office.desk.ticket) as one:
+        one.send(Present())
+        with pytest.raises(EnrolmentError, match="a fault of the desk's own"):
+            office.desk.wait(1, PATIENCE_S, list, office.said.append)
+    assert any("a fault of the desk's own" in text for text in office.said + office.desk.news())
+
+
 def test_a_run_that_goes_on_by_itself_does_with_fewer_agents_after_a_while_if_it_can(office: Office) -> None:
     """What their managers tell of others does not end it then, but is handed on, and these find free slots."""
     ticket = office.desk.ticket
