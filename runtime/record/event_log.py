@@ -273,18 +273,20 @@ def new_records(path: Path, mark: Mark | None = None) -> Iterator[tuple[Record, 
 
 def _frames(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, Mark]]:
     """Payload of each frame after `mark`, and the mark behind it. Half a frame at the end of the file is left out."""
+    number, begin, chain = mark or Mark(0, 0, FIRST)
     try:
-        data = read_file(path, LOG_BYTES)
+        # What is before a mark was looked at: of a log that grows to gigabytes it is not read at each look.
+        data = read_file(path, LOG_BYTES, begin)
     except OSError as error:
         raise LogError(f"{path}: cannot be read: {error.strerror}; {NEEDED}") from error
-    if not data.startswith(MAGIC):
+    if mark is None and not data.startswith(MAGIC):
         given = "a file of another kind" if data else "an empty file"
         words = data[: len(MAGIC) + 8].partition(b"\n")[0].split()
         if words[:2] == MAGIC.split()[:2]:
             version = words[2].decode(errors="replace") if words[2:] else "?"
             given = f"one of format {version}, which another version wrote"
         raise LogError(f"{path}: given {given}, needed an event log of format {FORMAT}")
-    number, at, chain = mark or Mark(0, len(MAGIC), FIRST)
+    at = len(MAGIC) if mark is None else 0
     while at + HEAD <= len(data):
         (length,) = LENGTH.unpack_from(data, at)
         start = at + HEAD
@@ -296,7 +298,7 @@ def _frames(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, Mark]
             payload, chain = data[start : end - CHAIN], _next(chain, data[start : end - CHAIN])
             if chain == data[end - CHAIN : end]:
                 number, at = number + 1, end
-                yield payload, Mark(number, end, chain)
+                yield payload, Mark(number, begin + end, chain)
                 continue
         raise LogError(
             f"{path}: record {number} does not follow from the records before it: it was edited or moved, or one "

@@ -323,7 +323,7 @@ class RunFolder:
         """What the user was told, from this byte on, and the byte from which to read the next time."""
         found: list[NoteLine] = []
         try:
-            new = read_file(self.notes, JSON_BYTES)[start:]
+            new = read_file(self.notes, JSON_BYTES, start)
         except (OSError, RecordError):
             return found, start
         whole = new[: new.rfind(b"\n") + 1]
@@ -421,12 +421,14 @@ class AppendFile:
         os.close(self._fd)
 
 
-def read_file(path: Path, limit: int) -> bytes:
-    """The content of a regular file, of `limit` bytes at most. Raises RecordError for another one, and OSError."""
+def read_file(path: Path, limit: int, start: int = 0) -> bytes:
+    """The content of a regular file from byte `start` on, if the file has `limit` bytes at most. Raises RecordError for
+    another one, and OSError."""
     with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise RecordError(f"{path}: given a file of {size} bytes; needed {limit} at most")
+        file.seek(start)
         return file.read()
 
 

@@ -8,7 +8,16 @@ import pytest
 
 from penstock.graph.ir import Firing
 from penstock.runtime.record.errors import RecordError
-from penstock.runtime.record.event_log import MAGIC, LogError, LogWriter, commands_digest, read_log
+from penstock.runtime.record.event_log import (
+    MAGIC,
+    EndRecord,
+    EventRecord,
+    LogError,
+    LogWriter,
+    commands_digest,
+    new_records,
+    read_log,
+)
 from penstock.runtime.schedule.events import Begin, Done, Fire
 
 
@@ -123,6 +132,20 @@ def test_a_file_of_another_kind_is_refused(path: Path, content: bytes | None, sa
             LogWriter(path)
     with pytest.raises(LogError, match=said):
         read_log(path)
+
+
+def test_a_reader_of_a_log_that_grows_goes_on_behind_what_it_has_read(path: Path) -> None:
+    writer = write(path)
+    writer.flush()
+    *_, (_, mark) = new_records(path)
+    assert list(new_records(path, mark)) == []
+    writer.step(1.0, encode(Done(Firing("generate", 9), "generator/0")), [])
+    writer.end({"status": "done"})
+    *_, whole = new_records(path)
+    # What was read is not read again, however long it is.
+    path.write_bytes(bytes(mark.nbytes) + path.read_bytes()[mark.nbytes :])
+    found = list(new_records(path, mark))
+    assert ([type(record) for record, _ in found], found[-1]) == ([EventRecord, EndRecord], whole)
 
 
 def test_records_are_on_disk_a_second_after_they_were_made(path: Path) -> None:
