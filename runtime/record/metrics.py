@@ -45,6 +45,8 @@ SUMMED = frozenset({TOKENS, "prompt_tokens"})
 
 # The metric by which a node says how many tokens a firing sampled. Rows have its rate alone: it counts all groups.
 GENERATED = "generated_tokens"
+# The columns of a count that is told apart by lag: one figure, so that all of them are of one node.
+BY_LAG = "tokens_lag_"
 # Names for which no row has a number.
 NO_NUMBERS = frozenset({"pools", "not_finite", GENERATED})
 
@@ -83,8 +85,8 @@ class Rows:
 
     A column is of one node: of the first that has reported it in the `order` of the graph, `nodes` before others, and
     last those off the critical path, which report when they are done; of a function that has several nodes, the first
-    alone. Another node's metric of that name has the node's label and a dot before it. Metrics of a node that the
-    program has named stand there both ways.
+    alone. Another node's metric of that name has the node's label and a dot before it. Columns of `BY_LAG` are of one
+    node together, whichever lags it has had. Metrics of a node that the program has named stand there both ways.
     """
 
     def __init__(self, nodes: Mapping[str, int], now: float, elapsed: float = 0.0, order: Sequence[Node] = ()) -> None:
@@ -162,10 +164,11 @@ class Rows:
         figures = {**groups, **{node: reports[node] for node in sorted(reports, key=place)}}
         for node in sorted(figures.keys() - self._further, key=place):
             for column in figures[node]:
-                self._owners.setdefault(column, node)
+                self._owners.setdefault(_figure_of(column), node)
         found: Metrics = {}
         for node, metrics in figures.items():
-            label, own = label_of(node), {name for name in metrics if self._owners.get(name) == node}
+            label = label_of(node)
+            own = {name for name in metrics if self._owners.get(_figure_of(name)) == node}
             labelled = metrics if node in self._named else metrics.keys() - own
             found |= {name: value for name, value in metrics.items() if name in own}
             found |= {f"{label}.{name}": value for name, value in metrics.items() if name in labelled}
@@ -201,7 +204,8 @@ class Rows:
             self.group(Firing(node, ordinal, turn), {name: float(value) for name, value in metrics.items()})
         for node, update, metrics in figures["beside"]:
             self.trailing(update, node, {name: float(value) for name, value in metrics.items()})
-        self._owners |= figures.get("owners", {})
+        for column, node in figures.get("owners", {}).items():
+            self._owners.setdefault(_figure_of(column), node)
 
     def row(
         self,
@@ -315,6 +319,11 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
     return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def _figure_of(column: str) -> str:
+    """What has one owner: a column by itself, or all of `BY_LAG`."""
+    return BY_LAG if column.startswith(BY_LAG) else column
 
 
 def scalars(row: Row) -> Iterable[tuple[str, float]]:

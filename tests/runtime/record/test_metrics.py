@@ -144,6 +144,17 @@ def test_a_column_is_of_the_first_node_that_reports_it_and_others_have_their_nam
         assert row(each, 1, shape=0.75) == {"shape.reward_mean": 0.75, **losses}
 
 
+def test_tokens_by_lag_are_of_one_node_though_another_one_has_had_a_lag_first() -> None:
+    rows = Rows({"learn": 1, "critic": 1}, 0.0, order=nodes_of("learn", "critic"))
+    for update in range(2):
+        rows.update(update, "critic", {"tokens_lag_1": 9.0, "tokens_lag_2": 110.0}, seconds=1.0)
+        rows.update(update, "learn", {"tokens_lag_1": 73.0} if update else {"tokens_lag_0": 78.0}, seconds=1.0)
+        row = rows.row(update, 1.0, {})
+        counted = {name: row[name] for name in row if "tokens_lag" in name}
+        own = {"tokens_lag_1": 73.0} if update else {"tokens_lag_0": 78.0}
+        assert counted == {**own, "critic.tokens_lag_1": 9.0, "critic.tokens_lag_2": 110.0}
+
+
 @pytest.mark.parametrize("prompt", [True, False])
 def test_whose_column_it_is_does_not_depend_on_when_a_node_off_the_critical_path_reports(prompt: bool) -> None:
     rows = Rows({"learn": 1}, 0.0, order=nodes_of("watch", "judge", "learn"))
