@@ -102,6 +102,17 @@ def graded(policy: FakePolicy, prompts: FakePrompts, *, given: int = 2) -> Polic
 
 
 @node(pool="worker")
+def backed(rewards: Rewards, others: Rollouts) -> Rewards:
+    """What the rewards of some responses are worth, by others."""
+    return rewards * len(others)
+
+
+@program
+def backing(policy: FakePolicy, prompts: FakePrompts) -> Policy:
+    return learn(policy, backed(basket(prompts), say(prompts)))
+
+
+@node(pool="worker")
 def spoken(rewards: Rewards, *, times: int = 2, context: Context | None = None) -> tuple[Rewards, Metrics]:
     assert context is not None
     return rewards * times, {"max_tokens": context.max_tokens}

@@ -31,7 +31,7 @@ from penstock.runtime.tensor.checkpoint import CheckpointShard
 from penstock.runtime.tensor.codec import CodecError, decode, encode
 from penstock.runtime.tensor.shm import ObjectRef
 
-from .nodes_for_tests import baskets, graded, make_setup, noting, owned, speaking
+from .nodes_for_tests import backing, baskets, graded, make_setup, noting, owned, speaking
 from .nodes_that_leave import Cupboard, Heavy, make_leaving
 
 # What graphs and plan say about names is looked up in one place.
@@ -214,6 +214,14 @@ def fate_of_rewards(folder: Path, given: int) -> Any:
 def test_rewards_that_are_not_one_for_each_response_fail_their_group(tmp_path: Path, given: int) -> None:
     assert isinstance(fate_of_rewards(tmp_path, 2), Done)
     assert f"grade returned {given} rewards, needed 2, one for each response" in fate_of_rewards(tmp_path, given).error
+
+
+def test_rewards_may_be_of_other_responses_than_those_that_a_node_reads_beside_them(tmp_path: Path) -> None:
+    executor = make(tmp_path, traced=backing)
+    for name in ("prompts", "basket", "say"):
+        fire(executor, name, [0])
+    executor.step()
+    assert isinstance(fire(executor, "backed", [0])[0].event, Done)
 
 
 def test_a_node_that_leaves_the_process_has_failed_with_its_traceback(tmp_path: Path) -> None:
