@@ -20,7 +20,17 @@ from penstock.graph.interface import Interface, interface
 from penstock.graph.ir import Clock
 from penstock.graph.protocols import Stream
 from penstock.graph.trace import Handle, current, recording
-from penstock.graph.types import COLUMNS, MOST_FIGURES, NAME_LENGTH, AnyRewards, Metrics, Weights
+from penstock.graph.types import (
+    COLUMNS,
+    MOST_FIGURES,
+    NAME_LENGTH,
+    Advantages,
+    AnyRewards,
+    Batchable,
+    Metrics,
+    Weights,
+    uneven,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -168,7 +178,8 @@ class NodeDef(Generic[P, T]):
         """A result as (state, outputs by name, metrics). `stateful`: the state leads the result.
 
         A `Stream` hands its outputs over without the state. Raises TypeError for a result that does not fit the
-        return annotation, ValueError for rewards that are none.
+        return annotation, ValueError for rewards and advantages that are none, and for a group's value whose columns
+        have different rows.
         """
         shape = self.interface
         # What is returned is (state, outputs, metrics), where the signature has them.
@@ -182,7 +193,10 @@ class NodeDef(Generic[P, T]):
             names = ", ".join(type(part).__name__ for part in result) if isinstance(result, tuple) else ""
             given = f"tuple[{names}]" if names else type(result).__name__
             raise TypeError(f"{self._returned} {given}, needed {shape.returns}")
-        for lack in (value.lack() for value in values if isinstance(value, AnyRewards)):
+        lacks = [value.lack() for value in values if isinstance(value, AnyRewards | Advantages)]
+        # Joined with those of other groups, a column would be of other rows than the one beside it.
+        lacks += [uneven(value) for value in values if isinstance(value, Batchable) and self.clock == "group"]
+        for lack in lacks:
             if lack:
                 raise ValueError(f"{self._returned} {lack}")
         # A dict that grows with each update would fill `metrics.jsonl` and the terminal.

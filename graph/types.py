@@ -570,7 +570,7 @@ class Rewards(Batchable):
 
     def lack(self) -> str:
         """What is given that is no row of rewards, and what is needed; "" if all is well."""
-        return _lack(self.values_N, 1, "Rewards", "an array [N], one number per response")
+        return _lack(self.values_N, (1,), "Rewards", "an array [N], one number per response", finite=True)
 
 
 @dataclass
@@ -592,20 +592,21 @@ class TurnRewards(Batchable):
 
     def lack(self) -> str:
         """What is given that is no rewards of turns, and what is needed; "" if all is well."""
-        return _lack(self.values_NK, 2, "TurnRewards", "an array [N, K], one number per turn of a response")
+        needed = "an array [N, K], one number per turn of a response"
+        return _lack(self.values_NK, (2,), "TurnRewards", needed, finite=True)
 
 
 # What an environment or a scorer gives for responses.
 AnyRewards = Rewards | TurnRewards
 
 
-def _lack(values: Array, num_dims: int, kind: str, needed: str) -> str:
+def _lack(values: Array, dims: Sequence[int], kind: str, needed: str, *, finite: bool) -> str:
     shape = getattr(values, "shape", None)
-    if shape is None or len(shape) != num_dims:
+    if shape is None or len(shape) not in dims:
         given = f"a {type(values).__name__}" if shape is None else f"an array of shape {list(shape)}"
         return f"{kind} of {given}, needed {needed}"
     # Of plain numbers, since `isfinite` is called otherwise in each library.
-    rows = values.tolist()
+    rows = values.tolist() if finite else []
     for row, found in enumerate(rows):
         for value in found if isinstance(found, list) else (found,):
             if isinstance(value, float) and not math.isfinite(value):
@@ -626,6 +627,12 @@ class Advantages(Batchable):
     def at(self, sequence_P: Array, step_P: Array) -> Array:
         """The advantage of each token, float [P]: token `step_P` of response `sequence_P`."""
         return self.values_N[sequence_P]
+
+    def lack(self) -> str:
+        """What is given that is no advantages, and what is needed; "" if all is well. Any number may be that of a token
+        that nobody sampled."""
+        needed = "an array, one number per response [N] or token [N, T]"
+        return _lack(self.values_N, (1, 2), type(self).__name__, needed, finite=False)
 
 
 @dataclass
@@ -691,6 +698,20 @@ def row_numbers(rows: "Sequence[int] | Array", count: int, name: str) -> list[in
     return index
 
 
+def uneven(value: Batchable) -> str:
+    """What columns of different rows a value has, and what is needed; "" if all have as many. An empty tuple is none:
+    what it may be filled with is not there."""
+    rows: dict[int, str] = {}
+    for each in fields(value):
+        column = getattr(value, each.name)
+        if isinstance(column, tuple) and column:
+            rows.setdefault(len(column), each.name)
+        elif shape := getattr(column, "shape", ()):
+            rows.setdefault(shape[0], each.name)
+    given = " and ".join(f"{count} rows of {name}" for count, name in rows.items())
+    return f"{type(value).__name__} with {given}, needed as many of each" if len(rows) > 1 else ""
+
+
 def taken(column: Any, rows: Sequence[int]) -> Any:
     """These rows of a column, in this order: of an array or a tuple; None of one that is None."""
     if column is None:
@@ -705,6 +726,8 @@ def joined(values: Sequence[Any], widths: Sequence[int] = ()) -> Any:
         return None
     if isinstance(values[0], tuple):
         return tuple(item for value in values for item in value)
+    if wrong := [value for value in values if not getattr(value, "shape", ())]:
+        raise TypeError(f"given a {type(wrong[0]).__name__}, needed an array or a tuple with one entry for each row")
     # Each axis but the rows as wide as the widest part.
     shapes = [tuple(value.shape[1:]) for value in values]
     widest = [max(sizes) for sizes in zip(*shapes, *([tuple(widths)] if widths else []), strict=True)]

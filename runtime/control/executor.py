@@ -20,7 +20,7 @@ import torch
 from penstock.graph.ir import Firing, Node
 from penstock.graph.node import Dropped, Filter, Paused, UntrustedError
 from penstock.graph.protocols import Fusing, Offloadable, Releasing, Threaded
-from penstock.graph.types import AnyRewards, Model, Prefixes, Rollouts
+from penstock.graph.types import Advantages, AnyRewards, Model, Prefixes, Rollouts
 from penstock.runtime.control.checkpointing import Checkpointing, restore
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.process import RAISED, told
@@ -413,16 +413,17 @@ class Executor:
 
 
 def _require_rows(node: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
-    """Raises ValueError for rewards of a node with responses that are not one for each of these, nor for each reward or
-    prefix that it read: joined with those of other groups, they would be other responses' rewards."""
+    """Raises ValueError for rewards or advantages of a node with responses that are not one for each of these, nor for
+    each reward, advantage or prefix that it read: joined with those of other groups, they would be other responses'."""
     values = (*inputs.values(), *outputs.values())
     rows = {len(value) for value in values if isinstance(value, Rollouts)}
     # What is known of some responses may be for the rewards of others, as values of vines for those of their prefixes.
-    others = {len(value) for value in inputs.values() if isinstance(value, AnyRewards | Prefixes)}
+    others = {len(value) for value in inputs.values() if isinstance(value, AnyRewards | Advantages | Prefixes)}
     for value in outputs.values():
-        if isinstance(value, AnyRewards) and rows and (given := len(value)) not in rows | others:
+        if isinstance(value, AnyRewards | Advantages) and rows and (given := len(value)) not in rows | others:
+            kind = "advantages" if isinstance(value, Advantages) else "rewards"
             needed = " or ".join(map(str, sorted(rows | others)))
-            raise ValueError(f"{node} returned {given} rewards, needed {needed}, one for each response that it reads")
+            raise ValueError(f"{node} returned {given} {kind}, needed {needed}, one for each response that it reads")
 
 
 def _done_talking(node: Node, outputs: Mapping[str, Any]) -> bool:

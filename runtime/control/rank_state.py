@@ -221,11 +221,17 @@ class HeldValues:
 
     def read(self, read: InputRead, fire: Fire, handles: Mapping[Key, ObjectRef], scattered: bool = False) -> Any:
         """An input of a firing: a value of its own group or update, or those of a batch joined; `scattered`, one whose
-        columns are read when they are used, where its class allows that."""
+        columns are read when they are used, where its class allows that. Raises ValueError where they do not join."""
         if read.joined and scattered and (batch := self._scattered(read, fire, handles)) is not None:
             return batch
         found = [self.get((firing, read.output), handles) for firing in read.firings(fire.firing, fire.groups)]
-        return join(found) if read.joined else found[0]
+        if not read.joined:
+            return found[0]
+        try:
+            return join(found)
+        # Whatever a class of the user's raises: of whose values it is, no traceback says.
+        except Exception as error:
+            raise ValueError(f"{read.node}.{read.output} of {len(found)} groups cannot be joined: {error}") from error
 
     def get(self, key: Key, handles: Mapping[Key, ObjectRef]) -> Any:
         """One value, from here or from who keeps it. Raises KeyError if it is not here and has no handle."""

@@ -1,13 +1,16 @@
 """Nodes outside of programs: what a direct call does, and what workers use."""
 
+import re
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from penstock.graph import Context, GraphError, Metrics, NodeDef, Rewards, node
 from penstock.graph.interface import REQUIRED, interface
-from penstock.graph.types import COLUMNS, TurnRewards
+from penstock.graph.types import COLUMNS, Advantages, Batchable, TurnRewards
 from tests.graph.programs_for_tests import Engine as Slots
 
 
@@ -256,6 +259,49 @@ def test_rewards_of_turns_are_finite_numbers_for_each_turn(values: Any, said: st
 def test_rewards_are_one_row(values: Any, given: str) -> None:
     with pytest.raises(ValueError, match=f"judged returned Rewards of {given}, needed an array \\[N\\]"):
         judged.split((Rewards(values), {}), stateful=False)
+
+
+@node
+def weighed(length: Length) -> Advantages:
+    return Advantages(torch.ones(int(length)))
+
+
+@pytest.mark.parametrize("values", [torch.ones(3), torch.ones(3, 5), torch.tensor([float("nan")])])
+def test_advantages_are_of_responses_or_of_tokens(values: Tensor) -> None:
+    assert weighed.split(Advantages(values), stateful=False)[1]["out"].values_N is values
+
+
+@pytest.mark.parametrize(
+    ("values", "given"),
+    [([1.0], "a list"), (torch.tensor(1.0), "an array of shape []"), (torch.ones(1, 2, 3), "an")],
+)
+def test_advantages_of_anything_else_do_not_leave_their_node(values: Any, given: str) -> None:
+    with pytest.raises(ValueError, match=f"weighed returned Advantages of {re.escape(given)}.*, needed an array"):
+        weighed.split(Advantages(values), stateful=False)
+
+
+@dataclass
+class Verdicts(Batchable):
+    sure_N: Tensor
+    words: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    other_N: Tensor | None = None
+
+
+@node
+def convinced(length: Length) -> Verdicts:
+    return Verdicts(torch.ones(int(length)), ("yes",) * int(length))
+
+
+def test_a_groups_value_has_as_many_rows_in_each_column() -> None:
+    even, uneven = Verdicts(torch.ones(2), ("yes", "no")), Verdicts(torch.ones(3), ("yes", "no"))
+    assert convinced.split(even, stateful=False)[1] == {"out": even}
+    with pytest.raises(
+        ValueError, match="convinced returned Verdicts with 3 rows of sure_N and 2 rows of words, needed"
+    ):
+        convinced.split(uneven, stateful=False)
+    # What is made of a whole batch is joined with nothing.
+    assert convinced.per_update.split(uneven, stateful=False)[1] == {"out": uneven}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 
 from penstock.graph import Context, Metrics, Policy, Program, Prompts, Rewards, Rollouts, node, program, trace
 from penstock.graph.node import Paused
+from penstock.graph.types import Advantages, Batchable
 from penstock.nodes.fake import FakePolicy, FakePrompts
 from penstock.runtime.cluster.placement import Plan, Pool, Rank, Replica
 from penstock.runtime.control.rank_setup import RankSetup
@@ -99,6 +100,41 @@ def grade(rollouts: Rollouts, *, given: int) -> Rewards:
 @program
 def graded(policy: FakePolicy, prompts: FakePrompts, *, given: int = 2) -> Policy:
     return learn(policy, grade(say(prompts), given=given))
+
+
+@node(pool="worker")
+def weigh(rollouts: Rollouts, *, given: int) -> Advantages:
+    return Advantages(torch.ones(given))
+
+
+@node(pool="worker", clock="update")
+def learn_weighed(policy: FakePolicy, advantage: Advantages) -> FakePolicy:
+    return policy
+
+
+@program
+def weighed(policy: FakePolicy, prompts: FakePrompts, *, given: int = 2) -> Policy:
+    return learn_weighed(policy, weigh(say(prompts), given=given))
+
+
+@dataclass
+class Words(Batchable):
+    words: Any
+
+
+@node(pool="worker")
+def speak(prompts: Prompts) -> Words:
+    return Words(["a list is no column"])
+
+
+@node(pool="worker", clock="update")
+def learn_words(policy: FakePolicy, words: Words) -> FakePolicy:
+    return policy
+
+
+@program
+def listing(policy: FakePolicy, prompts: FakePrompts) -> Policy:
+    return learn_words(policy, speak(prompts))
 
 
 @node(pool="worker")

@@ -31,7 +31,7 @@ from penstock.runtime.tensor.checkpoint import CheckpointShard
 from penstock.runtime.tensor.codec import CodecError, decode, encode
 from penstock.runtime.tensor.shm import ObjectRef
 
-from .nodes_for_tests import backing, baskets, graded, make_setup, noting, owned, speaking
+from .nodes_for_tests import backing, baskets, graded, listing, make_setup, noting, owned, speaking, weighed
 from .nodes_that_leave import Cupboard, Heavy, make_leaving
 
 # What graphs and plan say about names is looked up in one place.
@@ -203,17 +203,30 @@ def test_an_exception_that_a_stream_answers_with_fails_that_firing_alone(tmp_pat
     assert said == "ZeroDivisionError: one egg cracked\n"
 
 
-def fate_of_rewards(folder: Path, given: int) -> Any:
-    executor = make(folder, traced=graded, given=given)
+def fate_of_rewards(folder: Path, given: int, traced: Any = graded, node: str = "grade") -> Any:
+    executor = make(folder, traced=traced, given=given)
     fire(executor, "prompts", [0])
     fire(executor, "say", [0])
-    return fire(executor, "grade", [0])[0].event
+    return fire(executor, node, [0])[0].event
 
 
 @pytest.mark.parametrize("given", [1, 3])
-def test_rewards_that_are_not_one_for_each_response_fail_their_group(tmp_path: Path, given: int) -> None:
-    assert isinstance(fate_of_rewards(tmp_path, 2), Done)
-    assert f"grade returned {given} rewards, needed 2, one for each response" in fate_of_rewards(tmp_path, given).error
+@pytest.mark.parametrize(("traced", "node", "kind"), [(graded, "grade", "rewards"), (weighed, "weigh", "advantages")])
+def test_rewards_that_are_not_one_for_each_response_fail_their_group(
+    tmp_path: Path, given: int, traced: Any, node: str, kind: str
+) -> None:
+    assert isinstance(fate_of_rewards(tmp_path, 2, traced, node), Done)
+    said = f"{node} returned {given} {kind}, needed 2, one for each response"
+    assert said in fate_of_rewards(tmp_path, given, traced, node).error
+
+
+def test_values_that_do_not_join_are_told_with_the_node_that_made_them(tmp_path: Path) -> None:
+    executor = make(tmp_path, traced=listing)
+    fire(executor, "prompts", [0, 1])
+    fire(executor, "speak", [0, 1])
+    (failed,) = order(executor, Fire(Firing("learn_words", 0), "worker/0", (0, 1)))
+    assert isinstance(failed.event, Failed)
+    assert "speak.out of 2 groups cannot be joined: given a list, needed an array or a tuple" in failed.event.error
 
 
 def test_rewards_may_be_of_other_responses_than_those_that_a_node_reads_beside_them(tmp_path: Path) -> None:
