@@ -244,6 +244,8 @@ def _assumptions(
         yield "A group takes as long however many others its generator has in work: the run does not tell otherwise."
     if not same:
         yield "Replicas are as fast as those of the run and take nothing from each other; responses are as long."
+    if failures := facts.failures[0]:
+        yield f"Nothing fails here, and nothing is tried again. In the run, {failures}."
     if any(step.accumulate for step in stage.tables.steps.values()):
         yield "The parts of an update take equal shares of its seconds."
     if any(work.segment and work.kind == "group" for work in stage.followed.work):

@@ -285,6 +285,14 @@ def test_groups_beside_each_other_slow_each_other_down_as_in_the_run(tmp_path: P
     assert any("slow each other down" in said for said in found["assumptions"])
 
 
+def test_failures_of_the_run_are_named_since_the_simulation_repeats_none(tmp_path: Path, simulated: Simulated) -> None:
+    run = made(tmp_path / "run")
+    assert not any("fail" in said for said in simulated(run)["assumptions"])
+    summary = json.loads((run.folder.path / "summary.json").read_text())
+    run.folder.write_json("summary.json", {**summary, "fates": {**summary["fates"], "failed": 3}, "retried": 2})
+    assert any("3 groups failed, 2 firings were tried again" in said for said in simulated(run)["assumptions"])
+
+
 def test_the_text_says_what_was_assumed_and_files_are_written(tmp_path: Path, say: Say) -> None:
     files = {name: tmp_path / f"schedule.{name}" for name in ("svg", "html", "trace")}
     words = (word for name, file in files.items() for word in (f"--{name}", file))
