@@ -47,7 +47,7 @@ from penstock.runtime.control.rendezvous import Pulse, beat_interval
 from penstock.runtime.control.security import Keys
 from penstock.runtime.control.silence import PAUSE_S, LivenessTracker
 from penstock.runtime.control.sockets import MAX_NOTES, SILENCE, Client, Server
-from penstock.runtime.schedule.events import Begin, Checkpoint, Done, Failed, Fire, Published, Saved, Swapped
+from penstock.runtime.schedule.events import Abort, Begin, Checkpoint, Done, Failed, Fire, Published, Saved, Swapped
 from penstock.runtime.tensor.shm import ObjectRef
 from tests.halt import halt
 
@@ -224,6 +224,18 @@ def test_notes_are_handed_on_up_to_a_number_and_a_length(b: Bench) -> None:
     assert len(texts) == MAX_NOTES + 1
     assert max(map(len, texts)) < 2 * MAX_TEXT
     assert texts[-1].endswith("the end")
+
+
+def test_what_a_rank_says_of_a_failure_is_handed_on_up_to_a_length(b: Bench) -> None:
+    client, told = b.client("generator/0"), "y" * (1 << 20) + "the end"
+    failed = Failed(Firing("generate", 3), "generator/0", 0, told)
+    client.send(Results((RESULTS.results[0], Result(failed), Result(Abort(told)))))
+    _, results = b.wait_for(2)[1]
+    assert isinstance(results, Results)
+    done, *others = results.results
+    assert done == RESULTS.results[0]
+    texts = [result.event.error for result in others if isinstance(result.event, Failed | Abort)]
+    assert [(len(text) < 2 * MAX_TEXT, text.endswith("the end")) for text in texts] == [(True, True)] * 2
 
 
 def test_mutated_frames_are_messages_or_counted_on_both_sides(b: Bench) -> None:
