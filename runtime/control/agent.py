@@ -238,7 +238,8 @@ class Agent:
             self._await_ends(LAST_S)
             for forks in self._forks.values():
                 kill(forks.child)
-                forks.child.wait(timeout=LAST_S)
+                with suppress(subprocess.TimeoutExpired):  # it waits for a disk, and ends when that answers
+                    forks.child.wait(timeout=LAST_S)
             self._tell_ended()
             for forks in self._forks.values():
                 forks.close()

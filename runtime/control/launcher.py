@@ -203,7 +203,7 @@ class Launcher:
                 self.tell({"kind": "note", "level": "warning", "text": f"{why}; the run folder is {self.folder}"})
             self._check_agents(controller)
             if monotonic() > self._deadline:
-                self._kill(controller)
+                self._kill(controller, "the controller")
             ended = controller.poll() is not None
 
     def _silence(self, controller: Child, seconds: float) -> str:
@@ -216,15 +216,16 @@ class Launcher:
         why = HELD_UP.get(state, "hangs, or has no processor" if self._last or seconds >= self.deadline else "")
         return f"the controller (process {controller.pid}) {why}, and has said nothing for {seconds:g} s" if why else ""
 
-    def _kill(self, controller: Child) -> None:
-        kill(controller)
+    def _kill(self, child: Child, who: str) -> None:
+        """End a child, and wait for its end."""
+        kill(child)
         with suppress(subprocess.TimeoutExpired):
-            controller.wait(timeout=KILLED_S)
+            child.wait(timeout=KILLED_S)
             return
         # Nobody can end a process that waits for a disk; and what is in the folder could not be cleared either.
-        text = f"the controller (process {controller.pid}) is killed, and ends when {self.folder} answers again"
+        text = f"{who} (process {child.pid}) is killed, and ends when {self.folder} answers again"
         self.tell({"kind": "note", "level": "warning", "text": text})
-        controller.wait()
+        child.wait()
 
     def _hear(self, line: bytes) -> None:
         message = read_line(line)
@@ -335,7 +336,7 @@ class Launcher:
 
     def _end(self, controller: Child) -> None:
         """Agents have heard the goodbye, or see that the controller is gone; what is left soon after is killed."""
-        self._kill(controller)
+        self._kill(controller, "the controller")
         assert controller.stdin is not None
         controller.stdin.close()
         clock, agents = AwakeClock(), self.agents.values()
@@ -345,9 +346,8 @@ class Launcher:
             if clock.counted(monotonic()) > until or monotonic() > self._deadline:
                 break
             sleep(0.01)
-        for agent in agents:
-            kill(agent)
-            agent.wait()
+        for host, agent in self.agents.items():
+            self._kill(agent, f"the agent of host {host}")
 
     def _sweep(self, folder: RunFolder) -> None:
         """Remove every process, segment, socket and key of the run from this host. The folder may have been moved, and
