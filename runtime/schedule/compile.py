@@ -4,7 +4,7 @@
 possible for it. The errors are ValueErrors, as those of `check` are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from math import gcd
@@ -334,96 +334,119 @@ def _partner(nodes: Sequence[Node], node: Node) -> str:
     return next((i.ref.node for i in node.inputs if i.back and i.ref.node != node.name), "")
 
 
+# What a graph has that an option does not allow, each by name, and what is needed.
+Lack = tuple[list[str], str]
+
+
 def check_rules(tables: Tables, rules: Rules) -> None:
     """Raises ValueError for rules that the graph does not allow."""
-    steps = tables.steps.values()
-    lags = {(s.name, lag) for readers in tables.weight_readers.values() for s, lag in readers if not s.per_update}
-    late = {(s.name, lag) for readers in tables.weight_readers.values() for s, lag in readers if s.per_update and lag}
-    pinned, replace, ready = "--versions pinned", "--on-failure replace", "--order ready"
-    lost = "--lost-replica replace"
-    thinned = [f"{c.node} with every=…" for c in tables.channels.values() if c.every > 1]
-    delayed = [f"{s.name}, which reads {carried!r} delayed" for s in steps for carried, _ in s.delays]
-    unequal = len({lag for _, lag in lags}) > 1
-    for step in steps:
+    for step in tables.steps.values():
         if step.accumulate and rules.batch % step.accumulate:
             where = f" (written at {step.where})" if step.where else ""
             parts = f"given parts of {step.accumulate} groups of a batch of {rules.batch}"
             raise ValueError(f"{step.name}: accumulate{where}: {parts}; needed a number that divides {rules.batch}")
-    # A replica keeps one version live, and a resumed run makes none older than its checkpoint. So pinned groups of an
-    # update need one version, and a checkpoint must not have to wait for a group that reads something delayed, which
-    # waits for an update in its turn.
-    table: list[tuple[str, list[str], str]] = [
-        (
-            replace,
-            delayed,
-            "no delay, which is exact, while a replaced group moves those after it to earlier updates than the ones "
-            "that they have read it for; use --on-failure stop, with --retries",
-        ),
-        (
-            pinned,
-            [f"the filter {s.name}" for s in steps if s.filters] + thinned,
-            "none, since which groups an update takes, or which versions exist, would not be known beforehand; use "
-            "--versions free",
-        ),
-        (
-            pinned,
-            [f"{name} lag={lag}" for name, lag in sorted(lags | late)] if unequal or late else [],
-            "one lag for all per-group nodes that read weights, and lag=0 for per-update ones; use "
-            "--versions free or make the lags equal",
-        ),
-        (
-            pinned,
-            [
-                f"{s.name}, which reads {carried!r} with a delay of {lag} before weights are read with "
-                f"lag={tables.max_lag}"
-                for s in steps
-                for carried, lag in s.delays
-                if lag < tables.max_lag and _reads_weights(tables, s)
-            ],
-            "a delay of at least the lag, or --versions free",
-        ),
-        (
-            lost,
-            [f"{step.name}, which has a state" for step in steps if step.stateful and not step.per_update]
-            + [f"{step.name} with accumulate=…" for step in steps if step.accumulate],
-            "groups that can begin again: none that a state has seen, nor a part of an update; use "
-            "--lost-replica stop, and resume",
-        ),
-        (
-            f"{lost} with {pinned}",
-            [
-                f"{step.name} in pool {step.pool} ({tables.fixed_pools[step.pool]})"
-                for step in steps
-                if step.weights and not step.per_update and tables.fixed_pools[step.pool]
-            ],
-            "per-group nodes that read weights in pools of generators and scorers alone, which can go back to an older "
-            "version; use --versions free",
-        ),
-        (
-            lost,
-            [f"pool {pool} ({why})" for pool, why in tables.fixed_pools.items()]
-            if all(tables.fixed_pools.values())
-            else [],
-            "a pool of generators or scorers alone, whose nodes fire per group and have no state; use "
-            "--lost-replica stop, and resume",
-        ),
-        (
-            ready,
-            delayed + thinned + ([f"{name} lag={lag}" for name, lag in sorted(lags)] if unequal else []),
-            "no delay, which is exact, every version sent, and one lag for all per-group nodes that read weights: a "
-            "group that is overtaken must find new enough ones; use --order strict",
-        ),
-    ]
-    asked = {
-        pinned: rules.versions == "pinned",
-        replace: rules.on_failure == "replace",
-        ready: rules.order == "ready",
-        lost: rules.lost_replica == "replace",
-        f"{lost} with {pinned}": rules.lost_replica == "replace" and rules.versions == "pinned",
-    }
-    for rule, given, needed in table:
-        if asked[rule] and given:
-            raise ValueError(f"{rule}: given {', '.join(given)}; needed {needed}")
+    pinned, replaces = rules.versions == "pinned", rules.lost_replica == "replace"
+    for asked, option, lacks in (
+        (rules.on_failure == "replace", "--on-failure replace", _lacks_of_replacing),
+        (pinned, "--versions pinned", _lacks_of_pinning),
+        (replaces, "--lost-replica replace", _lacks_of_losing),
+        (replaces and pinned, "--lost-replica replace with --versions pinned", _lacks_of_losing_pinned),
+        (rules.order == "ready", "--order ready", _lacks_of_overtaking),
+    ):
+        for given, needed in lacks(tables) if asked else ():
+            if given:
+                raise ValueError(f"{option}: given {', '.join(given)}; needed {needed}")
+
+
+def _lacks_of_replacing(tables: Tables) -> Iterator[Lack]:
+    yield (
+        _delayed(tables),
+        "no delay, which is exact, while a replaced group moves those after it to earlier updates than the ones "
+        "that they have read it for; use --on-failure stop, with --retries",
+    )
+
+
+def _lacks_of_pinning(tables: Tables) -> Iterator[Lack]:
+    """A replica keeps one version live, and a resumed run makes none older than its checkpoint. So pinned groups of an
+    update need one version, and a checkpoint must not have to wait for a group that reads something delayed, which
+    waits for an update in its turn."""
+    steps, lags = tables.steps.values(), _lags(tables)
+    yield (
+        [f"the filter {s.name}" for s in steps if s.filters] + _thinned(tables),
+        "none, since which groups an update takes, or which versions exist, would not be known beforehand; use "
+        "--versions free",
+    )
+    late = {(s.name, lag) for readers in tables.weight_readers.values() for s, lag in readers if s.per_update and lag}
+    yield (
+        [f"{name} lag={lag}" for name, lag in sorted({*lags, *late})] if late or _unequal(lags) else [],
+        "one lag for all per-group nodes that read weights, and lag=0 for per-update ones; use "
+        "--versions free or make the lags equal",
+    )
+    yield (
+        [
+            f"{s.name}, which reads {carried!r} with a delay of {lag} before weights are read with lag={tables.max_lag}"
+            for s in steps
+            for carried, lag in s.delays
+            if lag < tables.max_lag and _reads_weights(tables, s)
+        ],
+        "a delay of at least the lag, or --versions free",
+    )
+
+
+def _lacks_of_losing(tables: Tables) -> Iterator[Lack]:
+    steps = tables.steps.values()
+    yield (
+        [f"{step.name}, which has a state" for step in steps if step.stateful and not step.per_update]
+        + [f"{step.name} with accumulate=…" for step in steps if step.accumulate],
+        "groups that can begin again: none that a state has seen, nor a part of an update; use "
+        "--lost-replica stop, and resume",
+    )
+    fixed = tables.fixed_pools
+    yield (
+        [f"pool {pool} ({why})" for pool, why in fixed.items()] if all(fixed.values()) else [],
+        "a pool of generators or scorers alone, whose nodes fire per group and have no state; use "
+        "--lost-replica stop, and resume",
+    )
+
+
+def _lacks_of_losing_pinned(tables: Tables) -> Iterator[Lack]:
+    yield (
+        [
+            f"{step.name} in pool {step.pool} ({tables.fixed_pools[step.pool]})"
+            for step in tables.steps.values()
+            if step.weights and not step.per_update and tables.fixed_pools[step.pool]
+        ],
+        "per-group nodes that read weights in pools of generators and scorers alone, which can go back to an older "
+        "version; use --versions free",
+    )
+
+
+def _lacks_of_overtaking(tables: Tables) -> Iterator[Lack]:
+    lags = _lags(tables)
+    unequal = [f"{name} lag={lag}" for name, lag in lags] if _unequal(lags) else []
+    yield (
+        _delayed(tables) + _thinned(tables) + unequal,
+        "no delay, which is exact, every version sent, and one lag for all per-group nodes that read weights: a "
+        "group that is overtaken must find new enough ones; use --order strict",
+    )
+
+
+def _delayed(tables: Tables) -> list[str]:
+    return [f"{s.name}, which reads {carried!r} delayed" for s in tables.steps.values() for carried, _ in s.delays]
+
+
+def _thinned(tables: Tables) -> list[str]:
+    """Broadcasts that do not send every version."""
+    return [f"{c.node} with every=…" for c in tables.channels.values() if c.every > 1]
+
+
+def _lags(tables: Tables) -> list[tuple[str, int]]:
+    """The lags with which per-group nodes read weights, each with its node."""
+    return sorted({(s.name, lag) for read in tables.weight_readers.values() for s, lag in read if not s.per_update})
+
+
+def _unequal(lags: Sequence[tuple[str, int]]) -> bool:
+    return len({lag for _, lag in lags}) > 1
 
 
 def _reads_weights(tables: Tables, step: NodeStep) -> bool:
