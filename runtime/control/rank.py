@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch._C._distributed_c10d import Store as C10dStore
 
 from penstock.runtime.cluster.endpoints import LOOPBACK, AddressError, resolved
+from penstock.runtime.cluster.placement import Rank
 from penstock.runtime.control.executor import Executor, be_deterministic
 from penstock.runtime.control.messages import Count, Look, Note, Post
 from penstock.runtime.control.rank_state import HeldValues
@@ -114,12 +115,28 @@ def require_device(device: str, host: str) -> None:
         raise ValueError(f"devices [no-device]: given {given}; needed a cluster file that says so (penstock doctor)")
 
 
+def prepare_torch(place: Rank, config: RunConfig, address: str) -> None:
+    """Have torch in this process compute where a rank is to, as the run's options say. Ranks of other hosts reach it at
+    `address`. Raises ValueError as `require_device`."""
+    torch.set_num_threads(place.threads)
+    if config.flags.deterministic:
+        be_deterministic()
+    if place.device == "cpu":
+        return
+    several = len({host for one in config.plan.replicas for host in one.hosts}) > 1
+    # The first group of a process decides for all: weights may go to other hosts.
+    beside = several or config.flags.transport == "nccl"
+    prepare_nccl(address if several else LOOPBACK, beside=beside)
+    require_device(place.device, place.host)  # asks the driver, so that it comes after
+    torch.cuda.set_device(place.device)  # where libraries put what names no device
+
+
 class RankRuntime:
     """All that rank `index` of `replica` holds, made from the first checkpoint named in `restore` that is there.
 
     `life` is how often the replica has been lost before, `start` how often it was started. `server` answers readers on
     other hosts; None where there are none: then nothing listens. `notes` are what the user should know: values and
-    weights that go a slower way, and warnings of nodes.
+    weights that take a slower transport, and warnings of nodes.
     """
 
     def __init__(
@@ -131,8 +148,8 @@ class RankRuntime:
         join: Join,
         pulse: Pulse,
         wake: Callable[[], None],
-        life: int = 0,
-        start: int = 0,
+        life: int,
+        start: int,
     ) -> None:
         try:
             join = dataclasses.replace(join, address=resolved(join.address))
@@ -140,16 +157,7 @@ class RankRuntime:
             raise ValueError(f"host {join.host}: address: {error}") from None
         folder, own, flags = Path(join.folder), config.plan.replica(replica), config.flags
         place, num_ranks = own.ranks[index], len(own.ranks)
-        torch.set_num_threads(place.threads)
-        if flags.deterministic:
-            be_deterministic()
-        several = len({host for one in config.plan.replicas for host in one.hosts}) > 1
-        if place.device != "cpu":
-            # The first group of a process decides for all: weights may go to other hosts.
-            beside = several or flags.transport == "nccl"
-            prepare_nccl(join.address if several else LOOPBACK, beside=beside)
-            require_device(place.device, place.host)  # asks the driver, so that it comes after
-            torch.cuda.set_device(place.device)  # where libraries put what names no device
+        prepare_torch(place, config, join.address)
         self.notes: SimpleQueue[str] = SimpleQueue()
         tell_node_warnings(self.notes.put)
         # Whoever waits for a peer knows its name: to be heard before the controller gives up on the one that waits.
@@ -191,13 +199,10 @@ class RankRuntime:
         # A rank whose values are read on its own host alone listens nowhere.
         self.server: ExchangeServer | None = None
         if setup.asked_from_afar:
-            name = config.plan.spelled(replica, index)
-
-            def died(text: str) -> None:
-                """By the heartbeat's thread: the main one may be at work for minutes."""
-                pulse.say(Note("error", f"{name}: the thread that answers readers of other hosts ended:\n{text}"))
-
-            self.server = ExchangeServer(join, owner, ObjectReader(join.run, host=place.host, folders=folders), died)
+            ended = f"{config.plan.spelled(replica, index)}: the thread that answers readers of other hosts ended"
+            reader = ObjectReader(join.run, host=place.host, folders=folders)
+            # By the heartbeat's thread: the main one may be at work for minutes.
+            self.server = ExchangeServer(join, owner, reader, lambda why: pulse.say(Note("error", f"{ended}:\n{why}")))
         endpoint = self.server.endpoint if self.server is not None else ""
         self.store = ObjectStore(
             join.run, owner, host=place.host, endpoint=endpoint, folders=folders, warn=self.notes.put, life=life
