@@ -70,7 +70,7 @@ _LATEX = [
 _FUNCTIONS = "sqrt|log|ln|sin|cos|tan"
 _WITHIN = (
     re.compile(
-        rf"(?:[\^_{{√∛∜±≈≠≤≥]|[0-9]:|[\w)}}$]\s*(?:<|(?<!>)>)=?|\+/|[0-9]\*\*|\\[A-Za-z]+|(?:{_FUNCTIONS})\s*\("
+        rf"(?:[\^_{{√∛∜±≈≠≤≥]|[\w)}}$]\s*(?:<|(?<!>)>)=?|\+/|[0-9]\*\*|\\[A-Za-z]+|(?:{_FUNCTIONS})\s*\("
         rf"|\b(?i:not|than|about|approximately|approx\.?|roughly|around|nearly|almost"
         rf"|(?:minus|negative|twice|half|double|root|{_FUNCTIONS})(?:\s+of)?))\s*[−-]?\s*$"
     ),

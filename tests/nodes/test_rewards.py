@@ -158,7 +158,6 @@ WRONG = [
     ("7", "-7"),
     ("9 33", "933"),
     *((text.format(number), "600") for text in ("It is {}.", r"\boxed{{{}}}") for number in THOUSANDS),
-    ("9:12", "12"),
     (r"\boxed{5 \quad 600}", "5600"),
     (r"\boxed{3 \cdot 4 \times 10^2}", "1200"),
     (r"\boxed{3 + 4 \times 10^2}", "400"),
