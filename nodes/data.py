@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -271,23 +271,28 @@ def wrong_answer(problem: Problem, key: int) -> str:
 class Epochs(Generic[R]):
     """Rows by ordinal, in another keyed order in each epoch.
 
-    Where the evaluation has no data of its own, a fixed tenth of the rows, at most 500, is the evaluation's; of fewer
-    than ten rows, all are both.
+    Where the evaluation has no data of its own, a fixed tenth of the prompts, at most 500, is the evaluation's, each
+    once, and no row with one of them is learnt from; of fewer than ten prompts, all are both.
     """
 
-    def __init__(self, context: Context, rows: Sequence[R]) -> None:
+    def __init__(self, context: Context, rows: Sequence[R], prompt: Callable[[R], str]) -> None:
         # Not by the run's seed: runs with other seeds are measured on the same rows.
         order = _permutation(len(rows), 0)
-        num_held_out = 0 if context.apart or context.split == "whole" else min(HELD_OUT, len(rows) // 10)
+        first: dict[str, int] = {}
+        for i in order:
+            first.setdefault(prompt(rows[i]), i)
+        num_held_out = 0 if context.apart or context.split == "whole" else min(HELD_OUT, len(first) // 10)
+        held_out = dict(islice(first.items(), num_held_out))
         evaluate = context.split == "evaluate"
         if evaluate and not num_held_out:
             warnings.warn(
-                f"accuracy is measured on the {len(rows)} rows that training learns from: of fewer than 10 none are "
-                "kept for it, and there is no --eval-data or --eval-split",
+                f"accuracy is measured on the {len(rows)} rows that training learns from: of fewer than 10 prompts "
+                "none are kept for it, and there is no --eval-data or --eval-split",
                 NodeWarning,
                 stacklevel=2,
             )
-        chosen = order[:num_held_out] if evaluate and num_held_out else order[num_held_out:]
+        train = [i for i in order if prompt(rows[i]) not in held_out] if held_out else order
+        chosen = [*held_out.values()] if evaluate and held_out else train
         self.rows = [rows[i] for i in chosen]
         self.context = context
 
@@ -306,7 +311,7 @@ class FilePrompts(Epochs[FileProblem]):
     """Prompts of rows; `data` and `size` as of `graph.protocols`."""
 
     def __init__(self, context: Context, rows: Sequence[FileProblem], data: str) -> None:
-        super().__init__(context, rows)
+        super().__init__(context, rows, lambda row: row.prompt)
         self.data, self.size = data, len(self.rows)
 
     def read(self, ordinal: int) -> Prompts:
@@ -333,7 +338,8 @@ class FileRows(Epochs[tuple[str, tuple[str, ...]]]):
         read: Callable[[DataRow, Context], tuple[str, ...]],
         kind: Callable[..., Demonstrations | Pairs],
     ) -> None:
-        super().__init__(context, table.read(lambda row, context: (row.place, read(row, context)), context))
+        rows = table.read(lambda row, context: (row.place, read(row, context)), context)
+        super().__init__(context, rows, lambda row: row[1][0])
         self.kind, self.data = kind, table.data
 
     def read(self, ordinal: int) -> Demonstrations | Pairs:

@@ -15,6 +15,7 @@ from penstock.nodes.data import (
     ROWS,
     SLOPPY,
     Demonstrations,
+    FilePrompts,
     Problem,
     draw_problem,
     is_sloppy,
@@ -105,6 +106,18 @@ def test_a_file_is_read_in_a_new_order_each_epoch_and_a_tenth_is_held_out(tmp_pa
     first, second = (open_pairs(pairs).read(ordinal).texts for ordinal in (0, 1))
     assert len(set(first)) == 29
     assert first != second
+
+
+def test_rows_that_come_again_are_not_learnt_from_where_their_prompt_is_held_out(tmp_path: Path) -> None:
+    rows = [{"question": f"q{i % 30}", "answer": f"#### {i}"} for i in range(90)]
+    context = replace(TRAIN, data=written(tmp_path / "d.jsonl", rows))
+    evaluation, training = (open_prompts(replace(context, split=split)) for split in ("evaluate", "train"))
+    assert isinstance(evaluation, FilePrompts)
+    assert isinstance(training, FilePrompts)
+    assert (evaluation.size, training.size) == (3, 81)
+    held, learnt = ({made.texts[0] for made in map(source.read, range(200))} for source in (evaluation, training))
+    assert (len(held), len(learnt), held & learnt) == (3, 27, set())
+    assert not held & {text for ordinal in range(9) for text in open_demonstrations(context).read(ordinal).texts}
 
 
 def test_gsm8k_rows_give_question_final_number_and_solution(tmp_path: Path) -> None:
