@@ -218,6 +218,9 @@ class Calls:
 
     def _give_up(self, call: _Call) -> None:
         """End the thread of a call as soon as it runs Python again."""
+        # The number of one that has ended may be another thread's by now.
+        if not call.thread.is_alive():
+            return
         ident = ctypes.c_ulong(call.thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_GivenUp))
         self.abandoned.append(call.thread)

@@ -550,6 +550,23 @@ def test_as_many_calls_are_in_work_as_there_are_firings() -> None:
     assert calls.step() == []
 
 
+def test_a_call_that_has_ended_is_not_given_up_with_those_in_work() -> None:
+    """Its thread's number may be another thread's by then, which would get the exception."""
+    go_on = threading.Event()
+
+    def waits(value: int) -> tuple[int, dict[str, float]]:
+        if value:
+            go_on.wait(PATIENCE_S)
+        return value, {}
+
+    calls = Calls(waits, PATIENCE_S)
+    submit(calls, range(2))
+    until(lambda: not calls.calls[0].thread.is_alive())
+    calls.reset()
+    go_on.set()
+    assert len(calls.abandoned) == 1
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError("broke"), SystemExit(3), KeyboardInterrupt()])
 def test_a_call_that_raises_fails_alone(error: BaseException) -> None:
     def breaks(value: int) -> tuple[int, dict[str, float]]:
