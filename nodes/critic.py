@@ -34,7 +34,7 @@ from penstock.nodes.advantage import whiten
 from penstock.nodes.learn.batching import behaviour_logprobs, check_shape, sampled_mask
 from penstock.nodes.learn.losses import Sampled, segment_lengths
 from penstock.nodes.learn.optimizer import Schedule, UpdateOptions, update_options
-from penstock.nodes.learn.update import Part, Scored, descend, penalty
+from penstock.nodes.learn.update import LossTerm, Scored, descend, penalty
 from penstock.nodes.model import Scorer
 from penstock.nodes.open_model import open_model, reads_tokens, require_model, run_spec
 from penstock.nodes.option_checks import bound, not_negative, share
@@ -192,9 +192,9 @@ def critic_update(
     # A loss of values reads no advantages, which all rows of an update have.
     unread_N = torch.zeros(len(rollouts))
     given = {"expected_NT": (values, "values_NT"), "returns_NT": (returns, "returns_NT")}
-    parts = [Part(widened(Expected, rollouts, values_N=unread_N, **given), partial(_value_loss, clip=clip))]
+    terms = [LossTerm(widened(Expected, rollouts, values_N=unread_N, **given), partial(_value_loss, clip=clip))]
     learner = expect(LanguageCritic, critic, "critic")
-    (steps,), metrics = descend(learner, packed_values, parts, epochs, minibatches, lr, options)
+    (steps,), metrics = descend(learner, packed_values, terms, epochs, minibatches, lr, options)
     loss = sum(step["loss"] for step in steps) / len(steps)
     return critic, {"critic_loss": loss, "critic_grad_norm": metrics["grad_norm"], "critic_lr": metrics["lr"]}
 

@@ -175,23 +175,23 @@ def policy_update(
     NAME_entropy and so on; without a name they are of the first term.
     """
     learner = language_policy(policy)
-    parts = [Part(_scored(rollouts, advantage, reference, proximal), loss, loss_name(loss), weight, average, kl)]
+    terms = [LossTerm(_scored(rollouts, advantage, reference, proximal), loss, loss_name(loss), weight, average, kl)]
     for each in beside:
         rows = Scored(**{field.name: getattr(each, field.name) for field in fields(Scored)})
-        parts.append(Part(rows, resolve(json.loads(each.loss)), each.name, each.weight, each.average, each.kl))
-    names = [part.name for part in parts]
+        terms.append(LossTerm(rows, resolve(json.loads(each.loss)), each.name, each.weight, each.average, each.kl))
+    names = [each.name for each in terms]
     if len(set(names)) < len(names):
         raise ValueError(f"{learner.context.node}: given terms {', '.join(names)}, needed {SAME}")
     rate_or_schedule = lr if rate is None else rate.value
     if part is not None:
-        if (epochs, minibatches, len(parts)) != (1, 1, 1):
-            given = f"epochs={epochs}, minibatches={minibatches} and {len(parts)} terms for a part of a batch"
+        if (epochs, minibatches, len(terms)) != (1, 1, 1):
+            given = f"epochs={epochs}, minibatches={minibatches} and {len(terms)} terms for a part of a batch"
             raise ValueError(f"{learner.context.node}: given {given}, needed one of each: a step has the whole batch")
-        return policy, accumulate(learner, packed_logprobs, parts, part, rate_or_schedule, options)
-    taken, figures = descend(learner, packed_logprobs, parts, epochs, minibatches, rate_or_schedule, options)
+        return policy, accumulate(learner, packed_logprobs, terms[0], part, rate_or_schedule, options)
+    taken, figures = descend(learner, packed_logprobs, terms, epochs, minibatches, rate_or_schedule, options)
     metrics, *others = map(update_metrics, taken)
     if others:
-        whole = sum(part.weight * each["loss"] for part, each in zip(parts, (metrics, *others), strict=True))
+        whole = sum(own.weight * each["loss"] for own, each in zip(terms, (metrics, *others), strict=True))
         found = {f"{name}_{key}": x for name, each in zip(names[1:], others, strict=True) for key, x in each.items()}
         metrics = {**found, **metrics, "loss": whole, f"{names[0]}_loss": metrics["loss"]}
     return policy, {**metrics, **figures}
@@ -256,7 +256,7 @@ def _scored(rollouts: Rollouts, advantage: Advantages, reference: Logprobs | Non
 
 
 @dataclass(frozen=True)
-class Part:
+class LossTerm:
     """A term of the loss of an update: its rows, a loss of tokens, its name and weight, how token losses are averaged,
     and the factor of the divergence from the reference."""
 
@@ -323,43 +323,43 @@ class Part:
 def descend(
     learner: Learner[Model],
     forward: Forward[Model],
-    parts: Sequence[Part],
+    terms: Sequence[LossTerm],
     epochs: int,
     minibatches: int,
     lr: float | Schedule,
     options: UpdateOptions,
 ) -> tuple[list[list[Sums]], Metrics]:
-    """The AdamW steps of an update, along the weighted sum of its parts' losses.
+    """The AdamW steps of an update, along the weighted sum of its terms.
 
     `forward` gives a number for each target of a micro-batch, which the losses get as their first argument, and its
-    distribution's entropy. Returns, for each part, the sums of the steps in which it had tokens, with their mean `loss`
-    and the `epoch`; and the metrics that all parts share.
+    distribution's entropy. Returns, for each term, the sums of the steps in which it had tokens, with their mean `loss`
+    and the `epoch`; and the metrics that all terms share.
     """
     rate = learner.rate(lr)
     shares = [
-        optimizer_steps(learner.context, learner.version, part.rows.ordinals, epochs, minibatches, number)
-        for number, part in enumerate(parts)
+        optimizer_steps(learner.context, learner.version, each.rows.ordinals, epochs, minibatches, number)
+        for number, each in enumerate(terms)
     ]
-    for part in parts:
-        part.rows.check()
-    taken: list[list[Sums]] = [[] for _ in parts]
+    for each in terms:
+        each.rows.check()
+    taken: list[list[Sums]] = [[] for _ in terms]
     norms: list[float] = []
     for number, steps in enumerate(zip(*shares, strict=True), 1):
         # Gradients add up in units of the first normaliser, by which the sum is divided once, when all are there.
         unit = 0.0
-        for part, found, (epoch, rows) in zip(parts, taken, steps, strict=True):
-            share = replace(part, rows=part.rows.take(rows))
+        for whole, found, (epoch, rows) in zip(terms, taken, steps, strict=True):
+            share = replace(whole, rows=whole.rows.take(rows))
             # How many responses a term has may depend on rewards: none is no fault while another one has some.
-            if len(parts) > 1 and not int(share.rows.sampled_N.sum()):
+            if len(terms) > 1 and not int(share.rows.sampled_N.sum()):
                 continue
             lengths_N = sampled_lengths(share.rows).to(learner.device)
-            divisor = normaliser(lengths_N, aggregation=part.average, max_tokens=learner.context.max_tokens)
+            divisor = normaliser(lengths_N, aggregation=share.average, max_tokens=learner.context.max_tokens)
             unit = unit or divisor
-            scale = part.weight * (unit / divisor)
+            scale = share.weight * (unit / divisor)
             sums = share.backward(learner, forward, lengths_N, scale, options["micro_tokens"])
             found.append({**sums, "loss": sums["loss"] / divisor, "epoch": epoch})
         if not unit:
-            given = f"{len(parts)} terms, {' and '.join(part.name for part in parts)}, without a sampled token"
+            given = f"{len(terms)} terms, {' and '.join(each.name for each in terms)}, without a sampled token"
             raise ValueError(f"{learner.context.node}: given {given}, needed at least one in each minibatch")
         norms.append(learner.apply(options, lr=rate, normaliser=unit, last=number == len(shares[0])))
     return taken, {"grad_norm": sum(norms) / len(norms), "optimizer_steps": float(len(norms)), "lr": rate}
@@ -368,21 +368,21 @@ def descend(
 def accumulate(
     learner: Learner[Model],
     forward: Forward[Model],
-    terms: Sequence[Part],
+    own: LossTerm,
     part: BatchPart,
     lr: float | Schedule,
     options: UpdateOptions,
 ) -> Metrics:
-    """One part of an update that takes its batch in parts, on a single term of the loss; the metrics of the update from
-    the last part, none from the others. Raises ValueError as `descend` does, for the batch as a whole."""
-    (term,) = terms
-    term.rows.check()
-    rate, lengths_N = learner.rate(lr), term.rows.sampled_N.to(learner.device)
+    """One part of an update that takes its batch in parts, on the rows of its only term that are of this part; the
+    metrics of the update from the last part, none from the others. Raises ValueError as `descend` does, for the batch
+    as a whole."""
+    own.rows.check()
+    rate, lengths_N = learner.rate(lr), own.rows.sampled_N.to(learner.device)
     if len(learner.parts) != part.number:
         given = f"part {part.number} of {part.count} after {len(learner.parts)}"
         raise ValueError(f"{learner.context.node}: given {given}, needed the parts of a batch in order")
-    sums = term.backward(learner, forward, lengths_N, term.weight, options["micro_tokens"], last=part.last)
-    divisor = normaliser(lengths_N, aggregation=term.average, max_tokens=learner.context.max_tokens)
+    sums = own.backward(learner, forward, lengths_N, own.weight, options["micro_tokens"], last=part.last)
+    divisor = normaliser(lengths_N, aggregation=own.average, max_tokens=learner.context.max_tokens)
     learner.parts.append((divisor, sums))
     if not part.last:
         return {}
