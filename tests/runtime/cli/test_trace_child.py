@@ -235,8 +235,8 @@ def test_prompts_longer_than_the_context_are_told_with_their_lines_before_anythi
 
 @pytest.mark.parametrize("verb", ["run", "check"])
 def test_faults_of_rows_are_in_their_order(tmp_path: Path, verb: str) -> None:
-    # A tenth of the rows is the evaluation's.
-    rows = [{"question": "q" * 2100, "answer": "#### 2"} for _ in range(20)]
+    # A tenth of the prompts is the evaluation's.
+    rows = [{"question": "q" * (2100 + row), "answer": "#### 2"} for row in range(20)]
     (tmp_path / "d.json").write_text(json.dumps(rows))
     told = faults(verb, "aipo", "--data", str(tmp_path / "d.json"), "--model", "new")
     numbers = [int(fault["where"].removeprefix(f"{tmp_path}/d.json, row ")) for fault in told]
