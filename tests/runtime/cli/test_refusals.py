@@ -43,7 +43,8 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "cpu.toml").write_text('[[hosts]]\nname = "local"\ncores = 2\n')
     (tmp_path / "none.toml").write_text(FILE.replace('"cuda:0", "cuda:1"', ""))
     (tmp_path / "typo.toml").write_text(FILE.replace("devices", "device"))
-    (tmp_path / "d.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n' * 10)
+    rows = [f'{{"question": "{number}+1?", "answer": "#### {number + 1}"}}\n' for number in range(10)]
+    (tmp_path / "d.jsonl").write_text("".join(rows))
 
 
 @pytest.mark.parametrize(
