@@ -236,12 +236,13 @@ class _Own:
         elif self.is_json:
             annotation, metavar = str, "JSON"
             default = default if default is REQUIRED else json.dumps(default)
-        if isinstance(default, list):
-            default = tuple(default)
         argument = tyro.conf.arg(help=flag.help or None, metavar=metavar, help_behavior_hint=hint)
         described = Annotated[annotation, argument]  # type: ignore[valid-type]
-        made = dataclasses.field() if default is REQUIRED else dataclasses.field(default=default)
-        return flag.name, described, made
+        if default is REQUIRED:
+            return flag.name, described, dataclasses.field()
+        if isinstance(default, list):  # no class has one, and tyro warns of a tuple in its place
+            return flag.name, described, dataclasses.field(default_factory=lambda: default)
+        return flag.name, described, dataclasses.field(default=default)
 
     def value(self, given: Any) -> Any:
         if self.is_function:

@@ -46,6 +46,11 @@ def needy(policy: Policy, *, teacher: str) -> Policy:
     return policy
 
 
+@program
+def listing(policy: Policy, *, weights: list[float] = [1.0, 0.5], few: list[int] | None = [3]) -> Policy:  # noqa: B006
+    return policy
+
+
 def read(*words: str, of: Program[..., Any] = sample, verb: str = "run") -> tuple[dict[str, Any], Any]:
     return parse(of, verb, "sample", words)[:2]
 
@@ -58,6 +63,12 @@ def test_defaults_are_the_programs_own() -> None:
         "untyped": None,
     }  # fmt: skip
     assert (flags.updates, flags.batch) == (60, 32)
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_option_may_be_a_list() -> None:
+    assert read(of=listing)[0] == {"weights": [1.0, 0.5], "few": [3]}
+    assert read("--weights", "2", "3", "--few", "None", of=listing)[0] == {"weights": [2.0, 3.0], "few": None}
 
 
 def test_keyword_arguments_are_flags() -> None:
