@@ -20,7 +20,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapreplace
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any, Literal, overload
 
 import torch
@@ -433,13 +433,15 @@ def optimizer_steps(
     """(epoch, rows) of each optimizer step of an update, in order. The rows of a minibatch are in the order of the
     batch; which prompt group is in which is drawn by the run's seed, the version and the epoch.
 
-    `ordinals` names the prompt group of each row; a group's rows are consecutive. What is cut is the batch as it is,
-    with the past groups that a buffer has added. Where their number does not divide, some minibatches have one group
-    more than others, which ones is a function of the numbers. `term` is the number of the term of the loss: each cuts
-    its own rows. Those behind the first, 0, may have fewer groups than there are minibatches. Raises ValueError for
-    none, for fewer groups than minibatches of the first, and for less than one epoch.
+    `ordinals` names the prompt group of each row; rows may be in any order. What is cut is the batch as it is, with the
+    past groups that a buffer has added. Where their number does not divide, some minibatches have one group more than
+    others, which ones is a function of the numbers. `term` is the number of the term of the loss: each cuts its own
+    rows. Those behind the first, 0, may have fewer groups than there are minibatches. Raises ValueError for none, for
+    fewer groups than minibatches of the first, and for less than one epoch.
     """
-    groups = [list(group) for _, group in groupby(range(len(ordinals)), key=lambda row: ordinals[row])]
+    groups: dict[int, list[int]] = {}
+    for row, ordinal in enumerate(ordinals):
+        groups.setdefault(ordinal, []).append(row)
     if not (groups or term):
         needed = (
             "one to learn from; where `cut` finds no prefix in any, none goes on (a prefix of 0 tokens is the prompt)"
@@ -454,8 +456,8 @@ def optimizer_steps(
     steps = []
     for epoch in range(epochs):
         # Groups are drawn and not rows: a loss may compare the responses to a prompt.
-        order = list(range(len(groups)))
+        order = list(groups)
         random.Random(context.key("minibatches", version, epoch, *more)).shuffle(order)
         for begin, end in pairwise(bounds):
-            steps.append((epoch, [row for group in sorted(order[begin:end]) for row in groups[group]]))
+            steps.append((epoch, sorted(row for group in order[begin:end] for row in groups[group])))
     return steps

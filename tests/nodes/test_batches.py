@@ -247,6 +247,17 @@ def test_minibatches_are_whole_groups_as_even_as_can_be(ordinals: Sequence[int],
     assert len(sizes) == 1 or len({str(cut(ordinals, len(sizes), version)) for version in range(20)}) > 2
 
 
+def test_a_group_is_whole_wherever_its_rows_are_in_the_batch() -> None:
+    def names(ordinals: Sequence[int], part: Sequence[int]) -> list[int]:
+        return sorted(ordinals[row] for row in part)
+
+    mixed = [4, 6, 9, 6, 4, 12, 6, 12]
+    for version in range(20):
+        parts = cut(mixed, 2, version)
+        assert all(part == sorted(part) for part in parts)
+        assert [names(mixed, part) for part in parts] == [names(ORDINALS, part) for part in cut(ORDINALS, 2, version)]
+
+
 def test_each_seed_each_update_and_each_epoch_cuts_its_own_minibatches() -> None:
     def epochs(version: int) -> list[frozenset[frozenset[int]]]:
         steps = optimizer_steps(CONTEXT, version, range(12), epochs=4, minibatches=3)
