@@ -271,8 +271,8 @@ class EngineSlots:
         length: int,
         max_tokens: int,
         stops: NDArray[np.bool_],
-        strings: StopStrings | None = None,
-        segment: int = 0,
+        strings: StopStrings | None,
+        segment: int,
     ) -> None:
         self.max_tokens, self.stops, self.strings = max_tokens, stops, strings
         self.segment = segment or max_tokens

@@ -156,10 +156,10 @@ def go(
     cluster: Cluster,
     flags: StartFlags,
     began: float,
-    prepare: Callable[[Display], None] | None = None,
-    earlier: float = 0.0,
-    enrolled: Enrolled | None = None,
-    early: Early | None = None,
+    prepare: Callable[[Display], None],
+    earlier: float,
+    enrolled: Enrolled | None,
+    early: Early | None,
 ) -> int:
     """Run to the end with a display, write and tell the summary; the exit status. The command `began` on the monotonic
     clock; `prepare` comes first, on display; `earlier` are the wall seconds of the run before this command; `early` has
@@ -169,8 +169,7 @@ def go(
     folder.hold()
     with TrackerProcesses() as trackers:
         with open_display(name, updates, relative(folder.path), plain=flags.plain or flags.in_process) as display:
-            if prepare is not None:
-                prepare(display)
+            prepare(display)
             trackers.start(folder, config.flags.track, display.tell)
             wish = Wish()
             # What comes before the launcher listens is kept for it; what comes after it has nothing more to end.

@@ -136,7 +136,7 @@ def _run(
                 text = f"--offload on frees no memory that anybody needs: {why}"
                 display.tell({"kind": "note", "level": "warning", "text": text})
 
-        status = go(folder, config, cluster, flags, began, prepare, enrolled=enrolled, early=early)
+        status = go(folder, config, cluster, flags, began, prepare, 0.0, enrolled, early)
         return status, folder.path
 
 

@@ -159,7 +159,7 @@ def cut_lack(kind: Kind, sizes: Sizes, mesh: Axes) -> Fault | None:
     return Fault("mesh-cut", f"a {kind}'s mesh {described(mesh)}", ", ".join(lacks), needed)
 
 
-def spread_lack(kind: Kind, mesh: Axes, hosts: Sequence[str], tp_over_hosts: bool = False) -> Fault | None:
+def spread_lack(kind: Kind, mesh: Axes, hosts: Sequence[str], tp_over_hosts: bool) -> Fault | None:
     """What keeps a replica's ranks from being on these hosts, one for each rank in the order of the mesh."""
     where = ", ".join(dict.fromkeys(hosts))
     inner = len(hosts)

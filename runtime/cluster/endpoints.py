@@ -34,7 +34,7 @@ def ipc_endpoint(folder: Path, temporary: Path = Path("/tmp"), name: str = SOCKE
     return f"ipc://{path}"
 
 
-def relay_endpoint(folder: Path, host: str, run: str, life: int = 0, *, aside: bool = False) -> str:
+def relay_endpoint(folder: Path, host: str, run: str, life: int, *, aside: bool = False) -> str:
     """The same, where the ranks of a host find its agent, in the run with id `run`. Each that has had the host's place
     has one of its own: who ends removes its socket, perhaps after another one has come, on a machine that shares the
     folder, or after the run has gone on."""

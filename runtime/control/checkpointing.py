@@ -41,8 +41,8 @@ class Checkpointing:
         self,
         held: Instances,
         values: HeldValues,
-        wake: Callable[[], None] | None = None,
-        warn: Callable[[str], object] = print,
+        wake: Callable[[], None] | None,
+        warn: Callable[[str], object],
     ) -> None:
         self._held, self._values, self._wake, self._warn = held, values, wake, warn
         self._buffers = HostBuffers()

@@ -236,7 +236,7 @@ def read_best(text: str) -> tuple[str, int]:
     return metric, -1 if way == "min" else 1
 
 
-def surplus(saved: Sequence[SavedCheckpoint], keep: int, best: str = "") -> list[SavedCheckpoint]:
+def surplus(saved: Sequence[SavedCheckpoint], keep: int, best: str) -> list[SavedCheckpoint]:
     """Those of the complete checkpoints `saved`, the oldest first, that go: all but the `keep` newest (0 keeps all) and
     the one whose row has the best value of the metric `best`, the newest of equals. The newest always stays."""
     if not keep:

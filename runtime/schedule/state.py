@@ -155,7 +155,7 @@ class Ledger:
         batch: int,
         update: int,
         deadline: Callable[[GroupState], int],
-        before: tuple[int, ...] = (),
+        before: tuple[int, ...],
     ) -> tuple[int, ...] | None:
         """`count` finished ordinals for `update`, beside those that it took `before`: those of the earliest deadlines,
         once all that is left can still be consumed in time. So of groups with a deadline up to update + k there are at

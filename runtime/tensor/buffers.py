@@ -73,7 +73,7 @@ class DoubleBuffer:
 class WeightSnapshot:
     """A copy of a sending rank's tensors as of one version, in the dtypes of `wire`, the layout that travels."""
 
-    def __init__(self, source: Layout, wire: Layout, rank: int = 0, device: Device = "cpu") -> None:
+    def __init__(self, source: Layout, wire: Layout, rank: int, device: Device) -> None:
         self.version = -1
         self._device = torch.device(device)
         self.parts = allocate(wire, rank, device)

@@ -257,7 +257,7 @@ def interface_of(address: str) -> str:
     return found[wanted]
 
 
-def prepare_nccl(address: str, *, beside: bool = False) -> None:
+def prepare_nccl(address: str, *, beside: bool) -> None:
     """Have NCCL meet at the interface of an address, and leave its errors to us; `beside`: weights go by it beside a
     node's own work. To be called before a process uses its GPU: the driver, NCCL and torch ask the environment.
     """

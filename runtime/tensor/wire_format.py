@@ -120,7 +120,7 @@ def scale_holding(held: Holding, shape: tuple[int, ...], format: Format) -> List
     return ListedRegions(tuple(dict.fromkeys((rank, format.scales(Region(tuple(a), tuple(b)))) for rank, a, b in rows)))
 
 
-def target_layout(source: Layout, wanted: Mapping[str, Rule], mesh: Mesh, experts: int = 0) -> Layout:
+def target_layout(source: Layout, wanted: Mapping[str, Rule], mesh: Mesh, experts: int) -> Layout:
     """The same tensors on a receiving replica: cut over its axis "tp" by the rules, each of a layer's `experts` at one
     place of its axis "ep", whole over any other; whole on each rank if there are no rules and no experts."""
     # Nothing else cuts a receiver's weights: over other axes each rank reads all of them.
