@@ -355,7 +355,7 @@ def summary_text(summary: Mapping[str, Any], updates: int, folder: str, report: 
     rows = [("status", str(summary["status"]))]
     if before is not None or after is not None:
         rows.append(("accuracy", f"{percent(before)} → {percent(after)}"))
-    counts = [(summary.get("fates", {}).get(fate), fate) for fate in ("dropped", "failed")]
+    counts = [(summary.get("fates", {}).get(outcome), outcome) for outcome in ("dropped", "failed")]
     counts.append((summary.get("retried"), "firings tried again"))
     lost = "".join(f", {count} {what}" for count, what in counts if count)
     done = summary.get("updates", 0)

@@ -5,7 +5,7 @@ it. A node is a function, a function with state, or a `Stream` that works on sev
 of a node becomes a `Failed` event that says what was raised (see `process.told`); nothing else is caught.
 
 What a rank holds, and how values move, is in `rank_state.py`; how its part of a checkpoint is written and read in
-`checkpointing.py`. `Resting` decides what leaves the device between updates.
+`checkpointing.py`. `Offloading` decides what leaves the device between updates.
 """
 
 import os
@@ -65,7 +65,7 @@ def be_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-class Resting:
+class Offloading:
     """Moves what updates make off the device between updates, and back before the next one. Where the run does not
     offload, it does nothing.
 
@@ -107,7 +107,7 @@ class Resting:
             if offload.where == "host":
                 offload.come_back()
 
-    def settle(self, node: str = "") -> None:
+    def fence(self, node: str = "") -> None:
         """Wait for what a node reads, or for all that is on its way. Raises OffloadError for what is not there in time,
         or has failed."""
         for name in self._read.get(node, ()) if node else self._offloads:
@@ -187,7 +187,7 @@ class Executor:
         if setup.restore is not None:
             self.restored = restore(setup.restore, self.held, self.values)
         # After a restore, which fills values where they are: on the device.
-        self.resting = Resting(self.held)
+        self.offloading = Offloading(self.held)
 
     def carry_out(self, order: Order) -> Iterator[list[Result]]:
         """Carry out one command after the other; the answers to each that are there at once."""
@@ -217,11 +217,11 @@ class Executor:
                 self.values.free(firings)
                 return []
             case CommitTurn(firing):
-                self.values.settle(firing)
+                self.values.commit_turn(firing)
                 return []
             case Save(update, _, firings):
                 try:
-                    self.resting.settle()
+                    self.offloading.fence()
                 except OffloadError as error:
                     return [Result(Abort(str(error)))]
                 return [self.checkpoints.save(self._order, update, firings)]
@@ -234,7 +234,7 @@ class Executor:
     def step(self) -> list[Result]:
         """One step of each stream that has work; the firings it finished, and what came of things in the background."""
         results = [Result(event) for event in self.channels.arrived()]
-        results += [Result(Abort(fault)) for fault in self.resting.faults()]
+        results += [Result(Abort(fault)) for fault in self.offloading.faults()]
         self.doing = "Save"  # what it raises is of that
         results += self.checkpoints.answers()
         self.doing = ""
@@ -243,7 +243,7 @@ class Executor:
                 self.doing = held
                 results += self._step(held)
                 if not held.submitted:
-                    self.resting.finished(held)
+                    self.offloading.finished(held)
         self.doing = ""
         return results
 
@@ -270,7 +270,7 @@ class Executor:
                 return [Result(Done(firing, self.setup.replica, self.setup.rank), handles, {}, began, monotonic())]
             held = self.held.nodes[firing.node]
             # What has left the device comes back while the inputs are fetched.
-            self.resting.call(firing)
+            self.offloading.call(firing)
             inputs = self._read(held, command)
             begun = True
             if firing.segment and held.stream:
@@ -279,7 +279,7 @@ class Executor:
                 held.state.submit(firing, inputs)
                 held.submitted[firing] = began
                 return []
-            self.resting.settle(firing.node)
+            self.offloading.fence(firing.node)
             part = held.part(command)
             result = held.call(inputs, part)
             if isinstance(held.definition, Filter) and not isinstance(result, Dropped):
@@ -289,7 +289,7 @@ class Executor:
         if part is not None and not part.last:
             return [self._taken(held, firing, result, began)]
         answer = self._answer(held, firing, result, began, inputs)
-        self.resting.fired(firing)
+        self.offloading.fired(firing)
         return [answer]
 
     def _taken(self, held: Held, firing: Firing, result: Any, began: float) -> Result:
@@ -306,7 +306,7 @@ class Executor:
         self.doing = Firing(channel, version)
         try:
             manifest = self.channels.publish(channel, version, self.held.carried)
-            self.resting.settle()
+            self.offloading.fence()
         except RAISED as error:
             # No `Failed`: a publication is no firing that could be tried again.
             return Result(Abort(f"{self.doing} on {replica} rank {rank}:\n{told(error)}"))

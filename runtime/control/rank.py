@@ -2,9 +2,9 @@
 
 When it closes, it prints one line of JSON with what its store, its exchange and its weight channels have done.
 
-`Meeting` is the key-value store by which torch's process groups find their ranks, kept on the controller's board. It
-goes over the connection that a rank has anyway, authenticated on a Unix socket and on TCP alike. Nothing listens for
-it, and hosts need no file system in common.
+`RendezvousStore` is the key-value store by which torch's process groups find their ranks, kept on the controller's
+board. It goes over the connection that a rank has anyway, authenticated on a Unix socket and on TCP alike. Nothing
+listens for it, and hosts need no file system in common.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ ANSWER_S = 600.0
 TORCH_SIGNAL = "exception_dump"
 
 
-class Meeting(C10dStore):
+class RendezvousStore(C10dStore):
     """The one store of a rank's process: for several threads, and to be kept for as long as a group made with it lives.
 
     Raises RuntimeError where the controller does not answer, and for keys that are not there in time.
@@ -162,7 +162,7 @@ class RankRuntime:
         tell_node_warnings(self.notes.put)
         # Whoever waits for a peer knows its name: to be heard before the controller gives up on the one that waits.
         patience = PATIENCE * flags.deadline
-        meet = Meeting(pulse).of
+        meet = RendezvousStore(pulse).of
         settings = SyncSettings(
             run=join.run,
             meet=meet,
@@ -226,7 +226,7 @@ class RankRuntime:
         if self.server is not None:
             self.server.close()
             figures["answered"] = dict(self.server.counts)
-        if offloaded := self.executor.resting.counts():
+        if offloaded := self.executor.offloading.counts():
             figures["offloaded"] = dict(offloaded)
         sys.stdout.write(json.dumps({"kind": "values", **figures}) + "\n")  # whole: a node's threads may print, too
         sys.stdout.flush()

@@ -283,7 +283,7 @@ class HeldValues:
             if handle is not None and self.release is not None:
                 self.release(handle)
 
-    def settle(self, firing: Firing) -> None:
+    def commit_turn(self, firing: Firing) -> None:
         """What a turn has made is its group's from now on, as that of turn 0 is."""
         for key in self._keys([firing]):
             for held in (self.kept, self.handles):

@@ -142,7 +142,7 @@ class RunRecorder:
             self.ledger.restore(cut.cut)
         self.consumed = self.ledger.outcomes["consumed"]
         # Rows have what was lost since the row before: the sum of those that are kept is where to go on.
-        self.counted = {fate: sum(_whole(row.get(fate)) for row in kept) for fate in LOST}
+        self.counted = {outcome: sum(_whole(row.get(outcome)) for row in kept) for outcome in LOST}
         # The metric of --keep-best, until a row has it; the nodes off the critical path that have not reported yet, and
         # the rows after which all others have.
         self._silent = {s.name for s in steps if s.off_path}
@@ -270,7 +270,7 @@ class RunRecorder:
 
     def _update(self, update: int, now: float) -> None:
         self.samples.take(update, self.rows.taken(update), self.ledger.groups)
-        lost = {fate: count - self.counted[fate] for fate, count in self._lost().items()}
+        lost = {outcome: count - self.counted[outcome] for outcome, count in self._lost().items()}
         self.row = self.rows.row(update, now, self._pools(now), lost, self.ledger.groups)
         self.counted = self._lost()
         self.consumed += self.row["groups"]
@@ -401,7 +401,7 @@ class RunRecorder:
         return self.utilisation.pools(changes, now)
 
     def _lost(self) -> dict[str, int]:
-        return {**{fate: self.ledger.outcomes[fate] for fate in LOST[:-1]}, "retried": self.ledger.retried}
+        return {**{outcome: self.ledger.outcomes[outcome] for outcome in LOST[:-1]}, "retried": self.ledger.retried}
 
     def _not_finite(self, row: Row) -> dict[str, str]:
         """Count a row's figures that are no numbers; those that are so for the first time."""

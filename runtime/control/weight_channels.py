@@ -188,7 +188,7 @@ class WeightChannels(LocalChannels):
             for name, channel in self.channels.items()
         }
         self.relays: dict[str, ChainForwarder] = {}
-        self.adders: dict[str, AllReduce] = {}
+        self.all_reduces: dict[str, AllReduce] = {}
         self.memories: dict[str, WritableMemory] = {}
         self._opened: dict[Span, Transport] = {}
         self._turns: defaultdict[Span, Lock] = defaultdict(Lock)
@@ -263,8 +263,8 @@ class WeightChannels(LocalChannels):
         # Transfers that are given up may still open some.
         for link in [*self._opened.values()]:
             link.close()
-        for adder in self.adders.values():
-            adder.close()
+        for all_reduce in self.all_reduces.values():
+            all_reduce.close()
         for memory in self.memories.values():
             memory.close()
 
@@ -276,7 +276,7 @@ class WeightChannels(LocalChannels):
 
     def _publisher(self, channel: str, value: Carried, **more: Any) -> WeightPublisher:
         own = self.channels[channel].source
-        add = self._adder(channel, own)
+        add = self._all_reduce(channel, own)
         options, keep = self.settings.options, self.settings.keep
         return super()._publisher(
             channel, value, ranks=len(own.ranks), add=add, proof=options.proof, keep=keep, elastic=self.settings.elastic
@@ -291,19 +291,19 @@ class WeightChannels(LocalChannels):
             on_device = partial(DeviceMemory, self.device, owner, settings.timeout, settings.warn)
             self.memories[channel] = shared() if self.device == "cpu" else on_device()
         ranks, mesh, allocate = len(own.ranks), own.mesh or None, self.memories.get(channel)
-        add = self._adder(channel, own)
+        add = self._all_reduce(channel, own)
         own_options: dict[str, Any] = {"mesh": mesh, "add": add, "allocate": allocate, "elastic": settings.elastic}
         return super()._new_receiver(channel, ranks=ranks, **own_options)
 
-    def _adder(self, channel: str, own: Replica) -> AllReduce | None:
+    def _all_reduce(self, channel: str, own: Replica) -> AllReduce | None:
         """For the proofs of this replica's ranks; one alone needs none."""
         if len(own.ranks) > 1:
             label, apart = f"{channel} on {self.replica}", len(own.hosts) > 1
             names = [f"rank {number}{f' on host {rank.host}' * apart}" for number, rank in enumerate(own.ranks)]
             life = f", life {self.settings.life}" if self.settings.life else ""
             store, address = self.settings.meet(f"proof of {label}{life}"), self.settings.address if apart else LOOPBACK
-            self.adders[channel] = AllReduce(label, store, self.rank, names, self.settings.timeout, address)
-        return self.adders.get(channel)
+            self.all_reduces[channel] = AllReduce(label, store, self.rank, names, self.settings.timeout, address)
+        return self.all_reduces.get(channel)
 
     def _ended(self, moved: Moved | Exception, received: Send | None = None) -> None:
         super()._ended(moved, received)

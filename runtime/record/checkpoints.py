@@ -227,13 +227,13 @@ def read_best(text: str) -> tuple[str, int]:
     """The metric that `--keep-best` names, and 1 where more of it is better, -1 where less is: "reward_mean",
     "kl:min". Raises ValueError for what is none, and for names that a row has no number for. Nodes are free to report
     any other name, so it is the first rows that tell whether one does."""
-    metric, colon, way = text.partition(":")
-    if not metric or (colon and way not in ("min", "max")):
+    metric, colon, better = text.partition(":")
+    if not metric or (colon and better not in ("min", "max")):
         raise ValueError(f"--keep-best: given {text!r}, needed the name of a metric, or NAME:min where less is better")
     if metric in NO_NUMBERS:
         given = f"--keep-best: given {metric!r}, for which a row has no number"
         raise ValueError(f"{given}; needed a metric of rows, such as reward_mean")
-    return metric, -1 if way == "min" else 1
+    return metric, -1 if better == "min" else 1
 
 
 def surplus(saved: Sequence[SavedCheckpoint], keep: int, best: str) -> list[SavedCheckpoint]:

@@ -73,7 +73,7 @@ class Offload:
         ended = self._over.wait(timeout)
         self.waited_s += time.monotonic() - started
         if not ended:
-            raise OffloadError(f"{self._way()}: not there after {timeout:g} s")
+            raise OffloadError(f"{self._move_words()}: not there after {timeout:g} s")
         self._over = None
         if self.fault is not None:
             fault, self.fault = self.fault, None
@@ -85,7 +85,7 @@ class Offload:
             given = f"on the {self.where}{moving}"
             raise OffloadError(f"{self.name}: move from the {where}: given {given}, needed on the {where}")
 
-    def _way(self) -> str:
+    def _move_words(self) -> str:
         target = "host" if self.where == "device" else "device"
         return f"{self.name}: {len(self._tensors)} tensors, {self.nbytes} bytes, to the {target}"
 
@@ -98,7 +98,7 @@ class Offload:
                 self.where = "host" if self.where == "device" else "device"
                 self.moves += 1
             else:
-                self.fault = OffloadError(f"{self._way()}: {result}")
+                self.fault = OffloadError(f"{self._move_words()}: {result}")
                 self.fault.__cause__ = result
             over.set()
 

@@ -177,7 +177,7 @@ class WeightPublisher:
         self._device = device
         self._stream = SideStream(device)
         self._proof = proof
-        self._prover = Checksums(self.layout, rank, add)
+        self._checksums = Checksums(self.layout, rank, add)
         self._names = tuple(t.name for t in self.layout.tensors)
         self.description: Description = {
             "layout": self._source.to_json(),
@@ -205,7 +205,7 @@ class WeightPublisher:
         weights = self._carried.weights()
         with self._stream.beside():
             snapshot = self._free_snapshot(version)
-            hashed = partial(self._prover.digests, snapshot.parts, names)
+            hashed = partial(self._checksums.digests, snapshot.parts, names)
             digests = snapshot.take(version, weights, hashed, self._convert)
         self._published = {s.version: self._published.get(s.version, digests) for s in self._snapshots}
         return digests
@@ -309,7 +309,7 @@ class WeightReceiver:
         self._fused = fused
         self._restorer: Restorer | None = None
         self._arena: DoubleBuffer | None = None
-        self._prover: Checksums | None = None
+        self._checksums: Checksums | None = None
         self._copies: tuple[Copy, ...] = ()
         self.description: Description = {}
         self._arrived: int | None = None
@@ -364,7 +364,7 @@ class WeightReceiver:
             self._busy = False
 
     def _received(self, version: int, digests: Mapping[str, int], transport: Receiving) -> Moved:
-        arena, prover = self._prepared()
+        arena, checksums = self._prepared()
         mode = self.description["proof"]
         needed = hashed_tensors(mode, version, [t.name for t in arena.layout.tensors])
         if digests.keys() != set(needed):
@@ -374,7 +374,7 @@ class WeightReceiver:
         # Into the shadow: the live weights are being read.
         nbytes = transport.receive(version, self._copies, arena.shadow)
         arrived = time.perf_counter()
-        prover.check(arena.shadow, digests, version, self._sides())
+        checksums.check(arena.shadow, digests, version, self._sides())
         proved = time.perf_counter()
         if self._restorer is not None:
             self._restorer.fill(arena.shadow)
@@ -383,14 +383,14 @@ class WeightReceiver:
 
     def _prepared(self) -> tuple[DoubleBuffer, Checksums]:
         """The arena, and what checks it; made for the first version."""
-        if self._arena is None or self._prover is None:
+        if self._arena is None or self._checksums is None:
             layouts, wire = SyncLayouts.of(self.description, self.mesh), self.description["wire"]
             self._copies, target = layouts.plan.receives(self._rank), layouts.received
             if wire and self._restores:
                 self._restorer = Restorer(layouts.read, target, wire, self._rank, self._device)
             self._arena = DoubleBuffer(target, self._rank, self._device, self._allocate, self._fused)
-            self._prover = Checksums(target, self._rank, self._add)
-        return self._arena, self._prover
+            self._checksums = Checksums(target, self._rank, self._add)
+        return self._arena, self._checksums
 
     def _sides(self) -> str:
         sources = sorted({copy.source for copy in self._copies})

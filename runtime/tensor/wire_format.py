@@ -81,14 +81,14 @@ def converted(layout: Layout, wire: str) -> Layout:
     if format is None and wire not in FLOATS:
         raise LayoutError(f"wire format: given {wire!r}, needed {', '.join(FLOATS)} or {', '.join(FORMATS)}")
     found: list[TensorLayout] = []
-    holdings: dict[int, Holding] = {}
+    held: dict[int, Holding] = {}
     for t, index in zip(layout.tensors, layout.signatures[1], strict=True):
         if format and quantises(t):
             # Once for each signature: a list of regions grows with the ranks.
-            if index not in holdings:
-                holdings[index] = scale_holding(t.held, t.shape, format)
+            if index not in held:
+                held[index] = scale_holding(t.held, t.shape, format)
             found.append(replace(t, dtype=format.dtype))
-            found.append(TensorLayout(t.name + SCALE, format.scale_shape(t.shape), "float32", holdings[index]))
+            found.append(TensorLayout(t.name + SCALE, format.scale_shape(t.shape), "float32", held[index]))
         else:
             found.append(replace(t, dtype=wire) if not format and t.dtype in FLOATS else t)
     times = Counter(t.name for t in found)

@@ -429,8 +429,8 @@ def value(executor: Executor) -> Heavy:
 
 
 def where(executor: Executor) -> str:
-    executor.resting.settle()
-    return executor.resting._offloads["policy"].where
+    executor.offloading.fence()
+    return executor.offloading._offloads["policy"].where
 
 
 def written(folder: Path) -> Tensor:
@@ -449,7 +449,7 @@ def test_it_is_away_but_for_those_who_work_with_it(tmp_path: Path) -> None:
     assert len(value(executor).seen) == 9
     assert host not in value(executor).seen
     # Once at the start; there and back for each update, and again for who reads it afterwards.
-    assert executor.resting.counts()["moves"] == 1 + 3 * 4
+    assert executor.offloading.counts()["moves"] == 1 + 3 * 4
 
 
 def test_it_stays_for_its_update_once_somebody_has_read_it(tmp_path: Path) -> None:
@@ -580,7 +580,7 @@ def test_a_move_that_fails_is_told_once_and_fails_whoever_needs_it(
 
     monkeypatch.setattr(offload, "touched", refuse)
     executor = offloading(tmp_path)
-    executor.resting._offloads["policy"]._over.wait(30)  # type: ignore[union-attr]
+    executor.offloading._offloads["policy"]._over.wait(30)  # type: ignore[union-attr]
     (told,) = executor.step()
     why = r"^policy of worker/0 rank 0: 1 tensors, \d+ bytes, to the host: no room"
     assert isinstance(told.event, Abort)
@@ -601,4 +601,4 @@ def test_a_rank_that_must_offload_and_has_nothing_that_can_leave_is_refused(tmp_
     setup = replace(make_setup(tmp_path), offload="on")
     with pytest.raises(ValueError, match="--offload on: worker/0 rank 0: given policy, a FakePolicy, needed a value"):
         Executor(setup, channels, HeldValues(setup, {}))
-    assert Executor(replace(setup, offload="auto"), channels, HeldValues(setup, {})).resting.counts() == {}
+    assert Executor(replace(setup, offload="auto"), channels, HeldValues(setup, {})).offloading.counts() == {}

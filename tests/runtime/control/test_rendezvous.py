@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store
 
 from penstock.runtime.control import rendezvous as boards
 from penstock.runtime.control.messages import BoardValues, Count, Look, Post, Question, pack
-from penstock.runtime.control.rank import Meeting
+from penstock.runtime.control.rank import RendezvousStore
 from penstock.runtime.control.rendezvous import MAX_KEPT, Board, Pulse
 from penstock.runtime.control.sockets import Server
 from penstock.runtime.tensor.link import ReplicaLink
@@ -156,12 +156,12 @@ def answering(server: Server, held_up: float = 0.0) -> Iterator[None]:
 
 
 @contextmanager
-def meetings(folder: Path, ranks: int, endpoint: str = "", held_up: float = 0.0) -> Iterator[list[Meeting]]:
+def meetings(folder: Path, ranks: int, endpoint: str = "", held_up: float = 0.0) -> Iterator[list[RendezvousStore]]:
     """The stores of so many ranks, each over a connection of its own."""
     with bench(folder, endpoint) as b, answering(b.server, held_up):
         pulses = [Pulse(b.join(), "generator/0", rank).start() for rank in range(ranks)]
         try:
-            yield [Meeting(pulse) for pulse in pulses]
+            yield [RendezvousStore(pulse) for pulse in pulses]
         finally:
             for pulse in pulses:
                 pulse.stop()
@@ -236,7 +236,7 @@ def test_no_controller_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("penstock.runtime.control.rank.ANSWER_S", 0.05)
     with bench(tmp_path) as b:
         pulse = Pulse(b.join(), "generator/0", 0).start()
-        store: Store = Meeting(pulse)
+        store: Store = RendezvousStore(pulse)
         with pytest.raises(RuntimeError, match=r"the controller has not answered .*key.* within"):
             store.add("key", 1)
         with pytest.raises(RuntimeError, match=r"the controller has not answered .*key.* within"):
