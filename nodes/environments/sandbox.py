@@ -1,10 +1,10 @@
 """Runs a piece of Python that a model wrote in a short-lived process, isolated by bubblewrap (`bwrap`).
 
-The process has no network, no files but the interpreter's own (read-only), its input as `/dev/stdin` and `/dev/null`,
-and no other process in sight. It can start threads, which share its memory and its computing time, and no processes, so
-that its limits are those of the whole call. A filter of system calls refuses these, memory that belongs to no process
-(shared memory, message queues, memfd) and what only an attack needs. `isolation` tries all of this once before any code
-runs, and refuses where it does not hold. Linux only.
+The process has no network, no files but the interpreter's own and the system's libraries (read-only), its input as
+`/dev/stdin` and `/dev/null`, and no other process in sight. It can start threads, which share its memory and its
+computing time, and no processes, so that its limits are those of the whole call. A filter of system calls refuses
+these, memory that belongs to no process (shared memory, message queues, memfd) and what only an attack needs.
+`isolation` tries all of this once before any code runs, and refuses where it does not hold. Linux only.
 
 sandbox=False runs without: resource limits, `python -I`, an empty folder, and an audit hook that refuses processes,
 network and files. That stops accidents, not an attacker: one line of code removes the hook.
@@ -39,7 +39,8 @@ _CHILD = Path(__file__).with_name("sandbox_child.py")
 _PASSED_ON = ("PENSTOCK_RUN",)
 # And one of its own: each thread's own heap would take 64 MiB of what the limit on memory counts.
 _SET = {"MALLOC_ARENA_MAX": "1"}
-_SYSTEM = ("/usr", "/lib", "/lib64")
+# What an interpreter needs beside its own folder. Not all of /usr: containers have programs and their data there.
+_SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo")
 _GLANCE_S, _PAUSE_S = 0.05, 0.001
 # The users that calls run as where this process is root, in turn: the kernel exempts root from the limit on threads,
 # and counts those of a user, so of all calls that have the same. systemd lists these numbers as nobody's.
@@ -137,11 +138,15 @@ def _find_isolation() -> tuple[tuple[str, ...], str]:
     namespaces = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
     rights = ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
     kind = (*namespaces, *rights) if os.getuid() == 0 else ("--unshare-all",)
-    binds = [word for folder in _SYSTEM if Path(folder).exists() for word in ("--ro-bind", folder, folder)]
-    # Folders above the interpreter's: bubblewrap would make them so that only root could enter.
-    for above in reversed(Path(sys.base_prefix).parents[:-1]):
-        binds += ["--perms", "0755", "--dir", str(above)]
-    binds += ["--ro-bind", sys.base_prefix, sys.base_prefix]
+    prefix = Path(sys.base_prefix)
+    # Of folders that others share with it, what is the interpreter's.
+    own = [prefix / "bin", prefix / "lib"] if str(prefix) in ("/usr", "/usr/local") else [prefix]
+    binds = list[str]()
+    for folder in filter(Path.exists, (*map(Path, _SYSTEM), *own)):
+        # Folders above: bubblewrap would make them so that only root could enter.
+        for above in reversed(folder.parents[:-1]):
+            binds += ["--perms", "0755", "--dir", str(above)]
+        binds += ["--ro-bind", str(folder), str(folder)]
     binds += ["--perms", "0755", "--dir", "/dev", "--dev-bind", os.devnull, os.devnull]
     command = (path, *kind, "--die-with-parent", "--new-session", *binds)
     tried = run_python(_PROBE, Limits(20.0, 10, 256, 1000), command)

@@ -146,6 +146,14 @@ def test_files_network_and_other_processes_are_out_of_reach(code: str) -> None:
     assert "Error: " in answer.output
 
 
+def test_of_the_system_s_folder_only_what_an_interpreter_needs_is_there() -> None:
+    """Containers have programs and their data in others, such as /usr/src/app."""
+    answer = run_python("import os; ' '.join(os.listdir('/usr'))", LIMITS)
+    own = {part for part in Path(sys.base_prefix).parts[2:3] if sys.base_prefix.startswith("/usr/")}
+    assert set(answer.output.strip("'").split()) <= {"bin", "lib", "lib64", "local", "share", *own}
+    assert "lib" in answer.output
+
+
 def test_without_a_sandbox_accidents_are_stopped() -> None:
     for code in ("import os; os.fork()", "import subprocess; subprocess.run(['true'])", "import ctypes"):
         assert "is not allowed here" in sandbox.run_python(code, LIMITS, ()).output
