@@ -28,6 +28,8 @@ class EngineKind:
         mixtures: does it decode with mixtures of experts, and record the experts of each token?
         unproved: the `model_type`s that it is not shown to take weights of.
         one_window: the `model_type`s of whose layers it gives all the window that some have.
+        fixed_heads: the `model_type`s of which it takes heads to be hidden_size / num_attention_heads wide, whatever
+            `head_dim` says.
         stretches: does it turn positions that are beyond what the scaling `yarn` is for?
         coldest: the least temperature above 0 that it samples at.
         hottest: the highest.
@@ -44,6 +46,7 @@ class EngineKind:
     mixtures: bool = True
     unproved: tuple[str, ...] = ()
     one_window: tuple[str, ...] = ()
+    fixed_heads: tuple[str, ...] = ()
     stretches: bool = True
     coldest: float = 0.0
     hottest: float = inf
@@ -63,6 +66,7 @@ ENGINES: Mapping[str, EngineKind] = {
         mixtures=False,
         unproved=("gemma3_text",),
         one_window=("qwen2", "qwen3"),
+        fixed_heads=("qwen2",),
         # It would read what lies behind its table of angles.
         stretches=False,
         # It takes any temperature below for this one.

@@ -45,21 +45,31 @@ def engine_lacks(engine: str, context: Context, temperature: float, spec: ModelS
             bool(precision) and not kind.narrow,
             f"those of the run's dtype, or --engine {OURS}",
         ),
+        **(_of_heads(kind, context, spec.config) if spec is not None else {}),
         **(_of_long_texts(kind, context, spec.config) if spec is not None else {}),
         f"temperature {temperature}": (
             0 < temperature < kind.coldest or temperature > kind.hottest,
             f"0, or {kind.coldest:g} to {kind.hottest:g}, as {engine} has it",
         ),
-        f"heads {spec.config.head_dim if spec is not None else 0} wide on a CPU": (
-            spec is not None
-            and context.device == "cpu"
-            and bool(kind.heads_on_cpu)
-            and spec.config.head_dim not in kind.heads_on_cpu,
-            f"heads {', '.join(map(str, kind.heads_on_cpu))} wide, which {engine} has there, or --engine {OURS}",
-        ),
         "a mesh of several ranks": (bool(other), f"more replicas (--generators), or --engine {OURS}"),
     }
     return [(given, needed) for given, (lacks, needed) in needs.items() if lacks]
+
+
+def _of_heads(kind: EngineKind, context: Context, config: ModelConfig) -> dict[str, tuple[bool, str]]:
+    """What of the width of a model's heads the engine cannot do, by (given, (lacks, needed))."""
+    width, own = config.head_dim, config.hidden_size // config.num_attention_heads
+    known = ", ".join(map(str, kind.heads_on_cpu))
+    return {
+        f"a {config.model_type} with heads {width} wide": (
+            width != own and config.model_type in kind.fixed_heads,
+            f"hidden_size / num_attention_heads, {own}, as it takes them to be, or --engine {OURS}",
+        ),
+        f"heads {width} wide on a CPU": (
+            context.device == "cpu" and bool(kind.heads_on_cpu) and width not in kind.heads_on_cpu,
+            f"heads {known} wide, which it has kernels for there, or --engine {OURS}",
+        ),
+    }
 
 
 def _of_long_texts(kind: EngineKind, context: Context, config: ModelConfig) -> dict[str, tuple[bool, str]]:

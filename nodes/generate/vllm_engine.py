@@ -15,8 +15,8 @@ may be. Version 0.32 is tested, on a CPU; on a GPU it is open. A program may say
 - Metrics, beside those of `generate`: `weights_copied`, the bytes of a version that had to be copied for vLLM.
 
 Refused: `--versions pinned` and `--deterministic`, for what a row says depends on its neighbours in the last digits;
-adapters, weights of eight bits, mixtures of experts, Gemma 3, windows of some layers of a Qwen, texts beyond `yarn`'s
-positions, on a CPU heads of widths that its kernels lack, and other axes than `tp`. It keeps its memory between
+adapters, weights of eight bits, mixtures of experts, Gemma 3, windows of some layers of a Qwen, a `head_dim` of its own
+of a Qwen2, texts beyond `yarn`'s positions, on a CPU heads of widths that its kernels lack, and other axes than `tp`. It keeps its memory between
 batches. `reply` keeps our own engine.
 """
 

@@ -511,7 +511,7 @@ def test_what_vllm_computes_otherwise_in_long_texts_is_refused(
     family: str, changes: Mapping[str, Any], most: int
 ) -> None:
     """It has one window for all layers of some families, and no angles beyond what a scaling is for."""
-    spec = ModelSpec(config_of(family, head_dim=32, **changes), TOKENIZER)
+    spec = ModelSpec(config_of(family, hidden_size=128, head_dim=32, **changes), TOKENIZER)
 
     def refused(engine: str, longest: int) -> int:
         context = Context(max_tokens=8, max_prompt=longest - 8)
@@ -521,7 +521,8 @@ def test_what_vllm_computes_otherwise_in_long_texts_is_refused(
 
 
 def test_windows_that_vllm_gives_each_layer_as_it_is_are_not_refused() -> None:
-    for config in (config_of("mistral", head_dim=32, **WINDOW), config_of("qwen2", head_dim=32, sliding_window=24)):
+    wide: dict[str, Any] = {"hidden_size": 128, "head_dim": 32}
+    for config in (config_of("mistral", **wide, **WINDOW), config_of("qwen2", **wide, sliding_window=24)):
         assert not engine_lacks("vllm", Context(), 1.0, ModelSpec(config, TOKENIZER))
 
 
@@ -533,6 +534,13 @@ def test_heads_that_vllm_has_no_kernels_for_on_a_cpu_are_refused_there(device: s
     lacks = engine_lacks("vllm", Context(device=device), 1.0, spec)
     assert len([given for given, _ in lacks if f"heads {width} wide" in given]) == len(lacks) == refused
     assert not engine_lacks("penstock", Context(device=device), 1.0, spec)
+
+
+@pytest.mark.parametrize(("family", "hidden", "refused"), [("qwen2", 32, 1), ("qwen2", 128, 0), ("qwen3", 32, 0)])
+def test_heads_whose_width_vllm_does_not_read_are_refused(family: str, hidden: int, refused: int) -> None:
+    spec = ModelSpec(config_of(family, num_attention_heads=4, head_dim=32, hidden_size=hidden), TOKENIZER)
+    assert len(engine_lacks("vllm", Context(), 1.0, spec)) == refused
+    assert not engine_lacks("penstock", Context(), 1.0, spec)
 
 
 @pytest.mark.parametrize(("temperature", "refused"), [(0.0, 0), (0.005, 1), (0.01, 0), (2.0, 0), (2.1, 1)])
