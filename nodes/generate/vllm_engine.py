@@ -16,8 +16,8 @@ may be. Version 0.32 is tested, on a CPU; on a GPU it is open. A program may say
 
 Refused: `--versions pinned` and `--deterministic`, for what a row says depends on its neighbours in the last digits;
 adapters, weights of eight bits, mixtures of experts, Gemma 3, windows of some layers of a Qwen, a `head_dim` of its own
-of a Qwen2, texts beyond `yarn`'s positions, on a CPU heads of widths that its kernels lack, and other axes than `tp`. It keeps its memory between
-batches. `reply` keeps our own engine.
+of a Qwen2, texts beyond `yarn`'s positions, on a CPU heads of widths that its kernels lack, and other axes than `tp`.
+It keeps its memory between batches. `reply` keeps our own engine.
 """
 
 import json
