@@ -231,7 +231,7 @@ def open_table(context: Context) -> Table:
             saved = library.load_from_disk(data)
             splits = dict(saved) if hasattr(saved, "keys") else {"train": saved}
             name, rows = _chosen(splits, wanted, data, flag)
-            return Table(_numbered(rows, f"{data} ({name})"), data)
+            return Table(_numbered(_undecoded(rows), f"{data} ({name})"), data)
         except DataError:
             raise
         except Exception as error:  # the library raises whatever its readers do
@@ -277,7 +277,17 @@ def _hub_table(data: str, wanted: str, flag: str) -> Table:
         raise DataError(f"data: given {data!r} and a cache of revision {found}, needed that revision, or the Hub")
     split, _ = _chosen(dict(builder.info.splits), wanted, data, flag)
     pinned = f"{name}:{config}@{found}" if config else f"{name}@{found}"
-    return Table(_numbered(builder.as_dataset(split=split), f"{pinned} ({split})"), pinned)
+    return Table(_numbered(_undecoded(builder.as_dataset(split=split)), f"{pinned} ({split})"), pinned)
+
+
+def _undecoded(dataset: Any) -> Iterator[Mapping[str, Any]]:
+    """The rows of a data set as its table has them: images and sounds, which nothing here reads, stay bytes."""
+    if "Json(" in repr(dataset.features):  # which a table has as texts
+        yield from dataset
+        return
+    # Not one by one, which takes much longer.
+    for table in dataset.with_format("arrow").iter(batch_size=1000):
+        yield from table.to_pylist()
 
 
 def _numbered(rows: Iterable[Mapping[str, Any]], place: str) -> list[DataRow]:

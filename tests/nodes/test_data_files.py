@@ -307,6 +307,19 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
         open_prompts(Context(data=str(tmp_path / "d.parquet")))
 
 
+@pytest.mark.parametrize("more", [{"image": datasets.Image()}, {"images": datasets.List(datasets.Image())}, {}])
+def test_what_no_prompt_is_made_of_is_not_decoded(tmp_path: Path, more: dict[str, Any]) -> None:
+    """Such as images, which may need a package. An answer that is JSON is."""
+    image: Any = {"bytes": b"no image", "path": None}
+    answer: Any = datasets.Value("string") if more else datasets.Json()
+    kinds = {"question": datasets.Value("string"), "answer": answer, **more}
+    row = {"question": "q", "answer": "1" if more else {"b": 2}, "image": image, "images": [image]}
+    rows = datasets.Dataset.from_list([{name: row[name] for name in kinds}], features=datasets.Features(kinds))
+    rows.save_to_disk(tmp_path / "d")
+    given = Context(node="prompts", data=str(tmp_path / "d"), answer_field="answer" if more else "answer.b")
+    assert prompts(given) == [("q", "1" if more else "2")]
+
+
 @pytest.mark.parametrize("text", ["", "{}", '{"_data_files": [{"filename": "none.arrow"}]}'])
 def test_what_save_to_disk_has_not_finished_is_refused(tmp_path: Path, text: str) -> None:
     saved(tmp_path / "d", ROWS)
