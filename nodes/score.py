@@ -187,9 +187,11 @@ def math_answer(prompt: str, response: str, answer: str) -> float:
         raise ValueError(f"math_answer: {error}") from None
     if needed is not None:
         return float(final_number(response) == needed)
+    if response.strip() == answer.strip():  # math-verify finds no word without marks around it
+        return 1.0
     boxed = _last_boxed(response)
     given = response.rpartition(FINAL)[2].strip() if boxed is None else boxed
-    # math-verify finds no LaTeX without marks around it.
+    # Nor does it find LaTeX.
     if boxed is None and FINAL in response and not re.search(r"\$|\\[(\[]", given):
         given = boxed = given.partition("\n")[0].rstrip(" .")
     # math-verify takes no notice of a base.

@@ -127,6 +127,7 @@ RIGHT = [
     ("1 234 567.5", "1,234,567.5"),
     ("100 1/2", "100.5"),
     (r"\boxed{2\sqrt{3}}", r"2\sqrt{3}"),
+    *((word, word) for word in ("A", "yes", "12:30", "[1, 2]", r"2\sqrt{3}")),
     (r"\boxed{\sqrt{12}}", r"2\sqrt{3}"),
     *((f"So: #### {said}", r"2\sqrt{3}") for said in (r"2\sqrt{3}", "x = 2\\sqrt{3}.\nDone.", r"It is $2\sqrt{3}$")),
     (r"\boxed{\left(3, \frac{\pi}{2}\right)}", r"\left( 3, \frac{\pi}{2} \right)"),
