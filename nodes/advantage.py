@@ -7,7 +7,7 @@ Shapes: N responses, G prompts. `group_N` (int64) says which prompt each respons
 once and in any order; `rewards_N` are floating point. Rows may as well be tokens: nothing here knows of responses.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 from torch import Tensor
@@ -90,8 +90,8 @@ def one_greedy(call: Call) -> None:
         raise call.lack(f"greedy rewards of samples={samples}", needed, code="too-many-samples")
 
 
-# What sub-group each row of rollouts is of: anything that equals itself, such as a text or a number.
-By = Callable[[Rollouts], Sequence[Hashable]]
+# What sub-group each row of rollouts is of: anything that equals itself, such as a text or a number; or a tensor.
+By = Callable[[Rollouts], Iterable[Hashable]]
 
 
 def named_rows(call: Call) -> None:
@@ -218,7 +218,9 @@ def _groups(values_N: Tensor, rollouts: Rollouts | None, by: By | None) -> Tenso
         raise ValueError("advantage: given sub-groups (by) of no rollouts, needed the input `rollouts`")
     prefixes_N = None if rollouts is None else rollouts.prefixes_N
     prefixes = [-1] * len(values_N) if prefixes_N is None else prefixes_N.tolist()
-    names = [None] * len(prefixes) if rollouts is None or by is None else list(by(rollouts))
+    named = [None] * len(prefixes) if rollouts is None or by is None else by(rollouts)
+    # Two elements of a tensor are equal only as plain numbers.
+    names = [name.item() if hasattr(name, "item") else name for name in named]
     if len(names) != len(values_N) or len(prefixes) != len(values_N):
         given = f"by={getattr(by, '__name__', repr(by))}: given {len(names)} names of sub-groups"
         raise ValueError(f"{given}, needed {len(values_N)}, one for each row")

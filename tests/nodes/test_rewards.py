@@ -562,6 +562,14 @@ def test_rows_are_compared_within_their_sub_group() -> None:
     assert group_advantage(MIXED, KINDS).values_N.tolist() == group_advantage(MIXED).values_N.tolist()
 
 
+def lettered(rollouts: Rollouts) -> Tensor:
+    return torch.tensor([text == "a" for text in rollouts.texts])
+
+
+def test_the_elements_of_a_tensor_name_sub_groups_by_their_values() -> None:
+    assert group_advantage(MIXED, KINDS, by=lettered).values_N.tolist() == [0, -1, -1, 1, 1]
+
+
 def test_a_row_alone_in_its_sub_group_has_no_advantage() -> None:
     alone = replace(KINDS, texts=("a", "b", "a", "c", "a"))
     assert group_advantage(MIXED, alone, by=kinds).values_N.tolist() == [0, 0, -1, 0, 1]
