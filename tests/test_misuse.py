@@ -43,6 +43,10 @@ def with_bonus(logprobs_P: Tensor, sampled: Sampled, *, base: Loss, bonus: float
     return base(logprobs_P, sampled)[0] - bonus * logprobs_P
 
 
+def by_update(update: int) -> float:
+    return 1e-4 / (update + 1)
+
+
 LOSS = "policy_update: loss"
 OPTION = "policy_update: option"
 RANGE, TYPE = "out-of-range", "wrong-option-type"
@@ -53,6 +57,7 @@ WIDE: dict[str, Any] = {"clip_low": "wide", "dual_clip": 1}
     ("options", "faults"),
     [
         ({"lr": cosine}, [("unbound-schedule", f"{OPTION} 'lr'", "cosine without peak")]),
+        ({"lr": by_update}, [(TYPE, f"{OPTION} 'lr'", "by_update: too many positional arguments")]),
         ({"lr": partial(linear, peak=1e-4, warmup=-1)}, [(RANGE, "policy_update: lr linear: option 'warmup'", "-1")]),
         ({"kl": 0.1}, [("missing-reference", f"{OPTION} 'kl'", "0.1 without a reference")]),
         ({"kl": 0.0}, []),

@@ -148,6 +148,11 @@ def learning_rate(call: Call) -> None:
         name = short(given["path"])
         needed = f"partial({name}, {', '.join(f'{option}=…' for option in free)})"
         raise call.lack(f"{name} without {', '.join(free)}", needed, "lr", code="unbound-schedule")
+    try:
+        inspect.signature(schedule).bind(0, 1, **bound) if callable(schedule) else None
+    except TypeError as error:
+        needed = "a function of (update, updates), such as cosine; partial gives what else it takes"
+        raise call.lack(f"{short(given['path'])}: {error}", needed, "lr", code="wrong-option-type") from None
 
 
 def betas(call: Call) -> None:

@@ -300,14 +300,20 @@ class LossTerm:
             )
             result = self.loss(logprobs_P, sampled)
             unclipped_P = torch.zeros_like(logprobs_P, dtype=torch.bool)
-            loss_P, clipped_P = result if isinstance(result, tuple) else (result, unclipped_P)
-            if not isinstance(loss_P, Tensor) or loss_P.shape != logprobs_P.shape:
-                given = list(loss_P.shape) if isinstance(loss_P, Tensor) else type(loss_P).__name__
-                needed = f"a loss for each token, shape {list(logprobs_P.shape)}"
+            of_tokens = result if isinstance(result, tuple) else (result, unclipped_P)
+            fit = len(of_tokens) == 2 and all(getattr(x, "shape", None) == logprobs_P.shape for x in of_tokens)
+            if not fit:
+                shapes = (list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in of_tokens)
+                given = " and ".join(map(str, shapes)) if isinstance(result, tuple) else next(map(str, shapes))
+                needed = f"a loss for each token, shape {list(logprobs_P.shape)}, or that and which tokens it clipped"
                 raise ValueError(f"loss {loss_name(self.loss)}: given a result of shape {given}, needed {needed}")
+            loss_P, clipped_P = of_tokens
             # k3, as in GRPO: its gradient is that of the forward divergence, and it is never negative.
             if self.kl:
                 loss_P = loss_P + self.kl * kl_estimate(logprobs_P, sampled.reference_P, estimator="k3")
+            if not loss_P.requires_grad:
+                needed = "one that follows from log π, its first argument"
+                raise ValueError(f"loss {loss_name(self.loss)}: given a result without a gradient, needed {needed}")
             total = (token_weights(sampled.lengths_P, aggregation=self.average) * loss_P).sum()
             sums = token_sums(logprobs_P, entropy_P, clipped_P, sampled, learner.version)
             return total * scale, {"loss": total.detach().double(), **sums}

@@ -552,6 +552,18 @@ def summed(logprobs_P: Tensor, sampled: Sampled) -> Tensor:
     return my_loss(logprobs_P, sampled).sum()
 
 
+def said_thrice(logprobs_P: Tensor, sampled: Sampled) -> Any:
+    return (logprobs_P,) * 3
+
+
+def clipped_by_response(logprobs_P: Tensor, sampled: Sampled) -> tuple[Tensor, Tensor]:
+    return -logprobs_P, torch.tensor([True, False])
+
+
+def constant(logprobs_P: Tensor, sampled: Sampled) -> Tensor:
+    return sampled.advantages_P * 2.0
+
+
 ROLLOUTS, ADVANTAGE = batch()
 NOBODYS = replace(ROLLOUTS, versions_NT=torch.full_like(ROLLOUTS.versions_NT, -1))
 
@@ -579,6 +591,9 @@ NOBODYS = replace(ROLLOUTS, versions_NT=torch.full_like(ROLLOUTS.versions_NT, -1
             r"reference: .* \[5, 2\], needed \[5, 4\], one for each",
         ),
         ({"loss": summed}, r"loss summed: given a result of shape \[\], needed a loss for each token"),
+        ({"loss": said_thrice}, r"loss said_thrice: given a result of shape .* and .* and .*, needed a loss for each"),
+        ({"loss": clipped_by_response}, r"loss clipped_by_response: given a result of shape \[\d+\] and \[2\], needed"),
+        ({"loss": constant}, "loss constant: given a result without a gradient, needed one that follows from"),
         ({"minibatches": 6}, "minibatches=6 for a batch of 5 prompt groups"),
         ({"rate": LearningRate(-1e-3)}, r"update 0 of 10: given a learning rate of .*, needed a finite number of at"),
         ({"rate": LearningRate(float("nan"))}, r"update 0 of 10: given a learning rate of .*, needed a finite number"),
