@@ -50,7 +50,7 @@ from penstock.runtime.control.enrolment import (
     require_gpus,
     require_one_per_host,
 )
-from penstock.runtime.control.listener import Options, dial, drain
+from penstock.runtime.control.listener import CONNECTION_EVENTS, HANDSHAKE_FAILED, Options, dial, drain
 from penstock.runtime.control.messages import MAX_BYTES
 from penstock.runtime.control.security import Join, KeyFileError, KeyPair, Ticket
 from penstock.runtime.control.signals import FAILED, PREEMPTED
@@ -366,12 +366,8 @@ class DeskClient:
 
     def __init__(self, ticket: Ticket, endpoint: str) -> None:
         self._context = zmq.Context()
-        failed = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        failed |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | failed
-        self._failed = failed
-        self._socket = dial(self._context, endpoint, ticket.server, KeyPair.make(), _OPTIONS, events)
-        self._monitor = self._socket.get_monitor_socket(events)
+        self._socket = dial(self._context, endpoint, ticket.server, KeyPair.make(), _OPTIONS, CONNECTION_EVENTS)
+        self._monitor = self._socket.get_monitor_socket(CONNECTION_EVENTS)
         self._poller = zmq.Poller()
         for one in (self._socket, self._monitor):
             self._poller.register(one, zmq.POLLIN)
@@ -388,7 +384,7 @@ class DeskClient:
         while self._monitor in ready and self._monitor.poll(0):
             event, _ = struct.unpack("=hi", self._monitor.recv_multipart()[0])
             self.connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            self.refused = self.refused or bool(event & self._failed)
+            self.refused = self.refused or bool(event & HANDSHAKE_FAILED)
         for frames, _, _ in drain(self._socket) if self._socket in ready else ():
             yield read_at_agent(frames[0] if len(frames) == 1 else b"")
 

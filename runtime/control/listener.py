@@ -30,6 +30,12 @@ _ZAP = "inproc://zeromq.zap.01"
 # Frames that one `drain` takes, and their bytes, so that a flood does not keep the caller from what else it hears and
 # from its deadlines.
 MAX_DRAIN, MAX_DRAIN_BYTES = 4096, 16 << 20
+# What the monitor of a client's socket is to tell of: handshakes, those that fail among them, and the ends of
+# connections.
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+CONNECTION_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED
 
 Options = Mapping[zmq.SocketOption, int]
 

@@ -31,7 +31,7 @@ import zmq
 from msgspec import structs
 
 from penstock.runtime.cluster.endpoints import socket_file
-from penstock.runtime.control.listener import Listener, Options, dial, drain
+from penstock.runtime.control.listener import CONNECTION_EVENTS, Listener, Options, dial, drain
 from penstock.runtime.control.messages import (
     MAX_BYTES,
     AgentReady,
@@ -438,11 +438,8 @@ class Client:
         self._numbers = count(1)
         self._heard = 0
         self._context = zmq.Context()
-        failures = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        failures |= zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | failures
-        self._socket = dial(self._context, join.endpoint, join.server, join, _OPTIONS, events)
-        self._monitor = self._socket.get_monitor_socket(events)
+        self._socket = dial(self._context, join.endpoint, join.server, join, _OPTIONS, CONNECTION_EVENTS)
+        self._monitor = self._socket.get_monitor_socket(CONNECTION_EVENTS)
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         for one in (self._socket, self._monitor, self._waker):
