@@ -144,7 +144,7 @@ class Desk:
         self.counts: Counter[str] = Counter()
         self._token, self._folder = keys.token.encode(), folder
         self._content = token_hex(16)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._news: deque[str] = deque(maxlen=200)
         self._told: set[str] = set()
         self._refused: dict[str, None] = {}
@@ -496,7 +496,8 @@ class Desk:
 
     def _drop(self, text: str) -> None:
         """What is no message of an agent is counted. By the listener's thread, too."""
-        self.counts["dropped"] += 1
+        with self._lock:
+            self.counts["dropped"] += 1
 
     # Slots ----------------------------------------------------------------------------------------------------
 
