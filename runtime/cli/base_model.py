@@ -30,7 +30,7 @@ BUILDING = "building-"
 # As many lanes, whatever the machine has: the sums, and so the base, are the same wherever it is built.
 THREADS = 2
 # What the base follows from: when one of these files changes, it is built again.
-SOURCES = ("programs/sft.py", "nodes/*.py", "nodes/model/**/*.py", "nodes/learn/*.py")
+SOURCES = ("programs/sft.py", "nodes/*.py", "nodes/model/**/*.py", "nodes/model/*.[ch]", "nodes/learn/*.py")
 
 
 def base_model(data: str, tell: Callable[[Line], None]) -> Path:

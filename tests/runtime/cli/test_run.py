@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from shutil import rmtree
+from shutil import copytree, rmtree
 from threading import Thread
 from time import monotonic, sleep
 from types import ModuleType
@@ -673,6 +673,20 @@ def test_a_base_is_built_once_for_each_recipe_and_data_and_then_found(
     other = builder.build("arithmetic:2")
     monkeypatch.setattr(base_model, "RECIPE", (*base_model.RECIPE, "--lr", "0.001"))
     assert len({place, other, builder.build()}) == 3
+
+
+@pytest.mark.parametrize("source", ["programs/sft.py", "nodes/model/decoder.py", "nodes/model/causal.c"])
+def test_a_base_is_built_again_once_what_computes_it_has_changed(
+    builder: Builder, tmp_path: Path, monkeypatch: Patch, source: str
+) -> None:
+    tree = tmp_path / "tree"
+    for folder in ("nodes", "programs"):
+        copytree(Path(base_model.roots[0], folder), tree / folder)
+    monkeypatch.setattr(base_model, "roots", [tree])
+    place = builder.build()
+    with (tree / source).open("a") as file:
+        file.write("\n")
+    assert builder.build() != place
 
 
 def test_what_a_killed_builder_has_left_is_removed_by_the_next_one_and_by_who_finds_the_base(
