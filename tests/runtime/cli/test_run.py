@@ -681,7 +681,7 @@ def test_a_base_is_built_again_once_what_computes_it_has_changed(
 ) -> None:
     tree = tmp_path / "tree"
     for folder in ("nodes", "programs"):
-        copytree(Path(base_model.roots[0], folder), tree / folder)
+        copytree(Path(__file__).parents[3] / folder, tree / folder)
     monkeypatch.setattr(base_model, "roots", [tree])
     place = builder.build()
     with (tree / source).open("a") as file:
