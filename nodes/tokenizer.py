@@ -28,7 +28,7 @@ FILES_OF_OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "
 # What the text of chat messages begins with.
 _CHAT = '[{"role": "'
 # Stand for messages where the words around them are looked for.
-_MARKS = "@@question@@", "@@answer@@", "@@reply@@"
+_MARKS = "@@question@@", "@@answer@@", '@@"reply"@@'
 
 
 # A message of a chat: its `role` and its `content`.
@@ -157,7 +157,8 @@ class Tokenizer:
         """
         if self.template is None:
             return self._encode(text, plain=True)
-        before, after = self._frame(role)
+        before, after, as_json = self._frame(role)
+        text = _json_text(text) if as_json else text
         opening = self._encode(before)
         # The model has said this token itself.
         opening = opening[1:] if after_stop and opening and opening[0] in self.stops else opening
@@ -171,17 +172,19 @@ class Tokenizer:
             tokens += [*self._encode(own, plain=True), *self.encode_reply(reply, "user", after_stop=False)]
         return tokens
 
-    def _frame(self, role: str) -> tuple[str, str]:
-        """What the chat template writes between the model's turn and the environment's text, and after that."""
+    def _frame(self, role: str) -> tuple[str, str, bool]:
+        """What the chat template writes between the model's turn and the environment's text, and after that; and
+        whether it writes the text as JSON, as those of Llama 3 do a tool's."""
         # Templates of models that know no tools raise for their role.
         for speaker in dict.fromkeys((role, "user")):
             try:
                 said = self.render(*_MARKS, roles=("user", "assistant", speaker))
             except TokenizerError:
                 continue
-            parts = said.rpartition(_MARKS[1])[2].split(_MARKS[2])
-            if len(parts) == 2:
-                return parts[0], parts[1]
+            for as_json, mark in enumerate((_MARKS[2], _json_text(_MARKS[2]))):
+                parts = said.rpartition(_MARKS[1])[2].split(mark)
+                if len(parts) == 2:
+                    return parts[0], parts[1], bool(as_json)
         needed = f"one that has a {role!r} or user"
         raise TokenizerError(f"chat template: given a conversation of two turns, needed {needed}")
 
@@ -231,6 +234,11 @@ class Tokenizer:
             unsaid = next((letter for letter in text if letter in self.lacks([letter])), text)
             raise TokenizerError(f"given {text!r}, needed a text without {unsaid!r}: the tokenizer has no token for it")
         return tokens
+
+
+def _json_text(text: str) -> str:
+    """A text within the quotes of JSON."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def byte_tokenizer(alphabet: str | None = None) -> Tokenizer:

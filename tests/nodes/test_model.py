@@ -664,6 +664,24 @@ def test_what_a_tokenizers_files_say_wrongly_is_named(tmp_path: Path, file: str,
         load_tokenizer(tmp_path)
 
 
+def test_a_reply_that_the_template_writes_as_json_is_that_of_transformers(tmp_path: Path) -> None:
+    """As Llama 3's do with what a tool says."""
+    transformers = pytest.importorskip("transformers")
+    template = (
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'tool' %}{{ m.content | tojson }}{% else %}"
+        "{{ m.content }}{% endif %}<eos>{% endfor %}assistant: "
+    )
+    byte_tokenizer().save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer, reply = load_tokenizer(tmp_path), 'a "b"\n\\ é'
+    talk = [("user", "q"), ("assistant", "a"), ("tool", reply)]
+    messages = [{"role": role, "content": text} for role, text in talk]
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages)["input_ids"]
+    ours = [*tokenizer.encode_prompt("q"), *tokenizer.encode("a"), *tokenizer.encode_reply(reply, "tool", False)]
+    assert ours == theirs
+    assert tokenizer.decode(tokenizer.encode_reply(reply, "user", True)) == f"user: {reply}assistant: "
+
+
 def test_a_special_token_that_the_model_has_no_word_for_is_text(tmp_path: Path) -> None:
     """As that of images, which the tokenizer of Gemma 3's language models has and they have not. One that the model
     would need, or that is no special one, is of another model."""
