@@ -19,7 +19,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -90,14 +90,17 @@ _SECRET_LENGTH = 8
 SECRET = "***"  # stands in their place
 
 
-def without_secrets(text: str) -> str:
-    """`text` with *** for users and passwords in URLs, and for what the environment has in variables that are named as
-    keys, tokens and passwords are."""
+def secret_values() -> tuple[str, ...]:
+    """What the environment has in variables that are named as keys, tokens and passwords are, the longest first."""
     values = {value for name, value in os.environ.items() if _SECRET_NAME.search(name)}
-    for value in sorted(values, key=len, reverse=True):
-        if len(value) >= _SECRET_LENGTH:
-            text = text.replace(value, SECRET)
-    return _IN_URL.sub(lambda found: f"{found[1] or ''}{SECRET}", text)
+    return tuple(sorted((value for value in values if len(value) >= _SECRET_LENGTH), key=len, reverse=True))
+
+
+def without_secrets(text: str, values: Sequence[str] | None = None) -> str:
+    """`text` with *** for users and passwords in URLs, and for `values`, by default those of the environment."""
+    for value in secret_values() if values is None else values:
+        text = text.replace(value, SECRET)
+    return _IN_URL.sub(lambda found: f"{found[1] or ''}{SECRET}", text) if "://" in text or "=" in text else text
 
 
 class TensorBoard:

@@ -7,6 +7,7 @@ load. `render` fills any template of this folder.
 import json
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,7 @@ from penstock.graph.ir import Graph
 from penstock.graph.svg import Measured, svg
 from penstock.runtime.cluster.placement import served
 from penstock.runtime.record.timeline import Bar, boundaries, lanes, pool_of, span
-from penstock.runtime.record.trackers import without_secrets
+from penstock.runtime.record.trackers import secret_values, without_secrets
 from penstock.runtime.report.charts import accuracies, chart_groups, number, numbers, percent
 from penstock.runtime.report.follow import NS, Followed, RankId, Work
 from penstock.runtime.report.schedule_data import Chart, Row, Strip, encode
@@ -28,10 +29,14 @@ from penstock.runtime.report.what_if import WhatIfTable
 from penstock.runtime.schedule.idle_causes import CAUSES, Cause
 
 TEMPLATES = Path(__file__).parent / "templates"
+# Those of a page that is drawn, which are found once for its thousands of texts.
+_secrets = ContextVar[Sequence[str]]("_secrets", default=())
 
 
 def render(template: str, **values: Any) -> str:
-    """A template of the page with its style and script in it, complete."""
+    """A template of the page with its style and script in it, complete, without secrets: trackers have it as an
+    artifact, and who reads it need not be who ran it."""
+    _secrets.set(secret_values())
     style, script = (TEMPLATES / name for name in ("style.css", "page.js"))
     page = _environment().get_template(template).render(style=style.read_text(), script=script.read_text(), **values)
     # A path in it may be no UTF-8.
@@ -41,13 +46,12 @@ def render(template: str, **values: Any) -> str:
 @cache
 def _environment() -> Environment:
     """It keeps the templates that it has compiled: that takes longer than to fill them."""
-    # Who reads it need not be who ran it: trackers have it as an artifact.
     made = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: without_secrets(value) if type(value) is str else value,
+        finalize=lambda value: without_secrets(value, _secrets.get()) if type(value) is str else value,
     )
     made.filters |= {"seconds": seconds, "percent": percent, "number": number}
     return made
