@@ -559,8 +559,17 @@ class Rewards(Batchable):
     def __sub__(self, other: Any) -> "Rewards":
         return Rewards(self.values_N - _values(other))
 
+    def __rsub__(self, other: Any) -> "Rewards":
+        return Rewards(_values(other) - self.values_N)
+
     def __mul__(self, other: Any) -> "Rewards":
         return Rewards(self.values_N * _values(other))
+
+    def __truediv__(self, other: Any) -> "Rewards":
+        return Rewards(self.values_N / _values(other))
+
+    def __neg__(self) -> "Rewards":
+        return Rewards(-self.values_N)
 
     __radd__ = __add__
     __rmul__ = __mul__
