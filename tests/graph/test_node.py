@@ -264,15 +264,7 @@ def test_rewards_are_one_row(values: Any, given: str) -> None:
 def test_arithmetic_works_on_rewards_as_on_an_array() -> None:
     array = torch.tensor([1.0, 0.0, -2.0])
     rewards, length = Rewards(array), torch.tensor([1.0, 2.0, 4.0])
-    made = [
-        1 - rewards,
-        length - rewards,
-        rewards / 2,
-        rewards / length,
-        -rewards,
-        rewards - rewards,
-        2 * rewards + length,
-    ]
+    made = [1 - rewards, length - rewards, rewards / 2, rewards / length, -rewards, 2 * rewards + length]
     plain = [1 - array, length - array, array / 2, array / length, -array, 2 * array + length]
     assert [each.values_N.tolist() for each in made] == [each.tolist() for each in plain]
 
