@@ -84,6 +84,9 @@ def read_tests(answer: str) -> Tests:
             ) from None
         return Tests(statements=answer)
     fields: dict[str, Any] = found if isinstance(found, dict) else {}
+    if name := fields.get("fn_name"):  # of APPS and TACO, whose inputs are arguments then
+        given = f"inputs and outputs of a function, fn_name {name!r}"
+        raise ValueError(f"given {given}, needed {needed}, of a program: nothing is called by name")
     inputs, outputs = fields.get("inputs", ()), fields.get("outputs", ())
     for each in (inputs, outputs):
         if not (isinstance(each, list) and each and all(isinstance(text, str) for text in each)):

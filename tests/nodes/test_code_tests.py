@@ -195,6 +195,7 @@ def test_code_without_an_end_has_failed() -> None:
         "check = lambda: add(1, 2) or 1 / 0",
         '{"input": ["1"], "output": ["2"]}',
         '{"inputs": ["1"], "outputs": []}',
+        '{"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}',
         "[1]",
         "3",
     ],
