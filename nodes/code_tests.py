@@ -80,7 +80,7 @@ def read_tests(answer: str) -> Tests:
                 raise ValueError(f"given {given}, needed {needed}") from None
         if not any(isinstance(part, _TESTING) for part in _run_at_once(tree.body)):
             raise ValueError(
-                f"given tests without an assert or a call that is run, {answer!r}, needed {needed}"
+                f"given tests without an assert or a call that is run, {answer!r:.200}, needed {needed}"
             ) from None
         return Tests(statements=answer)
     fields: dict[str, Any] = found if isinstance(found, dict) else {}
@@ -90,7 +90,7 @@ def read_tests(answer: str) -> Tests:
     inputs, outputs = fields.get("inputs", ()), fields.get("outputs", ())
     for each in (inputs, outputs):
         if not (isinstance(each, list) and each and all(isinstance(text, str) for text in each)):
-            raise ValueError(f"given the tests {answer!r}, needed {needed}")
+            raise ValueError(f"given the tests {answer!r:.200}, needed {needed}")
     if len(inputs) != len(outputs):
         raise ValueError(f"given {len(inputs)} inputs and {len(outputs)} outputs, needed {needed}: as many of each")
     return Tests(pairs=tuple(zip(inputs, outputs, strict=True)))

@@ -71,7 +71,7 @@ class DataRow(NamedTuple):
     def text(self, field: str, value: Any) -> str:
         """A value that has to be a text with something in it."""
         if not isinstance(value, str) or not value.strip():
-            raise self.lack(f"{value!r} as {field!r}", "a text")
+            raise self.lack(f"{value!r:.200} as {field!r}", "a text")
         try:
             value.encode()
         except UnicodeEncodeError as error:
@@ -81,12 +81,14 @@ class DataRow(NamedTuple):
     def messages(self, field: str, value: Any) -> list[Message]:
         """A value that has to be chat messages: a list of objects with the texts `role` and `content`."""
         if not isinstance(value, list) or not value:
-            raise self.lack(f"{value!r} as {field!r}", "a text, or a list of messages with role and content")
+            raise self.lack(f"{value!r:.200} as {field!r}", "a text, or a list of messages with role and content")
         for message in value:
             # A table has null for what only other rows have.
             keys = {key for key, part in message.items() if part is not None} if isinstance(message, dict) else set()
             if keys != {"role", "content"}:
-                raise self.lack(f"{message!r} among the messages {field!r}", "an object with role and content alone")
+                more = f", with the keys {', '.join(sorted(map(str, keys)))}," if keys else ""
+                given = f"{message!r:.200}{more} among the messages {field!r}"
+                raise self.lack(given, "an object with role and content alone")
             self.text(f"{field}.role", message["role"])
             if message["content"] != "":
                 self.text(f"{field}.content", message["content"])

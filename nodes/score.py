@@ -161,7 +161,9 @@ def comparable(answer: str) -> Fraction | None:
     number = number_of(answer)
     missing = symbolic_math.lack() if number is None else ""
     if missing or not answer.strip():
-        raise ValueError(f"given the reference answer {answer!r}, needed a number, or {missing or 'another answer'}")
+        raise ValueError(
+            f"given the reference answer {answer!r:.200}, needed a number, or {missing or 'another answer'}"
+        )
     return number
 
 

@@ -57,7 +57,7 @@ class Grader:
             if not verdict:
                 self._stop()
         if verdict == UNREADABLE:
-            raise ValueError(f"given the reference answer {reference!r}, needed one that math-verify can read")
+            raise ValueError(f"given the reference answer {reference!r:.200}, needed one that math-verify can read")
         return None if not verdict else verdict == EQUAL
 
     def _start(self) -> "subprocess.Popen[bytes]":

@@ -128,6 +128,21 @@ def test_gsm8k_rows_give_question_final_number_and_solution(tmp_path: Path) -> N
     assert open_demonstrations(context).read(0).responses[0].endswith("#### 1,072 ")
 
 
+@pytest.mark.parametrize(
+    "question",
+    [
+        ["x" * 100_000],
+        [{"role": "user", "content": "x" * 100_000, "name": "bob"}],
+        [{"role": "user", "content": ["x"] * 9999}],
+    ],
+)
+def test_an_error_of_a_row_does_not_show_all_of_it(tmp_path: Path, question: Any) -> None:
+    data = written(tmp_path / "d.jsonl", [{"question": question, "answer": "1"}])
+    with pytest.raises(DataError, match=r"d\.jsonl:1: given ") as raised:
+        open_prompts(replace(TRAIN, data=data))
+    assert len(str(raised.value)) < 1000 + len(data)
+
+
 def talk(*texts: str) -> list[dict[str, str]]:
     """A user and an assistant in turn."""
     return [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 9, texts, strict=False)]
