@@ -267,7 +267,9 @@ def _only(text: str) -> Fraction | None:
     plain = _without_latex(text).strip().removeprefix("+")
     if plain[:1] == "{" and plain[-1] == "}" and plain[-2] != "\\":
         plain = plain[1:-1]
-    plain = _TEN.sub(lambda found: f"e{(found[1] or found[2]).replace('−', '-')}", plain)
+    # Behind a fraction it would be a part of what is below the line.
+    if (ten := _TEN.search(plain)) and "/" not in plain[: ten.start()]:
+        plain = f"{plain[: ten.start()]}e{(ten[1] or ten[2]).replace('−', '-')}{plain[ten.end() :]}"
     matches = list(_NUMBER.finditer(plain))
     if len(matches) != 1 or _is_within(matches[0]):
         return None
