@@ -22,6 +22,8 @@ from penstock.nodes.option_checks import count, positive
 from penstock.nodes.score import answers_that
 
 _TESTING, _FUNCTION = ast.Assert | ast.Raise | ast.Call, ast.FunctionDef | ast.AsyncFunctionDef
+# What finds functions by their names.
+_LOOKING = {"globals", "locals", "vars"}
 # Where a line begins, after the marks of lists and quotes.
 _BEGINS = r"^[ \t>*+\-\d.)]*"
 # A block of Markdown, and what it says that it is. Its fence begins a line; prose may open one of Python within a line.
@@ -68,9 +70,9 @@ def read_tests(answer: str) -> Tests:
             tree = ast.parse(answer)
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"given tests that are no Python ({error}), needed {needed}") from None
-        # As HumanEval and pytest have them, whose runners call them.
+        # As HumanEval and pytest have them, whose runners call them. Tests may look for their functions themselves.
         used = {part.id for part in ast.walk(tree) if isinstance(part, ast.Name)}
-        for part in tree.body:
+        for part in tree.body if not used & _LOOKING else ():
             if (
                 isinstance(part, _FUNCTION)
                 and part.name not in used

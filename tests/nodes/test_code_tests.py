@@ -209,7 +209,8 @@ def test_tests_that_test_nothing_are_refused(tests: str) -> None:
 
 def test_a_function_of_tests_is_called() -> None:
     check = "def check(add):\n    def same(a, b):\n        assert a == b\n    same(add(1, 2), 3)\n"
-    for call in ("check(add)", "for test in (check,):\n    test(add)"):
+    found = "for name, test in dict(globals()).items():\n    if name == 'check':\n        test(add)"
+    for call in ("check(add)", "for test in (check,):\n    test(add)", found):
         assert (graded(ADD, check + call), graded(ADD.replace("+", "-"), check + call)) == (1.0, 0.0)
 
 
