@@ -228,11 +228,14 @@ class Tokenizer:
         """With the tokens that mark a beginning, if it `begins`; `plain`: with no special token for what says one."""
         self.backend.encode_special_tokens = plain
         tokens = self.backend.encode(text, add_special_tokens=begins).ids
-        # A text may say the very words of that token.
-        if self._unknown is not None and tokens.count(self._unknown) > text.count(UNKNOWN):
-            # It may be none by itself, but only beside others.
-            unsaid = next((letter for letter in text if letter in self.lacks([letter])), text)
-            raise TokenizerError(f"given {text!r}, needed a text without {unsaid!r}: the tokenizer has no token for it")
+        if self._unknown is not None and self._unknown in tokens:
+            # A text may say the very words of that token. Where special ones are not looked for, they may be letters.
+            says_it = self.backend.encode(UNKNOWN, add_special_tokens=False).ids == [self._unknown]
+            if tokens.count(self._unknown) > says_it * text.count(UNKNOWN):
+                # It may be none by itself, but only beside others.
+                unsaid = next((letter for letter in text if letter in self.lacks([letter])), text)
+                needed = f"a text without {unsaid!r}: the tokenizer has no token for it"
+                raise TokenizerError(f"given {text!r}, needed {needed}")
         return tokens
 
 
@@ -293,7 +296,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         raise TokenizerError(f"{folder}: {error}") from error
     named = [backend.token_to_id(special[key]) if key in special else None for key in ("eos_token", "pad_token")]
     stops = [] if named[0] is None else [named[0]]
-    # As transformers: what config.json says, where no file is about generation.
+    # As transformers: what config.json says, where generation_config.json says none.
     stops += [token for token in others or least if token not in stops]
     if not stops:
         raise TokenizerError(f"{folder}: given no eos_token, needed one in tokenizer_config.json")

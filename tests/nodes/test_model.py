@@ -714,6 +714,11 @@ def test_a_text_may_say_the_words_of_the_unknown_token(tmp_path: Path) -> None:
     assert tokenizer.encode("a <unk> a") == [1, 0, 1]
     with pytest.raises(TokenizerError, match="the tokenizer has no token for it"):
         tokenizer.encode("a <unk> b")
+    # Of what somebody else has written they are letters.
+    spelled = byte_tokenizer("<unk>a")
+    assert spelled.decode(spelled.encode_prompt("a<unk>", plain=True)) == "a<unk>"
+    with pytest.raises(TokenizerError, match="needed a text without 'b'"):
+        spelled.encode_prompt("a<unk>b", plain=True)
 
 
 def test_a_reply_goes_through_the_template_and_says_no_stop_token_twice(tmp_path: Path) -> None:
