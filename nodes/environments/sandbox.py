@@ -40,7 +40,7 @@ _PASSED_ON = ("PENSTOCK_RUN",)
 # And one of its own: each thread's own heap would take 64 MiB of what the limit on memory counts.
 _SET = {"MALLOC_ARENA_MAX": "1"}
 # What an interpreter needs beside its own folder. Not all of /usr: containers have programs and their data there.
-_SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo")
+_SYSTEM = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/local/lib64", "/usr/share/zoneinfo")
 _GLANCE_S, _PAUSE_S = 0.05, 0.001
 # The users that calls run as where this process is root, in turn: the kernel exempts root from the limit on threads,
 # and counts those of a user, so of all calls that have the same. systemd lists these numbers as nobody's.
