@@ -65,9 +65,9 @@ DOUBT_S = 15.0
 @dataclass(frozen=True)
 class Failure:
     """What a detector found. `text` is for the user; `agents` are the peers that may know of a better cause.
-    `doubtful`: a rank said it that computes with others, one of which may be gone. `replica`: the one without which it
-    would not be; its loss may be mended. `host`: the one of which something is gone, where it is a single one: another
-    start may do without it.
+    `doubtful`: a rank said it that computes with others, or reads what another one has made, and such a one may be
+    gone. `replica`: the one without which it would not be; its loss may be mended. `host`: the one of which something
+    is gone, where it is a single one: another start may do without it.
     """
 
     code: FailureCode
