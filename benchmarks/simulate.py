@@ -57,7 +57,6 @@ def measured(model: str, repeats: int) -> dict[str, Any]:
         "updates": len(result.ends),
         "groups": sum(result.lags.values()),
         "responses": rows,
-        "events": result.events,
         "CPU s": spread(cpu),
         "wall s": spread(wall),
         "target s": TARGET_S,
