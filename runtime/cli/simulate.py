@@ -29,10 +29,9 @@ from penstock.runtime.cli.schedule_text import (
 )
 from penstock.runtime.cli.simulate_run import RecordedFlags, recorded, require_variable
 from penstock.runtime.cli.tracing import CommandError, trace_program, usage_errors
-from penstock.runtime.cluster.cluster import Cluster
 from penstock.runtime.cluster.placement import place, served
 from penstock.runtime.plan.roles import assumptions, roles_of
-from penstock.runtime.plan.simulate import Scene, read_costed
+from penstock.runtime.plan.simulate import ANYWHERE, Scene, read_costed
 from penstock.runtime.record.errors import visible
 from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.simulator import Duration, Durations, Verdicts, simulate
@@ -96,7 +95,7 @@ def given(graph: Graph, flags: SimulateFlags) -> Schedule:
     durations = replace(durations, segments={name: piece for name, piece in seconds.items() if piece})
     batch = flags.batch or BATCH
     # A group's seconds are those in which it has slots: it waits for them where it stands, not in the generator.
-    plan = served(graph, place([graph], Cluster.local(), generators=flags.generators, slots=flags.slots, ahead=0))
+    plan = served(graph, place([graph], ANYWHERE, generators=flags.generators, slots=flags.slots, ahead=0))
     rules = Rules(batch, flags.updates, versions=flags.versions, order=flags.order)
     filters = [node.name for node in graph.nodes if node.construct == "keep"]
     answers = [node.name for node in graph.nodes if node.answers]

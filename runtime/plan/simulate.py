@@ -293,7 +293,8 @@ class Filling:
     tail_occupancy: float
 
 
-ONE = Cluster(hosts=(Host(name="local", cores=1),))
+# Where nothing is run: a host with cores for ranks of any number.
+ANYWHERE = Cluster(hosts=(Host(name="local", cores=1 << 20),))
 
 
 @dataclass(frozen=True)
@@ -366,7 +367,7 @@ class Scene:
 
     def places(self, graph: Graph) -> Plan:
         """One rank stands for a replica."""
-        roles, base = self.roles, place([graph], ONE, generators=self.plan.replicas)
+        roles, base = self.roles, place([graph], ANYWHERE, generators=self.plan.replicas)
         groups = [(each.pools[0] if each.apart else roles.trainer, each.pools) for each in self.plan.readers]
         # The scheduler knows one pool for each set of GPUs: what shares them is held by the first one.
         guests = {pool: host for host, pools in groups for pool in pools if pool != host}

@@ -55,6 +55,13 @@ def test_a_period_has_a_range_and_two_digits_and_says_that_it_is_not_calibrated(
         assert not re.search(r"\d{3}\.\d|\d\.\d{3}", line)
 
 
+def test_what_is_simulated_may_have_more_ranks_than_this_machine_has_room_for(facts: Facts) -> None:
+    many = facts("simulate", "toy", "--generators", 200, "--updates", 2)
+    assert len([lane for lane in many["busy_s"] if lane.startswith("generator/")]) == 200
+    large = facts("simulate", "aipo", "--cluster", "16x8xH100", "--model", "llama-8b", "--batch", 64, "--updates", 2)
+    assert len([lane for lane in large["busy_s"] if lane.startswith("generator/")]) > 16
+
+
 def test_text_says_what_is_best_what_bounds_it_and_which_gpus_alternatives_take(say: Say) -> None:
     shown = say("plan", "aipo", *SMALL, "--lag", 0)
     for line in (
