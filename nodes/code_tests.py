@@ -70,20 +70,12 @@ def read_tests(answer: str) -> Tests:
             tree = ast.parse(answer)
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"given tests that are no Python ({error}), needed {needed}") from None
-        # As HumanEval and pytest have them, whose runners call them. Tests may look for their functions themselves.
-        used = {part.id for part in ast.walk(tree) if isinstance(part, ast.Name)}
-        for part in tree.body if not used & _LOOKING else ():
-            if (
-                isinstance(part, _FUNCTION)
-                and part.name not in used
-                and any(isinstance(each, ast.Assert) for each in ast.walk(part))
-            ):
-                given = f"tests in a function that nothing calls, such as {part.name}(…) behind it would"
-                raise ValueError(f"given {given}, needed {needed}") from None
+        if uncalled := _uncalled(tree):
+            given = f"tests in a function that nothing calls, such as {uncalled}(…) behind it would"
+            raise ValueError(f"given {given}, needed {needed}") from None
         if not any(isinstance(part, _TESTING) for part in _run_at_once(tree.body)):
-            raise ValueError(
-                f"given tests without an assert or a call that is run, {answer!r:.200}, needed {needed}"
-            ) from None
+            given = f"tests without an assert or a call that is run, {answer!r:.200}"
+            raise ValueError(f"given {given}, needed {needed}") from None
         return Tests(statements=answer)
     fields: dict[str, Any] = found if isinstance(found, dict) else {}
     if name := fields.get("fn_name"):  # of APPS and TACO, whose inputs are arguments then
@@ -96,6 +88,16 @@ def read_tests(answer: str) -> Tests:
     if len(inputs) != len(outputs):
         raise ValueError(f"given {len(inputs)} inputs and {len(outputs)} outputs, needed {needed}: as many of each")
     return Tests(pairs=tuple(zip(inputs, outputs, strict=True)))
+
+
+def _uncalled(tree: ast.Module) -> str:
+    """The first function with an assert that the code never names, as HumanEval and pytest have them, whose runners
+    call them; "" where there is none, or the code may find its functions by itself."""
+    used = {part.id for part in ast.walk(tree) if isinstance(part, ast.Name)}
+    if used & _LOOKING:
+        return ""
+    unused = [part for part in tree.body if isinstance(part, _FUNCTION) and part.name not in used]
+    return next((one.name for one in unused if any(isinstance(part, ast.Assert) for part in ast.walk(one))), "")
 
 
 def _run_at_once(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
