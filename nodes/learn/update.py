@@ -300,14 +300,14 @@ class LossTerm:
             )
             result = self.loss(logprobs_P, sampled)
             unclipped_P = torch.zeros_like(logprobs_P, dtype=torch.bool)
-            of_tokens = result if isinstance(result, tuple) else (result, unclipped_P)
-            fit = len(of_tokens) == 2 and all(getattr(x, "shape", None) == logprobs_P.shape for x in of_tokens)
-            if not fit:
-                shapes = (list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in of_tokens)
-                given = " and ".join(map(str, shapes)) if isinstance(result, tuple) else next(map(str, shapes))
-                needed = f"a loss for each token, shape {list(logprobs_P.shape)}, or that and which tokens it clipped"
+            parts = result if isinstance(result, tuple) else (result, unclipped_P)
+            shape = list(logprobs_P.shape)
+            shapes = [list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in parts]
+            if shapes != [shape, shape]:
+                given = " and ".join(map(str, shapes if parts is result else shapes[:1]))
+                needed = f"a loss for each token, shape {shape}, or that and which tokens it clipped"
                 raise ValueError(f"loss {loss_name(self.loss)}: given a result of shape {given}, needed {needed}")
-            loss_P, clipped_P = of_tokens
+            loss_P, clipped_P = parts
             # k3, as in GRPO: its gradient is that of the forward divergence, and it is never negative.
             if self.kl:
                 loss_P = loss_P + self.kl * kl_estimate(logprobs_P, sampled.reference_P, estimator="k3")
