@@ -153,7 +153,7 @@ class Desk:
         self._out: list[tuple[bytes, FromDesk]] = []
         self._losses: list[tuple[str, int, str]] = []
         self._ended: Refused | None = None
-        self._failed = ""  # what the thread has raised, which has ended by it
+        self._failed = ""  # what is told of an error that has ended the thread
         self._resting = False
         self._most = expected + MAX_EXTRA
         self._listener = Listener(tcp_endpoint(bind), OPTIONS, (keys.secret, None), self._drop, expected)
@@ -202,7 +202,7 @@ class Desk:
                 tell(text)
             with self._lock:
                 if self._failed:
-                    raise EnrolmentError(f"the desk failed, and gives no slot any more:\n{self._failed}")
+                    raise EnrolmentError(self._failed)
                 ready = [each for each in self._applicants.values() if each.ready and not each.admitted]
                 if not self._slots and fewest and len(ready) >= fewest and monotonic() > patience:
                     came = f"{len(ready)} of {count} agents came within {FEWER * seconds:g} of {seconds:g} s"
@@ -356,8 +356,8 @@ class Desk:
         # Agents would wait in vain from now on, and the run would blame them.
         except Exception:
             with self._lock:
-                self._failed = traceback.format_exc()
-                self._news.append(f"the desk failed, and gives no slot any more:\n{self._failed}")
+                self._failed = f"the desk failed, and gives no slot any more:\n{traceback.format_exc()}"
+                self._news.append(self._failed)
 
     def _answer_until_closed(self) -> None:
         poller = zmq.Poller()

@@ -447,11 +447,12 @@ class Session:
         elif stage.finish.status == "failed":
             unread = (result is not None and result.unread) or stage.scheduler.unread
             # A host may be gone: of the ranks that it computes with, or the one that had what it could not read.
-            concerned = [event.replica] if isinstance(event, Failed) else []
-            concerned = [name for name in concerned if len(self.config.plan.replica(name).ranks) > 1]
+            suspects: list[str] = []
+            if isinstance(event, Failed) and len(self.config.plan.replica(event.replica).ranks) > 1:
+                suspects.append(event.replica)
             if result is not None and result.unread and result.unread[0] not in stage.scheduler.absent:
-                concerned.append(result.unread[0])
-            hosts = dict.fromkeys(host for name in concerned for host in self.config.plan.replica(name).hosts)
+                suspects.append(result.unread[0])
+            hosts = dict.fromkeys(host for name in suspects for host in self.config.plan.replica(name).hosts)
             agents = tuple(map(agent_peer, hosts))
             code = FailureCode.TRANSFER if unread else FailureCode.NODE
             self.fail(Failure(code, stage.finish.error, agents, doubtful=bool(agents)), now)
