@@ -55,7 +55,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 HOME = "/home/me"
 """Where pages say that the examples are."""
 # Seconds in which a command ends: it may have the lowest priority beside tests that keep all cores busy.
-STANDS_S = 600.0
+COMMAND_S = 600.0
 PICTURES = {"docs/img/aipo.svg": "aipo"}
 REGION = re.compile(r"(?ms)^<!-- begin (?P<what>[^>]+?) -->\n.*?^<!-- end (?P=what) -->$")
 LINE = re.compile(r"(?m)^<!-- write (?P<what>.+?) -->$")
@@ -187,11 +187,11 @@ def _printed(command: list[str]) -> str:
             run, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, cwd=EXAMPLES, env=place, process_group=0
         )
         try:
-            stdout, stderr = process.communicate(timeout=STANDS_S)
+            stdout, stderr = process.communicate(timeout=COMMAND_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGABRT)
-            _, stderr = process.communicate(timeout=STANDS_S)
-            print(f"{' '.join(command)}: has not ended within {STANDS_S:g} s\n{stderr}", file=sys.stderr)
+            _, stderr = process.communicate(timeout=COMMAND_S)
+            print(f"{' '.join(command)}: has not ended within {COMMAND_S:g} s\n{stderr}", file=sys.stderr)
         else:
             break
     assert process.returncode == 0, f"{' '.join(command)}: {stderr}"
