@@ -132,7 +132,8 @@ def learn_pairs(
     and then the rejected. Returns (the sums of the sequences before the step, float32 [N]; its metrics).
 
     The two sequences of a pair may be in different micro-batches: sums are computed first, without a gradient, and each
-    token then gets the weight that the loss's gradient gives its sequence.
+    token then gets the weight that the loss's gradient gives its sequence. Without a pair there is no `loss` among the
+    metrics.
     """
     sums_N = sequence_sums(learner, items, 2 * count, forward).requires_grad_()
     losses_N = loss(*sums_N.chunk(2))
@@ -143,7 +144,7 @@ def learn_pairs(
         return (weights_N[packed.sequence_P] * forward(model, packed)[0]).sum(), None
 
     _, metrics = learner.step(items, weighted, options, lr=lr, normaliser=max(1, count))
-    return sums_N.detach(), {"loss": float(losses_N.detach().sum()) / max(1, count), **metrics}
+    return sums_N.detach(), {**({"loss": float(losses_N.detach().mean())} if count else {}), **metrics}
 
 
 class FrozenRewardModel(Frozen[Scorer], RewardModel):
@@ -222,7 +223,7 @@ def preference_update(
     """One AdamW step on the Bradley-Terry loss, averaged over the pairs (InstructGPT, arXiv 2203.02155, equation 1).
 
     Figures, of the model before the step: `loss`, `accuracy` (share of pairs in the right order), `margin` (mean
-    difference of the scores).
+    difference of the scores); and `tokens`, those of the responses.
     """
     learner = expect(LearningRewardModel, reward_model, "preference_update")
     limit = learner.model.config.max_position_embeddings
@@ -234,5 +235,6 @@ def preference_update(
     return reward_model, {
         "accuracy": float(bradley_terry_accuracy(chosen_N, rejected_N).mean()),
         "margin": float((chosen_N - rejected_N).mean()),
+        "tokens": float(rollouts.response_lengths_N.sum()),
         **metrics,
     }

@@ -234,7 +234,9 @@ class Replier(Engine):
             for row in (row for row, now in enumerate(answered) if now):
                 rewards_N[row] = float(self.reward(texts[row]))
         replies = Replies(texts, (self.role,) * len(texts), torch.tensor(done), rewards_N)
-        figures = {"reply_length": group.metrics()["response_length"], "answered": sum(answered) / len(answered)}
+        figures = {"answered": sum(answered) / len(answered)}
+        if any(answered):
+            figures["reply_length"] = group.metrics()["response_length"]
         return replies, figures
 
 

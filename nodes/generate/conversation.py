@@ -374,8 +374,8 @@ class SampledGroup:
         """Figures of this turn, sampled in pieces of `segment` tokens.
 
         `generated_tokens`: how many were sampled. `response_length`: their mean by row. `stale_cache`: the share of
-        them that were decoded on a cache with entries of older weights. `outgrown`, from the second turn on: the share
-        of rows that had no room for the turn.
+        them that were decoded on a cache with entries of older weights. A turn in which no row said anything has
+        neither. `outgrown`, from the second turn on: the share of rows that had no room for the turn.
         """
         said = [response for row in self.rows if (response := row.sampled) is not None]
         tokens = sum(len(response.tokens) for response in said)
@@ -384,11 +384,9 @@ class SampledGroup:
         for versions in (response.versions for response in said):
             steps = np.arange(len(versions))
             stale += int((versions != versions[steps - steps % (segment or len(steps))]).sum())
-        metrics = {
-            "generated_tokens": float(tokens),
-            "response_length": tokens / max(1, len(said)),
-            "stale_cache": stale / max(1, tokens),
-        }
+        metrics = {"generated_tokens": float(tokens)}
+        if tokens:
+            metrics |= {"response_length": tokens / len(said), "stale_cache": stale / tokens}
         if any(row.transcript for row in self.rows):
             metrics["outgrown"] = sum(row.outgrown > 0 for row in self.rows) / len(self.rows)
         return metrics

@@ -45,8 +45,8 @@ def dpo_update(
     """One AdamW step on the DPO loss of each prompt's best and worst response, averaged over the pairs.
 
     DPO (Rafailov et al. 2023, arXiv 2305.18290), equation 7 and the gradient below it. Prompts whose rewards are all
-    equal make no pair. Figures: `pairs`, how many there were; of them `margin`, the mean of
-    log π/π_ref (chosen) − log π/π_ref (rejected), in nats, and `preferred`, the share with a margin above 0.
+    equal make no pair. Figures: `pairs`, how many there were; of them, where there are any, `loss`, `margin`, the mean
+    of log π/π_ref (chosen) − log π/π_ref (rejected), in nats, and `preferred`, the share with a margin above 0.
     """
     learner = language_policy(policy)
     best_G, worst_G, weight_G = best_and_worst(rewards.values_N.cpu(), group_rows(rollouts.ordinals))
@@ -63,10 +63,10 @@ def dpo_update(
 
     sums_N, metrics = learn_pairs(learner, items, pairs, packed_logprobs, loss, options, lr)
     chosen_G, rejected_G = (sums_N - reference_N).chunk(2)
-    return policy, {
-        "pairs": float(pairs),
-        "margin": float((chosen_G - rejected_G).sum()) / max(1, pairs),
-        "preferred": float((chosen_G > rejected_G).sum()) / max(1, pairs),
-        "tokens": float(sum(len(packed.targets_P) for packed in items)),
-        **metrics,
-    }
+    figures = {"pairs": float(pairs), "tokens": float(sum(len(packed.targets_P) for packed in items)), **metrics}
+    if pairs:
+        figures |= {
+            "margin": float((chosen_G - rejected_G).mean()),
+            "preferred": float((chosen_G > rejected_G).double().mean()),
+        }
+    return policy, figures

@@ -10,6 +10,7 @@ Shapes: P sampled tokens of a micro-batch, L lags.
 """
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -170,9 +171,9 @@ def policy_update(
     It can `accumulate` in one step on one term: each part of the batch adds to the gradient and to the sums, and the
     last one divides, clips and takes the step.
 
-    Metrics: those of `update_metrics` and `lr`. With terms beside it, `loss` is the weighted sum of all terms,
-    NAME_loss that of each term by itself, the first one included, and the other metrics of a term are NAME_tokens,
-    NAME_entropy and so on; without a name they are of the first term.
+    Metrics: those of `update_metrics` and `lr`. With terms beside it, `loss` is the weighted sum of all terms and
+    `tokens` are those of all; NAME_loss and NAME_tokens are those of each term by itself, the first one included. The
+    other metrics of a term are NAME_entropy and so on; without a name they are of the first term.
     """
     learner = language_policy(policy)
     terms = [LossTerm(_scored(rollouts, advantage, reference, proximal), loss, loss_name(loss), weight, average, kl)]
@@ -193,7 +194,9 @@ def policy_update(
     if others:
         whole = sum(own.weight * each["loss"] for own, each in zip(terms, (metrics, *others), strict=True))
         found = {f"{name}_{key}": x for name, each in zip(names[1:], others, strict=True) for key, x in each.items()}
-        metrics = {**found, **metrics, "loss": whole, f"{names[0]}_loss": metrics["loss"]}
+        found |= {f"{names[0]}_{key}": metrics[key] for key in ("loss", "tokens")}
+        tokens = sum(each["tokens"] for each in (metrics, *others))
+        metrics = {**found, **metrics, "loss": whole, "tokens": tokens}
     return policy, {**metrics, **figures}
 
 
@@ -482,7 +485,9 @@ def update_metrics(steps: Sequence[Sums]) -> Metrics:
         metrics |= {name: count for name, count in last.items() if name.startswith("tokens_lag_") and count}
         metrics["ratio_mean"] = whole["ratio"] / recorded
         metrics["ratio_max"] = whole["ratio_max"]
-        metrics["ess"] = whole["ratio"] ** 2 / (whole["ratio_squared"] * recorded)
+        # Squares of ratios that no float64 holds leave nothing to say.
+        squared = whole["ratio_squared"] * recorded
+        metrics["ess"] = whole["ratio"] / squared * whole["ratio"] if 0 < squared < math.inf else math.nan
         metrics["kl"] = last["kl"] / max(1.0, last["recorded"])
     if "replayed_lag_max" in whole:
         metrics["replayed_tokens"] = last["replayed"]

@@ -45,6 +45,9 @@ SUMMED = frozenset({TOKENS, "prompt_tokens"})
 
 # The metric by which a node says how many tokens a firing sampled. Rows have its rate alone: it counts all groups.
 GENERATED = "generated_tokens"
+# Metrics of a firing that samples which are means over its tokens, or over the rows that said something in it: an
+# update's are so, too. Long groups are the stale ones, and in a late turn few rows go on.
+BY_TOKENS, BY_ROWS = "stale_cache", "response_length"
 # The columns of a count that is told apart by lag: one figure, so that all of them are of one node.
 BY_LAG = "tokens_lag_"
 # Names for which no row has a number.
@@ -60,19 +63,32 @@ def columns(rows: Sequence[Row], figure: str) -> list[str]:
 
 
 def combine(parts: Sequence[Metrics]) -> Metrics:
-    """The metrics of several groups as one: sums of counts, the largest of `*_max`, the least of `*_min`, else means
-    over the groups that have it."""
-    found: dict[str, list[float]] = {}
+    """The metrics of several groups as one: sums of counts, the largest of `*_max`, the least of `*_min`, means over
+    tokens or rows of `BY_TOKENS` and `BY_ROWS`, else means over the groups that have it."""
+    found: dict[str, list[tuple[float, float]]] = {}
     for part in parts:
         for name, value in part.items():
-            found.setdefault(name, []).append(value)
+            found.setdefault(name, []).append((value, _weight(name, part)))
     combined: Metrics = {}
-    for name, values in found.items():
+    for name, weighted in found.items():
+        values = [value for value, _ in weighted]
         if name.endswith(("_max", "_min")):
             combined[name] = max(values) if name.endswith("_max") else min(values)
-        else:
-            combined[name] = sum(values) if name in SUMMED else sum(values) / len(values)
+        elif name in SUMMED:
+            combined[name] = sum(values)
+        elif whole := sum(weight for _, weight in weighted):
+            combined[name] = sum(value * weight for value, weight in weighted) / whole
     return combined
+
+
+def _weight(name: str, part: Metrics) -> float:
+    """How much a metric of a firing counts in a mean: as the tokens, or the rows, that the firing sampled where it is a
+    mean over these."""
+    tokens = part.get(GENERATED)
+    if tokens is None or name not in (BY_TOKENS, BY_ROWS):
+        return 1.0
+    length = part[BY_ROWS] if name == BY_ROWS else 1.0
+    return tokens / length if length else tokens
 
 
 class Rows:
@@ -112,9 +128,8 @@ class Rows:
         """A firing of a per-group node has reported. Tokens that it sampled count at once, whatever becomes of the
         group."""
         self._generated += metrics.get(GENERATED, 0.0)
-        if others := {name: value for name, value in metrics.items() if name != GENERATED}:
-            # By turn: a firing that is done again replaces its metrics, a further turn adds its own.
-            self.groups.setdefault(firing.index, {})[firing.node, firing.turn] = others
+        # By turn: a firing that is done again replaces its metrics, a further turn adds its own.
+        self.groups.setdefault(firing.index, {})[firing.node, firing.turn] = metrics
 
     def batch(self, update: int, ordinals: Sequence[int]) -> None:
         """Groups that an update takes, some or all of them."""
@@ -201,7 +216,9 @@ class Rows:
     def restore(self, figures: Mapping[str, Any]) -> None:
         """The inverse of `to_json`, on new rows. float() reads the words that JSON has no number for ("nan")."""
         for ordinal, node, turn, metrics in figures["groups"]:
-            self.group(Firing(node, ordinal, turn), {name: float(value) for name, value in metrics.items()})
+            # Not as `group` does it: their tokens were sampled before the cut.
+            made = {name: float(value) for name, value in metrics.items()}
+            self.groups.setdefault(ordinal, {})[node, turn] = made
         for node, update, metrics in figures["beside"]:
             self.trailing(update, node, {name: float(value) for name, value in metrics.items()})
         for column, node in figures.get("owners", {}).items():
@@ -227,11 +244,16 @@ class Rows:
             for node, turn in sorted(part):
                 grouped.setdefault(node, []).append(part[node, turn])
         reported = {node: metrics for node, (metrics, _) in reports.items()}
-        figures = self._columns({node: combine(found) for node, found in grouped.items()}, reported)
+        combined = {node: combine(found) for node, found in grouped.items()}
+        for metrics in combined.values():
+            metrics.pop(GENERATED, None)
+        figures = self._columns(combined, reported)
         last = ordinals[-1] if ordinals else -1
         self.groups = {g: part for g, part in self.groups.items() if g > last or g in overtaken}
         seconds, update_s = now - self._last, sum(duration for _, duration in reports.values())
-        tokens = sum(metrics.get(TOKENS, 0.0) for metrics in reported.values())
+        # An update may say nothing of tokens, which is another thing than none.
+        tokens = [metrics[TOKENS] for metrics in reported.values() if TOKENS in metrics]
+        rate = {"train_tokens_per_s": round(sum(tokens) / update_s, 3)} if tokens and update_s > 0 else {}
         row: Row = {
             "update": update,
             "version": update + 1,
@@ -242,7 +264,7 @@ class Rows:
             "update_s": round(update_s, 6),
             "sync_s": round(self._sync, 6),
             "generate_tokens_per_s": round(self._generated / seconds, 3) if seconds > 0 else 0.0,
-            "train_tokens_per_s": round(tokens / update_s, 3) if update_s > 0 else 0.0,
+            **rate,
             **figures,
             "pools": {pool: dict(states) for pool, states in pools.items()},
         }
@@ -342,7 +364,7 @@ CURVES = (
     ("response_length", "tokens of a response"),
     ("lag_mean", "lag"),
     ("ratio_mean", "importance ratio"),
-    ("time_s", "seconds of an update"),
+    ("seconds", "seconds of an update"),
 )
 
 

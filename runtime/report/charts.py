@@ -256,14 +256,15 @@ def _value(value: Any) -> float:
 
 
 def accuracies(facts: Facts) -> list[tuple[float, float]]:
-    """(version, accuracy): before, after, and wherever a node that only measures reported it."""
+    """(version, accuracy) on held-out problems: before, after, and wherever a node that measures a version reported it
+    (`accuracy_version`). What another node calls accuracy is of something else, such as what training sampled."""
     points: dict[float, float] = {}
     measured = (facts.summary or {}).get("measured", ())
     # Older folders have one dict instead of a list.
     for row in [*facts.rows, *([measured] if isinstance(measured, dict) else measured)]:
         for name, value in row.items():
-            at = row.get(f"{name.rpartition('.')[0] or 'measure'}_update", row.get("update"))
-            if name.rpartition(".")[2] == "accuracy" and _known(value) and at is not None:
+            at = row.get(f"{name}_version")
+            if name.rpartition(".")[2] == "accuracy" and _known(value) and _known(at):
                 points[float(at)] = float(value)
     ends = [update for stage in facts.training for update in stage.followed.ends]
     last = float(max(ends, default=-1) + 1)

@@ -567,7 +567,8 @@ def test_an_update_steps_along_the_weighted_sum_of_its_terms(average: Any, micro
     assert figures["reinforce_loss"] == pytest.approx(reinforced.item(), rel=1e-4)
     assert figures["imitate_loss"] == pytest.approx(imitated.item(), rel=1e-4)
     assert figures["loss"] == pytest.approx(0.5 * reinforced.item() + 0.25 * imitated.item(), rel=1e-4)
-    assert (figures["tokens"], figures["imitate_tokens"], figures["optimizer_steps"]) == (13, 9, 1)
+    assert (figures["reinforce_tokens"], figures["imitate_tokens"], figures["optimizer_steps"]) == (13, 9, 1)
+    assert figures["tokens"] == 13 + 9
     assert {"lag_mean", "ratio_mean"} < figures.keys()
     assert not {"imitate_lag_mean", "imitate_ratio_mean", "imitate_grad_norm"} & figures.keys()
 
@@ -600,7 +601,7 @@ def test_a_first_term_of_nothing_leaves_the_others() -> None:
     _, figures = policy_update.fn(one, silent, advantage, beside=(beside(1.0),), loss=aipo, clip_norm=FREE)
     policy_update.fn(other, demonstrations(), Advantages(torch.ones(3)), loss=imitate, clip_norm=FREE)
     assert_same(gradients(one), gradients(other))
-    assert (figures["tokens"], figures["imitate_tokens"]) == (0, 9)
+    assert (figures["tokens"], figures["aipo_tokens"], figures["imitate_tokens"]) == (9, 0, 9)
     nothing = term.fn(silent, loss=imitate)
     with pytest.raises(ValueError, match="2 terms, aipo and imitate, without a sampled token, needed at least one"):
         policy_update.fn(policy(), silent, advantage, beside=(nothing,), loss=aipo)
@@ -610,7 +611,7 @@ def test_every_term_is_in_every_step_with_minibatches_of_its_own() -> None:
     learner = policy()
     _, figures = policy_update.fn(learner, *batch(), beside=(beside(),), loss=aipo, epochs=2, minibatches=3)
     assert (figures["optimizer_steps"], learner.version) == (6, 1)
-    assert (figures["tokens"], figures["imitate_tokens"]) == (13, 9)
+    assert (figures["aipo_tokens"], figures["imitate_tokens"]) == (13, 9)
 
 
 def test_a_term_of_fewer_groups_than_minibatches_is_in_as_many_steps() -> None:
@@ -618,7 +619,7 @@ def test_a_term_of_fewer_groups_than_minibatches_is_in_as_many_steps() -> None:
     for rows, tokens in (([0, 1, 2], 9), ([1], 4)):
         few = term.fn(demonstrations().take(rows), loss=imitate)
         _, figures = policy_update.fn(policy(), *batch(), beside=(few,), loss=aipo, epochs=2, minibatches=4)
-        assert (figures["optimizer_steps"], figures["tokens"], figures["imitate_tokens"]) == (8, 13, tokens)
+        assert (figures["optimizer_steps"], figures["aipo_tokens"], figures["imitate_tokens"]) == (8, 13, tokens)
         assert figures["imitate_loss"] > 0
     with pytest.raises(ValueError, match="minibatches=4 for a batch of 3 prompt groups"):
         policy_update.fn(policy(), demonstrations(), Advantages(torch.ones(3)), loss=imitate, minibatches=4)

@@ -319,6 +319,8 @@ def test_a_new_reward_model_has_no_preference_and_soon_has_one() -> None:
     learner = learning(head=0.0)
     figures = [preference_update.fn(learner, PAIRS, lr=3e-3)[1] for _ in range(15)]
     assert (figures[0]["accuracy"], figures[0]["margin"]) == (0.5, 0.0)
+    words = learner.tokenizer
+    assert figures[0]["tokens"] == sum(len(words.encode(text)) + 1 for text in (*PAIRS.chosen, *PAIRS.rejected))
     assert figures[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
     assert figures[-1]["accuracy"] == 1.0
     assert figures[-1]["loss"] < 0.2

@@ -511,6 +511,17 @@ def test_the_figures_are_those_of_the_sampled_tokens() -> None:
     assert 0 < metrics["entropy"] < 3
 
 
+@pytest.mark.parametrize("ratio_log", [-800.0, 400.0])
+def test_ratios_whose_squares_no_float_holds_stop_no_update_and_have_no_sample_size(ratio_log: float) -> None:
+    """As of a policy that has left what it sampled for good."""
+    learner = policy()
+    rollouts, advantage = batch()
+    rollouts = replace(rollouts, logprobs_NT=torch.zeros_like(rollouts.logprobs_NT) - ratio_log)
+    _, metrics = policy_update.fn(learner, rollouts, advantage, loss=reinforce)
+    assert learner.version == 1
+    assert math.isnan(metrics["ess"])
+
+
 def test_kl_is_the_last_epochs() -> None:
     options = {"loss": aipo, "lr": 1e-3}
     _, one = policy_update.fn(policy(), *batch(), epochs=1, **options)
@@ -794,6 +805,7 @@ def test_without_a_preference_no_weight_moves_and_the_version_goes_on() -> None:
     before = {name: w.clone() for name, w in learner.weights().items()}
     _, figures = dpo_update.fn(learner, rollouts, Rewards(torch.ones(8)), reference)
     assert (figures["pairs"], figures["grad_norm"], learner.version) == (0.0, 0.0, 1)
+    assert not figures.keys() & {"loss", "margin", "preferred"}  # they are of pairs
     assert all(torch.equal(w, before[name]) for name, w in learner.weights().items())
 
 

@@ -184,11 +184,16 @@ def test_curves_are_those_that_the_run_has(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="given 0 rows"):
         curves_figure(tmp_path)
-    rows = [{"update": u, "reward_mean": u / 10, "loss": -u, "lag_mean": 1.0} for u in range(5)]
+    rows = [
+        {"update": u, "reward_mean": u / 10, "loss": -u, "lag_mean": 1.0, "time_s": 3.0 * u, "seconds": 3.0}
+        for u in range(5)
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     figure = curves_figure(tmp_path)
-    assert [axes.get_title() for axes in figure.axes if axes.get_title()] == ["reward", "loss", "lag"]
+    titles = [axes.get_title() for axes in figure.axes]
+    assert titles == ["reward", "loss", "lag", "seconds of an update"]
     assert np.array_equal(figure.axes[0].lines[0].get_ydata(), [0.0, 0.1, 0.2, 0.3, 0.4])
+    assert np.array_equal(figure.axes[3].lines[0].get_ydata(), [3.0] * 5)
 
 
 def test_importing_does_not_import_matplotlib_and_its_absence_is_said() -> None:

@@ -55,6 +55,19 @@ def test_groups_combine_by_mean_sum_and_extremes() -> None:
     assert combine([*parts, {"turns_min": 4.0}]) == combined
 
 
+def test_shares_of_tokens_are_of_all_tokens_and_lengths_of_all_rows_whatever_group_or_turn_they_are_of(
+    rows: Rows,
+) -> None:
+    first, late = {"generated_tokens": 80.0, "response_length": 10.0}, {"generated_tokens": 1.0, "response_length": 1.0}
+    rows.group(Firing("generate", 0), {**first, "stale_cache": 0.0, "mismatch": 2.0})
+    rows.group(Firing("generate", 0, 1), {**late, "stale_cache": 1.0, "mismatch": 4.0})
+    rows.group(Firing("generate", 1), {"generated_tokens": 19.0, "response_length": 19.0, "stale_cache": 1.0})
+    rows.group(Firing("generate", 1, 1), {"generated_tokens": 0.0})  # nobody went on
+    rows.batch(0, (0, 1))
+    row = made(rows, 0)
+    assert (row["response_length"], row["stale_cache"], row["mismatch"]) == (10.0, pytest.approx(0.2), 3.0)
+
+
 def test_a_row_has_its_own_groups_and_the_updates_figures() -> None:
     rows = Rows({"learn": 1}, now=100.0, elapsed=60.0)
     for ordinal in range(4):
@@ -74,8 +87,13 @@ def test_a_row_has_its_own_groups_and_the_updates_figures() -> None:
 
 
 def test_a_rows_own_columns_are_those_that_nodes_may_not_report(rows: Rows) -> None:
-    rows.update(0, "learn", {"loss": nan}, seconds=1.0)
-    assert rows.row(0, 1.0, {}, dict.fromkeys(LOST, 0)).keys() == COLUMNS | {"loss"}
+    rows.update(0, "learn", {"loss": nan, "tokens": 5.0}, seconds=1.0)
+    assert rows.row(0, 1.0, {}, dict.fromkeys(LOST, 0)).keys() == COLUMNS | {"loss", "tokens"}
+
+
+def test_an_update_that_says_nothing_of_tokens_has_no_rate_of_them(rows: Rows) -> None:
+    assert "train_tokens_per_s" not in made(rows, 0, loss=0.5)
+    assert made(rows, 1, loss=0.5, tokens=0.0)["train_tokens_per_s"] == 0.0
 
 
 @pytest.mark.parametrize("bad", [nan, inf, -inf])

@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 
 from penstock.graph import load, trace
-from penstock.runtime.report.charts import Figure, curves, histogram, number, percent, thinned
+from penstock.runtime.record.metrics import read_rows
+from penstock.runtime.report.charts import Figure, accuracies, curves, histogram, number, percent, thinned
 from penstock.runtime.report.follow import Work
 from penstock.runtime.report.page import render
+from penstock.runtime.report.run_history import read_facts
 from penstock.runtime.report.schedule_data import Chart, Row, Strip, encode, thin
 from penstock.runtime.report.write import write_report
 from penstock.runtime.schedule.simulator import Durations
 
-from .runs import simulated_run
+from .runs import ACCURACY, simulated_run
 
 CALLED = """
 from penstock.graph import broadcast, program
@@ -129,6 +131,15 @@ def test_a_lanes_room_and_tracks_do_not_depend_on_the_evaluation_or_the_side() -
     ]
     found = [(row["room"], row["tracks"]) for row in decoded(Chart(rows, []))["rows"]]
     assert found == [(6, [4, 0]), (6, [4, 50]), (3, [3, 0])]
+
+
+def test_accuracy_is_of_versions_that_were_measured_and_of_no_samples_to_learn_from(tmp_path: Path) -> None:
+    """A node of an update may call accuracy what training sampled, as that of rlhf, or pairs, as a reward model's."""
+    folder = simulated_run(tmp_path / "r", updates=4).folder
+    rows = [{**row, "accuracy": 0.01} for row in read_rows(folder.metrics)]
+    rows[3] |= {"measure.accuracy": 0.7, "measure.accuracy_version": 2.0, "measure_update": 1.0}
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert accuracies(read_facts(folder)) == [(0.0, ACCURACY), (2.0, 0.7), (4.0, 0.93)]
 
 
 @pytest.mark.slow
