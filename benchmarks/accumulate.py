@@ -160,7 +160,7 @@ def simulated(accumulate: int, update_s: float) -> float:
     room = {"generator": ROOM, "scorer": BATCH, "trainer": 1}
     plan = Plan(tuple(replace(p, replicas=(replace(p.replicas[0], capacity=room[p.name]),)) for p in pools))
     own: Callable[[str, int], float] = lambda name, ordinal: seconds(ordinal)  # noqa: E731
-    nodes = {"sleep_and_say": own, "toss": 0.0, "group_advantage": 0.0, "aipo_update": update_s}
+    nodes: dict[str, Any] = {"sleep_and_say": own, "toss": 0.0, "group_advantage": 0.0, "aipo_update": update_s}
     ends = simulate(Tables(graph, plan), Rules(BATCH, UPDATES), Durations(nodes)).ends
     return statistics.median(later - before for before, later in zip(ends[WARM - 1 :], ends[WARM:], strict=False))
 

@@ -148,7 +148,7 @@ def measured(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     command = [sys.executable, __file__, "--gb-per-s", str(args.gb_per_s), "--replicas", str(args.replicas)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     own = [["--replica", str(index), "--folder", str(folder)] for index in range(args.replicas)]
-    processes = [subprocess.Popen([*command, *extra], **pipes) for extra in own]
+    processes: list[Any] = [subprocess.Popen([*command, *extra], **pipes) for extra in own]
     try:
         assert {json.loads(process.stdout.readline()) for process in processes} == {"ready"}
         trainer = Trainer(folder, args.mb * 1_000_000, processes, args.gb_per_s * 1e9)

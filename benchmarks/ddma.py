@@ -40,7 +40,9 @@ class Ranks:
     def __init__(self, side: str, folder: Path) -> None:
         command = [sys.executable, str(Path(__file__).with_name("ddma_ranks.py")), side]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.processes = [subprocess.Popen([*command, str(rank), str(folder)], **pipes) for rank in range(RANKS)]
+        self.processes: list[Any] = [
+            subprocess.Popen([*command, str(rank), str(folder)], **pipes) for rank in range(RANKS)
+        ]
 
     def tell(self, **order: Any) -> None:
         text = json.dumps(order) + "\n"
@@ -63,7 +65,7 @@ class Ranks:
 
 def span(answers: Sequence[Mapping[str, Any]]) -> float:
     """Milliseconds from the last start to the last end: clocks are of one host."""
-    return 1e3 * (max(a["end"] for a in answers) - max(a["start"] for a in answers))
+    return 1e3 * float(max(a["end"] for a in answers) - max(a["start"] for a in answers))
 
 
 def sync(phase: str, version: int, sources: Ranks, destinations: Ranks) -> dict[str, float]:

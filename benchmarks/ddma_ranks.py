@@ -50,9 +50,10 @@ class Base:
 
     def __init__(self, folder: Path, place: int) -> None:
         self.place = place
-        self.pair = self._group(folder / "gather", place) if place < RANKS else None
+        self.pair: Any = self._group(folder / "gather", place) if place < RANKS else None
         members = [0, *range(RANKS, 2 * RANKS)]
-        self.all = self._group(folder / "broadcast", members.index(place), len(members)) if place in members else None
+        size = len(members)
+        self.all: Any = self._group(folder / "broadcast", members.index(place), size) if place in members else None
         self.kept = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
 
     @staticmethod
@@ -106,8 +107,9 @@ class Source:
                 [f"rank {number}" for number in range(RANKS)],
                 TIMEOUT,
             )
+            proof: Any = phase.split()[1]
             self.publishers[phase] = WeightPublisher(
-                phase, self.policy, rank=self.rank, ranks=RANKS, add=adder, proof=phase.split()[1], keep=1
+                phase, self.policy, rank=self.rank, ranks=RANKS, add=adder, proof=proof, keep=1
             )
         started = perf_counter()
         digests = self.publishers[phase].publish(version)
@@ -142,17 +144,18 @@ class _Opened:
 
     def __init__(self, bridge: ReplicaLink, rank: int, memory: SharedMemory | None) -> None:
         self.rank, self.memory = rank, memory
-        self.bridge, self.way = bridge, None
+        self.bridge = bridge
+        self.way: Transport | None = None
 
     def receive(self, *facts: Any) -> int:
-        if self.way is None:
-            self.reopen(self.bridge)
-        return self.way.receive(*facts)
+        way = self.way or self.reopen(self.bridge)
+        return way.receive(*facts)
 
-    def reopen(self, bridge: ReplicaLink) -> None:
+    def reopen(self, bridge: ReplicaLink) -> Transport:
         if self.way is not None:
             self.way.close()
         self.way = bridge.open("destination", self.rank, self.memory)
+        return self.way
 
 
 class Destination:

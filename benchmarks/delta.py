@@ -69,7 +69,7 @@ class Link:
 
 
 def view(part: Tensor) -> memoryview:
-    return memoryview(part.view(-1).view(torch.uint8).numpy())
+    return part.view(-1).view(torch.uint8).numpy().data
 
 
 def buckets(part: Tensor) -> tuple[Tensor, ...]:

@@ -132,8 +132,8 @@ class Peers:
             wait = min([wait, *(agent.relay.wait(now) for agent in self.left)])
             ready = dict(self.poller.poll(int(1000 * wait) + 1))
             for socket in ready.keys() & self.hears.keys():
-                for frames, _, _ in drain(socket):  # type: ignore[arg-type]
-                    self.hears[socket](unpack(frames[0])[1])  # type: ignore[index]
+                for frames, _, _ in drain(socket):
+                    self.hears[socket](unpack(frames[0])[1])
             now = monotonic()
             for agent in self.left:
                 if agent.relay.socket in ready or not agent.relay.wait(now):

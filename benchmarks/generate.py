@@ -95,7 +95,7 @@ class Ours:
                 end = int(slots.lengths[slot])
                 slots.tokens[slot, end - 1] = 0 if end - slots.begins[slot] >= wanted[slot] else 5
 
-        slots.take, slots.record = taken, recorded  # type: ignore[method-assign]
+        slots.take, slots.record = taken, recorded  # type: ignore[method-assign, assignment]
 
     def run(self, prompts: dict[int, str]) -> None:
         """A response to each."""
@@ -117,7 +117,8 @@ def texts(count: int, seed: int = 0) -> list[str]:
 def theirs(folder: Path, dtype: str) -> Callable[[list[str], int], Tensor]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    model.eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model.generation_config.eos_token_id = None
 

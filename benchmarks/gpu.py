@@ -47,7 +47,7 @@ def run_phase(name: str, device: str, deadline: float, record: Any) -> None:
     script = Path(__file__).with_name("gpu_phases.py")
     began = perf_counter()
     found: Figures = {"date": datetime.now(UTC).date().isoformat(), "commit": commit()}
-    process = subprocess.Popen(
+    process: Any = subprocess.Popen(
         [sys.executable, str(script), name, device],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

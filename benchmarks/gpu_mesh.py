@@ -79,7 +79,7 @@ def synced(rank: int, folder: str, device: str, over: Event) -> int:
     """Send, or receive, version after version of some weights until the sender's updates are `over`; how many."""
     layout = Layout.whole([(f"t{number}", (1024, 1024), "float32") for number in range(64 if device != "cpu" else 2)])
     parts, plan, store = allocate(layout, 0, device), reshard(layout, layout), FileStore(f"{folder}/beside")
-    kind = "messages" if device == "cpu" else "nccl"
+    kind: Any = "messages" if device == "cpu" else "nccl"
     link = ReplicaLink("weights", store, timeout=DEADLINE_S, transport=kind)
     transport = link.open("destination" if rank else "source", device=device)
     version, last = 0, False

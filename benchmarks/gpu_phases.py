@@ -59,7 +59,8 @@ def smoke(device: str) -> Iterator[Figures]:
     if device != "cpu":
         card = torch.cuda.get_device_properties(device)
         yield {"card": card.name, "memory_gib": round(card.total_memory / 2**30, 1), "cuda": torch.version.cuda}
-        yield {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "capability": [card.major, card.minor]}
+        nccl: Any = torch.cuda.nccl
+        yield {"nccl": ".".join(map(str, nccl.version())), "capability": [card.major, card.minor]}
     yield {"run aipo": penstock_run([f"--device={device}", *SMALL, "--updates=3", "--model=new"])[0]}
     with tempfile.TemporaryDirectory() as name:
         model = CausalLM(small(ONE_B), torch.float32)
@@ -145,8 +146,7 @@ def decode_steps(
     with profile(activities=[kind], acc_events=True) as seen:
         engine.step()
     # The calls that launch them are seen, too, as the host's.
-    where = torch.autograd.DeviceType.CPU if device == "cpu" else torch.autograd.DeviceType.CUDA
-    kernels = sum(event.count for event in seen.key_averages() if event.device_type == where)
+    kernels = sum(event.count for event in seen.key_averages() if event.device_type.name == kind.name)
     found = {"ms": 1e3 * statistics.median(seconds), "kernels": kernels}
     if device != "cpu":
         found["peak_gb"] = round(torch.cuda.max_memory_allocated(device) / 1e9, 2)
@@ -216,7 +216,7 @@ class Rank:
         script = str(Path(__file__).with_name("gpu_ranks.py"))
         command = [sys.executable, script, side, str(folder), device]
         self.side = side
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process: Any = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.lines: Queue[str] = Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -263,9 +263,9 @@ def synced(device: str, way: str, beside: bool = False, repeats: int = REPEATS) 
         try:
             for rank in ranks:
                 rank.answer()
-            found: Figures = {"alone": syncs(way, *ranks, range(WARM + repeats))}
+            source, destination = ranks
+            found: Figures = {"alone": syncs(way, source, destination, range(WARM + repeats))}
             if beside:
-                source, destination = ranks
                 found["train_step_ms"] = source.ask("work", steps=3)["ms"]
                 found["decode_step_ms"] = destination.ask("work", steps=10)["ms"]
                 more = range(WARM + repeats, 2 * WARM + repeats + 4)
@@ -412,6 +412,7 @@ def state(device: str) -> Iterator[Figures]:
             aside[name].copy_(tensor)
 
     yield {"bytes": nbytes, "copy": rate(copy)}
+    proof: Any
     for proof, wire in [("off", ""), ("sampled", ""), ("full", ""), *(("full", wire) for wire in FORMATS)]:
         publisher = WeightPublisher("policy>generator", policy, device=device, keep=1, proof=proof, wire=wire)
         publish = partial(lambda publisher, versions: publisher.publish(next(versions)), publisher, count())
@@ -522,7 +523,9 @@ def penstock_run(flags: list[str]) -> tuple[Figures, list[float]]:
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             return {"error": str(error)}, []
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        kept = {key: summary[key] for key in ("status", "wall_s", "updates", "groups", "warnings") if key in summary}
+        kept: Figures = {
+            key: summary[key] for key in ("status", "wall_s", "updates", "groups", "warnings") if key in summary
+        }
         for key in ("sync_s", "generate_tokens_per_s", "train_tokens_per_s", "mismatch"):
             own = [row[key] for row in rows[2:] if row.get(key) is not None]
             kept |= {key: round(statistics.median(own), 6)} if own else {}

@@ -45,7 +45,7 @@ CHANNEL = "policy>generator"
 
 def small(config: ModelConfig) -> ModelConfig:
     """For a CPU."""
-    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     return replace(config, **sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 
 
@@ -117,7 +117,7 @@ class Rank:
         """A step of its work; its seconds."""
         raise NotImplementedError
 
-    def transfer(self, version: int, **order: Any) -> dict[str, Any]:
+    def transfer(self, *args: Any, **order: Any) -> dict[str, Any]:
         raise NotImplementedError
 
     def work(self, steps: int) -> dict[str, Any]:
@@ -141,11 +141,13 @@ class Source(Rank):
     def __init__(self, folder: Path, device: str) -> None:
         super().__init__(folder, device)
         self.policy = Policy(device, self.config)
-        self.way, self.publisher, self.transport = "", WeightPublisher(CHANNEL, self.policy), None
+        self.way, self.publisher = "", WeightPublisher(CHANNEL, self.policy)
+        self.transport: Transport | None = None
         self.model: CausalLM | None = None
 
     def publish(self, way: str, version: int) -> dict[str, Any]:
         if way != self.way:
+            proof: Any
             _, proof, *wire = way.split()
             self.way, self.transport = way, None
             self.publisher = WeightPublisher(
@@ -200,7 +202,7 @@ class Destination(Rank):
     def __init__(self, folder: Path, device: str) -> None:
         super().__init__(folder, device)
         self.way, self.receiver = "", WeightReceiver(CHANNEL)
-        self.opening: _Opening | None = None
+        self.opening: _Opening
         self.memories: list[WritableMemory] = []
         self.generator: Generator | None = None
 
@@ -224,7 +226,8 @@ class Destination(Rank):
         return self.generator.step()
 
     def _begin(self, way: str) -> None:
-        memory, transport = None, way.split()[0]
+        memory: WritableMemory | None = None
+        transport = way.split()[0]
         if transport == "shm":
             memory = SharedMemory(f"gpu{self.folder.stat().st_ino}", way)
         elif transport == "cuda_ipc":
@@ -240,7 +243,8 @@ class Destination(Rank):
 
 def link_of(folder: Path, way: str) -> ReplicaLink:
     """Where the two meet, by the transport that the way's name says or not at all."""
-    transport, store = way.split()[0], FileStore(str(folder / way.replace(" ", "-")))
+    transport: Any = way.split()[0]
+    store = FileStore(str(folder / way.replace(" ", "-")))
     return ReplicaLink(CHANNEL, store, timeout=TIMEOUT, transport=transport)
 
 

@@ -31,7 +31,12 @@ class Side:
     """A trainer and a generator, with the flag or without."""
 
     def __init__(self, folder: Path, dtype: str, invariant: bool) -> None:
-        shared = {"model": str(folder), "dtype": dtype, "invariant": invariant, "slots": PROMPTS * SAMPLES}
+        shared: dict[str, Any] = {
+            "model": str(folder),
+            "dtype": dtype,
+            "invariant": invariant,
+            "slots": PROMPTS * SAMPLES,
+        }
         context = Context(node="generate", max_tokens=TOKENS, updates=1000, **shared)
         self.engine = make_engine(context, samples=SAMPLES)
         self.engine.slots.stops[:] = False
@@ -81,7 +86,7 @@ def main() -> None:
                 for what, work in enumerate(("generating", "update")):
                     ratios = [a[what] / b[what] for a, b in zip(taken[True], taken[False], strict=True)]
                     plain = round(median(each[what] for each in taken[False]), 3)
-                    row = {"model": name, "dtype": dtype, "work": work, "as it is, s": plain}
+                    row: dict[str, Any] = {"model": name, "dtype": dtype, "work": work, "as it is, s": plain}
                     row["with over without"] = {key: round(value, 2) for key, value in spread(ratios).items()}
                     for on, title in ((False, "mismatch without"), (True, "with")):
                         row[title] = median(each[2] for each in taken[on])

@@ -90,7 +90,7 @@ def asynchronous(shape: Shape, gpus: int) -> tuple[float, str]:
                     words = f"{trains} × ({mesh}) train, {decodes} × ({width}) decode, {rows} rows"
                     found.append((max(sides), words, trains, mesh, width, decodes))
     # A sync is short beside a step: it is added to the best few only.
-    best = [(seconds + synced(shape, *rest), words) for seconds, words, *rest in sorted(found, key=lambda f: f[:2])[:4]]
+    best = [(f[0] + synced(shape, *f[2:]), f[1]) for f in sorted(found, key=lambda f: f[:2])[:4]]
     return min(best)
 
 

@@ -4,7 +4,8 @@
 
 Each case is some tokens of a width over a vocabulary, on all cores. Chunks are of 2^22 to 2^28
 logits; where all of them fit into one, autograd keeps them. The chunks take turns, so that whatever else the machine
-does meets all of them; there are as many rounds over all cases as begin within the seconds, and at least three.
+does meets all of them; there are as many rounds over all cases as begin within the seconds, and at least three beside
+one that warms up.
 """
 
 import argparse
@@ -38,7 +39,8 @@ class Case:
 
     def seconds(self, chunk: int) -> float:
         began = time.perf_counter()
-        logprobs_P, _ = token_logprobs(*self.given, self.targets_P, chunk_elements=chunk)
+        hidden_PD, weight_VD = self.given
+        logprobs_P, _ = token_logprobs(hidden_PD, weight_VD, self.targets_P, chunk_elements=chunk)
         torch.autograd.grad(logprobs_P.sum(), self.given)
         return time.perf_counter() - began
 

@@ -108,7 +108,7 @@ class DrawnLengths(Engine):
                 elif slots.tokens[slot, last] == stop:
                     slots.tokens[slot, last] = other
 
-        slots.take, slots.record = taken, recorded  # type: ignore[method-assign]
+        slots.take, slots.record = taken, recorded  # type: ignore[method-assign, assignment]
 
     def step(self) -> Sequence[tuple[Any, Any]]:
         began = perf_counter()

@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/plan_search.json")
     args = parser.parse_args()
+    asked: list[tuple[str, tuple[str, ...], str, str]]
     asked = [("aipo", (), cluster, model) for cluster in CLUSTERS for model in MODELS]
     asked += [(program, words, CLUSTERS[1], model) for program, words in PROGRAMS.items() for model in MODELS]
     rows = []

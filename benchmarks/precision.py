@@ -98,7 +98,7 @@ def formats(folder: str, sampled: int, problems: int) -> list[dict[str, Any]]:
     wide = Reader(context, "float32")
     rollouts = wide.answers(sampled, samples=8)
     reference_PV, reference_P = wide.logprobs(rollouts)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in FORMATS:
         reader = Reader(context, name)
         greedy = reader.answers(problems, samples=1, temperature=0.0)

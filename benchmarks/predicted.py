@@ -72,7 +72,7 @@ class Recipe(Trainer):
     rowwise: bool = False
 
     @cached_property
-    def stages(self) -> tuple[StageShape, ...]:  # type: ignore[override]
+    def stages(self) -> tuple[StageShape, ...]:
         """These systems give the stage with the head fewer layers: all are taken to be the mean, of whole layers."""
         shape, pp = self.shape, self.mesh.pp
         if pp == 1:

@@ -75,8 +75,9 @@ def theirs(base: str, seed: int) -> list[float]:
     rows = [{"prompt": prompts.texts[0], "answer": prompts.answers[0]} for prompts in read]
     rewards: list[float] = []
 
-    class Told(TrainerCallback):  # type: ignore[misc]
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+    class Told(TrainerCallback):
+        def on_log(self, *args: Any, **kwargs: Any) -> None:
+            logs = kwargs["logs"]
             rewards.extend([round(logs["reward"], 4)] if "reward" in logs else [])
 
     def reward(prompts: list[str], completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:

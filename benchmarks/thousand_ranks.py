@@ -27,7 +27,7 @@ from penstock.programs.aipo import aipo
 from penstock.runtime.cluster.cluster import Cluster, Host
 from penstock.runtime.control.applicant import enrol
 from penstock.runtime.control.desk import TICKET, Desk
-from penstock.runtime.control.launcher import CONTROLLER
+from penstock.runtime.control.early import CONTROLLER
 from penstock.runtime.control.process import kill, start
 from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.control.security import DeskKeys, Keys
@@ -69,7 +69,7 @@ class Layout:
             for index in range(self.hosts)
         )
         names = [host.name for host in hosts]
-        pools = {"trainer": tuple(names[:half]), "generator": tuple(names[half:])}
+        pools: dict[str, Any] = {"trainer": tuple(names[:half]), "generator": tuple(names[half:])}
         cluster = Cluster(hosts=hosts, bind="127.0.0.1:0", pools=pools)
         mesh = (f"trainer=fsdp{self.trainer}", f"generator=tp{self.tp}")
         options = RunOptions(
@@ -317,7 +317,7 @@ def meeting(size: int) -> float:
     """Seconds in which so many ranks, threads of this process, have connected by gloo."""
     from datetime import timedelta
 
-    from torch.distributed import HashStore
+    from torch._C._distributed_c10d import HashStore
 
     from penstock.runtime.tensor.process_group import Connection
 

@@ -64,7 +64,8 @@ def write_model(folder: Path, hidden: int, layers: int, positions: int = 128) ->
     torch.manual_seed(0)
     model = LlamaForCausalLM(config)
     model.save_pretrained(folder)
-    wrapped = PreTrainedTokenizerFast(
+    untyped: Any = PreTrainedTokenizerFast
+    wrapped = untyped(
         tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
     )
     wrapped.save_pretrained(folder)
@@ -115,12 +116,12 @@ def run_trl(model: str, data: str, updates: int, dtype: str, folder: str) -> Non
     ends: list[float] = []
     lengths: list[float] = []
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
+    class Clock(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             ends.append(time.perf_counter())
 
-        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-            lengths.append(logs.get("completions/mean_length", float("nan")))
+        def on_log(self, *args: Any, **kwargs: Any) -> None:
+            lengths.append(kwargs["logs"].get("completions/mean_length", float("nan")))
 
     def reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
         return [float(c.strip() == a) for c, a in zip(completions, answer, strict=True)]
@@ -163,8 +164,8 @@ def multiplies_bfloat16() -> bool:
 
 def main() -> None:
     if sys.argv[1:2] == ["--trl"]:
-        model, data, updates, dtype, folder = sys.argv[2:]
-        run_trl(model, data, int(updates), dtype, folder)
+        model, prompts, number, dtype, folder = sys.argv[2:]
+        run_trl(model, prompts, int(number), dtype, folder)
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="3M")
