@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.graph.types import COLUMNS
 from penstock.nodes.learn.losses import NEEDED
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,6 +95,12 @@ def test_each_code_has_a_cause_and_a_cure() -> None:
         assert re.fullmatch(r"[a-z]+(-[a-z]+)+", code)
         assert cause.endswith(".")
         assert cure.endswith(".")
+
+
+def test_the_names_that_a_nodes_figures_must_not_have_are_the_first_eight_rows() -> None:
+    text = (ROOT / "docs" / "run-folder.md").read_text().partition("## metrics.jsonl")[2]
+    rows = re.findall(r"(?m)^\| (`.+?) \|", text)
+    assert {name for row in rows[:8] for name in re.findall(r"`(\w+)`", row)} == COLUMNS
 
 
 def test_the_documentation_stays_short() -> None:
