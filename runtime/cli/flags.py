@@ -337,8 +337,8 @@ class SimulateFlags(DrawingFlags, ProgramFlags, Planning):
     """Flags of simulate"""
 
     plan: Annotated[str, Shown("FILE", "none")] = ""
-    """A plan to simulate, as `penstock plan --json` printed it. With --cluster and --model one is made. With neither,
-    seconds are as given."""
+    """A plan to simulate, as `penstock plan … --out FILE` wrote it. With --cluster and --model one is made. With
+    neither, seconds are as given."""
     updates: Positive = 20
     """Updates to simulate."""
     batch: Annotated[Positive | None, Shown("INT", "8, or 256 with --cluster")] = None
