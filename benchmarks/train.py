@@ -170,10 +170,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="3M")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "both"], help="bfloat16 if the CPU multiplies it")
-    parser.add_argument("--updates", type=int, help="of a run")
+    parser.add_argument("--updates", type=int, help="of a run, 5 or more: the first ones are left out")
     parser.add_argument("--repeats", type=int, help="runs of each system")
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/train_MODEL.json")
     args = parser.parse_args()
+    if args.updates is not None and args.updates < 5:
+        parser.error(f"--updates: given {args.updates}, needed 5 or more, of which the first ones are left out")
     hidden, layers, updates, repeats = MODELS[args.model]
     updates, repeats = args.updates or updates, args.repeats or repeats
     if args.dtype == "both":
