@@ -20,6 +20,7 @@ from penstock.runtime.cli.display import percent
 from penstock.runtime.cli.flags import DrawingFlags
 from penstock.runtime.cli.plan import labelled
 from penstock.runtime.cli.tracing import CommandError
+from penstock.runtime.record.errors import visible
 from penstock.runtime.record.folder import write_atomic
 from penstock.runtime.record.timeline import Bar, excerpt, pool_of
 from penstock.runtime.record.trace_formats import chrome_trace, gantt_svg, gantt_text
@@ -105,7 +106,8 @@ class Schedule:
         parts += [f"{LANES} replicas of each pool"] if max(sizes.values(), default=0) > LANES else []
         lines += [f"The first {', and the first '.join(parts)}:"] if parts else []
         color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        return "\n".join([*lines, gantt_text(excerpt(result.bars, DRAWN, LANES), width, color=color)])
+        picture = gantt_text(excerpt(result.bars, DRAWN, LANES), width, color=color)
+        return "\n".join([*map(visible, lines), picture])
 
     def write(self, flags: DrawingFlags) -> None:
         """The files that were asked for."""

@@ -32,7 +32,6 @@ from penstock.runtime.cli.tracing import CommandError, trace_program, usage_erro
 from penstock.runtime.cluster.placement import place, served
 from penstock.runtime.plan.roles import assumptions, roles_of
 from penstock.runtime.plan.simulate import ANYWHERE, Scene, read_costed
-from penstock.runtime.record.errors import visible
 from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.simulator import Duration, Durations, Verdicts, simulate
 
@@ -58,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
             flags = traced.flags
             shown = _of_program(traced.sound(), traced.flags, flags.width or width)
     shown.write(flags)
-    print(json.dumps(shown.to_json()) if flags.json else visible(shown.text(flags.width or width)))
+    print(json.dumps(shown.to_json()) if flags.json else shown.text(flags.width or width))
     return 0
 
 

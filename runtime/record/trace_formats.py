@@ -9,11 +9,12 @@ All print the lanes of `timeline`. `Drawing` is what the pictures share: lanes, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from math import ceil, floor, log10
 from typing import Any
 
+from penstock.runtime.record.errors import visible
 from penstock.runtime.record.timeline import Bar, Lane, boundaries, lanes, names, pool_of, span
 
 # By order of appearance in the legend. Colour-blind readers can tell the first four apart.
@@ -109,7 +110,8 @@ def gantt_text(bars: Sequence[Bar], width: int = 100, color: bool = False) -> st
     """
     if not bars:
         return "nothing happened"
-    drawing = Drawing(bars)
+    # Whoever prints the picture cannot tell its colours from the escapes in a stranger's names.
+    drawing = Drawing([replace(bar, lane=visible(bar.lane), name=visible(bar.name)) for bar in bars])
     gutter = drawing.longest_name + 2
     columns = max(width - gutter - 1, 10)
     axis = make_axis(*drawing.span, columns // 14)

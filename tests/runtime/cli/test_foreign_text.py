@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import shutil
 from io import StringIO
 from pathlib import Path
@@ -19,6 +20,8 @@ from penstock.runtime.cli.tracing import CommandError
 from penstock.runtime.cluster.endpoints import ipc_endpoint
 from penstock.runtime.control.security import Join, Keys
 from penstock.runtime.record.errors import visible
+from penstock.runtime.record.timeline import Bar
+from penstock.runtime.record.trace_formats import gantt_text
 from penstock.runtime.record.trackers import TensorBoard, TrackedRun, lacks
 from penstock.runtime.tensor.checkpoint import StateFile, save_state
 from tests.runtime.report.runs import simulated_run
@@ -92,6 +95,17 @@ def test_whatever_is_printed_is_visible() -> None:
             if not (constant or known or "visible(" in text or "json.dumps(" in text):
                 raw.append(f"{path.relative_to(RUNTIME)}:{call.lineno}")
     assert raw == []
+
+
+def test_the_picture_of_a_schedule_has_its_colours_in_a_terminal(say: Say, monkeypatch: Patch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    shown = say("simulate", "toy", "--updates", 2)
+    assert "\x1b[38;2;" in shown
+    assert is_plain(re.sub(r"\x1b\[[0-9;]*m", "", shown))
+    assert "u001b" not in shown
+    drawn = gantt_text([Bar(f"{EVIL}/0", EVIL, 0, 0.0, 1.0)], 60, color=True)
+    assert is_plain(re.sub(r"\x1b\[38;2;[0-9;]*m|\x1b\[0m|\x1b\[2m", "", drawn))
 
 
 def test_a_finished_run_may_lie_under_a_path_that_is_no_utf8(tmp_path: Path, say: Say) -> None:
