@@ -222,8 +222,9 @@ class Progress:
     @property
     def failures(self) -> str:
         """Groups that failed, firings that were tried again, and what the last one raised, in one line; "" for none."""
-        counts = [f"{count} groups failed" for count in [self.lost.get("failed", 0)] if count]
-        counts += [f"{count} firings tried again" for count in [self.lost.get("retried", 0)] if count]
+        failed, again = self.lost.get("failed", 0), self.lost.get("retried", 0)
+        counts = [f"{failed} group{'s' * (failed != 1)} failed"] if failed else []
+        counts += [f"{again} firing{'s' * (again != 1)} tried again"] if again else []
         raised = str(self.lost.get("raised", "")).strip().splitlines()
         where = raised[0].partition(",")[0].rstrip(":") if raised else ""
         return f"{', '.join(counts)}; the last: {where}: {raised[-1]}" if counts and raised else ", ".join(counts)
@@ -351,7 +352,9 @@ class PlainDisplay(Display):
         parts = [f"update {seen.update}/{seen.updates}"]
         parts += [f"{name} {value}" for name, value in _figures(seen.row, PLAIN)]
         if seen.rows:
-            parts += [f"{figure(seen.updates_per_s)} updates/s", f"{many(seen.tokens_per_s)} tokens/s"]
+            parts.append(f"{figure(seen.updates_per_s)} updates/s")
+            # A program that generates nothing has none.
+            parts += [f"{many(seen.tokens_per_s)} tokens/s"] if seen.tokens_per_s is not None else []
         self.write("  ".join(parts))
 
 
@@ -438,7 +441,8 @@ def _grid(padding: int, *columns: Mapping[str, Any]) -> Table:
 
 def _learning(seen: Progress, width: int) -> Table:
     """Reward with its course, and accuracy."""
-    reward = Text(_shown(seen.row, "reward_mean", figure), style="bold")
+    said = _shown(seen.row, "reward_mean", figure)
+    name, reward = ("reward", said) if said != figure(None) else ("", "")
     spark = Text(sparkline(seen.rewards, max(width - 40, 12)), style="green")
     before, after = seen.accuracy.get("before"), seen.accuracy.get("after")
     accuracy = Text("")
@@ -447,13 +451,14 @@ def _learning(seen: Progress, width: int) -> Table:
     elif before is not None:
         accuracy = Text.assemble(("accuracy before ", "dim"), percent(before))
     table = _grid(1, {}, {"width": 6}, {"ratio": 1}, {"justify": "right"})
-    table.add_row(Text("reward", style="dim"), reward, spark, accuracy)
+    table.add_row(Text(name, style="dim"), Text(reward, style="bold"), spark, accuracy)
     return table
 
 
 def _numbers(seen: Progress, width: int) -> Text:
     """Rates, and the last row's figures, as many as there is room for."""
-    items = [("updates/s", figure(seen.updates_per_s)), ("tokens/s", many(seen.tokens_per_s))]
+    items = [("updates/s", figure(seen.updates_per_s))]
+    items += [("tokens/s", many(seen.tokens_per_s))] if seen.tokens_per_s is not None else []
     items += _figures(seen.row, FIGURES)
     line = Text(no_wrap=True, overflow="crop")
     for name, value in items:
@@ -496,6 +501,7 @@ def _pools(seen: Progress) -> Table:
         version = Text("" if pool.version is None else f"weights v{pool.version}", style="dim")
         table.add_row(Text(name, style=f"bold {color}"), gauge, doing, version)
         if pool.idle:
-            causes = ", ".join(f"{cause} {percent(share)}" for cause, share in pool.idle.items())
+            titles = {cause: known.column or cause for cause, known in CAUSES.items()}
+            causes = ", ".join(f"{titles.get(cause, cause)} {percent(share)}" for cause, share in pool.idle.items())
             table.add_row("", Text("idle", style="dim", justify="right"), Text(causes, style="dim"), "")
     return table

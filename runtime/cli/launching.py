@@ -356,7 +356,7 @@ def summary_text(summary: Mapping[str, Any], updates: int, folder: str, report: 
     if before is not None or after is not None:
         rows.append(("accuracy", f"{percent(before)} → {percent(after)}"))
     counts = [(summary.get("fates", {}).get(outcome), outcome) for outcome in ("dropped", "failed")]
-    counts.append((summary.get("retried"), "firings tried again"))
+    counts.append((again := summary.get("retried"), f"firing{'s' * (again != 1)} tried again"))
     lost = "".join(f", {count} {what}" for count, what in counts if count)
     done = summary.get("updates", 0)
     rows.append(("updates", f"{done} of {updates}, {summary.get('groups', 0)} prompt groups{lost}"))

@@ -104,6 +104,32 @@ def failing(failed: int) -> Line:
     return status(0, lost={"dropped": 1, "failed": failed, "retried": 2, "raised": RAISED})
 
 
+def test_what_a_program_does_not_have_is_not_shown() -> None:
+    trained = row(0)
+    for name in ("reward_mean", "tokens"):
+        del trained["row"][name]
+    heard = [trained, {"kind": "accuracy", "stage": "before", "accuracy": 0.5}]
+    written: list[str] = []
+    display = PlainDisplay(Progress("sft", 10), written.append, now=lambda: 0.0)
+    for line in heard:
+        display.tell(line)
+    drawn = "\n".join([*written, *text(progress(*heard))])
+    assert "updates/s" in drawn
+    assert "reward" not in drawn
+    assert "tokens/s" not in drawn
+
+
+def test_one_failure_is_no_plural() -> None:
+    lost = {"failed": 1, "retried": 1, "raised": ""}
+    assert progress(status(0, lost=lost)).failures == "1 group failed, 1 firing tried again"
+
+
+def test_idle_time_has_the_words_of_the_report() -> None:
+    waiting = row(0)
+    waiting["row"]["pools"] = {"trainer": {"busy": 0.5, "admission": 0.2, "done": 0.3}}
+    assert "admission bound 20.0 %, nothing left 30.0 %" in "\n".join(text(progress(waiting)))
+
+
 def test_failures_are_shown_with_what_the_last_one_raised() -> None:
     assert progress(*lines()).failures == ""
     seen = progress(*lines(), failing(5), status(1))  # the last one without news of them
