@@ -23,6 +23,7 @@ import psutil
 import tyro
 import zmq
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from penstock import cache_folder
@@ -75,16 +76,20 @@ def main(argv: Sequence[str]) -> int:
         findings.append(finding)
         if not flags.json:
             mark, style = MARKS[finding.verdict]
-            line = Text.assemble((f" {mark} ", style), (f"{finding.name:<13}", "bold"), visible(finding.found))
-            line.append(visible(f"  → {finding.follows}") if finding.follows else "", style=style)
+            name = Text.assemble((f" {mark} ", style), (f"{finding.name:<13}", "bold"))
+            said = Text(visible(finding.found))
+            said.append(visible(f"  → {finding.follows}") if finding.follows else "", style=style)
+            # Lines of a terminal are wrapped under the words; those that a program reads stay as they are.
+            row = Table.grid()
+            row.add_row(name, said)
             # As each is made: torch takes seconds.
-            console.print(line, soft_wrap=True)
+            console.print(row if console.is_terminal else Text.assemble(name, said), soft_wrap=not console.is_terminal)
     lacks = sum(finding.verdict == "lack" for finding in findings)
     if flags.json:
         print(json.dumps({"ok": not lacks, "findings": [dataclasses.asdict(finding) for finding in findings]}))
     else:
-        said = f"{lacks} things are lacking." if lacks else "This machine can run Penstock."
-        console.print(f"\n{said}", highlight=False)
+        end = f"{lacks} thing{'s are' if lacks > 1 else ' is'} lacking." if lacks else "This machine can run Penstock."
+        console.print(f"\n{end}", highlight=False)
     return 1 if lacks else 0
 
 

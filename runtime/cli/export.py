@@ -33,9 +33,9 @@ class ExportFlags(OutputFlags, FolderFlags):
     and the optimizer's moments, whole, whatever mesh wrote them.
 
     The directory of Hugging Face needs no export: it is in each checkpoint (checkpoints/NUMBER/policy). The format dcp
-    is torch's own, which pickles: Penstock writes it here, and never reads it. dcp-safetensors has no pickle
-    (HuggingFaceStorageReader). merged is for policies with adapters, of which checkpoints have peft's directory: that
-    of Hugging Face, with the adapters added to the base's weights.
+    is torch's own, which pickles: Penstock writes it here, and never reads it. dcp-safetensors has no pickle; it is for
+    HuggingFaceStorageReader. merged is for policies with adapters, of which checkpoints have peft's directory: that of
+    Hugging Face, with the adapters added to the base's weights.
 
     Example:
       penstock export runs/aipo-20250304-050607 --to dcp --out /data/step-150"""

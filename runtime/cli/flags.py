@@ -6,8 +6,13 @@ Those of a run derive from `RunOptions`: here stand only the flags that are abou
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, fields
+from io import StringIO
+from shutil import get_terminal_size
+from textwrap import wrap
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
@@ -94,10 +99,42 @@ def read_flags(cls: type[F], verb: str, argv: Sequence[str], about: str = "") ->
     names = [field.name.rstrip("_") for field in fields(cls)]  # type: ignore[arg-type]
     if said := unknown_flags(argv, names, command, about=about):
         raise CommandError(said, 2)
-    flags = tyro.cli(readable(cls), prog=command, description=inspect.getdoc(cls), args=argv, config=config)
+    with fitting_help():
+        flags = tyro.cli(readable(cls), prog=command, description=inspect.getdoc(cls), args=argv, config=config)
     with usage_errors():
         check_limits(flags)
     return flags
+
+
+def fitting(text: str) -> str:
+    """Text whose lines are no longer than the terminal is wide: wrapped between words, and in a list under the words of
+    the second column. Commands and tables keep their lines."""
+    width, lines = max(40, get_terminal_size().columns), list[str]()
+    for line in text.splitlines():
+        if len(line) <= width or line.startswith("  penstock ") or set(line) & set("│╭╰"):
+            lines.append(line)
+            continue
+        first = re.match(r" +(\S+ )+ +|", line)
+        column = " " * (first.end() if first else 0)
+        lines += wrap(line, width, subsequent_indent=column, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+@contextmanager
+def fitting_help() -> Iterator[None]:
+    """What tyro prints meanwhile, `fitting`: it wraps what is in its boxes only."""
+
+    class Help(StringIO):
+        # tyro asks for these: whether colours and lines of boxes can be shown.
+        isatty, encoding = sys.stdout.isatty, sys.stdout.encoding
+
+    held = Help()
+    try:
+        with redirect_stdout(held):
+            yield
+    finally:
+        if held.getvalue():
+            sys.stdout.write(f"{fitting(held.getvalue())}\n")
 
 
 def readable(cls: type[F]) -> type[F]:

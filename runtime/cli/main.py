@@ -48,14 +48,14 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "run": Verb("starting:run", "PROGRAM", "train: a live display, then what was learnt and the run folder"),
+    "run": Verb("starting:run", "PROGRAM", "train, with a live display, and say what was learnt"),
     "resume": Verb("resume:resume", "DIR", "go on with a run where its last checkpoint is"),
     "show": Verb("main:show", "PROGRAM", "the program's graph: text, mermaid, svg, json"),
     "check": Verb("main:check", "PROGRAM", "all faults of a program; nothing is started"),
     "plan": Verb("plan:main", "PROGRAM", "which GPUs do what, what fits, and what bounds an update"),
     "simulate": Verb("simulate:main", "PROGRAM", "its schedule on a virtual clock, as text, SVG and trace"),
-    "report": Verb("report:main", "DIR", "a run as one HTML page: predicted against real, idle time by cause"),
-    "watch": Verb("watch:main", "DIR", "a run in progress: its report as a live page, or in the terminal"),
+    "report": Verb("report:main", "DIR", "a run as one HTML page: predicted against real, idle time"),
+    "watch": Verb("watch:main", "DIR", "a run in progress, as a live page or in the terminal"),
     "replay": Verb("report:replay", "DIR", "a run's recorded events through the scheduler again"),
     "export": Verb("export:main", "DIR", "a checkpoint in the format of torch.distributed.checkpoint"),
     "agent": Verb("main:agent", "", "join the controller of a run on another machine"),
@@ -64,19 +64,19 @@ VERBS = {
 
 OVERVIEW = """usage: penstock VERB [ARGUMENT] [FLAGS]
 
-Reinforcement learning for language models: an algorithm is one Python function, its
-trace is a graph, and the graph is run asynchronously.
+Reinforcement learning for language models: an algorithm is one Python
+function, its trace is a graph, and the graph is run asynchronously.
 
 {verbs}
 
-PROGRAM is a built-in name, package.module:function or path/to/file.py:function; its
-keyword arguments are flags. Try:
+PROGRAM is a built-in name, package.module:function or path/to/file.py:function;
+its keyword arguments are flags. Try:
 
-  penstock run aipo                     train a small model on arithmetic, on this machine
+  penstock run aipo                     train a small model on this machine
   penstock show aipo                    what that program is, as a graph
   penstock simulate toy --lag 2         what asynchrony does to a schedule
-  penstock simulate --from RUN --lag 2  what another lag would make of a run that has ended
-  penstock plan aipo --cluster 32x8xH100 --model llama-70b   which GPUs do what, and why
+  penstock simulate --from RUN --lag 2  what another lag makes of a past run
+  penstock plan aipo --cluster 32x8xH100 --model llama-70b  which GPUs do what
   penstock VERB --help                  more about a verb
 """
 

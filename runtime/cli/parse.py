@@ -30,6 +30,7 @@ from penstock.runtime.cli.flags import (
     NodeOptions,
     Planning,
     as_typed,
+    fitting_help,
     nearest_flag,
     readable,
     unknown_flags,
@@ -87,13 +88,14 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
     planned = [word for key, words in plan.words.items() if key not in left_out for word in words] if plan else []
     summary = program.doc.partition("\nArgs:")[0].strip() or program.name
     try:
-        parsed: Any = tyro.cli(
-            line,
-            prog=f"penstock {verb} {name}",
-            description=f"{summary}\n\nExamples:\n  {EXAMPLES[verb].format(name)}",
-            args=[*planned, *config, *argv],
-            config=MARKERS,
-        )
+        with fitting_help():
+            parsed: Any = tyro.cli(
+                line,
+                prog=f"penstock {verb} {name}",
+                description=f"{summary}\n\nExamples:\n  {EXAMPLES[verb].format(name)}",
+                args=[*planned, *config, *argv],
+                config=MARKERS,
+            )
     except SystemExit as leaving:
         # tyro complains of words that the user has never typed.
         for file, words in (("plan", planned), ("config file", config)):
@@ -188,9 +190,9 @@ def verb_help(verb: str, programs: Mapping[str, str]) -> None:
         f"Its keyword arguments are flags too: `penstock {verb} PROGRAM --help` shows them.\n\n"
         f"Examples:\n  {EXAMPLES[verb].format(next(iter(programs), 'PROGRAM'))}"
     )
-    tyro.cli(
-        readable(VERBS[verb]), prog=f"penstock {verb} PROGRAM", description=description, args=["--help"], config=MARKERS
-    )
+    flags: Any = readable(VERBS[verb])
+    with fitting_help():
+        tyro.cli(flags, prog=f"penstock {verb} PROGRAM", description=description, args=["--help"], config=MARKERS)
 
 
 def _verb_defaults(program: Program[..., Any], verb: str) -> Any:

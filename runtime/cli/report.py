@@ -22,7 +22,7 @@ from penstock.runtime.schedule.replay import replay as replay_stages
 @dataclass(frozen=True)
 class ReportFlags(OutputFlags, FolderFlags):
     """Draw a run: its graph and what bounds it, its schedule over the predicted one, where each rank's time
-    went, how stale the samples were, what it learnt, and what another lag or split would have made of it.
+    went, how stale the samples were, what it learnt, and what another lag or more generators would gain.
 
     The page is one HTML file that loads nothing. A folder that is incomplete is drawn as far as it goes.
 

@@ -48,6 +48,20 @@ def test_help_of_a_verb_has_an_example(verb: str, say: Say) -> None:
         assert "--config" in shown
 
 
+@pytest.mark.parametrize("words", [["run", "--help"], ["resume", "--help"], ["plan", "aipo", "--help"]])
+def test_help_is_wrapped_between_words_and_an_example_never(
+    words: list[str], say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = []
+    for columns in ("60", "1000"):
+        monkeypatch.setenv("COLUMNS", columns)
+        shown.append(say(*words).partition("\n\n")[2].rpartition("Examples:")[::2])
+    (narrow, examples), (wide, same) = shown
+    assert all(len(line) <= 60 for line in narrow.splitlines())
+    assert narrow.split() == wide.split()
+    assert examples.partition("\n\n")[0] == same.partition("\n\n")[0]
+
+
 def test_no_verb_shows_them_all(say: Say, capsys: Output) -> None:
     shown = say("--help")
     assert all(f"  {verb}" in shown for verb in VERBS)
