@@ -19,7 +19,7 @@ from penstock.runtime.report.run_history import Facts
 from penstock.runtime.report.summary import Report
 
 WIDTH, HEIGHT = 360.0, 168.0
-LEFT, RIGHT, TOP, BOTTOM = 46.0, 10.0, 12.0, 24.0
+LEFT, RIGHT, TOP, BOTTOM = 56.0, 10.0, 12.0, 24.0
 # Points of a curve; a longer one shows the least and the largest of each stretch.
 MOST_POINTS = 320
 
@@ -72,6 +72,11 @@ class Figure:
     steps: bool = False
     whole: bool = False
     bars: Sequence[tuple[int, float, float]] = ()
+
+    @property
+    def every(self) -> int:
+        """Of the bars' numbers, each multiple of this one is written: about a dozen of them."""
+        return max(1, int(round_step(len(self.bars), 12)))
 
 
 def curves(
@@ -147,7 +152,8 @@ def number(value: float) -> str:
         return "–"
     if value == int(value) and abs(value) < 1e6:
         return str(int(value))
-    return f"{value:.4g}"
+    # An exponent without a zero in front is as clear, and leaves room on an axis.
+    return f"{value:.4g}".replace("e-0", "e-").replace("e+0", "e+")
 
 
 def percent(share: float) -> str:
@@ -167,11 +173,14 @@ def _said(name: str, values: Sequence[float]) -> str:
 def _nice(values: Sequence[float]) -> Scale:
     """A scale with some air, from 0 where that is near."""
     low, high = min(values, default=0.0), max(values, default=1.0)
-    # A scale that begins above 0 makes small changes look large.
-    if low > 0 and low < 0.6 * high:
+    # A scale that begins above 0 makes small changes look large; one around a value that never changes has numbers that
+    # it cannot have, such as a share of 110 %.
+    if low > 0 and (low < 0.6 * high or low == high):
         low = 0.0
-    air = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-    return Scale(low if low == 0 else low - air, high + air, HEIGHT - BOTTOM, TOP)
+    elif low == high < 0:
+        high = 0.0
+    air = (high - low) * 0.06 or 1.0
+    return Scale(low if low == 0 else low - air, high if high == 0 > low else high + air, HEIGHT - BOTTOM, TOP)
 
 
 @dataclass(frozen=True)
@@ -211,12 +220,14 @@ def chart_groups(report: Report) -> list[ChartGroup]:
     """The headings that have something to show."""
     rows, points = report.facts.rows, accuracies(report.facts)
     accuracy = [curves("Accuracy on held-out problems", ["accuracy"], points, x="version")] if points else []
+    # Speeds of a program that generates nothing, or sends no weights, are 0 throughout.
+    speed = [(title, names) for title, names in SPEED if any(_shown(rows, name) for name in names)]
     found = [
         ChartGroup("learning", "Learning", "", [*accuracy, *_rows(rows, LEARNING)]),
         ChartGroup("staleness", "Staleness", STALENESS, _staleness(report)),
         ChartGroup("off-policy", "How far off policy", OFF_POLICY, _rows(rows, POLICY)),
         ChartGroup("queues", "Queues", QUEUES, _queues(report)),
-        ChartGroup("speed", "Speed", "", _rows(rows, SPEED)),
+        ChartGroup("speed", "Speed", "", _rows(rows, speed)),
     ]
     return [group for group in found if group.figures]
 
@@ -240,6 +251,10 @@ def _rows(rows: Sequence[Row], wanted: Iterable[tuple[str, Sequence[str]]]) -> l
             points = [(float(row["update"]), *(_value(row.get(name)) for name in present)) for row in rows]
             figures.append(curves(title, present, points))
     return figures
+
+
+def _shown(rows: Sequence[Row], name: str) -> bool:
+    return any(row.get(column) for column in columns(rows, name) for row in rows)
 
 
 def numbers(values: Iterable[Any]) -> list[float]:

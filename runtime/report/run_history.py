@@ -151,9 +151,9 @@ class Facts:
     def failures(self) -> tuple[str, str]:
         """How many groups failed and firings were tried again, in words, and what the last one raised; "" for none."""
         summary = self.summary or {}
-        failed = (summary.get("fates") or {}).get("failed")
-        counts = [(failed, "groups failed"), (summary.get("retried"), "firings were tried again")]
-        said = [f"{count:,} {what}" for count, what in counts if count]
+        failed, again = (summary.get("fates") or {}).get("failed"), summary.get("retried")
+        said = [f"{failed:,} group{'s' * (failed != 1)} failed"] if failed else []
+        said += [f"{again:,} firing{'s were' if again != 1 else ' was'} tried again"] if again else []
         return ", ".join(said), str(summary.get("last_failure") or "") if said else ""
 
 

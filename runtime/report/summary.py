@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock.graph.analysis import Bound
 from penstock.graph.ir import Graph
+from penstock.graph.show import clock
 from penstock.runtime.cluster.placement import decodes, samples_of
 from penstock.runtime.report.follow import NS, RankId, Work
 from penstock.runtime.report.run_history import Facts, StageHistory
@@ -98,11 +99,9 @@ class Report:
             ranks = sum(len(replica.ranks) for replica in stage.tables.by_pool[pool])
             in_work = sum(slot_time([(w, 1) for w in work if w.rank_id == lane], 1) for lane in lanes)
             bounds = node.name in marked or (found is not None and found.pool == pool and bool(work))
-            clock = f"per {node.clock}" + (f", every {node.every}" if node.every > 1 else "")
-            clock += f", in parts of {node.accumulate}" if node.accumulate else ""
             middle = median((w.end - w.start) / NS for w in work) if work else None
             num = sum(w.rank == 0 for w in work)
-            times.append(NodeTime(node.name, pool, clock, num, middle, in_work / (wall * ranks), bounds))
+            times.append(NodeTime(node.name, pool, clock(node), num, middle, in_work / (wall * ranks), bounds))
         return times
 
     @cached_property

@@ -9,7 +9,7 @@ Pure. The simulator runs the run's own scheduler on a virtual clock, with the du
 - `what_if` simulates other lags and numbers of generators. A replica that has fewer groups at once decodes each of them
   faster: `crowding` fits by how much. Where the run does not tell, nothing is assumed.
 - `bound` is the least period of any schedule, and `verdict` the run in one line: what bounds it, what another lag or
-  another number of generators would gain, how far the model is off.
+  another number of generators would gain, how far the prediction is off.
 """
 
 from collections import Counter, defaultdict
@@ -274,6 +274,12 @@ class WhatIfTable:
     cases: tuple[Case, ...]
     measured_s: float | None = None
 
+    @property
+    def crowded(self) -> bool:
+        """Whether the run tells by how much groups slow each other down. Where it does not, more of them at once, as a
+        larger lag admits, look too fast."""
+        return self.crowding >= 0.005
+
     def case(self, lag: int, replicas: int) -> Case | None:
         return next((c for c in self.cases if (c.lag, c.replicas) == (lag, replicas)), None)
 
@@ -489,7 +495,7 @@ def verdict(
     if table is not None:
         parts += _gains(table)
     if error is not None:
-        parts.append(f"model error {_percent(abs(error))}")
+        parts.append(f"prediction error {_percent(abs(error))}")
     return "; ".join(parts) + "."
 
 
@@ -538,7 +544,8 @@ def _gains(table: WhatIfTable) -> list[str]:
         gain = run.period_s / (period_s or run.period_s) - 1
         if value != getattr(table, name) and gain >= GAIN:
             generators = "1 generator" if value == 1 else f"{value} generators"
-            said.append(f"{f'lag {value}' if name == 'lag' else generators} would gain {_percent(gain)}")
+            up_to = "up to " if name == "lag" and value > table.lag and not table.crowded else ""
+            said.append(f"{f'lag {value}' if name == 'lag' else generators} would gain {up_to}{_percent(gain)}")
         elif name == "lag":
             smaller = [c.lag for c in cases if c.lag < table.lag and (c.period_s or 0) <= run.period_s * (1 + SAME)]
             said.append(f"lag {min(smaller)} would do as well" if smaller else "another lag would gain nothing")

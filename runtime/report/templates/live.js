@@ -105,9 +105,10 @@ function listen() {
   let drawing = Promise.resolve();
   const draw = () => drawing = drawing.then(refresh).then(offer, error => say(`This page could not be renewed: ${error.message}`));
   source.addEventListener("page", event => {
-    const {rows} = JSON.parse(event.data);
     draw().then(() => {
-      if (source.readyState !== EventSource.CLOSED) say(`Live: ${rows} update${rows === 1 ? "" : "s"} so far.`);
+      // As many as the page shows: metrics.jsonl may have more of them, and the log fewer, than when it was drawn.
+      const num = document.querySelector("#main").dataset.updates || 0;
+      if (source.readyState !== EventSource.CLOSED) say(`Live: ${num} update${+num === 1 ? "" : "s"} so far.`);
       document.documentElement.dataset.page = event.lastEventId;
     });
   });

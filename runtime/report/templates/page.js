@@ -197,7 +197,7 @@ class Schedule {
           `width="${w.toFixed(2)}" height="${h.toFixed(2)}"/>`);
       const odd = strip.main.v[b] % 2 ? "odd" : "";
       const text = String(strip.main.i[b]);
-      const label = count === 1 && !strip.main.g[b] && h >= 11 && w > text.length * 6.5 + 6 && !guess
+      const label = count === 1 && !strip.main.g[b] && h >= 11 && x + w - Math.max(x, 0) > text.length * 6.5 + 6 && !guess
         ? `<text class="${odd}" x="${(Math.max(x, 0) + 4).toFixed(1)}" y="${(y + h / 2 + 3.6).toFixed(1)}">${text}</text>` : "";
       parts.push(`<g class="bar" data-bar="${number}.m.${b}.${count}">${pieces.join("")}${label}</g>`);
     });

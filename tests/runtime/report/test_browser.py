@@ -96,7 +96,7 @@ def test_it_loads_nothing_but_itself_and_complains_of_nothing(shown: Opened, fil
 
 
 def test_the_verdict_is_the_first_thing_said(page: "Page") -> None:
-    assert all(part in page.inner_text("#verdict") for part in ("bounds this run", "model error"))
+    assert all(part in page.inner_text("#verdict") for part in ("bounds this run", "prediction error"))
 
 
 def test_the_sums_of_each_rank_add_up_to_the_wall_time(page: "Page") -> None:

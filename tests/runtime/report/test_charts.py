@@ -76,6 +76,19 @@ def test_a_few_updates_have_whole_numbers_below_them() -> None:
     assert below == [["0", "1", "2", "3"], ["0", "0.5", "1", "1.5", "2", "2.5", "3"]]
 
 
+def test_the_axis_of_a_value_that_never_changes_begins_at_zero() -> None:
+    above = curves("Share", ["y"], [(0.0, 1.0), (1.0, 1.0)]).ys
+    assert above.low == 0 < 1 < above.high
+    below = curves("Loss", ["y"], [(0.0, -2.0), (1.0, -2.0)]).ys
+    assert below.low < -2 < below.high == 0
+
+
+def test_the_numbers_below_many_bars_are_round() -> None:
+    drawing = drawn(histogram("Tokens", dict.fromkeys(range(3, 103), 1.0), "version", "tokens"))
+    below = [int(number) for number in re.findall(r'y="159.0"[^>]*>(\d+)</text>', drawing)]
+    assert below == list(range(10, 103, 10))
+
+
 def test_a_histogram_marks_its_bound_and_names_each_bar() -> None:
     figure = histogram("Lag", {0: 25.0, 1: 75.0}, "lag", "groups", (2, "bound: lag 2"))
     assert "bound: lag 2" in drawn(figure)
@@ -84,7 +97,7 @@ def test_a_histogram_marks_its_bound_and_names_each_bar() -> None:
 
 
 def test_numbers_are_short() -> None:
-    assert [number(v) for v in (3.0, 0.123456, nan, 1e9)] == ["3", "0.1235", "–", "1e+09"]
+    assert [number(v) for v in (3.0, 0.123456, nan, 1e9, 2.5e-7)] == ["3", "0.1235", "–", "1e+9", "2.5e-7"]
     assert [percent(v) for v in (0.0, 0.0123, 0.5)] == ["0 %", "1.2 %", "50 %"]
 
 

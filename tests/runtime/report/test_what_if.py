@@ -160,9 +160,9 @@ def test_the_period_leaves_out_what_fills_the_pipeline() -> None:
     assert period(1.0, [3.0, 5.0], 0) == 2.0
 
 
-def table(periods: dict[int, float], lag: int = 1) -> WhatIfTable:
+def table(periods: dict[int, float], lag: int = 1, crowding: float = 0.0) -> WhatIfTable:
     cases = tuple(Case(at, 1, seconds, float(at), {}) for at, seconds in periods.items())
-    return WhatIfTable("generator", lag, 1, 20, 0.0, True, cases)
+    return WhatIfTable("generator", lag, 1, 20, crowding, True, cases)
 
 
 CYCLE = Bound(0.9, ("policy", "broadcast", "fake_generate", "fake_score", "fake_update"), 2)
@@ -172,7 +172,7 @@ CYCLE = Bound(0.9, ("policy", "broadcast", "fake_generate", "fake_score", "fake_
     ("bound", "error", "periods", "busy", "said"),
     [
         (Bound(0.95, pool="generator"), -0.06, {0: 2.0, 1: 1.04, 2: 1.0, 3: 1.0}, {},
-         "Generation bounds this run; lag 2 would gain 4 %; model error 6 %."),
+         "Generation bounds this run; lag 2 would gain up to 4 %; prediction error 6 %."),
         (CYCLE, None, {}, {},
          "The cycle fake_generate → fake_score → fake_update bounds this run, 2 updates at a time."),
         (Bound(0.3, pool="trainer"), None, {0: 1.0, 1: 1.0}, {"trainer": 0.3, "scorer": 0.5},
@@ -180,8 +180,15 @@ CYCLE = Bound(0.9, ("policy", "broadcast", "fake_generate", "fake_score", "fake_
         (None, None, {}, {}, "No update could be followed, so nothing can be said of what bounds this run."),
     ],
 )  # fmt: skip
-def test_the_verdict_says_what_bounds_what_a_lag_would_gain_and_how_far_the_model_is_off(
+def test_the_verdict_says_what_bounds_what_a_lag_would_gain_and_how_far_the_prediction_is_off(
     bound: Bound | None, error: float | None, periods: dict[int, float], busy: dict[str, float], said: str
 ) -> None:
     """A bound far below the period explains nothing."""
     assert verdict(GRAPH, bound, 1.0, error, table(periods) if periods else None, busy) == said
+
+
+def test_what_a_lag_would_gain_is_a_limit_where_the_run_does_not_tell_how_groups_slow_each_other_down() -> None:
+    bound, periods = Bound(0.95, pool="generator"), {0: 2.0, 1: 1.0, 2: 0.5}
+    said = [verdict(GRAPH, bound, 1.0, None, table(periods, lag, crowding), {})
+            for lag, crowding in ((1, 0.0), (1, 0.4), (2, 0.0))]  # fmt: skip
+    assert ["up to" in each for each in said] == [True, False, False]
