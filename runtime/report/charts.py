@@ -180,7 +180,13 @@ def _nice(values: Sequence[float]) -> Scale:
     elif low == high < 0:
         high = 0.0
     air = (high - low) * 0.06 or 1.0
-    return Scale(low if low == 0 else low - air, high if high == 0 > low else high + air, HEIGHT - BOTTOM, TOP)
+    while True:
+        found = Scale(low if low == 0 else low - air, high if high == 0 > low else high + air, HEIGHT - BOTTOM, TOP)
+        written = [number(round(tick, 12)) for tick in found.ticks(4)]
+        # Ratios of 1.000001 and 1.000003 are 1 to a reader: an axis that says 1 three times says nothing.
+        if len(set(written)) == len(written) > 1:
+            return found
+        air *= 2
 
 
 @dataclass(frozen=True)

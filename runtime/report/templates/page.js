@@ -575,7 +575,7 @@ function whatIf(root) {
     // The run's own case tells by how much the simulator is off.
     const off = table.measured_s ? table.measured_s / now.period_s : 1;
     const [low, high] = [Math.min(1, off), Math.max(1, off)].map(share => duration(found.period_s * share * 1e6, 3));
-    const range = table.measured_s ? ` (${low} to ${high}, calibrated by this run)` : " (not calibrated: the run is too short)";
+    const range = table.measured_s ? ` (${low === high ? "" : `${low} to ${high}, `}calibrated by this run)` : " (not calibrated: the run is too short)";
     said.innerHTML = `<span class="big">${duration(found.period_s * 1e6, 3)}</span> per update${range}: ${change}. ` +
       `Mean lag ${found.lag_mean.toFixed(2)}; busy: ${busy.join(", ")}.`;
   }

@@ -83,6 +83,13 @@ def test_the_axis_of_a_value_that_never_changes_begins_at_zero() -> None:
     assert below.low < -2 < below.high == 0
 
 
+@pytest.mark.parametrize("values", [(1.0, 1.000003, 1.000001), (-2.5, -2.5000001), (1e6 + 1, 1e6 + 2), (3e-9, 4e-9)])
+def test_no_two_numbers_beside_an_axis_are_the_same(values: tuple[float, ...]) -> None:
+    drawing = drawn(curves("Ratio", ["y"], [(float(at), y) for at, y in enumerate(values)]))
+    beside = re.findall(r'text-anchor="end">([^<]+)</text>', drawing)[:-1]
+    assert len(set(beside)) == len(beside) >= 2
+
+
 def test_the_numbers_below_many_bars_are_round() -> None:
     drawing = drawn(histogram("Tokens", dict.fromkeys(range(3, 103), 1.0), "version", "tokens"))
     below = [int(number) for number in re.findall(r'y="159.0"[^>]*>(\d+)</text>', drawing)]
