@@ -131,16 +131,22 @@ def first_usual(stage: StageHistory, step: NodeStep) -> int:
 
 def firings(work: Iterable[Work]) -> dict[tuple[str, int], float]:
     """Seconds of each firing that was done, from its first rank's start to its last rank's end; of one that has paused,
-    those of its segments."""
-    spans: dict[tuple[tuple[str, int], int], tuple[int, int]] = {}
-    for item in work:
+    those of its segments; of one that was done again, as after the loss of a replica, the last time."""
+    attempts: defaultdict[tuple[str, int], dict[tuple[int, int], Work]] = defaultdict(dict)
+    for item in sorted(work, key=lambda item: item.start):
         if item.kind in ("group", "update") and item.outcome in ("", "dropped"):
-            key = (named(item.name, item.turn), item.index), item.segment
-            start, end = spans.get(key, (item.start, item.end))
-            spans[key] = (min(start, item.start), max(end, item.end))
+            own = attempts[named(item.name, item.turn), item.index]
+            # A rank does a segment once.
+            if (item.segment, item.rank) in own:
+                own.clear()
+            own[item.segment, item.rank] = item
     found: dict[tuple[str, int], float] = {}
-    for (firing, _), (start, end) in spans.items():
-        found[firing] = found.get(firing, 0.0) + (end - start) / NS
+    for firing, own in attempts.items():
+        spans: dict[int, tuple[int, int]] = {}
+        for (segment, _), item in own.items():
+            start, end = spans.get(segment, (item.start, item.end))
+            spans[segment] = (min(start, item.start), max(end, item.end))
+        found[firing] = sum(end - start for start, end in spans.values()) / NS
     return found
 
 

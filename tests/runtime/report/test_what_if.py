@@ -80,6 +80,14 @@ def firing(index: int, start: int, end: int) -> Work:
     return Work("generator/0", "generate", index, start, end, "group", 0)
 
 
+def test_a_firing_that_was_done_again_took_as_long_as_the_last_time() -> None:
+    """A group begins again when its replica is lost: the time between is that of no firing."""
+    first = [firing(0, 0, 10), replace(firing(0, 1, 12), rank=1), replace(firing(0, 20, 30), segment=1)]
+    again = [firing(0, 1000, 1040), replace(firing(0, 1001, 1050), rank=1)]
+    assert firings(first) == {("generate", 0): pytest.approx(22 / NS)}
+    assert firings([*first, *again]) == {("generate", 0): pytest.approx(50 / NS)}
+
+
 def test_what_a_group_owes_to_those_beside_it_is_fitted() -> None:
     """One, two and four at once, each taking 100 + 50 for every other one."""
     work: list[Work] = []
