@@ -330,7 +330,8 @@ class Planning:
     max_tokens: Positive = 4096
     """Tokens at which a response is cut."""
     max_prompt: Positive = RunOptions.max_prompt
-    """Tokens of the longest prompt, or conversation before its last turn: each slot of a generator has room for it."""
+    """Tokens of the longest prompt, or conversation before its last turn: slots of a generator and micro-batches have
+    room for it."""
     prompt_tokens: Count = 128
     """Tokens of a prompt, in the mean."""
     environment_s: Annotated[float, Meta(ge=0, le=1e9)] = 1.0

@@ -96,6 +96,9 @@ def workload(graph: Graph, flags: Planning, batch: int) -> Workload:
     if shape.context and flags.max_tokens >= shape.context:
         needed = f"1 to {shape.context - 1}: the context of {shape.name} has {shape.context} tokens"
         raise CommandError(f"--max-tokens: given {flags.max_tokens}, needed {needed}, and a prompt takes one", 2)
+    if flags.prompt_tokens > flags.max_prompt:
+        needed = f"at most the {flags.max_prompt} of --max-prompt: the mean of prompts is no more than the longest"
+        raise CommandError(f"--prompt-tokens: given {flags.prompt_tokens}, needed {needed}", 2)
     return work_of(
         roles, shape, batch, given_lengths(flags.lengths, flags.max_tokens), flags.max_tokens,
         max_prompt=flags.max_prompt,

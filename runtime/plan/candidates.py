@@ -379,7 +379,7 @@ class LayoutCandidates:
         self._parts = packed(self.work.sequence_tokens, self.work.minibatches * self.work.parts)
         # Tokens that each slot's cache has room for.
         mean = self.work.prompt_tokens + float(np.mean(self.work.response_tokens + self.work.prefix_tokens))
-        self.context = float(self.work.slot_tokens or self.work.context) if DENSE_CACHE else mean
+        self.context = float(self.work.context) if DENSE_CACHE else mean
 
     @property
     def recomputes(self) -> tuple[float, ...]:

@@ -230,7 +230,8 @@ def work_of(
         kept if roles.filters else 1.0,
         sum(samples for _, samples in roles.baselines),
         roles.buffer.adds(prompts) if roles.buffer else 0,
-        max_prompt + max_tokens,
+        # No sequence is longer than the model's context.
+        min(max_prompt + max_tokens, shape.context or max_prompt + max_tokens),
         prompts // roles.accumulate if roles.accumulate else 1,
         roles.begun,
     )

@@ -183,8 +183,9 @@ class Workload:
     `epochs` is how often each response is trained on, `minibatches` the optimizer's steps in each epoch, and
     `micro_tokens` the most tokens in a micro-batch of a data-parallel rank (a longer sequence is one by itself).
     `environment_s` are the seconds in which an environment answers a turn of a conversation; its lengths are of all its
-    turns. `slot_tokens` is what a generator's slot has room for; 0 for the longest sequence. `parts`: in how many parts
-    the update of the policy takes its batch.
+    turns. `slot_tokens` are those of the longest prompt and response that a run may have: what a generator's slot has
+    room for, and the smallest micro-batch; 0 where prompts are all alike. `parts`: in how many parts the update of the
+    policy takes its batch.
     """
 
     shape: Shape
@@ -290,8 +291,8 @@ class Workload:
 
     @property
     def context(self) -> int:
-        """The longest sequence there can be."""
-        return self.prompt_tokens + self.lengths.longest
+        """The longest sequence there can be: prompts are longer than their mean."""
+        return max(self.prompt_tokens + self.lengths.longest, self.slot_tokens)
 
 
 def given_lengths(given: str, longest: int) -> Lengths:

@@ -38,7 +38,7 @@ from penstock.runtime.plan.collectives import Cost
 from penstock.runtime.plan.infeasible import SHORTEST
 from penstock.runtime.plan.model_shape import SHAPES, Parallel, Shape
 from penstock.runtime.plan.planner import Planned, plan
-from penstock.runtime.plan.roles import AskedError, Models, PlanError, Roles, roles_of
+from penstock.runtime.plan.roles import AskedError, Models, PlanError, Roles, roles_of, work_of
 from penstock.runtime.plan.run_plan import pool_layouts, run_plan
 from penstock.runtime.plan.search import (
     Allocation,
@@ -618,6 +618,21 @@ def test_where_a_slot_of_the_generator_is_too_long_shorter_responses_are_named_t
     assert found(int(said[1])).best.period_s > 0
     with pytest.raises(PlanError, match="does not fit"):
         found(int(said[1]) + SHORTEST)
+
+
+def test_a_trainer_has_memory_for_the_longest_prompt_and_response() -> None:
+    """A run takes a prompt that is longer than the mean, and nothing cuts a sequence between micro-batches."""
+    graph, cluster, longest = _graph("aipo"), read_cluster("1x8xA6000"), 8192 + 4096
+    work = Workload(SHAPES["qwen3-4b"], 8, 8, Lognormal(1000, 0.7, 4096), slot_tokens=longest)
+    best = plan(graph, cluster, work).best
+    trainer = best.training.trainer
+    assert trainer.micro_tokens >= longest == work.context
+    held = trainer_memory(replace(trainer, micro_tokens=max(trainer.micro_tokens, longest)))
+    assert held.bytes <= trainer.gpu.memory_bytes
+    # Where a model has room for less, no sequence is longer.
+    shape = replace(SHAPES["qwen3-4b"], context=10_000)
+    asked = work_of(roles_of(graph), shape, 8, work.lengths, 4096, max_prompt=8192)
+    assert asked.context == 10_000
 
 
 def test_a_mesh_that_is_given_is_what_has_to_go_where_others_fit() -> None:
