@@ -236,9 +236,11 @@ class Progress:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Response tokens learnt from per second of wall time."""
+        """Response tokens learnt from per second of wall time, of all policies."""
         seconds = sum(float(row.get("seconds") or 0.0) for row in self.rows)
-        tokens = sum(float(row.get("tokens") or 0.0) for row in self.rows)
+        # The column `tokens` is of one node.
+        rates = [(row.get("train_tokens_per_s") or 0.0, row.get("update_s") or 0.0) for row in self.rows]
+        tokens = sum(rate * update_s for rate, update_s in rates)
         return tokens / seconds if seconds and tokens else None
 
 

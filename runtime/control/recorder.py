@@ -168,7 +168,8 @@ class RunRecorder:
             self.warn(f"{given}: {goes_on} since then")
         self.kept = tuple(one.written for one in all_checkpoints(folder))
         self._evaluated: dict[str, dict[str, float]] = {}  # by node
-        self.replicas: list[dict[str, Any]] = []  # who came and went
+        # Who came and went, in earlier lives, too.
+        self.replicas: list[dict[str, Any]] = [*(cut.figures.get("replicas", ()) if cut else ())]
 
     # What the session tells -------------------------------------------------------------------------------
 
@@ -201,9 +202,8 @@ class RunRecorder:
         if isinstance(event, ReplicaLost | ReplicaJoined):
             lost = {"reason": event.reason} if isinstance(event, ReplicaLost) else {}
             what = "lost" if lost else "joined"
-            self.replicas.append(
-                {"replica": event.replica, "event": what, "time_s": round(now - self.began, 3), **lost}
-            )
+            time_s = round(self.rows.time(now), 3)
+            self.replicas.append({"replica": event.replica, "event": what, "time_s": time_s, **lost})
         for replica, state in states.items():
             if self.states.get(replica) != state:
                 self.states[replica] = state
@@ -299,7 +299,8 @@ class RunRecorder:
         self._cut, self._cut_row = begin_checkpoint(self.folder, self.config.run, update), self.row
         # Now: updates that go on while it is written take metrics and samples with them.
         cut = json.loads(state)
-        self._cut_figures = {**self.rows.to_json(cut), "samples": self.samples.to_json(cut)}
+        samples, replicas = self.samples.to_json(cut), [*self.replicas]
+        self._cut_figures = {**self.rows.to_json(cut), "samples": samples, "replicas": replicas}
         return self._cut
 
     def commit(self, commit: Commit) -> None:

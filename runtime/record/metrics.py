@@ -117,17 +117,24 @@ class Rows:
         self._batches: dict[int, tuple[int, ...]] = {}
         self._updates: dict[int, dict[str, tuple[Metrics, float]]] = {}
         self._part_s: dict[tuple[int, str], float] = {}
-        self._sync = self._generated = 0.0
+        self._sync: float | None = None
+        self._generated = 0.0
+        self._samples = False  # whether a node has ever said how many tokens it sampled
         self._trailing: dict[str, list[tuple[int, Metrics]]] = {}
 
     def restart(self, now: float) -> None:
         """Training begins now: what came before is in no row's `seconds`."""
         self._last, self._generated = now, 0.0
 
+    def time(self, now: float) -> float:
+        """`time_s` of what happens now: seconds since the run began, pauses left out."""
+        return round(now - self._start, 6)
+
     def group(self, firing: Firing, metrics: Metrics) -> None:
         """A firing of a per-group node has reported. Tokens that it sampled count at once, whatever becomes of the
         group."""
         self._generated += metrics.get(GENERATED, 0.0)
+        self._samples |= GENERATED in metrics
         # By turn: a firing that is done again replaces its metrics, a further turn adds its own.
         self.groups.setdefault(firing.index, {})[firing.node, firing.turn] = metrics
 
@@ -143,7 +150,7 @@ class Rows:
 
     def synced(self, seconds: float) -> None:
         """Weights went live everywhere, `seconds` after they were published; counts for the next row."""
-        self._sync = max(self._sync, seconds)
+        self._sync = max(self._sync or 0.0, seconds)
 
     def part(self, update: int, node: str, seconds: float) -> None:
         """A node has taken a part of its update's batch, and not the last one, in so many seconds."""
@@ -219,6 +226,7 @@ class Rows:
             # Not as `group` does it: their tokens were sampled before the cut.
             made = {name: float(value) for name, value in metrics.items()}
             self.groups.setdefault(ordinal, {})[node, turn] = made
+            self._samples |= GENERATED in made
         for node, update, metrics in figures["beside"]:
             self.trailing(update, node, {name: float(value) for name, value in metrics.items()})
         for column, node in figures.get("owners", {}).items():
@@ -251,25 +259,25 @@ class Rows:
         last = ordinals[-1] if ordinals else -1
         self.groups = {g: part for g, part in self.groups.items() if g > last or g in overtaken}
         seconds, update_s = now - self._last, sum(duration for _, duration in reports.values())
-        # An update may say nothing of tokens, which is another thing than none.
+        # Nodes may say nothing of tokens, which is another thing than none.
         tokens = [metrics[TOKENS] for metrics in reported.values() if TOKENS in metrics]
-        rate = {"train_tokens_per_s": round(sum(tokens) / update_s, 3)} if tokens and update_s > 0 else {}
+        rates = {"generate_tokens_per_s": round(self._generated / seconds, 3)} if self._samples and seconds > 0 else {}
+        rates |= {"train_tokens_per_s": round(sum(tokens) / update_s, 3)} if tokens and update_s > 0 else {}
         row: Row = {
             "update": update,
             "version": update + 1,
-            "time_s": round(now - self._start, 6),
+            "time_s": self.time(now),
             "seconds": round(seconds, 6),
             "groups": len(ordinals),
             **(lost or {}),
             "update_s": round(update_s, 6),
-            "sync_s": round(self._sync, 6),
-            "generate_tokens_per_s": round(self._generated / seconds, 3) if seconds > 0 else 0.0,
-            **rate,
+            **({} if self._sync is None else {"sync_s": round(self._sync, 6)}),
+            **rates,
             **figures,
             "pools": {pool: dict(states) for pool, states in pools.items()},
         }
         # What is counted since the row before begins anew.
-        self._last, self._sync, self._generated = now, 0.0, 0.0
+        self._last, self._sync, self._generated = now, None, 0.0
         self._trailing = {node: found[1:] for node, found in self._trailing.items()}
         wrong = {name: str(value) for name, value in row.items() if isinstance(value, float) and not isfinite(value)}
         return {**_finite(row), "not_finite": wrong} if wrong else row

@@ -41,7 +41,9 @@ def test_units_and_sparklines() -> None:
 
 def row(update: int) -> Line:
     pools = {"generator": {"busy": 0.9, "weights": 0.1}, "scorer": {"data": 1.0}, "trainer": {"busy": 0.5, "data": 0.5}}
-    figures = {"reward_mean": update / 10, "loss": -0.0023, "lag_mean": 0.6, "tokens": 500.0}
+    figures = {"reward_mean": update / 10, "loss": -0.0023, "lag_mean": 0.6}
+    # Of two policies, the second of which has learnt from 200.
+    figures |= {"tokens": 300.0, "update_s": 0.25, "train_tokens_per_s": 2000.0}
     return {"kind": "row", "row": {"update": update, "version": update + 1, "seconds": 1.0, **figures, "pools": pools}}
 
 

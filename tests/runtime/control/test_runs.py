@@ -38,9 +38,10 @@ from penstock.runtime.control.run_config import NODE_OPTIONS, OnResume, RunConfi
 from penstock.runtime.record.checkpoints import latest_checkpoint, sweep_checkpoints
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.metrics import read_rows
 from penstock.runtime.report.run_history import read_facts
 from penstock.runtime.schedule.compile import Rules
-from penstock.runtime.schedule.events import Arrived, Begin, Commit, Done, Fire, Published, Send, Swapped
+from penstock.runtime.schedule.events import Arrived, Begin, Commit, Done, Fire, Published, ReplicaLost, Send, Swapped
 from penstock.runtime.tensor.checkpoint import CheckpointShard
 from penstock.runtime.tensor.quantise import ConversionError
 from penstock.runtime.tensor.shm import ObjectRef
@@ -426,6 +427,21 @@ def test_a_resume_that_is_stopped_before_it_begins_has_the_groups_of_its_cut(fol
     session.stop(monotonic())
     summary = folder.read_json("summary.json")
     assert (summary["status"], summary["updates"], summary["groups"]) == ("stopped", UPDATES, 2 * UPDATES)
+
+
+def test_who_was_lost_stands_in_the_summary_of_every_later_life_by_the_runs_time(folder: RunFolder) -> None:
+    run(folder)
+    cut, config, elapsed = latest_checkpoint(folder), RunConfig.load(folder), read_rows(folder.metrics)[-1]["time_s"]
+    for life in (1, 2):
+        assert cut is not None
+        recorder = RunRecorder(folder, config, lambda line: None, 100.0 * life, cut)
+        recorder.step(100.0 * life + 1.5, ReplicaLost("generator/0", "gone"), [], {})
+        recorder.begin_checkpoint(cut.update, json.dumps(cut.cut))
+        recorder.commit(Commit(cut.update, json.dumps(cut.cut)))
+        recorder.finish(100.0 * life + 2, "stopped", "")
+        lost = folder.read_json("summary.json")["replicas"]
+        assert [one["time_s"] for one in lost] == [pytest.approx(elapsed + 1.5, abs=1e-3)] * life
+        cut = latest_checkpoint(folder)
 
 
 def test_a_resume_that_is_stopped_before_a_group_is_done_writes_no_checkpoint_again(folder: RunFolder) -> None:

@@ -83,17 +83,23 @@ def test_a_row_has_its_own_groups_and_the_updates_figures() -> None:
     pools = {"pools": {"trainer": {"busy": 3.0, "data": 1.0}}}
     assert first == {"update": 0, "version": 1, "groups": 2, **figures, **seconds, **pools}
     second = made(rows, 1, 105.0, tokens=7.0)
-    assert (second["reward_mean"], second["tokens"], second["seconds"], second["sync_s"]) == (2.5, 7.0, 1.0, 0.0)
+    assert (second["reward_mean"], second["tokens"], second["seconds"]) == (2.5, 7.0, 1.0)
+    assert "sync_s" not in second  # no weights went live since the first row
 
 
 def test_a_rows_own_columns_are_those_that_nodes_may_not_report(rows: Rows) -> None:
+    rows.group(Firing("generate", 0), {"generated_tokens": 5.0})
+    rows.synced(0.5)
     rows.update(0, "learn", {"loss": nan, "tokens": 5.0}, seconds=1.0)
     assert rows.row(0, 1.0, {}, dict.fromkeys(LOST, 0)).keys() == COLUMNS | {"loss", "tokens"}
 
 
-def test_an_update_that_says_nothing_of_tokens_has_no_rate_of_them(rows: Rows) -> None:
-    assert "train_tokens_per_s" not in made(rows, 0, loss=0.5)
-    assert made(rows, 1, loss=0.5, tokens=0.0)["train_tokens_per_s"] == 0.0
+def test_where_no_node_says_anything_of_tokens_there_is_no_rate_of_them(rows: Rows) -> None:
+    rates = {"generate_tokens_per_s", "train_tokens_per_s"}
+    assert not rates & made(rows, 0, 1.0, loss=0.5).keys()
+    rows.group(Firing("generate", 9), {"generated_tokens": 8.0})
+    found = [made(rows, update, update + 1.0, loss=0.5, tokens=0.0) for update in (1, 2)]
+    assert [(row["generate_tokens_per_s"], row["train_tokens_per_s"]) for row in found] == [(8.0, 0.0), (0.0, 0.0)]
 
 
 @pytest.mark.parametrize("bad", [nan, inf, -inf])
