@@ -348,7 +348,7 @@ def _reward(by: Rule, rollouts: Rollouts, row: int) -> float:
     # Whatever a user's rule raises is told with the row.
     try:
         value = by(rollouts.prompts[row], rollouts.texts[row], rollouts.answers[row])
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ScoreError.on(by, rollouts, row, f" raised {type(error).__name__}: {error}") from error
     try:
         return reward_of(value)

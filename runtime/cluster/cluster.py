@@ -52,7 +52,9 @@ def explain(error: ValidationError, where: str, table: "type[BaseModel] | None" 
             inner = next((TABLES[part] for part in fault["loc"][-2::-1] if part in TABLES), table or Cluster)
             lines.append(f"{where}: unknown key {path!r}; {nearest(str(fault['loc'][-1]), inner.model_fields)}")
         elif fault["type"] == "missing":
-            lines.append(f"{where}: {path}: missing")
+            table_of = ".".join(str(part) for part in fault["loc"][:-1])
+            given = f"given {', '.join(fault['input']) or 'no key'}, needed {fault['loc'][-1]}, too"
+            lines.append(": ".join(filter(None, (where, table_of, given))))
         elif fault["type"] == "value_error":
             lines.append(": ".join(filter(None, (where, path, str(fault["ctx"]["error"])))))
         elif path not in inside:  # a list is not also too short because of the items that are wrong

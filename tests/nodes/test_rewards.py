@@ -3,6 +3,7 @@
 import json
 import math
 import operator
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import FrozenInstanceError, dataclass, field, replace
@@ -364,6 +365,7 @@ def test_score_rewards_every_row_in_order() -> None:
     ("value", "said"),
     [
         (lambda length: 1.0 / (length - 3), r"on group 7, row 1 raised ZeroDivisionError.*'abc'"),
+        (lambda length: sys.exit("no"), r"on group 7, row 0 raised SystemExit: no .*'ok'"),
         (lambda length: float("nan"), r"on group 7, row 0: given nan \(float\), needed a finite number"),
         (lambda length: float("inf"), r"on group 7, row 0: given inf \(float\), needed a finite number"),
         (lambda length: 10**400, r"on group 7, row 0: given 10+ \(int\), needed a finite number"),
@@ -377,7 +379,7 @@ def test_score_rewards_every_row_in_order() -> None:
 def test_a_rule_that_raises_names_the_group_and_the_row(value: Callable[[int], Any], said: str) -> None:
     with pytest.raises(ScoreError, match=said) as caught:
         score.fn(rollouts(("ok", "abc"), ("1", "1")), by=lambda prompt, response, answer: value(len(response)))
-    assert isinstance(caught.value.__cause__, ZeroDivisionError if "raised" in said else ValueError)
+    assert isinstance(caught.value.__cause__, (ZeroDivisionError, SystemExit) if "raised" in said else ValueError)
 
 
 # A group is worth learning from if its rewards differ; what is too long costs, up to one.

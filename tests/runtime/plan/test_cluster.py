@@ -69,7 +69,7 @@ def test_a_file_without_hosts_is_about_this_machine(tmp_path: Path) -> None:
 FAULTS = (
     ("bind =", "bnd =", "unknown key 'bnd'; did you mean 'bind'?"),
     ("cores = 16", "core = 16", "unknown key 'hosts.0.core'; did you mean 'cores'?"),
-    ("cores = 16, ", "", "hosts.0.cores: missing"),
+    ("cores = 16, ", "", "hosts.0: given name, address, devices, needed cores, too"),
     ("cores = 16", "cores = 0", "hosts.0.cores: given 0; input should be greater than or equal to 1"),
     ('"cuda:0"', '"gpu0"', "hosts.0.devices.0: given 'gpu0', needed 'cpu' or 'cuda:<number>'"),
     ('"cuda:0"', '"cuda:0", "cuda:0"', "hosts.0.devices: cuda:0 is there twice"),
@@ -107,7 +107,7 @@ FAULTS = (
     ("tflops.bf16", "tflops.bf61", "unknown key 'gpus.ours.tflops.bf61'; did you mean 'bf16'?"),
     ("memory_gib = 96", "memory_gib = 0", "gpus.ours.memory_gib: given 0"),
     ('like = "H100"', 'like = "H1000"', "gpus: ours.like: given 'H1000'; did you mean 'H100'?"),
-    ('like = "H100"', "", "gpus.ours.memory_gb_s: missing"),
+    ('like = "H100"', "", "gpus.ours: given memory_gib, tflops, needed memory_gb_s, too"),
 )
 
 
