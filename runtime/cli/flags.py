@@ -271,6 +271,9 @@ class SubmitFlags:
     """With --on kubernetes, the PersistentVolumeClaim that all Pods mount as /runs: the run folder is there."""
     namespace: Annotated[str, Shown("NAME", "that of kubectl's context")] = ""
     """With --on kubernetes, the namespace."""
+    env_secret: Annotated[str, Shown("NAME", "none")] = ""
+    """With --on kubernetes, a Secret whose keys are environment variables of all Pods, such as HF_TOKEN and
+    WANDB_API_KEY."""
     gpus_per_agent: Count = 0
     """With --on kubernetes, GPUs (nvidia.com/gpu) of each agent's Pod."""
     cpus_per_agent: Positive = 2

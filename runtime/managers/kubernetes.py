@@ -69,8 +69,9 @@ class KubernetesError(RuntimeError):
 @dataclass(frozen=True)
 class KubernetesRun:
     """What a run asks of Kubernetes. `words` are those of `penstock run` that are the run's own: the program and its
-    flags. `out` is the run folder as Pods see it. `gpus`, `cpus` and `memory` are each agent's, `grace` is in seconds,
-    and so is `wait`, for which agents wait for the desk. Raises ValueError for what Kubernetes would refuse."""
+    flags. `out` is the run folder as Pods see it. `environment` is a Secret of the namespace with variables of all Pods.
+    `gpus`, `cpus` and `memory` are each agent's, `grace` is in seconds, and so is `wait`, for which agents wait for the
+    desk. Raises ValueError for what Kubernetes would refuse."""
 
     name: str
     image: str
@@ -79,6 +80,7 @@ class KubernetesRun:
     words: tuple[str, ...]
     out: str = ""
     namespace: str = ""
+    environment: str = ""
     gpus: int = 0
     cpus: int = 2
     memory: str = "8Gi"
@@ -99,6 +101,8 @@ class KubernetesRun:
             raise ValueError(f"--claim: given {self.claim!r}, {needed}")
         if self.namespace and not re.fullmatch(label, self.namespace):
             raise ValueError(f"--namespace: given {self.namespace!r}, needed the name of a namespace")
+        if self.environment and not re.fullmatch(rf"{label}(\.{label})*", self.environment):
+            raise ValueError(f"--env-secret: given {self.environment!r}, needed the name of a Secret")
         if not re.fullmatch(r"[0-9]+(\.[0-9]+)?([kMGTP]|[KMGTP]i)?", self.memory):
             needed = "needed a quantity of Kubernetes, such as 64Gi"
             raise ValueError(f"--memory-per-agent: given {self.memory!r}, {needed}")
@@ -211,12 +215,14 @@ def _pod(workload: KubernetesRun, name: str, container: dict[str, Any]) -> dict[
         "securityContext": closed,
         "volumeMounts": [keys, {"name": "secret", "mountPath": copied, "readOnly": True}],
     }
+    given = {"envFrom": [{"secretRef": {"name": workload.environment}}]} if workload.environment else {}
     mounts = [keys, {"name": "runs", "mountPath": RUNS}, {"name": "shm", "mountPath": "/dev/shm"}]
     main = {
         "name": name,
         "image": workload.image,
         "securityContext": closed,
         **container,
+        **given,
         # One folder for all Pods: what one of them builds or downloads, the others read.
         "env": [{"name": "XDG_CACHE_HOME", "value": f"{RUNS}/.cache"}, *container.get("env", ())],
         "volumeMounts": mounts,

@@ -54,7 +54,7 @@ def keys(asked: KubernetesRun) -> dict[str, str]:
 
 WORKLOADS = {
     "smallest": workload(agents=1),
-    "with all": workload(gpus=8, cpus=96, memory="1.5Ti", namespace="team", grace=25.5, out="/runs/a/b"),
+    "with all": workload(gpus=8, cpus=96, memory="1.5Ti", namespace="team", environment="t.1", grace=25.5, out="/runs/a/b"),
 }
 each = pytest.mark.parametrize("asked", WORKLOADS.values(), ids=WORKLOADS)
 
@@ -257,6 +257,14 @@ def test_agents_have_what_was_asked_for_them_and_shared_memory() -> None:
     assert jobs(read(workload(agents=5))[1])[AGENTS]["parallelism"] == 5
 
 
+def test_all_pods_have_the_environment_of_a_secret_of_the_users() -> None:
+    for named, expected in (("tokens", [{"secretRef": {"name": "tokens"}}]), ("", None)):
+        for pod in pods(read(workload(environment=named))[1]).values():
+            [container] = pod["containers"]
+            assert container.get("envFrom") == expected
+            assert "envFrom" not in pod["initContainers"][0]
+
+
 def test_agents_wait_for_the_desk_as_long_as_was_asked_for() -> None:
     [agent] = pods(read(workload(wait=1234.5))[1])[AGENTS]["containers"]
     flags = read_flags(AgentFlags, "agent", agent["command"][2:])
@@ -276,6 +284,7 @@ BAD = {
     "no agents": {"agents": 0},
     "memory": {"memory": "much"},
     "namespace": {"namespace": "Team"},
+    "a Secret": {"environment": "tokens_1"},
     "a name": {"name": "aipo_1"},
     "a folder elsewhere": {"out": "/home/me/run"},
     "a folder above": {"out": "/runs/../etc"},
