@@ -69,7 +69,7 @@ class KubernetesError(RuntimeError):
 @dataclass(frozen=True)
 class KubernetesRun:
     """What a run asks of Kubernetes. `words` are those of `penstock run` that are the run's own: the program and its
-    flags. `out` is the run folder as Pods see it. `environment` is a Secret of the namespace with variables of all Pods.
+    flags. `out` is the run folder as Pods see it. `environment` is a Secret with variables of all Pods.
     `gpus`, `cpus` and `memory` are each agent's, `grace` is in seconds, and so is `wait`, for which agents wait for the
     desk. Raises ValueError for what Kubernetes would refuse."""
 

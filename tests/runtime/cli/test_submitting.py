@@ -89,9 +89,10 @@ def test_each_job_has_a_name_and_a_secret_of_its_own(say: Say) -> None:
 
 def test_the_job_has_the_words_of_the_run_and_none_of_the_jobs_own(say: Say, tmp_path: Path) -> None:
     (tmp_path / "flags.toml").write_text('updates = 7\nplace = ["generator=1-2"]\nimage = "from.file/p:2"\n')
-    own = ["--env-secret", "tokens", "--batch", "4", "--update-ms=5", "--generators", "1..2", "--lost-replica", "replace", "--grace", "20"]
+    mine = (*JOB, "--env-secret", "tokens", "--out", "/runs/mine")
+    own = ["--batch", "4", "--update-ms=5", "--generators", "1..2", "--lost-replica", "replace", "--grace", "20"]
     there = ["--data", "/runs/there.jsonl", "--plan", "none", "--plain", "--resume", "never", "--json"]
-    said = say("run", "toy", *own, *there, "--config", "flags.toml", *JOB, "--out", "/runs/mine", "--dry-run", "--json")
+    said = say("run", "toy", *own, *there, "--config", "flags.toml", *mine, "--dry-run", "--json")
     words = command(json.loads(said)["items"][1], "controller")
     assert words[:3] == ["penstock", "run", "toy"]
     assert "--env-secret" not in words

@@ -54,7 +54,9 @@ def keys(asked: KubernetesRun) -> dict[str, str]:
 
 WORKLOADS = {
     "smallest": workload(agents=1),
-    "with all": workload(gpus=8, cpus=96, memory="1.5Ti", namespace="team", environment="t.1", grace=25.5, out="/runs/a/b"),
+    "with all": workload(
+        gpus=8, cpus=96, memory="1.5Ti", namespace="team", environment="t", grace=25.5, out="/runs/a/b"
+    ),
 }
 each = pytest.mark.parametrize("asked", WORKLOADS.values(), ids=WORKLOADS)
 
