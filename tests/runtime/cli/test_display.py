@@ -108,7 +108,7 @@ def failing(failed: int) -> Line:
 
 def test_what_a_program_does_not_have_is_not_shown() -> None:
     trained = row(0)
-    for name in ("reward_mean", "tokens"):
+    for name in ("reward_mean", "tokens", "train_tokens_per_s"):
         del trained["row"][name]
     heard = [trained, {"kind": "accuracy", "stage": "before", "accuracy": 0.5}]
     written: list[str] = []
