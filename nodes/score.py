@@ -65,6 +65,10 @@ _LATEX = [
         (rf"(?:{'|'.join(_HEAD.format(n) for n in (1, 2, 3))})[ '’](?=[0-9]{{3}}(?![0-9]|\s?/))", ","),
     )
 ]
+# "5 200 dollar notes": 5,200 of them, or five? A text does not tell.
+_TWO_READINGS = re.compile(
+    r"(?<![0-9.,$€£])(?<![0-9] )[0-9]{1,3} [0-9]{3}(?=(?:\.[0-9]+)?(?:\s?%| ?-?[A-Za-z]+)[ -][A-Za-z])"
+)
 # A number between these is a part of an expression, such as of 2^{10}, \sqrt{2}, √2, 3\pi, 3² or 3i, or of "3k", "minus
 # 3" or "3 squared"; or it is what the answer is not, is about, or is compared with.
 _FUNCTIONS = "sqrt|log|ln|sin|cos|tan"
@@ -175,8 +179,8 @@ def math_answer(prompt: str, response: str, answer: str) -> float:
     text. If the reference is a number, so must the answer be, and they are compared exactly, in fractions: whole,
     decimal (1,072.50, 1 072.5), fractions (18/2, 1 1/2, `\frac{9}{2}`), powers of ten (2e-3; in a box
     `2 \times 10^{-3}`) or with a word (3 million); with or without currency, percent and units, which do not count. An
-    expression that has this value is no number, nor is a box in one, "about 3", "3!" or "> 3". Of a number with a base,
-    `52_8`, digits and base must be the same.
+    expression that has this value is no number, nor is a box in one, "about 3", "3!" or "> 3", nor what has two
+    readings: "5 200 dollar notes". Of a number with a base, `52_8`, digits and base must be the same.
 
     Any other reference, such as `2\sqrt{3}` or `(0, \frac{\pi}{2})`, is compared by `math-verify` (the extra `math`).
     It gives up after `symbolic_math.DEADLINE_S` seconds: then the answer counts as wrong, and the run warns.
@@ -253,7 +257,7 @@ def final_number(text: str) -> Fraction | None:
     if boxed is not None:
         *sides, last = boxed.split("=")
         return None if any(map(_UNKNOWN.search, sides)) else _only(last)
-    plain = _without_latex(text.rpartition(FINAL)[2])
+    plain = _without_latex(_TWO_READINGS.sub(r"≈\g<0>", text.rpartition(FINAL)[2]))
     matches = list(_NUMBER.finditer(plain))
     if not matches:
         return None

@@ -127,6 +127,9 @@ RIGHT = [
     (r"\boxed{75}", r"\frac{3}{4} \times 10^2"),
     *((text.format(number), "12600") for text in ("It is {}.", r"\boxed{{{}}}") for number in THOUSANDS),
     ("1 234 567.5", "1,234,567.5"),
+    ("5 200 apples.", "5200"),
+    ("She pays $12 600 per year", "12600"),
+    ("1 234 567 people live there", "1234567"),
     ("100 1/2", "100.5"),
     (r"\boxed{2\sqrt{3}}", r"2\sqrt{3}"),
     *((word, word) for word in ("A", "yes", "12:30", "[1, 2]", r"2\sqrt{3}")),
@@ -162,6 +165,18 @@ WRONG = [
     ("9 33", "933"),
     *((text.format(number), "600") for text in ("It is {}.", r"\boxed{{{}}}") for number in THOUSANDS),
     (r"\boxed{5 \quad 600}", "5600"),
+    # Two readings.
+    *(
+        (text, answer)
+        for text in (
+            "I have 5 200 dollar notes",
+            "5 200-dollar notes",
+            "5 200g packs",
+            "5 200% gains",
+            "#### 5 200 ml jars",
+        )
+        for answer in ("5200", "200", "5", "1000")
+    ),
     (r"\boxed{3 \cdot 4 \times 10^2}", "1200"),
     (r"\boxed{3 + 4 \times 10^2}", "400"),
     (r"\boxed{4 \times 10^2 x}", "400"),
