@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from secrets import token_hex
 from textwrap import dedent
 from typing import Any
@@ -22,6 +23,8 @@ from penstock.nodes.option_checks import count, positive
 from penstock.nodes.score import answers_that
 
 _TESTING, _FUNCTION = ast.Assert | ast.Raise | ast.Call, ast.FunctionDef | ast.AsyncFunctionDef
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_FAILS = "raise AssertionError"
 # What finds functions by their names.
 _LOOKING = {"globals", "locals", "vars"}
 # Where a line begins, after the marks of lists and quotes.
@@ -71,7 +74,11 @@ def read_tests(answer: str) -> Tests:
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"given tests that are no Python ({error}), needed {needed}") from None
         if uncalled := _uncalled(tree):
-            given = f"tests in a function that nothing calls, such as {uncalled}(…) behind it would"
+            kind, call = "function", f"{uncalled.name}(…)"
+            if isinstance(uncalled, ast.ClassDef):
+                runner = "unittest.defaultTestLoader.loadTestsFromTestCase"
+                kind, call = "class", f"{runner}({uncalled.name}).debug()" if uncalled.bases else f"{call}.test(…)"
+            given = f"tests in a {kind} that nothing calls, such as {call} behind it would"
             raise ValueError(f"given {given}, needed {needed}") from None
         if not any(isinstance(part, _TESTING) for part in _run_at_once(tree.body)):
             given = f"tests without an assert or a call that is run, {answer!r:.200}"
@@ -90,14 +97,19 @@ def read_tests(answer: str) -> Tests:
     return Tests(pairs=tuple(zip(inputs, outputs, strict=True)))
 
 
-def _uncalled(tree: ast.Module) -> str:
-    """The first function with an assert that the code never names, as HumanEval and pytest have them, whose runners
-    call them; "" where there is none, or the code may find its functions by itself."""
+def _uncalled(tree: ast.Module) -> _Definition | None:
+    """The first function or class with an assert that the code never names, as HumanEval, pytest and unittest have
+    them, whose runners call them; None where there is none, or the code may find its functions by itself."""
     used = {part.id for part in ast.walk(tree) if isinstance(part, ast.Name)}
     if used & _LOOKING:
-        return ""
-    unused = [part for part in tree.body if isinstance(part, _FUNCTION) and part.name not in used]
-    return next((one.name for one in unused if any(isinstance(part, ast.Assert) for part in ast.walk(one))), "")
+        return None
+    unused = [part for part in tree.body if isinstance(part, _Definition) and part.name not in used]
+    return next((one for one in unused if any(map(_asserts, ast.walk(one)))), None)
+
+
+def _asserts(part: ast.AST) -> bool:
+    """Is it an assert, or a method of unittest that is one?"""
+    return isinstance(part, ast.Assert) or (isinstance(part, ast.Attribute) and part.attr.startswith("assert"))
 
 
 def _run_at_once(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
@@ -141,7 +153,8 @@ def code_tests(
     `remote_score(rollouts, by=code_tests, concurrency=4)` several at once. Where bubblewrap does not work, the run is
     refused; sandbox=False runs code without it, with your rights (see `sandbox.py`).
 
-    Raises SandboxError where the sandbox does not start, ValueError for tests that cannot be read.
+    Raises SandboxError where the sandbox does not start, ValueError for tests that cannot be read, or pass without any
+    code.
     """
     try:
         tests = read_tests(answer)
@@ -150,20 +163,31 @@ def code_tests(
     code = _code_of(prompt, response)
     limits, command = Limits(seconds, cpu_seconds, memory_mib, max_output), wrapper_of(sandbox, "code_tests")
     if tests.statements:
-
-        def passes(statements: str) -> bool:
-            passed = token_hex()  # printed when the tests are through
-            told = _run(f"{_BOTH}\nboth({code!r}, {statements!r}, {passed!r})", limits, command)
-            return not told.failed and told.output.endswith(passed)
-
-        # What passes these, too, has printed what it found in the frames that call it. They fail at their end: that may
-        # happen in a function which they call.
-        return float(passes(tests.statements) and not passes(f"{tests.statements}\nraise AssertionError"))
+        statements = tests.statements
+        # What passes tests that fail at their end, too, has printed what it found in the frames that call it. At their
+        # end: that may happen in a function which they call.
+        if not _passes(code, statements, limits, command) or _passes(code, f"{statements}\n{_FAILS}", limits, command):
+            return 0.0
+        if _pass_alone(statements, limits, command):
+            raise ValueError(f"code_tests: given tests that pass without any code, {statements!r:.200}, needed others")
+        return 1.0
     for given, needed in tests.pairs:
         told = _run(f"exec({code!r}, {{'__name__': '__main__'}})", limits, command, given)
         if told.failed or _lines(told.output) != _lines(needed):
             return 0.0
     return 1.0
+
+
+def _passes(code: str, statements: str, limits: Limits, command: Sequence[str]) -> bool:
+    passed = token_hex()  # printed when the tests are through
+    told = _run(f"{_BOTH}\nboth({code!r}, {statements!r}, {passed!r})", limits, command)
+    return not told.failed and told.output.endswith(passed)
+
+
+@lru_cache(maxsize=4096)
+def _pass_alone(statements: str, limits: Limits, command: Sequence[str]) -> bool:
+    """Do they test nothing? They may catch what they raise, or only define what they would call."""
+    return _passes("", statements, limits, command)
 
 
 def _code_of(prompt: str, response: str) -> str:

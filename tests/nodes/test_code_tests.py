@@ -28,6 +28,8 @@ graded = partial(code_tests, "add two numbers", sandbox=ISOLATED, seconds=60.0)
 
 ASSERTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
 ADD = "def add(a, b):\n    return a + b\n"
+CASE = "import unittest\nclass Test(unittest.TestCase):\n    def test(self):\n        self.assertEqual(add(1, 2), 3)\n"
+LOADED = "unittest.defaultTestLoader.loadTestsFromTestCase(Test)"
 NEAR = "assert abs(add(1, 2) - 3) < 1e-6"
 PAIRS = json.dumps({"inputs": ["1 2\n", "-1 1\n"], "outputs": ["3\n", "0"]})
 READS = "a, b = map(int, input().split())\nprint(a + b)\n"
@@ -50,6 +52,19 @@ def add(a, b):
     print(frame.f_locals['passed'])
     sys.exit()
 """
+HIDES = (
+    "atexit.register(os._exit, 0)",
+    "sys.excepthook = lambda *given: os._exit(0)",
+    "import threading\nthreading.Timer(0.1, os._exit, (0,)).start()",
+    "class AssertionError(BaseException): pass\n__builtins__['AssertionError'] = AssertionError",
+)
+ENDS = (
+    "sys.exit(0)",
+    "os._exit(0)",
+    "raise KeyboardInterrupt",
+    "sys.setrecursionlimit(10**9) or add(a, b)",
+    "[print('x' * 1000) for _ in range(10**6)]",
+)
 # Fences that are no block's, before a block.
 MENTIONS = (
     "The answer goes in a ```python``` block.",
@@ -141,6 +156,9 @@ def fenced(code: str) -> str:
             0.0,
         ),
         (fenced(PRINTS_WHEN_TESTED), ASSERTS, 0.0),
+        # Ends its tests, or hides how they end.
+        *((fenced(f"import atexit, os, sys\n{line}\n{ADD.replace('+', '-')}"), ASSERTS, 0.0) for line in HIDES),
+        *((fenced(f"import os, sys\ndef add(a, b):\n    {line}\n"), ASSERTS, 0.0) for line in ENDS),
         (fenced(READS.replace("+", "-")), PAIRS, 0.0),
         (fenced("print(3)\n"), PAIRS, 0.0),
         (fenced(READS + "print('done')\n"), PAIRS, 0.0),
@@ -190,7 +208,10 @@ def test_code_without_an_end_has_failed() -> None:
         "def f(:",
         "def test_add():\n    assert add(1, 2) == 3",
         "import random\nrandom.seed(0)\ndef check(f):\n    for _ in range(2):\n        assert f(1, 2) == 3",
-        "import unittest\nclass Test(unittest.TestCase):\n    def test(self):\n        self.assertEqual(add(1, 2), 3)",
+        CASE,
+        "import random\nrandom.seed(0)\n" + CASE,
+        CASE + "unittest.main()",
+        "print()\nclass Test:\n    def test(self):\n        assert add(1, 2) == 3",
         "if __name__ == '__main__':\n    assert add(1, 2) == 3",
         "check = lambda: add(1, 2) or 1 / 0",
         '{"input": ["1"], "output": ["2"]}',
@@ -212,6 +233,28 @@ def test_a_function_of_tests_is_called() -> None:
     found = "for name, test in dict(globals()).items():\n    if name == 'check':\n        test(add)"
     for call in ("check(add)", "for test in (check,):\n    test(add)", found):
         assert (graded(ADD, check + call), graded(ADD.replace("+", "-"), check + call)) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "call", [f"{LOADED}.debug()", f"assert unittest.TextTestRunner().run({LOADED}).wasSuccessful()"]
+)
+def test_a_class_of_tests_is_run(call: str) -> None:
+    assert (graded(ADD, CASE + call), graded(ADD.replace("+", "-"), CASE + call)) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "assert True",
+        "try:\n    assert add(1, 2) == 3\nexcept Exception:\n    pass",
+        f"{CASE}unittest.TextTestRunner().run({LOADED})",
+        "async def test():\n    assert add(1, 2) == 3\ntest()",
+    ],
+)
+def test_tests_that_pass_without_code_are_refused_where_code_passes(tests: str) -> None:
+    with pytest.raises(ValueError, match="given tests that pass without any code"):
+        graded(ADD.replace("+", "-"), tests)
+    assert graded("raise ValueError", tests) == 0.0
 
 
 def test_a_sandbox_that_does_not_start_is_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
