@@ -1,18 +1,18 @@
-"""One agent per host: starts the ranks that the controller asks for, tells of their ends, and ends with them.
+"""One agent per host: starts the ranks that the controller asks for, and reports their ends. No rank outlives it.
 
-`python -m penstock.runtime.control.agent JOIN_FILE`, started by the launcher, or `penstock agent` on another host. One
-with `--early SOCKET MODULE…` was started before the run (`early`), as is the child that forks ranks.
+The launcher starts `python -m penstock.runtime.control.agent JOIN_FILE`; on another host it is `penstock agent`. With
+`--early SOCKET MODULE…` it is started before the run (see `early`), and so is the child that forks ranks.
 
-An engine that takes the host away says so with SIGTERM or SIGUSR1, and ends everything some seconds later. The agent
-tells the controller (`Leaving`), and the ranks live on until the run has ended or the grace is over. A second SIGTERM,
-Ctrl-C or a terminal that closes end the agent and its ranks at once.
+A cluster manager that takes the host away sends SIGTERM or SIGUSR1, and ends everything some seconds later. The agent
+tells the controller (`Leaving`); the ranks live on until the run has ended or the grace period is over. A second
+SIGTERM, Ctrl-C or a closed terminal ends the agent and its ranks at once.
 
-The ranks are forked by a child of the agent, `python -m penstock.runtime.control.worker` (`process.serve_forks`), and
-those of a pool with an interpreter of its own by a child that runs in that. Each is
-in a session of its own, has stdout and stderr in `logs/<pool>-<replica>-<rank>.out` and `.err`, and in its environment
+A child of the agent, `python -m penstock.runtime.control.worker` (`process.serve_forks`), forks the ranks. A pool with
+an interpreter of its own has a child that runs in that interpreter. Each rank has a session of its own, stdout and
+stderr in `logs/<pool>-<replica>-<rank>.out` and `.err`, and in its environment
     PENSTOCK_JOIN      the file to connect with: `Join.read(Path(os.environ["PENSTOCK_JOIN"]))`
-    PENSTOCK_ENDPOINT  where to: the controller's Unix socket or, where that is reached over a network, one of the
-                       agent's, which carries what they say and hear (`relay`)
+    PENSTOCK_ENDPOINT  where to connect: the controller's Unix socket or, where the controller is reached over a
+                       network, a socket of the agent, which forwards messages in both directions (`relay`)
     PENSTOCK_FOLDER    the run folder on this host
     PENSTOCK_REPLICA, PENSTOCK_RANK, PENSTOCK_RUN, PENSTOCK_PARENT
     PENSTOCK_LIFE      how often the replica has been lost before
@@ -75,25 +75,24 @@ from penstock.runtime.record.folder import make_folder, open_append
 from penstock.runtime.record.timeline import pool_of
 from penstock.runtime.tensor.shm import SHM, sweep
 
-# Seconds for the kernel to end what was killed.
+# Seconds for the kernel to end killed processes.
 LAST_S = 10.0
-# Bytes of a log of a rank, beyond which its older half goes: a node may print as long as it lives. It is looked at so
-# often, in seconds.
+# A rank's log that exceeds this many bytes loses its older half: a node may print without end. Seconds between checks.
 LOG_BYTES, LOG_S = 64 << 20, 1.0
-# Libraries that ask at their import how many threads they may have would start them in what forks.
+# Libraries that read these at their import would otherwise start threads in the process that forks.
 ALONE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 WORKER_MODULE = "penstock.runtime.control.worker"
 WORKER = ("-m", WORKER_MODULE)
-# Seconds that ranks have to end by themselves after a goodbye.
+# Seconds for ranks to end by themselves after a goodbye.
 LEAVE_S = 3.0
 
 
 @dataclass
 class Forks:
-    """A child that forks ranks, the socket to it, and the names of its ranks that have not ended; of one that was
-    started early, the file in memory that its stderr goes to before there is a log."""
+    """A child that forks ranks, the socket to it, and the names of its ranks that have not ended. `memory` is the
+    in-memory file that the stderr of an early child goes to before there is a log."""
 
     door: socket.socket
     child: "subprocess.Popen[bytes]"
@@ -104,8 +103,8 @@ class Forks:
     def begin(
         cls, command: Sequence[str], run: str, log: Path | None, python: str = "", asks: int | None = None
     ) -> "Forks":
-        """Start it. Without a `log` it does not know the folder of its run yet; it has the socket `asks` in this
-        process's place. Raises OSError for an interpreter that cannot be started."""
+        """Start the child. Without a `log` it does not know its run folder yet. It takes over the socket `asks` from
+        this process. Raises OSError for an interpreter that cannot be started."""
         door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # Room for the orders of some hundred ranks: the child reads none before it has imported torch.
         door.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
@@ -140,9 +139,9 @@ class Forks:
 
 
 class Agent:
-    """The ranks of one host, forked by children of this process, with which they end.
+    """The ranks of one host. Children of this process fork them; a rank ends when its child ends.
 
-    `worker` is the program of such a child (see `serve_forks`). `early` is one that was started before there was a run.
+    `worker` is the program of such a child (see `serve_forks`). `early` is a child that was started before the run.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class Agent:
         early: Forks | None = None,
     ) -> None:
         self._join, self._join_file = join, join_file
-        # A Unix socket breaks only when the controller is gone; between hosts a line may come back.
+        # A Unix socket breaks only when the controller is gone; a connection between hosts may come back.
         local = join.endpoint.startswith("ipc://")
         self._silence = 1.0 if local else SILENCE
         self._client = Client(join, "agent", join.host)
@@ -163,41 +162,41 @@ class Agent:
         self._wish, self._until = Wish(), inf
         self._logs = make_folder(Path(join.folder) / "logs")
         self._log = self._logs / f"ranks-{join.host}.err"
-        self._stderr: dict[str, Path] = {}  # of each rank that has not ended
+        self._stderr: dict[str, Path] = {}  # by the name of each rank that has not ended
         self._kills = memory_kills()
-        self._untold = ""  # why something could not be told to the controller
-        # Does the run go on by itself, and need this host again?
+        self._untold = ""  # why a message could not be sent to the controller
+        # True if the run resumes by itself and needs this host again.
         self.again = False
-        # By interpreter; "" is this process's, whose imports begin before the first rank is asked for.
-        if early is None or early.child.poll() is not None:  # one that has ended would end again, and say why
+        # By interpreter; "" is this process's. Its imports begin before the first rank is asked for.
+        if early is None or early.child.poll() is not None:  # the new child will end for the same reason, and log it
             early = Forks.begin(worker, join.run, self._log)
         self._forks = {"": self._opened(early)}
         self._worker = tuple(worker)
 
     def _opened(self, forks: Forks) -> Forks:
-        """Tell a child that forks ranks of the run, and hear it from now on."""
+        """Tell a child that forks ranks about the run, and listen to it from now on."""
         log = "" if forks.memory is None else str(self._log)
-        with suppress(ConnectionError):  # that the child has ended is found by `_tell_ended`
+        with suppress(ConnectionError):  # `_tell_ended` finds that the child has ended
             forks.door.send(json.dumps([self._join.folder, self._join.modules, log]).encode())
-        # It is read until nothing is left, between two heartbeats.
+        # `_hear` reads until nothing is left, and must not delay the next heartbeat.
         forks.door.setblocking(False)
         self._client.watch(forks.door.fileno())
         return forks
 
     def hear(self, number: int, frame: FrameType | None = None) -> None:
-        """A signal. Raises _Ended where it ends the agent at once."""
+        """Handle a signal. Raises _Ended if it ends the agent at once."""
         self._wish.hear(number)
         if self._wish.at_once or self._wish.status != PREEMPTED:
-            # An exception and no flag: it ends a wait for messages, too.
+            # An exception rather than a flag: it also interrupts a wait for messages.
             raise _Ended(number)
         self._client.wake()
 
     def run(self) -> str:
-        """Until the controller says goodbye (""), or cannot be reached any more: then why. No rank outlives it, and no
-        segment of a run whose processes on this host have all ended.
+        """Serve until the controller says goodbye, and return ""; if it cannot be reached any more, return why. At the
+        end, no rank is left, and no shared-memory segment of a run whose processes on this host have all ended.
         """
         folders = (SHM, Path(self._join.folder))
-        sweep(None, folders)  # of agents that were killed
+        sweep(None, folders)  # left by agents that were killed
         try:
             self._say(AgentReady(self._join.host, os.getpid(), self._join.life))
             beat = look = 0.0
@@ -205,7 +204,7 @@ class Agent:
                 for message in self._carry(INTERVAL / 2):
                     if isinstance(message, Goodbye):
                         self.again = message.lost and self._join.again
-                        self._await_ends(LEAVE_S)  # they hear their own goodbyes
+                        self._await_ends(LEAVE_S)  # ranks get goodbyes of their own
                         return ""
                     if isinstance(message, Launch):
                         self._launch(message)
@@ -228,17 +227,17 @@ class Agent:
                 if gone := self._client.gone(self._silence) or self._untold:
                     return gone
         except _Ended as ended:
-            # Before the ranks' deaths, of which this is the reason: they are killed.
+            # Report this before the ranks are killed: it is the reason of their deaths.
             by = f"ended by {signal_name(ended.number)}"
             self._client.send(Note("error", f"the agent of host {self._join.host} was {by}, and with it its ranks"))
             raise
         finally:
             for forks in self._forks.values():
-                forks.door.shutdown(socket.SHUT_WR)  # upon which the child kills those that are left
+                forks.door.shutdown(socket.SHUT_WR)  # the child then kills its remaining ranks
             self._await_ends(LAST_S)
             for forks in self._forks.values():
                 kill(forks.child)
-                with suppress(subprocess.TimeoutExpired):  # it waits for a disk, and ends when that answers
+                with suppress(subprocess.TimeoutExpired):  # blocked on a disk; it ends when the disk answers
                     forks.child.wait(timeout=LAST_S)
             self._tell_ended()
             for forks in self._forks.values():
@@ -249,13 +248,13 @@ class Agent:
                 self._relay.close()
 
     def _say(self, message: Message) -> None:
-        """Tell the controller. What it does not take is lost, and with it this agent: a rank's answer may be in it."""
+        """Send a message to the controller. If it cannot be sent, the agent ends: a rank's answer may be lost."""
         if not self._client.send(message) and not self._untold:
             self._untold = f"the controller at {self._join.endpoint} does not take what it is told (too much waits)"
 
     def _carry(self, seconds: float) -> Iterator[Message]:
-        """Wait so long for what the controller says to this process, and hand on what it says to ranks, and they to
-        it."""
+        """Yield the controller's messages to this agent, after a wait of at most `seconds`. Forward the messages
+        between the controller and the ranks."""
         if self._relay is None:
             yield from self._client.receive(seconds)
             return
@@ -268,9 +267,9 @@ class Agent:
             self._say(said)
 
     def _launch(self, launch: Launch) -> None:
-        """Start a rank, whose output goes to files of its name."""
+        """Start a rank. Its output goes to files with its name."""
         name = f"{launch.replica}.{launch.rank}"
-        # A slash of the name would make a folder of it, and its dot a suffix.
+        # In a file name, a slash would mean a folder, and the dot a suffix.
         stem = "-".join(name.replace("/", "-").rsplit(".", 1))
         stdout, stderr = self._logs / f"{stem}.out", self._logs / f"{stem}.err"
         environment = {
@@ -288,7 +287,7 @@ class Agent:
         if self._relay is not None:
             self._relay.begin(rank_peer(launch.replica, launch.rank))
         before = self._forks.get(launch.python)
-        if before is None or before.child.poll() is not None:  # it was killed, and with it all that it had forked
+        if before is None or before.child.poll() is not None:  # it was killed, with all ranks that it had forked
             try:
                 if before is not None:
                     self._hear(before)
@@ -305,19 +304,19 @@ class Agent:
                 return
         forks = self._forks[launch.python]
         forks.ranks.add(name)
-        with suppress(ConnectionError):  # that the child has ended is found by `_tell_ended`
+        with suppress(ConnectionError):  # `_tell_ended` finds that the child has ended
             forks.door.send(json.dumps([name, environment, str(stdout), str(stderr)]).encode())
 
     def _kill(self, name: str) -> None:
-        """Kill a rank; its end is told as any other's. One that has ended has been told of."""
+        """Kill a rank, if it has not ended. Its end is reported like any other."""
         for forks in self._forks.values():
             if name in forks.ranks:
                 with suppress(ConnectionError):
                     forks.door.send(json.dumps([name]).encode())
 
     def _await_ends(self, seconds: float) -> None:
-        """Tell of ranks that end, until all have or the time is up: time in which they could end, too, which that in
-        which the whole machine stands still is not."""
+        """Report ranks that end, until all have ended or `seconds` are over. Time in which the whole machine was
+        suspended does not count."""
         clock = AwakeClock()
         until = clock.counted(monotonic()) + seconds
         self._tell_ended()
@@ -326,28 +325,28 @@ class Agent:
             self._tell_ended()
 
     def _tell_ended(self) -> None:
-        """Tell the controller of ranks that have ended since the last call, and of those that will never begin."""
+        """Tell the controller which ranks have ended since the last call, and which will never begin."""
         for forks in self._forks.values():
             self._hear(forks)
 
     def _hear(self, forks: Forks) -> None:
-        """Tell what a child has said of its ranks; once it has ended, of those that it has left."""
+        """Report the ends that a child has told of; once the child has ended, also those of its remaining ranks."""
         packet = b"more"
         while packet:
             try:
                 packet = forks.door.recv(PACKET_BYTES)
             except BlockingIOError:
                 return
-            except ConnectionError:  # the child has ended before it had read all; what it said before that follows
+            except ConnectionError:  # the child ended with unread orders; the packets that it sent are read next
                 continue
             if packet:
                 name, pid, status = json.loads(packet)
                 forks.ranks.discard(name)
                 self._exited(name, pid, status)
-        self._client.unwatch(forks.door.fileno())  # its end would be news again and again
+        self._client.unwatch(forks.door.fileno())  # a closed socket stays readable and would wake every wait
         if forks.ranks:
             status = forks.child.wait(timeout=LAST_S)
-            if forks.memory is not None:  # what it has not come to write into the log
+            if forks.memory is not None:  # output that it did not copy into the log before it ended
                 with os.fdopen(open_append(self._log), "ab") as log:
                     log.write(taken(forks.memory))
             for name in sorted(forks.ranks):
@@ -355,12 +354,13 @@ class Agent:
             forks.ranks.clear()
 
     def _exited(self, name: str, pid: int, status: int, forks: bool = False) -> None:
-        """Tell of a rank's end; `status` is negative for a signal. `forks`: it is that of what had forked the rank."""
+        """Report a rank's end. `status` is negative for a signal. `forks`: pid and status are those of the child that
+        forked the rank."""
         replica, _, rank = name.rpartition(".")
         stderr = self._stderr.pop(name)
-        _bound_logs(stderr)  # nobody looks at them again
+        _bound_logs(stderr)  # the last time for this rank
         last_lines = tail(stderr) or tail(self._log)
-        # In a container this counts others', too.
+        # In a container this also counts kills of other processes.
         if status == -signal.SIGKILL and (kills := memory_kills() - self._kills) > 0:
             given = f"given {usable_memory_gib():.0f} GiB of memory on host {self._join.host}"
             ended = f"its kernel has killed {kills} process{'es' * (kills > 1)} for lack of it since the run began"
@@ -373,15 +373,15 @@ class Agent:
 
 
 def _bound_logs(stderr: Path) -> None:
-    """Of the rank that has this one."""
+    """Keep the newest part of the logs of the rank with this stderr."""
     for log in (stderr, stderr.with_suffix(".out")):
         keep_newest(log, LOG_BYTES)
 
 
 def serve(join_file: Path, folder: Path | None = None, grace: float | None = None, early: Forks | None = None) -> int:
-    """Be the agent of this host until the run is over; the exit status. `folder` is the run folder here, if it is
-    not where the launcher has it; it is made if it is not there. `grace` is this host's, if it is not the run's.
-    `early` is a child that forks ranks and has begun already.
+    """Be the agent of this host until the run is over, and return the exit status. `folder` is the run folder here, if
+    its path differs from the launcher's; it is created if needed. `grace` is this host's, if it is not the run's.
+    `early` is a child that forks ranks and is running already.
     """
     return serve_once(join_file, folder, grace, early)[0]
 
@@ -389,12 +389,12 @@ def serve(join_file: Path, folder: Path | None = None, grace: float | None = Non
 def serve_once(
     join_file: Path, folder: Path | None = None, grace: float | None = None, early: Forks | None = None
 ) -> tuple[int, bool]:
-    """The same; and whether the run is about to go on by itself from its last checkpoint."""
+    """As `serve`; also return whether the run is about to resume by itself from its last checkpoint."""
     join = Join.read(join_file)
     if grace is not None:
         join = replace(join, grace=grace)
     if folder is not None:
-        # A host that shares no file system with the launcher has no run folder before.
+        # A host that shares no file system with the launcher has no run folder yet.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         join = replace(join, folder=str(folder.absolute()))
     elif not Path(join.folder).is_dir():

@@ -1,7 +1,7 @@
 """Who starts a run's agents: the launcher itself, the user, or a cluster manager (Slurm, Ray, Kubernetes).
 
-Agents that nobody can name beforehand enrol at the launcher's desk (`desk`) with the run's ticket. `Agents` is what the
-launcher asks of whoever starts them: a class of `runtime/managers`, or `ExternalAgents` for those that the user starts.
+Agents that are not known beforehand enrol at the launcher's desk (`desk`) with the run's ticket. `Agents` is the
+interface that starts them: a class of `runtime/managers`, or `ExternalAgents` for agents that the user starts.
 """
 
 from collections.abc import Callable
@@ -10,23 +10,23 @@ from typing import Protocol
 
 
 class AgentsError(ValueError):
-    """Agents cannot be had as they were asked for: no allocation, too few nodes, a command that is not there."""
+    """The agents that were asked for cannot be started: no allocation, too few nodes, a missing command."""
 
     # The exit status of the command.
     status = 1
 
 
 class CountError(AgentsError):
-    """There cannot be so many agents as were asked for."""
+    """The number of agents that was asked for is impossible."""
 
     status = 2
 
 
 class Agents(Protocol):
-    """The agents of a run, one for each slot. Made with the number that the user asks for, None for all there are;
-    its maker raises AgentsError where there cannot be so many.
+    """The agents of a run, one for each slot. The constructor takes the number that the user asks for, None for all
+    that can be had, and raises AgentsError if there cannot be so many.
 
-    `slots` is how many it will start. `address` is where these reach this machine: a host name or an IP address,
+    `slots` is how many agents it will start. `address` is where they reach this machine: a host name or an IP address,
     without a port.
     """
 
@@ -36,20 +36,20 @@ class Agents(Protocol):
     def address(self) -> str: ...
 
     def start(self, ticket: Path, tell: Callable[[str], None]) -> None:
-        """Start the agents, each as `penstock agent --ticket FILE` with this ticket, and come back at once; the user is
-        told what is to be known of it. Raises AgentsError."""
+        """Start the agents, each as `penstock agent --ticket FILE` with this ticket, and return at once. `tell` shows
+        lines to the user. Raises AgentsError."""
 
     def poll(self) -> list[tuple[str, str]]:
-        """The agents that have ended since the last call without being asked to: the host name under which each has
-        enrolled ("" where that is not known), and why. Returns at once; called about ten times a second. Raises
-        AgentsError where none will come any more."""
+        """The agents that have ended unasked since the last call: the host name under which each has enrolled ("" if
+        unknown), and why. Returns at once; called about ten times a second. Raises AgentsError if no agent will come
+        any more."""
 
     def lacking(self) -> str:
-        """What agents that have not come wait for, as far as is known; "" for nothing. Returns at once."""
+        """What the missing agents wait for, as far as is known; "" for nothing. Returns at once."""
 
     def stop(self) -> None:
-        """End the agents that are left, and free what was taken for them. Called once, however the run has ended, even
-        if `start` failed; within some seconds."""
+        """End the remaining agents and free their resources, within some seconds. Called once, however the run has
+        ended, even if `start` failed."""
 
 
 class ExternalAgents:

@@ -1,8 +1,8 @@
 """An agent's part of the enrolment: from a ticket to the `Join` of its slot.
 
 `serve_ticket` is `penstock agent --ticket FILE`. `enrol` waits for the ticket's file, connects to the desk, says what
-this host has, looks for the run folder, and waits until the run begins. Each of these has a deadline of its own, and
-says what it has waited for. A ticket that another one takes the place of is read again.
+this host has, looks for the run folder, and waits until the run begins. Each step has its own deadline; its error says
+what it waited for. A ticket file that is replaced is read again.
 """
 
 import os
@@ -58,24 +58,24 @@ from penstock.runtime.control.sockets import JOIN_S
 from penstock.runtime.record.errors import disk_fault, visible
 from penstock.runtime.record.folder import make_folder
 
-# Seconds for a file that another host has made to be seen here.
+# Seconds until a file that another host has made must be visible here.
 SHARED_S = 5.0
-# Seconds from the first refusal by a desk of another key to the end, if the ticket stays the same.
+# Seconds from the first refusal by a desk with another key until giving up, if the ticket stays the same.
 OTHER_KEY_S = 10.0
-# Seconds for a ticket that cannot be read to be whole: it may be being copied here, or replaced.
+# Seconds for an unreadable ticket to become complete: it may be in the middle of a copy or replacement.
 WHOLE_S = 2.0
-# Seconds between two signs of life, and those without one after which a desk is gone.
+# Seconds between two signs of life; seconds without one after which the desk counts as gone.
 PRESENT_S, GONE_S = 2.0, 15.0
 # Seconds after which an agent that reaches no desk says why for the first time.
 EARLY_S = 3.0
 # A `Join` has a key of each host of the run.
 _OPTIONS: Options = {**OPTIONS, zmq.MAXMSGSIZE: MAX_BYTES}
-# Connections of other hosts that may wait here.
+# Connections of other hosts that may queue here.
 MAX_PROBES = 128
 
 
 class NoSlot(Exception):
-    """An agent that does not get into its run: why, and the exit status of the command."""
+    """An agent gets no slot: why, and the exit status of the command."""
 
     def __init__(self, text: str, status: int = 1) -> None:
         super().__init__(text)
@@ -83,10 +83,10 @@ class NoSlot(Exception):
 
 
 class NoDesk(NoSlot):
-    """There is no launcher, or none any more."""
+    """No launcher answers, or it is gone."""
 
 
-# Which file has the name of a ticket: its inode, and when it was written, in ns; None for none.
+# Identifies the file behind a ticket's name: its inode and modification time in ns; None if there is no file.
 _Mark = tuple[int, int] | None
 
 
@@ -98,10 +98,10 @@ def enrol(
     left: str = "",
     wait: float = JOIN_S,
 ) -> Join:
-    """Be given a slot by the desk of the ticket in `file`. `folder` is the run folder here, None if it is where the
-    launcher has it; `address` is where this host's ranks listen, "" for the one that leads to the desk; `left` is a
-    run that this agent has left, of which it takes no slot. The ticket and then its desk may each be `wait` seconds
-    late. Raises NoSlot, and KeyFileError for a file that is no ticket."""
+    """Get a slot from the desk of the ticket in `file`, and return its `Join`. `folder` is the run folder here, None if
+    it has the launcher's path. `address` is where this host's ranks listen, "" for the address that leads to the desk.
+    `left` is a run that this agent has left: it takes no slot of that run. The ticket and then its desk may each be
+    `wait` seconds late. Raises NoSlot, and KeyFileError for a file that is no ticket."""
     return _Enrolment(file, folder.absolute() if folder else None, address, tell, left, wait).slot()
 
 
@@ -114,8 +114,8 @@ def serve_ticket(
     *,
     requeue: bool = False,
 ) -> int:
-    """Be an agent of the run of this ticket, until the run is over; the exit status. Where the run goes on by itself
-    after a loss, enrol again. `grace` is this host's, if it is not the run's; `wait` as for `enrol`. `requeue`: where
+    """Be an agent of this ticket's run until the run is over, and return the exit status. If the run resumes by itself
+    after a loss, enrol again. `grace` is this host's, if it is not the run's; `wait` as for `enrol`. `requeue`: if
     there is no launcher, or no controller any more, the status is PREEMPTED."""
 
     def tell(text: str) -> None:
@@ -129,7 +129,7 @@ def serve_ticket(
             join = enrol(file, folder, address, tell, left, wait)
             path = Path(join.folder) / "keys" / f"agent-{join.host}.json"
             try:
-                path.unlink(missing_ok=True)  # of an agent that was killed
+                path.unlink(missing_ok=True)  # left by an agent that was killed
                 join.write(path)
             except OSError as error:
                 raise NoSlot(str(disk_fault(path, error))) from None
@@ -155,7 +155,7 @@ def _mark(file: Path) -> _Mark:
 
 
 def _ticket(file: Path, until: float, tell: Callable[[str], None]) -> tuple[Ticket, _Mark]:
-    """The ticket, which the launcher may not have written yet, and which file it is."""
+    """Read the ticket, which the launcher may not have written yet. Also return the mark of its file."""
     if _mark(file) is None:
         tell(f"waiting for {file}, which `penstock run … --on` writes, for {until - monotonic():.0f} s (--wait)")
     bad: tuple[_Mark, float] = None, 0.0
@@ -163,21 +163,21 @@ def _ticket(file: Path, until: float, tell: Callable[[str], None]) -> tuple[Tick
         while (mark := _mark(file)) is None and monotonic() < until:
             sleep(0.2)
         try:
-            # One that takes its place meanwhile has another mark, and is read next.
+            # If the file is replaced meanwhile, the new one has another mark, and is read next.
             return Ticket.read(file), mark
         except KeyFileError as error:
             if bad[0] != mark:
                 bad = mark, monotonic()
             if mark is None and isinstance(error.__cause__, FileNotFoundError):
                 raise NoDesk(str(error), error.status) from None
-            # Others may read it, which no waiting changes; or it may not be read, or is not what it should be.
+            # Waiting does not help if other users may read it, nor if it stayed unreadable or malformed for `WHOLE_S`.
             if error.__cause__ is None or mark is None or monotonic() - bad[1] > WHOLE_S:
                 raise
             sleep(0.1)
 
 
 class _OtherKey(Exception):
-    """What listens there is not the ticket's desk."""
+    """The process that listens at the endpoint is not the ticket's desk."""
 
 
 class _Again(Exception):
@@ -186,7 +186,7 @@ class _Again(Exception):
 
 @dataclass(frozen=True)
 class _Enrolment:
-    """What `enrol` was given; `own` is its folder, with an absolute path."""
+    """The arguments of `enrol`; `own` is its folder, as an absolute path."""
 
     file: Path
     own: Path | None
@@ -197,13 +197,13 @@ class _Enrolment:
 
     def slot(self) -> Join:
         waited = monotonic()
-        refused: tuple[_Mark, float] = None, 0.0  # by a desk of another key than that of this file: when first
+        refused: tuple[_Mark, float] = None, 0.0  # the file whose key the desk refused, and when first
         while True:
             ticket, mark = _ticket(self.file, waited + self.wait, self.tell)
             try:
                 with ExitStack() as opened:
                     endpoint, here = self._addresses(ticket, mark)
-                    # Whoever tries to connect gets no further than the system's queue.
+                    # Connections stay in the system's queue; nothing accepts them.
                     probed = opened.enter_context(_probed(here))
                     client = DeskClient(ticket, endpoint)
                     opened.callback(client.close)
@@ -211,7 +211,7 @@ class _Enrolment:
             except _Again:
                 waited = monotonic()
             except _OtherKey:
-                # Of a run that has ended, and its file is about to be replaced by that of the run which begins.
+                # The ticket may be of a run that has ended; the next run is about to replace the file.
                 if refused[0] != mark:
                     refused = mark, monotonic()
                 if monotonic() - refused[1] > OTHER_KEY_S:
@@ -220,8 +220,8 @@ class _Enrolment:
             sleep(0.5)
 
     def _addresses(self, ticket: Ticket, mark: _Mark) -> tuple[str, str]:
-        """The resolved endpoint of the desk, and the address of this host's ranks. A name may be known late: a cluster
-        makes it with the launcher's Pod, and a name server keeps for some seconds that there was none."""
+        """The resolved endpoint of the desk, and the address of this host's ranks. A name may resolve late: a cluster
+        creates it with the launcher's Pod, and a name server caches its absence for some seconds."""
         began, tried = monotonic(), False
         while True:
             try:
@@ -247,15 +247,15 @@ class _Enrolment:
             raise NoSlot(f"--address: {error}") from None
 
     def _not_yet(self, ticket: Ticket, lack: str) -> None:
-        """Nobody should have to wait for the deadline to learn of a name that is wrong, or of a firewall."""
+        """Tell the user early, so that a wrong name or a firewall is known before the deadline."""
         self.tell(f"no desk at {ticket.endpoint} yet: {lack}; trying for {self.wait:g} s")
 
     def _no_desk(self, ticket: Ticket, why: str) -> NoDesk:
         return NoDesk(f"no desk at {ticket.endpoint} within {self.wait:g} s (--wait): {why}")
 
     def _at_desk(self, client: "DeskClient", ticket: Ticket, mark: _Mark, enrolling: Enrol) -> Join:
-        """Say `enrolling`, and wait until a run begins that is not the one which was `left`. The file had the ticket
-        when it had this `mark`."""
+        """Send `enrolling`, and wait until a run begins that is not `left`. `mark` is that of the file from which
+        `ticket` was read."""
         began = heard = monotonic()
         said, connected, welcome, tried = 0.0, False, None, False
         try:
@@ -267,7 +267,7 @@ class _Enrolment:
                     raise NoSlot(given) from None
                 now = monotonic()
                 if client.connected and not connected:
-                    # As it is now: the desk may have been waited for.
+                    # Read the clock now: the wait for the desk may have been long.
                     client.send(msgspec.structs.replace(enrolling, clock=time()))
                     heard = said = now
                 connected = client.connected
@@ -282,7 +282,8 @@ class _Enrolment:
                         case Admitted(slot=slot, join=join):
                             made = msgspec.json.decode(join, type=Join)
                             if made.run == self.left:
-                                # Its controller is about to end, and the desk does not know. A loss would be told of.
+                                # Its controller is about to end, and the desk does not know yet. Without `Joined` the
+                                # desk would report a loss.
                                 client.send(Joined())
                                 raise _Again
                             client.send(Joined(lack := why_unreachable(made.endpoint)))
@@ -308,7 +309,7 @@ class _Enrolment:
                         if lack := why_unreachable(client.endpoint):
                             self._not_yet(ticket, lack)
                     if _mark(self.file) != mark:
-                        raise _Again  # its desk has been closed since it was read, or its launcher was killed before
+                        raise _Again  # its desk was closed after it was read, or its launcher had been killed before
                     if now - began > self.wait:
                         why = why_unreachable(client.endpoint)
                         raise self._no_desk(ticket, why or f"what listens at {ticket.endpoint} does not answer")
@@ -322,7 +323,8 @@ class _Enrolment:
 
 
 def _probed(here: str) -> socket.socket:
-    """A socket that listens at this address of this machine, for others to try whether they reach it. Raises NoSlot."""
+    """A socket that listens at this address of this machine, so that others can test whether they reach it. Raises
+    NoSlot."""
     family = socket.AF_INET6 if is_ipv6(here) else socket.AF_INET
     try:
         return socket.create_server((here.strip("[]"), 0), family=family, backlog=MAX_PROBES)
@@ -332,11 +334,11 @@ def _probed(here: str) -> socket.socket:
 
 
 def _look(welcome: Welcome, own: Path | None) -> Found:
-    """Find the run folder, or make this host's own."""
+    """Find the run folder, or create this host's own."""
     folder = own or Path(welcome.folder)
     until = monotonic() + SHARED_S
     needed = "needed a file system that the hosts share, or a folder of this host's own (penstock agent --folder)"
-    # A network file system may show a new file late; where there is not even the folder, none is waited for long.
+    # A network file system may show a new file late.
     while True:
         with suppress(OSError):
             if (folder / welcome.file).read_text() == welcome.content:
@@ -359,9 +361,9 @@ def _look(welcome: Welcome, own: Path | None) -> Found:
 
 
 class DeskClient:
-    """An agent's connection to the desk of a ticket, at its resolved `endpoint`. Raises ZMQError for what is none.
+    """An agent's connection to the desk of a ticket, at its resolved `endpoint`. Raises ZMQError for a bad endpoint.
 
-    `connected` says whether there is a connection now; `refused` whether what listens there has another key.
+    `connected`: there is a connection now. `refused`: the process that listens there has another key.
     """
 
     def __init__(self, ticket: Ticket, endpoint: str) -> None:
@@ -379,7 +381,8 @@ class DeskClient:
             self._socket.send(pack_for_desk(message), zmq.NOBLOCK)
 
     def receive(self, timeout: float) -> Iterator[FromDesk]:
-        """What has come, after at most `timeout` seconds. Raises VersionError for a desk of another version."""
+        """Yield the messages that have come, after at most `timeout` seconds. Raises VersionError for a desk of another
+        version."""
         ready = dict(self._poller.poll(int(1000 * timeout)))
         while self._monitor in ready and self._monitor.poll(0):
             event, _ = struct.unpack("=hi", self._monitor.recv_multipart()[0])

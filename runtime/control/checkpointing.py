@@ -1,11 +1,11 @@
-"""A rank's part of checkpoints: copied aside between two updates, written in the background, taken up by a resume.
+"""A rank's checkpoint shard: copied between two updates, written in the background, restored by a resume.
 
-`Checkpointing.save` copies what the rank holds into host memory and answers `Copied`, upon which training goes on; a
-thread writes the copy, and `answers` has `Saved` when it is on the disk. What goes wrong in the thread is raised by
-`answers`, in the rank's own loop. A rank without a thread (all in one process), or without room for the copy on its
-host, writes at once and answers `Saved` only.
+`Checkpointing.save` copies what the rank holds into host memory and answers `Copied`; training then goes on. A thread
+writes the copy, and `answers` returns `Saved` when it is on the disk. `answers` also raises the thread's exceptions, in
+the rank's own loop. A rank without a thread (all in one process), or without room for the copy on its host, writes at
+once and answers `Saved` only.
 
-The scheduler has one checkpoint written at a time, so the memory of the copy serves the next one.
+The scheduler allows one checkpoint at a time to be written, so the next one reuses the memory of the copy.
 """
 
 import threading
@@ -29,13 +29,13 @@ from penstock.runtime.tensor.checkpoint import (
 )
 from penstock.runtime.tensor.shm import ObjectRef
 
-# The share of a host's free memory that copies may take; of a container's, where that has less.
+# The share of the free memory of a host, or of its container if that has less, that copies may take.
 FREE_SHARE = 0.8
 
 
 class Checkpointing:
-    """Saves what `held` and `values` have. `wake` is called by the thread that writes when it is done; None for a
-    rank that has no such thread. `warn` is told once where the host has no room for a copy."""
+    """Saves what `held` and `values` have. The writing thread calls `wake` when it is done; None for a rank without
+    such a thread. `warn` is called once if the host has no room for a copy."""
 
     def __init__(
         self,
@@ -52,8 +52,9 @@ class Checkpointing:
         self._warned = False
 
     def save(self, order: Order, update: int, firings: Iterable[Firing]) -> Result:
-        """Copy the part of the cut before `update`: carried values, states, and the outputs of `firings`. The order has
-        the name of the folder of all parts of this cut. Raises OSError or StateError where it cannot be written."""
+        """Copy this rank's shard of the checkpoint before `update`: carried values, states, and the outputs of
+        `firings`. The order has the name of the folder for all shards. Raises OSError or StateError if it cannot be
+        written."""
         assert self._thread is None, "one checkpoint is written at a time"
         held, setup, began = self._held, self._held.setup, monotonic()
         states = {name: node.state for name, node in held.nodes.items() if node.node.stateful}
@@ -84,10 +85,10 @@ class Checkpointing:
         return Result(Copied(update, setup.replica, setup.rank), began=began, ended=monotonic())
 
     def answers(self) -> list[Result]:
-        """`Saved`, once, when the part is written. Raises what the thread has raised."""
+        """Return `Saved`, once, when the shard is written. Raises what the thread has raised."""
         if self._thread is None or (self._written is None and self._failure is None):
             return []
-        self._thread.join()  # it has nothing left to do but to wake this one
+        self._thread.join()  # its only remaining work is to call `wake`
         self._thread = None
         if self._failure is not None:
             raise self._failure
@@ -99,14 +100,14 @@ class Checkpointing:
         try:
             write()
             self._written = Result(saved, {}, {WRITE_CPU_S: thread_time() - busy}, began, monotonic())
-        except BaseException as error:  # for the rank's loop, which says it
+        except BaseException as error:  # `answers` raises it in the rank's loop
             self._failure = error
         finally:
             wake()
 
     def _buffers_for(self, needed: int) -> HostBuffers | None:
-        """Memory for copies of so many bytes, if this rank writes in the background and its host has room for them on
-        each of its ranks of this replica."""
+        """Memory for copies of `needed` bytes, if this rank writes in the background and its host has room for as many
+        bytes for each rank of this replica on it; else None."""
         if self._wake is None:
             return None
         setup = self._held.setup
@@ -124,7 +125,7 @@ class Checkpointing:
 
 
 def restore(folder: Path, held: Instances, values: HeldValues) -> list[tuple[Firing, str, ObjectRef]]:
-    """Take up this rank's part of a cut; the handles of its values that other processes read."""
+    """Restore this rank's shard of a checkpoint. Return the object references of the values that others read."""
     setup, update = held.setup, update_of(folder.name)
     part = CheckpointShard(folder, setup.replica, setup.rank, setup.run)
     for name, value in held.carried.items():

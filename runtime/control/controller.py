@@ -1,8 +1,8 @@
 """The single controller: `python -m penstock.runtime.control.controller RUN_FOLDER`, started by the launcher, or early.
 
 It owns the only clock and the only server socket. It starts ranks through agents, drives the run's stages through the
-scheduler, and knows of every wait who is waited for and until when. It never imports torch. See `launcher` for what it
-says on standard output and hears on standard input.
+scheduler, and knows for every wait which process is awaited and until when. It never imports torch. See `launcher` for
+what it writes to standard output and reads from standard input.
 """
 
 import json
@@ -60,18 +60,18 @@ from penstock.runtime.schedule.events import Abort, Failed
 from penstock.runtime.schedule.state import UnawaitedError
 from penstock.runtime.tensor.shm import ObjectRef
 
-# Seconds between two looks at deadlines, when nothing is heard: as often as it is seen whether the folder is there.
+# Seconds between two checks of deadlines, and of the run folder, when no message comes.
 TICK = 0.5
 # Seconds for ranks and agents to end after a goodbye.
 DISMISS_S = 2.0
 # Seconds between two lists of the run's processes, while ranks come.
 LIST_S = 1.0
-# How often a lost replica is started that ends before it is ready.
+# A lost replica that has ended so often before it was ready is not started again.
 STARTS = 3
 
 
 class Controller:
-    """The processes of a run: started, heard, watched and dismissed here; `session` decides what they do."""
+    """Starts, hears, watches and dismisses the processes of a run; `session` decides what they do."""
 
     def __init__(
         self, folder: RunFolder, config: RunConfig, server: Server, session: Session, cut: SavedCheckpoint | None
@@ -86,26 +86,26 @@ class Controller:
         self.pids: dict[tuple[str, int], int] = {}
         self.restored: dict[tuple[Firing, str], ObjectRef] = {}
         self.alive: set[str] = set()
-        self.agents: dict[str, int] = {}  # of each host whose agent has come, how many have had its place before
+        self.agents: dict[str, int] = {}  # by host whose agent has come: how many agents it had before
         self._able: set[str] = set()  # the hosts whose agents can start ranks
         self.elastic = config.elastic
         self._holding = config.holding(cut.cut if cut else None)
-        # Replicas that were lost, with how often each has ended since without having been ready.
+        # Lost replicas, and how often each has ended since without having been ready.
         self.lost: dict[str, int] = {}
-        self._coming: set[str] = set()  # those of them that were started again and are not ready yet
-        self._begun: set[tuple[str, int]] = set()  # ranks that an agent was told to start, and has not told the end of
+        self._coming: set[str] = set()  # lost replicas that were started again and are not ready yet
+        self._begun: set[tuple[str, int]] = set()  # ranks that an agent was told to start and has not reported as ended
         self._starts: Counter[str] = Counter()  # of each replica
-        # Failures behind which a lost rank may be: since when, and how long this process had been held up by then.
+        # Failures that a lost rank may have caused: when each was reported, `held_up` at that time, peer and result.
         self._doubted: list[tuple[float, float, str, Result]] = []
         self._config = json.dumps(config.to_json())
         self._unlisted, self._listed_at = False, -inf  # has a rank come since processes.json was written, and when
-        self._told = (0, 0.0)  # frames dropped by the last note of them, and when that was
+        self._told = (0, 0.0)  # frames dropped up to the last note about them, and its time
 
     def run(self) -> str:
-        """The run's status: "done", "stopped" or "failed"."""
+        """Run it, and return its status: "done", "stopped" or "failed"."""
         try:
             self._assemble()
-            if self.session.running:  # nobody has stopped it meanwhile
+            if self.session.running:  # it was not stopped meanwhile
                 self._begin()
             while self.session.running:
                 self._turn()
@@ -119,13 +119,13 @@ class Controller:
     # Starting ---------------------------------------------------------------------------------------------
 
     def _assemble(self) -> None:
-        """Agents, then ranks: all have `startup_deadline` seconds, counted together."""
+        """Wait for agents, then ranks: `startup_deadline` seconds for all of it."""
         seconds = self.config.flags.startup_deadline
         until = monotonic() + seconds
         while not self._enough() and self.session.running:
             self._turn()
             now = monotonic()
-            # A time in which this process itself was stopped is nobody's delay.
+            # Time in which this process itself was suspended does not count as a rank's delay.
             if now > until + self.server.tracker.held_up(now):
                 names = ", ".join(self.config.plan.spelled(r, i) for r, i in self.ranks if (r, i) not in self.pids)
                 text = f"{names} did not get ready within {seconds:.0f} s; see {self.folder.logs}"
@@ -136,7 +136,8 @@ class Controller:
                 self._fail(FailureCode.NOT_READY, text)
 
     def _enough(self) -> bool:
-        """Are all ranks ready, or all that the run cannot begin without, and all whose agents are there?"""
+        """True when all required ranks are ready, all optional ranks whose agents have joined, and at least
+        `first_generators` optional replicas."""
         waiting = {name for name, index in self.ranks if (name, index) not in self.pids}
         late = self.config.may_be_late - self._holding
         there = len(self.config.may_be_late - waiting)
@@ -145,7 +146,7 @@ class Controller:
         return not waiting or there >= self.config.flags.first_generators
 
     def _begin(self) -> None:
-        """The first stage, without the replicas that are late: these are as lost ones, and some have been started."""
+        """Begin the first stage. Replicas that are not ready count as lost; some of them are starting already."""
         late = {name for name, index in self.ranks if (name, index) not in self.pids}
         self.lost = dict.fromkeys(late, 0)
         self._coming = late & {name for name, _ in self._begun}
@@ -155,13 +156,14 @@ class Controller:
     # Running ----------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        """Hear what there is, or wait a moment for it; then look for those who do not answer, and whether the run goes
-        on.
+        """Handle the messages that have come, or wait a moment for one. Then look for silent peers and missed
+        deadlines, decide whether the run goes on, and send commands.
         """
         heard = self.server.receive(TICK)
-        # Before what was heard: of a failure that is reported now, a better cause may be heard after a stop as before.
+        # Update this before the messages are handled: a failure that is reported now notes it, and only later
+        # suspensions of this process may extend its wait for a better cause.
         self.session.held_up = self.server.tracker.held_up(monotonic())
-        # The launcher comes first: a stop does not wait behind what ranks say.
+        # The launcher comes first: a stop does not wait behind ranks' messages.
         while not self.launcher.empty():
             self._hear_launcher(self.launcher.get())
         for peer, message in heard:
@@ -172,11 +174,11 @@ class Controller:
         if late:
             names = ", ".join(map(self._spelled, late))
             self._fail(FailureCode.SILENT, f"no sign of life from {names}: hung, stopped or gone", *late)
-        # The same moment for both: a stop of this process between them would be taken for a rank's delay.
+        # One moment for both: if this process were suspended between two, that would count as a rank's delay.
         self.session.watch(now, self.server.tracker.held_up(now))
         self.session.decide(now, self.server.tracker.last)
         self._send()
-        # Once for many that come together: it is a file that is synced.
+        # Once for many ranks that come together: each write is synced to disk.
         if self._unlisted and (len(self.pids) == len(self.ranks) or now - self._listed_at >= LIST_S):
             self._list(now)
         self._tell_dropped(now)
@@ -190,7 +192,7 @@ class Controller:
         self.folder.write_json("processes.json", {"controller": os.getpid(), "pools": pools})
 
     def _tell_dropped(self, now: float) -> None:
-        """A note of the frames that were dropped, at most one a second however many they are."""
+        """Note how many frames were dropped, at most once a second."""
         before, told = self._told
         if self.server.counts.total() > before and now - told >= 1.0:
             self._told = (self.server.counts.total(), now)
@@ -200,16 +202,16 @@ class Controller:
 
     def _hear(self, peer: str, message: Message) -> None:
         match message:
-            case Results(results):  # first: these are nearly all
+            case Results(results):  # first: most messages are of this kind
                 for result in results:
                     if isinstance(result.event, (Failed, Abort)) and self._is_doubted(peer):
                         self._doubted.append((monotonic(), self.session.held_up, peer, result))
                     else:
                         self._answer(peer, result)
             case SendFailed(replica, life, error):
-                # To one that has been lost since it follows from that.
-                # Perhaps its host is gone, which is missed only later.
+                # Sending to a replica that is known to be lost fails for that reason.
                 known = life != self.session.life(replica) or replica in self.lost
+                # Otherwise its host may be gone, which is noticed only later.
                 if not known and not self._do_without(rank_peer(replica, 0), f"it cannot be sent weights: {error}"):
                     self._fail(FailureCode.TRANSFER, error, replica=replica)
             case _ if isinstance(message, Question):
@@ -240,7 +242,7 @@ class Controller:
                 self.server.drop("unexpected", peer, type(message).__name__)
 
     def _agent_came(self, host: str, life: int) -> None:
-        """The agent of a host can start ranks: those of its replicas that are to be started now."""
+        """The agent of a host has come: start the ranks there that are due."""
         self.agents[host] = life
         self._able.add(host)
         here = [key for key, place in self.ranks.items() if place.host == host]
@@ -248,7 +250,7 @@ class Controller:
         for name in dict.fromkeys(name for name, _ in here):
             if self.session.stage is not None and name not in self.lost and name in self.elastic:
                 self._lose(name, f"the agent of host {host} has ended, and another one has come")
-            # Ranks of one that may be late wait for each other only where all of them can come.
+            # Start a replica that may be late only when all its ranks can come: they wait for each other.
             if name in self.lost or (self.session.stage is None and name in self.config.may_be_late):
                 self._launch_all(name)
                 if lacking := [each for each in self.config.plan.replica(name).hosts if each not in self._able]:
@@ -258,17 +260,17 @@ class Controller:
                 self._launch(name, [index for own, index in here if own == name], 0)
 
     def _rank_ready(self, peer: str, ready: Ready) -> None:
-        """A rank has made what it holds; with the last one of a replica that was lost the replica is there again."""
+        """A rank is set up. When the last rank of a lost replica is ready, the replica is there again."""
         replica = ready.replica
         if replica in self.lost and not self._has_agents(replica):
-            # Of a host whose agent has left meanwhile: it ends with that, and is not there.
+            # The agent of a host has left meanwhile, and its ranks end with it.
             self.server.forget(peer)
             self.alive.discard(peer)
         elif replica in self.lost and peer not in self.alive:
-            # It was given up since it has said so.
+            # The rank was given up after it had sent this.
             self.server.drop("unexpected", peer, "Ready of a rank that is lost")
         elif (replica, ready.rank) in self.pids:
-            # A rank is set up once: a second answer could put others in the place of restored values.
+            # A rank is set up once: a second Ready could overwrite the references of restored values.
             self.server.drop("unexpected", peer, "a second Ready")
         else:
             self.pids[replica, ready.rank] = ready.pid
@@ -282,18 +284,18 @@ class Controller:
             self._unlisted = True
 
     def _fail_as_said(self, peer: str, note: Note) -> None:
-        """A rank or an agent says why it ends, and the run cannot go on without it."""
+        """Fail for the reason that a rank or an agent gives for its end. The run cannot go on without it."""
         if peer.startswith("agent:"):
             self._fail(FailureCode.AGENT_DIED, note.text, peer)
         elif note.unreadable:
-            # What it has read itself is no consequence of another's end.
+            # The rank read its checkpoint shard alone: this failure does not follow from another rank's end.
             self._fail(FailureCode.CHECKPOINT, note.text)
         else:
             several = len(self.peers[peer.rpartition(":")[0]]) > 1
             self._fail(FailureCode.RANK_RAISED, note.text, doubtful=several)
 
     def _rank_ended(self, exited: Exited) -> None:
-        """A rank's process has ended, as its agent tells."""
+        """An agent reports that a rank's process has ended."""
         replica, rank = exited.replica, exited.rank
         peer = rank_peer(replica, rank)
         self.alive.discard(peer)
@@ -305,7 +307,7 @@ class Controller:
         if exited.signal or (exited.tail and exited.status != EXIT_EXPLAINED):
             self.server.forget(peer)
             self._fail(FailureCode.RANK_DIED, fault, peer)
-        else:  # it has said why itself, on a connection of its own: that may be heard later
+        else:  # the rank reports the reason itself, on its own connection: that message may come later
             self._fail(FailureCode.RANK_ENDED, fault)
 
     def _hear_launcher(self, line: str) -> None:
@@ -318,7 +320,7 @@ class Controller:
             self.session.recorder.note(line, "warning")
         elif word == "agent":
             host, life, reason = rest.split(" ", 2)
-            # Another one may have its place by now.
+            # Another agent may have this host by now.
             if int(life) < self.agents.get(host, 0) or self._do_without(
                 agent_peer(host), f"the agent of host {host} died: {reason}", known=True
             ):
@@ -330,9 +332,9 @@ class Controller:
     # Replicas that come and go ----------------------------------------------------------------------------
 
     def _do_without(self, peer: str, reason: str, *, ended: bool = False, known: bool = False) -> bool:
-        """A rank or an agent is gone: if the run goes on without it, the replicas that it had are lost. `ended`: an
-        agent has told of the end of a rank's process. `known`: the launcher has told of the end of an agent, and need
-        not be told."""
+        """Go on without a rank or an agent that is gone, if the run can: its replicas are lost. Return whether it can.
+        `ended`: an agent reported the end of a rank's process. `known`: the launcher reported the end of an agent, and
+        need not be told."""
         if self.session.stage is None or not self.session.running:
             return False
         host = peer.removeprefix("agent:") if peer.startswith("agent:") else ""
@@ -347,14 +349,14 @@ class Controller:
             self._able.discard(host)
             self._begun -= {key for key, rank in self.ranks.items() if rank.host == host}
         for name in sorted(gone):
-            # What one says late that has been missed since is nothing of those that were started in its place.
+            # A late message from a rank that was given up says nothing about the ranks that replaced it.
             if name not in self.lost or host or ended or peer in self.alive:
                 self._lose(name, reason)
             self._start_again(name, reason)
         return True
 
     def _lose(self, name: str, reason: str) -> None:
-        """A rank of a replica is gone, and with it the replica: its other ranks cannot go on, and are ended."""
+        """A rank of a replica is gone: the replica is lost, and its other ranks, which cannot go on, are ended."""
         if name not in self.lost:
             self.lost[name] = 0
             self.session.recorder.note(f"{self._named(name)} is lost, and its groups begin again: {reason}", "warning")
@@ -373,7 +375,7 @@ class Controller:
             self.alive.discard(peer)
 
     def _let_go(self, host: str, reason: str) -> bool:
-        """A host is leaving: if the run goes on without it, its ranks and its agent may end."""
+        """A host is leaving: if the run can go on without it, dismiss its ranks and agent. Return whether it can."""
         keys = [key for key, rank in self.ranks.items() if rank.host == host]
         if not {name for name, _ in keys} <= self.elastic or self.session.stage is None or not self.session.running:
             return False
@@ -382,8 +384,8 @@ class Controller:
         return self._do_without(agent_peer(host), reason)
 
     def _start_again(self, name: str, reason: str) -> None:
-        """Start a lost replica again, if its agents are there, all its processes have ended, and it has not ended too
-        often before it was ready."""
+        """Start a lost replica again if its agents are there, all its processes have ended, and it has ended fewer than
+        `STARTS` times before it was ready. Fail if the pool has no replica left."""
         if name in self._coming or not self._may_launch(name):
             return
         if self.lost[name] < STARTS:
@@ -399,26 +401,26 @@ class Controller:
         return range(len(self.peers[name]))
 
     def _named(self, name: str) -> str:
-        """A replica in words."""
+        """A replica, for messages."""
         return self.config.plan.replica(name).located if self.peers[name][1:] else self.config.plan.spelled(name, 0)
 
     def _has_agents(self, name: str) -> bool:
-        """Are the agents of all of a replica's hosts there?"""
+        """True if the agents of all of a replica's hosts can start ranks."""
         return self._able.issuperset(self.config.plan.replica(name).hosts)
 
     def _may_launch(self, name: str) -> bool:
-        """Can all ranks of a replica be started, and has none that was started before been left?"""
+        """True if all ranks of a replica can be started, and none from an earlier start is left."""
         return self._has_agents(name) and not any((name, index) in self._begun for index in self._indices(name))
 
     def _launch_all(self, name: str) -> None:
-        """Start a replica, if that can be done now."""
+        """Start a replica, if possible now."""
         if self._may_launch(name):
             if name in self.lost:
                 self._coming.add(name)
             self._launch(name, self._indices(name), self._starts[name])
 
     def _launch(self, name: str, indices: Iterable[int], start: int) -> None:
-        """Start ranks of a replica, which has been started so often before."""
+        """Start ranks of a replica, which has been started `start` times before."""
         self._starts[name] = start + 1
         python = next(p.python for p in self.config.plan.pools if p.name == pool_of(name))
         for index in indices:
@@ -429,26 +431,26 @@ class Controller:
     # Failures that may be another's -----------------------------------------------------------------------
 
     def _is_doubted(self, peer: str) -> bool:
-        """May a failure of this rank follow from the loss of another one of its replica?"""
+        """True if a failure of this rank may follow from the loss of another rank of its replica."""
         replica = peer.rpartition(":")[0]
         return replica in self.elastic and len(self.peers[replica]) > 1
 
     def _answer(self, peer: str, result: Result) -> None:
-        """A rank has answered, or says that it cannot."""
+        """Handle a rank's answer, or its `Abort`."""
         if isinstance(result.event, Abort):
             self._fail(FailureCode.TRANSFER, result.event.error, replica=peer.rpartition(":")[0])
         elif self.session.running:
             if result.unread and result.unread[1] == self.session.life(result.unread[0]):
-                # It has not been missed yet.
+                # The replica that holds the value is gone, which has not been noticed yet.
                 self._do_without(rank_peer(result.unread[0], 0), f"{peer} cannot read what it has made")
             try:
                 self.session.answer(result, monotonic())
-            except UnawaitedError as error:  # it changes nothing
+            except UnawaitedError as error:  # the answer changes nothing
                 self.server.drop("unawaited", peer, str(error))
 
     def _believe(self, now: float) -> None:
-        """Hear the failures of ranks that compute with others, once it is clear that none of these is gone: a replica
-        that is lost has nothing to answer for."""
+        """Handle each doubted failure once it is clear that no other rank of its replica is gone. Discard the failures
+        of lost replicas."""
         waiting, self._doubted = self._doubted, []
         held_up = self.server.tracker.held_up(now)
         for since, before, peer, result in waiting:
@@ -471,8 +473,8 @@ class Controller:
         return name if replica == "agent" else self.ranks[replica, int(name)].host
 
     def _restored_by(self, replica: str) -> tuple[str, ...]:
-        """The names of the checkpoint of which a replica takes up its part; none where it has none: it was lost since,
-        or may not have been there when the checkpoint was made, and no group was still to read anything from it."""
+        """The names of the checkpoint that a replica restores its shard of. () if it has none: it was lost since, or it
+        may have been absent when the checkpoint was made, and no group still had to read a value from it."""
         if self.cut is None or replica in self.lost:
             return ()
         if replica in self.elastic and not any(
@@ -484,7 +486,7 @@ class Controller:
         return self.cut.written, self.cut.folder.name
 
     def _spelled(self, peer: str) -> str:
-        """A peer in words: which rank, or whose agent."""
+        """A peer, for messages: which rank, or whose agent."""
         if peer.startswith("agent:"):
             host = peer.removeprefix("agent:")
             return f"the agent of host {host} (with {self._ranks_of(host)})"
@@ -493,18 +495,18 @@ class Controller:
         return self.config.plan.spelled(replica, int(index)) + (f" ({moving})" if moving else "")
 
     def _send(self) -> None:
-        """Send what follows from all that was heard, in one message for each rank."""
+        """Send the commands of this turn, in one message for each rank."""
         for replica, order in self.session.take().items():
             for peer in self.server.send_all(self.peers[replica], order):
                 text = f"{self.config.plan.spelled(replica, int(peer.rpartition(':')[2]))} cannot be reached"
-                # It lacks this order, whatever becomes of its connection.
+                # The rank has missed this order, even if it reconnects.
                 if not self._do_without(peer, text):
                     self._fail(FailureCode.UNREACHABLE, text, peer, replica=replica)
 
     def _fail(self, code: FailureCode, text: str, *gone: str, doubtful: bool = False, replica: str = "") -> None:
         """Report a failure. `gone` are the peers that are lost by it."""
         hosts = {self._host(peer) for peer in gone}
-        # An agent may know of the death that is behind a failure, but for one that it has just told of.
+        # An agent may know of the death that caused a failure. For RANK_ENDED, it has just reported that death.
         agents = tuple(peer for peer in self.server.peers if peer.startswith("agent:"))
         agents = () if code == FailureCode.RANK_ENDED else agents
         self.session.fail(
@@ -514,18 +516,18 @@ class Controller:
     # Ending -----------------------------------------------------------------------------------------------
 
     def _dismiss(self) -> None:
-        """Say goodbye to all, and wait a little for the ranks to have gone."""
+        """Say goodbye to all peers, and wait a little for the ranks to end."""
         left = {rank_peer(replica, index) for replica, index in self.ranks} & self.alive
         for peer in left:
             self.server.send(peer, Goodbye(self.session.status))
-        # If the whole machine stands still meanwhile, they have had no time.
+        # Time in which the whole machine was suspended does not count.
         counted = self.server.tracker.counted
         until = counted(monotonic()) + DISMISS_S
         while left and counted(monotonic()) < until:
             for _, message in self.server.receive(TICK):
                 if isinstance(message, Exited):
                     left.discard(rank_peer(message.replica, message.rank))
-        # Agents come last: they end what has not left by itself.
+        # Agents come last: they kill the ranks that have not ended.
         lost = self.session.failure is not None and self.session.failure.code in MENDABLE
         for peer in self.server.peers:
             if peer.startswith("agent:"):
@@ -534,7 +536,7 @@ class Controller:
 
 
 def say(line: Mapping[str, Any]) -> None:
-    """One line for the launcher."""
+    """Write one line for the launcher."""
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
@@ -546,18 +548,19 @@ def _listen(lines: "queue.SimpleQueue[str]", wake: Callable[[], None]) -> None:
 
 
 def _control(folder: RunFolder, config: RunConfig, server: Server) -> int:
-    """The run's exit status, its reason said if it failed. Raises RecordError where the folder takes no more."""
+    """Run it, and return the exit status; if it failed, the launcher has the reason. Raises RecordError if the folder
+    cannot be written."""
     cut = latest_checkpoint(folder)
     recorder = RunRecorder(folder, config, say, monotonic(), cut)
     session = Session(config, recorder, cut.cut if cut else None)
     recorder.dropped_frames, session.doing = server.counts, server.doing
     controller = Controller(folder, config, server, session, cut)
-    # Lines are read by a thread, since stdin cannot be polled together with what it has buffered.
+    # A thread reads the lines: polling stdin does not see lines that are buffered already.
     threading.Thread(target=_listen, args=[controller.launcher, server.wake], daemon=True).start()
     try:
         status = controller.run()
     finally:
-        if session.failure is not None:  # said even if the folder could not take it
+        if session.failure is not None:  # reported even if the folder could not be written
             say(session.failure.line())
     stopped = PREEMPTED if session.preempted else INTERRUPTED
     return {"done": DONE, "stopped": stopped}.get(status, FAILED)
@@ -597,7 +600,7 @@ def main() -> None:
     finally:
         server.close()
     sys.stdout.flush()
-    # The thread that reads stdin would hold up an ordinary exit.
+    # An ordinary exit would wait for the thread that reads stdin.
     os._exit(status)
 
 

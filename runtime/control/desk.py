@@ -1,19 +1,20 @@
-"""The enrolment desk: where agents that nobody has named beforehand are given a slot of a run. In the launcher.
+"""The enrolment desk: gives agents that are not known beforehand a slot of a run. Part of the launcher.
 
-It listens beside the controller, with a key of its own (`DeskKeys`), and lets in any key: what it understands is in
-`enrolment`, and nobody is heard further who does not have the token. A `Desk` answers in a thread of its own. The
-launcher
+It listens beside the controller, with a key of its own (`DeskKeys`), and accepts clients with any key. Its messages are
+in `enrolment`; it serves only clients that send the run's token. A `Desk` answers in a thread of its own. The launcher
 
-- awaits as many agents as the run is to have (`wait`): each is a slot of `cluster()`, in the order of the numbers that
-  a cluster manager has given them, then of their names, and reaches all others;
+- waits for as many agents as the run is to have (`wait`). Each becomes a slot of `cluster()`, ordered by the numbers
+  that a cluster manager has given them, then by name; all must reach each other;
 - adds slots for agents that come later (`reserve`);
-- gives each slot its `Join` once the controller listens (`admit`), which the desk hands to the slot's agent;
-- hears which agents never got to the controller (`losses`);
-- says that a slot's agent has ended (`vacate`, or `ended` if its manager has told so): the next one that enrols gets
-  the slot, and its `Join` again. Of one end several may tell, late, and it is not taken for that of the next agent;
-- says that the controller has ended (`rest`): whoever enrols after that waits for `close`, which tells how it goes on.
+- sets each slot's `Join` once the controller listens (`admit`); the desk hands it to the slot's agent;
+- asks which agents never reached the controller (`losses`);
+- reports that a slot's agent has ended (`vacate`, or `ended` if its cluster manager said so): the next agent that
+  enrols gets the slot and its `Join`. One end may be reported several times, and late; a late report must not be taken
+  for the end of the next agent;
+- reports that the controller has ended (`rest`): agents that enrol after that wait for `close`, which tells them how
+  the run goes on.
 
-`applicant` is the other end, of an agent.
+`applicant` is the agent's side.
 """
 
 import json
@@ -65,22 +66,22 @@ from penstock.runtime.record.folder import create_file
 
 # The ticket, and the file by which a host finds out whether it has the launcher's folder, in the run folder.
 TICKET, SHARED = "ticket.json", "shared.token"
-# Seconds without a sign of life after which an agent that waits is given up.
+# Seconds without a sign of life after which a waiting agent is given up.
 SILENCE_S = 15.0
-# Seconds that an agent for which there is no slot may wait for one: its host's former agent may be found dead by then.
+# Seconds that an agent without a slot may wait for one: its host's former agent may be found dead by then.
 NO_SLOT_S = 30.0
-# Seconds for the agents to try whether they reach each other.
+# Seconds for the agents to test whether they reach each other.
 PROBE_S = 30.0
-# Others that an agent tries to reach at most: of few hosts all, of many those at so many different distances in the
-# order of the slots, so that each host is tried by as many.
+# Number of other hosts that an agent tries to reach: all of few. Of many, those at this number of distances in the ring
+# of slots, so that each host is tried equally often.
 MAX_TRIED = 32
 # Agents that may wait at once, beyond those that the run is to have.
 MAX_EXTRA = 64
-# Bytes of a frame at the desk: facts and paths.
+# Largest frame in bytes: the desk's messages hold facts and paths only.
 _MAX_FRAME = 64 << 10
-# Seconds within which a manager tells of an agent that was missed, if it does.
+# Seconds within which a cluster manager reports the end of an agent that the desk has noticed before.
 TOLD_S = 60.0
-# The share of the time for the start after which a run that goes on by itself does with fewer agents, if it can.
+# The share of the startup deadline after which a run that resumes by itself begins with fewer agents, if it can.
 FEWER = 0.25
 # Seconds for the last answers to be sent.
 LINGER_S = 1.0
@@ -89,13 +90,13 @@ OPTIONS: Options = {zmq.MAXMSGSIZE: _MAX_FRAME, zmq.SNDHWM: 1000, zmq.RCVHWM: 64
 
 
 class EnrolmentError(RuntimeError):
-    """Not as many agents came as were needed. Says who came and who did not."""
+    """Fewer agents came than were needed. The text says which came and which did not."""
 
 
 @dataclass
 class Applicant:
-    """An agent at the desk. `ready` is when it had a folder for the run; 0 before. `unreached` says which others it
-    cannot reach, None while that is not known. `admitted`: it has its `Join`, and is on its way to the controller."""
+    """An agent at the desk. `ready` is the time at which it had a folder for the run; 0 before. `unreached` says which
+    others it cannot reach, None while unknown. `admitted`: it has its `Join`, and is connecting to the controller."""
 
     identity: bytes
     key: str
@@ -114,9 +115,9 @@ class Applicant:
 
 @dataclass
 class _Slot:
-    """`needs` is how many cores and GPUs an agent has to have, `facts` what the last one has, or had. `given`: to how
-    many agents its `Join` has been handed. `missed`: when some of them were found to have ended, of which their manager
-    has not told yet."""
+    """`needs` is how many cores and GPUs an agent must have; `facts` describe the last agent. `given` is the number of
+    agents that have been handed its `Join`. `missed` are the times at which ends of agents were noticed that their
+    cluster manager has not reported yet."""
 
     needs: tuple[int, int]
     facts: Enrol
@@ -127,20 +128,20 @@ class _Slot:
 
     @property
     def life(self) -> int:
-        """How many agents had the slot before the one that was given it last."""
+        """The number of agents that had the slot before the latest one."""
         return max(0, self.given - 1)
 
     def fits(self, agent: Enrol) -> bool:
-        """Has the host of the agent what the slot needs?"""
+        """True if the agent's host has what the slot needs."""
         return agent.cores >= self.needs[0] and agent.gpus >= self.needs[1]
 
 
 class Desk:
-    """Listens from its making to `close`. `ticket` says where; `news` are lines for the user. Raises WireError."""
+    """Listens from its creation to `close`. `ticket` says where; `news` are lines for the user. Raises WireError."""
 
     def __init__(self, keys: DeskKeys, bind: str, folder: Path, address: str = "", expected: int = 0) -> None:
-        """`bind` is "address:port" of this machine. Agents reach it at `address`, if that is another name. So many are
-        `expected`, perhaps all at once."""
+        """`bind` is "address:port" of this machine; agents reach it at `address`, if that is another name. `expected`
+        agents may come at once."""
         self.counts: Counter[str] = Counter()
         self._token, self._folder = keys.token.encode(), folder
         self._content = token_hex(16)
@@ -153,7 +154,7 @@ class Desk:
         self._out: list[tuple[bytes, FromDesk]] = []
         self._losses: list[tuple[str, int, str]] = []
         self._ended: Refused | None = None
-        self._failed = ""  # what is told of an error that has ended the thread
+        self._failed = ""  # the text of an error that has ended the thread
         self._resting = False
         self._most = expected + MAX_EXTRA
         self._listener = Listener(tcp_endpoint(bind), OPTIONS, (keys.secret, None), self._drop, expected)
@@ -161,7 +162,7 @@ class Desk:
         self.endpoint = self._listener.endpoint
         self.ticket = keys.ticket(f"{address or host}:{port}")
         for file in (folder / TICKET, folder / SHARED):
-            file.unlink(missing_ok=True)  # of a launcher that was killed
+            file.unlink(missing_ok=True)  # left by a launcher that was killed
         create_file(folder / SHARED, self._content.encode())
         self.ticket.write(folder / TICKET)
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -171,7 +172,7 @@ class Desk:
     # For the launcher -----------------------------------------------------------------------------------------
 
     def news(self) -> list[str]:
-        """What is to be told the user since the last call: who came, who was refused and why."""
+        """Lines for the user since the last call: which agents came, which were refused and why."""
         with self._lock:
             found = list(self._news)
             self._news.clear()
@@ -179,10 +180,10 @@ class Desk:
 
     def wait(self, count: int, seconds: float, poll: Callable[[], list[tuple[str, str]]], tell: Callable[[str], None],
              fewest: int = 0) -> int:  # fmt: skip
-        """Until `count` agents are ready, which then are the slots; how many they are: past a share of so many
-        `seconds`, `fewest` will do, if it is given. `poll` tells of agents that have died; the user hears of those
-        that the run may do without. Raises EnrolmentError past the seconds, when one has died that is needed, and where
-        the desk itself has failed. Called again for a run that goes on: its slots are made anew.
+        """Wait until `count` agents are ready, make a slot of each, and return their number. After a share of
+        `seconds`, `fewest` agents are enough, if given. `poll` returns agents that have died; with `fewest`, `tell` is
+        called for them. Raises EnrolmentError after `seconds`, when a needed agent has died, and when the desk itself
+        has failed. For a run that resumes it is called again, and makes new slots.
         """
         with self._lock:
             self._most, self._resting = count + MAX_EXTRA, False
@@ -210,7 +211,7 @@ class Desk:
                     count = len(ready)
                 if not self._slots and len(ready) >= count:
                     self._seat(sorted(ready, key=_arrival)[:count])
-                    # A firewall is told of now, and not by the first ranks that wait for each other in vain.
+                    # Report a firewall now, before ranks wait for each other in vain.
                     until = max(until, monotonic() + PROBE_S)
                 agents = [slot.agent for slot in self._slots.values()]
                 unreached = [one.unreached for one in agents if one is not None]
@@ -228,20 +229,19 @@ class Desk:
             sleep(_TICK_S)
 
     def reserve(self, count: int) -> None:
-        """Add slots for so many agents that come later, of hosts that have at least what that of the last slot has.
-        After `wait`."""
+        """Add `count` slots for agents that come later. They need what the host of the last slot has. After `wait`."""
         with self._lock:
             like = replaced(list(self._slots.values())[-1].facts, hostname="", order=-1)
             first = len(self._slots)
             for number in range(first, first + count):
                 name = next(n for each in range(1, 100) if (n := _numbered(f"agent-{number}", each)) not in self._slots)
                 self._slots[name] = _Slot((like.cores, like.gpus), like, None)
-            # One that was too many for those that are awaited may have come already.
+            # A surplus agent may be waiting already.
             self._fill()
         self._wake()
 
     def cluster(self, bind: str) -> Cluster:
-        """The slots as hosts; the controller is to listen at `bind`."""
+        """The slots as hosts of a cluster whose controller listens at `bind`."""
         with self._lock:
             slots = {name: slot.facts for name, slot in self._slots.items()}
         kinds: dict[str, Gpu] = {}
@@ -266,22 +266,22 @@ class Desk:
         return Cluster(hosts=tuple(hosts), bind=bind, gpus=kinds)
 
     def losses(self) -> list[tuple[str, int, str]]:
-        """The slots whose agents had their `Join` since the last call, and do not reach the controller: which agent of
-        the slot it was, and why."""
+        """The losses since the last call: slots whose agents have their `Join` but do not reach the controller. For
+        each, the slot, the agent's `life` in it, and why."""
         with self._lock:
             found = list(self._losses)
             self._losses.clear()
         return found
 
     def require(self, slot: str, cores: int, gpus: int) -> None:
-        """The run is planned: the slot's agent, and those that come after it, need so much of what its host has."""
+        """The run is planned: the slot's agent and its successors need so many cores and GPUs."""
         with self._lock:
             own = self._slots[slot]
-            # Ranks that take turns share cores, so that their threads may be more.
+            # Ranks that take turns share cores, so the plan's threads may exceed the host's cores.
             own.needs = min(cores, own.facts.cores), gpus
 
     def admit(self, slot: str, join: Join) -> None:
-        """The run begins: the slot's agent gets its `Join`."""
+        """The run begins: give the slot's agent its `Join`."""
         with self._lock:
             own = self._slots[slot]
             own.join = join
@@ -290,7 +290,7 @@ class Desk:
         self._wake()
 
     def vacate(self, slot: str, life: int) -> None:
-        """The slot's agent with this `life` in its `Join` has ended; another one may have the slot, or has it."""
+        """The slot's agent with this `life` in its `Join` has ended: free the slot for another one, if not done yet."""
         with self._lock:
             own = self._slots[slot]
             if own.agent is not None and own.life == life:
@@ -300,8 +300,8 @@ class Desk:
         self._wake()
 
     def ended(self, slot: str) -> int | None:
-        """Its manager tells that an agent of the slot has ended, which is vacated. Returns which one it was; None for
-        one that has been missed already."""
+        """A cluster manager reports that an agent of the slot has ended: vacate the slot, and return the agent's life.
+        None if that end has been noticed already."""
         with self._lock:
             own = self._slots[slot]
             own.missed = [when for when in own.missed if monotonic() - when < TOLD_S]
@@ -315,7 +315,7 @@ class Desk:
         return life
 
     def given(self, slot: str) -> int:
-        """To how many agents the slot has been given."""
+        """The number of agents that have been given the slot."""
         with self._lock:
             return self._slots[slot].given if slot in self._slots else 0
 
@@ -325,15 +325,15 @@ class Desk:
             return [name for name, slot in self._slots.items() if slot.agent is None]
 
     def rest(self) -> None:
-        """The controller has ended: no slot is given any more, and nobody is refused for want of one, until `close`."""
+        """The controller has ended: until `close`, give no slot, and refuse no agent for lack of one."""
         with self._lock:
             self._resting = True
             for slot in self._slots.values():
                 slot.join = None
 
     def close(self, reason: str = "the run has ended", *, over: bool = False, again: bool = False) -> None:
-        """Refuse whoever is waiting, for this reason, and remove the ticket. `over`: the run has ended well; `again`:
-        it is about to go on, with another desk."""
+        """Refuse all waiting agents for this reason, and remove the ticket. `over`: the run has ended well; `again`:
+        it is about to resume, with another desk."""
         with self._lock:
             self._ended = Refused(shortened(reason, 4000), over, again)
             self._out += [(each.identity, self._ended) for each in self._applicants.values()]
@@ -353,7 +353,7 @@ class Desk:
     def _serve(self) -> None:
         try:
             self._answer_until_closed()
-        # Agents would wait in vain from now on, and the run would blame them.
+        # Otherwise agents would wait in vain from now on, and the run would blame them.
         except Exception:
             with self._lock:
                 self._failed = f"the desk failed, and gives no slot any more:\n{traceback.format_exc()}"
@@ -389,7 +389,7 @@ class Desk:
                 raise MessageError(f"{len(frames)} frames")
             message = read_at_desk(frames[1])
         except VersionError as error:
-            # Whoever could say so has the desk's key, and is told what it lacks.
+            # The client has the desk's key, so it may be told which version is needed.
             text = f"given Penstock {error.args[0]:.40}, needed {__version__}, as the launcher has"
             where = self._listener.peer(descriptor)
             self._refuse(identity, f"an agent of another version{f' at {where}' * bool(where)}: {text}", text)
@@ -398,14 +398,14 @@ class Desk:
             self._drop(str(error))
             return
         if isinstance(message, Enrol):
-            # In constant time: a stranger who measures learns nothing of the token.
+            # In constant time, so that timing reveals nothing of the token.
             if not compare_digest(message.token.encode(), self._token):
                 text = "given a token that is not this run's; needed the ticket of this start of the run"
                 self._refuse(identity, f"an agent on {message.hostname:.64}: {text}", text)
                 return
             self._listener.know(descriptor)
             self._enrol(identity, key, message, now)
-        # A client chooses its identity: another one's could take that of an agent.
+        # Clients choose their identities: a client with another key could claim that of an agent.
         elif one is None or one.key != key:
             self._drop(f"{type(message).__name__} before Enrol")
         else:
@@ -421,7 +421,7 @@ class Desk:
         elif len(self._applicants) >= self._most:
             self._refuse(identity, f"the agent of {one}: too many wait", f"given agent {self._most + 1} that waits")
         else:
-            # One whose connection broke and was made again has its key, and keeps its slot.
+            # An agent that has reconnected has the same key, and keeps its slot.
             for old in [each for each in self._applicants.values() if each.key == key]:
                 del self._applicants[old.identity]
                 if old.slot:
@@ -448,7 +448,7 @@ class Desk:
             case Reached():
                 one.unreached = message.lack
             case Joined():
-                # From here on it is the controller that hears it.
+                # From here on the agent talks to the controller.
                 del self._applicants[one.identity]
                 if message.lack and one.slot:
                     self._losses.append((one.slot, self._slots[one.slot].life, message.lack))
@@ -470,7 +470,7 @@ class Desk:
                 self._refuse(one.identity, f"the agent of {one}: {text}; {needed}", f"{text}; {needed}")
 
     def _go(self, one: Applicant, reason: str) -> None:
-        """An agent that was waiting has gone."""
+        """Remove a waiting agent that has gone."""
         del self._applicants[one.identity]
         self._news.append(f"the agent of {one} has left: {reason}")
         if one.slot:
@@ -486,7 +486,7 @@ class Desk:
             slot.agent = None
 
     def _refuse(self, identity: bytes, told: str, reason: str) -> None:
-        """Tell an agent that it gets no slot, and the user, once for each reason: agents may be started again."""
+        """Refuse an agent. Tell the user once per reason: agents may be restarted again and again."""
         self.counts["refused"] += 1
         self._out.append((identity, Refused(shortened(reason, 4000))))
         self._refused[told] = None
@@ -495,7 +495,7 @@ class Desk:
             self._news.append(f"refused {told}")
 
     def _drop(self, text: str) -> None:
-        """What is no message of an agent is counted. By the listener's thread, too."""
+        """Count a frame that is no message of an agent. The listener's thread calls it, too."""
         with self._lock:
             self.counts["dropped"] += 1
 
@@ -520,7 +520,7 @@ class Desk:
             self._out.append((one.identity, Probe(tuple(filter(None, others)))))
 
     def _fill(self) -> None:
-        """Give slots without an agent to agents without a slot: that of its host first."""
+        """Give free slots to agents without a slot; an agent prefers a slot that its host had."""
         if self._resting or all(slot.agent is not None for slot in self._slots.values()):
             return
         waiting = sorted((a for a in self._applicants.values() if a.ready and not a.slot), key=_arrival)
@@ -532,7 +532,7 @@ class Desk:
                 one.slot, slot = name, vacant[name]
                 slot.agent, slot.facts, one.unreached = one, one.enrol, ""
                 if name != plain_name(one.enrol.hostname):
-                    # What is said of the run's hosts from here on is said of this one by that name.
+                    # From now on messages name this host so.
                     self._news.append(f"the agent of {one} is host {name} of the run")
                 self._hand_over(name, slot, one)
 
@@ -544,7 +544,7 @@ class Desk:
             one.admitted = True
 
     def _lacking(self, count: int) -> str:
-        """Who came and who did not."""
+        """Which agents came and which did not."""
         with self._lock:
             ready = sorted((each for each in self._applicants.values() if each.ready), key=_arrival)
             looking = [each for each in self._applicants.values() if not each.ready]
@@ -555,7 +555,7 @@ class Desk:
         lines += [f"  came: {one}" for one in ready]
         lines += [f"  came, and has not found the run folder {self._folder}: {one}" for one in looking]
         orders = {one.enrol.order for one in ready}
-        # Two of the same number have none of the job's: each host's manager has numbered its own.
+        # If two agents have the same number, each host's manager has numbered its own: it says nothing of the job's.
         if -1 not in orders and len(orders) == len(ready) > 0:
             missing = [str(number) for number in range(count) if number not in orders]
             lines += [f"  missing: number {', '.join(missing)}"] * bool(missing)
@@ -568,7 +568,7 @@ class Desk:
 
 
 def distances(count: int) -> list[int]:
-    """How far from its own place the hosts are, of so many in a ring, that each tries to reach."""
+    """The distances, in a ring of `count` hosts, at which each host tries to reach others."""
     tried = min(count - 1, MAX_TRIED)
     return [1 + step * (count - 1) // tried for step in range(tried)]
 

@@ -1,11 +1,11 @@
-"""Processes of a run that begin before there is one: they import what takes long, and wait for what they are to do.
+"""Processes that are started before the run exists: they do their slow imports, then wait for their arguments.
 
 `penstock run` starts the controller, the agent of this machine and the process that forks its ranks before it knows the
-program, since each needs up to seconds for its imports. The last of them forks the process that traces the program, too
-(`Early.ask`). None of them has anything of a run but its id, and none says anything: what they write to stderr is kept
-in memory. The launcher takes them in place of ones of its own (`Early.take`): then each reads a line of JSON at its
-stdin, [its argument, the file of its log]. One that has ended by then is started as ever, and says why it cannot.
-Whoever is not taken ends with `Early.close`, or with its parent.
+program, since each needs up to seconds for its imports. The process that forks ranks also forks the one that traces the
+program (`Early.ask`). They know only the run's id, and print nothing: their stderr is kept in memory. The launcher
+takes them instead of starting new ones (`Early.take`): then each reads a line of JSON at its stdin, [its argument, the
+file of its log]. If one has ended by then, the launcher starts a new one, which logs why it fails. A process that is
+not taken ends with `Early.close`, or with its parent.
 """
 
 import json
@@ -23,26 +23,28 @@ from penstock.runtime.control.process import PACKET_BYTES, ask_to_fork, kill, lo
 
 CONTROLLER = ("-m", "penstock.runtime.control.controller")
 AGENT = ("-m", "penstock.runtime.control.agent")
-# The first word of such a process.
+# The first argument of such a process.
 EARLY = "--early"
 Child = subprocess.Popen[bytes]
 
 
 class Early:
-    """The run's id, `run`, and its early processes by their commands; to be made by the thread that will launch it."""
+    """The run's id, `run`, and its early processes by their commands. Create it in the thread that will launch the
+    run."""
 
     def __init__(self) -> None:
         self.run = secrets.token_hex(6)
         self._children: dict[tuple[str, ...], Child] = {}
         self._launched = False
-        # To what forks ranks, which hears one question before it is told of a run.
+        # The socket to the process that forks ranks, which answers one request before it is told of a run.
         self._door: socket.socket | None = None
 
     def begin(
         self, modules: Sequence[str], agent: Sequence[str] = AGENT, controller: Sequence[str] = CONTROLLER
     ) -> None:
-        """Start `python AGENT… --early SOCKET MODULE…`, whose child that forks ranks imports the modules and then hears
-        at the socket, and `python CONTROLLER… --early`. Where no process can be started, the run will say so."""
+        """Start `python CONTROLLER… --early` and `python AGENT… --early SOCKET MODULE…`. The agent's child that forks
+        ranks imports the modules and then listens at the socket. If a process cannot be started, the run will say so.
+        """
         self._door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._begin(agent, str(theirs.fileno()), *modules, passed=[theirs.fileno()])
@@ -62,12 +64,12 @@ class Early:
         os.close(stderr)
 
     def ask(self, function: str, words: Sequence[str], paper: int) -> Callable[[float], int | None]:
-        """Have a process forked that calls `function(*words, paper)` in this one's place (`ask_to_fork`). What is
-        returned waits for it so many seconds: its exit status; None where nothing could be forked. Raises TimeoutError.
-        It ends with `close`."""
+        """Fork a process that calls `function(*words, paper)` on behalf of this one (`ask_to_fork`). Return a function
+        that waits for it for the given seconds, and returns its exit status, or None if nothing could be forked; it
+        raises TimeoutError. The process ends with `close`."""
         assert self._door is not None, "nothing has begun"
         door = self._door
-        with suppress(ConnectionError):  # that its other side has ended is found below
+        with suppress(ConnectionError):  # `answer` finds that the other side has ended
             ask_to_fork(door, function, words, paper)
 
         def answer(seconds: float) -> int | None:
@@ -81,8 +83,8 @@ class Early:
         return answer
 
     def take(self, command: Sequence[str], argument: str, log: Path) -> Child | None:
-        """The process of this command, which goes on with an argument and a log; None if it was not begun, or has
-        ended. It is the caller's from now on."""
+        """Give the process of this command its argument and log, and return it; None if it was not started, or has
+        ended. From now on it is the caller's."""
         self._launched = True
         child = self._children.pop(tuple(command), None)
         if child is None:
@@ -97,13 +99,14 @@ class Early:
         return None
 
     def close(self) -> None:
-        """End those that nobody has taken; without a run also what they have started, and one that was just begun."""
+        """End the processes that were not taken. If no run was launched, also end their children, and a process that
+        was only just started."""
         if self._door is not None:
             self._door.close()
         while self._children:
             _end(self._children.popitem()[1])
         if not self._launched:
-            # Each ends with its parent, but some seconds later where it is importing still.
+            # Children end with their parent, but some seconds later if they are still importing.
             sweep_processes(self.run)
 
 
@@ -117,7 +120,7 @@ def _end(child: Child) -> None:
 
 
 def awaited() -> str:
-    """In such a process: its argument, once it is taken. It ends here if it never is."""
+    """In an early process: wait until it is taken, and return its argument. The process ends here if it never is."""
     line = sys.stdin.readline()
     if not line:
         os._exit(0)

@@ -1,11 +1,11 @@
-"""How an agent that nobody has named beforehand joins a run: what it says at the launcher's desk, and what it hears.
+"""How an agent that is not known beforehand joins a run: its messages to the launcher's desk, and the answers.
 
-An agent connects to the desk of its `Ticket` with a key pair that it has just made, and says Enrol: the token, what its
-host has, and its versions. It hears Welcome, looks for the run folder, and says Found. Once all have come, Probe has it
-try to connect to the others, and Reached says what came of that. While it waits it says Present, which the desk
-repeats. It ends in one of two ways: Refused says why it gets no slot; Admitted brings the `Join` of its slot, and
-Joined says whether it reaches the controller. A frame is MessagePack of [ENROLMENT, Penstock's version, message], so
-that agents and a desk of different versions name both.
+An agent connects to the desk of its `Ticket` with a fresh key pair, and sends Enrol: the token, what its host has, and
+its versions. On Welcome it looks for the run folder, and sends Found. Once all agents have come, Probe asks it to
+connect to the others; it answers Reached. While it waits it sends Present, which the desk echoes. It ends in one of two
+ways: Refused says why it gets no slot; Admitted brings the `Join` of its slot, and the agent answers Joined, which says
+whether it reaches the controller. A frame is MessagePack of [ENROLMENT, Penstock's version, message], so that an agent
+and a desk of different versions can name both.
 """
 
 import csv
@@ -28,7 +28,7 @@ from penstock.runtime.control.messages import Codec, MessageError
 from penstock.runtime.packable import Packable
 
 ENROLMENT: Literal[1] = 1
-# Seconds by which the clocks of two hosts may differ: files of a shared folder and logs are compared by them.
+# Seconds by which the clocks of two hosts may differ: times in shared files and logs are compared.
 MAX_CLOCK_S = 30.0
 
 Name = Annotated[str, Meta(max_length=256)]
@@ -37,9 +37,9 @@ Gib = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class Enrol(Packable, frozen=True):
-    """An agent asks for a slot. `address` is where its ranks listen; `gpus` counts devices, all of the kind `gpu`, of
-    which the smallest has `gpu_gib`. `clock` are seconds since 1970; `order` is the agent's number among those that a
-    cluster manager has started, −1 for none. At `port` of its address others may try whether they reach it.
+    """An agent asks for a slot. `address` is where its ranks listen. `gpus` counts devices, all of the kind `gpu`; the
+    smallest has `gpu_gib`. `clock` is in seconds since 1970. `order` is the agent's number among those that a cluster
+    manager has started, −1 for none. Others may test at `port` of its address whether they reach it.
     """
 
     token: Name
@@ -63,8 +63,8 @@ class Enrol(Packable, frozen=True):
 
 
 class Welcome(Packable, frozen=True):
-    """The run folder as the launcher has it, and a file in it with what it holds: by that a folder is known to be the
-    same one."""
+    """The launcher's path of the run folder, and the name and content of a file in it, by which an agent recognises
+    the same folder."""
 
     folder: Text
     file: Name
@@ -72,7 +72,7 @@ class Welcome(Packable, frozen=True):
 
 
 class Found(Packable, frozen=True):
-    """The folder that the agent takes: the launcher's own, or one of its own. `lack` says why it has none."""
+    """The agent's run folder: the launcher's (`shared`), or its own. `lack` says why it has none."""
 
     shared: bool
     folder: Text = ""
@@ -86,7 +86,7 @@ class Probe(Packable, frozen=True):
 
 
 class Reached(Packable, frozen=True):
-    """What has come of it: which connections could not be made, "" if all could."""
+    """The answer to Probe: which connections failed, "" for none."""
 
     lack: Text = ""
 
@@ -119,8 +119,8 @@ class Admitted(Packable, frozen=True):
 
 
 class Refused(Packable, frozen=True):
-    """Why the agent gets no slot. `over`: the run has ended well, and needs nobody any more. `again`: it is about to
-    go on by itself, with a new desk."""
+    """Why the agent gets no slot. `over`: the run has ended well. `again`: it is about to resume by itself, with a new
+    desk."""
 
     reason: Text
     over: bool = False
@@ -144,7 +144,7 @@ def pack_for_agent(message: FromDesk) -> bytes:
 
 
 def read_at_desk(data: bytes) -> FromAgent:
-    """Raises MessageError for what is no message, VersionError for that of another Penstock."""
+    """Raises MessageError for a malformed frame, VersionError for a frame of another version of Penstock."""
     _require_version(data)
     return _TO_DESK.unpack(data)[2]
 
@@ -170,21 +170,21 @@ def _require_version(data: bytes) -> None:
 
 # What an agent says of its host ---------------------------------------------------------------------------
 
-# Environment variables with the name and the number of an agent, for managers whose nodes say neither.
+# Environment variables with the name and the number of an agent, for managers that set neither.
 HOSTNAME, ORDER = "PENSTOCK_HOSTNAME", "PENSTOCK_ORDER"
-# Where cluster managers say which of its tasks a process is: Slurm, torchelastic, an indexed Job of Kubernetes.
+# Environment variables with the number of a task: ours, Slurm's, torchelastic's, that of an indexed Job of Kubernetes.
 ORDERS = (ORDER, "SLURM_PROCID", "GROUP_RANK", "JOB_COMPLETION_INDEX")
 
 
 class Versions(NamedTuple):
-    """What has to be the same in all processes of a run."""
+    """Versions that must be the same in all processes of a run."""
 
     torch: str
     python: str
 
     @staticmethod
     def here() -> "Versions":
-        """Without importing torch. That of a CPU and of a GPU build are one."""
+        """The versions of this process, without importing torch. CPU and GPU builds of torch count as equal."""
         try:
             torch = version("torch").partition("+")[0]
         except PackageNotFoundError:
@@ -193,9 +193,9 @@ class Versions(NamedTuple):
 
 
 def facts(token: str, address: str, port: int = 0, environment: Mapping[str, str] = os.environ) -> Enrol:
-    """What this host has, for a run whose ranks listen at `address` here, where something listens at `port` now."""
+    """What this host has. Its ranks will listen at `address`; a probe socket listens at `port` now."""
     versions, (gpu, gpu_gib) = Versions.here(), _gpu()
-    # A torchrun of one host alone (--standalone) has nothing to number.
+    # torchrun on a single host (--standalone) gives every agent the number 0.
     alone = environment.get("GROUP_WORLD_SIZE") == "1"
     given = [environment.get(name, "") for name in ORDERS if not (alone and name == "GROUP_RANK")]
     order = next((int(number) for number in given if number.isdecimal()), -1)
@@ -218,7 +218,7 @@ def facts(token: str, address: str, port: int = 0, environment: Mapping[str, str
 
 
 def _gpu() -> tuple[str, float]:
-    """The driver's name of this host's GPUs, and the memory of the smallest one in GiB; "" and 0 for none."""
+    """The driver's name and the memory in GiB of this host's smallest GPU; "" and 0 for none."""
     if not cuda_devices():
         return "", 0.0
     command = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
@@ -232,12 +232,12 @@ def _gpu() -> tuple[str, float]:
 
 
 def plain_name(hostname: str) -> str:
-    """A host's name as that of a slot, which is part of files' names."""
+    """A host's name as the name of a slot, which is part of file names."""
     return re.sub(r"[^A-Za-z0-9_.-]", "-", hostname)[:56].strip("-.") or "host"
 
 
 def mismatch(enrol: Enrol, now: float) -> str:
-    """What of an agent's versions and clock does not suit this process's; "" for nothing."""
+    """Which of an agent's versions and clock do not match this process's; "" for none."""
     here, faults = Versions.here(), []
     for what, given, needed in (("torch", enrol.torch, here.torch), ("Python", enrol.python, here.python)):
         if given != needed:
@@ -249,7 +249,7 @@ def mismatch(enrol: Enrol, now: float) -> str:
 
 
 def require_one_per_host() -> str:
-    """What is wrong with how torchrun has started this process; "" for nothing."""
+    """What is wrong with how torchrun started this process; "" for nothing."""
     each = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if each == "1":
         return ""
@@ -257,8 +257,8 @@ def require_one_per_host() -> str:
 
 
 def require_gpus(environment: Mapping[str, str] = os.environ) -> str:
-    """What is wrong with the GPUs that Slurm has given to this process; "" for nothing, or if it has given none. Else a
-    run that was meant for them would be done on CPUs. How many are found is not compared: a part of a card is one."""
+    """What is wrong with the GPUs that Slurm gave to this process; "" for nothing, or if it gave none. Without this
+    check, a run meant for GPUs would use CPUs. Numbers are not compared: Slurm counts a part of a card as one."""
     given = environment.get("SLURM_GPUS_ON_NODE", "")
     if not given.isdecimal() or int(given) == 0 or cuda_devices():
         return ""

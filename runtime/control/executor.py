@@ -1,11 +1,11 @@
-"""What a rank does with its commands: it runs nodes, keeps their outputs, moves weights, and saves its part.
+"""Carries out the commands of a rank: runs nodes, keeps their outputs, moves weights, saves checkpoint shards.
 
-One executor per rank, with no socket of its own: the worker drives it with messages, the in-process driver calls
-it. A node is a function, a function with state, or a `Stream` that works on several firings at once. An exception
-of a node becomes a `Failed` event that says what was raised (see `process.told`); nothing else is caught.
+One executor per rank, without a socket: the worker drives it with messages, the in-process driver calls it. A node is a
+function, a function with state, or a `Stream` that works on several firings at once. An exception of a node becomes a
+`Failed` event that says what was raised (see `process.told`).
 
-What a rank holds, and how values move, is in `rank_state.py`; how its part of a checkpoint is written and read in
-`checkpointing.py`. `Offloading` decides what leaves the device between updates.
+`rank_state.py` has what a rank holds and how values move; `checkpointing.py` how its checkpoint shard is written and
+read. `Offloading` decides what leaves the device between updates.
 """
 
 import os
@@ -53,28 +53,28 @@ from penstock.runtime.tensor.offload import Offload, OffloadError, give_back
 from penstock.runtime.tensor.process_group import all_say
 from penstock.runtime.tensor.shm import ObjectRef, ObjectRefError, owner_of
 
-# Workspaces of fixed sizes: else cuBLAS chooses how it adds up by what is free of those that streams share.
+# Fixed workspace sizes: otherwise cuBLAS chooses its order of summation by the free workspace that streams share.
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 def be_deterministic() -> None:
-    """From now on PyTorch, in this process, computes in an order that never varies; an operation that has no such order
-    raises RuntimeError. To be called before anything uses a GPU: cuBLAS reads its variable once."""
+    """Make PyTorch deterministic in this process; an operation without a deterministic implementation raises
+    RuntimeError. Call it before anything uses a GPU: cuBLAS reads its variable once."""
     os.environ.update([WORKSPACE])
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
 class Offloading:
-    """Moves what updates make off the device between updates, and back before the next one. Where the run does not
-    offload, it does nothing.
+    """Moves the values that updates make off the device between updates, and back before the next one. Does nothing if
+    the run does not offload.
 
     A value that updates change (`Offloadable`) leaves in the background after the update that made it, while the next
-    weights are published. Their publication is answered when it is away, so that the generator has its memory. It comes
-    back when the next update is asked for, while the inputs of that update are fetched. A stream (`Releasing`) gives up
-    its memory before it answers its last firing.
+    weights are published. The publication is answered only when the value has left, so that the generator has its
+    memory. The value comes back when the next update is asked for, while the inputs of that update are fetched. A
+    stream (`Releasing`) releases its memory before its last firing is answered.
 
-    Raises ValueError for a rank that must offload and makes values of which no part can leave.
+    Raises ValueError for a rank that must offload but makes no value that can leave.
     """
 
     def __init__(self, instances: Instances) -> None:
@@ -86,7 +86,7 @@ class Offloading:
         made = {name: instances.carried[name] for names in self._makes.values() for name in names}
         where = f"{setup.replica} rank {setup.rank}"
         leaving = [name for name, value in made.items() if self._releases and isinstance(value, Offloadable)]
-        # With "auto" such a rank keeps all that it has, and nobody is told.
+        # With "auto" such a rank keeps everything on the device, without a message.
         if made and not leaving and setup.offload == "on":
             kinds = ", ".join(f"{name}, a {type(value).__name__}" for name, value in made.items())
             raise ValueError(f"--offload on: {where}: given {kinds}, needed a value that can leave its device")
@@ -100,7 +100,7 @@ class Offloading:
             self._leave(name)
 
     def call(self, firing: Firing) -> None:
-        """A node is to fire: begin to bring back what it reads."""
+        """A node is to fire: begin to bring back the values that it reads."""
         for name in self._read.get(firing.node, ()):
             offload = self._offloads[name]
             offload.fence(self._patience)
@@ -108,33 +108,33 @@ class Offloading:
                 offload.come_back()
 
     def fence(self, node: str = "") -> None:
-        """Wait for what a node reads, or for all that is on its way. Raises OffloadError for what is not there in time,
-        or has failed."""
+        """Wait for the values that a node reads, or for all moves. Raises OffloadError if a move failed or was not done
+        in time."""
         for name in self._read.get(node, ()) if node else self._offloads:
             self._offloads[name].fence(self._patience)
 
     def fired(self, firing: Firing) -> None:
-        """A node has fired: what its update has made, or made before and it has read, may leave."""
+        """A node has fired: the values that it read or made may leave, if this update has made them."""
         self._made.update((name, firing.index) for name in self._makes[firing.node])
         for name in self._read.get(firing.node, ()):
-            # Of an update that has not made its next value yet, a later step will read it again.
+            # Until the update has made the next value, a later node of it reads the value again.
             if self._made.get(name, -1) >= firing.index:
                 self._leave(name)
 
     def finished(self, held: Held) -> None:
-        """A stream has nothing left to work on."""
+        """A stream has no work left: release its memory."""
         if self._releases and isinstance(held.state, Releasing):
             held.state.release()
             give_back()
 
     def faults(self) -> list[str]:
-        """Why moves have failed that nobody has waited for yet, each once."""
+        """Why moves have failed, each once."""
         faults = {name: str(o.fault) for name, o in self._offloads.items() if o.fault and name not in self._told}
         self._told |= faults.keys()
         return list(faults.values())
 
     def counts(self) -> Counter[str]:
-        """Moves, the bytes of each value's last one, and milliseconds waited for them."""
+        """The number of moves, the bytes of the last move of each value, and the milliseconds waited for moves."""
         found: Counter[str] = Counter()
         for offload in self._offloads.values():
             found.update(moves=offload.moves, nbytes=offload.nbytes, waited_ms=round(1000 * offload.waited_s))
@@ -147,11 +147,11 @@ class Offloading:
 
 
 class Executor:
-    """Runs commands of one rank; `channels` moves weights, and `values` keeps what nodes make.
+    """Runs the commands of one rank; `channels` moves weights, and `values` keeps what nodes make.
 
-    `restored` are the handles of the values that a checkpoint had. `threads` is how many an operation has.
-    `doing` is the command or step in work, as text when somebody asks; "" for none. `wake` and `warn` as those of
-    `Checkpointing`.
+    `restored` are the references of the values that a checkpoint had. `threads` is the number of threads of an
+    operation. `doing` is the command or step in progress; its `str` names it; "" for none. `wake` and `warn` are those
+    of `Checkpointing`.
     """
 
     def __init__(
@@ -170,13 +170,13 @@ class Executor:
                     if item.channel:
                         channels.fuse(item.channel, held.state.fused())
         self.checkpoints = Checkpointing(self.held, values, wake, warn)
-        # What no checkpoint can hold is found now, and not after hours, when the first one is due.
+        # Find state that no checkpoint can hold now, and not after hours, when the first one is due.
         stateful = [held.node for held in self.held.nodes.values() if held.stateful]
         states = {f"node {n.name}, written at {n.where}": self.held.nodes[n.name].state for n in stateful}
         require_savable(states, self.held.carried)
         place = setup.plan.replica(setup.replica).ranks[setup.rank]
-        # Threads of an operation meet at its end, and wait for the one whose core another process has; those of a
-        # carried value do not.
+        # The threads of an operation synchronise at its end, so one whose core is taken delays all. A carried value's
+        # own threads do not.
         carried = self.held.carried.values()
         threaded = not self.held.streams and any(isinstance(each, Threaded) and each.own_threads() for each in carried)
         self.threads = 1 if threaded else place.threads
@@ -186,11 +186,11 @@ class Executor:
         self.restored: list[tuple[Firing, str, ObjectRef]] = []
         if setup.restore is not None:
             self.restored = restore(setup.restore, self.held, self.values)
-        # After a restore, which fills values where they are: on the device.
+        # After the restore, which fills values where they are: on the device.
         self.offloading = Offloading(self.held)
 
     def carry_out(self, order: Order) -> Iterator[list[Result]]:
-        """Carry out one command after the other; the answers to each that are there at once."""
+        """Carry out the commands in order; yield the immediate answers to each."""
         self._order, self._handles = order, {(firing, output): handle for firing, output, handle in order.handles}
         for command in order.commands:
             self.doing = type(command).__name__
@@ -198,7 +198,7 @@ class Executor:
         self.doing = ""
 
     def _do(self, command: Command) -> list[Result]:
-        """Carry out one command; the answers that are there at once."""
+        """Carry out one command, and return its immediate answers."""
         replica, rank = self.setup.replica, self.setup.rank
         match command:
             case Fire():
@@ -228,14 +228,14 @@ class Executor:
         raise TypeError(f"executor: given {type(command).__name__}, needed a command for a rank")
 
     def busy(self) -> bool:
-        """Has a stream firings to work on?"""
+        """True if a stream has firings to work on."""
         return any(held.submitted for held in self.held.streams)
 
     def step(self) -> list[Result]:
-        """One step of each stream that has work; the firings it finished, and what came of things in the background."""
+        """Do one step of each stream that has work. Return the answers of finished firings and of background work."""
         results = [Result(event) for event in self.channels.arrived()]
         results += [Result(Abort(fault)) for fault in self.offloading.faults()]
-        self.doing = "Save"  # what it raises is of that
+        self.doing = "Save"  # the next line raises errors of a save
         results += self.checkpoints.answers()
         self.doing = ""
         for held in self.held.streams:
@@ -248,13 +248,13 @@ class Executor:
         return results
 
     def _step(self, held: Held) -> list[Result]:
-        """One step of a stream. If it raises, every firing in it has failed, and it forgets them."""
+        """Do one step of a stream. If it raises, all its firings have failed, and it forgets them."""
         try:
             finished = held.state.step()
         except UntrustedError as error:
             return [Result(Abort(f"{self.setup.replica} rank {self.setup.rank}: {error}"))]
         except RAISED as error:
-            # A stream that raised may have torn any of its firings: it answers for none of them.
+            # A stream that raised may have corrupted any of its firings.
             held.state.reset()
             lost, held.submitted = held.submitted, {}
             return [self._failure(firing, began, error) for firing, began in lost.items()]
@@ -283,7 +283,7 @@ class Executor:
             part = held.part(command)
             result = held.call(inputs, part)
             if isinstance(held.definition, Filter) and not isinstance(result, Dropped):
-                result = tuple(self._inputs(held, command).values())  # whatever the predicate did to its own
+                result = tuple(self._inputs(held, command).values())  # anew: the predicate may have changed its own
         except RAISED as error:
             return [self._failure(firing, began, error, begun=begun)]
         if part is not None and not part.last:
@@ -293,7 +293,7 @@ class Executor:
         return [answer]
 
     def _taken(self, held: Held, firing: Firing, result: Any, began: float) -> Result:
-        """An update has taken a part of its batch, and the next value is still to come."""
+        """The answer of an update that has taken a part of its batch and has not made its next value yet."""
         try:
             held.definition.split(result, stateful=held.stateful)
         except Exception as error:
@@ -308,15 +308,15 @@ class Executor:
             manifest = self.channels.publish(channel, version, self.held.carried)
             self.offloading.fence()
         except RAISED as error:
-            # No `Failed`: a publication is no firing that could be tried again.
+            # Not `Failed`: a publication is not a firing, and cannot be retried.
             return Result(Abort(f"{self.doing} on {replica} rank {rank}:\n{told(error)}"))
         return Result(Published(channel, version, replica, rank), {}, {}, began, monotonic(), manifest)
 
     def _read(self, held: Held, command: Fire) -> dict[str, Any]:
-        """The inputs of a firing. Ranks that fire an update together begin together: where one of them cannot read a
-        value that may have been lost, all of them raise ObjectRefError."""
+        """Return the inputs of a firing. The ranks of a replica start an update together or not at all: if the update
+        reads values that may be lost, and one rank cannot read its inputs, the other ranks raise ObjectRefError."""
         several = len(self.setup.plan.replica(self.setup.replica).ranks) > 1
-        # All ranks have one order, and so ask each other or do not.
+        # All ranks have the same order, so either all of them or none take part in `all_say`.
         perishable = any(handle.owner in self.setup.perishable for handle in self._handles.values())
         if held.node.clock != "update" or not (several and perishable):
             return self._inputs(held, command)
@@ -334,10 +334,10 @@ class Executor:
         return inputs
 
     def _inputs(self, held: Held, command: Fire) -> dict[str, Any]:
-        """Weights as they are live; carried values as they are or were; anything else as some firing made it."""
+        """The inputs of a firing: live weights, current or earlier carried values, and outputs of other firings."""
         inputs: dict[str, Any] = {}
         firing, per_update = command.firing, held.node.clock == "update"
-        # Exactly one of them says where the input comes from.
+        # Exactly one of `channel`, `carried` and `read` says where the input comes from.
         for name, channel, carried, made, lag, read in held.inputs:
             value: Any
             if channel:
@@ -347,13 +347,13 @@ class Executor:
             elif read is None:
                 value = self.held.carried[carried]
             elif read.back and not firing.turn:
-                continue  # what the turn before has made, at the first one
+                continue  # an output of the previous turn, and this is the first turn
             else:
-                # Ranks that share the work on a batch read their rows of it.
+                # Ranks that share the work on a batch read only their rows of it.
                 shared = held.scattered and len(self.setup.plan.replica(self.setup.replica).ranks) > 1
                 value = self.values.read(read, command, self._handles, scattered=shared)
             if per_update and isinstance(value, Model):
-                # So many updates are over for it: the one under way, too, for a next value.
+                # The number of updates applied to it. The current one counts if this is its next value (`made`).
                 value.version = firing.index + made
             inputs[name] = value
         return inputs
@@ -361,9 +361,9 @@ class Executor:
     def _answer(
         self, held: Held, firing: Firing, result: Any, began: float, inputs: Mapping[str, Any] = MappingProxyType({})
     ) -> Result:
-        """What a node returned becomes its state and outputs, if it fits what the node declares: a carried value's next
-        value replaces it, others wait for their readers."""
-        # So a stream answers for one firing, while the others go on.
+        """The answer of a finished firing. What the node returned becomes its state and outputs, if it fits the node's
+        declaration. A carried value's next value replaces it; other outputs are kept for their readers."""
+        # A stream may return an exception for one firing, while its others go on.
         if isinstance(result, BaseException):
             return self._failure(firing, began, result)
         replica, rank = self.setup.replica, self.setup.rank
@@ -376,7 +376,7 @@ class Executor:
                 return Result(Done(firing, replica, rank, paused=True), handles, {}, began, monotonic())
             state, outputs, metrics = held.definition.split(result, stateful=held.stateful)
             _require_rows(held.node.name, inputs, outputs)
-            # Before the state changes: an output that does not fit leaves the node as it was.
+            # Check before the state changes: an output that does not fit must leave the node as it was.
             again = held.answers and not _done_talking(held.node, outputs)
             if held.stateful:
                 held.state = state
@@ -393,13 +393,13 @@ class Executor:
         return Result(done, handles, dict(metrics), began, monotonic(), sample=kept_sample)
 
     def _is_sampled(self, held: Held, firing: Firing) -> bool:
-        """Does a firing make texts or rewards of one of the groups of which they are kept? A filter hands them on."""
+        """True if the outputs of this firing are to be kept as samples. A filter only hands values on."""
         node, chosen = held.node, firing.index % self.setup.batch < self.setup.save_samples
         made = node.clock == "group" and not isinstance(held.definition, Filter)
         return chosen and self.setup.rank == 0 and made and not node.name.startswith(EVALUATION)
 
     def _failure(self, firing: Firing, began: float, error: BaseException, *, begun: bool = True) -> Result:
-        """What was raised, before or after the node has `begun`."""
+        """The answer of a firing that raised. `begun`: the node had its inputs."""
         held = self.held.nodes.get(firing.node)
         written = f", written at {held.node.where}" if held is not None and held.node.where else ""
         text = f"{firing} on {self.setup.replica} rank {self.setup.rank}{written}:\n{told(error)}"
@@ -413,11 +413,12 @@ class Executor:
 
 
 def _require_rows(node: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
-    """Raises ValueError for rewards or advantages of a node with responses that are not one for each of these, nor for
-    each reward, advantage or prefix that it read: joined with those of other groups, they would be other responses'."""
+    """Raise ValueError if a node with responses returned rewards or advantages in a number that matches neither the
+    responses nor any rewards, advantages or prefixes that it read. Joined with other groups, they would be assigned to
+    the wrong responses."""
     values = (*inputs.values(), *outputs.values())
     rows = {len(value) for value in values if isinstance(value, Rollouts)}
-    # What is known of some responses may be for the rewards of others, as values of vines for those of their prefixes.
+    # Rewards may be for other rows than the responses, as values of vines are for their prefixes.
     others = {len(value) for value in inputs.values() if isinstance(value, AnyRewards | Advantages | Prefixes)}
     for value in outputs.values():
         if isinstance(value, AnyRewards | Advantages) and rows and (given := len(value)) not in rows | others:
@@ -427,7 +428,7 @@ def _require_rows(node: str, inputs: Mapping[str, Any], outputs: Mapping[str, An
 
 
 def _done_talking(node: Node, outputs: Mapping[str, Any]) -> bool:
-    """Has a node that answers ended its group's turns? Raises TypeError for an output that does not say."""
+    """True if a node that answers has ended its group's turns. Raises TypeError for an output that does not say."""
     first = outputs[node.outputs[0].name]
     done = getattr(first, "done", None)
     if not isinstance(done, bool):

@@ -1,16 +1,16 @@
-"""Why a run failed: the causes of failure in the order of their priority, and which of those reported is said.
+"""Why a run failed: the causes of failure by priority, and which of several reported failures is shown.
 
-Every detector calls `Session.fail` with a `Failure`. One failure brings about others: the death of a rank breaks the
-transfers of its peers, which say so at once, while the machine that ended the rank may keep its agent waiting. So the
-session decides once per turn of its driver, and says the reported failure whose code comes first in `FailureCode`.
+Every detector calls `Session.fail` with a `Failure`. One failure causes others: the death of a rank breaks the
+transfers of its peers, which report it at once, while the agent of the dead rank may be slow. So the session decides
+once per turn of its driver, and shows the reported failure whose code comes first in `FailureCode`.
 
-Those of `HELD` are consequences as a rule. They end the run only when no better cause can come: an agent tells of
-deaths before its heartbeat, so one that has given a sign of life since knows of none. What a rank says that computes
-with others may be a consequence, too, whatever its code: a collective breaks as soon as a peer is gone, long before a
-host that went away is missed.
+The codes in `HELD` are usually consequences. They end the run only when no better cause can come: an agent reports
+deaths before its heartbeat, so an agent whose heartbeat came later than the failure knows of none. A failure of a rank
+that computes with others may be a consequence, too, whatever its code: a collective breaks as soon as a peer is gone,
+long before the silence of a lost host is noticed.
 
-Pure: time is passed in, and with it the seconds for which the one who waits was stopped itself (`held_up`): in these no
-better cause could be heard. Invariant: a failure is replaced only by one whose code comes before its own, or by a
+Pure: time is passed in, and also the seconds for which the waiting process itself was suspended (`held_up`): in that
+time it could not hear of a better cause. Invariant: a failure is replaced only by one whose code comes earlier, or by a
 certain one if it is doubtful itself.
 """
 
@@ -28,23 +28,23 @@ class FailureCode(StrEnum):
     """What ends a run. An earlier code explains the later ones. It is stable: scripts and tests match on it."""
 
     INTERRUPTED = "interrupted"  # the user ends a run in one process at once, without a checkpoint
-    RUN_FOLDER = "run-folder"  # the run folder is gone, or takes no more
+    RUN_FOLDER = "run-folder"  # the run folder is gone, or cannot be written
     CONTROLLER = "controller"  # the process that drives the run raised or was ended
     AGENT_DIED = "agent-died"  # and with it all ranks of its host
     RANK_DIED = "rank-died"  # by a signal, or without having said why
     CHECKPOINT = "checkpoint"  # a rank cannot read its part of the checkpoint that the run goes on from
     RANK_RAISED = "rank-raised"  # a rank says why it cannot start or go on
-    RANK_ENDED = "rank-ended"  # a rank has ended, and what it said of it is still to be heard
+    RANK_ENDED = "rank-ended"  # a rank has ended, and the message with its reason has not come yet
     NODE = "node"  # a node failed for good, or groups were dropped or failed beyond the bounds
     NOT_READY = "not-ready"  # agents or ranks were not there within the startup deadline
     SILENT = "silent"  # a process gives no sign of life
-    OVERDUE = "overdue"  # an answer was not there within the deadline
-    UNREACHABLE = "unreachable"  # a rank cannot be sent to
-    TRANSFER = "transfer"  # weights did not arrive, or values that an update was to read
+    OVERDUE = "overdue"  # an answer did not come within its deadline
+    UNREACHABLE = "unreachable"  # messages to a rank cannot be sent
+    TRANSFER = "transfer"  # weights did not arrive, or values that an update needs
 
 
-# What has gone with a process or a host, so that a start from the last checkpoint may mend it. Where a host dies in
-# mid-sync, the transfer may be all that is known of it.
+# Failures by the loss of a process or a host, which a restart from the last checkpoint may mend. If a host dies in the
+# middle of a weight sync, the broken transfer may be the only sign.
 MENDABLE = (
     FailureCode.AGENT_DIED,
     FailureCode.RANK_DIED,
@@ -57,7 +57,7 @@ PRIORITY = {code: number for number, code in enumerate(FailureCode)}
 HELD = (FailureCode.RANK_ENDED, FailureCode.UNREACHABLE, FailureCode.TRANSFER)
 # Seconds for which they wait in any case.
 HELD_S = 1.0
-# Seconds after which no agent's heartbeat is waited for any more: by then one that is gone is found to be silent, which
+# Seconds after which they wait for no agent's heartbeat any more: an agent that is gone is found silent by then, which
 # is a better cause.
 DOUBT_S = 15.0
 
@@ -65,9 +65,9 @@ DOUBT_S = 15.0
 @dataclass(frozen=True)
 class Failure:
     """What a detector found. `text` is for the user; `agents` are the peers that may know of a better cause.
-    `doubtful`: a rank said it that computes with others, or reads what another one has made, and such a one may be
-    gone. `replica`: the one without which it would not be; its loss may be mended. `host`: the one of which something
-    is gone, where it is a single one: another start may do without it.
+    `doubtful`: the reporting rank computes with other ranks or reads their values, and one of those may be gone.
+    `replica`: the replica that causes this failure; if it is lost and the run goes on without it, the failure is
+    dropped. `host`: the host that lost something, if it is a single one; a restart may do without it.
     """
 
     code: FailureCode
@@ -87,11 +87,11 @@ class Failure:
         return PRIORITY[self.code] < PRIORITY[other.code]
 
     def line(self) -> dict[str, Any]:
-        """As the launcher and the display are told of it."""
+        """The failure as a line for the launcher and the display."""
         return {"kind": "error", "code": self.code.value, "text": self.text}
 
 
-# What makes a message smaller, by what most of it is.
+# What makes a message smaller, by its largest field.
 _SMALLER = {
     "handles": "fewer groups in an update's batch (--batch)",
     "commands": "fewer groups in an update's batch (--batch)",
@@ -104,7 +104,8 @@ _SMALLER = {
 
 
 def too_large(error: TooLargeError, graphs: Sequence[Graph]) -> Failure:
-    """The run cannot go on since a message is too large; the node that it is for, or whose options make it so."""
+    """The failure for a message that is too large. It names the node that the message is for, or whose options make it
+    so."""
     nodes = {node.name: node for graph in graphs for node in graph.nodes}
     commands = error.value.commands if isinstance(error.value, Order) else (error.value,)
     node, whose = None, ""
@@ -118,27 +119,27 @@ def too_large(error: TooLargeError, graphs: Sequence[Graph]) -> Failure:
 
 
 class Verdict:
-    """The failure that a run ends with, of all that are reported."""
+    """Chooses the failure that a run ends with from all that are reported."""
 
     def __init__(self) -> None:
         self.failure: Failure | None = None
-        self.certain = False  # is there a failure that waits for no better cause?
+        self.certain = False  # the failure waits for no better cause
         self._since = self._held_up = 0.0
 
     def report(self, failure: Failure, now: float, held_up: float = 0.0) -> None:
-        """Keep the failure if it explains the one that is known. Of two with one code, the first is kept."""
-        # What was reported first may be a consequence of what is reported now.
+        """Keep the failure if it explains the known one. Of two with one code, the first is kept."""
+        # The known failure may be a consequence of this one.
         if self.failure is None or failure.explains(self.failure):
             self.failure, self._since, self._held_up = failure, now, held_up
             self.certain = not failure.held
 
     def forgive(self, replica: str) -> None:
-        """A replica is lost, and the run goes on without it: so it does in spite of what follows from the loss."""
+        """The run goes on without a lost replica: drop the failure if it follows from that loss."""
         if self.failure is not None and self.failure.replica == replica:
             self.failure, self.certain = None, False
 
     def final(self, now: float, heard: Callable[[str], float], held_up: float = 0.0) -> Failure | None:
-        """The failure to end the run with; None while there is none, or a better cause may come.
+        """The failure to end the run with; None if there is none, or while a better cause may come.
 
         `heard` gives the time of a peer's last sign of life.
         """
