@@ -1,9 +1,8 @@
-"""Admission: which version of the weights a group needs, when it may start, and how versions get to where they are
-needed.
+"""Admission: which version of the weights a group needs, when it may start, and which versions are sent where.
 
 A group is opened when it can be admitted soon, and started on a replica whose live weights are new enough. A channel
-sends the versions that some step may fire with: a per-group step with any, a per-update one of update u with those in
-u - lag … u. Those in between stay where they are, and versions may be skipped while an earlier one is on its way.
+sends only versions that some step may fire with: any version for a per-group step, versions u - lag … u for a
+per-update step of update u. While a version is being sent, later ones may be skipped.
 """
 
 import heapq
@@ -14,7 +13,7 @@ from penstock.runtime.schedule.compile import Channel, NodeStep
 from penstock.runtime.schedule.events import Publish, Send, Swap
 from penstock.runtime.schedule.state import GroupState, State
 
-# Batches of sources that are read before their groups can be admitted, so that admission finds them ready.
+# How many batches the sources read before their groups can be admitted, so that admission finds them ready.
 AHEAD = 1
 
 # Versions -------------------------------------------------------------------------------------------------
@@ -23,27 +22,27 @@ AHEAD = 1
 def needed_version(ordinal: int, lag: int, batch: int = 1) -> int:
     """The oldest version that may be used for a group, or for update `ordinal` where `batch` is 1.
 
-    ordinal: the number of groups before it that are not known to be dropped: so the group is for update ordinal //
-    batch at the latest, and what is found stays right when a group before it is dropped.
-    lag: how many updates old the version may be then.
+    ordinal: the number of groups before it that are not known to be dropped. So the group is for update ordinal //
+    batch at the latest, and the version stays new enough when a group before it is dropped.
+    lag: how many updates old the version may be at that update.
     """
     return max(0, ordinal // batch - lag)
 
 
 def admitted_groups(version: int, lag: int, batch: int) -> int:
-    """How many groups may be started with `version`: the first that needs a newer one, by `needed_version`."""
+    """How many groups may be started with `version`; also the first group that needs a newer one (`needed_version`)."""
     return (version + lag + 1) * batch
 
 
 def pinned_version(state: State, ordinal: int) -> int:
     """The version that a group must use where versions are pinned."""
     needed = needed_version(state.ledger.before(ordinal), state.tables.max_lag, state.rules.batch)
-    # A resumed run has no version that is older than its start, and cannot make one.
+    # A resumed run has no version older than its start, and cannot make one.
     return max(state.rules.start, needed)
 
 
 def needs_past_version(state: State, ordinal: int) -> bool:
-    """Pinned: does the group need a version that a run resumed at the current update could not make again?"""
+    """True if a pinned group needs a version that a run resumed at the current update could not make again."""
     return state.pinned and state.tables.lagged and pinned_version(state, ordinal) < state.update
 
 
@@ -51,7 +50,7 @@ def needs_past_version(state: State, ordinal: int) -> bool:
 
 
 def open_groups(state: State) -> None:
-    """Open the groups that can be admitted now or soon, and have sources read for them."""
+    """Open the groups that can be admitted now or soon, and queue them for the sources."""
     if (state.stopping and not state.short) or not state.tables.sources:
         return
     soon = admitted_groups(state.update + AHEAD, state.tables.max_lag, state.rules.batch)
@@ -63,8 +62,8 @@ def open_groups(state: State) -> None:
 
 
 def start_groups(state: State, steps: Sequence[NodeStep]) -> None:
-    """Start what may start of `steps`, each in ordinal order. What stops one group stops those after it, unless it goes
-    on with what it has begun: then it may need newer weights than they do."""
+    """Start the groups that may start `steps`, in ordinal order. A group that may not start holds back those after it.
+    Exception: a group that has already begun the step may need newer weights than they do, so it is passed over."""
     for step in steps:
         queue, waiting = state.ready[step.name], list[int]()
         while queue:
@@ -82,21 +81,21 @@ def start_groups(state: State, steps: Sequence[NodeStep]) -> None:
                 group.working += 1
                 update = state.slot(ordinal) if step.delays else 0
                 state.fire(step, state.firing(step, ordinal), replica, (ordinal,), update)
-            # Started, or lost meanwhile: a lost group stays in the queues that it was in.
+            # Started, or lost: a lost group is not removed from the queues when it is lost.
             heapq.heappop(queue)
         for ordinal in waiting:
             heapq.heappush(queue, ordinal)
 
 
 def _read_weights(state: State, group: GroupState, step: NodeStep, replica: str) -> None:
-    """Note the weights that a group reads first of all, and first in a step."""
+    """Note the place of a group that reads its first weights, and its deadline from the first weights of a step."""
     group.place = state.place(group.ordinal)
     last = min(state.live(channel, replica) + lag for channel, lag in step.weights)
     group.deadlines.setdefault(step.name, last)
 
 
 def offer(state: State, ordinal: int, made: dict[str, str], steps: Sequence[NodeStep]) -> None:
-    """Put a group in the queues of the steps that the new outputs of `steps` were the last inputs of."""
+    """Queue a group for the steps whose last inputs were the new outputs of `steps`."""
     begins = state.tables.begins
     for reader in begins[steps[0].name] if len(steps) == 1 else dict.fromkeys(r for s in steps for r in begins[s.name]):
         if made.keys() >= set(reader.waits):
@@ -104,11 +103,11 @@ def offer(state: State, ordinal: int, made: dict[str, str], steps: Sequence[Node
 
 
 def _choose(state: State, step: NodeStep, ordinal: int) -> str | None:
-    """The replica on which a group may start `step`: the admissible one with most room, the first of equals; for a step
-    with state its pool's first one. None if the group may not start."""
+    """The replica on which a group may start `step`: the admissible one with most free capacity, the first of equals;
+    for a step with state the first replica of its pool. None if the group may not start."""
     before, admitted = state.place(ordinal), state.total
     for channel, lag in step.weights:
-        # On the replica with the newest weights, which may not have room: a quick refusal for most groups.
+        # A quick refusal for most groups: not even the replica with the newest weights could start them.
         admitted = min(admitted, admitted_groups(state.channels[channel].newest, lag, state.rules.batch))
     if before >= admitted:
         return None
@@ -120,8 +119,8 @@ def _choose(state: State, step: NodeStep, ordinal: int) -> str | None:
         if in_work or ordinal != state.first_unfired(step):
             return None
     rests = state.checkpoint is not None and (state.stopping or step.stateful) and not state.short
-    # State must not change while it is saved, and nothing new begins before the end. But a resumed run could not make
-    # the versions that some pinned groups need: those groups go on first, and the checkpoint waits for them.
+    # State must not change while it is copied, and nothing new begins before the run's end. But a resumed run could not
+    # make the versions that some pinned groups need: these groups go on, and the checkpoint waits for them.
     if rests and (state.held or not needs_past_version(state, ordinal)):
         return None
     replicas = state.present[step.pool]
@@ -132,8 +131,8 @@ def _choose(state: State, step: NodeStep, ordinal: int) -> str | None:
         return replicas[0].name if able else None
     replica = state.queues[step.pool].first(lambda replica: _fresh(state, step, ordinal, before, replica))
     if replica is not None and any(state.channels[channel].behind for channel, _ in step.weights):
-        # While others of the pool wait for weights that are on their way, a replica takes no more than its share of
-        # what may start: else the first to have them would take all it has room for, and leave nothing to the others.
+        # While other replicas of the pool wait for weights, a replica takes no more than its share of the groups that
+        # may start. Else the first replica with new weights would fill up and leave nothing to the others.
         waiting = min(admitted - state.ledger.before(ordinal), len(state.ready[step.name]))
         if state.load[replica] * (len(replicas) - 1) >= waiting:
             return None
@@ -141,7 +140,8 @@ def _choose(state: State, step: NodeStep, ordinal: int) -> str | None:
 
 
 def _fresh(state: State, step: NodeStep, ordinal: int, before: int, replica: str) -> bool:
-    """Are the live weights of `replica` new enough for a group, and not older than those it has begun the step with?"""
+    """True if the live weights of `replica` are new enough for a group, and not older than those it began the step
+    with."""
     begun = state.ledger.groups[ordinal].deadlines.get(step.name, 0)
     for channel, lag in step.weights:
         receiver = state.channels[channel].receivers[replica]
@@ -156,13 +156,13 @@ def _fresh(state: State, step: NodeStep, ordinal: int, before: int, replica: str
 
 
 def publish_weights(state: State, channels: tuple[Channel, ...]) -> None:
-    """Have the newest version copied aside on its sender for those channels that lack it and have a reader for it."""
-    # Between two updates while a checkpoint is due: it is written then, and would have to wait for the copy.
+    """Publish the newest version on the `channels` that lack it and have a reader for it."""
+    # Not between two updates while a checkpoint is due: the checkpoint would have to wait for the copy.
     if state.checkpoint is not None and not state.begun():
         return
     for channel in channels:
         sent, version = state.channels[channel.name], state.version(channel.carried)
-        # An update in work gives the version's memory to the next one (donation).
+        # An update in work reuses the version's memory for the next one (donation).
         donated = channel.carried in state.tables.makers and state.donates(channel.carried, version)
         if donated or state.room(channel.source) <= 0:
             continue
@@ -173,12 +173,12 @@ def publish_weights(state: State, channels: tuple[Channel, ...]) -> None:
 
 
 def _is_read(state: State, channel: Channel, version: int) -> bool:
-    """May a step to come fire with a version?"""
+    """True if a later firing may use `version`."""
     end = state.rules.end
     if version > state.rules.start:
         return version < end and version == _next_sent(state, channel, version, channel.every)
-    # The version that a run starts with is for its first updates, whatever the channel's period. In a resumed run it
-    # is for steps off the critical path that are behind, too.
+    # The version that a run starts with is for its first updates, whatever the channel's period, and in a resumed run
+    # also for steps off the critical path that are behind.
     if channel.carried not in state.tables.makers:
         fixed = [step for step in state.tables.steps.values() if channel.name in step.fixed]
         return any((state.next_update(step) if step.per_update else version) < end for step in fixed)
@@ -188,21 +188,21 @@ def _is_read(state: State, channel: Channel, version: int) -> bool:
 
 
 def _next_sent(state: State, channel: Channel, version: int, every: int) -> int:
-    """The first version from `version` on that is a multiple of `every` and that a step may fire with; a run's last
-    one if there is none."""
+    """The first version from `version` on that is a multiple of `every` and that a step may fire with; the run's end
+    if there is none."""
     readers = state.tables.weight_readers[channel.name]
     return min((_next_read(state, step, lag, version, every) for step, lag in readers), default=state.rules.end)
 
 
 def _next_read(state: State, step: NodeStep, lag: int, version: int, every: int) -> int:
-    """The same for one step. It fires with versions up to `lag` before an update at which it is due; one per group is
-    due at each."""
+    """The same for one step. It fires with versions up to `lag` older than an update at which it is due. A per-group
+    step is due at every update."""
     end = state.rules.end
     while True:
         due = step.due(version)
         if step.per_update:
             due = max(due, state.next_update(step))
-            # What is in work has its weights already.
+            # A firing in work has its weights already.
             due = step.due(due + 1) if Firing(step.name, due) in state.running else due
         if due >= end:
             return end
@@ -213,11 +213,12 @@ def _next_read(state: State, step: NodeStep, lag: int, version: int, every: int)
 
 
 def reclaimable(state: State, name: str) -> bool:
-    """May the version that a channel could publish now go? Not while it is copied, nor while a reader needs it."""
+    """True if the version that channel `name` could publish now may be overwritten: it is not being copied, and no
+    reader still needs it."""
     sent, channel = state.channels[name], state.tables.channels[name]
     if sent.publishing:
         return False
-    # Every update before the one that makes the next version to be sent must find one that is new enough.
+    # Every update up to `last` must find a version that is new enough: the next one to be sent comes after it.
     last = _next_sent(state, channel, state.update + 1, channel.every) - 1
     for reader, lag in state.tables.weight_readers[name]:
         replicas = state.present[reader.pool]
@@ -225,7 +226,7 @@ def reclaimable(state: State, name: str) -> bool:
             due = last - (last + 1) % reader.every
             served = due < state.next_update(reader) or sent.holds(needed_version(due, lag), replicas[0].name)
         elif sent.history:
-            # A replica that comes later may need it, too.
+            # A replica that joins later may need it, too.
             served = sent.published >= state.update
         elif state.pinned:
             served = all(sent.holds(state.update, replica.name) for replica in replicas)
@@ -238,7 +239,7 @@ def reclaimable(state: State, name: str) -> bool:
 
 
 def move_weights(state: State) -> None:
-    """Send what is published to where the second buffer is free; swap in what has arrived."""
+    """Send the published versions to replicas whose second buffer is free; swap in the versions that have arrived."""
     for name, channel in state.channels.items():
         if channel.history:
             _move_needed(state, name)
@@ -257,8 +258,8 @@ def move_weights(state: State) -> None:
 
 
 def _move_needed(state: State, name: str) -> None:
-    """The same for a channel with history: a replica gets the version that the first group needs which has not started,
-    be it an older one than it has, or the next one ahead of time."""
+    """The same for a channel with history. A replica gets the version that the first unstarted group needs, even one
+    older than its own; or else the next version ahead of time."""
     channel, steps = state.channels[name], [step for step, _ in state.tables.weight_readers[name]]
     firsts = [ordinal for ordinal in map(state.first_unfired, steps) if state.ledger.before(ordinal) < state.total]
     needed = min((pinned_version(state, ordinal) for ordinal in firsts), default=None)
@@ -279,7 +280,7 @@ def _move_needed(state: State, name: str) -> None:
                 state.ask(Swap(name, staged, replica))
             continue
         there = needed is not None and needed <= channel.published and needed not in (live, staged)
-        # One replica that has nothing else to do goes back for all.
+        # One idle replica goes back to an older version for all of them.
         if there and needed is not None and (needed > live or not (served or replica in working)):
             version, served = needed, True
         elif channel.published == live + 1 != staged and (needed is None or needed < channel.published):
@@ -291,16 +292,17 @@ def _move_needed(state: State, name: str) -> None:
 
 
 def _may_swap(state: State, channel: str, replica: str, version: int) -> bool:
-    """Does no step need what is live on `replica`? Groups with free versions take newer weights at any time."""
+    """True if no step needs the live version of `replica`. With free versions, groups take newer weights at any
+    time."""
     for step, _ in state.tables.weight_readers[channel]:
         if step.per_update:
-            # It reads no version newer than its update, or than the first one of a run that was resumed since.
+            # It reads no version newer than its update, or in a resumed run than the start.
             here = replica == state.tables.by_pool[step.pool][0].name
             update = state.next_update(step)
             if here and (version > max(update, state.rules.start) or Firing(step.name, update) in state.running):
                 return False
         elif state.pinned:
-            # A group reads exactly its version: a swap under it would mix two.
+            # A group reads exactly its version: a swap during its firing would mix two.
             if any(f.node == step.name and r == replica for f, r in state.running.items()):
                 return False
             ordinal = state.first_unfired(step)

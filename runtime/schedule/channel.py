@@ -1,16 +1,15 @@
-"""One weight channel: the weights of one carried value on their way to one pool, published, sent, arrived, live. And
-the queue from which a pool's replicas are given work.
+"""The state of one weight channel (published, sent, arrived, live), and the queue that chooses a replica for a firing.
 
 Each replica has two buffers for the weights of a channel: the live one, which its firings read, and a second one, in
-which the next version is staged while they read. A swap between two steps makes what is staged live.
+which the next version is staged meanwhile. A swap between two steps makes the staged version live.
 
 Invariants:
-- versions only grow: live <= staged <= published, on each replica;
-- nothing is published while a send of the version before is under way: the sender has one snapshot;
-- nothing is sent to a replica whose second buffer holds a version that is not live yet.
+- versions only grow: on each replica live <= staged, and staged <= published once a version was published;
+- no version is published while the one before is being sent: the sender has one snapshot;
+- no version is sent to a replica whose second buffer holds a version that is not live yet.
 
-A channel with `history` keeps none of the three: its sender has the last snapshots, so that a replica may go back to an
-older version, for the groups of one that was lost.
+A channel with `history` keeps none of the three: its sender has several snapshots, so that a replica can go back to an
+older version for the groups of a lost replica.
 """
 
 from bisect import bisect_left, insort
@@ -25,8 +24,8 @@ NONE = -1
 
 @dataclass(slots=True)
 class Receiver:
-    """One replica: the live version, the one in its second buffer, and what is under way: `coming` is what was sent
-    last."""
+    """One replica: its live version, the version in its second buffer, and transfers under way. `coming` is the version
+    that was sent last."""
 
     live: int = NONE
     staged: int = NONE
@@ -36,11 +35,11 @@ class Receiver:
 
 
 class ChannelState:
-    """The state of one channel. `live` are versions that replicas hold already.
+    """The state of one channel. `live` are the versions that replicas hold already.
 
-    published: the version of the snapshot. publishing: is one being made? newest: the newest live version of all.
-    behind: the replicas that are not live with what is published. owed: those of them that it was not sent to yet, or
-    has not reached.
+    published: the version of the snapshot. publishing: a snapshot is being made. newest: the newest live version of all
+    replicas. behind: the replicas on which the published version is not live. owed: those of them that have not
+    received it yet.
     """
 
     def __init__(
@@ -54,51 +53,51 @@ class ChannelState:
         self.newest = max(versions.values(), default=NONE)
         self.behind: set[str] = set()
         self.owed: set[str] = set()
-        # A pool may have a thousand replicas, and most events are about none of them. So it is kept, not looked for,
-        # who can be sent to (those owed whose second buffer is free) and who can be swapped (those whose is full).
+        # A pool may have a thousand replicas, and most events concern none of them. So the replicas that can be sent to
+        # (owed, second buffer free) and those that can be swapped (second buffer full) are kept, not searched for.
         self._free: set[str] = set()
         self._full: set[str] = set()
         self._order = {replica.name: place for place, replica in enumerate(replicas)}
 
     def may_publish(self, version: int) -> bool:
-        """Is `version` news to some replica, and the snapshot free?"""
+        """True if some replica lacks `version`, and the snapshot may be replaced."""
         if self.publishing or self.published >= version or (self.owed and not self.history):
             return False
-        # A version that nobody is there to get may be needed by one that comes.
+        # With history, a replica that joins later may need a version that no present replica lacks.
         return self.history or any(r.live < version for r in self.receivers.values())
 
     def holds(self, version: int, replica: str) -> bool:
-        """Can `replica` still get a version that is at least this new without another publication?"""
+        """True if `replica` can get a version at least as new as `version` without another publication."""
         return max(self.published, self.receivers[replica].staged) >= version
 
     @property
     def begun(self) -> bool:
-        """Is some version published, or about to be?"""
+        """True if some version is published, or about to be."""
         return self.publishing or self.published > NONE
 
     def expects_first(self, replica: str) -> bool:
-        """Is the first version that `replica` will ever have under way, or on the sender?"""
+        """True if `replica` has no weights yet, and its first version is under way or published."""
         return self.begun and replica in self.receivers and self.receivers[replica].live == NONE
 
     def to_send(self) -> list[str]:
-        """Replicas that can be sent what is published, in the plan's order."""
+        """Replicas to which the published version can be sent, in the plan's order."""
         return sorted(self._free, key=self._order.__getitem__) if self._free and not self.publishing else []
 
     def to_swap(self) -> list[str]:
-        """Replicas in which a newer version than the live one is staged, in the plan's order."""
+        """Replicas on which a newer version than the live one is staged, in the plan's order."""
         return sorted(self._full, key=self._order.__getitem__) if self._full else []
 
     # What happens to it --------------------------------------------------------------------------------------
 
     def publish(self, version: int) -> None:
-        """The snapshot is made."""
+        """Note that the snapshot is made."""
         self.publishing, self.published = False, version
         self.behind = {name for name, r in self.receivers.items() if r.live < version}
         self.owed = {name for name in self.behind if self.receivers[name].staged < version}
         self._free = {name for name in self.owed if self.receivers[name].staged == self.receivers[name].live}
 
     def send(self, replica: str, version: int) -> None:
-        """A version is on its way, into the second buffer whatever it holds."""
+        """Note that a version is being sent; it overwrites the second buffer."""
         receiver = self.receivers[replica]
         receiver.sending, receiver.coming, receiver.staged = True, version, receiver.live
         self._free.discard(replica)
@@ -110,7 +109,7 @@ class ChannelState:
         self._full.add(replica)
 
     def swap(self, replica: str) -> None:
-        """What is staged is about to go live."""
+        """Note that the staged version is about to go live."""
         self.receivers[replica].swapping = True
         self._full.discard(replica)
 
@@ -122,19 +121,19 @@ class ChannelState:
             self.behind.discard(replica)
         else:
             self.behind.add(replica)
-        # A newer version may have been published while this one was on its way: now there is room for it.
+        # A newer version may have been published while this one was under way: now the second buffer is free for it.
         if replica in self.owed:
             self._free.add(replica)
 
     def lose(self, replica: str) -> None:
-        """A replica is gone, with its weights."""
+        """Remove a replica that is lost, with its weights."""
         del self.receivers[replica]
         for names in (self.behind, self.owed, self._free, self._full):
             names.discard(replica)
         self.newest = max((receiver.live for receiver in self.receivers.values()), default=NONE)
 
     def join(self, replica: str) -> None:
-        """A replica without weights is there. It is sent what is published."""
+        """Add a replica without weights. It is sent the published version."""
         self.receivers[replica] = Receiver()
         if self.published > NONE:
             self.behind.add(replica)
@@ -143,42 +142,42 @@ class ChannelState:
 
 
 class LeastLoadedQueue:
-    """The replicas of one pool in the order in which they are given work: most room first, equals in the plan's order.
+    """The replicas of one pool in the order in which they get work: most free capacity first, equals in the plan's
+    order.
 
-    Replicas of one kind (with the same weights) can do the same, so of each kind only the one with most room is looked
-    at.
+    Replicas of one kind (the same live weights) accept the same firings, so only the first of each kind is looked at.
     """
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._names = [replica.name for replica in replicas]
-        # A replica's key is (load - capacity) · replicas + its place in the plan: below 0 while it has room, and the
-        # place is the remainder. Keys are kept sorted: a pool of a thousand is not gone through for each firing.
+        # A replica's key is (load - capacity) · replicas + its place in the plan: below 0 while it has free capacity,
+        # and the place is the remainder. Keys are kept sorted, so that no firing searches a pool of a thousand.
         self._key = {r.name: place - r.capacity * len(replicas) for place, r in enumerate(replicas)}
         self._kind: dict[str, Hashable] = dict.fromkeys(self._names)
         self._kinds: dict[Hashable, list[int]] = {None: sorted(self._key.values())}
 
     def remove(self, replica: str) -> None:
-        """A replica is gone: nothing is given to it."""
+        """Remove a lost replica: it gets no work."""
         keys = self._kinds[self._kind[replica]]
         del keys[bisect_left(keys, self._key[replica])]
         if not keys:
             del self._kinds[self._kind[replica]]
 
     def add(self, replica: Replica) -> None:
-        """A replica that was removed is there again, with nothing in work."""
+        """Add a removed replica again, with nothing in work."""
         name, kind = replica.name, self._kind[replica.name]
         self._key[name] = self._names.index(name) - replica.capacity * len(self._names)
         insort(self._kinds.setdefault(kind, []), self._key[name])
 
     def load(self, replica: str, firings: int) -> None:
-        """Note that `firings` more are in work on a replica; less if negative."""
+        """Note that `firings` more are in work on a replica; fewer if negative."""
         keys, before = self._kinds[self._kind[replica]], self._key[replica]
         after = self._key[replica] = before + firings * len(self._names)
         del keys[bisect_left(keys, before)]
         insort(keys, after)
 
     def move(self, replica: str, kind: Hashable) -> None:
-        """Note that a replica is of another kind from now on."""
+        """Note that a replica is now of another kind."""
         keys, key = self._kinds[self._kind[replica]], self._key[replica]
         del keys[bisect_left(keys, key)]
         if not keys:
@@ -187,7 +186,7 @@ class LeastLoadedQueue:
         insort(self._kinds.setdefault(kind, []), key)
 
     def first(self, fits: Callable[[str], bool]) -> str | None:
-        """The first with room that fits; all of a kind do, or none."""
+        """The first replica with free capacity for which `fits` is true. `fits` is equal for all replicas of a kind."""
         heads = [keys[0] for keys in self._kinds.values()]
         if len(heads) > 1:
             heads.sort()

@@ -1,7 +1,7 @@
-"""The graph and the plan compiled into what the scheduler looks up: steps, channels, readers. Pure, made once.
+"""Compile the graph and the plan into lookup tables for the scheduler: steps, channels, readers. Pure, made once.
 
-`Tables` also finds out whether the graph can run as the plan places it, and `check_rules` whether a run's rules are
-possible for it. The errors are ValueErrors, as those of `check` are.
+`Tables` also checks that the graph can run as the plan places it, and `check_rules` that the graph allows a run's
+rules. The errors are ValueErrors, as those of `check` are.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from penstock.runtime.cluster.placement import Plan, Pool, Replica, why_no_turns
 
 
 def _readers_of(nodes: Sequence[Node], name: str) -> list[Node]:
-    """Those that read an output in the same round of a cycle."""
+    """The nodes that read an output, not counting reads of the turn before."""
     return [n for n in nodes if any(i.ref.node == name and not i.back for i in n.inputs)]
 
 
@@ -27,16 +27,17 @@ Edges = dict[str, list[tuple[str, int]]]
 
 @dataclass(frozen=True)
 class Rules:
-    """A run's numbers. Updates `start` to `end` - 1 run; each takes `batch` fresh prompt groups.
+    """A run's numbers. Updates `start` to `end` - 1 run. Each takes `batch` fresh prompt groups.
 
     `versions="pinned"`: groups of update u use exactly version max(0, u - lag), whatever the timing.
-    `order="strict"`: update u takes the next groups in ordinal order. `order="ready"`: it takes those that are
-    finished, as long as all others can still be taken in time (`Ledger.take_ready`).
-    A firing that fails is tried again `retries` times; then `on_failure` stops the run or gives its group up and
-    takes another ("replace"). The run is stopped when filters have dropped `drops` batches' worth of groups and more
-    between two updates, for each of the 1 + lag updates that are under way; and likewise when per-group firings have
-    failed `failures` batches' worth of times, each try counted, and more often than one group may be tried.
-    A replica that is lost stops the run, or its groups begin again on others of its pool ("replace").
+    `order="strict"`: update u takes the next groups in ordinal order. `order="ready"`: it takes finished groups, as
+    long as all others can still be taken in time (`Ledger.take_ready`).
+    A per-group firing without state that fails is tried again `retries` times. Then `on_failure` stops the run, or
+    gives the group up and takes another ("replace"). Any other firing that fails stops the run.
+    drops: the run is stopped when filters drop drops * batch * (1 + lag) groups between two updates: 1 + lag updates
+    are under way at once. failures: likewise for failed per-group firings, each try counted; the limit is at least
+    retries + 1, the tries of one group.
+    lost_replica: the loss of a replica stops the run, or its groups begin again on others of its pool ("replace").
     """
 
     batch: int
@@ -67,10 +68,10 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """How one carried value's weights get to one pool; `node` is the broadcast that publishes them.
+    """The path of one carried value's weights to one pool. `node` is the broadcast that publishes them.
 
-    `every`: only versions that are multiples of it are published. `precision`: the format in which they travel and are
-    read, "" if it is theirs.
+    `every`: only versions that are multiples of it are published. `precision`: the format in which the weights are sent
+    and read, "" if it is their own.
     """
 
     name: str
@@ -83,7 +84,7 @@ class Channel:
     precision: str = ""
 
     def replica(self, name: str) -> Replica:
-        """The one of this name, be it the source or a receiver."""
+        """The source or the receiver of this name."""
         return next(r for r in (self.source, *self.replicas) if r.name == name)
 
 
@@ -91,19 +92,20 @@ class Channel:
 class NodeStep:
     """A node or a source, compiled.
 
-    groups: per-group values it reads. waits: those that a firing waits for; before two steps take turns, the inputs of
-    both must be there. updates: per-update values of the same update it reads.
-    carried: carried values that change and that it reads as they are. after: readers of the value it donates.
-    weights: (channel, lag) of the lagged edges it reads. fixed: channels it reads of values that never change.
-    readers: the steps that read its output.
-    publishes: the channels of the carried values that it makes. private: its pool runs nothing but per-group steps.
-    every: it fires at each `every`th update. accumulate: it fires in parts, each on so many groups of the batch; 0 is
+    groups: the per-group values that it reads. waits: the per-group values that a firing waits for; before two steps
+    take turns, the inputs of both must be there. updates: the per-update values of the same update that it reads.
+    carried: changing carried values that it reads in place. after: the readers of the carried values that it replaces.
+    weights: (channel, lag) of the lagged edges that it reads. fixed: the channels that it reads of values that never
+    change. readers: the steps that read its output.
+    publishes: the channels of the carried values that it makes. private: its pool runs only per-group steps and sends
+    no weights.
+    every: it fires at each `every`th update. accumulate: it fires in parts, each on so many groups of the batch; 0:
     once on all of them, also where it takes turns with the generator on the same GPUs. filters: it may drop its group.
-    delays: (carried value, lag) that it reads delayed. off_path: it is off the critical path: it reads nothing but
-    weights and no step reads it, so that later updates do not wait for it.
-    turns: the most turns of a group in a bounded cycle (0: it is in none), with `partner`, the other step in it;
-    `answers` is the one that says whether there is another turn; it may read what it `recalls`, its own output of the
-    turn before. where: "file:line" of its call.
+    delays: (carried value, lag) that it reads delayed. off_path: it is off the critical path: it reads only weights and
+    no step reads it, so later updates do not wait for it.
+    turns: the most turns of a group in a bounded cycle, 0 if the step is in none. partner: the other step of the cycle.
+    answers: this step decides whether there is another turn. recalls: it reads its own output of the turn before.
+    where: "file:line" of its call.
     """
 
     name: str
@@ -139,16 +141,16 @@ class NodeStep:
 
 
 class Tables:
-    """What the scheduler looks up at each event, compiled once: steps and channels by name, and by what asks for them.
+    """Lookup tables of the scheduler, compiled once: steps and channels by name, and by what asks for them.
 
-    group_steps, update_steps, sends: what each pool runs per group (latest first), per update (first those off the
-    critical path), and publishes. critical: the per-update steps on the critical path.
-    begins: the per-group steps that a step's output may be the last input of. stirs: those that may start when a
-    per-group step is done. weight_readers: who reads a channel.
-    lagged: whether some step reads weights that change, at most `max_lag` updates old. num_weighted: how many per-group
+    group_steps, update_steps, sends: for each pool the per-group steps (latest first), the per-update steps (those off
+    the critical path first), and the channels that it publishes. critical: the per-update steps on the critical path.
+    begins: the per-group steps that may begin once a step's output is there. stirs: the per-group steps that may start
+    when a per-group step is done. weight_readers: the steps that read a channel, each with its lag.
+    lagged: whether some step reads changing weights, at most `max_lag` updates old. num_weighted: how many per-group
     steps do.
-    makers: the step that makes the next value of each carried value that changes.
-    piece: how many groups an update takes at once; 0 is its whole batch.
+    makers: the step that makes the next value of each changing carried value.
+    piece: how many groups an update takes at once; 0: its whole batch.
 
     Raises ValueError for what cannot work, as `check` does.
     """
@@ -170,7 +172,8 @@ class Tables:
                 f"graph: {names} wait for each other: each reads a carried value that the next one donates, or its "
                 "output; needed an order in which every carried value is read before the node that makes its next value"
             ) from None
-        # Latest first: what is nearer to the update gets the room. Off the critical path first: it holds versions up.
+        # Latest first: steps nearer to the update get free capacity first. Off the critical path first: such a step
+        # keeps an old version from being released.
         per_group = [s for s in reversed(steps) if not s.per_update]
         per_update = sorted((s for s in steps if s.per_update), key=lambda s: not s.off_path)
         self.group_steps = {pool: tuple(s for s in per_group if s.pool == pool) for pool in self.by_pool}
@@ -183,7 +186,7 @@ class Tables:
         self.begins: dict[str, tuple[NodeStep, ...]] = {}
         self.stirs: dict[str, tuple[NodeStep, ...]] = {}
         for step in steps:
-            # Turns begin with the step that speaks, which waits for the inputs of the one that answers, too.
+            # Turns begin with the step that speaks, which also waits for the inputs of the step that answers.
             readers = [self.steps[name] for name in step.readers]
             begun = dict.fromkeys(r.partner if r.answers else r.name for r in readers if not r.per_update)
             self.begins[step.name] = tuple(self.steps[name] for name in begun)
@@ -199,14 +202,14 @@ class Tables:
         self.num_group_steps = len(per_group)
         self.num_weighted = sum(bool(s.weights) for s in per_group)
         self.takes_groups = any(s.groups for s in per_update)
-        # By pool, why none of its replicas can be lost; "" for one whose can.
+        # For each pool the reason why the run cannot survive the loss of its replicas; "" if it can.
         self.fixed_pools = {pool.name: _why_fixed(graph, pool, self.steps) for pool in plan.pools}
         self.piece = gcd(*(s.accumulate for s in per_update))
 
 
 def _why_fixed(graph: Graph, pool: Pool, steps: Mapping[str, NodeStep]) -> str:
-    """Why the replicas of a pool cannot be lost and replaced; "" if they can: what they have is made again from a
-    group's sources, and from weights that they are sent."""
+    """Why the replicas of a pool cannot be lost and replaced; "" if they can. What replaceable replicas hold can be
+    made again from a group's sources and from weights that are sent to them."""
     own = [step for step in steps.values() if step.pool == pool.name and not step.source]
     if carried := [c.name for c in graph.carried if c.name in pool.holds]:
         return f"it holds {', '.join(carried)}"
@@ -222,14 +225,15 @@ def channel_name(carried: str, pool: str) -> str:
 
 
 def _check_plan(graph: Graph, plan: Plan, makers: Mapping[str, str]) -> None:
-    """Every node is in a pool, and a carried value where its readers are. `makers`: who makes its next one."""
+    """Require that every node is in a pool, and a carried value in the pool of its readers. `makers`: the node that
+    makes the next value of each carried value."""
     held = {name for pool in plan.pools for name in pool.holds}
     needed = [a.name for a in graph.arguments] + [n.name for n in graph.nodes if n.fires]
     if missing := [name for name in needed if name not in held]:
         raise ValueError(f"plan: no pool holds {', '.join(missing)}; the pools hold {', '.join(sorted(held))}")
     for carried in (c.name for c in graph.carried):
         home = plan.pool_of(carried)
-        # Two replicas would make two next values, and no one could say which is the policy.
+        # Two replicas would make two next values, and nothing would say which is the policy.
         if carried in makers and len(home.replicas) != 1:
             raise ValueError(
                 f"plan: pool {home.name!r} holds the carried value {carried!r} and has {len(home.replicas)} "
@@ -257,10 +261,10 @@ def _channels(graph: Graph, plan: Plan) -> tuple[dict[str, Channel], Edges]:
         for reader in _readers_of(graph.nodes, node.name):
             pool = plan.pool_of(reader.name)
             name = channel_name(carried, pool.name)
-            # Broadcasts of one value to one pool share a channel, which sends what any of them may need.
+            # Broadcasts of one value to one pool share a channel, which sends every version that one of them needs.
             known = channels.get(name)
             every, publisher = (node.every, node.name) if known is None else (gcd(known.every, node.every), known.node)
-            # `check` has seen to it that all of them have one precision.
+            # `check` requires that all of them have the same precision.
             channels[name] = Channel(name, carried, home, publisher, pool.name, pool.replicas, every, node.precision)
             edges.setdefault(reader.name, []).append((name, node.lag or 0))
     return channels, edges
@@ -273,14 +277,15 @@ def _steps(
     nodes = [*sources, *(n for n in graph.nodes if n.fires)]
     per_update = {n.name: n.clock == "update" for n in nodes}
     pools = {n.name: plan.pool_of(n.name).name for n in nodes}
-    # Pools that update or publish, too: the end of any step there may let one of these begin.
+    # Pools that also update or publish: the end of any step there may let an update or a publication begin.
     shared = {pools[name] for name, slow in per_update.items() if slow}
     shared |= {plan.pool_of(c.carried).name for c in channels.values()}
     delays = {n.name for n in graph.nodes if n.construct == "delay"}
     partners = {n.name: _partner(nodes, n) for n in nodes}
-    # Parts would be at work on the GPUs that generate the rest of the batch.
+    # Where trainer and generator take turns on the same GPUs, an update is not divided into parts: a part would occupy
+    # the GPUs that generate the rest of the batch.
     turns = any(n.accumulate for n in nodes) and not why_no_turns(graph, plan)
-    # What a node reads of its own update or group, but for what the turns make.
+    # What a node reads of its own update or group, except the output of its partner in a cycle.
     own = {
         n.name: list(dict.fromkeys(i.ref.node for i in n.inputs if not i.back and i.ref.node != partners[n.name]))
         for n in nodes
@@ -293,7 +298,7 @@ def _steps(
         made = tuple(c for c, maker in makers.items() if maker == node.name)
         lagged = dict.fromkeys(edges.get(node.name, []))
         readers = tuple(n.name for n in _readers_of(nodes, node.name) if n.name != partner)
-        # Such a step only measures: no next value follows from it, and no other node reads it.
+        # Such a step only measures: it makes no next value, and no other node reads it.
         plain = not (made or readers or changing or any(r in per_update for r in reads))
         steps[node.name] = NodeStep(
             name=node.name,
@@ -327,14 +332,14 @@ def _steps(
 
 
 def _partner(nodes: Sequence[Node], node: Node) -> str:
-    """The other node of a bounded cycle; "" for a node in none."""
+    """The other node of a bounded cycle; "" for a node in no cycle."""
     if node.answers:
         others = (n for n in nodes if n.name != node.name)
         return next(n.name for n in others if any(i.back and i.ref.node == node.name for i in n.inputs))
     return next((i.ref.node for i in node.inputs if i.back and i.ref.node != node.name), "")
 
 
-# What a graph has that an option does not allow, each by name, and what is needed.
+# The parts of a graph that an option does not allow, by name, and what is needed instead.
 Lack = tuple[list[str], str]
 
 
@@ -367,9 +372,9 @@ def _lacks_of_replacing(tables: Tables) -> Iterator[Lack]:
 
 
 def _lacks_of_pinning(tables: Tables) -> Iterator[Lack]:
-    """A replica keeps one version live, and a resumed run makes none older than its checkpoint. So pinned groups of an
-    update need one version, and a checkpoint must not have to wait for a group that reads something delayed, which
-    waits for an update in its turn."""
+    """A replica keeps one version live, so all pinned groups of an update must need the same version. A resumed run
+    makes no version older than its checkpoint, so a checkpoint waits for the groups that need one. Such a group must
+    not in turn wait for an update through a delay."""
     steps, lags = tables.steps.values(), _lags(tables)
     yield (
         [f"the filter {s.name}" for s in steps if s.filters] + _thinned(tables),
@@ -450,7 +455,7 @@ def _unequal(lags: Sequence[tuple[str, int]]) -> bool:
 
 
 def _reads_weights(tables: Tables, step: NodeStep) -> bool:
-    """Does a per-group step, or one that depends on it, read weights that change?"""
+    """True if a per-group step, or a step that depends on it, reads weights that change."""
     after = [*step.readers, *([step.partner] if step.turns and not step.answers else [])]
     per_group = [tables.steps[name] for name in after if not tables.steps[name].per_update]
     return bool(step.weights) or any(_reads_weights(tables, later) for later in per_group)

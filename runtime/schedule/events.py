@@ -1,8 +1,8 @@
-"""What the scheduler hears and says. Frozen, typed and packable: the wire and the event log use these same classes.
+"""The scheduler's input (events) and output (commands). The wire and the event log use the same frozen, typed classes.
 
 A *replica* is named "pool/index". A *channel* carries the weights of one carried value to one pool:
-"policy>generator". A command goes to every rank of its replica; each rank answers with its own event, or one for
-itself and as many `others` after it as have done the same.
+"policy>generator". A command goes to every rank of its replica. Each rank answers with its own event, or one event
+answers for a rank and for the `others` ranks after it.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from penstock.runtime.packable import Packable
 
 # Events ---------------------------------------------------------------------------------------------------
 
-# So many ranks after the one that an event names have done the same.
+# How many of the ranks after the one that an event names give the same answer.
 Others = Annotated[int, Meta(ge=0, lt=1 << 20)]
 
 
@@ -24,8 +24,8 @@ class Begin(Packable, frozen=True):
 
 
 class Done(Packable, frozen=True):
-    """A rank finished a firing. `dropped` is a filter's verdict on its group; `again` says of a group that takes
-    turns that it wants another one; `paused`, that the group goes on where it is in another segment."""
+    """A rank finished a firing. `dropped`: a filter drops the group. `again`: a group that takes turns wants another
+    turn. `paused`: the response is not complete and goes on in another segment."""
 
     firing: Firing
     replica: str
@@ -46,8 +46,8 @@ class Failed(Packable, frozen=True):
 
 
 class Unread(Failed, frozen=True):
-    """A rank has not begun a firing of an update, since a value that it reads is not there any more. No rank of the
-    replica says so unless all do."""
+    """A rank could not begin a firing of an update: a value that it reads is lost. Either all ranks of the replica say
+    so, or none does."""
 
 
 class _OfVersion(Packable, frozen=True):
@@ -74,14 +74,14 @@ class Swapped(_VersionAnswer, frozen=True):
 
 
 class Checkpoint(Packable, frozen=True):
-    """The user, the clock or a signal wants a checkpoint. `final` ends the run after it."""
+    """The user, a timer or a signal asks for a checkpoint. `final`: the run ends after it."""
 
     final: bool = False
 
 
 class Copied(Packable, frozen=True):
-    """A rank has copied its part of the checkpoint before `update` aside, and writes it while the run goes on. A rank
-    that writes it at once says `Saved` only."""
+    """A rank has copied its part of the checkpoint before `update` aside, and writes it in the background. A rank that
+    writes its part at once sends only `Saved`."""
 
     update: int
     replica: str
@@ -99,20 +99,20 @@ class Saved(Packable, frozen=True):
 
 
 class ReplicaLost(Packable, frozen=True):
-    """A replica is gone, with all that it worked on and kept; `reason` is for people."""
+    """A replica is lost, with its work and all values that it held. `reason` is for people."""
 
     replica: str
     reason: str = ""
 
 
 class ReplicaJoined(Packable, frozen=True):
-    """A replica that was not there is: it has neither weights nor values."""
+    """An absent replica has joined. It has neither weights nor values."""
 
     replica: str
 
 
 class Abort(Packable, frozen=True):
-    """Something failed that no retry can mend (a peer, a deadline, a transfer, a publication): the run ends."""
+    """A failure that no retry can mend (a peer, a deadline, a transfer, a publication): the run ends."""
 
     error: str
 
@@ -127,7 +127,7 @@ Event = Begin | Answer | Copied | Checkpoint | ReplicaLost | ReplicaJoined | Abo
 class Fire(Packable, frozen=True):
     """Run a node. `groups` are the ordinals it works on: its own for a per-group node, the batch of an update.
 
-    `update`, for a per-group node that reads a delayed value: the update that its group is for.
+    `update` is set for a per-group node that reads a delayed value: the update that its group is for.
     """
 
     firing: Firing
@@ -137,14 +137,14 @@ class Fire(Packable, frozen=True):
 
 
 class Publish(_OfVersion, frozen=True):
-    """Copy the weights of `channel` aside as `version`, on every rank of `replica`, which holds them."""
+    """Copy the weights of `channel` aside as `version`, on every rank of `replica`, the sender."""
 
 
 class Send(Packable, frozen=True):
     """Move the published `version` from the ranks of `source` to those of `replica`, into the second buffer.
 
-    `together`: the replicas that are sent it at once, in the order of the plan, where there are several. They may pass
-    it on to each other.
+    `together`: all replicas that get this version at once, in the plan's order; empty if there is only one. They may
+    pass it on to each other.
     """
 
     channel: str
@@ -155,7 +155,7 @@ class Send(Packable, frozen=True):
 
 
 class Swap(_OfVersion, frozen=True):
-    """Make what is staged in the second buffer live, between two steps."""
+    """Make the version in the second buffer live, between two steps."""
 
 
 class Free(Packable, frozen=True):
@@ -166,15 +166,15 @@ class Free(Packable, frozen=True):
 
 
 class CommitTurn(Packable, frozen=True):
-    """A group has taken its last turn: what this firing made is the group's from now on, as that of turn 0 is."""
+    """A group has taken its last turn: store the output of this firing under the name of turn 0."""
 
     firing: Firing
     replica: str
 
 
 class Save(Packable, frozen=True):
-    """Copy this replica's part of the checkpoint before `update` aside, and write it: carried values, states, outputs
-    of `firings`."""
+    """Copy this replica's part of the checkpoint before `update` aside, and write it: carried values, states, and the
+    outputs of `firings`."""
 
     update: int
     replica: str
@@ -200,7 +200,7 @@ Command = Question | Free | CommitTurn | Commit | Finish
 
 
 def answer(command: Question, rank: int = 0) -> Answer:
-    """What a rank says that has done what a command asks for."""
+    """The event with which a rank reports that it has executed a command."""
     match command:
         case Fire(firing, replica):
             return Done(firing, replica, rank)
@@ -215,14 +215,14 @@ def answer(command: Question, rank: int = 0) -> Answer:
 
 
 def kept_as(firing: Firing, *, paused: bool) -> Firing:
-    """The name under which what a firing has made is kept: a paused one's begins the next segment, and what the last
-    segment has made is the whole."""
+    """The name under which the output of a firing is kept. A paused firing's output is kept for the next segment; the
+    last segment's output is the whole response, and is kept as segment 0."""
     segment = firing.segment + 1 if paused else 0
     return firing if firing.segment == segment else firing._replace(segment=segment)
 
 
 def first_answer(event: Answer | Copied) -> Answer:
-    """The `answer` of rank 0 to what an event answers: one for all ranks, without what the event tells."""
+    """The `answer` of rank 0 to the same command: one key for the answers of all ranks, without verdicts or errors."""
     match event:
         case Done(firing, replica) | Failed(firing, replica):
             return Done(firing, replica)
@@ -237,7 +237,7 @@ def ranks_of(event: Answer | Copied) -> range:
 
 
 def each(event: Event) -> Iterator[Event]:
-    """The same for each rank by itself."""
+    """Split an event into one event for each rank."""
     if isinstance(event, Answer | Copied) and not isinstance(event, Failed) and event.others:
         yield from (structs.replace(event, rank=rank, others=0) for rank in ranks_of(event))
     else:

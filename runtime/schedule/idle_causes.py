@@ -1,20 +1,20 @@
-"""Why a replica has nothing in work: the one list of causes, and how the scheduler's state tells them. Pure.
+"""Why a replica is idle: the list of causes, and how they are derived from the scheduler's state. Pure.
 
-There are two grains. Rows of `metrics.jsonl`, displays and simulations count by data, weights, start, saving and done.
-The report divides "data" and "weights" further, which takes a look at what is ready:
+There are two levels of detail. Rows of `metrics.jsonl`, displays and simulations know data, weights, start, saving,
+done and absent. The report divides data, weights and start further, which takes a look at the groups that are ready:
 
-data        what it reads is not made yet
-straggler   a batch is ready but for its last tenth (or one group), or another rank of its replica is not done
+data        an input is not made yet
+straggler   all but the last tenth of a batch (or one group) is ready, or another rank of its replica is not done
 admission   the groups that are ready are too far ahead: the weights that would admit them are not made yet
-weights     those weights are made, and are not on their way
-syncing     they are on their way: snapshot, wire or swap
-start       the first weights that it will ever have are on their way, or on the sender
-starting    its process, or the run, is not up yet
+weights     these weights are made, and are not being sent
+syncing     they are being published, sent or swapped in
+start       its first weights are being sent, or are on the sender (not in the report)
+starting    its process, or the run, has not started yet
 saving      a checkpoint is being written
-failed      what it did failed, so was of no use
+failed      its firing failed, so its work was of no use
 rest        its pool has nothing due at this update, or nothing in this stage
 done        the run has no group or update left for it
-absent      it was lost, or has not come yet
+absent      it was lost, or has not joined yet
 """
 
 from typing import NamedTuple
@@ -25,8 +25,8 @@ from penstock.runtime.schedule.scheduler import Scheduler
 
 
 class Cause(NamedTuple):
-    """How a cause is called in the report, at the head of a column of it, and of a pool that a display shows; "" where
-    it does not come up."""
+    """The name of a cause in the report's text, in the head of its column, and after a pool's name on a display; ""
+    where it does not occur."""
 
     title: str
     column: str = ""
@@ -51,10 +51,10 @@ CAUSES = {
 
 
 class States:
-    """What each replica is at, event after event: "busy", or its cause of being idle.
+    """The state of each replica after each event: "busy", or its cause of being idle.
 
-    Most events concern one replica of a thousand: besides those that the scheduler has `touched`, only what all of a
-    pool share is looked at.
+    Most events concern one replica of a thousand. So besides the replicas that the scheduler has `touched`, only the
+    state that all replicas of a pool share is looked at.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -65,7 +65,7 @@ class States:
         self._known: dict[str, str] = {}
 
     def changed(self) -> dict[str, str]:
-        """Those that are at something else than when it was asked last; at first all of them."""
+        """The replicas whose state has changed since the last call, each with its state; at first all of them."""
         scheduler = self._scheduler
         touched, scheduler.touched = scheduler.touched, set()
         begun = [channel.begun for channel in scheduler.channels.values()]
@@ -84,7 +84,7 @@ class States:
 
 
 def _of_pool(scheduler: Scheduler, pool: str) -> str:
-    """Why those of a pool are idle that are there and have weights: "data", "weights", "saving" or "done"."""
+    """Why the present replicas of a pool that have weights are idle: "data", "weights", "saving" or "done"."""
     if scheduler.finished or scheduler.update >= scheduler.rules.end:
         return "done"
     if scheduler.checkpoint is not None:
@@ -93,7 +93,7 @@ def _of_pool(scheduler: Scheduler, pool: str) -> str:
 
 
 def _ready(scheduler: Scheduler, pool: str) -> NodeStep | None:
-    """A step that reads weights, and has a group with all else that it reads."""
+    """A step that reads weights and has a group with all its other inputs; None if there is none."""
     for step in scheduler.tables.group_steps[pool]:
         if scheduler.ready[step.name] and (step.weights or step.fixed):
             return step
@@ -103,8 +103,7 @@ def _ready(scheduler: Scheduler, pool: str) -> NodeStep | None:
 def cause(scheduler: Scheduler, replica: str, *, detailed: bool = False) -> str:
     """Why a replica without firings in work is idle: "data", "weights", "start", "saving", "done" or "absent".
 
-    With `detailed`, "data" and "weights" are divided further, and "start" is one of the causes that they are divided
-    into.
+    With `detailed`, "data", "weights" and "start" are divided further; "start" is then never returned.
     """
     if replica in scheduler.absent:
         return "absent"
@@ -130,16 +129,16 @@ def cause(scheduler: Scheduler, replica: str, *, detailed: bool = False) -> str:
 
 
 def _missing_weights(scheduler: Scheduler, step: NodeStep, replica: str) -> str:
-    """What the first group that is ready for a step waits for."""
+    """Why the first group that is ready for a step does not start on `replica`."""
     group = scheduler.ready[step.name][0]
-    # A group that was lost meanwhile may still be in the queue; it needs no version.
+    # A lost group may still be in the queue; it needs no version.
     before = scheduler.place(group) if group in scheduler.ledger.groups else 0
     start = scheduler.rules.start
     needs = [(name, max(needed_version(before, lag, scheduler.rules.batch), start)) for name, lag in step.weights]
     for name, needed in [*needs, *((name, start) for name in step.fixed)]:
         channel, carried = scheduler.channels[name], scheduler.tables.channels[name].carried
         receiver = channel.receivers[replica]
-        # A pinned group may need an older version than the live one.
+        # A live version that is new enough may still be the wrong one for a pinned group, which may need an older one.
         if receiver.live >= needed and (name in step.fixed or not scheduler.pinned):
             continue
         if scheduler.version(carried) < needed:

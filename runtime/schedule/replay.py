@@ -1,4 +1,4 @@
-"""Recorded events through the scheduler again: the same commands must follow, or the log is not of this run.
+"""Replay: feed recorded events to the scheduler again. If other commands follow, the log is not of this run.
 
 Pure: `runtime.record.event_log` reads the file and its chain of hashes.
 """
@@ -17,17 +17,18 @@ from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.events import Command, Commit, Finish
 from penstock.runtime.schedule.scheduler import Scheduler
 
-# What a log keeps of the commands of one step.
+# Computes what a log stores of the commands of one step.
 Digest = Callable[[Sequence[Command]], bytes]
 
 
 class ReplayError(ValueError):
-    """The scheduler decides otherwise than the log says; names the record."""
+    """The scheduler's decision differs from the log; names the record."""
 
 
 @dataclass(frozen=True)
 class SegmentOrigin:
-    """How a scheduler was made (see `Scheduler`), so that it can be made again. A log has one where a stage begins.
+    """The arguments with which a scheduler was made (see `Scheduler`), to make it again. A log has one at the beginning
+    of each stage.
 
     `complete` is None in the logs of versions that wrote every checkpoint.
     """
@@ -43,7 +44,7 @@ class SegmentOrigin:
     lives: Mapping[str, int] = field(default_factory=dict)
 
     def scheduler(self, tables: Tables | None = None) -> Scheduler:
-        """A new one. `tables` are those of the graph and plan, if they are there already."""
+        """Make the scheduler. `tables` are the compiled graph and plan, if the caller has them already."""
         tables = tables or Tables(self.graph, self.plan)
         return Scheduler(tables, self.rules, self.saved, self.live, self.complete, self.absent, self.lives)
 
@@ -65,7 +66,8 @@ class SegmentOrigin:
         """Raises ValueError for what `to_json` did not make."""
         try:
             rules = msgspec.convert(data["rules"], Rules)
-            # A rule that this version does not know may have decided something: a replay could not tell why it differs.
+            # A rule that this version does not know may have changed a decision: refuse it here, or the replay would
+            # differ later without a known reason.
             if unknown := sorted(data["rules"].keys() - msgspec.to_builtins(rules).keys()):
                 raise TypeError(f"unknown rules {', '.join(unknown)}")
             return SegmentOrigin(
@@ -87,7 +89,7 @@ class SegmentOrigin:
 
 @dataclass
 class Replayed:
-    """What a stage came to. `states` are those that it can be continued from: of its checkpoints, and of its end."""
+    """The result of a stage. `states` are those from which it can be continued: its checkpoints and its end."""
 
     stage: str
     events: int = 0
@@ -101,12 +103,12 @@ class Replayed:
 def replay(stages: Iterable[tuple[SegmentOrigin, Iterable[Step]]], digest: Digest) -> list[Replayed]:
     """Feed the events of a run's stages, in order and over all its resumes, to fresh schedulers.
 
-    Raises ReplayError at the first step whose commands differ, and where a stage continues from a state that no stage
-    before it was in.
+    Raises ReplayError at the first step whose commands differ, and for a stage that continues from a state which no
+    stage before it reached.
     """
     results: list[Replayed] = []
     for origin, steps in stages:
-        # Through JSON, as the states of checkpoints went: tuples become lists, numbers among the keys texts.
+        # Through JSON, as checkpoints are: tuples become lists, and numbers that are keys become strings.
         saved = json.loads(json.dumps(origin.saved))
         if saved is not None and not any(saved in result.states for result in results):
             raise ReplayError(
@@ -129,7 +131,7 @@ def replay(stages: Iterable[tuple[SegmentOrigin, Iterable[Step]]], digest: Diges
             result.states += [json.loads(command.state) for command in commands if isinstance(command, Commit)]
             result.finish = next((command for command in commands if isinstance(command, Finish)), result.finish)
         result.updates, result.outcomes = scheduler.update - origin.rules.start, dict(scheduler.ledger.outcomes)
-        # An evaluation after training, or a save at its end, continues from the end of a stage without a checkpoint.
+        # An evaluation or a save after training continues from the end of the stage, which has no checkpoint.
         result.states.append({"update": scheduler.update, **scheduler.ledger.to_json()})
         results.append(result)
     return results

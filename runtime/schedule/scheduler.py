@@ -1,52 +1,53 @@
 """The scheduler: `handle(event) -> list[Command]`. No clock, no socket, no thread, no log; same events, same commands.
 
-Events are sorted out here. `admission` decides which groups may start and which weights move, `transitions` what
-becomes of groups, updates and checkpoints. `state` and `channel` have the state that they move.
+Events are interpreted here. `admission` decides which groups may start and which weights move, `transitions` what
+becomes of groups, updates and checkpoints. `state` and `channel` have the state that they change.
 
 Invariants, checked after each event of the tests by `tests/runtime/schedule/checker.py`:
 1.  A firing is in work on at most one replica, and done at most once in a run.
-2.  A replica has at most `capacity` firings in work (sources are free of charge).
+2.  A replica has at most `capacity` firings in work, sources not counted.
 3.  Group g starts on a replica only while its live version is at least needed_version(before(g), lag, batch) for each
-    lagged edge; with pinned versions only while it is just that, or the start. A per-update step of update u
-    reads a version in u - lag … u (in a run resumed after u: … start), and no swap happens under it.
+    lagged edge; with pinned versions only while it equals that, or the start if that is later. A per-update step of
+    update u reads a version in u - lag … u (in a run resumed after u: … start), and no swap happens during it.
 4.  Update u consumes the next `batch` kept groups in ordinal order, once, after update u - 1. It begins when all of
-    them are finished, but for the parts of a step that accumulates. In order "ready" they are the finished ones of the
-    earliest deadlines, taken as soon as all that are left can be consumed by theirs. A checkpoint falls between two
-    updates and is copied before the next one begins; it is complete when all ranks have written it, and one is written
-    at a time. A step with every=k takes part where u + 1 is a multiple of k.
-5.  The version of a carried value that changes is the number of updates that are over for it, whether they made a
-    next value or left it as it was; no reader of version u is in work while the update that donates it is, and no
-    version goes while a reader to come needs it.
+    them are finished, except for the parts of a step that accumulates. In order "ready" it consumes the finished groups
+    with the earliest deadlines, as soon as all others can still meet theirs. A checkpoint falls between two updates and
+    is copied before the next one begins. It is complete when all ranks have written it, and one is written at a time.
+    A step with every=k takes part where u + 1 is a multiple of k.
+5.  The version of a changing carried value is the number of updates that are over for it, whether they made a next
+    value or left it as it was. No reader of version u is in work while the update that donates it is, and no version
+    is overwritten while a later reader needs it.
 6.  No group past the last update starts: before(g) < end * batch.
-7.  A value is freed once, after its last reader, and never read afterwards; a lost group's when nobody works on it.
-8.  While anything is left to do, something is in work (no deadlock), unless a checkpoint, failure or stop ended it
-    (a failure of a node not before the checkpoint that is being written is whole), or filters dropped `drops` batches'
-    worth of groups between two updates, or firings failed so often.
-9.  With free versions, no per-group firing waits that may start, but for one that a replica leaves to others which
-    wait for weights on their way (it takes as many as are left for each of them); nor does a step off the critical
-    path, unless a checkpoint is due.
-10. A channel publishes only versions that a step to come may fire with, and with every=m only multiples of m but for
-    the version that the run starts with.
-11. A step off the critical path (it reads nothing but weights, and no step reads it) fires at each update that is due,
-    in order, once that update has come; nothing waits for it but the end of the run, the versions that it needs, and,
-    if it has state and is in work, a checkpoint.
+7.  A value is freed once, after its last reader, and never read afterwards. A lost group's values are freed when
+    nothing is in work on it.
+8.  While anything is left to do, something is in work (no deadlock), unless a checkpoint, failure or stop ended the
+    run, or filters dropped `drops` batches' worth of groups between two updates, or as many firings failed as
+    `failures` allows. A failure of a node ends the run only after the checkpoint that is being written is complete.
+9.  With free versions, no per-group firing waits that may start. Exception: while other replicas wait for weights, a
+    replica takes only its share. A step off the critical path does not wait either, unless a checkpoint is due.
+10. A channel publishes only versions that a later firing may use, and with every=m only multiples of m and the version
+    that the run starts with.
+11. A step off the critical path (it reads only weights, and no step reads it) fires at each update that is due, in
+    order, once that update has come. Only three things wait for it: the end of the run, the release of versions that
+    it needs, and, if it has state and is in work, a checkpoint.
 12. Two steps that alternate on a group take turns 0, 1, … in order, the one that speaks before the one that answers.
-    What a turn has made is freed when the next one has spoken; what the last one has made is the group's, committed
-    once if it was not turn 0, and only then read by others.
+    The outputs of a turn are freed when the next turn has spoken. The outputs of the last turn are the group's: they
+    are committed once if it was not turn 0, and only then read by other steps.
 13. A group that reads a delayed value starts when its version is at least needed_version(before(g), lag, batch), and is
     told the update that it is for: before(g) // batch.
-14. A per-group firing that has paused goes on in segment 1, 2, … on any replica, from what the segment before has left.
-    That is freed when the segment that reads it is over.
+14. A per-group firing that has paused goes on in segment 1, 2, … on any replica, from the output of the segment before.
+    That output is freed when the segment that reads it is over.
 15. A step that accumulates fires in segments 0, 1, … for the parts of its update's batch: the n-th on the n-th groups
-    taken, in order "strict" once all up to these are finished. Only the last one waits for what other steps do with the
-    update, and makes the next version; a checkpoint may fall before it, and has nothing of the parts.
-16. A replica that is absent is asked for nothing. When one is lost, each group that it worked on, or kept something of
-    that is still to be read, begins again at its sources, under its ordinal, when nothing is in work on it: all that
-    was made of it is freed. But an update that has read its groups goes on with them; one of which no step could read
-    them gives them back, and one of which another step has read them waits until they are made again. Each group has
-    one fate all the same. A checkpoint of which a part was lost is made again.
-17. With pinned versions and replicas that may be lost, one may go back to an older version: that of the first group
-    which has not started, if no other replica has it. The sender keeps what groups of the current update may need.
+    taken, in order "strict" once all up to these are finished. Only the last segment waits for the other steps of the
+    update, and makes the next version. A checkpoint may fall before it, and contains nothing of the parts.
+16. An absent replica gets no command. When a replica is lost, each group that it worked on, or of which it held a value
+    that is still to be read, begins again at its sources, under its ordinal, when nothing is in work on it; its values
+    are freed. But an update that has read its groups goes on with them. If none of its steps could read them, it gives
+    them back; if only some could, it waits until they are made again. Each group still has one outcome. A checkpoint
+    of which a part was lost is made again.
+17. With pinned versions and replicas that may be lost, a replica may go back to an older version: the one that the
+    first unstarted group needs, if no other replica has it. The sender keeps the versions that groups of the current
+    update may need.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -77,12 +78,12 @@ from penstock.runtime.schedule.state import State, UnawaitedError
 
 
 class Scheduler(State):
-    """One run of one graph. `saved` is the state of a checkpoint to continue from; `live` are versions that replicas
-    hold already.
+    """One run of one graph. `saved` is the state of a checkpoint to continue from; `live` are the versions that
+    replicas hold already.
 
-    `complete` is the state of the newest complete checkpoint, {} where there is none yet: a final checkpoint with no
-    more in it is not written. With None every checkpoint is written, as in logs that do not say. `absent` are replicas
-    that are not there, and `lives` how often each has been lost before.
+    `complete` is the state of the newest complete checkpoint, {} if there is none yet: a final checkpoint that adds
+    nothing to it is not written. With None every checkpoint is written, as for logs that lack this field. `absent` are
+    the absent replicas, and `lives` says how often each replica has been lost before.
 
     Raises ValueError for rules that cannot work with the graph.
     """
@@ -104,10 +105,11 @@ class Scheduler(State):
             transitions.restore(self, saved)
 
     def handle(self, event: Event) -> list[Command]:
-        """The commands that follow from an event. Raises UnawaitedError for an answer that was not asked for.
+        """Change the state by an event, and return the commands that follow. Raises UnawaitedError for an answer that
+        was not asked for.
 
-        The way of a group's answer: `_hear`, `_fired`, `transitions.group_done` (which may complete a batch), then
-        `admission.start_groups` for the steps that it lets start, each with a `State.fire`.
+        The answer for a group passes through `_hear`, `_fired` and `transitions.group_done` (which may complete a
+        batch), then `admission.start_groups` for the steps that may start, each with a `State.fire`.
         """
         self.out, self.asked = [], []
         if self.ended:
@@ -123,18 +125,18 @@ class Scheduler(State):
             elif stirred:
                 admission.start_groups(self, stirred)
                 self._swap_pinned()
-        # In order "ready": a group that has read weights may be overtaken by more than before.
+        # In order "ready", starting a group may let others overtake it: it has its deadline now.
         if self.rules.order == "ready" and not self.ended and transitions.assemble(self):
             self._dispatch()
         return self.out
 
     def _hear(self, event: Event) -> Sequence[NodeStep] | None:
-        """Move the state by an event. Returns the steps that may start because of it; None for a look at everything."""
+        """Change the state by an event. Returns the steps that may start because of it; None if anything may."""
         match event:
             case Begin():
                 return None
             case Checkpoint():
-                # A final one turns one that is under way into the last; nothing turns a final one back.
+                # A final one replaces the one that is due; nothing replaces a final one.
                 self.checkpoint = event if self.checkpoint is None or event.final else self.checkpoint
                 return None
             case Abort():
@@ -158,7 +160,7 @@ class Scheduler(State):
         if isinstance(event, Done | Failed):
             return self._fired(event, last)
         if isinstance(event, Saved):
-            # One that has written its part at once has copied it, too.
+            # A rank that writes its part at once sends only `Saved`, which then counts as `Copied`, too.
             stirred = self._copied(event)
             if any(isinstance(awaited, Saved) for awaited in self.answers):
                 return None if stirred else ()
@@ -181,16 +183,17 @@ class Scheduler(State):
             steps, settled = self.tables.group_steps[pool], not self.answers
         if channel.history or settled or self.tables.update_steps[pool] or self.checkpoint is not None:
             return None
-        # Of a thousand replicas this concerns one, and there nothing but its weights and its groups.
+        # This concerns one replica of a thousand, and there only its weights and its groups.
         admission.move_weights(self)
         return steps
 
     def _copied(self, event: Copied | Saved) -> bool:
-        """Ranks have copied their parts of the checkpoint; true if all have, so that the run goes on."""
+        """Note that ranks have copied their parts of the checkpoint. True if all have, so that the run goes on."""
         return any(transitions.copied(self, event.replica, rank) for rank in ranks_of(event))
 
     def _outlive(self, event: Event) -> None:
-        """The run has failed, and ends when the checkpoint that is being written is whole. Nothing else is heard."""
+        """Handle an event after the run has failed: the run ends when the checkpoint in progress is complete. All
+        other events are ignored."""
         if self.finished:
             return
         if isinstance(event, Abort):
@@ -204,16 +207,16 @@ class Scheduler(State):
             raise UnawaitedError(f"scheduler: an answer that nobody awaits: {event}")
 
     def _fired(self, event: Done | Failed, last: bool) -> Sequence[NodeStep] | None:
-        """A rank, perhaps the `last` one, has answered for a firing. Any may have failed, or dropped its group."""
+        """Handle a rank's answer for a firing; `last` if no other is awaited. Returns what `_hear` does."""
         firing, replica = event.firing, event.replica
         step = self.tables.steps[firing.node]
         if isinstance(event, Unread):
             self.unread.setdefault(firing.node, event.error)
             self.verdicts[firing].add("unread")
         elif isinstance(event, Failed):
-            # An update cannot be taken back, and a state may have changed before it failed.
+            # An update cannot be undone, and a node's state may have changed before the firing failed.
             hopeless = step.per_update or step.stateful
-            # What a group that begins again has left may not be there to be read.
+            # A group that begins again may fail because a value that it reads was lost.
             counts = hopeless or not self.ledger.find(firing.index).again
             spent = self.tries.get(firing, 0) >= self.rules.retries and self.rules.on_failure == "stop"
             if counts and (hopeless or spent):
@@ -225,7 +228,7 @@ class Scheduler(State):
             self.verdicts[firing] |= {name for name in ("dropped", "again", "paused") if getattr(event, name)}
         elif step.per_update:
             self.verdicts[firing].add("done")
-        # A firing is over when all its ranks have answered: a retry must not meet the rest of the try that failed.
+        # A firing is over when all its ranks have answered: a retry must not overlap the try that failed.
         if not last:
             return ()
         verdicts = self.verdicts.pop(firing, ())
@@ -245,7 +248,8 @@ class Scheduler(State):
         return None
 
     def _dispatch(self) -> None:
-        """Apply every rule. One pass is enough: what starts here enables nothing before it answers, but for a swap."""
+        """Apply every rule. One pass is enough: a command enables nothing before it is answered. Exception: a start may
+        permit a pinned swap."""
         transitions.assemble(self)
         admission.move_weights(self)
         for pool, steps in self.tables.update_steps.items():
@@ -261,6 +265,6 @@ class Scheduler(State):
             self.finish("done")
 
     def _swap_pinned(self) -> None:
-        # The group that just started, or ended, may have been the last to need a live version.
+        # The group that just started or ended may have been the last one to need a live version.
         if self.pinned:
             admission.move_weights(self)

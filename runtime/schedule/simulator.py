@@ -1,13 +1,13 @@
 """The schedule on a virtual clock: the real scheduler, answered after given durations and with given verdicts.
 
-A duration may depend on what else is in work on a replica (`Batching`): then the replica is an engine, asked
-when something next happens in it, and again whenever something begins there.
+A duration may depend on what else is in work on a replica (`Batching`). Then the replica is a `SimulatedEngine`, which
+is asked for its next event, again whenever a firing begins there.
 
-What it leaves out: time spent between an answer and the next command. So a real run differs from its simulation by
-durations and by the runtime's own cost.
+The time between an answer and the next command is left out. So a real run differs from its simulation by durations and
+by the runtime's own cost.
 
-In this file: `Durations` (how long things take), `Verdicts` (what filters and environments decide), `Simulation` (what
-came of it), and `simulate`.
+In this file: `Durations` (how long things take), `Verdicts` (what filters and environments decide), `Simulation` (the
+result), and `simulate`.
 """
 
 import hashlib
@@ -48,47 +48,47 @@ from penstock.runtime.schedule.scheduler import Scheduler
 
 
 class SimulatedEngine(Protocol):
-    """One replica's firings of one node, whose pace depends on all that are in work on it. Times are on the clock of
-    the simulator and never go back."""
+    """One replica's firings of one node, whose speed depends on all firings in work there. Times are on the simulator's
+    clock and never go back."""
 
     def begin(self, firing: Firing, now: float) -> None:
-        """Take a firing in."""
+        """Begin a firing."""
 
     @property
     def due(self) -> float:
-        """When something happens here if nothing else begins; infinity if nothing is in work."""
+        """The time of the next event here if nothing else begins; infinity if nothing is in work."""
 
     def finish(self) -> Sequence[Firing]:
-        """Let happen what is due; the firings that are over by it, if any."""
+        """Process the event that is due; return the firings that it ends, if any."""
 
     @property
     def spans(self) -> "Spans":
-        """What the firings were made of so far."""
+        """The pieces of work in the firings so far."""
 
 
 class Batching(Protocol):
     """A duration that is not known when a firing begins."""
 
     def engine(self) -> SimulatedEngine:
-        """A replica without work."""
+        """Make the engine of a replica without work."""
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Pieces of work inside of firings: seconds at which each began and ended, and the firing's index."""
+    """Pieces of work within firings: the seconds at which each began and ended, and the firing's index."""
 
     begins: Sequence[float] = ()
     ends: Sequence[float] = ()
     indices: Sequence[int] = ()
 
 
-# Seconds; or a pure function of a firing that gives them: of the node's name, with the number of the turn after the
-# first one ("speak.1"), and of its index (ordinal or update); or what makes a replica that works on several at once.
+# Seconds; or a pure function that returns them, of the node's name (with the turn's number after turn 0: "speak.1") and
+# the firing's index (ordinal or update); or a `Batching` for replicas that work on several firings at once.
 Duration = float | Callable[[str, int], float] | Batching
 
 
 def draw(key: str) -> float:
-    """A number between 0 and 1 that depends on the key alone."""
+    """A number between 0 and 1 that depends only on the key."""
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") + 0.5) / 2**64
 
@@ -110,10 +110,10 @@ class LognormalSeconds:
 class Durations:
     """Seconds of each node, and of the three parts of a sync. Sources and filters take no time unless they are given.
 
-    publish: the snapshot, on the trainer. wire: the transfer to one replica, beside other work. swap: between steps.
-    segments: seconds after which a node's firing pauses, and goes on where there is room; none is never.
-    An update that accumulates has equal shares of its node's seconds in each of its parts, but for those of `steps`, by
-    node, which the last part alone has: what it does once.
+    publish: the snapshot, on the sender. wire: the transfer to one replica, during other work. swap: between steps.
+    segments: by node, the seconds after which a firing pauses; without an entry it never does.
+    steps: by node, the seconds that only the last part of an accumulating update takes (the optimizer step). The rest
+    of the node's seconds is divided equally among the parts.
     """
 
     nodes: Mapping[str, Duration] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class Durations:
         return given(firing.node + turn, firing.index)
 
     def of_part(self, firing: Firing, parts: int) -> float | Batching:
-        """Of one of several parts of an update."""
+        """The duration of one of several parts of an update."""
         whole = self.of(firing)
         if not isinstance(whole, int | float):
             return whole
@@ -139,7 +139,7 @@ class Durations:
         return (whole - once) / parts + once * (firing.segment == parts - 1)
 
     def check(self, tables: Tables) -> None:
-        """Raises ValueError for a node without a duration, one that does not exist, and less than no time."""
+        """Raises ValueError for a node without a duration, for an unknown node, and for negative seconds."""
         instant = [s.name for s in tables.steps.values() if s.source or s.filters]
         missing = [name for name in tables.steps if name not in (*instant, *self.nodes)]
         unknown = [name for name in self.nodes if name not in tables.steps]
@@ -156,13 +156,14 @@ class Durations:
 
 @dataclass
 class Simulation:
-    """What happened. Times are seconds from the start.
+    """The result. Times are seconds from the start.
 
     bars: work that took time, and every update. ends: when each update was over. wall_s: the end of the last one.
     lags: how many groups were consumed at each difference of update and version.
-    busy, idle: seconds of each replica with something in work, and without by cause; they add up to the wall time.
-    depths: for each node but sources the seconds in which so many groups waited for it.
-    spans: of each node whose firings share an engine, what they were made of.
+    busy, idle: for each replica, the seconds with a firing in work, and by cause the seconds without; together the wall
+    time.
+    depths: for each node that takes groups, the seconds by the number of groups that waited for it.
+    spans: for each node whose firings share an engine, the pieces of work within them.
     dropped: how many groups filters have dropped.
     """
 
@@ -183,20 +184,21 @@ class Simulation:
 
     @property
     def period_s(self) -> float:
-        """Seconds per update: of the cycle if there is one, else the mean of all updates, the filling included."""
+        """Seconds per update: those of the cycle if there is one, else the mean over all updates, pipeline fill
+        included."""
         cycle = self.cycle_s
         return self.wall_s / max(len(self.ends), 1) if cycle is None else cycle
 
     @property
     def cycle_s(self) -> float | None:
-        """Seconds per update once the pipeline is full: the length of the cycle that the schedule repeats over the
-        updates in it, exactly. None of a schedule that does not repeat itself, or of a run too short to tell.
+        """Exact seconds per update once the pipeline is full: the length of the cycle that the schedule repeats,
+        divided by the updates in it. None if the schedule does not repeat, or the run is too short to tell.
 
-        The last updates, which have no generation beside them, are left out.
+        The last updates are left out: nothing is generated during them.
         """
         last = len(self.ends) - 1 - (self.max_lag + 1)
         steady = self.ends[max(last // 2, 0) : max(last + 1, 0)]
-        # At a lag, updates come in bursts of up to lag + 1: two of them must be seen.
+        # With a lag, updates come in bursts of up to lag + 1: two bursts must be seen.
         enough = len(steady) >= 2 * (self.max_lag + 1) + 2
         for updates in range(1, len(steady) // 2 if enough else 0):
             steps = [later - earlier for earlier, later in zip(steady, steady[updates:], strict=False)]
@@ -206,16 +208,17 @@ class Simulation:
 
     @property
     def steady(self) -> tuple[int, int] | None:
-        """The first and the last update of those between the filling of the pipeline and its end, which has no
-        generation beside it: a multiple of as many as a cycle spans, which may come all at once. None of a run too
-        short to have any."""
+        """The first and the last update of the steady state, between the fill of the pipeline and the last updates,
+        during which nothing is generated. It spans a multiple of lag + 1 updates, which may come all at once. None if
+        the run is too short to have any."""
         cycle = self.max_lag + 1
         cycles = (len(self.ends) - 1 - 2 * cycle) // cycle
         return (cycle, cycle + cycles * cycle) if cycles > 0 else None
 
     @property
     def steady_s(self) -> float:
-        """Seconds per update of the steady ones; where durations vary, the figure to go by. `period_s` without any."""
+        """Seconds per update in the steady state, the figure to use where durations vary; `period_s` if there is no
+        steady state."""
         if self.steady is None:
             return self.period_s
         first, last = self.steady
@@ -230,9 +233,9 @@ class Simulation:
 class Verdicts:
     """Shares from 0 to 1, by node. Keyed by seed, node, ordinal and turn: the same whatever the schedule.
 
-    drops: of the groups that a filter (`keep`) sees, those that it drops; none if it is not named.
-    again: of the turns that a node answers, those after which it asks for another one; all if it is not named. The
-    bound of the turns holds whatever it asks for.
+    drops: the share of groups that a filter (`keep`) drops; 0 if it is not named.
+    again: the share of turns after which the answering node asks for another; 1 if it is not named. The bound on the
+    number of turns always holds.
     """
 
     drops: Mapping[str, float] = field(default_factory=dict)
@@ -240,15 +243,15 @@ class Verdicts:
     seed: int = 0
 
     def dropped(self, firing: Firing) -> bool:
-        """Is the group dropped?"""
+        """True if the firing drops its group."""
         return draw(f"{self.seed}/drops/{firing}") < self.drops.get(firing.node, 0.0)
 
     def goes_on(self, firing: Firing) -> bool:
-        """Is there to be another turn?"""
+        """True if the firing asks for another turn."""
         return draw(f"{self.seed}/again/{firing}") < self.again.get(firing.node, 1.0)
 
     def check(self, tables: Tables) -> None:
-        """Raises ValueError for a node that decides nothing of the kind, and for what is no share."""
+        """Raises ValueError for a node that makes no such decision, and for a value that is not a share."""
         filters = [s.name for s in tables.steps.values() if s.filters]
         answers = [s.name for s in tables.steps.values() if s.answers]
         for kind, shares, able in (("drops", self.drops, filters), ("again", self.again, answers)):
@@ -259,7 +262,7 @@ class Verdicts:
                 raise ValueError(f"{kind}: given {', '.join(wrong)}; needed shares from 0 to 1")
 
 
-# Told the time, an event and the commands that followed it.
+# Called with the time, an event and the commands that followed it.
 Observer = Callable[[float, Event, list[Command]], None]
 
 
@@ -272,10 +275,11 @@ def simulate(
     verdicts: Verdicts | None = None,
     saved: Mapping[str, Any] | None = None,
 ) -> Simulation:
-    """Run all updates on a virtual clock, those after the `saved` state of a checkpoint if it is given. Deterministic.
+    """Run all updates on a virtual clock; if `saved`, the state of a checkpoint, is given, only those after it.
+    Deterministic.
 
-    Raises ValueError for durations and verdicts that do not fit the graph, and for a run that would fail since its
-    filters drop too much.
+    Raises ValueError for durations and verdicts that do not fit the graph, and for a run that fails because its filters
+    drop too many groups.
     """
     verdicts = verdicts or Verdicts()
     durations.check(tables)
@@ -284,13 +288,13 @@ def simulate(
         return _Clock(Scheduler(tables, rules, saved, live), durations, verdicts).run(observe)
 
 
-# Something is due in the engine of a node on a replica.
+# (node, replica): something is due in the engine of this node on this replica.
 Alarm = tuple[str, str]
 
 
 class _Clock:
-    """Runs a scheduler, and accounts for the time of its replicas and queues. `_answers` is a heap by the time at which
-    answers come, and alarms go off; equal times in the order in which they were asked for."""
+    """Runs a scheduler, and accounts for the time of its replicas and queues. `_answers` is a heap of answers and
+    alarms by time; equal times in the order in which they were asked for."""
 
     def __init__(self, scheduler: Scheduler, durations: Durations, verdicts: Verdicts) -> None:
         self.tables, self.durations, self.verdicts = scheduler.tables, durations, verdicts
@@ -331,7 +335,7 @@ class _Clock:
                 self._pass()
 
     def _pass(self) -> None:
-        """Account for the time until now, in which each replica did one thing and no queue changed."""
+        """Account for the time until now, during which no replica's state and no queue changed."""
         seconds = self.now - self._replicas.now
         self._replicas.let(self.now, partial(cause, self.scheduler))
         kept = self.scheduler.ledger.finished - len(self.scheduler.taken)
@@ -340,22 +344,22 @@ class _Clock:
             depths[waiting] = depths.get(waiting, 0.0) + seconds
 
     def _note(self, replica: str) -> None:
-        """Something was begun or has ended on a replica, or weights went live there."""
+        """Note that a firing began or ended on a replica, or that weights went live there."""
         if self.scheduler.load[replica]:
             self._replicas.change(replica, "busy")
         else:
-            # Idle replicas of a pool have one cause if they have had the same weights at all.
+            # Idle replicas of a pool share one cause if they have weights of the same channels.
             channels = [c.receivers[replica] for c in self.scheduler.channels.values() if replica in c.receivers]
             had = tuple(receiver.live < 0 for receiver in channels)
             self._replicas.change(replica, (self.tables.pool_of[replica], had))
 
     def _next(self) -> Event:
-        """The next answer; what happens within engines before it needs no scheduler."""
+        """The next answer. Events within engines before it do not concern the scheduler."""
         while True:
             self.now, asked, due = heapq.heappop(self._answers)
             if not isinstance(due, tuple):
                 return due
-            # If something has begun in the engine since, a later alarm has taken this one's place.
+            # If a firing has begun in the engine since, a later alarm replaces this one.
             if self._alarms[due] == asked:
                 for firing in self._engines[due].finish():
                     command, bar = self._begun.pop(firing)
@@ -403,13 +407,13 @@ class _Clock:
         version: int | None = firing.index
         kind: Kind = "update" if step.per_update else "source" if step.source else "group"
         if not step.per_update:
-            # The oldest live weights that it reads; the oldest of all are what its group is made with.
+            # The oldest live weights that this firing reads. The oldest over all its firings are the group's version.
             channels = (*(channel for channel, _ in step.weights), *step.fixed)
             version = min((self.scheduler.live(channel, replica) for channel in channels), default=None)
             if version is not None:
                 self._versions[firing.index] = min(version, self._versions.get(firing.index, version))
         elif step.groups:
-            # Of several steps that take the groups of an update only the first one still finds their versions.
+            # If several steps take the groups of an update, the first one pops their versions: each group counts once.
             known = [self._versions.pop(g) for g in command.groups if g in self._versions]
             self.result.lags.update(firing.index - made_with for made_with in known)
         if isinstance(seconds, int | float):
@@ -436,7 +440,7 @@ class _Clock:
         return Bar(lane, name, index, self.now, self.now + seconds, kind, version)
 
     def _answer(self, command: Question, bar: Bar, *, paused: bool = False) -> None:
-        """Every rank answers a command at the end of its bar."""
+        """Queue the answers of all ranks to a command for the end of its bar."""
         if bar.kind == "update" or bar.end > bar.start:
             self.result.bars.append(bar)
         dropped = again = False

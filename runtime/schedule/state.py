@@ -1,11 +1,11 @@
-"""What the scheduler knows of a run, and the few moves that every rule is made of.
+"""The scheduler's state, and the few operations on it that every rule uses.
 
-`admission` and `transitions` read this state and move it; they own none of their own. `Ledger` has the outcome of each
-prompt group, the order in which groups are consumed, and how many stand before one.
+`admission` and `transitions` read and change this state; they have none of their own. `Ledger` has the outcome of each
+prompt group, the order in which groups are consumed, and the number of groups before each.
 
 Invariants:
 - each ordinal below `next` has exactly one outcome: pending, consumed, dropped or failed; all but pending are final;
-- groups are consumed in ordinal order, `batch` by `batch`, lost (dropped, failed) ones skipped; with `order="ready"`
+- groups are consumed in ordinal order, `batch` at a time, lost (dropped or failed) ones skipped; with `order="ready"`
   as they finish, each at its deadline at the latest;
 - `before(g)` counts the ordinals below g that are not known to be lost.
 """
@@ -38,7 +38,8 @@ from penstock.runtime.schedule.events import (
 
 @dataclass(slots=True)
 class TurnState:
-    """A group in a bounded cycle: the turn that is due or in work, and the replica that holds each output so far."""
+    """The turns of a group in a bounded cycle: the turn that is due or in work, and the replica that holds each
+    output so far."""
 
     turn: int = 0
     made: dict[Firing, str] = field(default_factory=dict)
@@ -48,14 +49,14 @@ class TurnState:
 class GroupState:
     """A pending group.
 
-    made: the steps that it has been through, each with the replica that holds its output.
+    made: the steps that are done, each with the replica that holds its output.
     readers: for each of them, how many readers are still to come.
-    working: firings in work on the group. finished: it has been through every step.
-    turns: what its turns have made so far, for each step that begins a bounded cycle. paused: by step, the segment that
-    it goes on with, and the replica that holds what there is of it so far. again: a replica that held a value of it is
-    lost: it begins again when nothing is in work on it.
-    With `order="ready"`, once it has read weights: `place`, how many groups stood before it then, and by step the last
-    update at which the weights that it began with are not too old.
+    working: how many firings are in work on the group. finished: every step is done.
+    turns: the outputs of its turns so far, for each step that begins a bounded cycle. paused: by step, the segment that
+    comes next, and the replica that holds the output so far. again: a value of the group is lost, so the group begins
+    again when nothing is in work on it.
+    place, deadlines: with `order="ready"`, once the group has read weights: how many groups stood before it then, and
+    by step the last update for which the weights that it began with are new enough.
     """
 
     ordinal: int
@@ -73,12 +74,11 @@ class GroupState:
 class Ledger:
     """The groups of a run and their outcomes.
 
-    groups: the pending ones, by ordinal. leaving: lost ones with firings still in work. finished: how many pending
+    groups: the pending groups, by ordinal. leaving: lost groups with firings still in work. finished: how many pending
     groups are finished. lost: the lost ordinals above the last consumed one. outcomes: how many groups have each final
     outcome. retried: how many firings failed and were tried again. next: the ordinal of the group to open next.
-
-    `earlier` groups were consumed by updates whose ordinals are none of this ledger's: an evaluation of version 30 has
-    its own ordinals from 0, and its update is the one after 30.
+    earlier: how many groups earlier updates consumed whose ordinals are not in this ledger. Example: an evaluation of
+    version 30 has its own ordinals from 0, and its first update is 30.
     """
 
     def __init__(self, earlier: int = 0) -> None:
@@ -90,7 +90,7 @@ class Ledger:
         self.retried = 0
         self.finished = 0
         self.next = 0
-        # `take` goes through the ordinals once: those below `_walked` are lost, or in `_kept` until a batch has them.
+        # `take` visits each ordinal once: those below `_walked` are lost, taken, or wait in `_kept` for a batch.
         self._walked = 0
         self._kept: deque[int] = deque()
 
@@ -106,12 +106,12 @@ class Ledger:
         return group
 
     def find(self, ordinal: int) -> GroupState:
-        """A group in work: pending, or leaving."""
+        """The group of this ordinal, pending or leaving."""
         return self.groups.get(ordinal) or self.leaving[ordinal]
 
     def before(self, ordinal: int) -> int:
-        """How many groups not known to be lost stand before `ordinal`, which is past the last consumed group."""
-        # Lost ordinals below the last consumed one are in no list any more: only their number is known.
+        """How many groups before `ordinal` are not known to be lost. `ordinal` is past the last consumed group."""
+        # Of lost ordinals below the last consumed one only the number is kept.
         passed = self.outcomes["dropped"] + self.outcomes["failed"] - len(self.lost)
         return self.earlier + ordinal - passed - bisect_left(self.lost, ordinal)
 
@@ -128,12 +128,12 @@ class Ledger:
         return group
 
     def finish(self, group: GroupState) -> None:
-        """Note that a group has been through every step."""
+        """Note that every step of a group is done."""
         group.finished = True
         self.finished += 1
 
     def take(self, batch: int) -> tuple[int, ...] | None:
-        """The next `batch` kept ordinals, in order, once all of them are finished."""
+        """Take the next `batch` ordinals that are not lost, in order; None until all of them are finished."""
         while self._walked < self.next and len(self._kept) < batch:
             group = self.groups.get(self._walked)
             if group is not None and not group.finished:
@@ -146,7 +146,7 @@ class Ledger:
         return tuple(self._kept.popleft() for _ in range(batch))
 
     def give_back(self, ordinals: tuple[int, ...]) -> None:
-        """The inverse of `take`, of the groups that were taken last."""
+        """Undo `take` of the groups that were taken last."""
         self._kept.extendleft(reversed(ordinals))
 
     def take_ready(
@@ -157,11 +157,12 @@ class Ledger:
         deadline: Callable[[GroupState], int],
         before: tuple[int, ...],
     ) -> tuple[int, ...] | None:
-        """`count` finished ordinals for `update`, beside those that it took `before`: those of the earliest deadlines,
-        once all that is left can still be consumed in time. So of groups with a deadline up to update + k there are at
-        most k batches, and what this one has room for yet.
+        """Take `count` finished ordinals for `update`, which has taken the groups `before`: those with the earliest
+        deadlines. None if too few are finished, or if a group that is left could then miss its deadline. So of the
+        groups left, those with a deadline up to update + k fit into k batches and the free places of this update.
 
-        A deadline is the last update that may consume a group. Earliest deadline first is in time if any order is.
+        A deadline is the last update that may consume a group. If any order meets all deadlines, earliest deadline
+        first does.
         """
         if self.finished - len(before) < count:
             return None
@@ -174,22 +175,22 @@ class Ledger:
         return tuple(sorted(taken))
 
     def consume(self, ordinals: tuple[int, ...]) -> list[GroupState]:
-        """Give the groups of a batch that was taken their final outcome."""
+        """Give the groups of a taken batch the final outcome "consumed"; return them."""
         self.outcomes["consumed"] += len(ordinals)
         self.finished -= len(ordinals)
         groups = [self.groups.pop(g) for g in ordinals]
-        # Those below a pending group are counted for it.
+        # Lost ordinals above a pending group stay listed: `before` of that group must not subtract them.
         del self.lost[: bisect_left(self.lost, min(max(ordinals), self.first))]
         return groups
 
     def to_json(self) -> dict[str, Any]:
-        """All that a resume needs; a batch that was taken and not consumed is pending in it."""
+        """All that a resume needs. Groups that were taken and not consumed are pending in it."""
         return {
             "earlier": self.earlier,
             "next": self.next,
             "lost": list(self.lost),
             "fates": dict(self.outcomes),
-            # Left out while it is 0: the states of versions that did not count retries must compare equal in a replay.
+            # Left out while 0: in a replay it must equal the states that versions wrote which did not count retries.
             **({"retried": self.retried} if self.retried else {}),
             "groups": [_group_to_json(group) for group in self.groups.values()],
         }
@@ -207,51 +208,52 @@ class Ledger:
 
 
 def _group_to_json(group: GroupState) -> list[Any]:
-    """What is made of a group that begins again is left out."""
+    """A pending group as JSON. The outputs of a group that begins again are left out."""
     if group.again:
         return [group.ordinal, {}, {}]
     return [group.ordinal, dict(group.made), dict(group.readers), *_deadlines(group)]
 
 
 def _deadlines(group: GroupState) -> list[dict[str, Any]]:
-    """What a resume needs of a group that has read weights, in order "ready". What is in work begins again."""
+    """What a resume needs of a group that has read weights, in order "ready". Firings in work are left out: they begin
+    again."""
     made = {name: last for name, last in group.deadlines.items() if name in group.made}
     return [{"place": group.place, "deadlines": made}] if made else []
 
 
 class UnawaitedError(ValueError):
-    """An answer that was not asked for, or came twice: a peer's fault. Nothing has changed."""
+    """An answer that was not asked for, or came twice: a peer's fault. The state has not changed."""
 
 
 class State:
     """The state of one run of one graph.
 
-    ready: for each step the ordinals that have all its inputs, as a heap; may hold lost ones.
-    load: firings in work on each replica, sources not counted. queues: the replicas of each pool by their room.
-    channels: the state of each weight channel.
-    running: what is in work, and on which replica.
-    lacking: groups that the update in work was given, and of which a value was lost with its replica since. unread: the
-    steps of it that could not read such a value, with what they said; they wait. remaking: of the groups that it has
-    taken, those that begin again while it goes on.
-    update: the update that is due or in work. taken: the groups that it has so far, in the order in which they are
-    finished and taken: its whole batch at once, unless a step accumulates.
-    done: the steps on the critical path that this update is done with. parts: of those that accumulate and are not
-    done, how many parts are. off_path: for each step off it, the update that
-    it fires at next.
-    between: the values that steps of this update made for later ones, and where they are.
-    verdicts: of firings in work, what some rank has said: "failed", "dropped", "again", "paused"; of an update's
+    ready: for each step a heap of the ordinals that have all its inputs; it may contain lost ones.
+    load: how many firings are in work on each replica, sources not counted. queues: the replicas of each pool by free
+    capacity. channels: the state of each weight channel.
+    running: the firings in work, each with its replica.
+    update: the update that is due or in work. taken: the groups that it has taken so far, in the order of taking: its
+    whole batch at once, unless a step accumulates.
+    lacking: groups that steps of this update were given, and of which a replica has lost a value since. unread: the
+    steps that could not read such a value, each with its error; they wait. remaking: taken groups that are made again
+    while the update goes on.
+    done: the steps on the critical path that are done for this update. parts: for accumulating steps that are not done,
+    how many parts are. off_path: for each step off the critical path, the update that it fires at next.
+    between: the outputs of this update's steps for each other, each with its replica.
+    verdicts: for each firing in work, what some rank has reported: "failed", "dropped", "again", "paused"; of an update
     "done", "unread".
-    tries: how often a firing in work has failed. raised: what the last failure raised.
-    drops, failures: groups that filters have dropped, and per-group firings that have failed, each try counted, since
-    the last update.
-    checkpoint: the one that is due or being copied aside; a final one until it is written. copying: the ranks that are
-    still to copy their parts. saving: the state that is being copied or written, as JSON. writing: the checkpoint that
-    all ranks have copied and some still write. complete: the state of the newest complete checkpoint (see `Scheduler`).
-    failing: why the run will have failed when what is being written is whole; "" if it goes on.
-    answers: the ranks that are still to answer what was asked, by the `answer` of the first one.
-    absent: replicas that are not there. lives: how often each has been lost. present: those that are there, by pool.
-    touched: replicas whose load or weights have changed, or that came or went, since `idle_causes.States` looked.
-    losses: replicas that were lost since the last update. spoiled: a part of what is being saved is lost.
+    tries: how often a firing has failed so far. raised: the error of the last failure.
+    drops, failures: since the last update, the groups that filters dropped, and the per-group firings that failed, each
+    try counted.
+    checkpoint: the checkpoint that is due or being copied; a final one until it is written. copying: the ranks that
+    must still copy their parts. saving: the state that is being copied or written, as JSON. writing: the checkpoint
+    that all ranks have copied and some still write. complete: the state of the newest complete checkpoint (see
+    `Scheduler`). spoiled: a part of the checkpoint in progress is lost.
+    failing: the error with which the run fails once the checkpoint in progress is written; "" if the run goes on.
+    answers: for each command, the ranks that have not answered, keyed by the `answer` of rank 0.
+    absent: the absent replicas. present: the others, by pool. lives: how often each was lost. losses: how many were
+    lost since the last update.
+    touched: replicas that joined or left, or whose load or weights changed, since `idle_causes.States` looked.
     """
 
     def __init__(
@@ -267,7 +269,7 @@ class State:
         self.absent, self.lives = set(absent), {**dict.fromkeys(tables.replicas, 0), **lives}
         self.present = dict(tables.by_pool)
         self.losses, self.spoiled = 0, False
-        # A group that begins again needs the version that it had: others may have newer ones.
+        # A group that begins again needs the version that it had; the present replicas may have newer ones.
         history = self.pinned and rules.lost_replica == "replace"
         # How many groups are consumed by the end.
         self.total = rules.end * rules.batch
@@ -314,24 +316,24 @@ class State:
         self.finished = False
         self.answers: dict[Answer, set[int]] = {}
         self.out: list[Command] = []
-        # Of these commands those that are answered, each with its answer.
+        # The commands of `out` that ranks answer, each with its answer.
         self.asked: list[tuple[Answer, Question]] = []
-        # For each step, an ordinal below which all groups have been through it; for `first_unfired`.
+        # For each step, an ordinal below which it is done or in work for all groups; for `first_unfired`.
         self.passed = dict.fromkeys(tables.steps, 0)
         self._freed: dict[str, list[Firing]] = defaultdict(list)
 
     # Asking and answering ---------------------------------------------------------------------------------
 
     def ask(self, command: Question) -> None:
-        """Say a command that every rank of its replica will answer."""
+        """Issue a command that every rank of its replica will answer."""
         key = answer(command)
         self.answers[key] = set(range(len(self.tables.replicas[command.replica].ranks)))
         self.asked.append((key, command))
         self.out.append(command)
 
     def answered(self, event: Answer) -> bool:
-        """Note the answer of a rank, or of several; true when no other is awaited. Raises UnawaitedError if it is not
-        awaited of one of them."""
+        """Note an answer of one rank or several. True when all ranks have answered. Raises UnawaitedError if no answer
+        is awaited from one of them."""
         key, said = first_answer(event), ranks_of(event)
         ranks = self.answers.get(key)
         if ranks is None or not ranks.issuperset(said):
@@ -343,44 +345,44 @@ class State:
         return True
 
     def fire(self, step: NodeStep, firing: Firing, replica: str, groups: tuple[int, ...] = (), update: int = 0) -> None:
-        """Start a firing of `step`. Sources take no room: they read ahead, beside what a replica works on."""
+        """Start a firing of `step`. Sources take no capacity: they read ahead while the replica does other work."""
         self.running[firing] = replica
         if not step.source:
             self.weigh(replica, 1)
         self.ask(Fire(firing, replica, groups, update))
 
     def weigh(self, replica: str, firings: int) -> None:
-        """Note that `firings` more are in work on a replica; less if negative."""
+        """Note that `firings` more are in work on a replica; fewer if negative."""
         self.load[replica] += firings
         self.touched.add(replica)
         self.queues[self.tables.pool_of[replica]].load(replica, firings)
 
     def count_present(self, replica: str) -> None:
-        """Note that a replica has become present, or absent."""
+        """Note that a replica has joined or was lost."""
         self.touched.add(replica)
         pool = self.tables.pool_of[replica]
         self.present[pool] = tuple(r for r in self.tables.by_pool[pool] if r.name not in self.absent)
 
     def sort(self, replica: str) -> None:
-        """Note that the live weights of a replica have changed, or are about to: so has what it may work on."""
+        """Note that the live weights of a replica have changed, or are about to: it accepts other firings now."""
         self.touched.add(replica)
         receivers = [channel.receivers[replica] for channel in self.channels.values() if replica in channel.receivers]
         kind = tuple((receiver.live, receiver.swapping) for receiver in receivers)
         self.queues[self.tables.pool_of[replica]].move(replica, kind)
 
     def free(self, firing: Firing, replica: str) -> None:
-        """Note that the outputs of a firing have no reader left; `say_freed` says it."""
+        """Note that the outputs of a firing have no reader left; `say_freed` issues the command."""
         self._freed[replica].append(firing)
 
     def say_freed(self) -> None:
-        # Ahead of what follows from the event: a retry must not be freed with the try that failed.
+        # Before the commands that follow from the event: else a retry would be freed with the try that failed.
         for replica, firings in self._freed.items():
             self.out.append(Free(tuple(firings), replica))
         self._freed.clear()
 
     def fail(self, error: str) -> None:
-        """End the run by a failure that leaves the ranks at work: a checkpoint that is being written becomes whole
-        first."""
+        """End the run after a failure that leaves the ranks able to work: a checkpoint that is being written is
+        completed first."""
         if self.writing is None:
             self.finish("failed", error)
         else:
@@ -396,22 +398,22 @@ class State:
 
     @property
     def ended(self) -> bool:
-        """Does nothing new begin any more?"""
+        """True if no new work may begin."""
         return self.finished or bool(self.failing)
 
     @property
     def held(self) -> bool:
-        """Is state being copied for a checkpoint, or the last one written?"""
+        """True while state is being copied for a checkpoint, or the final checkpoint is being written."""
         return bool(self.copying) or (self.writing is not None and self.writing.final)
 
     @property
     def stopping(self) -> bool:
-        """Will the run end with the next checkpoint?"""
+        """True if the run ends with the next checkpoint."""
         return self.checkpoint is not None and self.checkpoint.final
 
     @property
     def whole(self) -> bool:
-        """Has the current update all of its groups, and are they finished?"""
+        """True if the current update has its whole batch, and all of it is finished."""
         return len(self.taken) == self.rules.batch and not self.remaking
 
     def room(self, replica: Replica) -> int:
@@ -421,16 +423,16 @@ class State:
         return self.channels[channel].receivers[replica].live
 
     def has_fixed(self, step: NodeStep, replica: str) -> bool:
-        """Are the values that never change, and that `step` reads over channels, there as the run found them?"""
+        """True if `replica` has the never-changing weights that `step` reads, as the run found them."""
         return all(self.live(channel, replica) >= self.rules.start for channel in step.fixed)
 
     def version(self, carried: str) -> int:
-        """How many updates are over for a carried value; one that never changes is as the run found it."""
+        """How many updates are over for a carried value; the run's start for a value that never changes."""
         maker = self.tables.makers.get(carried)
         return self.rules.start if maker is None else self.update + (maker in self.done)
 
     def over(self, name: str) -> bool:
-        """Is a step on the critical path done with the current update, or does it not take part in it?"""
+        """True if a step on the critical path is done for the current update, or takes no part in it."""
         return name in self.done or self.tables.steps[name].due(self.update) > self.update
 
     def next_update(self, step: NodeStep) -> int:
@@ -438,19 +440,19 @@ class State:
         return self.off_path[step.name] if step.off_path else step.due(self.update + (step.name in self.done))
 
     def num_parts(self, step: NodeStep) -> int:
-        """How often a per-update step fires for one update."""
+        """How many times a step fires for one update."""
         return self.rules.batch // step.accumulate if step.accumulate else 1
 
     def donates(self, carried: str, version: int) -> bool:
-        """Is the firing in work that gives a version's memory to the next one?"""
+        """True if the firing is in work that reuses this version's memory for the next one."""
         return self.finishing(self.tables.makers[carried], version)
 
     def finishing(self, name: str, update: int) -> bool:
-        """Is the last part of a per-update step for an update in work?"""
+        """True if the last part of a per-update step is in work for `update`."""
         return Firing(name, update, segment=self.num_parts(self.tables.steps[name]) - 1) in self.running
 
     def firing(self, step: NodeStep, ordinal: int) -> Firing:
-        """The next firing of a per-group step for a pending group, or the one in work."""
+        """The firing of a per-group step that is in work for a pending group, or that comes next."""
         group = self.ledger.groups[ordinal]
         if step.name in group.paused:
             return group.paused[step.name][0]
@@ -458,41 +460,44 @@ class State:
         return Firing(step.name, ordinal, turns.turn if turns else 0)
 
     def place(self, ordinal: int) -> int:
-        """How many groups not known to be lost stand before a pending one. With `order="ready"` the number stays once
-        the group has read weights: fewer would ask for an earlier update, while others may have overtaken it."""
+        """How many groups before a pending one are not known to be lost. With `order="ready"` the number is fixed once
+        the group has read weights: a lower one would name an earlier update, although others may have overtaken it."""
         place = self.ledger.groups[ordinal].place
         return self.ledger.before(ordinal) if place is None else place
 
     def deadline(self, group: GroupState) -> int:
-        """The last update that may consume a group: for the weights that it has read, if no others are to come."""
+        """The last update that may consume a group: the earliest of its steps' deadlines once all have read weights,
+        before that the update of its place."""
         if len(group.deadlines) < self.tables.num_weighted:
-            # One that others have overtaken, and that begins again after a resume, is for the update that is due.
+            # An overtaken group that begins again after a resume is for the update that is due.
             return max(self.update, self.place(group.ordinal) // self.rules.batch)
         return min(group.deadlines.values(), default=self.rules.end)
 
     def slot(self, ordinal: int) -> int:
-        """The update that a group is for, as far as can be known: groups before it may still be dropped."""
+        """The update that a group is for, as far as is known: groups before it may still be dropped."""
         return self.ledger.before(ordinal) // self.rules.batch
 
     def begun(self) -> bool:
-        """Is the current update at one of its steps, or past one? Between two parts of a step it is not: nothing has
-        changed yet that a checkpoint has, and a run that resumes begins with the first part."""
+        """True if a step of the current update is in work or done. False between two parts of a step: nothing that a
+        checkpoint has is changed yet, and a resumed run begins with the first part."""
         return bool(self.done) or any(f.node in self.tables.critical for f in self.running)
 
     def bound(self) -> bool:
-        """Is the current update at the last part of one of its steps, or past one? A checkpoint that is asked for now
-        is the one before the next update."""
-        # A look at all that is in work would cost too much at each event: that may be thousands of firings.
+        """True if the last part of a step of the current update is in work, or a step is done. A checkpoint that is
+        asked for now is the one before the next update."""
+        # Not a loop over `running`: that may be thousands of firings, at each event.
         return bool(self.done) or any(self.finishing(name, self.update) for name in self.tables.critical)
 
     @property
     def short(self) -> bool:
-        """Has the current update begun, and lost groups that are to be made again for it? What waits for its end, such
-        as a checkpoint, waits for them. It need not wait for more than the part in work of a step that accumulates."""
+        """True if the current update is bound, and lost groups must be made again for it. All that waits for the
+        update's end, such as a checkpoint, waits for them. It is false between the parts of a step: then a checkpoint
+        waits only for the part in work."""
         return self.tables.takes_groups and not self.whole and self.bound()
 
     def first_unfired(self, step: NodeStep) -> int:
-        """The lowest ordinal that has not been through `step` nor is in work there."""
+        """The lowest ordinal for which `step` is neither done nor in work; the next one to open if there is none. A
+        group that takes turns counts until its last turn is done."""
         name, ordinal = step.name, max(self.passed[step.name], self.ledger.first)
         while ordinal < self.ledger.next:
             group = self.ledger.groups.get(ordinal)

@@ -1,30 +1,31 @@
-"""What becomes of groups, updates and checkpoints, and of the values made for them.
+"""State transitions of groups, updates, replicas and checkpoints, and the release of the values made for them.
 
-*Groups* are finished, consumed, dropped or failed. What a group holds is freed after its last reader, or, if the group
+*Groups* are finished, consumed, dropped or failed. A group's values are freed after their last reader, or, if the group
 is lost, when no firing is in work on it any more.
 
-*Turns* are two steps that alternate on one group, the one bounded cycle without a lag. They begin when the inputs of
-both are there. The step that speaks fires for turn 0 as any step does. When it is done, the one that answers fires for
-that turn; it asks for another turn, or ends them. What a turn has made stays until the next one has read it; what the
-last one has made is the group's, as if there had been no other.
+*Turns*: two steps alternate on one group, the only bounded cycle without a lag. They begin when the inputs of both are
+there. The step that speaks fires for turn 0 as any step does. When it is done, the step that answers fires for that
+turn, and either asks for another turn or ends them. The outputs of a turn stay until the next turn has read them. The
+outputs of the last turn are the group's, as if it had been the only one.
 
-*Segments* are pieces of one firing: a per-group step that has paused goes on where any replica has room, from what it
-has left. What the last segment makes is kept as if there had been no other.
+*Segments* are pieces of one firing. A per-group step that has paused goes on from its output so far, on any replica
+with free capacity. The output of the last segment is kept as if it had been the only one.
 
-*Updates* consume a batch each. A step on the critical path fires at the current update, one off it at its own pace. One
-that accumulates fires in parts, as soon as the groups of each are taken; its last part is as another step's firing.
+*Updates* consume a batch each. A step on the critical path fires at the current update, a step off it at its own pace.
+A step that accumulates fires in parts, each as soon as its groups are taken. Its last part follows the rules of an
+undivided firing.
 
-*Replicas* may be lost. What one worked on and kept is lost with it, and the groups that had some of it begin again from
-their sources, once nothing is in work on them any more: what others have made of them is of no use, since with free
-versions a second response is another one. An update that has begun is left to finish, with what it has read. If it
-could read nothing, since the value was gone before, it has not begun: its groups are given back. Another step of the
-same update may have read them: then the update keeps them, and they must be made with equal bits (pinned versions).
+*Replicas* may be lost, with their work and their values. Groups that lose a value begin again from their sources, once
+nothing is in work on them. Their values on other replicas are of no use: with free versions a second response differs
+from the first. An update that has read its groups goes on with them. If it could not read a lost value, it has not
+begun, and gives its groups back. But if another step of the update has read them, the update keeps them, and they must
+be made again with equal bits (pinned versions).
 
-*Checkpoints* fall between two updates, when nothing that changes state is in work: then every rank copies its part
-aside. Free-running admissions go on meanwhile: they are later than the checkpoint and not in it. When all have copied,
-the run goes on, and the parts are written beside it. One is written at a time: the next one that is due waits. A run
-that resumes starts what was in work again: groups in the middle of their turns at the first one, a step off the
-critical path at the update it was at, with the oldest version that there is by then, the checkpoint's.
+*Checkpoints* fall between two updates, when no firing that changes state is in work. Every rank then copies its part
+aside. Groups are admitted meanwhile; they are later than the checkpoint and not in it. When all ranks have copied, the
+run goes on, and the parts are written in the background. One checkpoint is written at a time; the next one waits. A
+resumed run starts again what was in work: a group in its turns at the first turn, a step off the critical path at its
+last update, with the oldest version that exists then, the checkpoint's.
 """
 
 import heapq
@@ -44,8 +45,8 @@ from penstock.runtime.schedule.state import GroupState, State, TurnState
 def group_done(
     state: State, step: NodeStep, firing: Firing, replica: str, verdicts: Collection[str]
 ) -> Sequence[NodeStep] | None:
-    """A per-group firing is done, with the `verdicts` "dropped", "again" or "paused" of some rank. Returns the steps
-    that may start because of it; None where any step may."""
+    """Handle the end of a per-group firing, with the `verdicts` "dropped", "again" or "paused" of some rank. Returns
+    the steps that may start because of it; None if any step may."""
     group = state.ledger.find(firing.index)
     group.working -= 1
     if state.tries:
@@ -86,13 +87,13 @@ def group_done(
         state.ledger.finish(group)
         complete = assemble(state) or group.ordinal in state.remaking
         state.remaking.discard(group.ordinal)
-    # The common case by far: nothing may start but the step's readers, and what waited for its room.
+    # By far the most common case: only the step's readers may start, and groups that waited for its capacity.
     quiet = step.private and not step.turns and not complete and state.checkpoint is None
     return state.tables.stirs[step.name] if quiet else None
 
 
 def _pause(state: State, group: GroupState, step: NodeStep, firing: Firing, replica: str) -> Sequence[NodeStep] | None:
-    """A firing has paused: its group waits for room again, before all later ones."""
+    """Handle a firing that has paused: its group waits for free capacity again, ahead of all later ones."""
     group.paused[step.name] = kept_as(firing, paused=True), replica
     if group.ordinal in state.ledger.leaving:
         _leave(state, group)
@@ -105,13 +106,13 @@ def _pause(state: State, group: GroupState, step: NodeStep, firing: Firing, repl
 def _take_turn(
     state: State, group: GroupState, step: NodeStep, firing: Firing, replica: str, *, again: bool
 ) -> dict[str, str]:
-    """A step of a bounded cycle is done with a turn. Returns what the cycle has made, each output with the replica that
-    holds it, if that was the last turn."""
+    """Handle the end of a step's turn in a bounded cycle. After the last turn, returns the cycle's outputs, each with
+    the replica that holds it; else nothing."""
     if group.ordinal in state.ledger.leaving:
         state.free(firing, replica)
         return {}
     if not step.answers:
-        # It has read the turn before, of which the answering step may need its own part once more.
+        # This step has read the turn before. The answering step may still need its own output of that turn.
         turns = group.turns.setdefault(step.name, TurnState())
         answering = state.tables.steps[step.partner]
         for made in list(turns.made):
@@ -129,7 +130,7 @@ def _take_turn(
         heapq.heappush(state.ready[step.partner], group.ordinal)
         return {}
     if firing.turn > 0:
-        # First, since what was recalled of turn 0 has the name that the last turn's output gets now.
+        # Free first: the recalled output of turn 0 has the name that the last turn's output gets now.
         state.say_freed()
         state.out += [CommitTurn(made, holder) for made, holder in turns.made.items()]
     del group.turns[step.partner]
@@ -137,14 +138,14 @@ def _take_turn(
 
 
 def group_failed(state: State, firing: Firing, replica: str, verdicts: Collection[str]) -> None:
-    """A per-group firing failed on some of its ranks: try again, or give the group up."""
+    """Handle a per-group firing that failed on some of its ranks: try again, or give the group up."""
     group = state.ledger.find(firing.index)
     group.working -= 1
     state.free(kept_as(firing, paused="paused" in verdicts), replica)
     tries = state.tries.pop(firing, 0) + 1
     state.failures += 1
     updates = 1 + state.tables.max_lag
-    # More often than one group may be tried: else a bound below the retries would make them useless.
+    # At least as many as the tries of one group: a lower limit would make the retries useless.
     limit = max(state.rules.failures * state.rules.batch * updates, state.rules.retries + 1)
     if state.failures >= limit:
         waiting = state.update + state.whole
@@ -165,13 +166,13 @@ def group_failed(state: State, firing: Firing, replica: str, verdicts: Collectio
 
 
 def _drop(state: State, group: GroupState, firing: Firing) -> None:
-    """A filter drops a group; if it drops too many of them, the run ends."""
+    """Drop a group for a filter. The run ends if filters drop too many."""
     if state.pinned:
         state.fail(f"{firing} dropped its group: given --versions pinned; needed --versions free for a filter")
         return
     _leave(state, state.ledger.lose(group.ordinal, "dropped"))
     state.drops += 1
-    # Groups of so many updates are under way at once, and any of them may be dropped.
+    # Groups of this many updates are under way at once, and any of them may be dropped.
     updates = 1 + state.tables.max_lag
     if state.drops >= state.rules.drops * state.rules.batch * updates:
         kept = state.ledger.finished - len(state.taken)
@@ -183,14 +184,14 @@ def _drop(state: State, group: GroupState, firing: Firing) -> None:
 
 
 def _leave(state: State, group: GroupState) -> None:
-    """Free what a lost group holds, once no firing is in work on it any more."""
+    """Free the values of a lost group, once no firing is in work on it."""
     if not group.working:
         state.ledger.leaving.pop(group.ordinal, None)
         _release(state, group)
 
 
 def _release(state: State, group: GroupState) -> None:
-    """Free what a group still holds."""
+    """Free the values that a group still holds."""
     for turns in group.turns.values():
         for made, holder in turns.made.items():
             state.free(made, holder)
@@ -203,12 +204,12 @@ def _release(state: State, group: GroupState) -> None:
 
 # Replicas -------------------------------------------------------------------------------------------------
 
-# Replicas that may be lost between two updates, for each one of a pool that can lose any.
+# How many losses are allowed between two updates, for each replica of the pools that can lose any.
 LOSSES = 3
 
 
 def lose_replica(state: State, replica: str, reason: str) -> None:
-    """A replica is gone: what it was asked is not answered, and its groups begin again."""
+    """Handle the loss of a replica: its open commands are forgotten, and its groups begin again."""
     pool = state.tables.pool_of[replica]
     state.absent.add(replica)
     state.count_present(replica)
@@ -259,7 +260,7 @@ def lose_replica(state: State, replica: str, reason: str) -> None:
 
 
 def join_replica(state: State, replica: str) -> None:
-    """A replica is there, with nothing: it is sent weights, and takes groups."""
+    """Add a replica that has joined, without weights or values: it is sent weights, and takes groups."""
     pool = state.tables.pool_of[replica]
     state.absent.discard(replica)
     state.count_present(replica)
@@ -271,7 +272,7 @@ def join_replica(state: State, replica: str) -> None:
 
 
 def take_back(state: State, verdicts: Collection[str]) -> None:
-    """A firing of an update has not begun, since values are lost that it reads: it fires again with others."""
+    """Handle a firing of an update that could not begin, since values that it reads are lost: it will fire again."""
     if "done" in verdicts:
         given = "given an update that some ranks have done, and others could not read"
         state.fail(f"{given}; needed all of them or none. One said {_first(state.unread)}")
@@ -280,7 +281,7 @@ def take_back(state: State, verdicts: Collection[str]) -> None:
 
 
 def make_again(state: State) -> None:
-    """Make the groups again that the update in work could not read, once none of its steps reads them any more."""
+    """Make the groups again that the update in work could not read, once no step that reads groups is in work."""
     readers = [name for name in state.tables.critical if state.tables.steps[name].groups]
     if any(firing.node in readers for firing in state.running):
         return
@@ -309,14 +310,14 @@ def _first(errors: Mapping[str, str]) -> str:
 
 
 def _give_back(state: State) -> None:
-    """The current update has taken no group yet."""
+    """Undo the taking of groups by the current update."""
     if state.rules.order == "strict":
         state.ledger.give_back(state.taken)
     state.taken = ()
 
 
 def _require_versions(state: State, ordinals: Collection[int], given: str) -> None:
-    """The run fails if it cannot make groups again: `given` says what they are lost by."""
+    """Fail the run if it cannot make these groups again. `given` says what was lost."""
     past = [ordinal for ordinal in sorted(ordinals) if _is_past(state, ordinal)]
     if past and not state.ended:
         version = needed_version(state.ledger.before(past[0]), state.tables.max_lag, state.rules.batch)
@@ -325,27 +326,27 @@ def _require_versions(state: State, ordinals: Collection[int], given: str) -> No
 
 
 def _is_past(state: State, ordinal: int) -> bool:
-    """Pinned: was a group made with a version that this run, which was resumed since, cannot make?"""
+    """True if a pinned group was made with a version older than this run's start, which it cannot make."""
     needed = needed_version(state.ledger.before(ordinal), state.tables.max_lag, state.rules.batch)
     return state.pinned and state.tables.lagged and needed < state.rules.start
 
 
 def holders_of_past(state: State) -> set[str]:
-    """The replicas that hold values of groups which this run, resumed, cannot make again."""
+    """The replicas that hold values of groups which this resumed run cannot make again."""
     return {
         each for group in state.ledger.groups.values() if _is_past(state, group.ordinal) for each in _holders(group)
     }
 
 
 def _holders(group: GroupState) -> set[str]:
-    """The replicas that hold a value of a group that is still to be read."""
+    """The replicas that hold a value of the group which is still to be read."""
     found = {holder for name, holder in group.made.items() if group.readers[name]}
     found |= {holder for turns in group.turns.values() for holder in turns.made.values()}
     return found | {holder for _, holder in group.paused.values()}
 
 
 def _lose_values(state: State, group: GroupState) -> None:
-    """A value of a group is lost, or will not be made: nothing more begins on the group but anew."""
+    """Mark a group of which a value is lost or will not be made: nothing starts on it until it begins again."""
     group.again = True
     state.ledger.finished -= group.finished
     group.finished = False
@@ -357,7 +358,8 @@ def _lose_values(state: State, group: GroupState) -> None:
 
 
 def _begin_again(state: State, group: GroupState) -> None:
-    """Begin a group again at its sources, once nothing is in work on it. It keeps its ordinal, and with it its keys."""
+    """Begin a group again at its sources, once nothing is in work on it. It keeps its ordinal and so its random
+    keys."""
     if group.working:
         return
     _release(state, group)
@@ -376,8 +378,8 @@ def _begin_again(state: State, group: GroupState) -> None:
 
 
 def assemble(state: State) -> bool:
-    """Take groups of the current update that are finished: its batch at once, or in pieces where a step accumulates;
-    true if some were taken."""
+    """Take finished groups for the current update: its batch at once, or in pieces where a step accumulates. True if
+    some were taken."""
     if not state.tables.takes_groups or state.update >= state.rules.end:
         return False
     batch, ledger, before = state.rules.batch, state.ledger, state.taken
@@ -394,9 +396,9 @@ def assemble(state: State) -> bool:
 
 
 def start_updates(state: State, steps: tuple[NodeStep, ...]) -> None:
-    """Start the steps of a pool that are due and whose inputs are there."""
+    """Start the steps of a pool that are due and have their inputs."""
     in_flight = state.checkpoint is None or state.begun()
-    # An update begins with its whole batch: so one that has begun can always be finished.
+    # An update begins only with its whole batch, so that an update that has begun can always be finished.
     current = in_flight and (state.whole or not state.tables.takes_groups)
     for step in steps:
         part, parts = state.parts.get(step.name, 0), state.num_parts(step)
@@ -408,24 +410,24 @@ def start_updates(state: State, steps: tuple[NodeStep, ...]) -> None:
         if not due or step.name in state.unread or state.room(replica) <= 0:
             continue
         if step.off_path:
-            # While a checkpoint is due it starts only to let go of versions that are in the checkpoint's way.
+            # While a checkpoint is due, it starts only to release versions that the checkpoint waits for.
             ready = in_flight or not (state.held or drained(state))
         elif part < parts - 1:
-            # It changes nothing that another step reads.
+            # A part that is not the last changes nothing that another step reads.
             ready = in_flight and len(groups) == step.accumulate
         else:
             ready = current and all(state.over(name) for name in (*step.updates, *step.after))
             ready = ready and all(reclaimable(state, channel) for channel in step.publishes)
         for channel, lag in step.weights:
             receiver = state.channels[channel].receivers[replica.name]
-            # New enough, and not about to change.
+            # The live version must be new enough, and not about to change.
             ready = ready and receiver.live >= needed_version(firing.index, lag) and not receiver.swapping
         if ready and state.has_fixed(step, replica.name):
             state.fire(step, firing, replica.name, groups if step.groups else ())
 
 
 def update_done(state: State, step: NodeStep, firing: Firing, replica: str) -> None:
-    """A per-update firing is done. Of a part that is not the last, what it has made stays in its node."""
+    """Handle the end of a per-update firing. The result of a part that is not the last stays in its node."""
     if firing.segment < state.num_parts(step) - 1:
         state.parts[step.name] = firing.segment + 1
         return
@@ -442,8 +444,8 @@ def update_done(state: State, step: NodeStep, firing: Firing, replica: str) -> N
 
 
 def end_updates(state: State) -> None:
-    """Consume the batch of an update that is over, and free what was made between its steps."""
-    # Several may be over at once: one at which no step is due is over when its batch is there.
+    """Consume the batch of an update that is over, and free what its steps made for each other."""
+    # Several may be over at once: an update at which no step is due is over when its batch is there.
     while _is_over(state):
         for group in state.ledger.consume(state.taken) if state.taken else ():
             _release(state, group)
@@ -457,7 +459,7 @@ def end_updates(state: State) -> None:
 
 
 def _is_over(state: State) -> bool:
-    """Are all due steps done, and may the versions go of those values that this update leaves as they are?"""
+    """True if all due steps are done, and the versions of carried values without a due step are reclaimable."""
     if state.update >= state.rules.end or not all(map(state.over, state.tables.critical)):
         return False
     if state.checkpoint is not None and not state.begun():
@@ -473,13 +475,13 @@ def _is_over(state: State) -> bool:
 
 
 def save(state: State) -> None:
-    """When nothing that changes state is in work, have every replica copy its part of the checkpoint and write it."""
+    """Have every replica copy and write its part of the checkpoint, once no firing that changes state is in work."""
     if state.saving or state.begun() or any(channel.publishing for channel in state.channels.values()):
         return
     if any(state.tables.steps[f.node].stateful for f in state.running) or not drained(state):
         return
     saved = {"update": state.update, **state.ledger.to_json(), "trailing": state.off_path}
-    # A final checkpoint with no more in it than the newest complete one is not worth the time of a stop.
+    # A final checkpoint that adds nothing to the newest complete one would only delay the stop.
     if state.stopping and state.complete and _work_in(state, saved) == _work_in(state, state.complete):
         state.checkpoint = None
         state.finish("stopped")
@@ -496,7 +498,7 @@ def save(state: State) -> None:
 
 
 def copied(state: State, replica: str, rank: int) -> bool:
-    """A rank has copied its part of the checkpoint; true if all have, so that the run goes on."""
+    """Note that a rank has copied its part of the checkpoint. True if all have, so that the run goes on."""
     state.copying.discard((replica, rank))
     if state.copying or state.writing is not None:
         return False
@@ -512,10 +514,10 @@ def _all_copied(state: State) -> None:
 
 
 def commit(state: State) -> None:
-    """All parts of the checkpoint are written."""
+    """Handle a checkpoint whose parts are all written."""
     saved, final = json.loads(state.saving), state.writing is not None and state.writing.final
     if state.spoiled:
-        # It is due again, as it was.
+        # A part was lost: the checkpoint is due again.
         state.checkpoint = state.checkpoint or state.writing
         state.saving, state.writing, state.spoiled = "", None, False
         if state.failing:
@@ -533,8 +535,8 @@ def commit(state: State) -> None:
 
 
 def _work_in(state: State, saved: Mapping[str, Any]) -> Any:
-    """What a run that resumes from a saved state need not do again."""
-    # Sources are read again: so a group that was only opened is nothing.
+    """The work that a run resuming from a saved state need not do again."""
+    # Sources are read again, so a group that was only opened or read does not count.
     made = {
         ordinal: {n: r for n, r in made.items() if not state.tables.steps[n].source}
         for ordinal, made, *_ in saved["groups"]
@@ -543,7 +545,7 @@ def _work_in(state: State, saved: Mapping[str, Any]) -> Any:
 
 
 def drained(state: State) -> bool:
-    """Pinned: have the groups that need an older version than the resumed run can make been through its readers?"""
+    """True unless a pinned group must still read a version that a run resumed here could not make again."""
     readers = [step for step in state.tables.steps.values() if step.weights and not step.per_update]
     return not state.pinned or all(
         (step.name in group.made and not group.again) or not needs_past_version(state, group.ordinal)
@@ -553,7 +555,7 @@ def drained(state: State) -> bool:
 
 
 def restore(state: State, saved: Mapping[str, Any]) -> None:
-    """Continue from the state that a `Commit` told. Raises ValueError for one that is of another graph or plan."""
+    """Continue from the state in a `Commit`. Raises ValueError for the state of another graph or plan."""
     for ordinal, made, readers, *_ in saved["groups"]:
         odd = {*made, *readers} - state.tables.steps.keys() | set(made.values()) - state.tables.replicas.keys()
         if odd or made.keys() != readers.keys() or ordinal >= saved["next"]:
@@ -573,7 +575,7 @@ def restore(state: State, saved: Mapping[str, Any]) -> None:
         if len(group.made) == state.tables.num_group_steps:
             state.ledger.finish(group)
         for step in state.tables.steps.values():
-            # The turns of a group are in no checkpoint: they begin again, with the step that speaks.
+            # No checkpoint has the turns of a group: they begin again, with the step that speaks.
             waiting = not step.per_update and not step.answers and step.name not in group.made
             if waiting and all(name in group.made for name in step.waits):
                 heapq.heappush(state.ready[step.name], ordinal)
