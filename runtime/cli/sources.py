@@ -2,16 +2,21 @@
 
 Data that have changed are refused: groups would be others. Code may be mended between two lives of a run, and a resume
 says so: the graph is that of the run folder, and the nodes' functions are those of the file as it is now. The user's
-code is all that the process which traced the program has imported for it (`own_files`), whether the graph names it or
-another module needs it.
+code is all that the process which traced the program has imported for it, whether the graph names it or another module
+needs it, and what this code imports within functions, by statements (`own_files`). What is imported by a name that is
+made up, as by `importlib.import_module`, is not found.
 """
 
+import ast
 import hashlib
 import os
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
+from contextlib import suppress
+from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,22 +31,63 @@ def source_digests(paths: Iterable[str]) -> dict[str, str]:
 
 def own_files(modules: Mapping[str, ModuleType]) -> list[str]:
     """The files of those modules, by name, that are neither Python's, nor Penstock's, nor installed: the user's own
-    code. One that is installed to be edited lies where the user has it."""
+    code, and what its import statements name, wherever they stand. One that is installed to be edited lies where the
+    user has it."""
     pythons = [os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
+
+    # By folder: torch brings a thousand files, and the start of a run waits for this.
+    @cache
+    def installed(folder: str) -> bool:
+        return not {"site-packages", "dist-packages"}.isdisjoint(folder.split(os.sep)) or any(
+            Path(os.path.realpath(folder)).is_relative_to(python) for python in pythons
+        )
+
+    def is_own(file: Any) -> bool:
+        # What torch makes up has a file's name that is no path.
+        path = file if isinstance(file, str) and os.path.isabs(file) and file.endswith(".py") else ""
+        return bool(path) and not installed(os.path.dirname(path))
+
     theirs = [module for name, module in modules.items() if name.partition(".")[0] != "penstock"]
     # Anything may stand there: one that is loaded when it is first asked, or raises then, is not asked.
     facts = [object.__getattribute__(module, "__dict__") for module in theirs if issubclass(type(module), ModuleType)]
-    files = [module.get("__file__") for module in facts]
-    # What torch makes up has a file's name that is no path.
-    found = {file for file in files if isinstance(file, str) and os.path.isabs(file) and file.endswith(".py")}
-    # By folder: torch brings a thousand files, and the start of a run waits for this.
-    installed = {
-        folder
-        for folder in {*map(os.path.dirname, found)}
-        if not {"site-packages", "dist-packages"}.isdisjoint(folder.split(os.sep))
-        or any(Path(os.path.realpath(folder)).is_relative_to(python) for python in pythons)
-    }
-    return sorted(file for file in found if os.path.dirname(file) not in installed)
+    packages = {fact["__file__"]: fact.get("__package__") or "" for fact in facts if is_own(fact.get("__file__"))}
+    waiting = [*packages]
+    while waiting:
+        file = waiting.pop()
+        for spec in _named_imports(Path(file), packages[file]):
+            if spec.origin not in packages and is_own(spec.origin):
+                packages[spec.origin] = spec.parent or ""
+                waiting.append(spec.origin)
+    return sorted(packages)
+
+
+def _named_imports(file: Path, package: str) -> Iterator[ModuleSpec]:
+    """What the import statements of a module's file name, and the packages that it is in. Nothing is imported."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, ValueError, SyntaxError):  # whoever imports it is told
+        return
+    names = set[str]()
+    for part in ast.walk(tree):
+        if isinstance(part, ast.Import):
+            names |= {alias.name for alias in part.names}
+        elif isinstance(part, ast.ImportFrom) and (package or not part.level):
+            # One that leads out of its package raises when it is called.
+            with suppress(ImportError):
+                module = resolve_name("." * part.level + (part.module or ""), package)
+                names |= {f"{module}.{alias.name}" for alias in part.names}
+    for name in sorted(names):
+        first, *_ = parts = name.split(".")
+        if first == "penstock" or first in sys.stdlib_module_names:
+            continue
+        folders: Any = None
+        for depth in range(1, len(parts) + 1):
+            finds = (finder.find_spec(".".join(parts[:depth]), folders) for finder in sys.meta_path)
+            if (spec := next(filter(None, finds), None)) is None:
+                break
+            yield spec
+            if (folders := spec.submodule_search_locations) is None:
+                break
 
 
 def sha256(path: Path) -> str:

@@ -556,6 +556,27 @@ def test_modules_that_load_or_raise_when_they_are_asked_are_not_asked(tmp_path: 
     assert own_files(modules) == [str(tmp_path / "plain.py")]
 
 
+def test_what_own_code_would_import_within_functions_is_own_code_and_is_not_imported(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """By absolute and relative statements, of files that name others; not what is installed, or is not there."""
+    monkeypatch.syspath_prepend(tmp_path)
+    texts = {
+        "late_rule.py": "def rule():\n    from late_package import inner\n    import json, torch.nn, not_there.at\n",
+        "late_package/__init__.py": "raise RuntimeError\n",
+        "late_package/inner.py": "def call():\n    from . import last\n    from ... import out\n",
+        "late_package/last.py": "not Python\n",
+        "late_package/other.py": "",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    rule = ModuleType("late_rule")
+    rule.__file__ = str(tmp_path / "late_rule.py")
+    assert own_files({"late_rule": rule}) == sorted(str(tmp_path / name) for name in [*texts][:4])
+    assert not {"late_package", "late_package.inner"} & sys.modules.keys()
+
+
 @pytest.mark.parametrize("content", [b"", b'{"status": "do', b'{"status": 3}'])
 def test_a_run_goes_on_without_a_summary_that_was_damaged_and_says_so(
     finished: RunFolder, content: bytes, capsys: Output
