@@ -14,14 +14,14 @@ from penstock.graph.ir import Graph
 
 
 def feedback(graph: Graph) -> "nx.DiGraph[str]":
-    """The data flow closed over updates: arguments and nodes, with an edge to each from what it reads.
+    """The data flow closed over updates: arguments and nodes, with an edge to each node from each value that it reads.
 
     An edge's `span` is the number of updates between its two ends: 1 from the node that makes a carried value to that
     value, `lag` into a broadcast or a delay, otherwise 0.
     """
     flow = nx.DiGraph()
     flow.add_nodes_from([a.name for a in graph.arguments] + [n.name for n in graph.nodes])
-    # An input of the turn before is no edge: it would make a cycle of two nodes that take turns.
+    # An input of the previous turn is no edge: two nodes that take turns would be a cycle.
     flow.add_edges_from(((i.ref.node, n.name) for n in graph.nodes for i in n.inputs if not i.back), span=0)
     makers = {c.name: maker for c in graph.carried if (maker := graph.producer(c.name))}
     for node in graph.nodes:
@@ -29,7 +29,7 @@ def feedback(graph: Graph) -> "nx.DiGraph[str]":
             flow.edges[node.inputs[0].ref.node, node.name]["span"] = node.lag
             continue
         for item in node.inputs:
-            # An update changes a carried value in place, so it waits for all other readers of the value as it is.
+            # An update changes a carried value in place, so it waits for all other readers of the old value.
             maker = makers.get(item.ref.node, node.name)
             if maker != node.name:
                 flow.add_edge(node.name, maker, span=0)
@@ -71,22 +71,22 @@ def period_bound(
     """A lower bound on the seconds between updates in the long run: the maximum cycle ratio of the firings.
 
     `durations` are seconds of one firing by node; a broadcast's is publish, wire and swap together, 0 if not given.
-    `servers` is the number of firings that a pool has in work at once, replicas × capacity; 1 if not given. `pools`
-    is where the plan puts each node, if not where its label says. Sources are read ahead and cost nothing.
+    `servers` is the number of concurrent firings of a pool, replicas × capacity; 1 if not given. `pools` is where the
+    plan puts each node, if not in the pool of its label. Sources are read ahead and cost nothing.
 
     A cycle. Its durations follow one another, and at each stretch of per-group nodes the whole batch must get through
-    before the update: b groups, through stages of s servers and d seconds each, take Σd and the dearest way to fill
+    before the update: b groups, through stages of s servers and d seconds each, take Σd plus the costliest way to fill
     b - 1 places with hops of s places and d seconds (at a stage, group g waits for group g - s). For one stage that
     is (ceil(b / s) - 1) · d. The sum is divided by the updates that the cycle spans: 1 for a carried value, `lag`
-    more for a broadcast. A stretch that serves m further updates' batches before the cycle closes spans m more. Of an
-    update that accumulates, the parts from each one on follow the groups of that one.
+    more for a broadcast. A stretch that serves m further updates' batches before the cycle closes spans m more. If an
+    update accumulates, the parts from the n-th on wait for the groups of the n-th.
 
     A pool. The work of its nodes per update, over its servers.
 
-    The bound is exact, for durations that do not vary, where each pool runs one node, one carried value changes,
-    transfers take less than the bound, and free servers are given the next group in order. Where several nodes share
-    a pool their firings queue for each other, which no cycle shows: the simulator decides. Groups that a filter drops
-    and turns after the first only add to it, and so does a node that fires at some updates only, in a cycle.
+    The bound is exact, for durations that do not vary, if each pool runs one node, one carried value changes,
+    transfers take less than the bound, and free servers get the next group in order. If several nodes share a pool,
+    their firings queue for each other, which no cycle shows: the simulator decides. Dropped groups, turns after the
+    first, and nodes of a cycle that fire at some updates only make the real period longer than the bound.
     """
     names, what = [n.name for n in graph.nodes], f"{graph.name}: durations"
     for name in durations.keys() - names - {a.name for a in graph.arguments}:
@@ -98,7 +98,7 @@ def period_bound(
     capacity = servers or {}
     # A node that keeps a state does one firing at a time.
     free = {n.name: 1 if n.stateful else capacity.get(pool_of[n.name], 1) for n in graph.nodes}
-    # A node that fires at some updates only bounds no cycle: most updates go without it.
+    # A node that fires at some updates only does not slow a cycle: most updates do not wait for it.
     always = {name: 0.0 if graph[name].every > 1 else took for name, took in seconds.items()}
     bounds = [Bound(0.0)]
     flow = feedback(graph)
@@ -119,7 +119,7 @@ def period_bound(
 # Servers of a per-group node, and seconds of one of its firings.
 Stage = tuple[int, float]
 
-# Batches beyond its own that a stretch is followed for: where queueing across updates still makes a difference.
+# The number of further batches that a stretch is followed for: queueing across more updates makes no difference.
 FURTHER = 32
 
 
@@ -127,8 +127,8 @@ def _cycle_bound(
     graph: Graph, span: int, cycle: Sequence[str], batch: int, seconds: Mapping[str, float], servers: Mapping[str, int]
 ) -> Bound:
     """The bound of one cycle, which begins at a carried value."""
-    # The times in series, and the waiting of the batch's last group at each stretch of per-group nodes. Of an update in
-    # parts that is the last one.
+    # The durations in series, plus the waiting of the batch's last group at each stretch of per-group nodes. Of an
+    # update in parts only the last part counts.
     parts = {name: graph[name].accumulate / batch for name in cycle if name in graph and graph[name].accumulate}
     base = sum(seconds.get(name, 0.0) * parts.get(name, 1.0) for name in cycle)
     clocks = groupby(cycle, key=lambda name: name in graph and graph[name].clock == "group")
@@ -138,7 +138,7 @@ def _cycle_bound(
     once = base + sum(fill[batch - 1] for fill in fills)
     ratios = [once / span]
     for name in parts:
-        # The last stretch before it gives it its groups, and the n-th of its parts has those of the first n.
+        # The last stretch before the update makes its groups. Its n-th part waits for the groups of the first n parts.
         before = cycle[: list(cycle).index(name)]
         number = sum(per_group for per_group, _ in groupby(before, lambda n: n in graph and graph[n].clock == "group"))
         for groups in range(graph[name].accumulate, batch, graph[name].accumulate) if number else ():

@@ -1,7 +1,7 @@
 """`check(graph)`: all faults of a graph at once, before anything starts.
 
-Each rule is a function that yields its faults. All rules run on every graph. What no program makes, such as an edge
-from nowhere, is no fault for them: no `Graph` has it.
+Each rule is a function that yields its faults. All rules run on every graph. They need not look for malformed graphs,
+such as one with an edge from nowhere: `Graph` itself refuses those.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +33,7 @@ def check(
         sources: the sources of the run that the graph is checked for, by name.
         contexts: the contexts of that run, by the names of nodes and arguments.
 
-    What nodes themselves require of their calls (see `requires`) is checked for imported modules only.
+    Requirements that nodes declare (see `requires`) are checked for imported modules only.
     """
     view = View(graph, batch, sources or {}, contexts or {})
     return sorted((fault for rule in RULES for fault in rule(view)), key=by_place)
@@ -78,7 +78,7 @@ def _types(view: View) -> Iterator[Fault]:
 def _unused(view: View) -> Iterator[Fault]:
     used = {i.ref for _, i in view.inputs()} | {ref for _, ref in view.graph.results}
     for node in view.graph.nodes:
-        # Of a filter one used output is enough: the others are what it decides by.
+        # One used output of a filter is enough: the others may be for its predicate only.
         if node.answers or (node.construct == "keep" and any(Ref(node.name, o.name) in used for o in node.outputs)):
             continue
         for output in node.outputs:
@@ -105,7 +105,7 @@ def _unused(view: View) -> Iterator[Fault]:
 
 
 def _clocks(view: View) -> Iterator[Fault]:
-    """What may be read by a node that fires per group, per update, or by a broadcast."""
+    """What per-group nodes, per-update nodes and broadcasts may read."""
     for node in view.graph.nodes:
         if not node.fires:
             for item in node.inputs:
@@ -132,10 +132,10 @@ def _clocks(view: View) -> Iterator[Fault]:
 
 
 def _updates(view: View) -> Iterator[Fault]:
-    """Groups wait for an update, which ends when its nodes have fired: without one a run has no end."""
+    """At least one node fires per update: groups wait for an update, so a run without one never ends."""
     clocks = {node.clock for node in view.graph.nodes if node.fires}
-    # A next value that is made per group is told by its own rule; this one would add nothing.
-    made = any(ref.node in view.nodes for _, ref in view.graph.results)  # per group, which `_carried` refuses
+    # `_carried` reports a next value that is made per group; a second fault would add nothing.
+    made = any(ref.node in view.nodes for _, ref in view.graph.results)
     if "group" in clocks and "update" not in clocks and not made:
         given = "nodes that fire per group, and none that fires at each update"
         needed = 'a node that consumes the groups of an update: one with clock="update", such as accuracy(rewards)'
@@ -144,13 +144,13 @@ def _updates(view: View) -> Iterator[Fault]:
 
 def _places(view: View) -> Iterator[Fault]:
     """A carried value stays in its pool, and so does its next one."""
-    # The next value of a carried one is made where that lies: in place, without a copy.
+    # An update changes a carried value in place, so the next value is in the same pool.
     nexts = {ref: name for name, ref in view.graph.results}
     for node, item in view.inputs():
         argument = view.arguments.get(nexts.get(item.ref, item.ref.node))
         if argument is None or argument.kind != "carried" or not node.fires:
             continue
-        # A changing value that a per-group node reads is a fault of `_cycles`.
+        # `_cycles` reports a per-group node that reads a changing value.
         elsewhere = node.pool != argument.pool
         if elsewhere and not (node.clock == "group" and view.changing(item.ref)):
             given = f"{argument.name!r}, which pool {argument.pool!r} holds"
@@ -200,8 +200,8 @@ def _donations(view: View) -> Iterator[Fault]:
 
 
 def _taken(view: View, node: Node) -> set[str]:
-    """The carried values that a node updates: those it makes; else, if it makes something of the same type, the one
-    that is its first input, which is where the value to update stands."""
+    """The carried values that a node updates: those that it reads and makes the next value of. If it makes none, its
+    first input, where this is a changing value and the node makes something of that type."""
     if node.clock != "update" or not node.fires:
         return set()
     reads = {i.ref.node for i in node.inputs}
@@ -213,8 +213,8 @@ def _taken(view: View, node: Node) -> set[str]:
 
 
 def _cycles(view: View) -> Iterator[Fault]:
-    """Feedback goes through updates: a per-group node reads what changes through a broadcast only."""
-    import networkx as nx  # type: ignore[import-untyped]  # late: it takes longer to import than a graph to check
+    """Feedback goes through updates: a per-group node reads a changing value through a broadcast only."""
+    import networkx as nx  # type: ignore[import-untyped]  # late: importing it takes longer than checking a graph
 
     flow = nx.DiGraph([(i.ref.node, n.name) for n, i in view.inputs() if i.ref.node in view.nodes and not i.back])
     flow.add_nodes_from(view.nodes)
@@ -228,7 +228,7 @@ def _cycles(view: View) -> Iterator[Fault]:
                 code, given = "cycle-without-lag", f"the cycle without a lag {path}"
             yield Fault(code, _input(node, item), given, f"broadcast({name}, lag=k)", node.where)
         elif maker is not None and node.fires and node.name != maker:
-            # An update changes a value in place, so it waits for all other readers of the value as it was.
+            # An update changes a value in place, so it waits for all other readers of the old value.
             waits.append((node.name, maker))
     flow.add_edges_from(waits)
     for names in nx.strongly_connected_components(flow):
@@ -278,7 +278,7 @@ def _numbers(view: View) -> Iterator[Fault]:
 
 
 def _every(view: View) -> Iterator[Fault]:
-    """Nodes and broadcasts that take part in some updates only."""
+    """Nodes and broadcasts with `every` > 1."""
     for node in view.graph.nodes:
         if type(node.every) is not int or node.every <= 1:
             continue
@@ -288,7 +288,7 @@ def _every(view: View) -> Iterator[Fault]:
             needed = f"a node that fires per update: {short(node.op)}.per_update.every({node.every})"
             given = f"{node.every}, of a node per {node.clock}"
             yield Fault("every-per-group", f"{node.name}: every", given, needed, node.where)
-        # What it reads of the updates between its own would be lost.
+        # The groups of the updates between its firings would be lost.
         for item in node.inputs if node.fires else ():
             if view.per_group(item.ref):
                 given = f"{str(item.ref)!r}, of which each update has a batch of its own"
@@ -309,7 +309,7 @@ def _every(view: View) -> Iterator[Fault]:
 
 
 def _accumulates(view: View) -> Iterator[Fault]:
-    """Updates that take their batch in parts: nothing that they read may need the whole of it."""
+    """Updates that take their batch in parts: no input of theirs may need the whole batch."""
     for node in view.graph.nodes:
         if node.accumulate == 0:
             continue
@@ -349,7 +349,7 @@ def _accumulates(view: View) -> Iterator[Fault]:
 
 
 def starving(node: Node) -> Fault | None:
-    """The fault of a broadcast that sends so seldom that some update would wait for ever; None if there is none."""
+    """The fault of a broadcast that sends too seldom for its lag, so that an update would wait for ever; else None."""
     if node.construct != "broadcast" or type(node.lag) is not int or node.every <= node.lag + 1:
         return None
     given = f"every={node.every}, lag={node.lag}"
@@ -358,7 +358,7 @@ def starving(node: Node) -> Fault | None:
 
 
 def _precisions(view: View) -> Iterator[Fault]:
-    """Weights of eight bits go to nodes that compute with them; those of a value to a pool are in one format."""
+    """Eight-bit weights go to nodes that compute with them. All weights of one value for one pool have one format."""
     chosen: dict[tuple[str, str], Node] = {}
     for node in view.graph.nodes:
         if node.construct != "broadcast":
@@ -375,7 +375,7 @@ def _precisions(view: View) -> Iterator[Fault]:
                 given = f"{node.precision!r} beside {first.name} ({first.where}) with {first.precision!r}"
                 needed = f"one format for the weights of {channel[0]!r} that go to pool {reader.pool!r}"
                 yield Fault("bad-precision", what, given, needed, node.where)
-            # Not `load`: where a graph is only looked at, nothing of the user's is to run.
+            # Not `load`: looking at a graph must not run the user's modules.
             definition = imported(reader.op) if node.precision else None
             if isinstance(definition, NodeDef) and node.precision not in definition.precisions:
                 able = ", ".join(definition.precisions) or "none"
@@ -390,12 +390,12 @@ MODEL = path_of(Model)
 
 
 def _delays(view: View) -> Iterator[Fault]:
-    """A delayed value is read per group where it is held; one that never changes needs no delay."""
-    # A group takes the place of a dropped one, so which update it is for is known too late.
+    """A delayed value changes at each update, is no model, and is read per group in the pool that holds it."""
+    # Behind a filter, a later group takes the place of a dropped one: a group's update is known too late.
     filters = [node.name for node in view.graph.nodes if node.construct == "keep"]
     for node in view.graph.nodes:
         argument = view.arguments.get(node.inputs[0].ref.node) if node.construct == "delay" else None
-        if argument is None or argument.kind != "carried":  # of which `_clocks` tells
+        if argument is None or argument.kind != "carried":  # `_clocks` reports it
             continue
         carried, maker = argument.name, view.nodes.get(view.makers.get(argument.name, ""))
         if maker is None:
@@ -426,7 +426,7 @@ def _delays(view: View) -> Iterator[Fault]:
 
 
 def _turns(view: View) -> Iterator[Fault]:
-    """Two nodes that take turns: bounded, per group, each the other's."""
+    """Nodes that take turns have a bound, fire per group, and pass on no state."""
     for node in view.graph.nodes:
         if node.turns is None:
             continue

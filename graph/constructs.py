@@ -1,7 +1,7 @@
-"""The constructs: what a program can say beside calling nodes.
+"""The constructs: what a program can say besides calling nodes.
 
-`broadcast`, `delay`, `keep` and `alternate` say how weights travel, which value is read later, which groups stay, and
-who takes turns.
+`broadcast` sends weights, `delay` reads an older value, `keep` filters groups, and `alternate` lets two nodes take
+turns.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ from penstock.graph.node import NodeDef
 from penstock.graph.trace import ANY, Handle, recording
 from penstock.graph.types import Replies, Rollouts, Weights
 
-# The inputs by which a node that speaks gets what it, and the one that answers, made in the turn before.
+# Optional inputs of the speaking node: its own output and the answering node's, both of the previous turn.
 BACK = ("conversation", "replies")
-# The optional input by which a node that answers gets what it made itself in the turn before.
+# Optional input of the answering node: its own output of the previous turn.
 EARLIER = "earlier"
 
 
@@ -33,7 +33,7 @@ def broadcast(value: Any, *, lag: int = 0, every: int = 1, precision: Literal[""
     """The weights of a carried value for another pool, at most `lag` updates old: the feedback edge of a program.
 
     Send only every `every`-th version. `every` must be ≤ `lag` + 1. With a `precision` the sender converts matrices to
-    eight bits with a scale per row, and whoever reads them computes in that: int8 on CPUs, fp8 (e4m3) on GPUs.
+    eight bits with a scale per row, and the reader computes in that format: int8 on CPUs, fp8 (e4m3) on GPUs.
     """
     return cast(Weights, recording("broadcast").edge("broadcast", value, lag, every, precision))
 
@@ -41,9 +41,9 @@ def broadcast(value: Any, *, lag: int = 0, every: int = 1, precision: Literal[""
 def delay(value: A, *, lag: int = 0) -> A:
     """A carried value exactly as it was `lag` updates ago, for nodes that fire per group in its own pool.
 
-    The groups of update u see its version max(0, u − lag): what the updates up to u − 1 − lag have made of it. Which
-    update a group is for must be known by then, so a program has delays or filters, not both. At each update the value
-    is copied whole, and lag + 2 copies are kept: it should be small, and must not be a model.
+    The groups of update u see its version max(0, u − lag): the result of the updates up to u − 1 − lag. A group's
+    update must be known when the group starts, so a program has delays or filters, not both. Each update copies the
+    whole value, and lag + 2 copies are kept: the value should be small, and must not be a model.
     """
     return cast(A, recording("delay").edge("delay", value, lag))
 
@@ -55,8 +55,8 @@ def keep(first: A, second: B, /, *, when: Callable[[A, B], bool]) -> tuple[A, B]
 @overload
 def keep(first: A, second: B, third: C, /, *, when: Callable[[A, B, C], bool]) -> tuple[A, B, C]: ...
 def keep(*values: Any, when: Callable[..., bool] | None = None) -> Any:
-    """The values of those prompt groups for which `when(*values)` is true. The others are dropped, and the next groups
-    take their place: an update consumes its `batch` kept ones, in order."""
+    """The values of those prompt groups for which `when(*values)` is true. Other groups are dropped, and the next ones
+    take their place: an update consumes `batch` kept groups, in order."""
     recorder = recording("keep")
     if not values:
         raise fault("missing-input", "keep", "no value", "the values of a group, the last of them often its rewards")
@@ -84,17 +84,17 @@ def alternate(
 ) -> Any:
     """Let two nodes take turns on each prompt group, such as a generator and an environment, at most `turns` times.
 
-    `speak` gets `inputs`, and from the second turn on also what both made in the turn before, as its optional inputs
-    `conversation` and `replies`. `answer` gets what `speak` has made, and ends it by an output whose attribute `done`
-    is true; it hears the last turn too, and what it makes of that, such as a reward, is the group's. A reader of their
-    outputs gets those of the last turn.
+    `speak` gets `inputs`. From the second turn on it also gets the outputs of both nodes at the previous turn, as its
+    optional inputs `conversation` and `replies`. `answer` gets the output of `speak`, and ends the turns with an output
+    whose attribute `done` is true. It fires at the last turn, too: its output there, such as a reward, is the group's.
+    Nodes that read the two get their outputs of the last turn.
 
-    A generator that answers, `generate.of(judge)`, is the node `reply`: what its model says are the replies.
+    A generator that answers, `generate.of(judge)`, is the node `reply`: its model writes the replies.
 
-    Inputs of the answering node's own are given to it beforehand: `customer.given(persona=personas)`,
-    `generate.of(judge)`. Both nodes start when all inputs of both are there. An optional input `earlier` of it is what
-    it made itself in the turn before. `options` go to the one that has them; one that both have is given to the
-    answering node by `given`.
+    Give the answering node its other inputs beforehand: `customer.given(persona=personas)`, `generate.of(judge)`. Both
+    nodes start when all inputs of both are ready. If the answering node has an optional input `earlier`, this is its
+    own output of the previous turn. Each of `options` goes to the node that has it. If both have it, give the answering
+    node its own with `given`.
     """
     for role, node in (("speaks", speak), ("answers", answer)):
         if not isinstance(node, NodeDef):
@@ -122,7 +122,7 @@ def alternate(
         recorder.faults.append(Fault("ambiguous-option", f"alternate: option {name!r}", given, needed, caller()))
     # Recorded at the end, with the edges between the turns, which need both nodes.
     said = recorder.node_of(speak, inputs, {k: v for k, v in options.items() if k in spoken})
-    # The answering node's first input that is not bound is what the other one has made.
+    # The answering node's first input that is not bound is the speaking node's output.
     own = [p.name for p in answer.interface.inputs if not p.optional and p.name not in answer.bound]
     if len(own) > 1:
         needed = f"all but what it answers: {answer.written}.given({', '.join(f'{name}=…' for name in own[1:])})"
@@ -134,11 +134,11 @@ def alternate(
     if not said.outputs or not heard.outputs:
         what = f"alternate: {(answer if said.outputs else speak).__name__}"
         raise fault("no-output", what, "a node without an output", "one for the other to read")
-    # What a node reads of the turn before: (the input, the node that made it).
+    # What each node reads of the previous turn: (the input, the node that made it).
     recalled = [p for p in answer.interface.inputs if p.name == EARLIER and p.optional and EARLIER not in answer.bound]
     ports |= {port.name: port for port in recalled}
     back = [(said, [*zip(BACK, (said, heard), strict=True)]), (heard, [(EARLIER, heard) for _ in recalled])]
-    # Without a bound the graph is still made: `check` has the fault, with all others.
+    # A missing bound does not stop the trace: `check` reports it with all other faults.
     bound = encode(inf if turns is None else turns, "alternate: option 'turns'")
     for made, reads in back:
         edges = list(made.inputs)

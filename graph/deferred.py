@@ -1,13 +1,13 @@
-"""A batch whose columns are read when they are used, and of the rows that are used.
+"""Deferred batches: a column is read when it is first used, and only for the rows that are used.
 
-Ranks that share the work on a batch each need a part of it. Such a rank is given a value of the edge's class that knows
-how many rows it has; a column is read from where it lies when it is first touched, and `take` reads nothing: what has
-taken rows reads the columns of these alone. So a node that takes its rows first is given its share, and one that knows
-nothing of this gets all, with equal bits.
+Ranks that share the work on a batch each need a part of it. Each gets a deferred batch: a value of the edge's class
+that knows its number of rows. It reads a column, from wherever that is stored, at the first access. `take` reads
+nothing: its result reads the columns of the taken rows only. So a node that takes its rows first loads only its share,
+and any other node loads all rows, with equal bits.
 
-It cannot be told from a value that is all here, but for `vars(type(value))`, and that what a class derives does not
-follow an array that is changed in place. What is made from it (`replace`, `concat`, a copy) is a plain one. It is valid
-for the firing that it was given to.
+A deferred batch behaves like a loaded one, except for `vars(type(value))`, and except that derived properties do not
+follow an array that is changed in place. `replace`, `concat` and copies of it make plain batches. It is valid only for
+the firing that it was given to.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class Column(Protocol):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Its shape but for the rows; () for a tuple."""
+        """Its shape without the row axis; () for a tuple."""
 
     def read(self, rows: Sequence[int]) -> Any:
         """An array or a tuple of these rows, in this order."""
@@ -33,7 +33,7 @@ class Column(Protocol):
 
 @dataclass(frozen=True)
 class LoadedColumn:
-    """A column that is here: an array or a tuple."""
+    """A column that is loaded: an array or a tuple."""
 
     values: Any
 
@@ -47,7 +47,7 @@ class LoadedColumn:
 
 @dataclass(frozen=True)
 class StackedColumns:
-    """Columns below each other, of so many rows each: arrays are padded to a common width with zeros."""
+    """Columns joined along the rows, as (column, rows): arrays are padded to a common width with zeros."""
 
     parts: tuple[tuple[Column, int], ...]
 
@@ -61,12 +61,12 @@ class StackedColumns:
             starts.append(starts[-1] + count)
         wanted: dict[int, list[int]] = {}
         for place in sorted(range(len(rows)), key=rows.__getitem__):
-            # Rows in order, so that the part of one is that of the one before it, or a later one.
+            # Rows come in ascending order, so a row is in the same part as the one before it or in a later part.
             part = next(reversed(wanted), 0)
             while rows[place] >= starts[part + 1]:
                 part += 1
             wanted.setdefault(part, []).append(place)
-        # Of no row: what there is of one, without it.
+        # For no rows: an empty read, which has the column's type.
         pieces = [self.parts[0][0].read([])] if not rows else []
         for part, places in wanted.items():
             pieces.append(self.parts[part][0].read([rows[place] - starts[part] for place in places]))
@@ -92,8 +92,8 @@ class _Taken:
 
 
 def deferred(kind: type[B], columns: Mapping[str, Column | None], rows: Sequence[int]) -> B:
-    """A batch of these rows of `columns`, by the names of the fields of `kind` and of what it derives from them; None
-    for a column that is None."""
+    """A batch of these rows of `columns`. Their names are those of the fields and derived properties of `kind`; None is
+    a column that is None."""
     found: Any = object.__new__(_deferring(cast(Any, kind)))
     object.__setattr__(found, "_columns", columns)
     object.__setattr__(found, "_rows", rows)
@@ -102,8 +102,8 @@ def deferred(kind: type[B], columns: Mapping[str, Column | None], rows: Sequence
 
 
 def may_defer(kind: type[Batchable]) -> bool:
-    """Does a class join and take rows as the graph's own classes do? What one of the user's does there by itself, it
-    does with all rows."""
+    """True if a class has the `concat` and `take` of `graph.types`. A user's class with its own `concat` or `take` gets
+    all rows."""
     return {kind.concat.__func__.__module__, kind.take.__module__} == {Batchable.__module__}  # type: ignore[attr-defined]
 
 
@@ -112,11 +112,11 @@ def is_deferred(value: object) -> bool:
 
 
 def columns_of(batch: Batchable) -> dict[str, Column | None]:
-    """The columns of a batch by name; none is read that is not here."""
+    """The columns of a batch by name. Loads none."""
     if is_deferred(batch):
         own: Any = batch
         found = {name: None if one is None else _Taken(one, own._rows) for name, one in own._columns.items()}
-        # What is here may have been changed.
+        # A loaded column may have been replaced since.
         return {**found, **_present(own._read)}
     names = [*(field.name for field in fields(batch)), *type(batch).derived]
     return {**_present({name: getattr(batch, name) for name in names})}
@@ -127,8 +127,8 @@ def _present(values: Mapping[str, Any]) -> dict[str, LoadedColumn | None]:
 
 
 def widened(kind: type[B], batch: Batchable, **columns: Any) -> B:
-    """A batch of `kind`, which has the fields of `batch` and these columns: each an array, None, or a field of another
-    batch, (batch, name). Nothing is read that is not here."""
+    """A batch of `kind` with the fields of `batch` and these columns: each an array, None, or a field of another batch,
+    (batch, name). Loads no column of a deferred batch."""
     named = {name: given for name, given in columns.items() if isinstance(given, tuple)}
     known = {field.name for field in fields(kind)}
     kept = [field.name for field in fields(batch) if field.name in known - columns.keys()]
@@ -157,7 +157,7 @@ def shape_of(batch: Batchable, name: str) -> list[int] | None:
 
 
 class _Deferred:
-    """What the classes that `_deferring` makes have in common."""
+    """The base of the classes that `_deferring` makes."""
 
     _columns: Mapping[str, Column | None]
     _rows: Sequence[int]
@@ -186,14 +186,14 @@ def _deferring(kind: type[Batchable]) -> type:
 
     def change(self: Any, name: str, value: Any) -> None:
         self._read[name] = value
-        # What follows from the fields is another from now on, perhaps.
+        # Derived properties may depend on the field.
         self._read.update({each: getattr(kind, each).fget(self) for each in kind.derived})
 
     def whole(self: Any) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(kind)}
 
     body: dict[str, Any] = {
-        # Whatever makes another one of the same class (`replace`, a copy) has all columns, and makes a plain one.
+        # Making another object of the class (`replace`, a copy) needs all columns, and makes a plain batch.
         "__new__": lambda cls, *given, **named: kind(*given, **named),
         "__class__": property(lambda self: kind),
         "__dict__": property(whole),

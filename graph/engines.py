@@ -1,8 +1,8 @@
 """The engines of `generate`: their names, what is installed for each, and what each can do.
 
-It is the one table of them. Flags and options have the names, `check` and placements ask what an engine cannot do, and
-a rank opens the class that is named here. Another engine is a file beside `nodes/generate/vllm_engine.py`, its name in
-`EngineName`, and a row.
+This is the only table of engines. Flags and options take the names from it, `check` and placement look up what an
+engine cannot do, and a rank opens the class that it names. To add an engine, add a file beside
+`nodes/generate/vllm_engine.py`, its name to `EngineName`, and a row.
 """
 
 from collections.abc import Mapping
@@ -20,20 +20,20 @@ class EngineKind:
 
     Attributes:
         stream: import path of its class, a `GroupStream`.
-        module: what a rank imports of a package that is installed for it; "" for an engine of this package.
+        module: the extra package that a rank imports; "" for an engine of this package.
         install: the arguments of an interpreter that install it.
-        exact: is what it samples repeatable to the bit, and beside whichever other rows?
-        adapters: does it decode with adapters (LoRA) and their base?
-        narrow: does it decode with weights of eight bits?
-        mixtures: does it decode with mixtures of experts, and record the experts of each token?
-        unproved: the `model_type`s that it is not shown to take weights of.
-        one_window: the `model_type`s of whose layers it gives all the window that some have.
-        fixed_heads: the `model_type`s of which it takes heads to be hidden_size / num_attention_heads wide, whatever
+        exact: True if its samples are repeatable to the bit, whatever other rows it decodes beside them.
+        adapters: True if it decodes with adapters (LoRA) and their base.
+        narrow: True if it decodes with eight-bit weights.
+        mixtures: True if it decodes mixtures of experts, and records the experts of each token.
+        unproved: the `model_type`s for which no test shows that it takes weights correctly.
+        one_window: the `model_type`s for which it gives all layers the sliding window that only some have.
+        fixed_heads: the `model_type`s for which it assumes heads of width hidden_size / num_attention_heads, whatever
             `head_dim` says.
-        stretches: does it turn positions that are beyond what the scaling `yarn` is for?
-        coldest: the least temperature above 0 that it samples at.
+        stretches: True if it rotates positions beyond the range of the scaling `yarn`.
+        coldest: the lowest temperature above 0 that it samples at.
         hottest: the highest.
-        heads_on_cpu: how wide heads may be for its attention on a CPU; () for any width.
+        heads_on_cpu: head widths that its attention supports on a CPU; () for any.
         axes: the axes of a mesh that its replicas may have.
     """
 
@@ -67,12 +67,12 @@ ENGINES: Mapping[str, EngineKind] = {
         unproved=("gemma3_text",),
         one_window=("qwen2", "qwen3"),
         fixed_heads=("qwen2",),
-        # It would read what lies behind its table of angles.
+        # It would read past the end of its table of angles.
         stretches=False,
-        # It takes any temperature below for this one.
+        # It raises any lower temperature to this one.
         coldest=0.01,
         hottest=2.0,
-        # Those that its kernels are compiled for.
+        # The widths that its kernels are compiled for.
         heads_on_cpu=(32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
         axes=("tp",),
     ),

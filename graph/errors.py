@@ -1,8 +1,8 @@
 """Faults of a program: their form, their codes, and where in the user's file they are.
 
 A `Fault` says what is wrong, what was given, what is needed and where it was written. Its `code` is a stable word that
-tests and tools match on; the texts may change. docs/check-errors.md lists all codes with cause and cure, and a test
-holds that none is missing there. `check` returns faults, everything else raises them in a `GraphError`.
+tests and tools match on; the texts may change. docs/check-errors.md lists all codes with cause and cure; a test checks
+that none is missing. `check` returns faults, everything else raises them in a `GraphError`.
 """
 
 import difflib
@@ -15,7 +15,7 @@ from types import CodeType
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault. `where` is "file:line" of the call, "" for a graph that no file wrote."""
+    """One fault. `where` is "file:line" of the call, "" for a graph without a source file."""
 
     code: str
     what: str
@@ -24,7 +24,7 @@ class Fault:
     where: str = ""
 
     def __str__(self) -> str:
-        # With the code, by which the page of errors has the cause and the cure.
+        # docs/check-errors.md lists cause and cure by the code.
         place = f"{self.where}: " if self.where else ""
         return f"{place}{self.what} [{self.code}]\n    given   {self.given}\n    needed  {self.needed}"
 
@@ -48,7 +48,7 @@ _LIBRARY = (f"{__package__}.", "penstock.nodes.")
 def caller() -> str:
     """ "file:line" of the program that is being traced: the innermost frame outside this package and the nodes."""
     frame = sys._getframe(1)
-    # Nodes of this package call others in their own helpers, which is not where the user has to look.
+    # Helpers in `penstock.nodes` call nodes, too, but the user needs the line in their own file.
     while frame.f_globals.get("__name__", "").startswith(_LIBRARY) and frame.f_back is not None:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -60,7 +60,7 @@ def defined(function: object) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else ""
 
 
-# What TRL, verl, NeMo-RL, OpenRLHF, AReaL and prime-rl call what is a flag, or an option of a node, here.
+# Names in TRL, verl, NeMo-RL, OpenRLHF, AReaL and prime-rl, by the flag or node option here that they mean.
 ELSEWHERE_CALLED = {
     theirs: ours
     for ours, words in {
@@ -110,15 +110,15 @@ ELSEWHERE_CALLED = {
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The names to choose from, the most similar first, as the end of a sentence; the one alone that is meant by a word
-    of another library."""
+    """The end of a message that suggests names, the most similar first; for another library's name, only the one that
+    it means here."""
     known = sorted(set(names))
     bare = {other.lstrip("-").replace("-", "_"): other for other in known}
     if (ours := ELSEWHERE_CALLED.get(name.lstrip("-").replace("-", "_"))) in bare:
         return f"; here it is {bare[ours]}"
 
     def likeness(other: str) -> float:
-        # The sorted letters count, too: most slips are two letters that changed places.
+        # The sorted letters count, too: most typos swap two letters.
         pairs = ((name, other), (sorted(name), sorted(other)))
         return sum(difflib.SequenceMatcher(None, one, two).ratio() for one, two in pairs)
 

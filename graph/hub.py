@@ -9,7 +9,7 @@ from threading import Thread
 from typing import Literal
 
 _NAME = re.compile(r"(\w[\w.-]*/[\w.-]+)(?:@([\w./-]+))?")
-# How the Hub's cache calls a directory.
+# A model's directory in the Hub's cache.
 _SNAPSHOT = re.compile(r".*/models--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})/?")
 # A model's weights, its shape and its tokenizer; no other formats of the same weights.
 _FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
@@ -18,16 +18,16 @@ _COPIES = ["consolidated*", "original/*"]
 
 
 class HubError(ValueError):
-    """A name of the Hub that cannot be had: what was given, what is needed, and why."""
+    """A Hub name that cannot be resolved: what was given, what is needed, and why."""
 
 
 @lru_cache
 def model_folder(given: str, *, weights: bool = True) -> str:
-    """The directory of a model: `given`, unless it is no directory here and a name of the Hub, or a directory of the
-    Hub's cache on another machine. Then it is the one in the cache here, downloaded first if need be, without its
-    weights if these are not asked for.
+    """The directory of a model. A path that exists is returned as it is. For a Hub name, or a path in the Hub cache of
+    another machine, return the directory in this machine's cache, downloaded first if needed; `weights=False` downloads
+    no weights. Anything else is returned as it is.
 
-    Raises HubError for a name that is neither here nor there, or that cannot be reached.
+    Raises HubError for a name that is neither in the cache nor on the Hub, or if the Hub cannot be reached.
     """
     if Path(given).exists():
         return given
@@ -54,9 +54,9 @@ def model_folder(given: str, *, weights: bool = True) -> str:
 
 
 def unreachable(kind: Literal["model", "dataset"], name: str, revision: str | None) -> str:
-    """Why the Hub answers nothing about a name, within 5 s or HF_HUB_ETAG_TIMEOUT; "" if it answers, whatever it says.
+    """Why the Hub does not answer about a name within HF_HUB_ETAG_TIMEOUT (5 s by default); "" if it answers anything.
 
-    Its client tries again for half a minute to connect, which helps nobody who has mistyped a path.
+    The Hub's client alone retries for half a minute, too long for a user who has mistyped a path.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -70,12 +70,12 @@ def unreachable(kind: Literal["model", "dataset"], name: str, revision: str | No
             api.repo_info(name, repo_type=kind, revision=revision, timeout=seconds)
         except (HfHubHTTPError, ValueError):
             answers.put("")
-        except Exception as error:  # the errors of whichever library of HTTP the client is built on
+        except Exception as error:  # errors of the client's HTTP library, which differs by version
             answers.put(f"{api.endpoint} cannot be reached: {error or type(error).__name__}")
         else:
             answers.put("")
 
-    # In a thread, since the time that a host's name takes to be resolved has no limit.
+    # In a thread, since resolving a host name has no timeout.
     Thread(target=ask, daemon=True).start()
     try:
         return answers.get(timeout=seconds)

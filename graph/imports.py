@@ -1,7 +1,7 @@
-"""Import paths: what names a function or a class in a graph, so that another process finds the same one.
+"""Import paths, which name functions and classes in a graph, so that another process finds the same ones.
 
-"package.module:name", or "/absolute/file.py:name" for a module that was loaded from a file. Names of the built-in
-programs ("aipo") are short for `penstock.programs.aipo:aipo`.
+"package.module:name", or "/absolute/file.py:name" for a module that was loaded from a file. The name of a built-in
+program, such as "aipo", is short for `penstock.programs.aipo:aipo`.
 """
 
 import hashlib
@@ -48,8 +48,8 @@ def short(path: str) -> str:
 def load(path: str) -> Any:
     """What `path` names: "package.module:name", "file.py:name" or the name of a built-in program.
 
-    Raises GraphError with the nearest names if there is none. What a module itself raises while it is imported is
-    not caught: its traceback names the line.
+    Raises GraphError with the nearest names if there is none. Exceptions of a module during its import are not caught:
+    their traceback names the line.
     """
     place, _, name = path.rpartition(":")
     if not place and not name.endswith(".py"):
@@ -90,7 +90,7 @@ def imported(path: str) -> Any:
 
 
 def _main(real: str) -> ModuleType | None:
-    """The module that this process runs, if that is its file: loaded again, its classes would be others."""
+    """`__main__`, if this is its file: a second copy of the module would have other classes."""
     main = sys.modules.get("__main__")
     return main if main is not None and os.path.abspath(getattr(main, "__file__", None) or "") == real else None
 
@@ -106,7 +106,7 @@ def _import(path: str, module: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = error.name or ""
-        # Another module that is missing is the fault of the one that imports it.
+        # If it is another module that is missing, the module that imports it is at fault.
         if not missing or not f"{module}.".startswith(f"{missing}."):
             raise
     needed = "a module that can be imported here (is it installed, or in the current folder?)"
@@ -114,7 +114,7 @@ def _import(path: str, module: str) -> ModuleType:
 
 
 def _from_file(path: str, file: str) -> ModuleType:
-    """The module of a file: loaded once, whatever its path was given as."""
+    """The module of a file, loaded once however its path is written."""
     real = os.path.abspath(file)
     if not os.path.isfile(real):
         siblings = [p.name for p in Path(real).parent.glob("*.py")]
@@ -141,7 +141,7 @@ def _from_file(path: str, file: str) -> ModuleType:
 
 
 def reach(path: str) -> None:
-    """Let modules beside the file that a program's path names be imported, as when it was traced."""
+    """Make modules beside the file of a program's path importable, as they were when it was traced."""
     place = path.rpartition(":")[0]
     if place.endswith(".py"):
         _reachable(os.path.dirname(os.path.abspath(place)))
@@ -162,7 +162,7 @@ def encode(value: Any, what: str) -> Json:
     # NaN is refused: no option means it, and two graphs with it would not be equal.
     if value is None or type(value) in (bool, int, str) or (type(value) is float and not math.isnan(value)):
         return value
-    # NumPy's numbers are no `int` or `float`, and JSON does not know them.
+    # JSON does not know NumPy's numbers, which are no `int` or `float`.
     if isinstance(value, Integral) or (isinstance(value, Real) and not math.isnan(value)):
         return int(value) if isinstance(value, Integral) else float(value)
     # Absolute, so that a run can be resumed from any folder.
@@ -180,7 +180,7 @@ def encode(value: Any, what: str) -> Json:
         annotations = getattr(value.func, "__annotations__", {})
         for name, bound in value.keywords.items():
             require_no_function(bound, annotations.get(name), f"{what}: option {name!r}")
-        function = encode(value.func, what)  # a partial itself, where that has attributes
+        function = encode(value.func, what)  # may be a partial itself, if that one has attributes
         return {**function, "options": {**function.get("options", {}), **encode(value.keywords, what)}}
     if isinstance(value, FunctionType | BuiltinFunctionType | type) or hasattr(value, "__wrapped__"):
         path = path_of(value)
@@ -212,7 +212,7 @@ def names_function(option: Json) -> bool:
 
 
 def resolve(option: Json) -> Any:
-    """The inverse of `encode`, but for tuples, which stay lists, and paths, which stay texts outside of functions."""
+    """The inverse of `encode`, except that tuples stay lists, and paths stay texts outside of functions."""
     if isinstance(option, list):
         return [resolve(item) for item in option]
     if isinstance(option, dict):
@@ -230,7 +230,7 @@ def arguments(function: Callable[..., Any], options: Mapping[str, Json]) -> dict
 
 
 def located(value: Any, annotation: Any) -> Any:
-    """An option's value, and an absolute `Path` for each file or folder that its annotation says it is."""
+    """An option's value, with an absolute `Path` in place of each text that is a file or folder by its annotation."""
     if annotation in PATHS and isinstance(value, str | Path):
         return Path(value).absolute()
     if annotation in LISTS and isinstance(value, list | tuple):

@@ -24,9 +24,9 @@ REQUIRED = inspect.Parameter.empty
 class Port:
     """An input or output. Only an optional input (`x: X | None = None`) may be left out of a call.
 
-    `variable` is the name of the TypeVar that it is annotated with, `type` that one's bound: an output is of the type
-    of the value that the call passes as the input with the same variable. `several`: an input that is a list of values
-    of this type (`x: Sequence[X] = ()`); in the graph they are the inputs `x[0]`, `x[1]`, ….
+    `variable` is the name of the TypeVar that it is annotated with; `type` is then the TypeVar's bound, and an output
+    has the type of the value that the call passes as the input with the same variable. `several`: an input that is a
+    list of values of this type (`x: Sequence[X] = ()`); in the graph they are the inputs `x[0]`, `x[1]`, ….
     """
 
     name: str
@@ -38,12 +38,12 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """`bundle` makes what a call returns out of its outputs' values in order; `metrics`: figures come beside them.
+    """What a node's signature says.
 
-    `returns` is the return annotation, for messages. `stream`: the state is a `Stream`, which works on several firings
-    at once and keeps nothing between them. `context` names the keyword-only parameter that the run fills with the
-    node's `Context`, `part` the one that it fills with the `BatchPart` of an update that accumulates; "" if there is
-    none.
+    `bundle` makes a call's return value from the values of its outputs in order. `metrics`: the node also returns
+    figures. `returns` is the return annotation, for messages. `stream`: the state is a `Stream`, which works on several
+    firings at once and keeps nothing between them. `context` names the keyword-only parameter for the node's `Context`,
+    `part` the one for the `BatchPart` of an update that accumulates; "" if there is none. The run fills both.
     """
 
     inputs: tuple[Port, ...]
@@ -57,7 +57,7 @@ class Interface:
     part: str = ""
 
     def gathered(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs by the names of the node's parameters: those of a list together."""
+        """The inputs by parameter name; those of a list as one tuple."""
         found = dict(inputs)
         for port in self.inputs:
             if port.several:
@@ -66,7 +66,7 @@ class Interface:
         return found
 
     def values(self, payload: Any) -> tuple[Any, ...]:
-        """The outputs' values in what a call returned, taken off state and metrics."""
+        """The outputs' values in a call's result without state and metrics."""
         if self.bundle is _single or not isinstance(payload, tuple):
             return () if payload is None and not self.outputs else (payload,)
         return payload
@@ -177,7 +177,7 @@ def _single(value: Any) -> Any:
 
 
 def mistyped(function: Callable[..., Any], options: Mapping[str, Json], what: str, where: str) -> Iterator[Fault]:
-    """A fault for each option that is not what the function's annotation says; `what` begins the message."""
+    """Yield a fault for each option that does not fit its annotation. `what` is the beginning of the message."""
     try:
         annotations = inspect.get_annotations(function, eval_str=True)
     except NameError:  # names that are there for type checkers only
@@ -191,7 +191,7 @@ def mistyped(function: Callable[..., Any], options: Mapping[str, Json], what: st
         # A text would be taken for a sequence of letters.
         if get_origin(annotation) in (tuple, list) and isinstance(given, str):
             needed = f"a list or tuple, such as [{given!r}]"
-        # Functions that may be async are told apart by what they return alone.
+        # A union of a function and an async one: they differ only in what they return, so check against the first.
         kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
         if all(get_origin(kind) is Callable for kind in kinds):
             said, needed = _no_function(given, get_args(kinds[0])[0], (function.__kwdefaults__ or {}).get(name))
@@ -200,8 +200,8 @@ def mistyped(function: Callable[..., Any], options: Mapping[str, Json], what: st
 
 
 def _no_function(given: Json, types: Any, default: Any) -> tuple[str, str]:
-    """What was given and what is needed, where an option is no function of arguments of such types by place; two empty
-    texts where it is, or nobody knows. The names of the arguments are those of the `default`, if that is a function."""
+    """(given, needed) for an option that is no function with positional arguments of these types; ("", "") if it is one
+    or that is not known. The message takes the names of the arguments from `default`, if that is a function."""
     if not names_function(given):
         made = "NAME, or functools.partial(NAME, number=…), of a `def NAME(…)` at the top of a module"
         return repr(given), f"a function: {made}"

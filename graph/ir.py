@@ -24,8 +24,7 @@ PRECISIONS = ("int8", "fp8")
 
 
 def label_of(name: str) -> str:
-    """What users call a node of this name: without the function that follows where an argument is called so, too
-    ("solver:policy_update")."""
+    """The name of a node as users see it: "solver" for "solver:policy_update", a call that has an argument's name."""
     return name.partition(":")[0]
 
 
@@ -74,7 +73,7 @@ class Argument:
 class Input:
     """One input of a node: the parameter's name, the type it declares, and what is passed.
 
-    `back`: the value that the group's turn before made; at the first turn there is none.
+    `back`: the value of the group's previous turn; at the first turn there is none.
     """
 
     name: str
@@ -100,12 +99,12 @@ class Node:
     their firings pass on in order; the state of a `stream` works on several firings at once, which do not depend on
     each other.
     `lag` is set on constructs that read a carried value as it was up to (broadcast) or exactly (delay) `lag` updates
-    ago. `every`: a per-update node fires, and a broadcast sends, at each `every`th update only. `accumulate`: an update
-    fires in parts, each on so many groups of its batch; 0 is once on all of them. `turns` is set on the nodes of a
-    bounded cycle within a group (`alternate`): the most often that they fire for one group. `given` names what a call
-    writes by keyword: the inputs behind one that it left out, and the options that it wrote, in its order; the others
-    have their defaults. `precision`: the format of `PRECISIONS` in which a broadcast's weights travel and are computed
-    with; "" is that of the model.
+    ago. `every`: a per-update node fires, and a broadcast sends, only at every `every`-th update. `accumulate`: an
+    update fires in parts of this many groups of its batch; 0 is once on the whole batch. `turns` is set on the nodes of
+    a bounded cycle within a group (`alternate`): the most firings of each for one group. `given` names what the call
+    writes by keyword: inputs after one that it left out, and options, in its order; other options have their defaults.
+    `precision`: the format of `PRECISIONS` in which a broadcast's weights are sent and computed with; "" is the
+    model's.
     """
 
     name: str
@@ -128,22 +127,22 @@ class Node:
 
     @property
     def label(self) -> str:
-        """What figures and flags call it (see `label_of`)."""
+        """Its name in metrics and flags (see `label_of`)."""
         return label_of(self.name)
 
     @property
     def own_label(self) -> bool:
-        """Has the call a name of its own (`named`), other than its function's with or without a number?"""
+        """True if the call has a name of its own (`named`), other than its function's with or without a number."""
         return not re.fullmatch(rf"{re.escape(self.op.rpartition(':')[2])}(_\d+)?", self.name.rpartition(".")[2])
 
     @property
     def fires(self) -> bool:
-        """Is there something to do? A broadcast or a delay only says how a value is read."""
+        """False for a broadcast or a delay, which only say how a value is read."""
         return self.construct not in ("broadcast", "delay")
 
     @property
     def answers(self) -> bool:
-        """Of the nodes of a bounded cycle: does it say whether there is another turn?"""
+        """True for the node of a bounded cycle that decides whether there is another turn."""
         return self.turns is not None and not any(i.back and i.ref.node != self.name for i in self.inputs)
 
     def option(self, name: str) -> Json:
@@ -155,7 +154,7 @@ class Node:
         data["outputs"] = [[o.name, o.type] for o in self.outputs]
         data["options"] = dict(self.options)
         data["given"] = list(self.given)
-        # So that graphs of versions that did not know them have the same digest.
+        # Left out if unset, so that graphs of versions without these fields have the same digest.
         for name in ("precision", "accumulate"):
             if not data[name]:
                 del data[name]
@@ -183,7 +182,7 @@ class Graph:
     _by_name: dict[str, Node] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Raises GraphError for what no program makes; what else can be wrong with a graph, `check` says."""
+        """Raises GraphError for a graph that no program makes; `check` finds all other faults."""
         # Rules and schedulers look nodes up by name at each event; the tuple keeps the program's order.
         self._by_name.update((n.name, n) for n in self.nodes)
         for wrong in self._malformed():
@@ -191,11 +190,11 @@ class Graph:
             raise GraphError(Fault("malformed-graph", f"graph {self.name}", wrong, needed, self.where))
 
     def _malformed(self) -> Iterator[str]:
-        """What breaks the rules that everything else relies on: names are unique; each value comes from an argument or
-        an earlier node, or from the turn before; each carried value has one result."""
+        """Violations of a graph's invariants: names are unique; each value comes from an argument or an earlier node,
+        or from the previous turn; each carried value has one result."""
         names = [argument.name for argument in self.arguments] + [node.name for node in self.nodes]
         yield from (f"the name {name!r} twice" for name, count in Counter(names).items() if count > 1)
-        # Grows in program order, so that the order of the nodes is one in which they can fire.
+        # Grows in program order, so that the nodes can fire in this order.
         made = {Ref(argument.name) for argument in self.arguments}
         # Two nodes that take turns read each other: one of the two edges comes from a later node.
         late = {Ref(node.name, output.name) for node in self.nodes if node.turns is not None for output in node.outputs}
@@ -286,7 +285,7 @@ class Graph:
 
     @staticmethod
     def from_json(data: Mapping[str, Json]) -> "Graph":
-        """Raises ValueError for what `to_json` did not make; whether the program can run, `check` says."""
+        """The inverse of `to_json`. Raises ValueError for any other data; `check` says whether the graph can run."""
         if not isinstance(data, dict) or data.get("format") != 1:
             given = repr(data.get("format")) if isinstance(data, dict) else "none"
             raise ValueError(f"graph: given format {given}, needed 1")
@@ -330,7 +329,7 @@ class _GraphJson(TypedDict):
 
 def _node_from_json(data: Mapping[str, Json]) -> Node:
     """Raises ValueError for a node of another form, or with slots that this version does not know."""
-    # msgspec would drop them, and the graph would mean something else than what was written.
+    # msgspec would drop unknown slots, and the graph would change its meaning.
     if unknown := sorted(data.keys() - set(Node.__slots__)):
         raise ValueError(f"graph: given a node with {', '.join(unknown)}, which this version does not know")
     inputs = []

@@ -1,7 +1,7 @@
 """`@node`: a function with a typed signature that a program can call.
 
-`NodeDef` is the definition: in a program a call records a node, elsewhere it is the plain function. Workers call `fn`
-and take apart what it returns with `split`. `Filter` stands for what a program says by `keep`.
+`NodeDef` is the definition: in a program a call records a node, elsewhere it calls the plain function. Workers call
+`fn` and split its result with `split`. `Filter` is the definition of a `keep`.
 """
 
 import copy
@@ -39,15 +39,15 @@ Ts = TypeVarTuple("Ts")
 
 
 class NodeDef(Generic[P, T]):
-    """A node's definition. Typed as it reads in a program: without the state, and without the metrics.
+    """A node's definition. Its type is that of a call in a program: without the state, and without the metrics.
 
     Called in a program it records one node and returns handles. Called anywhere else it is the plain function `fn`:
     same arguments, state included, and same result, metrics included.
 
     `bound` are inputs and options that every call of this node is given, by name (see `given`). `answering` is the node
-    that stands for this one as the second of `alternate`, None where it can be that itself. `written` is how a program
-    says this one, for messages. `precisions` are the formats of eight bits that it computes with weights in, of
-    `ir.PRECISIONS`.
+    that replaces this one as the second of `alternate`; None if it can be the second itself. `written` is this node as
+    a program writes it, for messages. `precisions` are the eight-bit formats of weights, of `ir.PRECISIONS`, that it
+    can compute with.
     """
 
     __name__: str
@@ -91,12 +91,12 @@ class NodeDef(Generic[P, T]):
         return self._changed(pool=pool)
 
     def named(self, name: str) -> Self:
-        """This node, whose call is named `name` in the graph: in figures (`solver.loss`), in flags
-        (`--duration solver=0.3`) and on the display. Without, it has its function's name, with a number from the second
-        call on (`policy_update_2`).
+        """This node, whose call is named `name` in the graph: in metrics (`solver.loss`), in flags
+        (`--duration solver=0.3`) and on the display. Without it, a call has its function's name, with a number from the
+        second call on (`policy_update_2`).
 
-        Raises GraphError for what is no plain name of letters, digits and "_". A program refuses a name that another
-        call has. That of an argument may be taken: `policy_update.named("solver")(solver, …)`.
+        Raises GraphError for a name that is not made of letters, digits and "_". A program refuses a name that another
+        call has. The name of an argument may be used: `policy_update.named("solver")(solver, …)`.
         """
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w{0,63}", name, re.ASCII):
             needed = 'a name of letters, digits and "_", at most 64, such as "solver"'
@@ -104,16 +104,16 @@ class NodeDef(Generic[P, T]):
         return self._changed(label=name)
 
     def every(self, updates: int) -> Self:
-        """This per-update node, fired only at every `updates`-th update. What it makes stays as it is in between."""
+        """This per-update node, fired only at every `updates`-th update. Its outputs stay unchanged in between."""
         if self.clock != "update":
             needed = f"one that fires per update: {self.__name__}.per_update.every({updates!r})"
             raise fault("every-per-group", f"{self.__name__}.every({updates!r})", "a node that fires per group", needed)
         return self._changed(period=updates)
 
     def accumulate(self, groups: int) -> Self:
-        """This update, fired in parts as its batch arrives: each on the next `groups` prompt groups that it takes, once
-        these are there. Gradients add up, and the last part makes the one step, so that it learns the same. With 0 it
-        fires once, on the whole batch.
+        """This update, fired in parts as its batch arrives: each on the next `groups` prompt groups, as soon as these
+        are there. Gradients add up, and the last part makes the one step, so the result is the same. With 0 it fires
+        once, on the whole batch.
 
         Raises GraphError for a node that cannot: its function has no keyword-only parameter `part: BatchPart | None`.
         """
@@ -124,7 +124,7 @@ class NodeDef(Generic[P, T]):
         return self._changed(part_groups=groups)
 
     def given(self, **values: Any) -> "NodeDef[..., T]":
-        """This node with some of its inputs and options, by name, which a call then leaves out.
+        """This node with some of its inputs and options set, by name. A call then leaves these out.
 
         alternate(generate, customer.given(persona=personas, patience=3), prompts, behaviour, turns=4)
         """
@@ -135,10 +135,10 @@ class NodeDef(Generic[P, T]):
         return self._changed(bound={**self.bound, **values})
 
     def of(self, value: Any) -> "NodeDef[..., T]":
-        """This node with the weights of a carried value for its input of weights: `generate.of(judge)`.
+        """This node with its input of weights set to those of a carried value: `generate.of(judge)`.
 
-        A value that never changes is given as it is. Of one that updates change a broadcast says how old the weights
-        may be: `generate.of(broadcast(judge, lag=1))`.
+        Give a value that never changes as it is. For a value that updates change, give a broadcast, which says how old
+        the weights may be: `generate.of(broadcast(judge, lag=1))`.
         """
         ports = self.weights
         if len(ports) != 1:
@@ -148,7 +148,7 @@ class NodeDef(Generic[P, T]):
         return self._changed(bound={**self.bound, ports[0]: weights})
 
     def answers(self) -> "NodeDef[..., Any]":
-        """The node that this one is where it answers in `alternate`, given what this one is given."""
+        """The node that answers in `alternate` for this one, with this one's bound inputs and options."""
         if self.answering is None:
             return self
         made = self.answering.given(**self.bound)
@@ -167,7 +167,7 @@ class NodeDef(Generic[P, T]):
 
     @functools.cached_property
     def interface(self) -> Interface:
-        """Read at the first use, since annotations may name classes that stand further down the file."""
+        """Read at the first use, since annotations may name classes that are defined further down the file."""
         return interface(self.fn, stateful=self.init is not None)
 
     @functools.cached_property
@@ -177,24 +177,24 @@ class NodeDef(Generic[P, T]):
     def split(self, result: Any, *, stateful: bool) -> tuple[Any, dict[str, Any], Metrics]:
         """A result as (state, outputs by name, metrics). `stateful`: the state leads the result.
 
-        A `Stream` hands its outputs over without the state. Raises TypeError for a result that does not fit the
-        return annotation, ValueError for rewards and advantages that are none, and for a group's value whose columns
-        have different rows.
+        The outputs of a `Stream` come without the state. Raises TypeError for a result that does not fit the return
+        annotation, ValueError for malformed rewards or advantages, and for a group's value whose columns have different
+        numbers of rows.
         """
         shape = self.interface
-        # What is returned is (state, outputs, metrics), where the signature has them.
+        # A result is (state, outputs, metrics), or those of them that the signature has.
         parts = list(result) if isinstance(result, tuple) and (stateful or shape.metrics) else [result]
         state = parts.pop(0) if stateful else None
         metrics: Any = parts.pop() if shape.metrics and parts else {}
         values = shape.values(parts[0] if len(parts) == 1 else tuple(parts))
-        # Told here, where the node is known, and not by whoever reads the value.
+        # Checked here, where the node is known, and not where the value is read.
         fit = len(values) == len(shape.outputs) and isinstance(metrics, dict)
         if not fit or not all(_fits(v, port.type) for v, port in zip(values, shape.outputs, strict=True)):
             names = ", ".join(type(part).__name__ for part in result) if isinstance(result, tuple) else ""
             given = f"tuple[{names}]" if names else type(result).__name__
             raise TypeError(f"{self._returned} {given}, needed {shape.returns}")
         lacks = [value.lack() for value in values if isinstance(value, AnyRewards | Advantages)]
-        # Joined with those of other groups, a column would be of other rows than the one beside it.
+        # Joined with other groups, the columns would no longer be about the same rows.
         lacks += [uneven(value) for value in values if isinstance(value, Batchable) and self.clock == "group"]
         for lack in lacks:
             if lack:
@@ -206,8 +206,9 @@ class NodeDef(Generic[P, T]):
         return state, outputs, self._rewarded(values) | {name: self._metric(name, v) for name, v in metrics.items()}
 
     def _rewarded(self, values: Sequence[Any]) -> Metrics:
-        """The mean of the rewards that a node makes, by response, of each output but the first with its name before it.
-        One that reads rewards changes them; no rows have no mean, nor have rewards whose sum is no float."""
+        """The mean over responses of each rewards output that a node makes, as `reward_mean`; from the second output on
+        with its name in front. A node that reads rewards only changes them, and has none. There is no mean of no rows,
+        nor of rewards whose sum is no float."""
         if any(port.type in get_args(AnyRewards) for port in self.interface.inputs):
             return {}
         made = [(p.name, v) for p, v in zip(self.interface.outputs, values, strict=True) if isinstance(v, AnyRewards)]
@@ -218,8 +219,8 @@ class NodeDef(Generic[P, T]):
         return means
 
     def _metric(self, name: Any, value: Any) -> float:
-        """One metric. Raises TypeError for a name that is no text or a value that is no number, ValueError for a name
-        that rows have a column of their own for, or that cannot be shown."""
+        """One metric. Raises TypeError for a name that is no text or a value that is no number, ValueError for the name
+        of a column that each row has anyway, or for a name that cannot be shown."""
         try:
             figure = float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor with several elements
@@ -242,7 +243,7 @@ def _fits(value: Any, type_: Any) -> bool:
 
 
 class Stateless(Protocol):
-    """What `@node(pool=…)` is."""
+    """The type of `@node(pool=…)`."""
 
     @overload
     def __call__(self, fn: Callable[P, Metrics], /) -> NodeDef[P, None]: ...
@@ -255,7 +256,7 @@ class Stateless(Protocol):
 
 
 class Stateful(Protocol[S]):
-    """What `@node(init=…)` is: the function's first parameter and its first result are the state."""
+    """The type of `@node(init=…)`: the function's first parameter and its first result are the state."""
 
     @overload
     def __call__(self, fn: Callable[Concatenate[S, P], tuple[S, Metrics]], /) -> NodeDef[P, None]: ...
@@ -287,22 +288,22 @@ def node(
 ) -> Any:
     """Make a function a node. Its signature is the interface.
 
-    Values on edges are immutable to their readers: each firing gets inputs of its own, which no other node sees,
-    however the run is driven. A result is copied when it is returned; to change it later changes nothing. The state of
-    a node, and a carried value in the node that makes its next value, belong to the node, which may change them. A node
-    that only reads a carried value or `Weights` must not: these are large and not copied.
+    Values on edges are immutable to their readers: each firing gets its own copy of its inputs, under every driver of a
+    run. A result is copied when it is returned, so changing it later has no effect. A node may change its own state,
+    and the carried value whose next value it makes. A node that only reads a carried value or `Weights` must not change
+    it: these are large and not copied.
 
     Positional parameters are inputs (their annotations the edges' types), keyword-only ones options, the return
     annotation the outputs: one class, `tuple[A, B]` or a NamedTuple. A `Metrics` (dict of float) at the end of a
-    returned tuple is not an output: its figures end in `metrics.jsonl`. A node that returns `Metrics` alone, or None,
-    has no outputs.
+    returned tuple is not an output: it is written to `metrics.jsonl`. A node that returns `Metrics` alone, or None, has
+    no outputs.
 
     `pool` is a label for the planner. `clock` says how often it fires: once per prompt group, or once per update, on
     the whole batch. `init(context, **options)` makes it stateful: the function's first parameter is the state, and it
     returns `(state, outputs)` or `(state, outputs, metrics)`. A keyword-only parameter `context: Context | None = None`
-    is no option: a run fills it with what its flags say. Nor is `part: BatchPart | None = None`, by which an update
-    says that it can `accumulate`: called with a part that is not the last, it adds it up in the carried value, which is
-    otherwise as it was, and returns that and no figures.
+    is no option: a run fills it with its settings. Nor is `part: BatchPart | None = None`, which an update has if it
+    can `accumulate`: called with a part that is not the last, it adds the part up in the carried value, which otherwise
+    stays unchanged, and returns that value and no metrics.
 
         @node(pool="scorer")
         def shorter_is_better(rollouts: Rollouts, rewards: Rewards, *, weight: float = 0.01) -> Rewards:
@@ -314,22 +315,22 @@ def node(
 
 
 class Dropped:
-    """Instead of outputs: the group is to be dropped."""
+    """Instead of outputs: drop the group."""
 
 
 @dataclass(frozen=True)
 class Paused:
     """Instead of the outputs of a `Stream`: the firing pauses, and goes on later, perhaps on another replica.
 
-    `value`, an instance of the class of the node's first output, is what there is so far: the input `paused` of the
-    next segment.
+    `value`, an instance of the class of the node's first output, is the result so far: the input `paused` of the next
+    segment.
     """
 
     value: Any
 
 
 def fire(stream: Stream, inputs: Mapping[str, Any]) -> Any:
-    """The outputs of one firing of a stream that is called outside of a run. Raises what made it fail."""
+    """The outputs of one firing of a stream that is called outside of a run. Raises the firing's exception."""
     tag = object()
     stream.submit(tag, inputs)
     while True:
@@ -343,8 +344,7 @@ def fire(stream: Stream, inputs: Mapping[str, Any]) -> Any:
 
 
 class UntrustedError(RuntimeError):
-    """A `Stream` raises it where nothing that it makes can be trusted any more: the run stops at once, and no firing is
-    tried again."""
+    """A `Stream` raises it if its results can no longer be trusted: the run stops at once, and retries no firing."""
 
 
 class Filter:
@@ -353,10 +353,10 @@ class Filter:
     init = None
 
     def run(self, state: None, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> "tuple[Any, ...] | Dropped":
-        """Raises TypeError for a predicate that answers neither yes nor no, such as one that forgets to return."""
+        """The inputs, or `Dropped`. Raises TypeError for a predicate that returns no truth value, such as None."""
         values, when = tuple(inputs.values()), options["when"]
         verdict = when(*values)
-        # An array of one element, of whatever library, is its element.
+        # An array of one element, of any library, counts as its element.
         shape = getattr(verdict, "shape", None)
         answer = verdict.item() if shape is not None and all(length == 1 for length in shape) else verdict
         if not isinstance(answer, bool):

@@ -1,4 +1,4 @@
-"""`@program` and `trace`, which calls a program once, with handles: what it calls becomes the graph."""
+"""`@program`, and `trace`, which calls a program once with handles: the node calls become the graph."""
 
 import copy
 import dataclasses
@@ -33,20 +33,20 @@ class Flag:
 
     @property
     def is_path(self) -> bool:
-        """Does it name a file or a folder (`Path`, or `Path | None`)?"""
+        """True if it names a file or a folder (`Path`, or `Path | None`)."""
         return self.annotation in PATHS
 
     @property
     def is_paths(self) -> bool:
-        """Does it name several (`list[Path]`, `tuple[Path, ...]`)?"""
+        """True if it names several files or folders (`list[Path]`, `tuple[Path, ...]`)."""
         return self.annotation in LISTS
 
 
 class Program(Generic[P, T]):
     """A program: from the carried state and the sources to the next carried state.
 
-    `evaluation` and `defaults` are those of `@program`. `names` are the names that its carried arguments have in the
-    graph, where `of` has given them others. Calling a program calls its function.
+    `evaluation` and `defaults` are those of `@program`. `names` maps carried arguments to the names that `of` gives
+    them in the graph. Calling a program calls its function.
     """
 
     __name__: str
@@ -76,10 +76,10 @@ class Program(Generic[P, T]):
         value `solver` wherever it says `policy`.
 
         Raises GraphError for a name that is no argument of this program, or that two arguments would have. `trace`
-        refuses sources: they are the program's own, whatever they are called.
+        refuses new names for sources: each program has its own sources.
         """
         arguments = list(inspect.signature(self.fn).parameters)
-        # The program itself is shared by everybody who imports it.
+        # A copy: all modules that import this program share it.
         made = copy.copy(self)
         made.names, made.renamed = {**self.names, **names}, caller()
         for argument, name in names.items():
@@ -124,7 +124,7 @@ class Program(Generic[P, T]):
             annotation, default = parameter.annotation, parameter.default
             if annotation is parameter.empty:
                 annotation = Path if isinstance(default, Path) else type(default)
-                # None and a missing default say nothing of the type.
+                # None and a missing default do not tell the type.
                 annotation = Any if default is None or default is REQUIRED else annotation
             found.append(Flag(parameter.name, annotation, default, help_texts.get(parameter.name, "")))
         return tuple(found)
@@ -162,10 +162,10 @@ def program(
     keyword-only parameters the options, which are flags of the command line.
 
     `evaluation` is a program that measures what this one trains: a run calls it on `--eval-groups` held-out groups,
-    once before the first update and once after the last; the figure `accuracy` of its nodes is the accuracy of the run.
-    Its carried arguments must be carried values of this program, by name and type; `of` points them at others. Its
-    sources are its own and read held-out data (`Context.split` is "evaluate"). Options that this program has too, with
-    the same default, are given its values; the others have their defaults. Without an evaluation nothing is measured
+    once before the first update and once after the last; the metric `accuracy` of its nodes is the accuracy of the run.
+    Its carried arguments must be carried values of this program, by name and type; `of` renames them. Its sources are
+    its own and read held-out data (`Context.split` is "evaluate"). Its options that this program also has, with the
+    same default, get this program's values; the others have their defaults. Without an evaluation nothing is measured
     beside the training.
 
         @program(evaluation=evaluate.of(policy="solver"))
@@ -188,13 +188,14 @@ def trace(
 ) -> Graph:
     """The graph of a program, by calling it once with handles.
 
-    What is returned names the carried values: one value is the next of the first argument; a dict or dataclass names
-    its arguments. All other arguments are sources. `options` overrides the program's flags. `prefix` goes before the
-    names of nodes and sources, so that two graphs can share carried values in one run ("evaluate.").
+    The result says which arguments are carried values: a single value is the next of the first argument; a dict or
+    dataclass has the next values by argument name. All other arguments are sources. `options` overrides the program's
+    flags. `prefix` goes before the names of nodes and sources, so that two graphs can share carried values in one run
+    ("evaluate.").
 
-    Raises GraphError at the user's line for calls that cannot be recorded; `check` finds what is wrong with the whole.
-    An option that a node cannot take is left out and tracing goes on: the error has all of them, and what `check` finds
-    in the rest, given the `batch`. Any other such call is the last of its faults.
+    Raises GraphError at the user's line for calls that cannot be recorded; `check` finds all other faults. An option
+    that a node cannot take is left out and tracing goes on: the error has all such options, and the faults that `check`
+    finds in the rest, given the `batch`. Any other faulty call ends the trace, and is the last fault of the error.
     """
     if not isinstance(program, Program):
         raise fault("not-a-program", "trace", repr(program), "a function with @program")
@@ -208,7 +209,7 @@ def trace(
             faults += (dataclasses.replace(found, where=program.where) for found in error.faults)
     if faults:
         raise GraphError(*faults)
-    # Faults of options were raised above: without their values the program cannot be called.
+    # Faults of the program's options were raised above: without their values the program cannot be called.
     recorder = TraceRecorder(program, prefix)
     # Not an argument: calls of nodes in a program read as calls of functions.
     token = current.set(recorder)
@@ -216,7 +217,7 @@ def trace(
         returned = program.fn(*(Handle(recorder, Ref(name)) for name in program.arguments), **values)
         graph = recorder.graph(_results(program, recorder, returned), encoded)
     except GraphError as error:
-        # A call that cannot be recorded ends the trace; what was left out before it is told, too.
+        # A call that cannot be recorded ends the trace; report the options left out before it, too.
         if recorder.faults:
             raise GraphError(*recorder.faults, *error.faults) from None
         raise
@@ -232,13 +233,13 @@ def trace_evaluation(program: Program[..., Any], graph: Graph, prefix: str, *, b
 
     Options that both have with the same default get the program's values.
 
-    Raises GraphError as `trace` does, and for a carried argument that is no carried value of the program or of another
-    type: a run would make a value of its own for it, which no update changes.
+    Raises GraphError as `trace` does, and for a carried argument that is no carried value of the program, or one of
+    another type: the run would make a separate value for it, which no update changes.
     """
     evaluation = program.evaluation
     assert evaluation is not None
     defaults = {flag.name: flag.default for flag in program.flags}
-    # What is measured is played by the same rules; another default is the evaluation's own, such as temperature 0.
+    # The evaluation uses the training's settings; a different default is its own choice, such as temperature 0.
     alike = {f.name for f in evaluation.flags if f.name in defaults and defaults[f.name] == f.default}
     shared = {name: value for name, value in graph.options if name in alike}
     traced = trace(evaluation, decoded(evaluation.fn, shared), prefix, batch=batch)
@@ -263,7 +264,7 @@ def trace_evaluation(program: Program[..., Any], graph: Graph, prefix: str, *, b
         faults.append(Fault("evaluation-mismatch", what, given, needed, evaluation.renamed or graph.where))
     if faults:
         raise GraphError(*sorted([*faults, *check(traced, batch=batch)], key=by_place))
-    # The value is the program's: what makes it and where it lives is what the program says of it.
+    # The value is the program's, and so are its maker and its pool.
     return traced.replace(
         arguments=tuple(held.get(argument.name, argument) for argument in traced.arguments),
         types=tuple(sorted({**dict(graph.types), **dict(traced.types)}.items())),

@@ -1,7 +1,7 @@
 """What the runtime asks of the values that nodes and makers keep in their workers.
 
-Arrays are of any library that the workers use, so that a graph needs none. A carried value that its ranks hold in parts
-says so by `Sharding`: plain data, of which the runtime makes regions of tensors.
+Arrays are of any library that the workers use, so that a graph needs none. A carried value that is sharded over its
+ranks says so by `Sharding`: plain data, from which the runtime computes regions of tensors.
 """
 
 import re
@@ -43,31 +43,32 @@ class Carried(Protocol):
         """The inverse of `state`."""
 
     def export(self, folder: str) -> Callable[[], None] | None:
-        """Write what other tools read (an HF directory) into an existing folder; nothing if there is nothing.
+        """Write what other tools read (an HF directory) into an existing folder; write nothing if there is nothing.
 
-        What takes long may be left to a function that is returned: it is called once, later, in another thread, while
-        the value goes on to change.
+        Slow work may be left to a function that is returned. It is called once, later, in another thread, while the
+        value changes.
         """
 
 
 @runtime_checkable
 class Offloadable(Protocol):
-    """A carried value of which a part may lie on the host between two updates, so that others have its device memory.
+    """A carried value that may be partly offloaded to the host between two updates, to free device memory.
 
-    What reads it in an update has all of it on the device. Whatever else is asked of it, such as `weights`, `state`
-    and `export`, computes with none of these tensors, and `state` gives them wherever they lie.
+    During an update its readers have all of it on the device. Its other methods, such as `weights`, `state` and
+    `export`, do not compute with the offloaded tensors; `state` returns them wherever they are.
     """
 
     def offloadable(self) -> Mapping[str, Array]:
-        """The tensors that may go, by their names in `state`: objects that stay, each with memory of its own."""
+        """The tensors that may be offloaded, by their names in `state`: always the same objects, each with its own
+        memory."""
 
 
 @runtime_checkable
 class Threaded(Protocol):
-    """A carried value that may share out its work among threads of its own."""
+    """A carried value that may split its work among threads of its own."""
 
     def own_threads(self) -> bool:
-        """Does it? Then its rank's cores are theirs, and any other operation there has one thread."""
+        """True if it does. Then these threads use the rank's cores, and any other operation there has one thread."""
 
 
 @runtime_checkable
@@ -80,16 +81,16 @@ class Source(Protocol):
 
 @runtime_checkable
 class Pinned(Protocol):
-    """A source of data that may change where they are, such as a data set of a hub."""
+    """A source whose data may change at their origin, such as a data set of a hub."""
 
     data: str
-    """What names them as they are now. A run that has opened the source reads this in place of its `--data`."""
+    """A name for the data as they are now. A run that has opened the source reads this in place of its `--data`."""
 
 
 @runtime_checkable
 class Finite(Protocol):
-    """A source that begins again after its last value, such as the problems of an evaluation. Accuracy is measured on
-    each of them once at most."""
+    """A source that begins again after its last value, such as the problems of an evaluation. Accuracy is measured at
+    most once on each value."""
 
     size: int
     """How many values there are; 0 for one without end."""
@@ -100,52 +101,51 @@ class Stream(Protocol):
     """The state of a node that works on several firings at once, such as an engine with slots."""
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
-        """Take a firing; its outputs come from `step` later. `inputs` hold the edges' values only, and `paused`, what
-        the firing goes on from, if it has paused."""
+        """Take a firing; a later `step` returns its outputs. `inputs` has the edges' values and, if the firing has
+        paused, `paused`: its value to continue from."""
 
     def step(self) -> Sequence[tuple[Any, Any]]:
-        """Work a little (one decode step); the finished firings, as (tag, outputs).
+        """Do a small piece of work (one decode step). Return the finished firings, as (tag, outputs).
 
-        A `Paused` in place of the outputs asks for another segment, here or on another replica. An exception is the
-        failure of that firing alone. One that is raised fails them all.
+        A `Paused` in place of the outputs asks for another segment, here or on another replica. An exception in their
+        place is the failure of that firing alone. An exception that is raised fails all firings.
         """
 
     def busy(self) -> bool:
-        """Is there anything left to work on?"""
+        """True if there is work left."""
 
     def reset(self) -> None:
-        """Forget all firings, as if none had been submitted: `step` raised, and none of them will be answered."""
+        """Forget all firings, as if none had been submitted. Called after `step` has raised: nothing waits for them."""
 
 
 @runtime_checkable
 class Releasing(Protocol):
-    """A `Stream` that can do without its device memory while it has no firings, and takes it again for the next."""
+    """A `Stream` that can release its device memory while it has no firings, and allocate it again for the next."""
 
     def release(self) -> None:
-        """Give it up; nothing is in work. What comes of later firings is the same."""
+        """Release the memory; no firing is in progress. The results of later firings do not change."""
 
 
 @runtime_checkable
 class Fusing(Protocol):
-    """A `Stream` that computes with some tensors of its weights as one, such as an attention's queries, keys and
-    values."""
+    """A `Stream` that fuses some tensors of its weights into one, such as an attention's queries, keys and values."""
 
     def fused(self) -> Sequence[Sequence[str]]:
-        """Their names, in order. Where weights arrive as they are, the rows of each lie after those of the one before
-        it, in one piece of memory, if their sizes allow it."""
+        """The names of the tensors of each fused one, in order. If weights arrive unconverted and the sizes allow it,
+        the rows of these tensors are received one after the other in contiguous memory."""
 
 
 # A mesh as (axis, size), outermost first; ranks count row-major: the last axis runs fastest. () is one rank.
 Axes = tuple[tuple[str, int], ...]
 
-# The axes that mean something to a model: stages of a pipeline, copies, shards of each tensor, shares of the experts,
-# shares of each layer. All but "dp" cut; over any other axis tensors are replicated.
+# The mesh axes that models know: pipeline stages, data-parallel copies, shards of each tensor, shares of the experts,
+# shares of each layer. All but "dp" cut tensors; over any other axis tensors are replicated.
 STAGE, DATA, FSDP, EXPERT, TENSOR = "pp", "dp", "fsdp", "ep", "tp"
 
 
 def stage_of_layer(layer: int, layers: int, stages: int) -> int:
     """The pipeline stage that holds a layer: layers are cut into runs of nearly equal length. `stages` is at most
-    `layers`, so that no stage is empty. The trainer cuts by it, and the planner counts by it."""
+    `layers`, so that no stage is empty. Trainer and planner both use it."""
     return layer * stages // layers
 
 
@@ -153,14 +153,14 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def expert_of(name: str) -> int | None:
-    """The number of the expert that a tensor is of; None for one that all tokens use."""
+    """The number of the expert that a tensor belongs to; None for a tensor that all tokens use."""
     found = _EXPERT.search(name)
     return None if found is None else int(found[1])
 
 
 def experts_at(place: int, experts: int, ranks: int) -> range:
-    """The experts of a layer that a place on the axis "ep", of so many ranks, has: runs of one length. The number of
-    ranks divides that of experts."""
+    """The experts of a layer at one place on the axis "ep" with this many ranks: runs of equal length. `ranks` divides
+    `experts`."""
     return range(place * experts // ranks, (place + 1) * experts // ranks)
 
 
@@ -169,7 +169,7 @@ def place_of_expert(expert: int, experts: int, ranks: int) -> int:
     return expert * ranks // experts
 
 
-# The dimension that tensor parallelism cuts, and into how many units at most (0: no limit); None: replicated.
+# The dimension that tensor parallelism cuts, and the most units that it is cut into (0: no limit); None: replicated.
 Rule = tuple[int, int] | None
 
 
@@ -194,8 +194,8 @@ def rule_of(name: str, rules: Mapping[str, Rule]) -> Rule:
 class Sharding:
     """The tensors that `Carried.weights` gives on each rank of a replica, as parts of logical ones.
 
-    `mesh` is the replica's; "tp" cuts by `rules` (see `rule_of`), then "fsdp" cuts dimension 0, "pp" keeps a tensor
-    to its `stages`. Of the `experts` of a layer (0: there are none) each is at one place of "ep", which cuts other
+    `mesh` is the replica's; "tp" cuts by `rules` (see `rule_of`), then "fsdp" cuts dimension 0, and "pp" puts a tensor
+    on its `stages` only. Each of the `experts` of a layer (0: there are none) is at one place of "ep", which cuts other
     tensors together with "fsdp". `shapes` are those of the whole tensors. `wanted` are the rules by which a receiving
     replica with an axis "tp" cuts the same tensors.
     """
@@ -210,7 +210,7 @@ class Sharding:
 
 @runtime_checkable
 class Sharded(Protocol):
-    """A carried value that its ranks hold in parts. One without this is whole on each rank."""
+    """A carried value that is sharded over its ranks. A value without this protocol is whole on each rank."""
 
     def sharding(self) -> Sharding:
         """The same on every rank."""
@@ -218,7 +218,7 @@ class Sharded(Protocol):
 
 @runtime_checkable
 class Described(Protocol):
-    """A carried value of whose weights readers must know more than the tensors, such as what they are adapters of."""
+    """A carried value whose readers need more than the tensors of its weights, such as which model adapters are for."""
 
     def about(self) -> Mapping[str, Any]:
-        """JSON-able, and the same for all versions: it travels with the first one, and is `Weights.about` there."""
+        """JSON-able, the same for all versions: sent with the first one, as `Weights.about`."""

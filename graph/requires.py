@@ -1,7 +1,8 @@
-"""What nodes and makers require, for those who write them, and the view of a graph that rules of `check` read.
+"""Requirements of nodes and makers, and the view of a graph that the rules of `check` read.
 
-`@requires` and `@opens` declare requirements on a node, a function or a maker. `check` calls those of nodes with a
-`Call`: its options, its inputs, and where these come from. No process of a run has started by then.
+`@requires` declares requirements of a node, a function or a maker; `@opens` declares the model that a maker opens.
+`check` calls the requirements of nodes with a `Call`: its options, its inputs, and where these come from. No process of
+a run has started by then.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,7 @@ from penstock.graph.types import Context, Prefixes, Rollouts
 
 
 class View:
-    """A graph with what the rules look up."""
+    """A graph with the tables that the rules look up."""
 
     def __init__(
         self, graph: Graph, batch: int | None, sources: Mapping[str, Source], contexts: Mapping[str, Context]
@@ -27,7 +28,7 @@ class View:
         self.nodes = {node.name: node for node in graph.nodes}
         self.arguments = {argument.name: argument for argument in graph.arguments}
         self.bases = {name: {name, *bases} for name, bases in graph.types}
-        # The nodes that make next values, by the carried value.
+        # By carried value, the node that makes its next value.
         self.makers = {name: ref.node for name, ref in graph.results if ref.node in self.nodes}
 
     def inputs(self) -> Iterator[tuple[Node, Input]]:
@@ -39,11 +40,11 @@ class View:
         return [node for node, item in self.inputs() if item.ref.node == name]
 
     def fits(self, given: str, needed: str) -> bool:
-        # By name: the classes themselves may not be importable where a graph is only looked at.
+        # By name: a process that only looks at a graph may not be able to import the classes.
         return ANY in (given, needed) or needed in self.bases.get(given, {given})
 
     def changing(self, ref: Ref) -> bool:
-        """Does it name a carried value that updates change?"""
+        """True if it names a carried value that updates change."""
         return ref.node in self.makers
 
     def per_group(self, ref: Ref) -> bool:
@@ -56,14 +57,14 @@ ROLLOUTS, PREFIXES = path_of(Rollouts), path_of(Prefixes)
 
 
 class Call:
-    """A call of a node, as a check of `requires` sees it; also one of a function that is an option of the node.
+    """A call of a node, or a function that is an option of that call, as a check of `requires` gets it.
 
     Attributes:
-        options: the node's, as the graph has them, with those that are bound to the function.
+        options: the node's, as the graph has them; those bound to the function override them.
         clock: "group" or "update".
         left_out: the optional inputs that the call does not pass.
-        context: the node's, where the graph is checked for a run; otherwise None.
-        what: the begin of a fault's message.
+        context: the node's, if the graph is checked for a run; otherwise None.
+        what: the beginning of a fault's message.
     """
 
     def __init__(
@@ -80,12 +81,12 @@ class Call:
     def lack(
         self, given: str, needed: str, option: str = "", *, input: str = "", code: str = "unmet-requirement"
     ) -> GraphError:
-        """The error to raise, at the line of the call. `option` or `input` names what it is about."""
+        """The error to raise, at the line of the call. `option` or `input` is the one that it is about."""
         about = f": option {option!r}" if option else f": input {input!r}" if input else ""
         return GraphError(Fault(code, f"{self.what}{about}", given, needed, self.node.where))
 
     def numbers(self, needed: str, fit: Callable[[float], bool], *options: str) -> None:
-        """Raises GraphError for all options that are no numbers or do not fit. Skips None and what is not bound."""
+        """Raises one GraphError for all `options` that are no numbers or do not fit. Skips None and missing ones."""
         given = {name: self.options[name] for name in options if self.options.get(name) is not None}
         wrong = [name for name, value in given.items() if type(value) not in (int, float) or not fit(value)]
         errors = [self.lack(repr(given[name]), needed, name, code="out-of-range") for name in wrong]
@@ -93,13 +94,13 @@ class Call:
             raise GraphError(*(fault for error in errors for fault in error.faults))
 
     def samples(self, name: str) -> int | None:
-        """Responses per prompt of an input, as the option `samples` of all that it comes from says.
+        """Responses per prompt of an input: the option `samples` of the nodes that it comes from.
 
-        None where that is not one number, or where a node makes rollouts of rollouts, which it may fork or pick.
+        None if that is not one number, or if a node makes rollouts of rollouts, since it may fork or pick rows.
         """
         counts: set[int | None] = set()
         behind, seen = [(self._inputs[name].node, False)] if name in self._inputs else [], set()
-        # Back along the edges, as far as something says how many rows a group has.
+        # Back along the edges, as (name, whether a node on the path has said how many rows a group has).
         while behind:
             step = behind.pop()
             if step in seen:
@@ -115,7 +116,7 @@ class Call:
                     {i.type for i in node.inputs} & {o.type for o in node.outputs}
                 ):
                     counts.add(None)
-                # What goes on from a prefix has so many rows of its own.
+                # Responses that continue prefixes have a row count of their own.
                 inputs = [i for i in node.inputs if not i.back and i.type != PREFIXES]
                 behind += [(i.ref.node, counted or type(count) is int) for i in inputs]
             elif argument is not None and argument.kind == "source" and not counted:
@@ -124,7 +125,7 @@ class Call:
         return counts.pop() if len(counts) == 1 else None
 
     def behind(self, name: str) -> list[str]:
-        """The nodes that sample, from which an input comes: those with an option `samples`, and none behind them."""
+        """The sampling nodes that an input comes from: on each path back, the first with an option `samples`."""
         pending, seen, found = [self._inputs[name].node] if name in self._inputs else [], set[str](), []
         while pending:
             if (step := pending.pop()) in seen or (node := self.view.nodes.get(step)) is None:
@@ -137,7 +138,7 @@ class Call:
         return found
 
     def branched(self, name: str) -> bool:
-        """Does an input come from responses that go on from prefixes?"""
+        """True if an input comes from responses that continue prefixes."""
         return any(item.type == PREFIXES for step in self.behind(name) for item in self.view.nodes[step].inputs)
 
     def weights_of(self, name: str) -> Argument | None:
@@ -155,10 +156,10 @@ class Call:
         return argument if argument is not None and argument.kind == "carried" else None
 
     def readers(self, *types: type, sure: bool = False) -> Iterator[Node]:
-        """The nodes that read what this call makes of some types, as it is or through nodes that pass such values on.
+        """The nodes that read this call's outputs of these types, directly or through nodes that pass such values on.
 
-        A node with several inputs of the type passes any of them on, or compares one with another; `sure` leaves out
-        what is behind such a node.
+        A node with several inputs of the types may pass on any of them, or only compare them; with `sure` the search
+        ends at such a node.
         """
         paths = {path_of(type_) for type_ in types}
 
@@ -185,7 +186,7 @@ class Call:
         yield from found.values()
 
     def sources(self) -> list[Source]:
-        """The sources that the inputs come from, however far back; none where the call is not looked at for a run."""
+        """The sources that the inputs come from, however far back; none if the graph is not checked for a run."""
         found: dict[str, Source | None] = {}
         pending = [ref.node for ref in self._inputs.values()]
         while pending:
@@ -196,15 +197,15 @@ class Call:
         return [source for source in found.values() if source is not None]
 
     def first(self, name: str) -> Any:
-        """The first value of the source that an input is, where `source` knows it."""
+        """The first value of the source that an input is; None if `source` returns None."""
         source = self.source(name)
         return None if source is None else source.read(0)
 
     def source(self, name: str) -> Source | None:
-        """The source that an input is, filtered or not; None for any other input, and where the call is not looked at
-        for a run."""
+        """The source that an input is, filtered or not; None for any other input, and if the graph is not checked for a
+        run."""
         ref, seen = self._inputs.get(name), set()
-        # Through filters, which hand on what they were given.
+        # Through filters, which pass their inputs on.
         while ref is not None and ref not in seen:
             seen.add(ref)
             node = self.view.nodes.get(ref.node)
@@ -216,7 +217,7 @@ class Call:
 
 
 S = TypeVar("S")
-# Raises ValueError, with what was given and what is needed, for what lacks something; a node's `call.lack(…)`.
+# Raises ValueError, with what was given and what is needed, if a requirement is not met; a node's, `call.lack(…)`.
 Check = Callable[[S], object]
 
 M = TypeVar("M", bound=Callable[..., Any])
@@ -225,14 +226,14 @@ M = TypeVar("M", bound=Callable[..., Any])
 def requires(*checks: Check[Any]) -> Callable[[M], M]:
     """Have each check called by `penstock check`, and before a run starts or a source is opened.
 
-    Above a maker, it gets the maker's context. It looks at options, directories and files, and makes nothing: the maker
-    is called later, once in each process.
+    Above a maker, a check gets the maker's context. It looks at options, directories and files, and makes nothing: the
+    maker is called later, once in each process.
 
         @requires(check_teacher)
         def open_teacher(context: Context) -> Carried: ...
 
-    Above a node, or a function that a node is given as an option, such as a loss, it gets the `Call`, and `check` has
-    what it raises among the faults of the graph.
+    Above a node, or a function that is an option of a node, such as a loss, a check gets the `Call`. What it raises is
+    among the faults that `check` returns.
 
         @requires(several_samples)
         @node(pool="scorer")
@@ -258,16 +259,16 @@ class Opens(NamedTuple):
 def opens(
     spec: Callable[[Context], Any], *, words: bool = True, base: bool = False, lora: bool = False
 ) -> Callable[[M], M]:
-    """Say of a maker which model it opens: `spec(context)` gives what is known of it before any weights are read.
+    """Declare which model a maker opens: `spec(context)` returns what is known of it before any weights are read.
 
     A node that computes with the weights of a carried value, such as `generate`, takes the shape and the tokenizer from
-    the spec of that value's maker, which is called with the context that the maker is given. For the nodes of this
-    package a spec is a `penstock.nodes.open_model.ModelSpec`. Where a spec has a method `check_mesh(mesh, decodes=…)`,
-    which raises ValueError, it is called for the meshes of a run before any rank is there.
+    the spec of that value's maker, which is called with the maker's context. For the nodes of this package a spec is a
+    `penstock.nodes.open_model.ModelSpec`. If a spec has a method `check_mesh(mesh, decodes=…)`, which raises
+    ValueError, it is called for the meshes of a run before any rank starts.
 
     `words` is False for a model whose head gives a number. `base`: the maker opens the run's own model, and a run
-    without `--model` begins with the base model, which is built for it. `lora`: with `--lora` what it makes has
-    adapters, which alone learn and are sent.
+    without `--model` begins with the base model, which is built for it. `lora`: with `--lora` the model has adapters,
+    and only these are trained and sent.
 
         @opens(judge_spec)
         def open_judge(context: Context) -> Carried: ...
@@ -288,18 +289,19 @@ def opened(maker: str) -> Opens | None:
 
 
 def requirements(made: Callable[..., Any] | None) -> tuple[Check[Any], ...]:
-    """What `requires` was given for a maker, a node or a function; nothing for one that needs nothing."""
+    """The checks that `requires` declares for a maker, a node or a function."""
     found: tuple[Check[Any], ...] = getattr(made, "requires", ())
     return found
 
 
 def calls(view: View) -> Iterator[Fault]:
-    """A rule of `check`: what nodes require, and the functions among their options, however deep.
+    """A rule of `check`: the requirements of nodes, and of the functions among their options, however deep.
 
-    Only modules that this process has imported are asked. A process that has traced the program has imported them.
+    Nodes and functions of modules that this process has not imported are skipped. A process that has traced the program
+    has imported all of them.
     """
     for node in view.graph.nodes:
-        # Not `load`: where a graph is only looked at, nothing of the user's is to run.
+        # Not `load`: looking at a graph must not run the user's modules.
         definition = imported(node.op) if node.construct == "call" else None
         if not isinstance(definition, NodeDef):
             continue
@@ -312,7 +314,7 @@ def calls(view: View) -> Iterator[Fault]:
 
 
 def _functions(what: str, options: Mapping[str, Json]) -> Iterator[tuple[Callable[..., Any], str, dict[str, Json]]]:
-    """The functions among options, however deep: (the function, how the message begins, what is bound to it)."""
+    """The functions among options, however deep, as (function, beginning of a message, options bound to it)."""
     for name, option in options.items():
         for item in option if isinstance(option, list) else [option]:
             if names_function(item) and callable(function := imported(item["path"])):

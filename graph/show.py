@@ -1,6 +1,6 @@
 """A graph for people and for files: text that reads like the program, Mermaid, and JSON.
 
-`picture` gives it as boxes and links, as people draw it: a broadcast is not a box but the link that feeds weights back.
+`picture` returns boxes and links, as people draw a graph: a broadcast is no box, but the link that feeds weights back.
 """
 
 import json
@@ -57,7 +57,7 @@ def value(option: Json) -> str:
 
 
 def written(node: Node, *, brief: bool = False) -> list[str]:
-    """The options that the call wrote, as it wrote them; `brief`: of functions the name only."""
+    """The options that the call wrote, as it wrote them; with `brief`, functions without their own options."""
     options = dict(node.options)
     if brief:
         options = {name: {"path": o["path"]} if names_function(o) else o for name, o in options.items()}
@@ -78,8 +78,8 @@ def _argument(argument: Argument) -> Box:
 
 
 def _node(node: Node) -> Box:
-    """The note tells the clock, if it is not plain, and the first options that the call wrote."""
-    # More options would make the widest box of the picture.
+    """A node's box. Its note has the clock, unless that is plain, and the first options that the call wrote."""
+    # More options would make a box too wide.
     words = written(node, brief=True)[:2]
     plain = words and node.clock == "group" and node.turns is None
     note = ", ".join(words if plain else [clock(node), *words])
@@ -117,15 +117,15 @@ def text(graph: Graph) -> str:
     if graph.doc:
         summary = graph.doc.splitlines()[0]
         lines.append(f'    """{summary}"""')
-    # What makes all that the program returns is written into the return statement.
+    # If the last call alone makes the result, it is written into the return statement.
     inline, results = None, dict(graph.results)
     if len(results) == 1 and graph.nodes and graph.arguments[0].name in results:
         last = graph.nodes[-1]
         inline = last if results[graph.arguments[0].name].node == last.name and len(last.outputs) == 1 else None
-    # Of two nodes that take turns the statement of the one that speaks is that of both.
+    # Two nodes that take turns have one statement: that of the speaking node.
     shown = [node for node in graph.nodes if not node.answers]
     calls = [(_statement(graph, n, names, returned=n is inline), _comment(graph, n)) for n in shown]
-    # The comments stand below each other.
+    # Align the comments.
     column = max((len(statement[0]) for statement, _ in calls), default=0) + 2
     for (first, *rest), comment in calls:
         lines += [f"{first:<{column}}# {comment}", *rest]
@@ -155,7 +155,7 @@ def mermaid(graph: Graph) -> str:
 
 
 def dumps(graph: Graph) -> str:
-    """The graph as a JSON text, of which `Graph.from_json` makes an equal graph."""
+    """The graph as JSON text; `Graph.from_json` makes an equal graph of the parsed text."""
     return json.dumps(graph.to_json(), indent=1, ensure_ascii=False) + "\n"
 
 
@@ -165,9 +165,9 @@ def _local(name: str) -> str:
 
 
 def _names(graph: Graph) -> dict[Ref, str]:
-    """A variable's name for each value: "next_policy" for the next policy, else what its first reader calls it; where
-    that is taken, its type's name. None is that of a function which the program calls."""
-    # A value of a function's name would hide it from the calls that follow.
+    """A variable's name for each value: "next_policy" for the next policy, else the name of its first reader's input;
+    if that is taken, its type's name."""
+    # A variable with the name of a function would hide the function from later calls.
     functions = {_function(node) for node in graph.nodes}
     names = {Ref(a.name): _local(a.name) for a in graph.arguments}
     results = {ref: f"next_{name}" for name, ref in graph.results if ref not in names}
@@ -193,7 +193,7 @@ def _statement(graph: Graph, node: Node, names: dict[Ref, str], *, returned: boo
     words = _arguments(node, names)
     function = _function(node)
     if node.turns is not None and (other := _partner(graph, node)) is not None:
-        # The answering node is given its inputs beforehand, and the options that both nodes have.
+        # `given` has the answering node's own inputs, and its options that both nodes have.
         read = [item for item in other.inputs if not item.back and item.ref.node != node.name]
         own = _arguments(replace(other, inputs=tuple(read), given=tuple(item.name for item in read)), names)
         both = {name for name, _ in node.options}
@@ -219,7 +219,7 @@ def _statement(graph: Graph, node: Node, names: dict[Ref, str], *, returned: boo
 
 
 def _arguments(node: Node, names: dict[Ref, str]) -> list[str]:
-    """The inputs as the call writes them: by place, or by keyword behind one that was left out; a list as a list."""
+    """The inputs as the call writes them: by place, or by keyword after one that was left out; a list as a list."""
     words, lists = [], dict[str, list[str]]()
     for item in node.inputs:
         if item.back:
@@ -248,7 +248,7 @@ def _function(node: Node) -> str:
 
 
 def _partner(graph: Graph, node: Node) -> Node | None:
-    """The node that answers one that speaks, where two take turns."""
+    """The answering node of a speaking node; None for any other node."""
     heard = [i.ref.node for i in node.inputs if i.back and i.ref.node != node.name]
     return graph[heard[0]] if heard and heard[0] in graph else None
 

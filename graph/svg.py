@@ -27,11 +27,11 @@ BOX_HEIGHT, PORT = 48.0, 20.0
 LANE_TOP, LANE_BOTTOM, ROW_GAP, LANE_GAP = 34.0, 16.0, 14.0, 12.0
 TRACK, FEEDBACK_TRACK, OWN, STUB = 11.0, 26.0, 24.0, 10.0
 MARGIN, HEADER, FOOTER, HEAD = 20.0, 58.0, 40.0, 18.0
-# Heights for wires between two lanes, from the middle of the gap: beside it lie the lanes' own margins.
+# Heights to try for wires between two lanes, relative to the middle of the gap; the lanes' margins are free, too.
 BETWEEN = (0, 4, -4, 8, -8, 12, -12, 16, 20, 24)
 
 Point = tuple[float, float]
-# What has a track of its own in a channel: an output's wires, or one feedback wire; and which of its turns.
+# What has one track in a channel: (node, output, label), the wires of an output or one feedback wire, and which piece.
 Key = tuple[str, str, str, int]
 # The vertical pieces of a wire: (channel, from y, to y).
 Route = list[tuple[int, float, float]]
@@ -64,7 +64,7 @@ class PoolLane:
 
 @dataclass
 class Wire:
-    """A link's corners; its label with the middle of the label's lower edge, if this wire is the one to carry it."""
+    """A link's corners. If this wire carries the link's label: the label, and the middle of its lower edge."""
 
     link: Link
     points: list[Point] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Wire:
     label_at: Point = (0.0, 0.0)
 
     def path(self) -> str:
-        """Through right-angled corners, rounded as far as the pieces beside them allow."""
+        """The SVG path. Corners are right angles, rounded as far as the pieces beside them allow."""
         steps = [f"M{_px(*self.points[0])}"]
         for before, corner, after in zip(self.points, self.points[1:], self.points[2:], strict=False):
             ends = []
@@ -93,8 +93,8 @@ def _px(*numbers: float) -> str:
 
 
 def layers(boxes: list[Box], links: list[Link]) -> dict[str, int]:
-    """Each box's column: one more than the furthest of what it reads. A source stands just before its first reader; a
-    node that only feedback joins to the others stands last, near to where feedback comes from."""
+    """Each box's column: one more than the furthest of those that it reads. An argument is just before its first
+    reader. A node that only feedback connects is last, near to where feedback comes from."""
     data = [(link.tail, link.head) for link in links if link.kind == "data"]
     layer = {box.name: 0 for box in boxes}
     # The links of a node come after those of all that it reads.
@@ -112,11 +112,10 @@ def layers(boxes: list[Box], links: list[Link]) -> dict[str, int]:
 
 
 class GraphLayout:
-    """The graph's picture with all places. `notes` are second lines of boxes, by name, instead of their own.
+    """The graph's picture with all coordinates. `notes` replace the second lines of boxes, by name.
 
-    First the boxes have columns, lanes and heights, then each wire its vertical pieces, then the channels their tracks
-    and all columns their widths; then all corners are known. `data` links run to the right; `back` ones return, `over`
-    all lanes or `under` them.
+    Computed in this order: columns, lanes and heights of boxes; vertical pieces of wires; tracks of channels and widths
+    of columns; corners of wires. `data` links run to the right; `back` links return, `over` all lanes or `under` them.
     """
 
     def __init__(self, graph: Graph, notes: Mapping[str, str] | None = None) -> None:
@@ -158,7 +157,7 @@ class GraphLayout:
         return self.lanes[-1].y + self.lanes[-1].height if self.lanes else HEADER
 
     def _lanes(self, pools: list[str]) -> list[PoolLane]:
-        """Gives each box its height and its y."""
+        """Return the lanes. Set each box's height and y."""
         ports_in = Counter(link.head for link in (*self.data, *self.back))
         for name, placed in self.placed.items():
             ports = max(ports_in[name], len(self.ports_out[name]))
@@ -183,7 +182,7 @@ class GraphLayout:
         return self.placed[link.tail].middle + (ports.index(link.output) - (len(ports) - 1) / 2) * PORT
 
     def _port_in(self, link: Link) -> float:
-        """Ports from the top in the order in which the wires come: feedback from above, data, feedback from below."""
+        """The y of a link's input port. From the top: feedback from above, data, feedback from below."""
 
         def key(other: Link) -> tuple[int, float]:
             side = -1 if other in self.over else 1 if other in self.under else 0
@@ -193,7 +192,7 @@ class GraphLayout:
         ports = sorted(reaching, key=key)
         head = self.placed[link.head]
         y = head.middle + (ports.index(link) - (len(ports) - 1) / 2) * PORT
-        # Not at the height at which another value leaves a box further left: the two wires would lie on one another.
+        # Not at the height at which another value leaves a box further left: the two wires would overlap.
         for other in (*self.data, *self.back):
             tail = self.placed[other.tail]
             beside = (tail.lane, tail.row) == (head.lane, head.row) and tail.layer < head.layer
@@ -202,7 +201,7 @@ class GraphLayout:
         return y
 
     def _from_outside(self, link: Link) -> bool:
-        """Does feedback enter a box from above or below, since nothing stands between?"""
+        """True if feedback enters a box from above or below, since nothing is in between."""
         head = self.placed[link.head]
         if link in self.over:
             return head.lane == 0 and head.row == 0
@@ -228,7 +227,7 @@ class GraphLayout:
         return [(first, start, between), (head.layer, between, end)]
 
     def _run(self, y: float, lane: int, row: int, link: Link) -> bool:
-        """Take the height `y` for a wire past the columns between its ends, if no box and no other wire is there."""
+        """Reserve the height `y` for a wire between its ends. False if a box or another wire is in the way."""
         after, before = self.placed[link.tail].layer, self.placed[link.head].layer
         row_of = [p for p in self.placed.values() if p.lane == lane and p.row == row]
         if any(after < p.layer < before for p in row_of):
@@ -241,7 +240,7 @@ class GraphLayout:
         return True
 
     def _track(self, link: Link) -> float:
-        """The height at which feedback runs back: the widest furthest out."""
+        """The height at which a feedback wire runs back; the widest wire is furthest out."""
         side = self.over if link in self.over else self.under
         span = {k: self.placed[k.head].layer - self.placed[k.tail].layer for k in side}
         place = sorted(side, key=lambda k: (span[k], k.label)).index(link)
@@ -250,8 +249,8 @@ class GraphLayout:
         return self._bottom + (len(side) - place) * FEEDBACK_TRACK - 6
 
     def _columns(self, routes: Mapping[Link, Route]) -> tuple[dict[tuple[int, Key], float], float]:
-        """Gives each box its x and the width of its column; (the x of each turn, the right end of all)."""
-        # The tracks of a channel from left to right: long pieces on the right, so that they enclose short ones.
+        """Set each box's x and width. Return (the x of each vertical piece, the right end of the picture)."""
+        # Tracks of a channel from left to right: long pieces are on the right, so that they enclose short ones.
         lengths: dict[int, dict[Key, float]] = defaultdict(dict)
         for link, route in routes.items():
             for number, (channel, start, end) in enumerate(route):
@@ -292,7 +291,7 @@ class GraphLayout:
         return Wire(link, [*points, (x, points[-1][1]), (x, edge)])
 
     def _label(self) -> None:
-        """An output's type stands once, where it leaves; a lag where the wire runs back."""
+        """Label each output once, where it leaves its box, and each feedback wire where it runs back."""
         said = set()
         for wire in self.wires:
             link = wire.link
@@ -330,8 +329,8 @@ TEMPLATES.filters["px"] = _px
 
 @dataclass(frozen=True)
 class Measured:
-    """What a report knows of a run, by node: the second lines of the boxes, how far each is filled (0 to 1), and which
-    `nodes` and `pools` bound the run."""
+    """What a report measured of a run: by node, the second line of its box and how far the box is filled (0 to 1);
+    and which `nodes` and `pools` bound the run."""
 
     notes: Mapping[str, str]
     shares: Mapping[str, float]
@@ -340,14 +339,14 @@ class Measured:
 
 
 def svg(graph: Graph, measured: Measured | None = None) -> str:
-    """The graph as an image, readable on light and dark pages; with what was measured, as a part of an HTML page.
+    """The graph as an image, readable on light and dark pages; with `measured`, as a part of an HTML page.
 
     Solid wires stay within an update; dashed ones feed a later update. The page's style has the classes lane, pool,
     node, share, title, note, mark, wire, feedback, wire-label and halo; what bounds the run has the class bounds, too.
     """
     drawn = GraphLayout(graph, measured.notes if measured else None)
     width, summary = max(drawn.width, 420.0), graph.doc.partition("\n")[0]
-    # The summary ends where the image does: text of an SVG does not wrap.
+    # Cut the summary to the image's width: SVG text does not wrap.
     room = max(int((width - 2 * MARGIN - len(graph.name) * 10 - 20) / 6.2), 1)
     turns = any(wire.label == "next turn" for wire in drawn.wires)
     legend = [("within an update", "", MARGIN)]

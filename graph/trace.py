@@ -1,8 +1,8 @@
 """Tracing: handles stand for values, and each call of a node with them becomes a node of the graph.
 
-A `TraceRecorder` collects the nodes of one trace in program order. Types, pools and names of arguments are known at its
-end only, when the program has returned its carried values: it makes the graph then. Invariants: each handle belongs to
-one recorder, and no two nodes of a recorder have one name.
+A `TraceRecorder` collects the nodes of one trace in program order. It makes the graph at the end: types, pools and
+names of arguments depend on the carried values that the program returns. Invariants: each handle belongs to one
+recorder, and no two nodes of a recorder have the same name.
 """
 
 from collections import defaultdict
@@ -26,7 +26,7 @@ ANY = "typing:Any"
 
 
 class Handle:
-    """A value of the program while it is traced. It can be passed to nodes and returned, and nothing else."""
+    """A value of the program during tracing. It can only be passed to nodes and returned."""
 
     __slots__ = ("_recorder", "_ref")
 
@@ -67,8 +67,8 @@ Handle.__hash__ = object.__hash__  # type: ignore[method-assign]
 class TraceRecorder:
     """The nodes of one trace in program order, and the types that they and the arguments name.
 
-    `faults` are of options that were left out, so that tracing could go on. A node that has one names no `op`, so that
-    nothing is required of its call.
+    `faults` are those of faulty options, which are left out so that tracing goes on. A node with such a fault has no
+    `op`, so that its requirements are not checked.
     """
 
     def __init__(self, program: "Program[..., Any]", prefix: str) -> None:
@@ -77,19 +77,19 @@ class TraceRecorder:
         self.types: dict[str, type] = {}
         self.faults: list[Fault] = []
         self._weights: dict[Ref, Handle] = {}
-        # The names that no node gets: those of arguments, as the program says them and as the graph does.
+        # Names that no node may have: those of arguments, in the program and in the graph.
         arguments = program.arguments
         self._taken = {*arguments, *(prefix + name for name in arguments), *program.names.values()}
 
     def declare(self, type_: Any) -> str:
-        """The type's path, noted with the type for the graph's table of bases."""
+        """Return the type's path, and remember the type for the graph's table of bases."""
         path = ANY if type_ is Any else path_of(type_)
         if path != ANY:
             self.types[path] = type_
         return path
 
     def ref(self, value: Any, what: str, type_: str) -> Ref:
-        """The edge's tail. Raises GraphError for anything but a value of this program."""
+        """The tail of an edge that carries `value`. Raises GraphError for anything but a value of this program."""
         if isinstance(value, Handle) and value._recorder is self:
             return value._ref
         given = f"a value of another program, {value!r}" if isinstance(value, Handle) else repr(value)
@@ -105,7 +105,7 @@ class TraceRecorder:
         return self.declare(self.program.arguments[ref.node])
 
     def call(self, definition: "NodeDef[..., Any]", args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Record one call of a node; its outputs' handles, bundled as the node returns them."""
+        """Record one call of a node. Return the handles of its outputs, bundled as the node returns them."""
         node = self.node_of(definition, args, kwargs)
         self.nodes.append(node)
         return self.outputs(definition, node)
@@ -113,7 +113,7 @@ class TraceRecorder:
     def record(
         self, construct: Construct, inputs: tuple[Input, ...], outputs: tuple[Output, ...], **fields: Any
     ) -> tuple[Handle, ...]:
-        """Record a construct; the handles of its outputs."""
+        """Record a construct. Return the handles of its outputs."""
         name = self._name(construct)
         fields = {"where": caller(), **fields}
         self.nodes.append(Node(name, construct, inputs, outputs, construct=construct, **fields))
@@ -122,7 +122,7 @@ class TraceRecorder:
     def edge(
         self, construct: Literal["broadcast", "delay"], value: Any, lag: Any, every: Any = 1, precision: Any = ""
     ) -> Handle:
-        """Record how a carried value is read: the handle of its weights, or of the value as it was."""
+        """Record a broadcast or a delay. Return the handle of the weights or of the delayed value."""
         ref = self.ref(value, construct, ANY)
         type_ = self.declare(Weights) if construct == "broadcast" else self.type_of(ref)
         lag, every = encode(lag, f"{construct}: option 'lag'"), encode(every, f"{construct}: option 'every'")
@@ -131,14 +131,14 @@ class TraceRecorder:
         return self.record(construct, inputs, outputs, clock="update", **said)[0]
 
     def weights(self, value: Any, what: str) -> Handle:
-        """Weights as they are, or those of a carried value by a broadcast without a lag, one for each value.
+        """The handle of weights: `value` if it is weights, else a broadcast of it without a lag, one for each value.
 
-        That lag is 0 for a value that never changes, which is known at the end of the trace, and a fault for any other.
+        At the end of the trace that lag becomes 0 if the value never changes. For any other value it is a fault.
         """
         ref = self.ref(value, what, self.declare(Weights))
         if self.type_of(ref) == path_of(Weights):
             return Handle(self, ref)
-        # One broadcast for all nodes that read the same value: it would be sent once for each.
+        # All readers of a value share one broadcast, so that it is sent once.
         if ref not in self._weights:
             self._weights[ref] = self.edge("broadcast", value, None)
         return self._weights[ref]
@@ -151,10 +151,10 @@ class TraceRecorder:
         options, faults = _options(definition, kwargs)
         self.faults += faults
         inputs = self._inputs(definition, args, kwargs)
-        # A value passed under a name that the node does not know is a fault of its option, but it has a reader.
+        # A value passed under an unknown name is a faulty option. It keeps a reader, so that it is not unused as well.
         unknown = kwargs.keys() - interface.options.keys() - {port.name for port in interface.inputs}
         strays = [Input(k, ANY, self.ref(kwargs[k], k, ANY)) for k in unknown if isinstance(kwargs[k], Handle)]
-        # Inputs behind one that the call left out are written by keyword, and so are those of lists.
+        # Inputs after one that the call left out are written by keyword, and so are lists.
         gap = next(
             (n for n, (i, port) in enumerate(zip(inputs, interface.inputs, strict=False)) if i.name != port.name), None
         )
@@ -191,7 +191,7 @@ class TraceRecorder:
         if other is not None:
             given = f"{label!r}, the name of the call at {other.where}"
             raise fault("duplicate-name", f"{definition.__name__}.named", given, "a name of its own for each call")
-        if name in self._taken:  # by an argument, which is the value that edges of that name carry
+        if name in self._taken:  # by an argument, whose name its edges have
             name = f"{name}:{definition.__name__}"
         self._taken.add(name)
         return name
@@ -199,7 +199,7 @@ class TraceRecorder:
     def _name(self, function: str) -> str:
         stem = name = self.prefix + function
         count = 1
-        # The second call of `policy_update` is `policy_update_2`, which checkpoints and figures then know it by.
+        # The second call of `policy_update` is `policy_update_2`, also in checkpoints and metrics.
         while name in self._taken:
             count += 1
             name = f"{stem}_{count}"
@@ -244,7 +244,7 @@ class TraceRecorder:
         for node in self.nodes:
             for item in node.inputs:
                 readers[item.ref.node].append((node, item))
-        # A carried value that nothing reads or changes has no part in the graph.
+        # A carried value that nothing reads or changes is left out of the graph.
         unused = {name for name, ref in results.items() if ref == Ref(name) and not readers[name]}
         sources = [name for name in program.arguments if name not in results]
         for name in sources:
@@ -257,7 +257,7 @@ class TraceRecorder:
         def named(ref: Ref) -> Ref:
             return Ref(renamed.get(ref.node, ref.node), ref.output)
 
-        # Weights and delayed values arrive where they are read; so does what a filter keeps, for what is before it.
+        # The pool of each call, and the pool where each construct's or argument's value is first read.
         made = {node.name: node for node in self.nodes}
         consumers: dict[str, str] = {}
         for name in [*(node.name for node in reversed(self.nodes)), *program.arguments]:
@@ -265,7 +265,7 @@ class TraceRecorder:
                 consumers[name] = made[name].pool
             elif pools := [consumers[node.name] for node, _ in readers[name] if node.name in consumers]:
                 consumers[name] = pools[0]
-        # By the names in the program; nodes come after all that they read.
+        # Pools by the names in the program. Nodes come after everything that they read.
         places: dict[str, str] = {}
         arguments, nodes = [], []
         for name in program.arguments:
@@ -307,8 +307,8 @@ class TraceRecorder:
         )
 
     def _class(self, name: str, readers: Sequence[tuple[Node, Input]], results: Mapping[str, Ref]) -> Any:
-        """An argument's class: as annotated, as its first reader says, as its next value is, or a policy if it is
-        only broadcast."""
+        """An argument's class: its annotation, else the type of its first reader's input, else that of its next value,
+        else a policy if it is broadcast."""
         annotated = self.program.arguments[name]
         if annotated is not Any:
             return annotated
@@ -332,7 +332,7 @@ def _options(
     options = {}
     for key, default in sorted(interface.options.items()):
         what, value = f"{name}: option {key!r}", kwargs.get(key, default)
-        # All faulty options of a call are told at once: each is left out, and tracing goes on.
+        # Report all faulty options of a call at once: leave each out, and go on.
         try:
             if value is REQUIRED:
                 raise fault("missing-option", what, "nothing", "a value, since it has no default")
@@ -351,7 +351,7 @@ current: ContextVar[TraceRecorder | None] = ContextVar("current", default=None)
 
 
 def recording(what: str) -> TraceRecorder:
-    """The recorder of the trace under way. Raises GraphError outside of a program; `what` was called."""
+    """The recorder of the trace under way. Raises GraphError outside of a program, for the call that `what` names."""
     recorder = current.get()
     if recorder is None:
         raise fault("outside-program", what, "a call outside of a program", "a call in a function with @program")

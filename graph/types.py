@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from penstock.graph.protocols import Array, Axes, Vector
 
-# Figures that a node reports beside its output; they end in `metrics.jsonl`, averaged over an update's groups.
+# Metrics that a node returns beside its outputs; `metrics.jsonl` has their averages over an update's groups.
 Metrics = dict[str, float]
 
-# What a row of `metrics.jsonl` holds by itself: no figure of a node has such a name.
+# Columns that each row of `metrics.jsonl` has anyway: no metric of a node may have such a name.
 COLUMNS = frozenset(
     {
         "update",
@@ -38,7 +38,7 @@ COLUMNS = frozenset(
     }
 )
 
-# The most characters of a figure's name, and the most figures of one firing.
+# The most characters of a metric's name, and the most metrics of one firing.
 NAME_LENGTH, MOST_FIGURES = 100, 1000
 
 
@@ -49,24 +49,24 @@ def random_key(*parts: str | int) -> int:
 
 
 class NodeWarning(UserWarning):
-    """What a node has to tell the user of a run: `warnings.warn("…", NodeWarning)`.
+    """A warning of a node to the user of a run: `warnings.warn("…", NodeWarning)`.
 
-    A run shows it in the terminal, in `summary.json` and in the report, once for each text.
+    The run shows each text once, in the terminal, in `summary.json` and in the report.
     """
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a run's flags say, as every `maker` and `init` gets it. It can be written as JSON.
+    """The settings of a run, as every `maker` and `init` gets them. They can be written as JSON.
 
     Attributes:
         node: the node or argument that is being made.
         seed: the run's seed.
         model: the model directory; "" is a small untrained model.
-        data: what `--data` says.
+        data: the data set that `--data` names.
         data_split: the split of it; "" is "train", or the only one.
-        eval_data: what accuracy is measured on; "" is a part of `data` that training never sees.
-        eval_split: the split of that, or of `data`.
+        eval_data: the data that accuracy is measured on; "" is a part of `data` that training never sees.
+        eval_split: the split of `eval_data`, or else of `data`.
         prompt_field: the field of a row that is the prompt, "" for the usual one.
         answer_field: the field that is the answer, "" for the usual one, "none" where rows have none.
         row: import path of a function that makes the fields of each row, "" for none.
@@ -79,23 +79,23 @@ class Context:
         batch: prompt groups per update.
         updates: updates of the run.
         slots: rows that a generator decodes at once.
-        engine: what generators decode with that say nothing else, "penstock" or "vllm".
-        mismatch_limit: mean difference of another engine's log-probabilities to the trainer's, in nats, that a run
-            goes on with; 0 is what suits the format.
-        versions: "pinned" where groups use exactly the version of their update, so that a run is repeatable.
-        deterministic: is everything to be computed in an order that never varies?
+        engine: the engine of generators that name no other, "penstock" or "vllm".
+        mismatch_limit: the largest mean difference of another engine's log-probabilities to the trainer's, in nats,
+            that a run accepts; 0 chooses it by the format.
+        versions: "pinned" if groups use exactly the version of their update, so that a run is repeatable.
+        deterministic: True if everything must be computed in an order that never varies.
         split: "train"; "evaluate", the part of `data` that training never sees; or "whole", all of it in turn.
         threads: threads of this rank.
-        recompute: "layer": of an update, what is within a layer is computed again for the backward pass and not kept.
-        micro_tokens: most tokens of a micro-batch, padding included; 0 is what suits the device.
-        logit_elements: most logits that are kept at once; 0 is what suits the device.
-        zero: what "fsdp" shards all the time: 3 weights and gradients, too; 1 the optimizer's state and masters only.
-        optimizer_state: where AdamW's moments lie but for a step: on the "device", or on the "host".
-        invariant: are log-probabilities of a generator those of a trainer, to the bit?
-        replay_routing: do generators record the experts of each token, and policies use them?
+        recompute: "layer" computes activations within a layer again for the backward pass, and does not keep them.
+        micro_tokens: most tokens of a micro-batch, padding included; 0 chooses by the device.
+        logit_elements: most logits in memory at once; 0 chooses by the device.
+        zero: what "fsdp" keeps sharded: 3 weights and gradients, too; 1 only the optimizer's state and master weights.
+        optimizer_state: where AdamW's moments are between two steps: on the "device", or on the "host".
+        invariant: True if a generator's log-probabilities must equal the trainer's to the bit.
+        replay_routing: True if generators record the experts of each token, and policies use the same ones.
         lora: rank of the adapters that a policy learns in place of all weights; 0 is none.
-        lora_alpha: alpha of these; 0 is twice the rank.
-        lora_targets: names of the linear maps that have one; () is all of a layer's.
+        lora_alpha: alpha of the adapters; 0 is twice the rank.
+        lora_targets: names of the linear maps that have an adapter; () is all of a layer's.
         mesh: axes of the ranks that run this pool together, as (axis, size), outermost first, row-major; () for one
             rank. With more than one rank, torch.distributed's default group has them all.
         rank: this rank's place in the mesh.
@@ -151,16 +151,16 @@ class Context:
 
     @property
     def _evaluated(self) -> tuple[str, str]:
-        """The data that accuracy is measured on, and their split."""
+        """The data that accuracy is measured on, and its split."""
         return self.eval_data or self.data, self.eval_split or ("" if self.eval_data else self.data_split)
 
     @property
     def apart(self) -> bool:
-        """Is accuracy measured on data of its own? If not, a part of `data` is kept for that."""
+        """True if accuracy is measured on data of its own. If not, a part of `data` is held out for it."""
         return self._evaluated != (self.data, self.data_split)
 
     def evaluation(self) -> "Context":
-        """The context of what accuracy is measured on."""
+        """The context of a source of the data that accuracy is measured on."""
         if not self.apart:
             return replace(self, split="evaluate")
         data, data_split = self._evaluated
@@ -172,7 +172,7 @@ class Context:
 
 @dataclass(frozen=True)
 class BatchPart:
-    """Which part of its batch an update that accumulates is called with (`NodeDef.accumulate`): `number`, from 0, of
+    """The part of its batch that an accumulating update is called with (`NodeDef.accumulate`): `number`, from 0, of
     `count`. The last call makes the next value."""
 
     number: int
@@ -202,8 +202,8 @@ class Model:
     """A carried value with weights. `broadcast` sends them; `delay` refuses it.
 
     Attributes:
-        version: the number of updates that are over for it. A call of an update adds one. A run sets it before each
-            firing that reads the value, since an update of a graph may be several calls, or leave the value as it was.
+        version: the number of updates applied to it. A call of an update adds one. A run sets it before each firing
+            that reads the value, since an update of a graph may be several calls, or may not change the value.
     """
 
     version: int = 0
@@ -218,10 +218,10 @@ class Policy(Model):
 
 
 class LoraPolicy(Policy):
-    """A policy that learns low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) of weights that never change. The
-    adapters alone are sent, saved and exported. The program's options NAME_rank, NAME_alpha and NAME_targets say which
-    ones, where NAME is the argument's name; else the flag `--lora` and its like, which make any policy such a one; else
-    their rank is `rank`."""
+    """A policy that learns low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) of weights that never change.
+    Only the adapters are sent, saved and exported. The program's options NAME_rank, NAME_alpha and NAME_targets
+    configure them, where NAME is the argument's name; else the flags `--lora`, `--lora-alpha` and `--lora-targets`,
+    which give any policy adapters; else their rank is `rank`."""
 
     maker: ClassVar[str] = "penstock.nodes.policy:make_lora_policy"
     rank: ClassVar[int] = 16
@@ -249,10 +249,10 @@ class Teacher(Reference):
 
 
 class FrozenModel(Model):
-    """A language model that never changes, with words of its own: a judge, or a partner to talk with (`nodes.policy`).
+    """A language model that never changes, with its own tokenizer: a judge, or a partner to talk with (`nodes.policy`).
 
-    It is read from the directory that the program's option `NAME_model` names, where NAME is the argument's name; it
-    is the model that the run starts from where there is no such option, or it is None.
+    It is read from the directory that the program's option `NAME_model` names, where NAME is the argument's name.
+    Without that option, or if it is None, it is the model that the run starts from.
     """
 
     maker: ClassVar[str] = "penstock.nodes.policy:open_frozen"
@@ -260,7 +260,7 @@ class FrozenModel(Model):
 
 
 class Critic(Model):
-    """A model that expects what reward is still to come, with its optimizer: a carried value (`nodes.critic`)."""
+    """A model that predicts the reward still to come, with its optimizer: a carried value (`nodes.critic`)."""
 
     maker: ClassVar[str] = "penstock.nodes.critic:make_critic"
     pool: ClassVar[str] = "critic"
@@ -283,7 +283,7 @@ class PreferenceModel(Model):
 AnyPolicy = TypeVar("AnyPolicy", bound=Policy)
 AnyAverage = TypeVar("AnyAverage", bound=Average)
 AnyCritic = TypeVar("AnyCritic", bound=Critic)
-# What an update gives back of what it is given: a program's `Solver(Policy)` stays a `Solver`.
+# An update returns the type that it is given: a program's `Solver(Policy)` stays a `Solver`.
 AnyPreferenceModel = TypeVar("AnyPreferenceModel", bound=PreferenceModel)
 
 
@@ -304,9 +304,9 @@ class Weights:
 
     Attributes:
         version: the version of the carried value.
-        tensors: the logical tensors by name; on a rank of a mesh, this rank's share of each. Of those that `broadcast`
-            sends in a precision of its own, the elements are NAME, and the scales of their rows NAME.scale.
-        about: what the carried value says of them (`graph.protocols.Described`), the same for all versions.
+        tensors: the logical tensors by name; on a rank of a mesh, this rank's shard of each. If `broadcast` sends a
+            tensor with a `precision`, its elements are NAME, and the scales of its rows NAME.scale.
+        about: what the carried value says of its weights (`graph.protocols.Described`), the same for all versions.
     """
 
     version: int
@@ -318,15 +318,14 @@ class Weights:
 class Batchable:
     """A dataclass of arrays (first axis N) and of tuples with one entry per row; `concat` joins groups.
 
-    An array that a type may lack is None; then all parts that are joined lack it. Properties named in `derived` have a
-    small number for each row, and travel beside the fields, for readers that leave large columns where they lie
-    (`graph.deferred`).
+    An optional array may be None, for all parts that are joined or for none. Properties named in `derived` are one
+    number for each row. They are sent beside the fields, for readers that do not load large columns (`graph.deferred`).
     """
 
     derived: ClassVar[tuple[str, ...]] = ()
 
     def __len__(self) -> int:
-        """Its rows."""
+        """Its number of rows."""
         columns = (getattr(self, field.name) for field in fields(self))
         return next((len(column) for column in columns if column is not None), 0)
 
@@ -340,7 +339,7 @@ class Batchable:
         """The value with these rows only, in this order; a row may be taken twice, or none at all.
 
         `rows` are row numbers from 0, or for each row whether it is taken (bool [N]), as a list, a tensor or an array:
-        `rollouts.take(rewards.values_N > 0)`. Raises ValueError for a row that there is not.
+        `rollouts.take(rewards.values_N > 0)`. Raises ValueError for a row that does not exist.
         """
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
         index = row_numbers(rows, len(self), type(self).__name__)
@@ -367,10 +366,10 @@ class Prompts(Batchable):
 
 @dataclass
 class Rollouts(Batchable):
-    """Sampled responses with what made each token.
+    """Sampled responses, with the log-probability and the version of the weights of each token.
 
-    A response may be a conversation with an environment: everything after the first prompt. Whoever scores the tokens
-    applies the temperature, so that equal weights give equal log-probabilities.
+    A response may be a conversation with an environment: everything after the first prompt. A node that scores the
+    tokens applies the temperature, so that equal weights give equal log-probabilities.
 
     Attributes:
         ordinals: the prompt group of each row, N.
@@ -390,12 +389,12 @@ class Rollouts(Batchable):
         cut_N: rows that were sampled from a part of the vocabulary (top-k, top-p), bool [N].
         turn_rewards: for each row what the environment gave after each turn but the newest (see `rewarded`); None
             stands for a turn without a reward.
-        experts_NSLK: of each token the experts that it went through in each layer as it was sampled, counted from 1,
-            int16 [N, S, layers, experts of a token]; 0 where none are recorded. None without `--replay-routing`.
-        prefixes_N: the number of the prefix that each row goes on from (`Prefixes.numbers_N`), int64 [N]; -1 for rows
+        experts_NSLK: the experts of each token in each layer when it was sampled, counted from 1, int16
+            [N, S, layers, experts of a token]; 0 where none are recorded. None without `--replay-routing`.
+        prefixes_N: the number of the prefix that each row continues (`Prefixes.numbers_N`), int64 [N]; -1 for rows
             without. None if no row has one.
-        prefix_lengths_N: tokens at the begin of each response that are of its prefix, int64 [N]. They keep log μ and
-            versions, and are context: `sampled_N` and losses leave them out. 0 for rows without a prefix, and where
+        prefix_lengths_N: tokens at the beginning of each response that belong to its prefix, int64 [N]. They keep log μ
+            and versions, and are context: `sampled_N` and losses leave them out. 0 for rows without a prefix, and if
             prefixes are learnt from, too. None if no row has a prefix.
     """
 
@@ -443,7 +442,7 @@ class Rollouts(Batchable):
 
     @property
     def sampled_N(self) -> Array:
-        """Tokens of each response that a policy sampled, int64 [N]: none of an environment's, none of a prefix."""
+        """Tokens of each response that a policy sampled, int64 [N], without those of an environment or a prefix."""
         if self.versions_NT is None:
             return None
         # Counted by a sum of ones, since a graph imports no array library.
@@ -454,18 +453,18 @@ class Rollouts(Batchable):
         return sampled_NT.sum(1)
 
     def place(self, row: int) -> str:
-        """What errors call a row: its group, its prefix if it goes on from one, and its number in the group."""
+        """The name of a row in errors: its group, its prefix if it continues one, and its number in the group."""
         before = [other for other in range(row) if self.ordinals[other] == self.ordinals[row]]
         number = -1 if self.prefixes_N is None else int(self.prefixes_N[row])
         prefix = f", prefix {number}" if number >= 0 else ""
         return f"group {self.ordinals[row]}{prefix}, row {len(before)}"
 
     def turns(self) -> list[int]:
-        """Turns of the model in each row."""
+        """The number of the model's turns in each row."""
         return [(len(transcript) + 1) // 2 for transcript in self.transcripts]
 
     def rewarded(self, replies: "Replies") -> "tuple[list[float | None], ...]":
-        """The rewards of all turns of each row: those so far, and those of the `replies` to the newest turns.
+        """The rewards of all turns of each row: the earlier ones, and those of the `replies` to the newest turns.
 
         A row that ended at an earlier turn has all of its rewards already; its reply does not count.
         """
@@ -479,7 +478,7 @@ class Rollouts(Batchable):
         return lengths_N
 
 
-# What stands for a column in rows without it, where they are joined with rows that have it: made of these rows, and of
+# Default columns of rows without a column that are joined with rows that have it: made of the rows without it, and of
 # the column of some others.
 _WITHOUT: Mapping[str, Callable[[Rollouts, Array], Array]] = {
     "logprobs_NT": lambda part, like: part.versions_NT * math.nan,
@@ -492,19 +491,19 @@ _WITHOUT: Mapping[str, Callable[[Rollouts, Array], Array]] = {
 
 @dataclass
 class Prefixes(Batchable):
-    """Beginnings of responses: the sub-prompts of a group, which `generate(…, after=prefixes)` goes on from.
+    """Beginnings of responses: the sub-prompts of a group, which `generate(…, after=prefixes)` continues.
 
     Attributes:
         ordinals: the prompt group of each, N.
-        numbers_N: the number of each among those of its group, int64 [N]: what keys the draws that follow it.
-        rows_N: the row of the group's rollouts that each is the begin of, int64 [N].
-        tokens_NS: the prompt and the begin of the response, as they were sampled, int64 [N, S], padded on the right.
+        numbers_N: the number of each in its group, int64 [N]: a part of the random keys of what follows it.
+        rows_N: the row of the group's rollouts that each is the beginning of, int64 [N].
+        tokens_NS: the prompt and the beginning of the response, as sampled, int64 [N, S], padded on the right.
         prompt_lengths_N: where the response starts in `tokens_NS`, int64 [N].
         lengths_N: tokens of the response that the prefix has, int64 [N]; 0 is the prompt alone.
         logprobs_NT: log μ of these tokens, nats, float [N, T].
         versions_NT: version of the weights that sampled each, int64 [N, T]; -1 for tokens that no policy sampled.
         temperature_N: temperature that they were sampled at, float [N].
-        cut_N: whether they were sampled from a part of the vocabulary, bool [N].
+        cut_N: True if they were sampled from a part of the vocabulary, bool [N].
         experts_NSLK: as in `Rollouts`.
     """
 
@@ -523,7 +522,7 @@ class Prefixes(Batchable):
 
 @dataclass
 class Replies(Batchable):
-    """What an environment says to the newest turn of each row of `Rollouts`.
+    """An environment's answers to the newest turn of each row of `Rollouts`.
 
     Attributes:
         texts: the reply to each row, N; not read for a row that is done.
@@ -539,7 +538,7 @@ class Replies(Batchable):
 
     @property
     def done(self) -> bool:
-        """Are all rows done?"""
+        """True if all rows are done."""
         return bool(self.done_N.all())
 
 
@@ -578,7 +577,7 @@ class Rewards(Batchable):
         return iter(self.values_N)
 
     def lack(self) -> str:
-        """What is given that is no row of rewards, and what is needed; "" if all is well."""
+        """A message if `values_N` is not one finite number per response; else ""."""
         return _lack(self.values_N, (1,), "Rewards", "an array [N], one number per response", finite=True)
 
 
@@ -596,16 +595,16 @@ class TurnRewards(Batchable):
 
     @property
     def values_N(self) -> Array:
-        """The rewards of all turns of each row together, float [N]."""
+        """The sum of the rewards of each row's turns, float [N]."""
         return self.values_NK.sum(1)
 
     def lack(self) -> str:
-        """What is given that is no rewards of turns, and what is needed; "" if all is well."""
+        """A message if `values_NK` is not one finite number per turn of a response; else ""."""
         needed = "an array [N, K], one number per turn of a response"
         return _lack(self.values_NK, (2,), "TurnRewards", needed, finite=True)
 
 
-# What an environment or a scorer gives for responses.
+# The rewards that an environment or a scorer makes.
 AnyRewards = Rewards | TurnRewards
 
 
@@ -614,7 +613,7 @@ def _lack(values: Array, dims: Sequence[int], kind: str, needed: str, *, finite:
     if shape is None or len(shape) not in dims:
         given = f"a {type(values).__name__}" if shape is None else f"an array of shape {list(shape)}"
         return f"{kind} of {given}, needed {needed}"
-    # Of plain numbers, since `isfinite` is called otherwise in each library.
+    # On plain numbers, since `isfinite` differs between array libraries.
     rows = values.tolist() if finite else []
     for row, found in enumerate(rows):
         for value in found if isinstance(found, list) else (found,):
@@ -638,8 +637,8 @@ class Advantages(Batchable):
         return self.values_N[sequence_P]
 
     def lack(self) -> str:
-        """What is given that is no advantages, and what is needed; "" if all is well. Any number may be that of a token
-        that nobody sampled."""
+        """A message if `values_N` has neither one number per response nor one per token; else "". The numbers need not
+        be finite: those of tokens that no policy sampled may be anything."""
         needed = "an array, one number per response [N] or token [N, T]"
         return _lack(self.values_N, (1, 2), type(self).__name__, needed, finite=False)
 
@@ -669,7 +668,7 @@ class Logprobs(Batchable):
 
 @dataclass
 class Values(Batchable):
-    """What a critic expects before each token of a response.
+    """A critic's prediction before each token of a response.
 
     Attributes:
         values_NT: float [N, T]; 0 past the end.
@@ -680,7 +679,7 @@ class Values(Batchable):
 
 @dataclass
 class Returns(Batchable):
-    """What followed each token of a response; a critic learns to expect it.
+    """The return after each token of a response; a critic learns to predict it.
 
     Attributes:
         returns_NT: float [N, T]; 0 past the end.
@@ -694,8 +693,8 @@ def _values(other: Any) -> Any:
 
 
 def row_numbers(rows: "Sequence[int] | Array", count: int, name: str) -> list[int]:
-    """`rows` of a batch of `count`, as `Batchable.take` is given them, by their numbers."""
-    # Elements of tensors and arrays, of whatever library, are plain numbers from here on.
+    """The row numbers that `rows`, an argument of `Batchable.take`, means in a batch of `count` rows."""
+    # Elements of tensors and arrays of any library become plain numbers.
     index = [row.item() if hasattr(row, "item") else row for row in rows]
     if index and all(isinstance(row, bool) for row in index):
         if len(index) != count:
@@ -708,8 +707,8 @@ def row_numbers(rows: "Sequence[int] | Array", count: int, name: str) -> list[in
 
 
 def uneven(value: Batchable) -> str:
-    """What columns of different rows a value has, and what is needed; "" if all have as many. An empty tuple is none:
-    what it may be filled with is not there."""
+    """A message if the columns of a value have different numbers of rows; else "". An empty tuple does not count: it is
+    an optional column that is not there."""
     rows: dict[int, str] = {}
     for each in fields(value):
         column = getattr(value, each.name)
@@ -722,22 +721,22 @@ def uneven(value: Batchable) -> str:
 
 
 def taken(column: Any, rows: Sequence[int]) -> Any:
-    """These rows of a column, in this order: of an array or a tuple; None of one that is None."""
+    """These rows of a column, in this order. The column is an array, a tuple or None."""
     if column is None:
         return None
     return tuple(column[row] for row in rows) if isinstance(column, tuple) else column[list(rows)]
 
 
 def joined(values: Sequence[Any], widths: Sequence[int] = ()) -> Any:
-    """Arrays (first axis N) below each other, padded to a common width with zeros; or tuples after each other; or None
-    where all are. They are at least as wide as `widths`."""
+    """Arrays (first axis N) joined along the rows, padded with zeros to a common width of at least `widths`; or tuples
+    joined; or None if all are None."""
     if all(value is None for value in values):
         return None
     if isinstance(values[0], tuple):
         return tuple(item for value in values for item in value)
     if wrong := [value for value in values if not getattr(value, "shape", ())]:
         raise TypeError(f"given a {type(wrong[0]).__name__}, needed an array or a tuple with one entry for each row")
-    # Each axis but the rows as wide as the widest part.
+    # Each axis except the rows is as wide as the widest part.
     shapes = [tuple(value.shape[1:]) for value in values]
     widest = [max(sizes) for sizes in zip(*shapes, *([tuple(widths)] if widths else []), strict=True)]
     out = values[0].new_zeros((sum(value.shape[0] for value in values), *widest))
