@@ -1,1 +1,1 @@
-"""The run folder, and what is drawn of it."""
+"""The run folder: its files, their readers and writers, and drawings of a run's schedule."""

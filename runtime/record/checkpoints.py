@@ -1,22 +1,23 @@
-"""A run's checkpoints: which one counts, what is known of each without its tensors, which ones stay. No torch.
+"""A run's checkpoints: which ones are complete, their facts without tensors, which ones are kept. No torch.
 
-**A checkpoint counts whole or not at all.** All ranks write their shards into one fresh folder, `UPDATE-RUN-TOKEN`.
-When these are on the disk, `cut.json` (the scheduler's state) follows, and then the folder gets the name by which it
-counts: `UPDATE`, or `UPDATE.2` where the run has a checkpoint of that update already. What counts is never written to
-again: a process that dies between any two files leaves the last checkpoint as it was. A fresh folder that never got
-its name is removed when the run ends or is resumed. A host with a run folder of its own keeps its shards in the fresh
+**A checkpoint is complete or does not count.** All ranks write their shards into one fresh folder, `UPDATE-RUN-TOKEN`.
+When the shards are on the disk, `cut.json` (the scheduler's state) follows. Then the folder gets its final name:
+`UPDATE`, or `UPDATE.2` if the run has a checkpoint of that update already. Nothing is written to a folder with a final
+name, so a process that dies between any two files leaves the last checkpoint as it was. A fresh folder that never got
+its final name is removed when the run ends or is resumed. A host with its own run folder keeps its shards in the fresh
 folder; `cut.json` has that name, too.
 
-**The newest stay, and the best.** When a checkpoint is complete, `surplus` says which older ones go: all but the `keep`
-newest and the one with the best value of a metric. One that goes is first renamed to a fresh folder's name, by which it
-does not count any more, and then removed in the background: a process that dies meanwhile leaves no half of one that
-counts. Other hosts remove theirs when they are told which ones stay (`remove_others`).
+**The newest are kept, and the best.** When a checkpoint is complete, `surplus` says which older ones go: all but the
+`keep` newest and the one with the best value of a metric. Such a folder is first renamed to a fresh name, so that it no
+longer counts, then removed in the background: a process that dies meanwhile leaves no half of a checkpoint that counts.
+Other hosts remove their folders when they are told which ones stay (`remove_others`).
 
-**Damage is told.** `cut.json` has a CRC-32 of its facts, and says how many records the event log had by then. A folder
-that has the name of a checkpoint and no `cut.json` is a damaged one. `without` says what there is beside it.
+**Damage is reported.** `cut.json` has a CRC-32 of its facts, and says how many records the event log had by then. A
+folder with the final name of a checkpoint but no `cut.json` is damaged. `without` says where a resume would begin
+without it.
 
-A shard is a safetensors file: 8 bytes with the length of its header, the header as JSON, the tensors. Its path and
-facts are known here; `tensor.checkpoint` writes and reads the tensors.
+A shard is a safetensors file: 8 bytes with the length of its header, the header as JSON, the tensors. This file knows
+its path and facts; `tensor.checkpoint` writes and reads the tensors.
 """
 
 import fcntl
@@ -44,11 +45,11 @@ CUT = "cut.json"
 
 
 class StateError(RuntimeError):
-    """A rank's part of a checkpoint that could not be written or read. It names the file."""
+    """A rank's part of a checkpoint could not be written or read. The message names the file."""
 
 
 class UnreadableError(StateError):
-    """A part that is missing or damaged: another checkpoint may be whole."""
+    """A part is missing or damaged. Another checkpoint may be whole."""
 
 
 _COUNTS = re.compile(r"(\d{8,})(?:\.(\d+))?")
@@ -56,13 +57,13 @@ _FRESH = re.compile(r"\d{8,}-(\w+)-[0-9a-f]{16}")
 
 
 class SavedCheckpoint(Struct, frozen=True):
-    """A complete checkpoint, as `cut.json` has it.
+    """A complete checkpoint, as in `cut.json`.
 
-    update: the one that comes next. cut: the scheduler's state; a resume requires a `typed_json.Cut` in it. accuracy:
-    what is known by then. figures: the metrics of pending groups that stand in no row yet (`metrics.Rows.to_json`).
-    written: the name that the folder had while it was written, and still has on a host with a run folder of its own.
-    row: the metrics of the update before it, those of `metrics.jsonl` that are numbers. records: those of the event log
-    that tell how it came to be; 0 where an earlier version has not counted them.
+    update: the next update. cut: the scheduler's state; a resume requires it to be a `typed_json.Cut`. accuracy: the
+    accuracies known by then. figures: the metrics of pending groups that are in no row yet (`metrics.Rows.to_json`).
+    written: the name of the folder while it was written, and still on a host with its own run folder. row: the numbers
+    in the row of the update before it (`metrics.jsonl`). records: how many records the event log had by then; 0 in
+    checkpoints of versions that did not count them.
     """
 
     update: Count
@@ -76,12 +77,12 @@ class SavedCheckpoint(Struct, frozen=True):
 
 
 def update_of(name: str) -> int:
-    """The update of a checkpoint's folder."""
+    """The update in the name of a checkpoint's folder."""
     return int(re.split(r"[-.]", name)[0])
 
 
 def require_no_link(folder: RunFolder) -> None:
-    """Raises RecordError where `checkpoints` is a symbolic link, by which checkpoints would be written elsewhere."""
+    """Raises RecordError if `checkpoints` is a symbolic link: checkpoints would be written elsewhere."""
     if folder.checkpoints.is_symlink():
         given = "given a symbolic link, which is not followed here"
         raise RecordError(f"{folder.checkpoints}: {given}; needed a folder")
@@ -108,8 +109,8 @@ def complete_checkpoint(
     row: Mapping[str, Any] | None = None,
     records: int = 0,
 ) -> Path:
-    """Make the fresh folder `name`, whose shards are on the disk, a checkpoint that counts. Returns its new path.
-    Raises RecordError."""
+    """Write `cut.json` into the fresh folder `name`, whose shards are on the disk, and give it its final name. Returns
+    the new path. Raises RecordError."""
     update = update_of(name)
     numbers = {key: value for key, value in (row or {}).items() if isinstance(value, int | float)}
     facts = {"update": update, "cut": cut, "accuracy": accuracy, "figures": figures or {}, "written": name}
@@ -118,7 +119,7 @@ def complete_checkpoint(
     folder.write_json(f"{folder.checkpoints.name}/{name}/{CUT}", facts)
     path = unused(folder.checkpoints / f"{update:08d}", ".")
     try:
-        # Before it counts, all of it has to be on the disk: after a power cut it may be gone, but not half of it.
+        # All of it must be on the disk before it counts: a power cut may lose a checkpoint, but not half of it.
         sync(folder.checkpoints / name)
         os.rename(folder.checkpoints / name, path)
         sync(folder.checkpoints)
@@ -134,8 +135,7 @@ def latest_checkpoint(folder: RunFolder) -> SavedCheckpoint | None:
 
 
 def all_checkpoints(folder: RunFolder) -> list[SavedCheckpoint]:
-    """The complete checkpoints that can be read, the oldest first. Of one that was damaged nothing is known: a run goes
-    on without it, and leaves it where it is."""
+    """The readable complete checkpoints, the oldest first. A damaged one is left out, and stays where it is."""
     found = []
     for place in _complete(folder.checkpoints):
         with suppress(RecordError):
@@ -151,8 +151,8 @@ def checkpoint_of(folder: RunFolder, update: int) -> SavedCheckpoint | None:
 
 
 def newest_usable(folder: RunFolder, *, refused: bool = False) -> tuple[SavedCheckpoint | None, list[Path]]:
-    """The newest checkpoint that can be read, and the folders of newer ones, which cannot: a resume takes it once these
-    are moved away. `refused`: ranks could not read their parts of the newest one."""
+    """The newest readable checkpoint, and the folders of newer, unreadable ones: a resume takes it once these are moved
+    away. `refused`: ranks could not read their parts of the newest one."""
     damaged: list[Path] = []
     for place in reversed(_complete(folder.checkpoints)):
         if not refused or damaged:
@@ -163,8 +163,8 @@ def newest_usable(folder: RunFolder, *, refused: bool = False) -> tuple[SavedChe
 
 
 def without(place: Path) -> str:
-    """Where a resume begins if the checkpoint in the folder `place` is damaged and moved away, in words."""
-    # A host with a run folder of its own does not know which folders count.
+    """Say where a resume begins if the damaged checkpoint in the folder `place` is moved away."""
+    # A host with its own run folder does not know which folders count.
     if not _COUNTS.fullmatch(place.name):
         return "without this checkpoint's folder a resume begins with the one before it"
     others = [other for other in _complete(place.parent) if other != place]
@@ -173,13 +173,13 @@ def without(place: Path) -> str:
 
 @contextmanager
 def in_use(saved: SavedCheckpoint) -> Iterator[None]:
-    """Meanwhile no run removes this checkpoint. Raises RecordError where one has."""
+    """Keep runs from removing this checkpoint during the body. Raises RecordError if one has removed it already."""
     path = saved.folder / CUT
     with ExitStack() as opened:
         try:
             file = opened.enter_context(open(open_regular(path, os.O_RDONLY), "rb"))
             fcntl.flock(file, fcntl.LOCK_SH)
-            # A run that had the lock before has given the folder another name.
+            # A run that had the lock before may have renamed the folder: then this raises.
             path.lstat()
         except FileNotFoundError:
             needed = "needed one that stays (--keep)"
@@ -188,7 +188,8 @@ def in_use(saved: SavedCheckpoint) -> Iterator[None]:
 
 
 def _complete(checkpoints: Path) -> list[Path]:
-    """The folders that count, the oldest first, by their names alone: one that has lost its `cut.json` is told of."""
+    """The folders with a final name, the oldest first. One that has lost its `cut.json` is among them, so that readers
+    report it."""
     try:
         places = [place for place in checkpoints.iterdir() if _COUNTS.fullmatch(place.name) and place.is_dir()]
     except OSError:
@@ -197,7 +198,7 @@ def _complete(checkpoints: Path) -> list[Path]:
 
 
 def _rank(place: Path) -> tuple[int, int]:
-    """Its place in the order of checkpoints: by update, then by when it was made."""
+    """The sort key of a checkpoint's folder: its update, then its order of creation."""
     found = _COUNTS.fullmatch(place.name)
     assert found is not None
     return int(found[1]), int(found[2] or 1)
@@ -216,7 +217,7 @@ def _read(folder: RunFolder, place: Path) -> SavedCheckpoint:
 
 
 def _check(facts: Mapping[str, Any]) -> int:
-    # Of the values, not of the file's bytes: JSON gives each back as it was.
+    # Of the values, not the file's bytes: JSON preserves each value.
     return zlib.crc32(json.dumps(facts).encode())
 
 
@@ -224,9 +225,9 @@ def _check(facts: Mapping[str, Any]) -> int:
 
 
 def read_best(text: str) -> tuple[str, int]:
-    """The metric that `--keep-best` names, and 1 where more of it is better, -1 where less is: "reward_mean",
-    "kl:min". Raises ValueError for what is none, and for names that a row has no number for. Nodes are free to report
-    any other name, so it is the first rows that tell whether one does."""
+    """Parse the metric of `--keep-best`, "reward_mean" or "kl:min": its name, and 1 if more is better, -1 if less is.
+    Raises ValueError for another form, and for names without a number in rows. A node may report any other name;
+    whether one does is known with the first rows."""
     metric, colon, better = text.partition(":")
     if not metric or (colon and better not in ("min", "max")):
         raise ValueError(f"--keep-best: given {text!r}, needed the name of a metric, or NAME:min where less is better")
@@ -237,8 +238,9 @@ def read_best(text: str) -> tuple[str, int]:
 
 
 def surplus(saved: Sequence[SavedCheckpoint], keep: int, best: str) -> list[SavedCheckpoint]:
-    """Those of the complete checkpoints `saved`, the oldest first, that go: all but the `keep` newest (0 keeps all) and
-    the one whose row has the best value of the metric `best`, the newest of equals. The newest always stays."""
+    """The checkpoints to remove among the complete ones `saved`, the oldest first: all but the `keep` newest (0 keeps
+    all) and the one whose row has the best value of the metric `best`, the newest of equals. The newest always
+    stays."""
     if not keep:
         return []
     stay = {one.folder for one in saved[-keep:]}
@@ -250,17 +252,17 @@ def surplus(saved: Sequence[SavedCheckpoint], keep: int, best: str) -> list[Save
 
 
 def discount(folder: RunFolder, run: str, gone: Sequence[SavedCheckpoint]) -> dict[Path, Path]:
-    """Rename checkpoints that go, so that they do not count any more. Returns the new path of each old one: those that
-    another process has `in_use`, or that are hard links, stay. Raises RecordError."""
+    """Rename the checkpoints `gone`, so that they no longer count. Returns the new path of each old one. A checkpoint
+    stays if another process has it `in_use`, or if its `cut.json` has a second name. Raises RecordError."""
     paths = {}
     for saved in gone:
         path = folder.checkpoints / f"{saved.update:08d}-{run}-{secrets.token_hex(8)}"
         try:
-            # To be written, though nothing is: on NFS nobody else gets an exclusive lock.
+            # Opened for writing although nothing is written: on NFS an exclusive lock needs it.
             with os.fdopen(open_regular(saved.folder / CUT, os.O_RDWR), "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.rename(saved.folder, path)
-        # Its owner was faster, it is read, or it has another name.
+        # The user has removed it, another process reads it, or it is a link.
         except (FileNotFoundError, BlockingIOError, RecordError):
             continue
         except OSError as error:
@@ -272,8 +274,8 @@ def discount(folder: RunFolder, run: str, gone: Sequence[SavedCheckpoint]) -> di
 
 
 def remove_others(folder: Path, run: str, stay: Collection[str]) -> None:
-    """Remove those folders of checkpoints of a run that have a fresh folder's name which is not among `stay`. On a host
-    with a run folder of its own these are all that it has."""
+    """Remove a run's checkpoint folders with fresh names that are not in `stay`. On a host with its own run folder, all
+    folders have fresh names."""
     with suppress(FileNotFoundError):
         for path in folder.iterdir():
             found = _FRESH.fullmatch(path.name)
@@ -282,17 +284,17 @@ def remove_others(folder: Path, run: str, stay: Collection[str]) -> None:
 
 
 def sweep_checkpoints(folder: RunFolder) -> None:
-    """Remove the fresh folders of checkpoints that this run has given up. No process of the run may be alive."""
+    """Remove the fresh folders that this run has left behind. No process of the run may be alive."""
     with suppress(RecordError, OSError, KeyError, TypeError):
         if folder.checkpoints.is_symlink():
             return
         remove_others(folder.checkpoints, folder.read_json(folder.config.name)["run"], ())
 
 
-# Format of a shard's facts. The first one knew nothing of ranks and layouts.
+# Format of a shard's facts. Format 1 had no ranks and layouts.
 FORMAT = 2
 _LENGTH = struct.Struct("<Q")
-_LONGEST = 100 << 20  # what safetensors itself takes
+_LONGEST = 100 << 20  # the limit of safetensors itself
 
 
 def part_path(folder: Path, replica: str, rank: int) -> Path:
@@ -300,7 +302,7 @@ def part_path(folder: Path, replica: str, rank: int) -> Path:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """The facts of a shard, without its tensors. Raises ValueError for a file that is missing or no shard."""
+    """The facts of a shard, without its tensors. Raises ValueError for a file that is missing or not a shard."""
     try:
         with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
@@ -313,7 +315,7 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def refusal(path: Path, facts: Mapping[str, Any]) -> str:
-    """Why no run can be resumed from a shard with these facts; "" if one can."""
+    """Why a run cannot be resumed from a shard with these facts; "" if it can."""
     given = facts.get("format", 1)
     if given == FORMAT:
         return ""

@@ -1,4 +1,4 @@
-"""Errors of a run's files, in words that a user can act on, and text that a terminal can show."""
+"""Errors about a run's files that tell the user what to do, and text that is safe to show on a terminal."""
 
 import errno
 import re
@@ -8,15 +8,16 @@ from pathlib import Path
 
 
 class RecordError(ValueError):
-    """A run's folder or one of its files cannot be used: which, what was found, what is needed."""
+    """A run's folder or one of its files cannot be used. The message says which, what was found, and what is needed."""
 
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: str) -> str:
-    """`text` with escapes such as \\u001b for control characters, for marks that turn the direction of writing, and for
-    bytes that are no UTF-8: a terminal shows them and obeys none. Line breaks and tabs stay, JSON means the same."""
+    """`text` with escapes such as \\u001b for control characters, for marks that change the direction of writing, and
+    for bytes that are not UTF-8, so that a terminal shows them and does not obey them. Line breaks and tabs stay. JSON
+    keeps its meaning."""
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
@@ -33,18 +34,18 @@ REASONS = {
     errno.EMFILE: "too many open files (see `ulimit -n`)",
 }
 
-# How each verb that writes a run is told of its folder.
+# What the user types to name the folder, for each verb that writes a run.
 PLACE = "run --out DIR, resume DIR"
 
 
 def disk_fault(path: Path, error: OSError, size: int = 0, choice: str = PLACE) -> RecordError:
-    """The error to raise when `path` could not be written. `size` is how many bytes were to go there, 0 if unknown.
+    """Make the error for a `path` that could not be written. `size` is the number of bytes to write, 0 if unknown.
     `choice` is what the user types to name another place: a flag and DIR or FILE."""
     place = "folder" if choice.endswith("DIR") else "file"
     reason = REASONS.get(error.errno or 0, error.strerror or str(error))
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         space = f"{size} bytes of free space there" if size else "free space there"
-        # How much is free is worth a word: a part of `size` bytes may fit.
+        # Say how much is free: part of the `size` bytes may have fitted.
         with suppress(OSError):
             space += f", where {shutil.disk_usage(path.parent).free} are left" if size else ""
         needed = f"{space}, or another {place} ({choice})"

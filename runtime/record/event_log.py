@@ -1,16 +1,16 @@
-"""`events.log`: every event that a run's scheduler saw, and a digest of what it decided, so that both can be replayed.
+"""`events.log`: every event that a run's scheduler saw, and a digest of its commands, so that a run can be replayed.
 
 The file starts with `MAGIC`; each record follows as a frame
 
     length of payload (4 bytes, little endian) · check of the length (4) · payload (MessagePack) · chain (16)
 
 where chain = blake2b(chain of the record before, payload), and the check is a digest of that chain and the length. So
-an edited, moved or missing record is found where it is, and told from a file that just ends. A payload is a
-`Record`: the array of its kind and its fields.
+a reader finds the place of an edited, moved or missing record, and can tell it from a file that merely ends. A payload
+is a `Record`: an array of its kind and its fields.
 
-A process that was killed leaves no end record, and may leave half a frame, which the next segment cuts off. `LogWriter`
-is for the recorder of a run; `read_log` (whole and undamaged), `read_segments` (up to the first damage) and
-`new_records` (of a log that grows) are for replay, reports and `watch`.
+A killed process leaves no end record, and may leave half a frame, which the next segment cuts off. `LogWriter` is for
+the recorder of a run. `read_log` (an undamaged log), `read_segments` (a log up to its first damage) and `new_records`
+(a growing log) are for replay, reports and `watch`.
 """
 
 import struct
@@ -33,14 +33,14 @@ LENGTH = struct.Struct("<I")
 HEAD = LENGTH.size + CHECK
 # The chain before the first record.
 FIRST = blake2b(MAGIC, digest_size=CHAIN).digest()
-# Bytes of the longest log that is read.
+# The longest log that is read, in bytes.
 LOG_BYTES = 4 << 30
-# A buffer that is as large, or that was last written as long ago, is written.
+# The buffer is written when it is this large, or when the last write was this long ago.
 FLUSH_BYTES, FLUSH_SECONDS = 1 << 16, 1.0
 
 
 class LogError(RecordError):
-    """The log is not as a run wrote it; names the record."""
+    """The log differs from what a run wrote; names the record."""
 
 
 class SegmentFacts(TypedDict):
@@ -57,7 +57,7 @@ class SegmentRecord(Struct, array_like=True, tag="segment"):
 
 
 class StageFacts(TypedDict, total=False):
-    """All that is needed to make the scheduler again; `SegmentOrigin.from_json` reads it."""
+    """The arguments of the scheduler, to make it again; `SegmentOrigin.from_json` reads them."""
 
     stage: Text
     graph: dict[str, Any]
@@ -101,8 +101,8 @@ _decode = msgpack.Decoder(Record).decode
 
 
 class Step(NamedTuple):
-    """One event as the scheduler saw it, packed or read. `record` is its place in the file, `digest` that of its
-    commands."""
+    """One event as the scheduler saw it, packed or decoded. `record` is its place in the file, `digest` the digest of
+    the commands that followed."""
 
     record: int
     time: float
@@ -111,7 +111,7 @@ class Step(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Where a reader of a log is: records and bytes that it has read, and the chain there."""
+    """The position of a reader of a log: how many records and bytes it has read, and the chain there."""
 
     records: int
     nbytes: int
@@ -120,7 +120,7 @@ class Mark(NamedTuple):
 
 @dataclass
 class StageLog:
-    """One scheduler's life. `facts` say how it was made."""
+    """The records of one scheduler. `facts` say how it was made."""
 
     facts: StageFacts
     steps: list[Step] = field(default_factory=list)
@@ -128,7 +128,8 @@ class StageLog:
 
 @dataclass
 class Segment:
-    """A run, or what a resume added. `ended` is what its last record says; None if the process was killed."""
+    """The part of a log from a run's start or a resume. `ended` has the facts of its end record; None if the process
+    was killed."""
 
     facts: SegmentFacts
     stages: list[StageLog] = field(default_factory=list)
@@ -136,12 +137,12 @@ class Segment:
 
     @property
     def seconds(self) -> float:
-        """From its beginning to its last event."""
+        """Seconds from its beginning to its last event."""
         return max((stage.steps[-1].time for stage in self.stages if stage.steps), default=0.0)
 
 
 def commands_digest(commands: Iterable[bytes]) -> bytes:
-    """8 bytes that stand for the commands of one step, in their order (`runtime.control.messages.record_bytes`)."""
+    """An 8-byte digest of the commands of one step, in order (as packed by `runtime.control.messages.record_bytes`)."""
     state = blake2b(digest_size=8)
     for command in commands:
         # The length keeps ["ab", "c"] apart from ["a", "bc"].
@@ -152,7 +153,7 @@ def commands_digest(commands: Iterable[bytes]) -> bytes:
 class LogWriter:
     """Appends to the log at `path`: a new file, or a new segment of an existing one.
 
-    Raises LogError for an existing log that is damaged, RecordError where the disk is full.
+    Raises LogError for an existing log that is damaged, RecordError if the disk is full.
     """
 
     def __init__(self, path: Path) -> None:
@@ -164,23 +165,23 @@ class LogWriter:
             mark = Mark(0, len(MAGIC), FIRST)
             for _, mark in _frames(path):  # noqa: B007
                 pass
-        # Half a frame that a kill has left would be damage in the middle of the log.
+        # Cut off half a frame that a kill has left: it would be damage in the middle of the log.
         self._file = AppendFile(path, keep=mark.nbytes)
         self.records, self._chain = mark.records, mark.chain
         if not mark.nbytes:
             self._buffer += MAGIC
 
     def segment(self, cut: int | None, facts: Mapping[str, Any]) -> None:
-        """A run begins (`cut` None), or resumes from the checkpoint before update `cut`."""
+        """Record that a run begins (`cut` None), or resumes from the checkpoint before update `cut`."""
         self._append("segment", {**facts, "cut": cut})
         self.flush()
 
     def stage(self, facts: Mapping[str, Any]) -> None:
-        """A scheduler is made. `facts` are all that is needed to make it again."""
+        """Record that a scheduler is made. `facts` are all that is needed to make it again."""
         self._append("stage", facts)
 
     def step(self, time: float, event: bytes, commands: Iterable[bytes]) -> None:
-        """The scheduler saw `event` at `time` (seconds since the segment began) and answered with `commands`."""
+        """Record that the scheduler handled `event` at `time` (seconds since the segment began) with `commands`."""
         self._append("event", time, event, commands_digest(commands))
         self.tick(time)
 
@@ -191,9 +192,9 @@ class LogWriter:
             self._flushed = now
 
     def end(self, facts: Mapping[str, Any]) -> None:
-        """The run is over; nothing comes after."""
+        """Record that the run is over, and close the log."""
         self._append("end", facts)
-        # A summary that counts the records comes after it, and is synced.
+        # Synced, because a synced summary that counts the records is written next.
         self.sync()
         self.close()
 
@@ -202,7 +203,7 @@ class LogWriter:
         self._file.close()
 
     def flush(self) -> None:
-        """Hand the buffer to the system. Raises RecordError if the disk is full."""
+        """Write the buffer to the file. Raises RecordError if the disk is full."""
         self._file.write(self._buffer)
 
     def sync(self) -> None:
@@ -221,8 +222,8 @@ class LogWriter:
 def read_log(path: Path, records: int = 0) -> list[Segment]:
     """The segments of a log.
 
-    Raises LogError with the number of the first record that is not as it was written, and for a log with fewer than
-    the `records` that the run counted when it ended: a log that was cut between two frames has an intact chain.
+    Raises LogError with the number of the first damaged record, and for a log with fewer than the `records` that the
+    run counted at its end: a log that was cut between two frames has an intact chain.
     """
     segments, damage = read_segments(path)
     if damage is not None:
@@ -234,7 +235,7 @@ def read_log(path: Path, records: int = 0) -> list[Segment]:
 
 
 def read_segments(path: Path) -> tuple[list[Segment], LogError | None]:
-    """The segments of a log up to its first damage, and that damage. Raises LogError where nothing can be read."""
+    """The segments of a log up to its first damage, and that damage. Raises LogError if nothing can be read."""
     segments: list[Segment] = []
     try:
         for record, mark in new_records(path):
@@ -261,7 +262,7 @@ def read_segments(path: Path) -> tuple[list[Segment], LogError | None]:
 
 
 def new_records(path: Path, mark: Mark | None = None) -> Iterator[tuple[Record, Mark]]:
-    """The records of a log after `mark` (None: all), each with the mark behind it. A record that is still being written
+    """The records of a log after `mark` (None: all), each with the mark after it. A record that is still being written
     is left out. Raises LogError."""
     for payload, after in _frames(path, mark):
         try:
@@ -272,10 +273,10 @@ def new_records(path: Path, mark: Mark | None = None) -> Iterator[tuple[Record, 
 
 
 def _frames(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, Mark]]:
-    """Payload of each frame after `mark`, and the mark behind it. Half a frame at the end of the file is left out."""
+    """The payload of each frame after `mark`, and the mark after it. Half a frame at the file's end is left out."""
     number, begin, chain = mark or Mark(0, 0, FIRST)
     try:
-        # What is before a mark was looked at: of a log that grows to gigabytes it is not read at each look.
+        # Bytes before the mark are checked already: a log of gigabytes is not read again at each look.
         data = read_file(path, LOG_BYTES, begin)
     except OSError as error:
         raise LogError(f"{path}: cannot be read: {error.strerror}; {NEEDED}") from error
@@ -291,7 +292,7 @@ def _frames(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, Mark]
         (length,) = LENGTH.unpack_from(data, at)
         start = at + HEAD
         end = start + length + CHAIN
-        # The length has a check of its own: an edited one would look like half a frame at the end of the file.
+        # The length has its own check: an edited length would look like half a frame at the end of the file.
         if data[at:start] == _head(chain, length):
             if end > len(data):
                 return

@@ -1,13 +1,13 @@
-"""A run is a folder: where each file of a run is, who may use it, how its files are opened.
+"""The run folder: where each file of a run is, who may use it, how its files are opened.
 
-For everything that writes or reads a run. No torch.
+For all code that writes or reads a run. No torch.
 
-**One user at a time.** While a run is alive, its lock is held. Processes that inherit `lock_fd` keep it held after the
-process that took it has died.
+**One process at a time.** While a run is alive, its lock is held. Processes that inherit `lock_fd` keep the lock after
+the process that took it has died.
 
-**No file of another user is written.** Another user may have prepared a folder: links and hard links named like the
-files that a command is about to write, pipes that block it. So all of Penstock writes through this file. A file that
-is replaced is made under an unguessable name, exclusively, and renamed: it appears whole or not at all. A file that is
+**No file of another user is written.** Another user may have prepared a folder: symbolic and hard links with the names
+of files that a command will write, or pipes that block it. So all of Penstock writes through this file. A file that is
+replaced is created exclusively under an unguessable name, then renamed: it appears whole or not at all. A file that is
 appended to must be a regular file with one name. Neither follows a link below the folder, and `make_folder` accepts
 none.
 """
@@ -36,22 +36,22 @@ from penstock.runtime.record.typed_json import NoteLine, parse_json, require_sha
 LOCK = "lock"
 # Names of files that a run writes: a folder with one of them holds a run.
 MARKS = ("config.json", "events.log", "metrics.jsonl")
-# How often a lock that is taken is tried for, and the seconds between two tries.
+# How often a lock is tried while another process holds it, and the seconds between two tries.
 TRIES, TRY_S = 20, 0.01
-# Bytes of the longest JSON file that is read.
+# The longest JSON file that is read, in bytes.
 JSON_BYTES = 256 << 20
-# Names of a batch job's script and of its output, which may be there before its run.
+# The script and the output of a batch job, which may be in the folder before its run.
 JOB = ("job.sh", "job.out")
-# Names of what a run makes before it begins.
+# Files and folders that a run makes before it begins.
 _BEGUN = (LOCK, "logs", "checkpoints", "graph.json", "plan.json", "ticket.json", "shared.token", *JOB)
-# The names that `replacing` gives to a run's own files until they are whole.
+# The names that `replacing` gives to a run's files until they are complete.
 _HALF = re.compile(r"\.(config|graph|plan|processes|summary|trace)\.json\.[0-9a-f]{16}")
-# Characters up to which a JSON file is written with line breaks; a large one would take ten times as long.
+# JSON up to this many characters is written with line breaks; for a large file that takes ten times as long.
 READABLE = 1 << 20
 
 
 class _Inside:
-    """The path of a file or folder in a run's folder, wherever that is now."""
+    """The path of a file or folder in the run folder, wherever the run folder is now."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -72,10 +72,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | Path, *, again: bool = False) -> "RunFolder":
-        """A new run's folder, locked, readable by its owner only.
+        """Make a new run's folder, locked, readable by its owner only.
 
-        Raises RecordError unless it is new, or empty and this user's. A path that is refused stays as it was. `again`:
-        what a run has left that was killed before it had begun is removed.
+        Raises RecordError unless it is new, or empty and this user's. A refused path stays as it was. `again`: the
+        files of a run that was killed before it began are removed.
         """
         folder = cls(absolute(path))
         try:
@@ -88,7 +88,7 @@ class RunFolder:
         return folder
 
     def _create(self, again: bool) -> None:
-        """Each step leaves in `_undo` how it is taken back."""
+        """Each step adds its reversal to `_undo`."""
 
         def remove_empty(folder: Path) -> None:
             with suppress(OSError):
@@ -115,7 +115,7 @@ class RunFolder:
             given = f"given a folder of user {owner_name(facts.st_uid)}"
             raise RecordError(f"{self.path}: {given}; needed a new folder, or an empty one of your own (--out DIR)")
         locked = (self.path / LOCK).exists()
-        if locked:  # left by a run that came to nothing, or held by one that is alive
+        if locked:  # left by a run that never began, or held by a live one
             self.lock_fd = self._lock()
             if again and all(path.name in _BEGUN or _HALF.fullmatch(path.name) for path in self.path.iterdir()):
                 empty(self.path)
@@ -140,8 +140,8 @@ class RunFolder:
         raise RecordError(f"{self.path}: {given}; needed a new or empty folder (--out DIR)")
 
     def discard(self) -> None:
-        """Take back what `create` did: a folder that it made is removed, another one is as empty as it was. A folder
-        that has been moved away stays, and so does the one that is in its place."""
+        """Undo `create`: a folder that it made is removed, an existing one is emptied again. If the folder has been
+        moved away, it stays, and so does the folder in its place."""
         with suppress(OSError):
             if self._facts is not None and not os.path.samestat(self.path.stat(), self._facts):
                 self._undo.pop_all()
@@ -150,7 +150,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> "RunFolder":
-        """An existing run's folder. Raises RecordError if there is no run in it."""
+        """Open an existing run's folder. Raises RecordError if there is no run in it."""
         folder = cls(absolute(path))
         if not folder.path.is_dir():
             raise RecordError(f"{folder.path}: no such folder; needed the folder of a run")
@@ -171,7 +171,8 @@ class RunFolder:
     # One at a time -----------------------------------------------------------------------------------------
 
     def lock(self) -> None:
-        """Make this process the folder's user until `unlock` or its death. Raises RecordError if another one is."""
+        """Take the folder's lock until `unlock` or the death of this process. Raises RecordError if another process
+        holds it."""
         self.lock_fd = self._lock(os.O_CREAT)
         self._sign()
 
@@ -180,7 +181,7 @@ class RunFolder:
             fd = open_regular(self.path / LOCK, os.O_RDWR | create)
         except OSError as error:
             raise disk_fault(self.path / LOCK, error) from error
-        # `alive` of another process holds the lock for a moment, so it is tried again.
+        # Another process that asks `alive` holds the lock for a moment, so try again.
         for _ in range(TRIES):
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -194,10 +195,10 @@ class RunFolder:
         raise RecordError(f"{self.path}: a run is alive there ({owner}); needed its end")
 
     def _sign(self) -> None:
-        """Write this process's pid into the lock that it holds."""
+        """Write this process's pid into the lock file."""
         assert self.lock_fd is not None
         os.ftruncate(self.lock_fd, 0)
-        # On a full disk the lock is held all the same, with no pid in it.
+        # On a full disk the lock is held nevertheless, without a pid in the file.
         with suppress(OSError):
             os.pwrite(self.lock_fd, f"{os.getpid()}\n".encode(), 0)
 
@@ -208,7 +209,7 @@ class RunFolder:
 
     @property
     def alive(self) -> bool:
-        """Is a process of a run alive there? Needs no more than read access."""
+        """True if a process of a run is alive there. Needs only read access."""
         try:
             fd = open_regular(self.path / LOCK, os.O_RDONLY)
         except (OSError, RecordError):
@@ -222,7 +223,7 @@ class RunFolder:
         return False
 
     def foreign(self) -> str:
-        """What in the folder another user has made or may change, in words; "" if that is nothing."""
+        """Describe a file or folder here that another user owns or may change; "" if there is none."""
         places = [self.path, *(Path(top, name) for top, dirs, files in os.walk(self.path) for name in (*dirs, *files))]
         entered = self.path.stat().st_mode & stat.S_IXOTH
         for place in places:
@@ -236,8 +237,8 @@ class RunFolder:
     # Still there? ------------------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Keep a descriptor of this folder, so that it is known wherever it is moved. Raises RecordError if there is
-        none."""
+        """Keep a descriptor of this folder, so that it can be found if it is moved. Raises RecordError if it cannot be
+        opened."""
         if self._held is None:
             try:
                 self._held = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -245,7 +246,7 @@ class RunFolder:
                 raise disk_fault(self.path, error) from error
 
     def require(self) -> None:
-        """Raises RecordError, with where it is now, if the folder that is held is no longer at its path."""
+        """Raises RecordError if the held folder is no longer at its path; the message says where it is now."""
         assert self._held is not None
         held = os.fstat(self._held)
         with suppress(OSError):
@@ -257,8 +258,8 @@ class RunFolder:
         raise RecordError(f"{self.path}: the run folder was {became} while the run went on; {needed}")
 
     def follow(self) -> str:
-        """Take the path that the folder which is held has now. Returns why the path has changed, "" if it has not, or
-        if no folder is held."""
+        """Set `path` to the present path of the held folder. Returns why it has changed; "" if it has not, or if no
+        folder is held."""
         if self._held is None:
             return ""
         try:
@@ -271,7 +272,7 @@ class RunFolder:
 
     @property
     def held(self) -> Path:
-        """A path to the folder that is held, wherever it is moved. Valid in this process alone."""
+        """A path to the held folder, valid wherever it is moved, but only in this process."""
         return Path(f"/proc/self/fd/{self._held}")
 
     def release(self) -> None:
@@ -280,8 +281,8 @@ class RunFolder:
             self._held = None
 
     def sweep(self) -> None:
-        """Remove the half-written files of processes that were killed. Call it with the lock held. A report is left
-        alone: `penstock report` writes it without the lock."""
+        """Remove the half-written files of killed processes. The caller holds the lock. A half-written report stays:
+        `penstock report` writes it without the lock."""
         with suppress(OSError):
             for path in self.path.iterdir():
                 if _HALF.fullmatch(path.name):
@@ -290,18 +291,19 @@ class RunFolder:
     # Small files -------------------------------------------------------------------------------------------
 
     def write_json(self, name: str, value: Any) -> None:
-        """Write a JSON file atomically: a reader sees the old content or the new. Raises RecordError."""
+        """Write a JSON file atomically: a reader sees the old content or the new one. Raises RecordError."""
         try:
             text = _json_text(value)
-        except ValueError:  # of what is infinite or no number; that is seldom, and a trace is long
+        except ValueError:  # infinite or NaN: rare, and a trace is too long to look for it beforehand
             mark = secrets.token_hex(16)
             text = _json_text(_marked(value, mark))
-            # Readers of JSON take a number that is too large for infinity; they know no name for it.
+            # JSON has no name for infinity, but readers parse a number that is too large as infinity.
             text = text.replace(f'"{mark}"', "1e999").replace(f'"-{mark}"', "-1e999")
         write_atomic(self.path / name, text.encode() + b"\n")
 
     def read_json(self, name: str, shape: Any = Any) -> Any:
-        """Raises RecordError for a file that is missing, no JSON, or not of the type `shape` (see `typed_json`)."""
+        """Read a JSON file. Raises RecordError if it is missing, not JSON, or not of the type `shape` (see
+        `typed_json`)."""
         path = self.path / name
         try:
             value = parse_json(read_file(path, JSON_BYTES), str(path))
@@ -313,14 +315,14 @@ class RunFolder:
         return value
 
     def add_note(self, level: str, text: str) -> None:
-        """Keep what the user is told, for those who watch; of the folder that is held. Where the disk is full it is
-        lost, which is not worth the run."""
+        """Append a message to the user to the notes of the held folder, for `watch`. On a full disk the note is lost:
+        that must not end the run."""
         line = json.dumps({"level": level, "text": text}).encode() + b"\n"
         with suppress(RecordError), closing(AppendFile(self.held / self.notes.name)) as notes:
             notes.write(bytearray(line))
 
     def read_notes(self, start: int = 0) -> tuple[list[NoteLine], int]:
-        """What the user was told, from this byte on, and the byte from which to read the next time."""
+        """The notes from byte `start` on, and the byte from which to read the next time."""
         found: list[NoteLine] = []
         try:
             new = read_file(self.notes, JSON_BYTES, start)
@@ -328,7 +330,7 @@ class RunFolder:
             return found, start
         whole = new[: new.rfind(b"\n") + 1]
         for line in whole.splitlines():
-            with suppress(RecordError):  # half of one, as a full disk leaves it
+            with suppress(RecordError):  # half a note, as a full disk leaves it
                 note = parse_json(line, str(self.notes))
                 require_shape(note, NoteLine, str(self.notes))
                 found.append(note)
@@ -336,25 +338,25 @@ class RunFolder:
 
 
 def absolute(path: str | Path) -> Path:
-    """The path as any folder knows it. Where `..` leads depends on links, so one with it is resolved; others keep their
-    links, which another host may know, too."""
+    """The absolute path. A path with `..` is resolved, since its meaning depends on links. Other paths keep their
+    links, which may be valid on other hosts, too."""
     made = Path(path).absolute()
     return made.resolve() if ".." in made.parts else made
 
 
 def default_path(program: str, now: datetime) -> Path:
-    """runs/<program>-<date-time>, with a number where that is taken."""
+    """runs/<program>-<date-time>, with a number if that exists."""
     return unused(Path("runs") / f"{program}-{now:%Y%m%d-%H%M%S}", "-")
 
 
 def unused(path: Path, mark: str) -> Path:
-    """The path, with a mark and a number behind it where something has it already."""
+    """The path, followed by `mark` and a number if it exists already."""
     numbered = chain([path], (path.with_name(f"{path.name}{mark}{number}") for number in count(2)))
     return next(path for path in numbered if not os.path.lexists(path))
 
 
 def owner_name(uid: int) -> str:
-    """A user's name, or number where this machine knows no name."""
+    """A user's name, or the number if this machine knows no name."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -365,8 +367,8 @@ def owner_name(uid: int) -> str:
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """A descriptor of a regular file that is no link. A file that is to be written may have no second name: by that it
-    would be a file elsewhere. Never blocks. Raises RecordError for anything else, and OSError."""
+    """Open a regular file that is not a link; returns a descriptor. A file to be written must not have a second name,
+    which could be a file elsewhere. Never blocks. Raises RecordError for anything else, and OSError."""
     writes = flags & (os.O_WRONLY | os.O_RDWR)
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o600)
@@ -374,7 +376,7 @@ def open_regular(path: Path, flags: int) -> int:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):  # a link; a folder; a socket or an unread pipe
             raise _odd(path, path.lstat()) from None
         raise
-    # Of the descriptor, not of the path: another file may have taken the path meanwhile.
+    # From the descriptor, not the path: another file may have the path now.
     facts = os.fstat(fd)
     if not stat.S_ISREG(facts.st_mode) or (writes and facts.st_nlink > 1):
         os.close(fd)
@@ -384,13 +386,14 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 def open_append(path: Path) -> int:
-    """A descriptor that appends to a file, making it if it is not there (mode 0600). Raises as `open_regular`."""
+    """Open a file for appending, creating it with mode 0600 if necessary; returns a descriptor. Raises as
+    `open_regular`."""
     return open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
 class AppendFile:
-    """A file of a run that grows; `keep` bytes of it are kept where it is there already, None for all of them. Each
-    method raises RecordError where the disk is full."""
+    """A growing file of a run. The first `keep` bytes of an existing file are kept, all of them if None. Each method
+    raises RecordError if the disk is full."""
 
     def __init__(self, path: Path, keep: int | None = None) -> None:
         self.path = path
@@ -402,16 +405,16 @@ class AppendFile:
             raise disk_fault(path, error) from error
 
     def write(self, data: bytearray) -> None:
-        """Hand `data` to the system. It is empty then; where the disk is full, it has what was not written."""
+        """Write `data` to the file and empty it. If the disk is full, `data` has what was not written."""
         try:
             while data:
-                # A full disk may take a part: what is written is dropped at once, so that no byte is written twice.
+                # A full disk may take a part: drop written bytes at once, so that none is written twice.
                 del data[: os.write(self._fd, data)]
         except OSError as error:
             raise disk_fault(self.path, error, len(data)) from error
 
     def sync(self) -> None:
-        """Wait until the disk has what was written."""
+        """Wait until all written bytes are on the disk."""
         try:
             os.fsync(self._fd)
         except OSError as error:
@@ -422,8 +425,8 @@ class AppendFile:
 
 
 def read_file(path: Path, limit: int, start: int = 0) -> bytes:
-    """The content of a regular file from byte `start` on, if the file has `limit` bytes at most. Raises RecordError for
-    another one, and OSError."""
+    """The content of a regular file of at most `limit` bytes, from byte `start` on. Raises RecordError for any other
+    file, and OSError."""
     with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
@@ -433,13 +436,13 @@ def read_file(path: Path, limit: int, start: int = 0) -> bytes:
 
 
 def _json_text(value: Any) -> str:
-    """JSON by lines where it is short. Raises ValueError for a number that JSON has no name for."""
+    """The value as JSON, with line breaks if it is short. Raises ValueError for an infinity or NaN."""
     text = json.dumps(value, allow_nan=False)
     return json.dumps(value, indent=1) if len(text) < READABLE else text
 
 
 def _marked(value: Any, mark: str) -> Any:
-    """A value of JSON with a text in place of each number that is infinite."""
+    """The value with `mark` in place of each infinity; "-" before it for a negative one."""
     if isinstance(value, Mapping):
         return {key: _marked(item, mark) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -450,9 +453,10 @@ def _marked(value: Any, mark: str) -> Any:
 
 
 def create_file(path: Path, content: bytes) -> None:
-    """A new file of mode 0600, which has its name once it is whole. Raises FileExistsError whatever has the name, a
-    link among others, and OSError."""
-    # What gets the name meanwhile is replaced, and not written to. Not by a hard link, which some file systems lack.
+    """Create a file of mode 0600, which gets its name once it is complete. Raises FileExistsError if anything has the
+    name, even a link, and OSError."""
+    # A file that gets the name meanwhile is replaced, not written to. A hard link would refuse it, but some file
+    # systems have none.
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
     with _beside(path, 0o600) as file:
@@ -460,8 +464,8 @@ def create_file(path: Path, content: bytes) -> None:
 
 
 def make_folder(path: Path, *, fresh: bool = False) -> Path:
-    """A folder in a run folder (mode 0700), which may be there already unless it has to be `fresh`. Raises RecordError
-    for a link or a file of that name, and OSError."""
+    """Make a folder in a run folder (mode 0700). It may exist already, unless `fresh`. Raises RecordError for a link or
+    a file of that name, and OSError."""
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
@@ -472,17 +476,17 @@ def make_folder(path: Path, *, fresh: bool = False) -> Path:
 
 
 def write_atomic(path: Path, content: bytes, choice: str = PLACE) -> None:
-    """Replace a file's content at once. Raises RecordError, and leaves the old file, if that cannot be done. `choice`
-    is the flag that names the file or its folder, for the error."""
+    """Replace a file's content atomically. Raises RecordError, and leaves the old file, if that fails. `choice` is the
+    flag that names the file or its folder, for the error."""
     with replacing(path, choice, len(content)) as file:
         file.write(content)
 
 
 @contextmanager
 def replacing(path: Path, choice: str = PLACE, size: int = 0) -> Iterator[BinaryIO]:
-    """A new file that the body writes; after the body it is synced and takes the place of `path`. A library that writes
-    by path is given its `name`. Where the body or a step after it fails, nothing is left of the new file, and `path` is
-    as it was. An OSError becomes a RecordError with `choice` and `size` (see `disk_fault`)."""
+    """Yield a new file for the body to write; then sync it and move it to `path`. A library that writes by path gets
+    the file's `name`. If the body or a step after it fails, the new file is removed, and `path` is as it was. An
+    OSError becomes a RecordError with `choice` and `size` (see `disk_fault`)."""
     try:
         with _beside(path, 0o666) as file:
             yield file
@@ -494,8 +498,7 @@ def replacing(path: Path, choice: str = PLACE, size: int = 0) -> Iterator[Binary
 
 @contextmanager
 def _beside(path: Path, mode: int) -> Iterator[BinaryIO]:
-    """A new file that the body writes, and that takes the place of `path` after it; nothing is left of it where the
-    body or that fails."""
+    """Yield a new file for the body to write; then move it to `path`. If either fails, the new file is removed."""
     beside = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}")
     with open(beside, "xb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, mode)) as file:
         try:
@@ -509,7 +512,7 @@ def _beside(path: Path, mode: int) -> Iterator[BinaryIO]:
 
 
 def _odd(path: Path, facts: os.stat_result, needed: str = "a regular file of one name") -> RecordError:
-    """The error for what has the name of a run's file and is none."""
+    """The error for a file of the wrong kind at the path of a run's file."""
     kinds = {
         stat.S_IFLNK: "a symbolic link, which is not followed here",
         stat.S_IFDIR: "a folder",
@@ -521,7 +524,7 @@ def _odd(path: Path, facts: os.stat_result, needed: str = "a regular file of one
 
 
 def sync(path: Path) -> None:
-    """Have the disk keep a file, or what a folder lists. Raises OSError."""
+    """Sync a file, or the entries of a folder, to the disk. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         os.fsync(fd)

@@ -1,16 +1,16 @@
-"""`metrics.jsonl`: one row per update, over any number of resumes; how a row comes about, and what is drawn of rows.
+"""`metrics.jsonl`: one row per update, over any number of resumes. How rows are assembled, read and plotted.
 
-A row has `update`, `version` (the one that the update made), `time_s` (since the run began, pauses between stop and
-resume left out), `seconds` (since the row before), `groups`, `update_s`, `sync_s`, `generate_tokens_per_s`,
+A row has `update`, `version` (the one that the update made), `time_s` (since the run began, without pauses between stop
+and resume), `seconds` (since the row before), `groups`, `update_s`, `sync_s`, `generate_tokens_per_s`,
 `train_tokens_per_s`, `pools` (seconds of each pool by state, adding up to `seconds`), `dropped`, `failed` and `retried`
-(groups that filters dropped and that failed, and firings that were tried again, since the row before), `not_finite`
-(by metric, what was reported where the column is null since it was no finite number), and what the nodes report:
-`reward_mean`, `loss`, `lag_mean`, `lag_max`, `ratio_mean`, `ratio_clipped`, `mismatch`, `tokens`, …
+(since the row before: groups that filters dropped, groups that failed, firings that were tried again), `not_finite`
+(by metric, the reported infinity or NaN where the column is null), and what the nodes report: `reward_mean`, `loss`,
+`lag_mean`, `lag_max`, `ratio_mean`, `ratio_clipped`, `mismatch`, `tokens`, …
 
 - `Rows` assembles rows, `MetricsFile` appends them, `read_rows` and `read_undamaged` read them.
-- `scalars` are the numbers of a row as trackers have them (`runtime.record.trackers`).
-- `schedule_figure` and `curves_figure` are figures for papers (the extra `figures`, matplotlib). They belong to no
-  window: `figure.savefig("schedule.pdf")`.
+- `scalars` are the numbers of a row as trackers get them (`runtime.record.trackers`).
+- `schedule_figure` and `curves_figure` are figures for papers (the extra `figures`, matplotlib). They open no window:
+  `figure.savefig("schedule.pdf")`.
 """
 
 import json
@@ -33,38 +33,39 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-# Bytes of the longest file of rows that is read.
+# The longest file of rows that is read, in bytes.
 METRICS_BYTES = 1 << 30
 # Columns of a row that count since the row before.
 LOST = ("dropped", "failed", "retried")
 
-# The metric by which a node says how many response tokens it has learnt from.
+# The metric with which a node reports how many response tokens it has trained on.
 TOKENS = "tokens"
-# Metrics that are counts: an update has the sum of its groups', not the mean.
+# Metrics that are counts: an update has the sum over its groups, not the mean.
 SUMMED = frozenset({TOKENS, "prompt_tokens"})
 
-# The metric by which a node says how many tokens a firing sampled. Rows have its rate alone: it counts all groups.
+# The metric with which a node reports how many tokens a firing sampled. A row has only the rate, over all groups.
 GENERATED = "generated_tokens"
-# Metrics of a firing that samples which are means over its tokens, or over the rows that said something in it: an
-# update's are so, too. Long groups are the stale ones, and in a late turn few rows go on.
+# Metrics of a generator's firing that are means over its tokens, or over the rows that sampled in it. An update's value
+# is weighted in the same way: an unweighted mean would hide that long groups are staler and that late turns have few
+# rows.
 BY_TOKENS, BY_ROWS = "stale_cache", "response_length"
-# The columns of a count that is told apart by lag: one figure, so that all of them are of one node.
+# The prefix of the columns of a count by lag. They are one metric, so that all of them come from one node.
 BY_LAG = "tokens_lag_"
-# Names for which no row has a number.
+# Names that are not numeric columns of a row.
 NO_NUMBERS = frozenset({"pools", "not_finite", GENERATED})
 
 
 def columns(rows: Sequence[Row], figure: str) -> list[str]:
-    """The columns that hold a metric: its own, and those of nodes with a name (`solver.loss`). Its own is left out
-    where one of them has the same numbers, since it is of the same node."""
+    """The columns that hold a metric: `loss`, and those of named nodes (`solver.loss`). The plain column is left out if
+    a named one has the same numbers: then it is of the same node."""
     named = sorted({name for row in rows for name in row if name.endswith(f".{figure}")})
     again = any(all(row.get(name) == row.get(figure) for row in rows) for name in named)
     return [*([figure] if any(figure in row for row in rows) and not again else []), *named]
 
 
 def combine(parts: Sequence[Metrics]) -> Metrics:
-    """The metrics of several groups as one: sums of counts, the largest of `*_max`, the least of `*_min`, means over
-    tokens or rows of `BY_TOKENS` and `BY_ROWS`, else means over the groups that have it."""
+    """Combine the metrics of several groups: sums of counts, the maximum of `*_max`, the minimum of `*_min`, means over
+    tokens and rows of `BY_TOKENS` and `BY_ROWS`, else the mean over the groups that have the metric."""
     found: dict[str, list[tuple[float, float]]] = {}
     for part in parts:
         for name, value in part.items():
@@ -82,8 +83,8 @@ def combine(parts: Sequence[Metrics]) -> Metrics:
 
 
 def _weight(name: str, part: Metrics) -> float:
-    """How much a metric of a firing counts in a mean: as the tokens, or the rows, that the firing sampled where it is a
-    mean over these."""
+    """The weight of a firing's metric in a mean: the number of tokens or rows that the firing sampled if the metric is
+    a mean over them, else 1."""
     tokens = part.get(GENERATED)
     if tokens is None or name not in (BY_TOKENS, BY_ROWS):
         return 1.0
@@ -94,15 +95,15 @@ def _weight(name: str, part: Metrics) -> float:
 class Rows:
     """Assembles rows from what nodes report. Time is passed in, in seconds on one clock.
 
-    `nodes` are the per-update nodes, each with the number of updates between two of its firings: an update's row is
-    complete when all that fire at it have reported. `elapsed` is the `time_s` of the last row that a resumed run keeps.
-    `groups` are the metrics of groups that no update has taken yet, by ordinal, then by node and turn. Those of a group
-    that is lost count nowhere.
+    `nodes` are the per-update nodes, each with the number of updates between two of its firings. An update's row is
+    complete when all nodes that fire at it have reported. `elapsed` is the `time_s` of the last row that a resumed run
+    keeps. `groups` has the metrics of groups that no update has taken yet, by ordinal, then by node and turn. Metrics
+    of a lost group count nowhere.
 
-    A column is of one node: of the first that has reported it in the `order` of the graph, `nodes` before others, and
-    last those off the critical path, which report when they are done; of a function that has several nodes, the first
-    alone. Another node's metric of that name has the node's label and a dot before it. Columns of `BY_LAG` are of one
-    node together, whichever lags it has had. Metrics of a node that the program has named stand there both ways.
+    A plain column such as `loss` belongs to one node: the first in the graph's `order` that has reported it, where
+    `nodes` come first, and nodes off the critical path last. Of several nodes of one function, only the first can own
+    columns. The same metric of another node has the node's label before it (`solver.loss`). All columns of `BY_LAG`
+    together belong to one node. Metrics of a node that the program has named are always there with its label, too.
     """
 
     def __init__(self, nodes: Mapping[str, int], now: float, elapsed: float = 0.0, order: Sequence[Node] = ()) -> None:
@@ -123,23 +124,23 @@ class Rows:
         self._trailing: dict[str, list[tuple[int, Metrics]]] = {}
 
     def restart(self, now: float) -> None:
-        """Training begins now: what came before is in no row's `seconds`."""
+        """Note that training begins now: earlier time is in no row's `seconds`."""
         self._last, self._generated = now, 0.0
 
     def time(self, now: float) -> float:
-        """`time_s` of what happens now: seconds since the run began, pauses left out."""
+        """The `time_s` of an event at `now`: seconds since the run began, without pauses."""
         return round(now - self._start, 6)
 
     def group(self, firing: Firing, metrics: Metrics) -> None:
-        """A firing of a per-group node has reported. Tokens that it sampled count at once, whatever becomes of the
-        group."""
+        """Note the report of a per-group firing. The tokens that it sampled count at once, even if the group is lost
+        later."""
         self._generated += metrics.get(GENERATED, 0.0)
         self._samples |= GENERATED in metrics
-        # By turn: a firing that is done again replaces its metrics, a further turn adds its own.
+        # By turn: a repeated firing replaces its metrics, a further turn adds its own.
         self.groups.setdefault(firing.index, {})[firing.node, firing.turn] = metrics
 
     def batch(self, update: int, ordinals: Sequence[int]) -> None:
-        """Groups that an update takes, some or all of them."""
+        """Note groups that an update takes, some or all of them."""
         taken = self._batches.get(update, ())
         if more := [ordinal for ordinal in ordinals if ordinal not in taken]:
             self._batches[update] = tuple(sorted((*taken, *more)))
@@ -149,34 +150,34 @@ class Rows:
         return self._batches.get(update, ())
 
     def synced(self, seconds: float) -> None:
-        """Weights went live everywhere, `seconds` after they were published; counts for the next row."""
+        """Note that weights went live everywhere, `seconds` after they were published; counts for the next row."""
         self._sync = max(self._sync or 0.0, seconds)
 
     def part(self, update: int, node: str, seconds: float) -> None:
-        """A node has taken a part of its update's batch, and not the last one, in so many seconds."""
+        """Note the seconds in which a node processed a part of its update's batch that is not the last."""
         self._part_s[update, node] = self._part_s.get((update, node), 0.0) + seconds
 
     def update(self, update: int, node: str, metrics: Metrics, seconds: float) -> bool:
-        """A per-update node has reported after `seconds`. Returns whether that completes the update's row."""
+        """Note the report of a per-update firing that took `seconds`. True if it completes the update's row."""
         reports = self._updates.setdefault(update, {})
         reports[node] = (metrics, seconds + self._part_s.pop((update, node), 0.0))
         return all(name in reports for name, every in self.nodes.items() if (update + 1) % every == 0)
 
     def trailing(self, update: int, node: str, metrics: Metrics) -> None:
-        """A node off the critical path has reported at `update`. Each row takes one report of each such node, the
-        oldest first, with the update that it is of."""
+        """Note the report of a node off the critical path for `update`. Each row takes the oldest report of each such
+        node, with its update."""
         if metrics:
             self._trailing.setdefault(node, []).append((update, metrics))
 
     @property
     def pending(self) -> list[Metrics]:
-        """The reports of nodes off the critical path that no row has taken, as rows would take them."""
+        """The reports of nodes off the critical path that no row has taken, as rows would have them."""
         rows = range(max(map(len, self._trailing.values()), default=0))
         return [_finite(self._columns({}, {}, n)) for n in rows]
 
     def _columns(self, groups: Mapping[str, Metrics], reports: Mapping[str, Metrics], later: int = 0) -> Metrics:
-        """The columns of the row that comes after so many others: what nodes have reported of its groups and at its
-        update, and what it takes from those off the critical path."""
+        """The metric columns of the row that comes after `later` others: from the nodes' reports on its groups and its
+        update, and from nodes off the critical path."""
 
         def place(node: str) -> tuple[bool, bool, int, str]:
             return node not in self.nodes, node in self._trailing, self._places.get(node, -1), node
@@ -199,8 +200,8 @@ class Rows:
         return found
 
     def to_json(self, cut: Mapping[str, Any]) -> dict[str, Any]:
-        """The metrics that a run which resumes from the checkpoint with the scheduler's state `cut` does not make
-        again. Metrics are left out of firings that the cut does not know yet: they will come again."""
+        """The metrics that a run resuming from the scheduler's state `cut` does not get again. Metrics of firings that
+        the cut does not have are left out: these firings will be repeated."""
 
         def written(metrics: Metrics) -> dict[str, float | str]:
             return {name: value if isfinite(value) else str(value) for name, value in metrics.items()}
@@ -221,9 +222,9 @@ class Rows:
         return {"groups": groups, "beside": beside, "owners": dict(self._owners)}
 
     def restore(self, figures: Mapping[str, Any]) -> None:
-        """The inverse of `to_json`, on new rows. float() reads the words that JSON has no number for ("nan")."""
+        """The inverse of `to_json`, on new rows. float() reads "nan" and "inf", for which JSON has no number."""
         for ordinal, node, turn, metrics in figures["groups"]:
-            # Not as `group` does it: their tokens were sampled before the cut.
+            # Unlike `group`, do not count the tokens: they were sampled before the cut.
             made = {name: float(value) for name, value in metrics.items()}
             self.groups.setdefault(ordinal, {})[node, turn] = made
             self._samples |= GENERATED in made
@@ -241,14 +242,14 @@ class Rows:
         overtaken: Container[int] = (),
     ) -> Row:
         """The row of a complete update at time `now`. `pools` are the seconds of each pool by state since the row
-        before (see `timeline.pool_means`), and `lost` the counts of `LOST`. Groups before its last one are lost, but
-        for those that are `overtaken`: they are for later updates, too."""
+        before (see `timeline.pool_means`), and `lost` the counts of `LOST`. Other groups before its last one are lost
+        and forgotten, except those that are `overtaken`: later updates take them."""
         ordinals = self._batches.pop(update, ())
         reports = self._updates.pop(update)
         parts = [self.groups.pop(ordinal, {}) for ordinal in ordinals]
         grouped: dict[str, list[Metrics]] = {}
         for part in parts:
-            # Sorted: means are sums of floats, which must not depend on the order in which firings were done.
+            # Sorted: sums of floats must not depend on the order in which firings ended.
             for node, turn in sorted(part):
                 grouped.setdefault(node, []).append(part[node, turn])
         reported = {node: metrics for node, (metrics, _) in reports.items()}
@@ -259,7 +260,7 @@ class Rows:
         last = ordinals[-1] if ordinals else -1
         self.groups = {g: part for g, part in self.groups.items() if g > last or g in overtaken}
         seconds, update_s = now - self._last, sum(duration for _, duration in reports.values())
-        # Nodes may say nothing of tokens, which is another thing than none.
+        # Nodes may not report tokens at all, which differs from reporting none.
         tokens = [metrics[TOKENS] for metrics in reported.values() if TOKENS in metrics]
         rates = {"generate_tokens_per_s": round(self._generated / seconds, 3)} if self._samples and seconds > 0 else {}
         rates |= {"train_tokens_per_s": round(sum(tokens) / update_s, 3)} if tokens and update_s > 0 else {}
@@ -276,7 +277,7 @@ class Rows:
             **figures,
             "pools": {pool: dict(states) for pool, states in pools.items()},
         }
-        # What is counted since the row before begins anew.
+        # Reset what is counted since the row before.
         self._last, self._sync, self._generated = now, None, 0.0
         self._trailing = {node: found[1:] for node, found in self._trailing.items()}
         wrong = {name: str(value) for name, value in row.items() if isinstance(value, float) and not isfinite(value)}
@@ -284,7 +285,7 @@ class Rows:
 
 
 class MetricsFile(AppendFile):
-    """Appends rows to a file; each is on its way to the disk when `append` returns."""
+    """Appends rows to a file. A row has been handed to the operating system when `append` returns."""
 
     def append(self, row: Row) -> None:
         """Raises RecordError if the disk is full."""
@@ -297,7 +298,7 @@ class HalfRow(RecordError):
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows. Half a line at the end, which a kill leaves, is left out; any other damage raises RecordError."""
+    """All rows. Half a line at the end, as a kill leaves it, is left out; any other damage raises RecordError."""
     rows, damage = read_undamaged(path)
     if damage is not None and not isinstance(damage, HalfRow):
         raise damage
@@ -305,7 +306,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def read_undamaged(path: Path) -> tuple[list[Row], RecordError | None]:
-    """The rows up to the first damage, and what that is."""
+    """The rows up to the first damage, and the error for that damage."""
     try:
         lines = read_file(path, METRICS_BYTES).split(b"\n")
     except FileNotFoundError:
@@ -318,7 +319,7 @@ def read_undamaged(path: Path) -> tuple[list[Row], RecordError | None]:
         try:
             row = parse_json(line, where)
             require_shape(row, RowColumns, where)
-            # What is no column of its own is a number, or null.
+            # All other columns are numbers or null.
             figures = {name: value for name, value in row.items() if name not in ("pools", "not_finite")}
             require_shape(figures, Figures, where)
         except RecordError as damage:
@@ -328,8 +329,8 @@ def read_undamaged(path: Path) -> tuple[list[Row], RecordError | None]:
 
 
 def rows_before(path: Path, cut: int) -> list[Row]:
-    """The rows that a resume from the cut before update `cut` keeps. Raises RecordError for damage among them: what
-    lies behind them goes in any case."""
+    """The rows that a resume from the cut before update `cut` keeps. Raises RecordError for damage among them; rows
+    after them are dropped anyway."""
     found, damage = read_undamaged(path)
     rows = [row for row in found if row["update"] < cut]
     if damage is not None and not isinstance(damage, HalfRow) and (rows[-1]["update"] if rows else -1) < cut - 1:
@@ -338,21 +339,21 @@ def rows_before(path: Path, cut: int) -> list[Row]:
 
 
 def keep_rows(path: Path, cut: int) -> list[Row]:
-    """Drop all rows but those before update `cut`; these. Raises as `rows_before`."""
+    """Keep only the rows before update `cut`, and return them. Raises as `rows_before`."""
     rows = rows_before(path, cut)
     write_atomic(path, b"".join(json.dumps(row).encode() + b"\n" for row in rows))
     return rows
 
 
 def _finite(value: Any) -> Any:
-    """`value` with None for what JSON has no number for."""
+    """`value` with None for infinities and NaN."""
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def _figure_of(column: str) -> str:
-    """What has one owner: a column by itself, or all of `BY_LAG`."""
+    """The key by which a column has an owner: its name, or `BY_LAG` for all columns with that prefix."""
     return BY_LAG if column.startswith(BY_LAG) else column
 
 
@@ -365,7 +366,7 @@ def scalars(row: Row) -> Iterable[tuple[str, float]]:
             yield name, float(value)
 
 
-# Columns of `metrics.jsonl` that are drawn where a run has them, and what they are called.
+# The columns of `metrics.jsonl` that are plotted if a run has them, each with its title.
 CURVES = (
     ("reward_mean", "reward"),
     ("loss", "loss"),
@@ -377,8 +378,8 @@ CURVES = (
 
 
 def schedule_figure(bars: Sequence[Bar], updates: int = 6, replicas: int = 8, width: float = 7.0) -> "Figure":
-    """A schedule's first updates, and of each pool the first replicas: a lane for each replica, a colour for each node,
-    lighter for odd versions, and a line where an update ends. `width` is in inches.
+    """A figure of a schedule's first updates, with the first replicas of each pool: a lane for each replica, a colour
+    for each node, lighter for odd versions, and a line where an update ends. `width` is in inches.
 
     Raises ImportError without matplotlib, ValueError without bars.
     """
@@ -407,9 +408,9 @@ def schedule_figure(bars: Sequence[Bar], updates: int = 6, replicas: int = 8, wi
 
 
 def curves_figure(run_folder: str | Path, width: float = 7.0) -> "Figure":
-    """The curves of a run, by update: those of `CURVES` that its `metrics.jsonl` has.
+    """A figure of a run's metrics by update: those of `CURVES` that its `metrics.jsonl` has.
 
-    Raises ImportError without matplotlib, FileNotFoundError for what is no run folder, ValueError for a run without
+    Raises ImportError without matplotlib, FileNotFoundError if the folder is not a run's, ValueError for a run without
     rows.
     """
     figure = _figure()
@@ -435,7 +436,7 @@ def curves_figure(run_folder: str | Path, width: float = 7.0) -> "Figure":
 
 
 def _figure() -> "Figure":
-    """One that belongs to no window."""
+    """A matplotlib figure that opens no window."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

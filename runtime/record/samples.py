@@ -1,13 +1,13 @@
-"""`samples.jsonl`: what the model was asked and said, with its rewards, of some prompt groups of each update.
+"""`samples.jsonl`: prompts, responses and rewards of the groups of each update.
 
 A line is a group: `{"update": 2, "group": 17, "texts": [{"node": "generate", "prompt": …, "answer": …, "responses":
-[{"text": …, "tokens": 9, "finished": true, "versions": [1, 2]}]}], "rewards": {"score": [1.0]}}`. `rewards` are one for
-each response, in their order, by node; those of a node's second and further outputs of rewards are by node, dot and
-output, as rows have a mean of each. `turns` are there instead of `text` where a response is a conversation. A text that
-is too long has `…` in its middle.
+[{"text": …, "tokens": 9, "finished": true, "versions": [1, 2]}]}], "rewards": {"score": [1.0]}}`. `rewards` has by node
+one reward for each response, in order. A further output of rewards of the same node is named "node.output", as the
+columns of its mean in `metrics.jsonl`. A response that is a conversation has `turns` instead of `text`. A text that is
+too long has `…` in its middle.
 
-- `sample` is what a rank tells of a firing.
-- `SamplesFile` puts together what the firings of a group have told, and writes it with the update that took the group.
+- `sample` makes what a rank reports of a firing.
+- `SamplesFile` collects the reports of a group's firings, and writes them with the update that took the group.
 - `read_samples` reads the first and the last lines.
 """
 
@@ -23,20 +23,20 @@ from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import AppendFile, open_regular
 from penstock.runtime.record.typed_json import SampleLine, parse_json, require_shape
 
-# Responses of a group that are kept, and characters of each text; of long conversations, and of texts that are not in
-# ASCII, less: what a firing tells has to fit into a message.
+# How many responses of a group are kept, and how many characters of each text. Long conversations, and texts that are
+# not ASCII, are cut shorter: the report of a firing must fit into a message of `MOST_BYTES`.
 MOST_ROWS, MOST_CHARACTERS, MOST_BYTES = 8, 16_000, 512 << 10
-# Bytes of what a checkpoint keeps: it cannot be read where all of it is larger than `folder.JSON_BYTES`.
+# How many bytes of samples a checkpoint keeps: a `cut.json` larger than `folder.JSON_BYTES` could not be read.
 CUT_BYTES = 32 << 20
-# Bytes at the end of the file in which the last lines are looked for.
+# The last lines are searched for in this many bytes at the end of the file.
 LAST_BYTES = 4 << 20
 
 Sample = dict[str, Any]
 
 
 def sample(outputs: Mapping[str, Any]) -> str:
-    """What is kept of the values that a firing has made, by output, as JSON of `MOST_BYTES` at most; "" if it made
-    neither responses nor rewards, or responses without what is kept of them: what is for reading fails no firing."""
+    """The responses and rewards among a firing's outputs, as JSON of at most `MOST_BYTES`. "" if there are none, or if
+    the responses lack a column that is needed here: a sample, which is only for people, must not fail a firing."""
     made = {name: value for name, value in outputs.items() if isinstance(value, Rollouts | AnyRewards)}
     try:
         turns = [
@@ -48,20 +48,20 @@ def sample(outputs: Mapping[str, Any]) -> str:
             if len(told) <= MOST_BYTES:
                 return told
             longest //= 4
-    # A node of the user's own may leave columns out that its readers do not need.
+    # A user's own node may leave out columns that its readers do not need.
     except (AttributeError, IndexError, TypeError, ValueError):
         pass
     return ""
 
 
 def _kept(made: Mapping[str, Rollouts | AnyRewards], longest: int) -> Sample:
-    """`texts`, the first `rewards`, and `more` of these by output."""
+    """`texts`, the first output of `rewards`, and further ones under `more` by output."""
     kept: Sample = {}
     for name, value in made.items():
         if isinstance(value, Rollouts):
             kept["texts"] = [*kept.get("texts", ()), *_texts(value, longest)]
             continue
-        # Where rewards are right and wrong, they are 1 and 0.
+        # float() turns true and false into 1 and 0.
         rewards = [float(reward) for reward in value.values_N[:MOST_ROWS].tolist()]
         if "rewards" in kept:
             kept.setdefault("more", {})[name] = rewards
@@ -71,10 +71,10 @@ def _kept(made: Mapping[str, Rollouts | AnyRewards], longest: int) -> Sample:
 
 
 def _texts(rollouts: Rollouts, longest: int) -> list[Sample]:
-    """The responses, those of one prompt together."""
+    """The responses, grouped by prompt."""
 
     def clipped(text: Any) -> str:
-        """An answer of a node of the user's own may be no text."""
+        """`text` cut in its middle. In a user's own node an answer may be something else than a string."""
         text, half = str(text), longest // 2
         return text if len(text) <= longest else f"{text[:half]}…{text[len(text) - half :]}"
 
@@ -84,7 +84,7 @@ def _texts(rollouts: Rollouts, longest: int) -> list[Sample]:
         turns = rollouts.transcripts[row]
         facts: Sample = {"tokens": length, "finished": bool(rollouts.finished_N[row])}
         if rollouts.versions_NT is not None:
-            # Tokens of an environment have none, and are not the response's own.
+            # Tokens of an environment have version -1, and do not count as the response's own tokens.
             versions = [version for version in rollouts.versions_NT[row][:length].tolist() if version >= 0]
             facts |= {"tokens": len(versions), "versions": sorted(set(versions))}
         said = {"text": clipped(turns[0])} if len(turns) == 1 else {"turns": [clipped(turn) for turn in turns]}
@@ -96,8 +96,8 @@ def _texts(rollouts: Rollouts, longest: int) -> list[Sample]:
 
 
 class SamplesFile(AppendFile):
-    """Puts samples together and writes them. Of a file that is there, the lines of updates before `start` are kept.
-    `pending` is what firings of groups have told that no update has taken yet, by group, then by node, in the graph's
+    """Collects samples and writes them. Of an existing file, the lines of updates before `start` are kept. `pending`
+    has the samples of groups that no update has taken yet, by group, then by node. A line has its nodes in the graph's
     `order`."""
 
     def __init__(self, path: Path, order: Sequence[str], start: int = 0) -> None:
@@ -106,12 +106,12 @@ class SamplesFile(AppendFile):
         self._places = {name: place for place, name in enumerate(order)}
 
     def tell(self, group: int, node: str, told: str) -> None:
-        """What a firing of a node has told of a group: a later turn stands in the place of an earlier one."""
+        """Note the sample of a firing; that of a later turn replaces that of an earlier one."""
         self.pending.setdefault(group, {})[node] = json.loads(told)
 
     def take(self, update: int, groups: Sequence[int], overtaken: Container[int] = ()) -> None:
-        """Write the groups that an update has taken. Those before its last one are lost, but for those that are
-        `overtaken`. Raises RecordError if the disk is full."""
+        """Write the groups that an update has taken. Other groups before its last one are lost and forgotten, except
+        those that are `overtaken`. Raises RecordError if the disk is full."""
         lines = [_line(update, group, self._ordered(group)) for group in groups if group in self.pending]
         last = groups[-1] if groups else -1
         self.pending = {group: told for group, told in self.pending.items() if group > last or group in overtaken}
@@ -122,8 +122,8 @@ class SamplesFile(AppendFile):
         return sorted(self.pending[group].items(), key=lambda item: self._places.get(item[0], -1))
 
     def to_json(self, cut: Mapping[str, Any]) -> list[tuple[int, str, Sample]]:
-        """What a run that resumes from the checkpoint with the scheduler's state `cut` is not told again, up to
-        `CUT_BYTES`."""
+        """The pending samples, up to `CUT_BYTES`, that a run resuming from the scheduler's state `cut` does not get
+        again."""
         made = {group: nodes for group, nodes, *_ in cut["groups"]}
         found, room = [], CUT_BYTES
         for group, parts in self.pending.items():
@@ -152,8 +152,8 @@ def _line(update: int, group: int, told: Sequence[tuple[str, Sample]]) -> str:
 
 
 def _kept_bytes(path: Path, start: int) -> int:
-    """Where the last line ends of an update before `start`, from which a resume goes on. One before it that a disk has
-    damaged stays as it is."""
+    """The byte where the last line of an update before `start` ends; a resume appends there. A damaged line before it
+    stays as it is."""
     kept = at = 0
     try:
         with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
@@ -171,7 +171,7 @@ def _kept_bytes(path: Path, start: int) -> int:
 
 
 def _parsed(line: bytes) -> Sample:
-    """A line as an object; an empty one for half a line and for what is none."""
+    """A line as a dict; empty for half a line, and for a line that is not an object."""
     try:
         found = json.loads(line) if line.endswith(b"\n") else {}
     except (ValueError, RecursionError):
@@ -180,8 +180,8 @@ def _parsed(line: bytes) -> Sample:
 
 
 def read_samples(path: Path, most: int = 2) -> list[SampleLine]:
-    """The first line and the last ones, `most` of them; none where there is no such file. Raises RecordError for a file
-    that cannot be read, and for lines that are none."""
+    """The first line and the last `most` lines; none if there is no such file. Raises RecordError for a file that
+    cannot be read, and for damaged lines."""
     try:
         with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
             first = file.readline(LAST_BYTES)
@@ -195,7 +195,7 @@ def read_samples(path: Path, most: int = 2) -> list[SampleLine]:
     if begin > len(first) or not first.endswith(b"\n"):
         rest = rest[1:]  # it begins in the middle of a line
     found: list[SampleLine] = []
-    # A run that goes on, or was killed, may leave half a line at the end.
+    # A run that is alive, or was killed, may have left half a line at the end.
     for line in [line for line in (first, *rest) if line.endswith(b"\n")]:
         said = parse_json(line, str(path))
         require_shape(said, SampleLine, str(path))

@@ -1,8 +1,8 @@
-"""What happened when, as bars on lanes: a simulated schedule or a real one. Pure; times are seconds on any one clock.
+"""A schedule, simulated or real, as bars on lanes. Pure; times are seconds on any one clock.
 
-`Bar` is the one record of activity, for a run's trace, a simulation and a report. `lanes` arranges bars for drawing,
-`trace_formats` prints them. `Utilisation` is the one account of what lanes did and why they were idle, for a run's
-rows, a simulation and a report. Its invariant: the states of a lane add up to the time that has passed.
+`Bar` is the record of activity in a run's trace, a simulation and a report. `lanes` arranges bars for drawing, and
+`trace_formats` prints them. `Utilisation` accounts for the work and the idle time of lanes, for a run's rows, a
+simulation and a report. Its invariant: the states of a lane add up to the time that has passed.
 """
 
 import heapq
@@ -16,11 +16,11 @@ Kind = Literal["group", "update", "publish", "send", "swap", "save", "source"]
 
 @dataclass(slots=True)
 class Bar:
-    """One thing that a lane (a replica, "pool/0") did from `start` to `end`. A report adds what only an event log knows
-    (`report.follow.Work`).
+    """One activity of a lane (a replica, "pool/0") from `start` to `end`. `report.follow.Work` adds what only an event
+    log knows.
 
-    `index` is, by its kind, the ordinal of a group, an update or a version. `version` is that of the weights that it
-    worked with, None without weights; drawings shade odd and even versions differently. `detail` is for tooltips.
+    `index` is, depending on `kind`, the ordinal of a group, an update or a version. `version` is the version of the
+    weights used, None without weights; drawings shade odd and even versions differently. `detail` is for tooltips.
     """
 
     lane: str
@@ -43,7 +43,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A replica's bars on as few tracks as keep bars of one track apart; bars of a track are in order of time."""
+    """A replica's bars on the fewest tracks on which bars do not overlap; the bars of a track are in order of time."""
 
     name: str
     tracks: tuple[tuple[Bar, ...], ...]
@@ -55,8 +55,8 @@ def pool_of(replica: str) -> str:
 
 
 def lanes(bars: Iterable[Bar]) -> list[Lane]:
-    """The lanes: pools in the order in which they first run a node, replicas of a pool by their number."""
-    # Nodes alone count for the order: a sync may begin before its pool has run any.
+    """Arrange bars on lanes: pools in the order in which they first run a node, replicas of a pool by number."""
+    # Only nodes count for the order: a sync may begin before its pool has run any.
     by_lane: dict[str, list[Bar]] = {}
     first: dict[str, float] = {}
     for bar in sorted(bars, key=lambda b: (b.start, b.index, b.end)):
@@ -75,7 +75,7 @@ def lanes(bars: Iterable[Bar]) -> list[Lane]:
 
 
 def excerpt(bars: Iterable[Bar], updates: int = 6, replicas: int = 8) -> list[Bar]:
-    """The bars of the first updates, and of the first replicas of each pool: what a picture has room for."""
+    """The bars of the first updates on the first replicas of each pool, as many as a picture can show."""
     shown = list(bars)
     ends = boundaries(shown)
     until = ends[min(updates, len(ends)) - 1][1] if ends else inf
@@ -88,7 +88,7 @@ def _number(replica: str) -> int:
 
 
 def place(bars: Sequence[Bar]) -> tuple[list[int], int]:
-    """The lowest track that is free for each bar, in order of their starts; and how many tracks there are."""
+    """For each bar, in order of their starts, the lowest free track; and the number of tracks."""
     free: list[int] = []
     ends: list[tuple[float, int]] = []
     tracks: list[int] = []
@@ -102,13 +102,13 @@ def place(bars: Sequence[Bar]) -> tuple[list[int], int]:
 
 
 def names(bars: Iterable[Bar]) -> list[str]:
-    """The different names of bars, nodes first, in the order of the lanes and then of time: the legend's order."""
+    """The distinct names of bars in the legend's order: nodes first, then by lane and time."""
     ordered = [bar for lane in lanes(bars) for track in lane.tracks for bar in track]
     return list(dict.fromkeys(bar.name for bar in sorted(ordered, key=lambda b: b.kind not in ("group", "update"))))
 
 
 def boundaries(bars: Iterable[Bar]) -> list[tuple[int, float]]:
-    """When each update was over: (update, end of its last node), by update."""
+    """The end of each update: (update, end of its last node), by update."""
     ends: dict[int, float] = {}
     for bar in bars:
         if bar.kind == "update":
@@ -123,16 +123,16 @@ def span(bars: Iterable[Bar]) -> tuple[float, float]:
 
 
 class Utilisation:
-    """The time of each lane by state ("busy", or the cause of being idle). A lane's states add up to the time that has
-    passed: exactly if times are whole numbers.
+    """The time of each lane by state ("busy", or a cause of being idle). A lane's states add up to the time that has
+    passed, exactly if times are integers.
 
     `lanes` begin at `now` in `state`.
     """
 
     def __init__(self, lanes: Iterable[Hashable], now: float, state: str = "start") -> None:
         self.now = now
-        # A cluster has a thousand replicas that are idle for one cause, which changes for all of them at once. They
-        # share a clock: time passes once for each kind, and not once for each replica.
+        # A thousand replicas may be idle for one cause, which changes for all of them at once. Such a kind shares a
+        # clock: time is added once per kind, not once per replica.
         self._clocks: dict[Hashable, dict[str, float]] = {}
         self._members: dict[Hashable, dict[Hashable, dict[str, float]]] = {}
         self._kinds: dict[Hashable, Hashable] = {}
@@ -141,7 +141,8 @@ class Utilisation:
             self._enter(lane, state)
 
     def let(self, time: float, cause: Callable[[Any], str] = str) -> None:
-        """Let the clock go on to `time`; it never goes back. `cause` gives the state of any lane of a kind."""
+        """Advance the clock to `time`; it never goes back. `cause` returns the state of a kind from any of its
+        lanes."""
         passed, self.now = max(time - self.now, 0), max(time, self.now)
         for kind, members in self._members.items():
             if members:
@@ -149,8 +150,8 @@ class Utilisation:
                 self._clocks[kind][state] = self._clocks[kind].get(state, 0) + passed
 
     def pools(self, changes: Iterable[tuple[float, str, str]], now: float) -> dict[str, dict[str, float]]:
-        """Seconds by pool and state since the last call, for lanes that are replicas and times in microseconds.
-        `changes` are those of their states meanwhile: (seconds, replica, state), in order.
+        """Seconds by pool and state since the last call. The lanes are replicas, and the clock counts microseconds.
+        `changes` are the changes of state since then, in order: (seconds, replica, state).
         """
         for seconds, replica, state in changes:
             self.let(microseconds(seconds))
@@ -159,13 +160,14 @@ class Utilisation:
         return pool_means(self.take())
 
     def change(self, lane: Hashable, kind: Hashable) -> None:
-        """From now on `lane` is in a state of its own, a text, or in that of all lanes of a kind, which `let` asks."""
+        """Note that `lane` is of another kind from now on: a state, as a string, or any other key of lanes that share a
+        state, for which `let` asks `cause`."""
         if self._kinds[lane] != kind:
             self._settle(lane)
             self._enter(lane, kind)
 
     def take(self) -> dict[Any, dict[str, float]]:
-        """Time by lane and state since the last call; no state without time."""
+        """The time by lane and state since the last call, without states of no time."""
         for lane, kind in self._kinds.items():
             self._settle(lane)
             self._enter(lane, kind)
@@ -173,12 +175,12 @@ class Utilisation:
         return taken
 
     def _enter(self, lane: Hashable, kind: Hashable) -> None:
-        """Note what the clock of a kind says when a lane joins it."""
+        """Add a lane to a kind, and note the kind's clock at that time."""
         self._kinds[lane] = kind
         self._members.setdefault(kind, {})[lane] = dict(self._clocks.setdefault(kind, {}))
 
     def _settle(self, lane: Hashable) -> None:
-        """Add what a lane has done since it joined its kind."""
+        """Remove a lane from its kind, and add the time that has passed on the kind's clock since it joined."""
         kind, spent = self._kinds[lane], self._spent[lane]
         before = self._members[kind].pop(lane)
         for state, time in self._clocks[kind].items():
@@ -187,7 +189,7 @@ class Utilisation:
 
 
 def pool_means(spent: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Seconds by pool and state, from whole microseconds by replica and state: the mean over the replicas of a pool."""
+    """The mean seconds of a pool's replicas by state, from integer microseconds by replica and state."""
     pools: dict[str, list[Mapping[str, float]]] = {}
     for replica, states in spent.items():
         pools.setdefault(pool_of(replica), []).append(states)
@@ -198,7 +200,7 @@ def pool_means(spent: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, 
             total[state] = total.get(state, 0) + time
         mean: dict[str, float] = {state: time // len(replicas) for state, time in sorted(total.items())}
         if mean:
-            # What the division leaves over goes to the largest state, so that a pool adds up as its replicas do.
+            # The largest state gets the remainder of the divisions, so that a pool's states add up as a replica's do.
             mean[max(mean, key=lambda s: mean[s])] += sum(replicas[0].values()) - sum(mean.values())
         means[pool] = {state: time / 1e6 for state, time in mean.items() if time}
     return means

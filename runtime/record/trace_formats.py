@@ -1,10 +1,10 @@
 """The printers of a schedule. Pure.
 
-- `gantt_text`: text for a terminal, one row per track, or the number of bars at once where a lane has many.
+- `gantt_text`: text for a terminal, one row per track, or the number of simultaneous bars where a lane has many.
 - `gantt_svg`: a picture, which needs no script and no font file, and follows the reader's light or dark theme.
 - `chrome_trace`: the JSON that https://ui.perfetto.dev and chrome://tracing open.
 
-All print the lanes of `timeline`. `Drawing` is what the pictures share: lanes, colours, axis, ends of updates.
+All print the lanes of `timeline`. `Drawing` has what the pictures share: lanes, colours, ends of updates.
 `metrics.schedule_figure` draws the same for papers, and `report.schedule_data` for a page that zooms.
 """
 
@@ -17,13 +17,14 @@ from typing import Any
 from penstock.runtime.record.errors import visible
 from penstock.runtime.record.timeline import Bar, Lane, boundaries, lanes, names, pool_of, span
 
-# By order of appearance in the legend. Colour-blind readers can tell the first four apart.
+# In the order of the legend. Colour-blind readers can tell the first four apart.
 COLORS = ("#4C78A8", "#F2A541", "#5BA05B", "#B279A2", "#59B3AE", "#E4655F", "#9C8465", "#8A8FD8")
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Seconds from `start` to `end`; ticks are seconds after `start`, labels their texts with the unit."""
+    """A time axis in seconds from `start` to `end`. Ticks are seconds after `start`; labels are their texts with the
+    unit."""
 
     start: float
     end: float
@@ -35,7 +36,7 @@ class Axis:
         return self.end - self.start
 
     def fraction(self, time: float) -> float:
-        """Where a time lies, 0 at the start and 1 at the end."""
+        """The position of a time, 0 at the start and 1 at the end."""
         return (time - self.start) / self.seconds
 
 
@@ -51,10 +52,10 @@ class Drawing:
         self.longest_name = max((len(lane.name) for lane in self.lanes), default=0)
 
     def cramped(self, width: float, char: float, margin: float) -> set[str]:
-        """The names of which some bar is too short for its whole label. `width` is that of a second, `char` that of a
-        character, and `margin` the room around a label."""
+        """The names with a bar that is too short for its whole label. `width` is the width of a second, `char` of a
+        character, and `margin` the space around a label."""
         bars = (bar for lane in self.lanes for track in lane.tracks for bar in track)
-        # By name, not by bar: bars of one node would else be labelled in two ways.
+        # By name, not by bar: else bars of one node would be labelled in two ways.
         return {bar.name for bar in bars if bar.seconds * width < len(bar.label) * char + margin}
 
     def shade(self, bar: Bar, share: float = 0.28) -> str:
@@ -65,7 +66,7 @@ class Drawing:
 
 
 def round_step(span: float, num_steps: float) -> float:
-    """1, 2, 5 or 10 times a power of ten, so that about `num_steps` of it make up the span."""
+    """A step of 1, 2, 5 or 10 times a power of ten, such that about `num_steps` of them cover the span."""
     rough = span / num_steps
     power = 10.0 ** floor(log10(rough))
     return next(f * power for f in (1, 2, 5, 10) if f * power >= rough * 0.999)
@@ -86,31 +87,30 @@ def rgb(color: str) -> tuple[int, int, int]:
 
 
 def ink(color: str) -> str:
-    """Black or white, whichever can be read on a colour (relative luminance of WCAG, without its gamma)."""
+    """Black or white, whichever is readable on a colour (relative luminance of WCAG, without its gamma)."""
     red, green, blue = rgb(color)
     return "#16191D" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 135 else "#FFFFFF"
 
 
-# A lane with more tracks is drawn as the number of its bars at once.
+# A lane with more tracks is drawn as the number of its simultaneous bars.
 MAX_TRACKS = 4
 HEIGHTS = " ▁▂▃▄▅▆▇█"
 # Begin, body and end of a bar, by its name's place in the legend, for output without colours.
 STYLES = (("├", "─", "┤"), ("┣", "━", "┫"), ("╞", "═", "╡"), ("╟", "┄", "╢"), ("┝", "╍", "┥"), ("┠", "┈", "┨"))
 MARK = "┊"
 
-# A character, and the escape that paints it ("": none).
+# A character, and its ANSI escape ("": none).
 _Cell = tuple[str, str]
 
 
 def gantt_text(bars: Sequence[Bar], width: int = 100, color: bool = False) -> str:
     """The schedule as lines of at most `width` columns: an axis, the ends of the updates, lanes, a legend.
 
-    With `color`, ANSI escapes paint bars by their names and shade them by version; without, each name has a line style
-    of its own.
+    With `color`, ANSI escapes colour bars by name and shade them by version. Without, each name has its own line style.
     """
     if not bars:
         return "nothing happened"
-    # Whoever prints the picture cannot tell its colours from the escapes in a stranger's names.
+    # Names may hold escapes, which could not be told from the picture's own later: make them visible now.
     drawing = Drawing([replace(bar, lane=visible(bar.lane), name=visible(bar.name)) for bar in bars])
     gutter = drawing.longest_name + 2
     columns = max(width - gutter - 1, 10)
@@ -147,12 +147,12 @@ def gantt_text(bars: Sequence[Bar], width: int = 100, color: bool = False) -> st
                     cells[first : first + len(text)] = [(char, paint) for char in text[: columns - first]]
             rows.append(cells)
         for number, cells in enumerate(rows):
-            for at in ends:  # the ends of updates run through the idle cells
+            for at in ends:  # draw the ends of updates through idle cells
                 if at < columns and cells[at] == (" ", ""):
                     cells[at] = (MARK, "\x1b[2m" if color else "")
             painted, last_paint = "", ""
             for char, paint in cells:
-                # One escape for a run of cells: a line with one for each cell would be ten times as long.
+                # One escape for a run of equal cells: with one for each cell a line would be ten times as long.
                 if paint != last_paint:
                     painted += ("\x1b[0m" if last_paint else "") + paint
                     last_paint = paint
@@ -162,7 +162,7 @@ def gantt_text(bars: Sequence[Bar], width: int = 100, color: bool = False) -> st
 
 
 def _bar_text(drawing: Drawing, bar: Bar, label: str, room: int, color: bool) -> tuple[str, str]:
-    """A bar as `room` characters, with its label where it fits, and the escape that paints them."""
+    """A bar as `room` characters, with its label if it fits, and the ANSI escape for them."""
     if color:
         shade = drawing.shade(bar, 0.25)
         return (f"▏{label}" if len(label) < room else "▏").ljust(room), _ansi(ink(shade), shade)
@@ -175,13 +175,13 @@ def _bar_text(drawing: Drawing, bar: Bar, label: str, room: int, color: bool) ->
 
 
 def _bars_at_once(lane: Lane, axis: Axis, columns: int) -> str:
-    """How many bars of a lane there are at once in each column, as eighths of the most there ever are."""
+    """The number of simultaneous bars of a lane in each column, in eighths of the lane's maximum."""
     counts = [0.0] * columns
     for bar in (bar for track in lane.tracks for bar in track):
         low, high = axis.fraction(bar.start) * columns, axis.fraction(bar.end) * columns
         for column in range(int(low), min(int(high) + 1, columns)):
             counts[column] += max(0.0, min(high, column + 1) - max(low, column))
-    # A column with little in it is shown all the same: nothing in work looks different from one short firing.
+    # A column with little in it is never blank: one short firing must look different from none.
     return "".join(HEIGHTS[min(8, round(count / len(lane.tracks) * 8)) or int(count > 0.05)] for count in counts)
 
 
@@ -207,16 +207,16 @@ def _text_legend(drawing: Drawing, color: bool, width: int) -> list[str]:
     return [*lines, f"▁▄█ firings at once: {', '.join(many)}"] if many else lines
 
 
-# Pixels from side to side of the picture.
+# Width of the picture in pixels.
 WIDTH = 1200
-# Width of a character of a label, in pixels: an upper estimate for the fonts asked for.
+# Width of a character of a label, in pixels: an upper estimate for the fonts in `STYLE`.
 CHAR = 6.3
 # Pixels: a track with labels, the thinnest track, the gap between lanes, y of the lanes and of the legend, edge.
 TRACK, THIN, GAP, HEAD, LEGEND, EDGE = 22.0, 5.0, 10.0, 76.0, 44.0, 16.0
 # Pixels that a lane may take before its tracks get thinner.
 LANE = 132.0
 
-# Every rule begins with `.gantt`: in a notebook, other pictures stand in the same document.
+# Every rule begins with `.gantt`: in a notebook, other pictures are in the same document.
 STYLE = """
 .gantt text{font:11px ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif;fill:#3A4048}
 .gantt .back{fill:#FFFFFF}.gantt .band{fill:#F4F6F8}.gantt .grid{stroke:#E2E6EA}
@@ -279,7 +279,7 @@ def gantt_svg(bars: Sequence[Bar], title: str = "") -> str:
 
 
 def _bar(bar: Bar, label: str, shade: str, x: float, y: float, w: float, step: float) -> str:
-    """A box of width `w` in a track of height `step`, with a tooltip, and its label where that fits."""
+    """A box of width `w` in a track of height `step`, with a tooltip, and its label if it fits."""
     inset = min(1.0, step / 8)
     space = min(0.6, w / 4)
     box = f'x="{x:.2f}" y="{y + inset:.2f}" width="{w - space:.2f}" height="{step - 2 * inset:.2f}"'
@@ -303,13 +303,13 @@ def _text(x: float, y: float, text: str, kind: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}">{escape(text)}</text>' if text else ""
 
 
-# Thread numbers of one replica.
+# How many thread numbers each replica has.
 TRACKS = 1000
 
 
 def chrome_trace(bars: Sequence[Bar], title: str = "penstock") -> dict[str, Any]:
-    """The trace as a JSON-able value. Times start at 0, in microseconds as the format wants them. A pool is a process,
-    each track of a replica a thread: the viewers nest events of one thread that overlap."""
+    """The trace as a value for JSON. Times start at 0, in microseconds as the format requires. A pool is a process.
+    Each track of a replica is a thread of its own, since the viewers nest overlapping events of one thread."""
 
     def us(seconds: float) -> float:
         return round(seconds * 1e6, 3)

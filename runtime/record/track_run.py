@@ -1,18 +1,18 @@
 """The process of one tracker: `python -m penstock.runtime.record.track_run NAME RUN_FOLDER UPDATE`.
 
-UPDATE is the first one of this life of the run.
+A *life* of a run is the time from its start or a resume to its end; UPDATE is the first update of this life.
 
-It follows the run folder, so nothing of a run waits for it: `metrics.jsonl` is its queue, which lies on the disk and is
-read a piece at a time. Whatever its client raises is told once, and tried again later; whatever a client does to the
-process ends this process alone. It runs at low priority: the machine belongs to the run.
+The process follows the run folder, so nothing in a run waits for it: its queue is `metrics.jsonl`, which is on the disk
+and is read a piece at a time. An error of the client is reported once, and the step is tried again later. A client that
+crashes ends only this process. It runs at low priority, so that the run has the machine.
 
-- On stdout it says what the command has to know, one JSON object a line: `{"where": …}`, `{"logged": update}`,
+- On stdout it tells the command what it must know, one JSON object a line: `{"where": …}`, `{"logged": update}`,
   `{"note": …}`, `{"failed": …}`, `{"closed": true}`. All that clients print goes to stderr.
-- A line on stdin, `{"report": path or ""}`, says that the run is over and what the folder has is final. An end of stdin
-  without one says that the command was killed: the next life of the run goes on with what is missing here.
+- A line on stdin, `{"report": path or ""}`, says that the run is over and the folder is final. An end of stdin without
+  this line says that the command was killed: the next life of the run sends what is missing then.
 
-`RUN/trackers/NAME.json` keeps what the next life has to know: the ids of the tracked run, and the last update that was
-handed over. An update is handed over once: those that are done again after a checkpoint are not, since stores only
+`RUN/trackers/NAME.json` keeps what the next life must know: the ids of the tracked run, and the last update that was
+sent. Each update is sent once. An update that is repeated after a checkpoint is not sent again, since stores only
 append. TensorBoard's files are written anew in each life.
 """
 
@@ -38,13 +38,13 @@ from penstock.runtime.record.typed_json import ConfigFile, Summary, TrackerMemor
 
 # Seconds between two looks at the folder.
 LOOK_S = 0.5
-# Seconds until what failed is tried again, at first and at most: each time twice as long.
+# Seconds until a failed step is tried again: the first time, and at most. They double each time.
 RETRY_S, LONGEST_RETRY_S = 5.0, 300.0
-# Seconds after which a client that does not come back is told of.
+# Seconds after which a client call that has not returned is reported.
 SLOW_S = 30.0
-# Seconds to end in once the command was killed.
+# Seconds in which the process must end once the command was killed.
 ORPHAN_S = 5.0
-# Bytes of metrics.jsonl that are read at once, and of the longest row.
+# How many bytes of metrics.jsonl are read at once, and the longest row in bytes.
 PIECE, LONGEST_ROW = 1 << 20, 16 << 20
 # Characters of a failure's text.
 MAX_TEXT = 500
@@ -52,7 +52,7 @@ Tell = Callable[[dict[str, Any]], None]
 
 
 class RowReader:
-    """The rows of a file that grows, and that a resume replaces by one that ends at its checkpoint."""
+    """Reads the rows of a growing file, which a resume replaces by one that ends at its checkpoint."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -60,11 +60,11 @@ class RowReader:
         self._at = 0
 
     def restart(self) -> None:
-        """The first row is the next one again."""
+        """Begin again with the first row."""
         self._at = 0
 
     def unread(self) -> Iterator[list[Row]]:
-        """Whole rows that were not read yet, a piece at a time. Raises RecordError for what is no row, and OSError."""
+        """Whole rows that were not read yet, a piece at a time. Raises RecordError for a damaged row, and OSError."""
         try:
             fd = open_regular(self.path, os.O_RDONLY)
         except FileNotFoundError:  # no update is done yet
@@ -84,8 +84,8 @@ class RowReader:
 
 
 class Follower:
-    """Hands the rows of a run folder over to a tracker. `first` is the first update of this life of the run, and
-    `logged` the last one that was handed over; the tracker is None until its client has opened it."""
+    """Sends the rows of a run folder to a tracker. `first` is the first update of this life of the run, and `logged`
+    the last update that was sent. The tracker is None until its client has opened it."""
 
     def __init__(self, name: str, folder: RunFolder, first: int, tell: Tell) -> None:
         self.name, self.folder, self.first, self.tell = name, folder, first, tell
@@ -99,19 +99,19 @@ class Follower:
         self._retry_at, self._retry_s = 0.0, RETRY_S
 
     def look(self, now: float) -> None:
-        """Hand over what is new, unless a failure was a short time ago."""
+        """Send new rows, unless a failure was a short time ago."""
         if now >= self._retry_at:
             self._try(self._catch_up)
 
     def finish(self, report: Path | None) -> bool:
-        """Hand over all that the folder has. Returns whether that went well."""
+        """Send all that the folder has, and close the tracker. True if both succeeded."""
         return self._try(self._catch_up) and self._try(lambda: self._close(report))
 
     def _try(self, step: Callable[[], None]) -> bool:
         try:
             with self._busy():
                 step()
-        except Exception as error:  # a client's, which may be any
+        except Exception as error:  # a client may raise anything
             self.fail(f"{type(error).__name__}: {error}")
             self._rows.restart()
             self._retry_at = monotonic() + self._retry_s
@@ -129,7 +129,7 @@ class Follower:
             self.busy_since = None
 
     def fail(self, text: str) -> None:
-        """Tell of a failure, if it is the first one."""
+        """Report a failure, if it is the first one."""
         if not self.failed:
             self.failed = True
             line = " ".join(without_secrets(text).split())
@@ -150,7 +150,7 @@ class Follower:
         memory: dict[str, Any] = {}
         try:
             memory = self.folder.read_json(self._memory_name, TrackerMemory) if self._memory.exists() else {}
-        except RecordError as error:  # most clients know by themselves what they have of a run
+        except RecordError as error:  # most clients know themselves what their store has of a run
             self.tell({"note": f"{error}; it goes on as in a first life"})
         told = self.folder.read_json("config.json", ConfigFile)
         flags, asked = told["flags"], told.get("asked", {})
@@ -198,14 +198,14 @@ class Follower:
 
 
 def _plain(value: Any) -> Any:
-    """A value of the config as every client shows it, without secrets."""
+    """A value of the config in a form that every client can show, without secrets."""
     if isinstance(value, bool | int | float):
         return value
     return without_secrets(value if isinstance(value, str) else json.dumps(value))
 
 
 def tell_slowness(follower: Follower) -> None:
-    """For a thread: tell of a client that does not come back."""
+    """Report a client call that does not return. Runs in a thread."""
     while not follower.failed:
         sleep(LOOK_S)
         since = follower.busy_since
@@ -215,7 +215,7 @@ def tell_slowness(follower: Follower) -> None:
 
 def main(name: str, path: str, first: str) -> int:
     os.nice(10)
-    # What clients print must not be taken for lines of ours.
+    # Output of clients must not be taken for our own lines.
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     assert isinstance(sys.stdout, io.TextIOWrapper)
@@ -224,7 +224,7 @@ def main(name: str, path: str, first: str) -> int:
     def tell(line: dict[str, Any]) -> None:
         try:
             print(json.dumps(line), file=said, flush=True)
-        except OSError:  # the command was killed, and nobody hears it
+        except OSError:  # the command was killed: no process reads the line
             os._exit(1)
 
     follower = Follower(name, RunFolder(Path(path)), int(first), tell)
@@ -232,7 +232,7 @@ def main(name: str, path: str, first: str) -> int:
 
     def show_and_tell(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         show(message, category, *where, **more)
-        # trackio raises nothing: what it could not write it warns of.
+        # trackio does not raise when it cannot write: it warns.
         if category is UserWarning and "trackio" in str(message).lower():
             follower.fail(str(message))
 
@@ -250,7 +250,7 @@ def main(name: str, path: str, first: str) -> int:
     well = follower.finish(Path(report) if report else None)
     if well:
         tell({"closed": True})
-    # Threads of a client may hang; what they had to do is done, or told.
+    # Threads of a client may hang: end without them. Their work is done, or its failure reported.
     os._exit(0 if well else 1)
 
 

@@ -1,16 +1,16 @@
 """Trackers: TensorBoard, Weights & Biases, trackio and MLflow behind one interface, each through its own client.
 
-A `Tracker` is one run in one tracker's store. It gets the rows of `metrics.jsonl` as numbers by name, with the update
-as the step, the run's config when it is made, and the report when the run has ended. Clients are configured by their
-own environment (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID, …), which nothing here writes down. What a run has
-to know to go on with the same tracked run is the tracker's `kept`, names and ids alone.
+A `Tracker` is one run in one tracker's store. It gets the run's config when it is made, the rows of `metrics.jsonl` as
+numbers by name with the update as the step, and the report when the run has ended. Clients read their own environment
+variables (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID, …), which are not stored here. The tracker's `kept` has
+the names and ids, and nothing else, that a resumed run needs to go on with the same tracked run.
 
 - `lacks` says what is not installed.
 - `OPEN` opens a tracker by its name. Importing a client takes seconds, so only `runtime.record.track_run` does it, in a
   process of its own.
-- `without_secrets` takes passwords and keys out of a text that is shown or written.
+- `without_secrets` removes passwords and keys from a text that is shown or written.
 
-Every method of a tracker may raise whatever its client raises, and may take as long as its network does.
+Every method of a tracker may raise any error of its client, and may take as long as the network does.
 """
 
 import json
@@ -33,15 +33,15 @@ NAMES: tuple[Name, ...] = get_args(Name)
 TITLES: Mapping[str, str] = dict(zip(NAMES, ("TensorBoard", "Weights & Biases", "trackio", "MLflow"), strict=True))
 # The project of a run that names none.
 PROJECT = "penstock"
-# Where a run folder keeps what its trackers have to know, and what their clients write there.
+# The part of a run folder for the memory of its trackers, and for the files of their clients.
 FOLDER = "trackers"
 Figures = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run as a tracker is told of it. `kept` and `logged` are what its tracker kept in an earlier life of the run,
-    and the last update that it was given; empty and -1 at first. `project` is "" where the user names none."""
+    """The facts about a run that a tracker gets. `kept` is the tracker's `kept` of an earlier life of the run, and
+    `logged` the last update that was sent; empty and -1 at first. `project` is "" if the user names none."""
 
     folder: Path
     id: str
@@ -53,25 +53,26 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """`where` is where people find the run. `logged` is the last update that the store is known to have when it is
-    opened, -1 for none."""
+    """`where` tells people where to find the run. `logged` is the last update that the store is known to have when the
+    tracker is opened, -1 for none."""
 
     where: str
     kept: dict[str, str]
     logged: int
 
     def log(self, update: int, figures: Figures) -> None:
-        """The figures of an update, which the store may show from now on."""
+        """Store the metrics of an update."""
 
     def close(self, status: str, update: int, figures: Figures, report: Path | None) -> None:
-        """The run's end: "done", "stopped" or "failed". `figures` are of the whole run, whose last update was
-        `update`; `report` is its page. Waits until the store has all of it."""
+        """End the run as "done", "stopped" or "failed". `figures` are metrics of the whole run, whose last update was
+        `update`; `report` is its page. Waits until the store has everything."""
 
 
 def lacks(name: str) -> Fault | None:
-    """What a tracker needs that is not installed, and the command that installs it; None for nothing."""
+    """A package that a tracker needs and that is not installed, with the command to install it; None if there is
+    none."""
     needed = [name]
-    # MLflow keeps runs in a database of this machine unless it is told of a server.
+    # MLflow keeps runs in a local database unless a server is configured.
     if name == "mlflow" and os.environ.get("MLFLOW_TRACKING_URI", "sqlite:").startswith("sqlite:"):
         needed.append("sqlalchemy")
     for package in needed:
@@ -85,27 +86,27 @@ _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGN
 _IN_URL = re.compile(
     r"(?<=://)[^/@\s'\"]+(?=@)|(?<=[?&])(\w*(?:token|key|secret|password)\w*=)[^&\s'\"]+", re.IGNORECASE
 )
-# Shorter values of the environment are words, which stand in any text.
+# Shorter values of the environment are ordinary words, which may occur in any text.
 _SECRET_LENGTH = 8
 SECRET = "***"  # stands in their place
 
 
 def secret_values() -> tuple[str, ...]:
-    """What the environment has in variables that are named as keys, tokens and passwords are, the longest first."""
+    """The values of environment variables that are named like keys, tokens and passwords, the longest first."""
     values = {value for name, value in os.environ.items() if _SECRET_NAME.search(name)}
     return tuple(sorted((value for value in values if len(value) >= _SECRET_LENGTH), key=len, reverse=True))
 
 
 def without_secrets(text: str, values: Sequence[str] | None = None) -> str:
-    """`text` with *** for users and passwords in URLs, and for `values`, by default those of the environment."""
+    """`text` with *** in place of users and passwords in URLs, and of `values`, by default `secret_values()`."""
     for value in secret_values() if values is None else values:
         text = text.replace(value, SECRET)
     return _IN_URL.sub(lambda found: f"{found[1] or ''}{SECRET}", text) if "://" in text or "=" in text else text
 
 
 class TensorBoard:
-    """Event files in the run folder's `tensorboard`, those of earlier lives replaced. It has no artifacts: the report
-    stands in the same run folder."""
+    """Event files in the run folder's `tensorboard`, replacing those of earlier lives. TensorBoard has no artifacts:
+    the report is in the same run folder."""
 
     def __init__(self, run: TrackedRun) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
@@ -139,7 +140,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of wandb, with the id of ours. Its files are in the run folder, or where WANDB_DIR says."""
+    """A run of wandb with the same id as our run. Its files are in the run folder, or in WANDB_DIR."""
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb
@@ -147,8 +148,7 @@ class WeightsAndBiases:
         self._client, self._report = wandb, f"report-{run.id}"
         own = None if os.environ.get("WANDB_DIR") else str(make_folder(run.folder / FOLDER))
         project = run.kept.get("project") or run.project or os.environ.get("WANDB_PROJECT") or PROJECT
-        # Nothing that only repeats what the run folder has, or that could hold a secret: the code, what git knows of
-        # its remote, what is printed.
+        # Do not send what the run folder has anyway or what could hold a secret: the code, git's remote, the output.
         settings = wandb.Settings(console="off", disable_code=True, disable_git=True, save_code=False)
         self._run = wandb.init(
             project=project,
@@ -161,7 +161,7 @@ class WeightsAndBiases:
             settings=settings,
         )
         self.kept = {"id": self._run.id, "name": str(self._run.name or run.name), "project": project}
-        # The server knows it; files of this machine alone begin at 0 in each life.
+        # The server knows the last step; offline files begin at 0 in each life.
         self.logged = run.logged if self._run.offline else self._run.starting_step - 1
         local = self._run.settings.sync_dir
         self.where = self._run.url or (f"{local} (wandb sync sends it)" if self._run.offline else "wandb is disabled")
@@ -179,8 +179,8 @@ class WeightsAndBiases:
 
 
 class Trackio:
-    """A run of trackio: a database of this machine, a Space or a server, as its environment says. trackio goes on with
-    a run by its name, so that has a part of the id of ours."""
+    """A run of trackio: in a local database, a Space or a server, as its environment says. trackio resumes a run by
+    name, so the name contains part of our run's id."""
 
     def __init__(self, run: TrackedRun) -> None:
         import trackio
@@ -192,7 +192,7 @@ class Trackio:
         quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         self._run = trackio.init(project, name=name, config=dict(run.config), resume="allow", **quiet)
         self.kept = {"id": str(self._run.id), "name": name, "project": project}
-        # The step after the last one in the store, wherever that is: what is written is sent half a second later.
+        # The store's last step, which may be behind `run.logged`: trackio sends rows half a second after `log`.
         self.logged = int(self._run._next_step) - 1
         remote = without_secrets(os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL") or "")
         self.where = f"{project}/{name} in {remote or TRACKIO_DIR}"
@@ -211,10 +211,11 @@ class Trackio:
 
 
 class MLflow:
-    """A run of MLflow in the experiment of the project: in the store of MLFLOW_TRACKING_URI, else where the run began,
-    by default MLflow's database in the current folder. Options that a resume changes are tags beside the parameters."""
+    """A run of MLflow in the experiment named as the project: in the store of MLFLOW_TRACKING_URI, else in the store
+    where the run began, by default MLflow's database in the current folder. An option that a resume changes becomes a
+    tag with the name of its parameter."""
 
-    # Of one request.
+    # The limits of one request, and of a parameter's characters.
     METRICS, PARAMS, VALUE = 1000, 100, 6000
 
     def __init__(self, run: TrackedRun) -> None:
@@ -232,7 +233,7 @@ class MLflow:
         if found := run.kept.get("id"):
             data = client.get_run(found).data
             params, tags = data.params, data.tags
-            # Of each metric the newest value; a row's version is its update + 1.
+            # `data.metrics` has the newest value of each metric; a row's version is its update + 1.
             self._id, self.logged = found, int(data.metrics.get("version", 0.0)) - 1
             client.update_run(found, status="RUNNING")
         else:
@@ -242,8 +243,8 @@ class MLflow:
         new = [Param(name, value) for name, value in config.items() if name not in params]
         for at in range(0, len(new), self.PARAMS):
             client.log_batch(self._id, params=new[at : at + self.PARAMS])
-        # A parameter never changes: a tag of its name has what an option is in a later life. What is a secret by the
-        # environment of one life alone is no change.
+        # A parameter cannot change, so a tag of the same name has the value in a later life. A value that is hidden as
+        # a secret in one life only does not count as a change.
         for name in config.keys() & params:
             if (was := tags.get(name, params[name])) != config[name] and SECRET not in was + config[name]:
                 client.set_tag(self._id, name, config[name])
@@ -253,13 +254,13 @@ class MLflow:
 
     @staticmethod
     def _named(name: str) -> str:
-        """MLflow takes letters, digits and a few signs."""
+        """The name as MLflow accepts it: letters, digits and a few signs."""
         return re.sub(r"[^\w\-./ ]", "_", name)
 
     def log(self, update: int, figures: Figures) -> None:
         now = int(1000 * time.time())
         metrics = [self._metric(self._named(name), value, now, update) for name, value in figures.items()]
-        # The version, from which another life knows what is there, goes last.
+        # The version goes last: a later life reads from it which updates are complete.
         metrics.sort(key=lambda metric: bool(metric.key == "version"))
         for at in range(0, len(metrics), self.METRICS):
             self._client.log_batch(self._id, metrics=metrics[at : at + self.METRICS])

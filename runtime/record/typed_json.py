@@ -1,8 +1,8 @@
-"""The types of a run folder's JSON files, and readers that refuse what has another form.
+"""The types of a run folder's JSON files, and readers that refuse a value of another type.
 
-Another user may have written a run folder, or a disk may have damaged it. So `parse_json` refuses what is nested too
-deep, and `require_shape` compares a value with a type as msgspec reads one: a TypedDict names the keys that are read,
-others are let through. Readers raise RecordError, which names the file and the place in it.
+Another user may have written a run folder, or a disk may have damaged it. So `parse_json` refuses JSON that is nested
+too deep, and `require_shape` checks a value against a type by msgspec's rules: a TypedDict names the keys that are
+read, and other keys are allowed. Readers raise RecordError, which names the file and the place in it.
 """
 
 import json
@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from penstock.runtime.record.errors import RecordError
 
-# Objects and lists within each other, at most. Whatever goes through a value may then recurse.
+# The deepest nesting of objects and lists that is accepted, so that code may recurse through a value.
 DEPTH = 64
 NEEDED = "needed what the run wrote"
 
@@ -41,7 +41,7 @@ class ConfigFile(TypedDict):
 
 
 class Coming(TypedDict):
-    """A replica that came, or was lost."""
+    """A replica that joined or was lost."""
 
     replica: Text
     event: Text
@@ -77,7 +77,7 @@ class Summary(TypedDict):
 
 
 class RowColumns(TypedDict):
-    """The columns of `metrics.jsonl` that are no figures, or that all rows have."""
+    """The columns of `metrics.jsonl` that are not plain numbers, or that all rows have."""
 
     update: Count
     version: NotRequired[Count]
@@ -100,7 +100,7 @@ class KeptResponse(TypedDict):
 
 
 class KeptTexts(TypedDict):
-    """What a node sampled for a prompt, in a line of `samples.jsonl`."""
+    """The responses that a node sampled for a prompt, in a line of `samples.jsonl`."""
 
     node: Text
     prompt: Text
@@ -145,9 +145,9 @@ class Cut(TypedDict):
 
 
 def parse_json(data: bytes, what: str) -> Any:
-    """The value of a JSON text in UTF-8. Raises RecordError, which names `what` was read, for a text that is none or
-    more than `DEPTH` deep."""
-    # By json, not by msgspec: paths in a run's files may have lone surrogates, for names that are no UTF-8.
+    """Parse a JSON text in UTF-8. Raises RecordError, which names `what` was read, for a text that is not JSON, or
+    nested more than `DEPTH` deep."""
+    # With json, not msgspec: paths in a run's files may have lone surrogates, for names that are not UTF-8.
     try:
         value = json.loads(data.decode(), parse_constant=_refuse)
         deep = isinstance(value, dict | list) and _depth(value) > DEPTH
@@ -161,7 +161,7 @@ def parse_json(data: bytes, what: str) -> Any:
 
 
 def require_shape(value: Any, shape: Any, what: str) -> None:
-    """Raises RecordError, which names `what` was read and where in it, for a value that has another form."""
+    """Raises RecordError, which names `what` was read and the place in it, for a value that is not of type `shape`."""
     try:
         msgspec.convert(value, shape)
     except ValueError as error:
