@@ -1,6 +1,6 @@
-"""The whole run in one process and one thread: nodes are called directly, so that a debugger steps through them.
+"""The whole run in one process and one thread: nodes are called directly, so that a debugger can step through them.
 
-The same scheduler, stages and executors as with processes; only the messages are missing.
+Scheduler, stages and executors are those of a run with processes; only the messages are missing.
 """
 
 import os
@@ -31,7 +31,7 @@ from penstock.runtime.record.folder import RunFolder
 
 
 class InProcess:
-    """One executor per rank, all in this thread; they share their values, so that none crosses memory."""
+    """One executor per rank, all in this thread. They share their values, so none is copied through shared memory."""
 
     def __init__(self, config: RunConfig, session: Session, folder: Path, restore: Path | None = None) -> None:
         if config.flags.deterministic:
@@ -39,18 +39,18 @@ class InProcess:
         self.session = session
         self.wish = Wish(handed_on=True)
         self._asked = False
-        # One store for all: with its own, each executor would need handles of the others' values.
+        # One store for all: otherwise executors would need references to each other's values.
         self.values: dict[Key, Any] = {}
         peers: dict[str, LocalChannels] = {}
         self.executors: dict[str, Executor] = {}
         for replica in config.plan.replicas:
-            (rank,) = replica.ranks  # a mesh takes processes
+            (rank,) = replica.ranks  # a mesh needs processes
             setup = config.setup(replica, 0, folder, restore)
             channels = LocalChannels(config.channels(), replica.name, 0, rank.device, peers, config.flags.wire)
             self.executors[replica.name] = Executor(setup, channels, HeldValues(setup, self.values))
 
     def run(self) -> str:
-        """Run all stages; the status."""
+        """Run all stages, and return the status."""
         pending: deque[tuple[Executor, Order]] = deque()
         self.session.begin(monotonic(), {})
         self._queue(pending)
@@ -70,7 +70,8 @@ class InProcess:
         return self.session.status
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
-        """A node in work is never torn. The first signal asks for a checkpoint and the end, the next one ends."""
+        """Handle a signal. The first one asks for a checkpoint and the end, and never interrupts a node; a second one
+        interrupts at once."""
         self.wish.hear(number)
         if self.wish.at_once:
             interrupt(number, frame)
@@ -79,7 +80,7 @@ class InProcess:
         pending.extend((self.executors[replica], order) for replica, order in self.session.take().items())
 
     def _work(self, pending: deque[tuple[Executor, Order]]) -> list[Result]:
-        """Carry out one order if there is one, else one step of every executor's streams."""
+        """Carry out one order if there is one; otherwise do one step of every executor's streams."""
         if pending:
             executor, order = pending.popleft()
             _take_threads(executor)
@@ -88,7 +89,7 @@ class InProcess:
         for executor in self.executors.values():
             _take_threads(executor)
             results += executor.step()
-        # With one thread, what is awaited now would be awaited for ever.
+        # With one thread, nothing could ever answer what is still awaited.
         if not results and not any(executor.busy() for executor in self.executors.values()):
             awaited = self.session.stage.scheduler.answers if self.session.stage else {}
             raise RuntimeError(f"nothing is left to do, and still awaited: {awaited}")
@@ -96,17 +97,17 @@ class InProcess:
 
 
 def _take_threads(executor: Executor) -> None:
-    """As many as its rank would have in a process of its own: the bits of a sum can depend on it."""
+    """Use as many threads as the rank would have in its own process: the bits of a sum can depend on their number."""
     if torch.get_num_threads() != executor.threads:
         torch.set_num_threads(executor.threads)
 
 
 def run_in_process(folder: RunFolder, say: Say) -> str:
-    """Run, or go on with, what the folder says, in this process; the status. `say` gets the lines for a display."""
+    """Run or resume the run of a folder in this process, and return the status. `say` gets the lines for a display."""
     folder.sweep()
     sweep_checkpoints(folder)
     config, cut = RunConfig.load(folder), latest_checkpoint(folder)
-    # No deadline: whoever sits at a breakpoint takes the time they need, and one thread cannot see itself hang.
+    # No deadline: a breakpoint may take any time, and a single thread cannot notice that it hangs.
     config = replace(config, flags=replace(config.flags, deadline=inf))
     recorder = RunRecorder(folder, config, say, monotonic(), cut)
     session = Session(config, recorder, cut.cut if cut else None)
@@ -123,9 +124,9 @@ def run_in_process(folder: RunFolder, say: Say) -> str:
         session.fail(Failure(FailureCode.INTERRUPTED, text), monotonic())
         session.decide(monotonic())
         raise
-    except RecordError:  # of the folder, which takes no summary either
+    except RecordError:  # the folder cannot be written, so no summary either
         raise
-    except Exception as error:  # none of a node, which fails its firing alone
+    except Exception as error:  # not a node's: that only fails its firing
         folder.require()
         code = FailureCode.CHECKPOINT if isinstance(error, UnreadableError) else FailureCode.CONTROLLER
         session.fail(Failure(code, told(error).rstrip()), monotonic())

@@ -1,22 +1,22 @@
-"""The launcher: parent of a run's controller and of its local agents, and the one that leaves nothing behind.
+"""The launcher: parent of a run's controller and of its local agents. It cleans up at the end.
 
 It starts `python -m penstock.runtime.control.controller RUN_FOLDER`, which
 - calls `die_with_parent()` first, and listens with `Server(Door.read(folder / "keys" / "controller.json"))`;
-- says `{"kind": "listening", "endpoint": server.endpoint}` on stdout, and other JSON objects for the display, one per
+- writes `{"kind": "listening", "endpoint": server.endpoint}` to stdout, and other JSON objects for the display, one per
   line, each flushed;
-- hears lines on stdin: `stop WHY` (a checkpoint and the end, please; without WHY it was the user's wish), `preempt WHY`
-  (the same for an engine), `agent HOST LIFE REASON` (an agent died, before which so many have had its place), and
-  `refused TEXT` (what an agent lacks for the slots that are free);
-- exits with a status of `signals`; with 1 (failed) it has said why in a line of `"kind": "error"`.
+- reads lines from stdin: `stop WHY` (checkpoint and end; without WHY the user asked for it), `preempt WHY` (the same
+  for a cluster manager), `agent HOST LIFE REASON` (an agent died; LIFE agents had this host before it), and
+  `refused TEXT` (an agent was refused a slot, and why);
+- exits with a status of `signals`; with 1 (failed) it has written the reason in a line of `"kind": "error"`.
 
-The controller and the first local agent may have been started before there was a run (`early`).
+The controller and the first local agent may have been started before the run (`early`).
 
 Then come the agents, one per host of the cluster: children of this process, agents that the user starts with a join
-file, or those that wait at a desk (`desk`) and that others have started (`starter`). Every child has a session of its
-own, so that Ctrl-C reaches the launcher alone. The first signal asks the controller to stop within `grace` seconds; a
-second Ctrl-C or SIGTERM ends everything at once (`signals.Wish`). For its user the launcher waits for a checkpoint that
-is being written by then, for an engine it does not: that would kill it. A display that cannot be written to any more
-asks as its user does.
+file, or agents that `starter` has started and that enrol at the `desk`. Every child has a session of its own, so that
+Ctrl-C reaches only the launcher. The first signal asks the controller to stop within `grace` seconds; a second Ctrl-C
+or SIGTERM ends everything at once (`signals.Wish`). If the user asked, the launcher waits for a checkpoint that is
+still being written after `grace`. If a cluster manager asked, it does not, since that would kill it. A display that can
+no longer be written to counts as the user's wish to stop.
 """
 
 import os
@@ -59,24 +59,24 @@ from penstock.runtime.record.errors import disk_fault
 from penstock.runtime.record.folder import RunFolder, make_folder, open_append
 from penstock.runtime.tensor.shm import SHM, sweep
 
-# Seconds for agents to end after their controller has.
+# Seconds for agents to end after their controller has ended.
 LEAVE_S = 3.5
 
 # Seconds for a controller that has lost an agent to end the run.
 LOST_S = 8.0
 _TICK = 0.1
-# Seconds to wait for a line of a controller that has ended, where another process keeps its stdout open.
+# Seconds to wait for a line of a controller that has ended, if another process keeps its stdout open.
 LAST_LINE_S = 1.0
-# Seconds without a line of the controller, which says one each second once a stage has begun, after which it is told
-# why; and for it to end once it is killed.
+# Once a stage has begun, the controller writes a line each second. Seconds without a line after which the user is told
+# why; seconds for a killed controller to end.
 QUIET_S, KILLED_S = 15.0, 5.0
-# States of a process, as the kernel has them, in which a controller says nothing.
+# Kernel states of a process in which a controller writes nothing.
 HELD_UP = {
     "D": "waits for a disk or a network file system",
     "T": "is stopped, by SIGSTOP or a debugger",
     "t": "is stopped by a debugger",
 }
-# Bytes of a line, beyond which it is taken for several.
+# Largest line in bytes; a longer one is read as several.
 _LONGEST_LINE = 64 << 20
 
 Line = dict[str, Any]
@@ -84,7 +84,7 @@ Child = subprocess.Popen[bytes]
 
 
 def _read_lines(stdout: IO[bytes], lines: "Queue[bytes | None]") -> None:
-    """In a thread of its own: put each line into the queue, and None at the end. A full queue holds up the writer."""
+    """Put each line into the queue, and None at the end. Runs in its own thread. A full queue blocks the writer."""
     with stdout:
         for line in iter(partial(stdout.readline, _LONGEST_LINE), b""):
             lines.put(line)
@@ -92,13 +92,12 @@ def _read_lines(stdout: IO[bytes], lines: "Queue[bytes | None]") -> None:
 
 
 class Launcher:
-    """One run's processes. `run` is a new id of letters and digits; `tell` gets every line of the controller, and the
-    launcher's own: `{"kind": "error" | "note", "text": …}`, `{"kind": "external", "host": …, "join": file}`. An
-    OSError that it raises is a wish to stop. `grace` are the seconds from a wish to stop to the end of everything,
-    `deadline` those for which a controller may say nothing.
-    Agents that are not local come by the `desk`, if there is one, and `starter` has started them. `early` has processes
-    of this run that wait for it. `again`: a run that fails by the loss of a process is started again by itself. `wish`
-    is what signals have asked for by now.
+    """The processes of one run. `run` is a new id of letters and digits. `tell` gets every line of the controller, and
+    the launcher's own: `{"kind": "error" | "note", "text": …}`, `{"kind": "external", "host": …, "join": file}`; an
+    OSError that it raises counts as a wish to stop. `grace` is the seconds from a wish to stop to the end of
+    everything, `deadline` the seconds for which a controller may be silent. `starter` starts agents that are not local,
+    and they enrol at the `desk`, if there is one. `early` has processes of this run that were started before. `again`:
+    a run that fails by the loss of a process is restarted automatically. `wish` has what signals have asked for so far.
     """
 
     def __init__(
@@ -131,18 +130,18 @@ class Launcher:
         self.agents: dict[str, Child] = {}
         self._deadline = inf
         self._explained = False
-        self._silent = ""  # what is to be said of a controller that is ended for its silence
+        self._silent = ""  # the message about a controller that is killed for its silence
         self._last: Line = {}
 
     def run(self) -> int:
-        """Run to the end, in the main thread if Ctrl-C is to be heard; the exit status. Nothing is left behind."""
+        """Run to the end, clean up, and return the exit status. Call it in the main thread if Ctrl-C is to work."""
         held = RunFolder(self.folder)
         held.hold()
         with on_stop(self._interrupt), ExitStack() as stack:
-            # Backwards at the end: the processes go first, then what they have left, then the hold of the folder.
+            # In reverse order at the end: first the processes, then their leftovers, then the hold of the folder.
             stack.callback(held.release)
             stack.callback(self._sweep, held)
-            sweep(None, (SHM, self.folder))  # of runs whose launcher could not do it
+            sweep(None, (SHM, self.folder))  # left by runs whose launcher was killed
             _clear(self.folder)
             try:
                 self.keys.door.write(self.folder / "keys" / "controller.json")
@@ -171,12 +170,12 @@ class Launcher:
     # While the controller lives ---------------------------------------------------------------------------
 
     def _watch(self, controller: Child) -> None:
-        """Until the controller has ended, or has been ended here, and all its lines are heard."""
+        """Read the controller's lines until it has ended, or has been killed here."""
         asked, ended, closed, told = False, False, False, False
-        # A time in which this process itself was stopped, or its terminal shows nothing, is no silence of others.
+        # Time in which this process was suspended, or blocked by its terminal, does not count as silence.
         clock = AwakeClock()
         heard = monotonic()
-        # Bounded, so that a controller that talks faster than a terminal shows is held up.
+        # Bounded, so that a controller that writes faster than the terminal shows is slowed down.
         lines: Queue[bytes | None] = Queue(maxsize=1000)
         assert controller.stdout is not None
         threading.Thread(target=_read_lines, args=(controller.stdout, lines), daemon=True).start()
@@ -185,7 +184,7 @@ class Launcher:
             with suppress(Empty):
                 line = lines.get(timeout=LAST_LINE_S if ended and not closed else _TICK)
             closed = closed or line is None
-            if self.wish.status and not asked:  # before each line: to show them may take long
+            if self.wish.status and not asked:  # check before each line: showing one may take long
                 asked = True
                 self._ask_to_stop(controller)
             if self.wish.at_once:
@@ -207,22 +206,21 @@ class Launcher:
             ended = controller.poll() is not None
 
     def _silence(self, controller: Child, seconds: float) -> str:
-        """What to say of a controller that has said nothing for so many seconds; "" for one that may have nothing to
-        say yet."""
+        """The message about a controller that has been silent for `seconds`; "" if it may have nothing to write yet."""
         state = ""
         with suppress(OSError, IndexError):
-            # Behind its name, which may have blanks and brackets.
+            # The state follows the process name, which may contain blanks and brackets.
             state = Path(f"/proc/{controller.pid}/stat").read_text().rpartition(")")[2].split()[0]
         why = HELD_UP.get(state, "hangs, or has no processor" if self._last or seconds >= self.deadline else "")
         return f"the controller (process {controller.pid}) {why}, and has said nothing for {seconds:g} s" if why else ""
 
     def _kill(self, child: Child, who: str) -> None:
-        """End a child, and wait for its end."""
+        """Kill a child, and wait for its end."""
         kill(child)
         with suppress(subprocess.TimeoutExpired):
             child.wait(timeout=KILLED_S)
             return
-        # Nobody can end a process that waits for a disk; and what is in the folder could not be cleared either.
+        # A process that waits for a disk cannot be killed, and its folder could not be cleaned up either.
         text = f"{who} (process {child.pid}) is killed, and ends when {self.folder} answers again"
         self.tell({"kind": "note", "level": "warning", "text": text})
         child.wait()
@@ -235,7 +233,7 @@ class Launcher:
             self._start_agents(str(message["endpoint"]))
         elif message.get("kind") == "without":  # the run goes on without a host whose agent has died
             self._deadline = self._deadline if self.wish.status else inf
-        elif message.get("kind") == "gone":  # the same where the controller has missed it
+        elif message.get("kind") == "gone":  # the same, but the controller noticed the death first
             if self.desk is not None:
                 self.desk.vacate(str(message["host"]), int(str(message["life"])))
         else:
@@ -244,7 +242,7 @@ class Launcher:
             self._explained = self._explained or message.get("kind") == "error"
             if message.get("kind") in ("stage", "status"):
                 self._last |= message
-            elif isinstance(row := message.get("row"), dict):  # a status after it may not have been due
+            elif isinstance(row := message.get("row"), dict):  # the next status may come only later
                 self._last["update"] = row["update"] + 1
             self.tell(message)
 
@@ -269,7 +267,7 @@ class Launcher:
                 self.agents[host.name] = self._start(self.agent, f"agent-{host.name}", str(path))
             else:
                 self.tell({"kind": "external", "host": host.name, "join": str(path), "endpoint": endpoint})
-        if self.early is not None:  # an agent that no host here needs
+        if self.early is not None:  # end an early agent that no host needs
             self.early.close()
 
     def _ask_to_stop(self, controller: Child) -> None:
@@ -283,13 +281,13 @@ class Launcher:
         self.tell({"kind": "note", "level": "info", "text": text})
 
     def _check_agents(self, controller: Child) -> None:
-        """An agent that dies before its controller takes its ranks with it: the controller has to know."""
+        """Tell the controller of agents that died: their ranks died with them."""
         for host, agent in list(self.agents.items()):
             if agent.poll() is None:
                 continue
             del self.agents[host]
             if agent.returncode == 0:
-                continue  # it has heard the controller's goodbye
+                continue  # it got the controller's goodbye
             said = tail(self.folder / "logs" / f"agent-{host}.err").replace("\n", " | ")
             self._lost(controller, host, 0, describe_exit(agent) + (f": {said}" if said else ""))
         for host, why in self.starter.poll() if self.starter is not None else ():
@@ -304,20 +302,20 @@ class Launcher:
             self.desk.vacate(host, life)
             self._lost(controller, host, life, why)
         for text in self.desk.news():
-            if text.startswith("refused "):  # the controller tells it, too, and keeps it for the summary
+            if text.startswith("refused "):  # the controller shows it, and keeps it for the summary
                 _say(controller, " ".join(text.split()))
                 continue
             self.tell({"kind": "note", "level": "info", "text": text})
 
     def _lost(self, controller: Child, host: str, life: int, why: str) -> None:
-        """The agent of a host has ended before the run."""
+        """Tell the controller that the agent of a host has ended before the run."""
         _say(controller, f"agent {host} {life} {' '.join(why.split())}")
         self._deadline = min(self._deadline, monotonic() + LOST_S)
 
     # The end ----------------------------------------------------------------------------------------------
 
     def _status(self, controller: Child) -> int:
-        """The run's exit status; a controller that did not say why it ended is reported."""
+        """The run's exit status. If the controller did not say why it ended, report its end."""
         if controller.returncode in (DONE, PREEMPTED, INTERRUPTED):
             return controller.returncode
         if self.wish.status and controller.returncode != FAILED:
@@ -335,13 +333,13 @@ class Launcher:
         return FAILED
 
     def _end(self, controller: Child) -> None:
-        """Agents have heard the goodbye, or see that the controller is gone; what is left soon after is killed."""
+        """Wait for agents to end: they got a goodbye, or see that the controller is gone. Then kill what is left."""
         self._kill(controller, "the controller")
         assert controller.stdin is not None
         controller.stdin.close()
         clock, agents = AwakeClock(), self.agents.values()
         until = clock.counted(monotonic()) + LEAVE_S
-        # Somebody who presses Ctrl-C again waits for no goodbyes.
+        # After a second Ctrl-C, do not wait for goodbyes.
         while any(agent.poll() is None for agent in agents) and not self.wish.at_once:
             if clock.counted(monotonic()) > until or monotonic() > self._deadline:
                 break
@@ -350,13 +348,13 @@ class Launcher:
             self._kill(agent, f"the agent of host {host}")
 
     def _sweep(self, folder: RunFolder) -> None:
-        """Remove every process, segment, socket and key of the run from this host. The folder may have been moved, and
-        another one be in its place, of which nothing is removed."""
+        """Remove every process, segment, socket and key of the run from this host. If the folder was moved and another
+        one is in its place, nothing of that one is removed."""
         left = sweep_processes(self.run_id)
         sweep(self.run_id, (SHM, folder.held))
         given = {host: max(1, self.desk.given(host) if self.desk else 1) for host in self.keys.hosts}
         doors = [self.keys.door.endpoint]
-        with suppress(PrivateFolderError):  # no agent had a socket there
+        with suppress(PrivateFolderError):  # then no agent had a socket there
             for host, lives in given.items():
                 doors += [relay_endpoint(folder.path, host, self.run_id, life) for life in range(lives)]
         for file in filter(None, map(socket_file, doors)):
@@ -368,15 +366,15 @@ class Launcher:
 
 def _say(controller: Child, line: str) -> None:
     assert controller.stdin is not None
-    with suppress(BrokenPipeError):  # it is ending already, and is seen to have ended in a moment
+    with suppress(BrokenPipeError):  # it is ending, which `_watch` sees soon
         controller.stdin.write(line.encode() + b"\n")
         controller.stdin.flush()
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a run keeps in its folder only while it is alive, and the cuts that it did not complete."""
+    """Remove the files that a run's folder has only while the run is alive, and its incomplete checkpoints."""
     shutil.rmtree(folder / "keys", ignore_errors=True)
-    for left in folder.glob("agent-*.sock"):  # of agents that were killed, perhaps before the run went on
+    for left in folder.glob("agent-*.sock"):  # left by agents that were killed, perhaps before a resume
         left.unlink(missing_ok=True)
     (folder / "processes.json").unlink(missing_ok=True)
     RunFolder(folder).sweep()

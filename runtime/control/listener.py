@@ -1,8 +1,8 @@
-"""Sockets that listen and sockets that connect, on tcp locked by CURVE keys.
+"""Sockets that listen and sockets that connect; on tcp they are secured by CURVE keys.
 
 A listener lets in listed keys, and few strangers at once (ZAP, rfc.zeromq.org/spec/27). libzmq accepts every
-connection, and a process has only so many descriptors: connections that have not said anything of use yet are counted,
-and beyond a number the oldest of them is shut.
+connection, and a process has a limited number of descriptors. So connections that have not sent a valid message yet
+(strangers) are counted, and beyond a limit the oldest one is closed.
 """
 
 import resource
@@ -19,19 +19,17 @@ from zmq.utils import z85
 from penstock.runtime.cluster.endpoints import AddressError, bind_fault, is_ipv6, resolved_endpoint, socket_file
 from penstock.runtime.control.security import Join, KeyPair
 
-# Connections at most, beyond those that are expected, that have not said anything of use yet; fewer where a process may
-# open few files.
+# Most strangers beyond the expected connections; fewer if the process may open few files.
 MAX_STRANGERS = 256
-# Connections that the system may hold until libzmq accepts them: those of a large run come at once. It may allow fewer.
+# Connections that the system queues until libzmq accepts them: those of a large run come at once. It may allow fewer.
 BACKLOG = 4096
 # Seconds for a connection to prove its key.
 HANDSHAKE_S = 10.0
 _ZAP = "inproc://zeromq.zap.01"
-# Frames that one `drain` takes, and their bytes, so that a flood does not keep the caller from what else it hears and
-# from its deadlines.
+# Most frames, and bytes, that one `drain` takes, so that a flood does not keep the caller from its other inputs and
+# deadlines.
 MAX_DRAIN, MAX_DRAIN_BYTES = 4096, 16 << 20
-# What the monitor of a client's socket is to tell of: handshakes, those that fail among them, and the ends of
-# connections.
+# Events that the monitor of a client's socket reports: handshakes, failed ones too, and the ends of connections.
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
@@ -41,11 +39,11 @@ Options = Mapping[zmq.SocketOption, int]
 
 
 class WireError(OSError):
-    """An address that cannot be listened on: the user's fault, or another process's. `strerror` says all of it."""
+    """An address that cannot be listened on: the user's fault, or another process's. `strerror` has the whole text."""
 
 
 def raise_descriptors() -> int:
-    """Let this process open as many files as the system permits; how many these are."""
+    """Let this process open as many files as the system permits, and return that number."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -54,12 +52,13 @@ def raise_descriptors() -> int:
 
 
 class Listener:
-    """A ROUTER socket that listens at `endpoint`, where a port may have been the system's choice. A Unix socket is its
-    owner's alone; `keys`, a server's secret key and the public ones that it lets in, lock one on tcp; None lets in any
-    key, so that what is said is encrypted, and by whom is still to be shown. Raises WireError.
+    """A ROUTER socket. The attribute `endpoint` is where it listens, with the port that the system chose. Only its
+    owner can open a Unix socket. On tcp, `keys` are the server's secret key and the public keys of clients that it lets
+    in; None instead of the public keys lets in any key: messages are encrypted, but the sender is not known. Raises
+    WireError.
 
-    libzmq asks a thread of the listener about each key. Should it not answer, no connection is let in. `refused` is
-    told the address of a client whose key is not on the list, in that thread. `expected` connections may come at once.
+    libzmq asks a thread of the listener about each key. If that thread does not answer, no connection is let in. It
+    calls `refused` with the address of a client whose key is not on the list. `expected` connections may come at once.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Listener:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.IPV6, is_ipv6(where))
-        # A peer that is gone is told to the sender.
+        # ROUTER_MANDATORY: a send to a peer that is gone raises an error.
         _set(self.socket, {zmq.LINGER: 0, zmq.ROUTER_MANDATORY: 1, zmq.BACKLOG: BACKLOG, **options})
         self._lock, self._refused = threading.Lock(), refused
         self._waiting: dict[int, None] = {}  # descriptors of connections, the oldest first
@@ -92,7 +91,7 @@ class Listener:
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys[0].encode())
             handshake_ms = int(1000 * HANDSHAKE_S)
             _set(self.socket, {zmq.ZAP_ENFORCE_DOMAIN: 1, zmq.CURVE_SERVER: 1, zmq.HANDSHAKE_IVL: handshake_ms})
-            # libzmq waits where these are not read in time: it accepts no faster than they are counted.
+            # libzmq blocks until these events are read, so it accepts connections no faster than they are counted.
             events = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
             self._events = self.socket.get_monitor_socket(events)
             self._thread = threading.Thread(target=self._watch, name="gate", daemon=True)
@@ -115,12 +114,12 @@ class Listener:
             self._thread.start()
 
     def drain(self) -> Iterator[tuple[list[bytes], str, int]]:
-        """What waits, up to a bound; with each message its sender's public key, and the descriptor of its
-        connection: "" and -1 on a Unix socket."""
+        """Yield the waiting messages, up to a bound, each with its sender's public key and the descriptor of its
+        connection; "" and -1 on a Unix socket."""
         return drain(self.socket, locked=self._thread is not None)
 
     def know(self, descriptor: int) -> None:
-        """The connection of this descriptor has said something of use: it is shut for no newer stranger."""
+        """The connection of this descriptor has sent a valid message: it is no stranger any more."""
         with self._lock:
             if descriptor in self._waiting:
                 del self._waiting[descriptor]
@@ -140,7 +139,7 @@ class Listener:
         return ""
 
     def close(self, linger_s: float = 0.0) -> None:
-        """What is still being sent gets so many seconds."""
+        """Close the socket. Messages that are still being sent get `linger_s` seconds."""
         if self._thread is not None:
             self.socket.disable_monitor()
             self._thread.join()
@@ -153,8 +152,8 @@ class Listener:
         event = 0
         while event != zmq.EVENT_MONITOR_STOPPED:
             ready = dict(poller.poll())
-            # All of them before an answer: whoever is let in by it is told of by one of these, and may be known at
-            # once. libzmq keeps fewer than so many.
+            # Read all events before answering: a connection must be counted before the answer lets it in, since `know`
+            # may be called for it at once. libzmq queues fewer events than this.
             for _ in range(MAX_DRAIN):
                 try:
                     event, descriptor = struct.unpack("=hi", self._events.recv_multipart(zmq.NOBLOCK)[0])
@@ -169,7 +168,7 @@ class Listener:
         self._questions.close(linger=0)
 
     def _count(self, event: int, descriptor: int) -> None:
-        """A connection has come, or gone."""
+        """Count a connection that has come or gone."""
         with self._lock:
             self._waiting.pop(descriptor, None)
             self._known.pop(descriptor, None)
@@ -178,17 +177,17 @@ class Listener:
                 self._shut_oldest()
 
     def _answer(self) -> None:
-        """Answer one question of libzmq."""
+        """Tell libzmq whether to let in a key."""
         version, number, _, address, _, mechanism, *keys = self._questions.recv_multipart()
         known = mechanism == b"CURVE" and len(keys) == 1 and (self._allowed is None or keys[0] in self._allowed)
         if not known:
             self._refused(address.decode(errors="replace"))
-        # The key becomes the user's name of the connection, by which each frame tells its host.
+        # The key becomes the connection's User-Id, which identifies the host of each frame.
         verdict = [b"200", b"OK", z85.encode(keys[0])] if known else [b"400", b"not on the list", b""]
         self._questions.send_multipart([version, number, *verdict, b""])
 
     def _shut_oldest(self) -> None:
-        """End the oldest connections, which libzmq then closes."""
+        """Shut down the oldest connections beyond the limits; libzmq then closes them."""
         for of, most in zip((self._waiting, self._known), self._most, strict=True):
             while len(of) > most:
                 descriptor = next(iter(of))
@@ -211,10 +210,8 @@ def dial(
     options: Options,
     watched: int = 0,
 ) -> "zmq.Socket[bytes]":
-    """A DEALER socket that connects to `endpoint`, on tcp with these `keys` to the one of public key `server`. What
-    its monitor tells of are the `watched` events.
-
-    Raises ZMQError for what is no endpoint."""
+    """A DEALER socket that connects to `endpoint`; on tcp with these `keys`, to the server with the public key
+    `server`. Its monitor reports the `watched` events. Raises ZMQError for a bad endpoint."""
     socket = context.socket(zmq.DEALER)
     _set(socket, {zmq.LINGER: 0, **options})
     if not endpoint.startswith("ipc://"):
@@ -223,7 +220,7 @@ def dial(
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
         socket.setsockopt(zmq.IPV6, is_ipv6(endpoint))
     if watched:
-        # Before it connects: a handshake may be over at once, and is told of but once.
+        # Before it connects: a handshake may be over at once, and is reported only once.
         socket.get_monitor_socket(watched)
     try:
         socket.connect(endpoint)
@@ -234,12 +231,12 @@ def dial(
 
 
 def drain(socket: zmq.Socket[bytes], *, locked: bool = False) -> Iterator[tuple[list[bytes], str, int]]:
-    """What waits at a socket that is readable. `locked`: as of a listener with a gate, which gave each sender's public
-    key as its user's name."""
+    """Yield the waiting messages of a readable socket. `locked`: it belongs to a listener with keys, which set each
+    connection's User-Id to the sender's public key."""
     size = 0
     for number in range(MAX_DRAIN):
         try:
-            # `recv_multipart` asks the socket whether more of a message follows, which costs more than all of this.
+            # `recv_multipart` asks the socket after each frame whether more follow, which costs more than this loop.
             parts = [socket.recv(zmq.NOBLOCK, copy=False)]
         except zmq.Again:
             return
@@ -251,8 +248,8 @@ def drain(socket: zmq.Socket[bytes], *, locked: bool = False) -> Iterator[tuple[
         else:
             yield frames, "", -1
         size += sum(map(len, frames))
-        # After the first it is asked for more, since an exception to say that there is none costs thrice; after several
-        # that costs less than to ask each time.
+        # After the first message, ask whether there is another: an exception for "none" would cost three times as much.
+        # After several messages, one exception costs less than asking each time.
         if size > MAX_DRAIN_BYTES or (number == 0 and not int(socket.getsockopt(zmq.EVENTS)) & select.POLLIN):
             return
 

@@ -1,18 +1,18 @@
 """Every message between the processes of a run, and their encoding. Metadata only: a tensor travels as an `ObjectRef`.
 
-A frame is MessagePack of [PROTOCOL, sequence, [class name, fields…]]. A *peer* is a connection that said Hello:
+A frame is MessagePack of [PROTOCOL, sequence, [class name, fields…]]. A *peer* is a connection that sent Hello:
 "generator/0:1" is rank 1 of a replica, "agent:b" the agent of host b.
 
 - A rank: Hello, Setup, Ready, then Orders and Results until Goodbye.
 - An agent: Hello, AgentReady, then a Launch for each of its ranks and an Exited for each that ends, until Goodbye;
   Leaving, if its host is taken away. An End asks it to kill a rank.
-- Between hosts an agent carries what its ranks say, several at once as RankMessages, and what is said to them, each
-  thing once for all of its ranks that it is for, as a Delivery; SignsOfLife says how they are (see `relay`).
-- Ranks that form a process group Post to the controller's key-value store, Count and Look there; BoardValues is the
+- Between hosts an agent forwards the messages of its ranks, several at once as RankMessages. A message to several of
+  its ranks comes once, as a Delivery. SignsOfLife reports the state of the ranks (see `relay`).
+- Ranks that form a process group use the controller's key-value store by Post, Count and Look; BoardValues is the
   answer.
 - A rank asks a rank of another host for part of a block in one frame, MessagePack of [EXCHANGE, number, Ask]. The
-  answer repeats the number: [EXCHANGE, number, ""] with the bytes in a second frame, or [EXCHANGE, number, why not]
-  alone. Asking changes nothing, so a question may be asked twice.
+  answer repeats the number: [EXCHANGE, number, ""] with the bytes in a second frame, or only [EXCHANGE, number, why
+  not]. Asking changes nothing, so a question may be asked twice.
 
 Events and commands are written to the event log in the same encoding, without a frame.
 """
@@ -29,13 +29,13 @@ from penstock.runtime.schedule.events import Abort, Answer, Command, Copied, Eve
 from penstock.runtime.tensor.shm import ObjectRef
 
 PROTOCOL: Literal[9] = 9
-# Characters of a text for the user: the middle of a longer one is left out.
+# Most characters of a text for the user; of a longer one the middle is left out.
 MAX_TEXT = 16 << 10
-# Bytes of one packed value, in either direction: metadata only, so ten times what a large batch needs.
+# Most bytes of one packed value, in either direction: metadata only, so ten times what a large batch needs.
 MAX_BYTES = 4 << 20
-# Bytes that may be around a message besides: its number, and the names of those for whom an agent takes it.
+# Most bytes of the envelope of a Delivery: its number, and the names of the ranks that it is for.
 AROUND = 32 << 10
-# On a clock of some machine. A peer's infinity or NaN would spoil the run's figures.
+# A time on some machine's clock. A peer's infinity or NaN would spoil the run's metrics.
 Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
 
 
@@ -43,9 +43,8 @@ Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
 
 
 class Hello(Packable, frozen=True):
-    """The first message of every connection. `name` is a replica, or an agent's host; a heartbeat's socket says
-    whose it is: the replica's, or "agent:<host>". `again`: this process has said it before, on a connection that has
-    broken.
+    """The first message of every connection. `name` is a rank's replica, also on its heartbeat's connection, or an
+    agent's host. `again`: this process has sent it before, on a connection that has broken.
     """
 
     role: Literal["rank", "agent", "heartbeat"]
@@ -67,7 +66,7 @@ class Hello(Packable, frozen=True):
 
 
 class Ready(Packable, frozen=True):
-    """A rank has made what it holds; `restored` are the values of a checkpoint that it took up."""
+    """A rank is set up; `restored` are the values that it restored from a checkpoint."""
 
     replica: str
     rank: int
@@ -76,8 +75,8 @@ class Ready(Packable, frozen=True):
 
 
 class Manifest(Packable, frozen=True):
-    """What the receivers of a version of weights have to know: the digests of its tensors, by name. `layout` is JSON,
-    what `WeightPublisher.description` says of all versions of the channel; "" for a reader that has been told before.
+    """What the receivers of a version of weights need: the digests of its tensors, by name. `layout` is the JSON of
+    `WeightPublisher.description`, the same for all versions of the channel; "" for a reader that has it already.
     """
 
     channel: str
@@ -87,11 +86,11 @@ class Manifest(Packable, frozen=True):
 
 
 class Result(Packable, frozen=True):
-    """A rank's answer to a command, or that of several (the event's `others`). `outputs` are for other ranks; `began`
-    and `ended` are seconds of `time.monotonic` on the rank's host. `sample` is what `record.samples.sample` says of the
-    values that it has made. `manifest` comes with `Published`, from the first
-    rank of the replica: all its ranks have made the same. `unread` comes with `Failed` where a value could not be read:
-    the replica that made it, and its life.
+    """A rank's answer to a command, or that of several ranks (the event's `others`). `outputs` are for other ranks;
+    `began` and `ended` are seconds of `time.monotonic` on the rank's host. `sample` is the output of
+    `record.samples.sample` for the values that it made. `manifest` comes with `Published`, from the first rank of the
+    replica: all its ranks have the same. `unread` comes with `Failed` if a value could not be read: the replica that
+    made it, and its life.
     """
 
     event: Answer | Copied | Abort
@@ -105,7 +104,7 @@ class Result(Packable, frozen=True):
 
 
 class SendFailed(Packable, frozen=True):
-    """This rank could not send weights to a replica, in its `life`: so often it had been lost before."""
+    """This rank could not send weights to a replica. `life` is how often the replica had been lost before."""
 
     replica: str
     life: int
@@ -113,20 +112,20 @@ class SendFailed(Packable, frozen=True):
 
 
 class Results(Packable, frozen=True):
-    """The answers that were there at once."""
+    """Answers that are sent together."""
 
     results: tuple[Result, ...]
 
 
 class Heartbeat(Packable, frozen=True):
-    """The process lives; `doing` is what its main thread is at."""
+    """The process is alive; `doing` is what its main thread is working on."""
 
     doing: str = ""
 
 
 class SignsOfLife(Packable, frozen=True):
-    """What is new of the ranks of an agent, by their names as peers: what they are at, and which give no sign of life.
-    `dropped` counts by kind the frames that the agent has dropped since the last one; `last` describes one of them.
+    """News of an agent's ranks, by peer name: what they are working on, and which give no sign of life. `dropped`
+    counts by kind the frames that the agent has dropped since its last report; `last` describes one of them.
     """
 
     doing: dict[str, str]
@@ -136,7 +135,7 @@ class SignsOfLife(Packable, frozen=True):
 
 
 class Note(Packable, frozen=True):
-    """A line for the user and the run's log. `unreadable`: an error of the checkpoint that the run goes on from."""
+    """A line for the user and the run's log. `unreadable`: the checkpoint to resume from cannot be read."""
 
     level: Literal["warning", "error"]
     text: str
@@ -144,7 +143,7 @@ class Note(Packable, frozen=True):
 
 
 class AgentReady(Packable, frozen=True):
-    """The agent of `host` can start ranks. `life`: how many others have been given its place before."""
+    """The agent of `host` can start ranks. `life`: how many agents had this host before."""
 
     host: str
     pid: int
@@ -160,7 +159,7 @@ class Leaving(Packable, frozen=True):
 
 class Exited(Packable, frozen=True):
     """A rank's process ended: with an exit `status`, or by a `signal` (0: none). `tail` is the end of its stderr.
-    `forks`: these are of the process that forks ranks, with which the rank has ended."""
+    `forks`: the process that forks ranks has ended, and the rank with it; pid, status and signal are that process's."""
 
     replica: str
     rank: int
@@ -179,14 +178,14 @@ class Exited(Packable, frozen=True):
 
 
 class Post(Packable, frozen=True):
-    """Put `value`, in hexadecimal, up on the board under `key`."""
+    """Store `value`, in hexadecimal, under `key` on the board."""
 
     key: str
     value: str
 
 
 class Count(Packable, frozen=True):
-    """Add to a number on the board, 0 if it is not there; the answer to question `number` is the sum."""
+    """Add `amount` to a number on the board, 0 if it is new. The answer to question `number` is the sum."""
 
     number: int
     key: str
@@ -194,7 +193,7 @@ class Count(Packable, frozen=True):
 
 
 class Look(Packable, frozen=True):
-    """What is on the board under `keys`? Answered when all are there or, with `at_once`, with those that are."""
+    """Ask for the values of `keys` on the board. Answered when all are there; `at_once`: with those that are there."""
 
     number: int
     keys: tuple[str, ...]
@@ -205,9 +204,9 @@ class Look(Packable, frozen=True):
 
 
 class Setup(Packable, frozen=True):
-    """All that a rank needs to know before it makes what it holds: the run's configuration as JSON text, and the
-    names that the checkpoint which it goes on from may have in the run folder of its host, the likelier one last; none
-    for a start from the beginning, and for a replica that was lost.
+    """What a rank needs to be set up. `config` is the run's configuration as JSON text. `restore` has the names that
+    the checkpoint to resume from may have in the run folder of its host, the likelier one last; () for a start from the
+    beginning, and for a replica that was lost.
     """
 
     config: str
@@ -215,12 +214,12 @@ class Setup(Packable, frozen=True):
 
 
 class Order(Packable, frozen=True):
-    """What to do, in order, and where the values are that it needs: (firing, output, handle). `checkpoint` names the
-    folder, in the run folder's `checkpoints`, into which a `Save` among the commands writes, and `kept` those of the
-    checkpoints that stay, by the names under which they were written. `manifests` are those of
-    the versions that the replica receives. `lives`: how often replicas that are sent weights have been lost.
-    `together`: by channel, the replicas that are sent a version at once: each is in one of them at most. It stands here
-    once, and not in each `Send`: a trainer sends to as many as there are generators.
+    """Commands, in order, and where the values are that they need: (firing, output, handle). A `Save` among the
+    commands writes into the folder `checkpoint` in the run folder's `checkpoints`; `kept` are the names under which the
+    checkpoints that stay were written. `manifests` are those of the versions that the replica receives. `lives`: how
+    often the replicas that are sent weights have been lost. `together`: by channel, sets of replicas that are sent a
+    version at once; each replica is in at most one. These are here once, and not in each `Send`: a trainer sends to as
+    many replicas as there are generators.
     """
 
     commands: tuple[Command, ...]
@@ -232,15 +231,15 @@ class Order(Packable, frozen=True):
     together: dict[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
 
     def whole(self, send: Send) -> Send:
-        """A command of this order as the scheduler has said it."""
+        """A command of this order as the scheduler gave it."""
         together = (names for names in self.together.get(send.channel, ()) if send.replica in names)
         return msgspec.structs.replace(send, together=next(together, ()))
 
 
 class BoardValues(Packable, frozen=True):
-    """The answer to question `number`: values of the board, in hexadecimal. `error` says why there is none; number 0
-    stands for a Post, which has no answer unless it is refused. `held_up` are the seconds that the controller itself
-    was stopped so far.
+    """The answer to question `number`: values of the board, in hexadecimal. `error` says why there is none. Number 0
+    stands for a Post, which is answered only if it is refused. `held_up` is the seconds for which the controller itself
+    was suspended so far.
     """
 
     number: int
@@ -250,8 +249,8 @@ class BoardValues(Packable, frozen=True):
 
 
 class Goodbye(Packable, frozen=True):
-    """Nothing more will come: end. To ranks and agents; an agent ends its ranks first. `lost`: the run has failed by
-    the loss of a process, which a start from its last checkpoint may mend."""
+    """End: nothing more will come. To ranks and agents; an agent ends its ranks first. `lost`: the run has failed by
+    the loss of a process, which a restart from its last checkpoint may mend."""
 
     reason: str
     lost: bool = False
@@ -261,8 +260,8 @@ class Goodbye(Packable, frozen=True):
 
 
 class Launch(Packable, frozen=True):
-    """Start a rank with this many CPU threads, in an interpreter of its own if `python` names one. `life`: how often
-    its replica has been lost before; `start`: how often it has been started, be it ready or not."""
+    """Start a rank with this many CPU threads, in the interpreter `python`, if given. `life`: how often its replica has
+    been lost before. `start`: how often it has been started before, whether or not it got ready."""
 
     replica: str
     rank: int
@@ -280,7 +279,7 @@ class End(Packable, frozen=True):
 
 
 class Delivery(Packable, frozen=True):
-    """Hand `message`, packed, to several ranks; `aside`: on the connections of their heartbeats."""
+    """Hand the packed `message` to several ranks; `aside`: on the connections of their heartbeats."""
 
     peers: tuple[str, ...]
     message: bytes
@@ -292,7 +291,7 @@ OfRank = Hello | Ready | Results | SendFailed | Note | Question
 
 
 class RankMessages(Packable, frozen=True):
-    """What ranks have said to their agent, in order. The tokens of their Hellos are left out."""
+    """Messages of ranks to their agent, in order. The tokens of their Hellos are left out."""
 
     said: tuple[tuple[str, OfRank], ...]
 
@@ -314,7 +313,7 @@ ToController = (
 )
 Message = ToController | Setup | Order | BoardValues | Goodbye | Launch | End | Delivery
 
-# The exit status of a rank that has said in a `Note` why it ends.
+# The exit status of a rank that has sent a `Note` with the reason of its end.
 EXIT_EXPLAINED = 3
 
 
@@ -327,8 +326,8 @@ def agent_peer(host: str) -> str:
 
 
 def shortened(text: str, most: int = MAX_TEXT) -> str:
-    """A text of at most about `most` characters, with more of its end than of its beginning: tracebacks end with what
-    was raised.
+    """A text of about `most` characters at most. It keeps more of the end than of the beginning: a traceback ends with
+    what was raised.
     """
     if len(text) <= most:
         return text
@@ -336,22 +335,22 @@ def shortened(text: str, most: int = MAX_TEXT) -> str:
 
 
 def signal_name(number: int) -> str:
-    """9 is SIGKILL; the number for one that Python has no name for."""
+    """The name of a signal, as SIGKILL for 9; its number if Python has no name for it."""
     return signals.Signals(number).name if number in signals.Signals.__members__.values() else f"signal {number}"
 
 
 # The version of the messages between ranks of different hosts.
 EXCHANGE: Literal[1] = 1
-# Bytes of a block that one answer holds at most.
+# Most bytes of a block in one answer.
 CHUNK = 1 << 20
-# Questions that may be under way to one owner: enough for a chunk to be on its way while others are copied.
+# Most unanswered questions to one owner: enough for one chunk to travel while others are copied.
 WINDOW = 8
-# Bytes of a question: a handle and two numbers.
+# Most bytes of a question: an object reference and two numbers.
 MAX_QUESTION = 4096
 
 
 class Ask(Packable, frozen=True):
-    """`length` bytes of the block of `handle`, beginning with byte `start` of it."""
+    """Ask for `length` bytes of the block of `handle`, from byte `start` on."""
 
     handle: ObjectRef
     start: int
@@ -364,11 +363,11 @@ T = TypeVar("T")
 
 
 class MessageError(ValueError):
-    """Bytes that are no message: a peer's fault. Says which field was given what, and what was needed."""
+    """Bytes that are no message: a peer's fault. The text says which field was given what, and what was needed."""
 
 
 class TooLargeError(MessageError):
-    """A value that no reader takes: `value`, and the name of the largest of its fields."""
+    """A value that is too large for its readers: `value`, and the name of its largest field, `field`."""
 
     def __init__(self, value: Any, size: int, most: int) -> None:
         self.value = value
@@ -383,8 +382,8 @@ class TooLargeError(MessageError):
 class Codec(Generic[T]):
     """Packs and unpacks values of one annotation, such as a union of Packables. `label` names it in errors.
 
-    A Packable is an array of its class's name and its fields in order. Nothing is constructed but the classes that the
-    annotation names: no extension types, no names looked up. `most` are the bytes of a packed value.
+    A Packable is an array of its class's name and its fields in order. Only the classes that the annotation names are
+    constructed: no extension types, no names looked up. A packed value has at most `most` bytes.
     """
 
     def __init__(self, annotation: Any, label: str, most: int = MAX_BYTES) -> None:
@@ -393,10 +392,11 @@ class Codec(Generic[T]):
         self._decode = msgspec.msgpack.Decoder(annotation).decode
 
     def pack(self, value: T) -> bytes:
-        """Raises TooLargeError when the value is larger than any reader takes, TypeError when it is no message."""
+        """The value as bytes. Raises TooLargeError for more than readers take, TypeError for a value that is no
+        message."""
         try:
             data: bytes = self._encode(value)
-        # A file's name may be such text, which must not keep an error from being told.
+        # A file name may contain such text, which must not keep an error from being reported.
         except UnicodeEncodeError:
             data = self._encode(_escaped(msgspec.to_builtins(value)))
         if len(data) > self._most:
@@ -404,30 +404,30 @@ class Codec(Generic[T]):
         return data
 
     def unpack(self, data: bytes) -> T:
-        """Raises MessageError for anything but what `pack` could have made."""
+        """The value that `data` encodes. Raises MessageError for anything that `pack` could not have made."""
         try:
             if len(data) > self._most:
                 raise msgspec.DecodeError(f"given {len(data)} bytes, needed at most {self._most}")
             value: T = self._decode(data)
             packed = self._encode(value)
-            # msgspec fills in fields that have defaults. Another spelling of a number is no fault.
+            # msgspec fills in missing fields that have defaults. Another encoding of a number is allowed.
             if packed != data and _omits(msgspec.msgpack.decode(data), msgspec.msgpack.decode(packed)):
                 raise msgspec.ValidationError("a field is left out")
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            # Without a bound, an error would carry megabytes of what a peer sent into the log.
+            # Without a bound, megabytes of a peer's data would get into the log.
             raise MessageError(f"{self._label}: {error!s:.160}") from error
         return value
 
 
 def _omits(given: Any, whole: Any) -> bool:
-    """Does an array lack items that `whole` has in its place?"""
+    """True if an array lacks items that its counterpart in `whole` has."""
     if isinstance(whole, dict):
         return any(_omits(given[key], value) for key, value in whole.items())
     return isinstance(whole, list) and (len(given) != len(whole) or any(map(_omits, given, whole)))
 
 
 def _escaped(plain: Any) -> Any:
-    """Text that UTF-8 cannot hold (a file's name may be such) with backslashes."""
+    """The value with backslash escapes in text that UTF-8 cannot encode, as in some file names."""
     match plain:
         case str():
             return plain.encode(errors="backslashreplace").decode()
@@ -445,18 +445,18 @@ _RECORD: Codec[Event | Command] = Codec(Event | Command, "record")
 QUESTION: Codec[tuple[int, int, Ask]] = Codec(tuple[Literal[1], int, Ask], "question")
 ANSWER: Codec[tuple[int, int, str]] = Codec(tuple[Literal[1], int, str], "answer")
 
-# Bytes of a frame's head with sequence number 0: an array of three, and two small numbers.
+# Bytes of a frame's head with sequence number 0: the array header and two small numbers.
 _HEAD = 3
 _HEADER = msgspec.msgpack.Encoder().encode
 
 # An event or command as bytes.
 record_bytes = _RECORD.pack
-# An event or command of bytes. Raises MessageError for what no version of this program wrote.
+# The event or command that bytes encode. Raises MessageError for anything else.
 read_record = _RECORD.unpack
 
 
 def pack(message: Message, sequence: int = 0) -> bytes:
-    """One frame. Raises TooLargeError when it is larger than MAX_BYTES, less what is around what is delivered."""
+    """One frame. Raises TooLargeError beyond MAX_BYTES; for a Delivery, beyond MAX_BYTES + AROUND."""
     return (_CARRIED if isinstance(message, Delivery) else _FRAME).pack((PROTOCOL, sequence, message))
 
 

@@ -1,11 +1,11 @@
 """Children of a run: they die with their parent, carry the run's mark, and leave nothing behind. Linux only.
 
-A child is started in a session of its own, so that Ctrl-C in the terminal reaches the launcher alone. Its arguments,
-which every user of the machine can read, hold no secret: those are in files of mode 0600 (`security`).
+A child is started in a session of its own, so that Ctrl-C in the terminal reaches only the launcher. Its arguments,
+which every user of the machine can read, hold no secret: secrets are in files of mode 0600 (`security`).
 
-The ranks of a host are forked by one process that has imported what each of them needs, since torch takes seconds. It
-is a child of the agent and ends in `serve_forks(main)`, with a socket for its stdin. It has one thread and has computed
-nothing, on no device. Before there is a run it forks, if it is asked to, the process that traces the program.
+One process per host forks the ranks. It has imported what each of them needs, since importing torch takes seconds. It
+is a child of the agent, runs `serve_forks(main)`, and has a socket as its stdin. It has one thread and has used no
+device. Before there is a run it can also fork the process that traces the program.
 """
 
 import ctypes
@@ -38,16 +38,16 @@ from penstock.runtime.tensor.shm import SHM, sweep
 RUN = "PENSTOCK_RUN"
 # Environment variable: the run folder on this host.
 FOLDER = "PENSTOCK_FOLDER"
-# Environment variable: the pid with which a child must end.
+# Environment variable: the pid of the parent, with which the child must end.
 PARENT = "PENSTOCK_PARENT"
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # as in linux/prctl.h
 _TAIL_LINES, _TAIL_BYTES = 12, 4000
-# Of a sweep: it counts looks and no seconds, for what was killed has no time to end while the whole machine stands.
+# A sweep counts looks, not seconds: while the whole machine is suspended, killed processes have no time to end.
 _LOOKS, _LOOK_S = 250, 0.02
 
 
-# Run by another interpreter: make this package known to it, and nothing else of where it stands, such as a torch beside
-# it. Arguments: the package's folder, a module of it, and that module's arguments.
+# Run by another interpreter: makes this package importable there, but nothing else from its site-packages, such as
+# torch. Arguments: the package's folder, a module of it, and that module's arguments.
 _BORROWED = """
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -61,7 +61,7 @@ run_module(module, run_name="__main__", alter_sys=True)
 
 
 def borrowed(module: str, *arguments: str) -> tuple[str, ...]:
-    """The command by which another interpreter runs a module of this package, wherever the package is installed."""
+    """The command with which another interpreter runs a module of this package, wherever the package is installed."""
     return ("-c", _BORROWED, str(Path(penstock.__file__).parent), module, *arguments)
 
 
@@ -76,9 +76,9 @@ def start(
     stderr: int | IO[bytes] = subprocess.DEVNULL,
     passed: Sequence[int] = (),
 ) -> "subprocess.Popen[bytes]":
-    """Start `python COMMAND…`, which must call `die_with_parent` first of all; it has what is `passed`: descriptors.
-    Not from a thread that ends before the child: the kernel takes the thread's end for the parent's. Raises OSError
-    where there is no such `python`.
+    """Start `python COMMAND…`, which must call `die_with_parent` first. It inherits the descriptors `passed`. Do not
+    call this in a thread that ends before the child: the kernel takes the thread's end for the parent's. Raises OSError
+    if there is no such `python`.
     """
     return subprocess.Popen(
         [python or sys.executable, "-P", *command],
@@ -92,7 +92,7 @@ def start(
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends; nothing for one that `start` did not start."""
+    """Have the kernel kill this process when its parent ends. Does nothing in a process that `start` did not start."""
     parent = os.environ.get(PARENT)
     if parent is not None:
         _die_with(int(parent))
@@ -109,15 +109,15 @@ def _prctl(option: int, value: int | bytes) -> None:
 
 
 def kill(child: "subprocess.Popen[bytes]") -> None:
-    """SIGKILL to a child and to what it has started itself."""
+    """Send SIGKILL to a child and its descendants."""
     if child.poll() is None:  # a pid that has been waited for may be another process's by now
         kill_session(child.pid)
 
 
 def kill_session(pid: int) -> None:
-    """SIGKILL to a child that nobody has waited for yet, and to what it has started itself."""
+    """Send SIGKILL to a child that has not been waited for yet, and to its descendants."""
     with suppress(ProcessLookupError):
-        # Each child leads a session of its own: what it has started itself ends with it.
+        # Each child leads its own session and process group, which its descendants share.
         os.killpg(pid, signal.SIGKILL)
 
 
@@ -126,7 +126,7 @@ def describe_exit(child: "subprocess.Popen[bytes]") -> str:
     status = child.returncode
     if status < 0:
         return f"killed by {signal_name(-status)}"
-    asked = f" ({signal_name(status - 128)})" if 128 < status < 160 else ""  # the shell's way to say so
+    asked = f" ({signal_name(status - 128)})" if 128 < status < 160 else ""  # the shell's convention
     return f"exit status {status}{asked}"
 
 
@@ -143,13 +143,13 @@ def tail(path: Path) -> str:
 
 
 def last_text(file: IO[bytes], limit: int) -> str:
-    """The text at the end of an open file, of so many bytes at most."""
+    """The text of the last `limit` bytes of an open file."""
     file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
     return file.read().decode(errors="replace").strip()
 
 
 def log_to(path: Path) -> None:
-    """Have this process's stderr, a file in memory, go to a log from now on, which gets what it holds first."""
+    """Redirect this process's stderr, a file in memory, to a log. The text so far is written to the log first."""
     with os.fdopen(open_append(path), "ab") as log:
         log.write(taken(2))
         log.flush()
@@ -157,8 +157,8 @@ def log_to(path: Path) -> None:
 
 
 def keep_newest(path: Path, most: int) -> None:
-    """Cut a log of more than `most` bytes to the newest half of them, behind a line that says so. Processes may go on
-    to append to it: of what they write just then a part may be lost, or stand before that line."""
+    """Cut a log of more than `most` bytes to the newest `most` / 2, after a line that says so. Processes may append
+    meanwhile: what they write at that moment may be lost in part, or stand before that line."""
     with suppress(OSError, RecordError), os.fdopen(open_regular(path, os.O_RDWR | os.O_APPEND), "r+b", 0) as log:
         size = os.fstat(log.fileno()).st_size
         if size > most:
@@ -169,14 +169,14 @@ def keep_newest(path: Path, most: int) -> None:
 
 
 def taken(descriptor: int) -> bytes:
-    """What a file in memory holds, which has nothing afterwards."""
+    """The content of a file in memory, which is empty afterwards."""
     found = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     os.ftruncate(descriptor, 0)
     return found
 
 
 def processes_of(run: str) -> list[int]:
-    """The pids on this host that carry the run's mark, this process not among them."""
+    """The pids on this host that carry the run's mark, without this process."""
     mark = f"{RUN}={run}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -189,15 +189,15 @@ def processes_of(run: str) -> list[int]:
 
 
 def sweep_processes(run: str) -> list[int]:
-    """Kill whatever of a run is alive on this host; the pids left after some seconds (none, normally)."""
+    """Kill all processes of a run on this host. Return the pids left after some seconds (none, normally)."""
     quiet = 0
     left: list[int] = []
     for _ in range(_LOOKS):
         left = processes_of(run)
         quiet = 0 if left else quiet + 1
-        if quiet == 2:  # twice: a process that is just starting a program shows no environment
+        if quiet == 2:  # twice: a process in the middle of `exec` shows no environment
             break
-        # Some of them may fork meanwhile: the next look finds what they have started.
+        # Some may fork meanwhile: the next look finds their children.
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -214,20 +214,22 @@ def read_line(line: bytes) -> dict[str, object] | None:
     return None
 
 
-# The most of an order.
+# Largest packet between an agent and its child that forks ranks.
 PACKET_BYTES = 1 << 17
 
 
 def serve_forks(main: Callable[[], None], preload: Sequence[str] = (), asks: int | None = None) -> None:
-    """Import `preload`, do what is asked at the socket `asks` (`ask_to_fork`), and import what the agent at stdin says
-    first: [the run folder here, more modules, the log that stderr is to go to, or ""]. Then fork a process that calls
-    `main` for each order of the agent: a rank's [name, environment beside this process's, file of its stdout, file of
-    its stderr]. Kill the rank whose [name] is all of an order. Tell the agent [name, pid, status] when one has ended.
-    When the agent closes its side, or is gone, kill those that are left, tell of them, and remove the segments of this
-    host's dead.
+    """Import modules, then fork a rank for each order of the agent at stdin.
+
+    First import `preload`, and do what is asked at the socket `asks` (`ask_to_fork`). The agent's first packet is [the
+    run folder here, more modules to import, the log that stderr is to go to, or ""]. Then for each order [name of a
+    rank, environment beside this process's, file of its stdout, file of its stderr] fork a process that calls `main`;
+    an order [name] alone kills that rank. Tell the agent [name, pid, status] when a rank has ended. When the agent
+    closes its side, or is gone, kill the remaining ranks, report them, and remove the shared-memory segments of dead
+    processes on this host.
     """
     die_with_parent()
-    gc.disable()  # what is imported stays: to look through it again and again takes a tenth of the imports' time
+    gc.disable()  # imported objects stay: collections would take a tenth of the time of the imports
     for module in preload:
         import_module(module)
     if asks is not None:
@@ -241,10 +243,10 @@ def serve_forks(main: Callable[[], None], preload: Sequence[str] = (), asks: int
         log_to(Path(log))
     for module in modules:
         import_module(module)
-    # From here on the end of the agent is seen at the door, and what it has left behind can be removed.
+    # From here on this process sees the end of the agent at the socket, and must survive it to clean up.
     _prctl(_PR_SET_PDEATHSIG, 0)
-    # Or the first collection in each rank would write to, and so copy, every page. The garbage of the imports, some MB,
-    # stays: to look for it takes a tenth of the time of them all.
+    # Otherwise the first collection in each rank would write to, and so copy, every page. The garbage of the imports,
+    # some MB, stays: collecting it would take a tenth of their time.
     gc.freeze()
     gc.enable()
     ranks: dict[int, tuple[str, int]] = {}  # name and pid by pidfd
@@ -271,7 +273,7 @@ def serve_forks(main: Callable[[], None], preload: Sequence[str] = (), asks: int
                     parent = os.getpid()
                     try:
                         pid = fork_leaving_end()
-                    except OSError:  # no memory, or too many processes: the agent tells what is said here
+                    except OSError:  # no memory, or too many processes: the agent reports this traceback
                         traceback.print_exc()
                         door.send(json.dumps([name, 0, 1]).encode())
                         continue
@@ -288,21 +290,21 @@ def serve_forks(main: Callable[[], None], preload: Sequence[str] = (), asks: int
                     listens = False
                     for _, pid in ranks.values():
                         kill_session(pid)
-                        os.kill(pid, signal.SIGKILL)  # one that has just been forked leads no session yet
+                        os.kill(pid, signal.SIGKILL)  # a process that was just forked leads no session yet
     sweep(None, (SHM, Path(os.environ[FOLDER])))
 
 
 def _order(door: socket.socket) -> bytes:
-    """The next packet; nothing where there will be none."""
+    """The next packet; b"" if there will be none."""
     try:
         return door.recv(PACKET_BYTES)
-    except ConnectionError:  # with orders that nobody has answered
+    except ConnectionError:  # the other side closed with unread packets
         return b""
 
 
 def ask_to_fork(door: socket.socket, function: str, words: Sequence[str], paper: int) -> None:
-    """Ask the process behind a door to fork one that calls `function(*words, paper)` in this process's place: with its
-    standard streams, its environment, and the file `paper`. It answers with the exit status once that has ended."""
+    """Ask the process at the other end of a socket to fork one that calls `function(*words, paper)` with this process's
+    standard streams, environment, and file `paper`. It answers with the exit status when that process has ended."""
     with os.fdopen(os.memfd_create("asked"), "w") as order:
         json.dump([function, *words], order)
         order.write("\n")
@@ -312,7 +314,7 @@ def ask_to_fork(door: socket.socket, function: str, words: Sequence[str], paper:
 
 
 def _fork_asked(door: socket.socket) -> None:
-    """Fork the process that `ask_to_fork` asks for, once, and answer; nothing if the other side closes the door."""
+    """Fork the process that `ask_to_fork` asks for, once, and answer; nothing if the other side closes the socket."""
     passed = socket.recv_fds(door, 8, 5)[1]
     if not passed:
         return
@@ -320,10 +322,10 @@ def _fork_asked(door: socket.socket) -> None:
     with os.fdopen(order) as file:
         file.seek(0)
         function, *words = json.loads(file.readline())
-        # By it what the process starts is found, too.
+        # The run's id, by which the descendants of the process are found.
         environment = {**json.loads(file.readline()), RUN: os.environ[RUN]}
     parent, pid = os.getpid(), None
-    with suppress(OSError):  # no memory, or too many processes: the other side finds the door closed
+    with suppress(OSError):  # no memory, or too many processes: the other side finds the socket closed
         pid = os.fork()
     if pid == 0:
         door.close()
@@ -333,14 +335,14 @@ def _fork_asked(door: socket.socket) -> None:
     for descriptor in (*streams, paper):
         os.close(descriptor)
     if pid is not None:
-        # There is nothing else to do before it has ended.
+        # There is nothing else to do meanwhile.
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        with suppress(ConnectionError):  # nobody waits for it any more
+        with suppress(ConnectionError):  # the other side does not wait any more
             door.send(json.dumps(status).encode())
 
 
 def _call(function: str, *words: str) -> None:
-    """Call it as in a process of its own, which has all cores and shows lines on a terminal at once."""
+    """Call the function as a newly started process would: with all cores, and line-buffered on a terminal."""
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())
     if torch := sys.modules.get("torch"):
@@ -350,7 +352,7 @@ def _call(function: str, *words: str) -> None:
 
 
 def _opened(outputs: Sequence[str]) -> Iterator[int]:
-    """The standard streams of a rank."""
+    """Open the standard streams of a rank."""
     yield os.open(os.devnull, os.O_RDONLY)
     yield from map(open_append, map(Path, outputs))
 
@@ -358,7 +360,7 @@ def _opened(outputs: Sequence[str]) -> Iterator[int]:
 def _become(
     name: str, streams: Iterable[int], environment: Mapping[str, str], parent: int, main: Callable[[], None]
 ) -> NoReturn:
-    """Be the process of this name, with its own session, standard streams, environment and randomness."""
+    """In a forked process: set session, standard streams, environment, name and random state, call `main`, and exit."""
     status = 1
     try:
         os.setsid()
@@ -370,11 +372,11 @@ def _become(
         os.environ.update(environment)
         _prctl(_PR_SET_NAME, name.encode())  # for ps and top, which show its first 15 bytes
         if numpy := sys.modules.get("numpy"):
-            numpy.random.seed()  # as in a process of its own; the standard library sees to itself
+            numpy.random.seed()  # as in a new process; the `random` module reseeds itself after a fork
         main()
         status = 0
     except SystemExit as leaving:
-        if isinstance(leaving.code, str):  # what is wrong
+        if isinstance(leaving.code, str):  # an error message
             traceback.print_exc()
         else:
             status = leaving.code or 0
@@ -388,17 +390,17 @@ def _become(
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # as in malloc.h
 _KEEP_BYTES = (1 << 31) - 1
-_LARGEST_ON_HEAP = 32 << 20  # the most that glibc takes
+_LARGEST_ON_HEAP = 32 << 20  # the largest value that glibc accepts
 
 
 def keep_freed_memory() -> None:
-    """Keep the memory that this process frees. Call it before threads start; it does nothing where the C library has no
-    such setting.
+    """Keep the memory that this process frees for reuse. Call it before threads start. Does nothing if the C library
+    has no such setting.
     """
-    # glibc gives the end of its heap back to the kernel whenever enough of it is free, and the heaps that it makes for
-    # other threads as soon as they are empty. Then each update gets pages anew and has them cleared: 18,000 page faults
-    # and 8 % of the time of an update of a model of 3 million parameters on a CPU. One heap for all threads is enough
-    # where what they take is large and seldom.
+    # glibc returns the end of its heap to the kernel whenever enough of it is free, and the heaps of other threads as
+    # soon as they are empty. Then each update has to get and clear pages again: 18,000 page faults and 8 % of the time
+    # of an update of a model of 3 million parameters on a CPU. One heap for all threads is enough, since their
+    # allocations are large and rare.
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_TRIM_THRESHOLD, _KEEP_BYTES)
@@ -407,32 +409,32 @@ def keep_freed_memory() -> None:
 
 
 def huge_pages() -> dict[str, str]:
-    """What a program's environment needs, beside this process's, to ask the kernel for huge pages for all that it
-    allocates; nothing changes where kernel or C library have none, or where the user has said which to take."""
-    # An update walks over some hundred megabytes: 4 % of its time, and 11 % of that of sampling 128 responses from a
-    # model of 25 million parameters, goes into finding the addresses of small pages.
+    """Environment variables that make a program ask the kernel for huge pages. They have no effect if the kernel or C
+    library has none; {} if the user has chosen already."""
+    # An update walks over some hundred megabytes. The address translation of small pages takes 4 % of its time, and
+    # 11 % of the time to sample 128 responses from a model of 25 million parameters.
     given = os.environ.get("GLIBC_TUNABLES", "")
     if "glibc.malloc.hugetlb" in given:
         return {}
     return {"GLIBC_TUNABLES": ":".join(filter(None, (given, "glibc.malloc.hugetlb=1")))}
 
 
-# What a node may raise that is its own failure: one that leaves the process (`sys.exit`) would end the run unsaid.
+# Exceptions of a node that count as its failure. SystemExit is one: `sys.exit` would end the run without a reason.
 RAISED = (Exception, SystemExit)
 OWN = ("penstock.", "__main__")
 BETWEEN = ("torch.", "concurrent.futures.")
 
 
 def told(error: BaseException) -> str:
-    """Its traceback; of a refusal the message alone.
+    """The traceback of an error; of a refusal only the message.
 
-    A refusal is a ValueError or TypeError that this package raises with no code of the user's on the way. It says what
-    was given and what is needed, and the lines that found out are of no use to whoever wrote the program.
+    A refusal is a ValueError or TypeError that this package raises, with no user code in the traceback. Its message
+    says what was given and what is needed; the traceback would not help the user.
     """
-    # A library between two frames of ours is no code of the user's.
+    # The listed libraries may stand between two frames of ours: they are no user code.
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     refused = isinstance(error, ValueError | TypeError) and bool(modules) and modules[-1].startswith(OWN)
     shown = refused and all(module.startswith(OWN + BETWEEN) for module in modules)
     text = "".join(traceback.format_exception_only(error) if shown else traceback.format_exception(error))
     text = shortened(text)
-    return text.encode(errors="backslashreplace").decode()  # half a character, which no message could carry
+    return text.encode(errors="backslashreplace").decode()  # a lone surrogate cannot be encoded in a message

@@ -1,10 +1,10 @@
-"""What a rank's process is made of: its executor, its store of values in shared memory, its weight channels.
+"""The parts of a rank's process: its executor, its store of values in shared memory, its weight channels.
 
-When it closes, it prints one line of JSON with what its store, its exchange and its weight channels have done.
+When it closes, it prints one line of JSON with the counts of its store, its exchange and its weight channels.
 
-`RendezvousStore` is the key-value store by which torch's process groups find their ranks, kept on the controller's
-board. It goes over the connection that a rank has anyway, authenticated on a Unix socket and on TCP alike. Nothing
-listens for it, and hosts need no file system in common.
+`RendezvousStore` is the key-value store by which torch's process groups find their ranks. Its data is on the
+controller's board. It uses a connection that the rank has anyway, which is authenticated on a Unix socket and on TCP
+alike. It needs no listening socket and no file system that hosts share.
 """
 
 import dataclasses
@@ -35,31 +35,31 @@ from penstock.runtime.tensor.object_store import ObjectReader, ObjectStore
 from penstock.runtime.tensor.process_group import Pace, open_world, prepare_nccl
 from penstock.runtime.tensor.shm import SHM, owner_of
 
-# Seconds for the controller to answer what it knows. It may be stopped, which is no rank's fault; one that is gone is
-# found by its connection, long before that.
+# Seconds for the controller to answer what it knows. It may be suspended, which is no rank's fault; if it is gone, the
+# connection shows that long before.
 ANSWER_S = 600.0
 
 
-# What torch's thread posts, past the prefix of any group, when one of its NCCL groups fails. Nobody reads it (see
-# `prepare_nccl`), and the controller would answer nothing any more to the second rank that posts one key.
+# The key that torch's thread sets, without any group's prefix, when one of its NCCL groups fails. It is not read (see
+# `prepare_nccl`), and the controller refuses it from a second rank; a refused rank gets no answers any more.
 TORCH_SIGNAL = "exception_dump"
 
 
 class RendezvousStore(C10dStore):
-    """The one store of a rank's process: for several threads, and to be kept for as long as a group made with it lives.
+    """The only store of a rank's process. Thread-safe. Keep it for as long as a group made with it is in use.
 
-    Raises RuntimeError where the controller does not answer, and for keys that are not there in time.
+    Raises RuntimeError if the controller does not answer, and for keys that are not there in time.
     """
 
     timeout: timedelta
-    """torch's own; its stubs lack it."""
+    """Set by torch; missing in its stubs."""
 
     def __init__(self, pulse: Pulse) -> None:
         super().__init__()
         self._pulse = pulse
 
     def of(self, group: str) -> C10dStore:
-        """The part of it that is for the ranks of one group. Its name is new: no group is made twice."""
+        """The part of the store for the ranks of one group, whose name must be new."""
         return PrefixStore(group, self)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -81,7 +81,7 @@ class RendezvousStore(C10dStore):
         self._await(keys, self.timeout if timeout is None else timeout)
 
     def _known(self, question: Callable[[int], Count | Look]) -> Mapping[str, str]:
-        """The answer to what the controller can answer at once."""
+        """The answer to a question that the controller can answer at once."""
         found = self._pulse.ask(question, ANSWER_S)
         if found is None:
             raise RuntimeError(f"the controller has not answered {question(0)} within {ANSWER_S:g} s")
@@ -93,7 +93,7 @@ class RendezvousStore(C10dStore):
             found = self._pulse.ask(lambda number: Look(number, tuple(keys)), left)
             if found is not None:
                 return {key: bytes.fromhex(value) for key, value in found.items()}
-            # Seconds for which the controller itself was stopped count for no rank: its answers say how many they were.
+            # Time in which the controller itself was suspended does not count. Its answers say how long that was.
             self.check(keys[:1])
             held_up = self._pulse.held_up
             if held_up <= counted:
@@ -103,12 +103,12 @@ class RendezvousStore(C10dStore):
 
 # The share of the deadline that a wait within a sync of weights may take.
 PATIENCE = 0.75
-# The share of the deadline for the start that ranks have to connect once all of a replica have come.
+# The share of the startup deadline for ranks to connect once all ranks of a replica have come.
 CONNECTING = 0.25
 
 
 def require_device(device: str, host: str) -> None:
-    """Raises ValueError for a CUDA device that is not on this machine: a cluster file may say what there is not."""
+    """Raise ValueError for a CUDA device that this machine does not have: a cluster file may be wrong."""
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if int(device.removeprefix("cuda:")) >= there:
         given = f"{device} for a rank on host {host}, and PyTorch sees {there} GPUs there"
@@ -116,7 +116,7 @@ def require_device(device: str, host: str) -> None:
 
 
 def prepare_torch(place: Rank, config: RunConfig, address: str) -> None:
-    """Have torch in this process compute where a rank is to, as the run's options say. Ranks of other hosts reach it at
+    """Set up torch in this process for a rank's place and the run's options. Ranks of other hosts reach it at
     `address`. Raises ValueError as `require_device`."""
     torch.set_num_threads(place.threads)
     if config.flags.deterministic:
@@ -124,19 +124,19 @@ def prepare_torch(place: Rank, config: RunConfig, address: str) -> None:
     if place.device == "cpu":
         return
     several = len({host for one in config.plan.replicas for host in one.hosts}) > 1
-    # The first group of a process decides for all: weights may go to other hosts.
+    # A process's first group decides for all its groups, and weights may go to other hosts.
     beside = several or config.flags.transport == "nccl"
     prepare_nccl(address if several else LOOPBACK, beside=beside)
-    require_device(place.device, place.host)  # asks the driver, so that it comes after
-    torch.cuda.set_device(place.device)  # where libraries put what names no device
+    require_device(place.device, place.host)  # after `prepare_nccl`, since it initialises the driver
+    torch.cuda.set_device(place.device)  # the default device for libraries that name none
 
 
 class RankRuntime:
-    """All that rank `index` of `replica` holds, made from the first checkpoint named in `restore` that is there.
+    """Everything that rank `index` of `replica` holds, restored from the first checkpoint in `restore` that exists.
 
     `life` is how often the replica has been lost before, `start` how often it was started. `server` answers readers on
-    other hosts; None where there are none: then nothing listens. `notes` are what the user should know: values and
-    weights that take a slower transport, and warnings of nodes.
+    other hosts; None if there are none. `notes` are warnings for the user: values and weights that take a slower
+    transport, and warnings of nodes.
     """
 
     def __init__(
@@ -160,7 +160,8 @@ class RankRuntime:
         prepare_torch(place, config, join.address)
         self.notes: SimpleQueue[str] = SimpleQueue()
         tell_node_warnings(self.notes.put)
-        # Whoever waits for a peer knows its name: to be heard before the controller gives up on the one that waits.
+        # Less than the controller's deadline: a rank that waits for a peer can name it, and the controller would blame
+        # the waiting rank.
         patience = PATIENCE * flags.deadline
         meet = RendezvousStore(pulse).of
         settings = SyncSettings(
@@ -179,12 +180,12 @@ class RankRuntime:
         if num_ranks > 1:
             names = [config.plan.spelled(replica, number) for number in range(num_ranks)]
             open_world(
-                # Of those that have met before the keys are still there.
+                # A new name for each start: the keys of earlier starts are still on the board.
                 meet(f"ranks of {replica}" + (f", start {start}" if start else "")),
                 names,
                 index,
                 timeout=flags.deadline,
-                # So that those who do not reach each other say so before the controller only sees them late.
+                # Short enough for ranks that cannot reach each other to say so before the controller finds them late.
                 connecting=CONNECTING * flags.startup_deadline,
                 device=place.device,
                 address=join.address if len(own.hosts) > 1 else LOOPBACK,
@@ -193,15 +194,15 @@ class RankRuntime:
         cut = next((path for path in cuts if path.is_dir()), cuts[-1] if cuts else None)
         setup = config.setup(own, index, folder, cut, patience)
         owner, folders = owner_of(replica, index), (SHM, folder)
-        # An owner that is silent is to be named by its reader, before the controller gives up on the reader.
+        # Less than the deadline: a reader can name a silent owner before the controller gives up on the reader.
         self.client = ExchangeClient(join, min(SILENCE, flags.deadline / 2))
         self.reader = ObjectReader(join.run, host=place.host, far=self.client.ranges, folders=folders)
-        # A rank whose values are read on its own host alone listens nowhere.
+        # A rank whose values are read only on its own host does not listen.
         self.server: ExchangeServer | None = None
         if setup.asked_from_afar:
             ended = f"{config.plan.spelled(replica, index)}: the thread that answers readers of other hosts ended"
             reader = ObjectReader(join.run, host=place.host, folders=folders)
-            # By the heartbeat's thread: the main one may be at work for minutes.
+            # Sent by the heartbeat's thread: the main thread may be busy for minutes.
             self.server = ExchangeServer(join, owner, reader, lambda why: pulse.say(Note("error", f"{ended}:\n{why}")))
         endpoint = self.server.endpoint if self.server is not None else ""
         self.store = ObjectStore(
@@ -209,7 +210,7 @@ class RankRuntime:
         )
         values = HeldValues(setup, {}, self.reader.get, self.store.put, self.store.free, self.reader.rows)
         self.executor = Executor(setup, self.channels, values, wake, self.notes.put)
-        # By more of them what it holds has been read.
+        # Until here more threads were of use, to read what the rank holds.
         torch.set_num_threads(self.executor.threads)
         self.pace = Pace(together=num_ranks > 1 and bool(self.executor.held.streams))
 
@@ -218,7 +219,7 @@ class RankRuntime:
         return drained(self.notes)
 
     def close(self) -> None:
-        # Readers before the store whose memory they read.
+        # Close readers before the store whose memory they read.
         self.channels.close()
         self.client.close()
         figures = {**self.store.usage()._asdict(), "asked": dict(self.client.counts), "sent": self.channels.counts()}
@@ -228,7 +229,7 @@ class RankRuntime:
             figures["answered"] = dict(self.server.counts)
         if offloaded := self.executor.offloading.counts():
             figures["offloaded"] = dict(offloaded)
-        sys.stdout.write(json.dumps({"kind": "values", **figures}) + "\n")  # whole: a node's threads may print, too
+        sys.stdout.write(json.dumps({"kind": "values", **figures}) + "\n")  # one write: a node's threads may print, too
         sys.stdout.flush()
         self.reader.close()
         self.store.close()

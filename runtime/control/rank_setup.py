@@ -1,6 +1,6 @@
-"""What a rank needs to know before it makes anything, and what graphs and plan say about the names in it.
+"""What a rank needs to know before it is set up, and what graphs and plan say about the names in it.
 
-It needs no torch: `run_config` makes it, for the controller, too.
+It needs no torch: `run_config` makes it, also for the controller.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ from penstock.runtime.tensor.shm import owner_of
 
 @dataclass(frozen=True, slots=True)
 class InputRead:
-    """How an input that firings make is found: output `output` of `node`.
+    """Where an input comes from that firings make: output `output` of `node`.
 
-    `joined`: of each group of the batch. Otherwise of the firing's own group or update; in a bounded cycle at the same
-    turn (`at_turn`) or at the turn before (`back`).
+    `joined`: from the firings of all groups of the batch. Otherwise from that of the reader's own group or update; in a
+    bounded cycle at the same turn (`at_turn`) or at the previous turn (`back`).
     """
 
     name: str
@@ -33,7 +33,7 @@ class InputRead:
     back: bool
 
     def firings(self, firing: Firing, groups: Sequence[int]) -> list[Firing]:
-        """The firings whose output `firing` reads, on `groups`: none for the turn before the first."""
+        """The firings whose output `firing` reads, on `groups`; none if it would be the turn before the first."""
         if self.joined:
             return [Firing(self.node, group) for group in groups]
         turn = firing.turn - 1 if self.back else firing.turn if self.at_turn else 0
@@ -41,7 +41,7 @@ class InputRead:
 
 
 def input_reads(graph: Graph, node: Node) -> tuple[InputRead, ...]:
-    """The inputs of a node that firings make, in their order: neither carried values nor what is published of them."""
+    """The inputs of a node that firings make, in order; without carried values and published weights."""
     # Sources make a value for each group, as per-group nodes do.
     clocks = {n.name: n.clock for n in graph.nodes if n.fires} | {source.name: "group" for source in graph.sources}
     return tuple(
@@ -62,10 +62,10 @@ def input_reads(graph: Graph, node: Node) -> tuple[InputRead, ...]:
 class RankSetup:
     """`contexts` has one for each node and argument that the rank may hold; `restore` is a checkpoint's folder.
 
-    `offload`: does what is not needed between updates leave the device? With "auto" what can, with "on" a value that
-    updates change must. `patience` is the seconds for each way. `run` is the run's id over all its lives, as in
-    `config.json`: a part of another run's checkpoint is refused. `elastic` are the replicas that may be lost. Of
-    `batch` groups in a row the first `save_samples` are told with their texts and rewards.
+    `offload`: whether values leave the device between updates. "auto": those that can; "on": a value that updates
+    change must be able to. `patience` is the seconds for each move. `run` is the run's id over all its lives, as in
+    `config.json`: a shard of another run's checkpoint is refused. `elastic` are the replicas that may be lost. Of every
+    `batch` consecutive groups, texts and rewards of the first `save_samples` are kept.
     """
 
     graphs: tuple[Graph, ...]
@@ -92,7 +92,7 @@ class RankSetup:
 
     @cached_property
     def outputs(self) -> Mapping[str, Mapping[str, str]]:
-        """For each node and argument its outputs by name, with the path of the class that the graph declares."""
+        """For each node and argument, its outputs by name, with the import path of the declared class."""
         found: dict[str, Mapping[str, str]] = {}
         for graph in self.graphs:
             found |= {a.name: {"out": a.type} for a in graph.arguments}
@@ -101,7 +101,7 @@ class RankSetup:
 
     @cached_property
     def makes(self) -> Mapping[str, Mapping[str, str]]:
-        """For each node that makes a carried value's next value: which value, of which output."""
+        """For each node that makes next values of carried values: the output by the value's name."""
         found: dict[str, dict[str, str]] = {}
         for graph in self.graphs:
             for name, ref in graph.results:
@@ -110,8 +110,8 @@ class RankSetup:
 
     @cached_property
     def exported(self) -> frozenset[str]:
-        """Nodes and sources here whose outputs are read in another process."""
-        # With several replicas, what one of them has made may be read by another.
+        """Nodes and sources of this rank whose outputs other processes read."""
+        # With several replicas, one may read what another has made.
         several = len(next(p.replicas for p in self.plan.pools if p.name == self.pool)) > 1
         names = set()
         for graph in self.graphs:
@@ -122,8 +122,8 @@ class RankSetup:
 
     @cached_property
     def asked_from_afar(self) -> bool:
-        """Do ranks of other hosts read what is made here?"""
-        # A server for other hosts costs a thread and a port: it is started only where somebody would ask.
+        """True if ranks on other hosts may read values of this rank."""
+        # A server for other hosts costs a thread and a port: it is started only where it is needed.
         home = self.plan.replica(self.replica).ranks[self.rank].host
         readers = {
             self.plan.pool_of(node.name)
@@ -132,13 +132,13 @@ class RankSetup:
             if node.fires and any(item.ref.node in self.exported for item in node.inputs)
         }
         if self.exported:
-            readers.add(self.plan.pool_of(self.holds[0]))  # where a firing that has paused may go on
+            readers.add(self.plan.pool_of(self.holds[0]))  # a paused firing may go on in another replica
         return any(rank.host != home for pool in readers for replica in pool.replicas for rank in replica.ranks)
 
     @cached_property
     def perishable(self) -> frozenset[str]:
-        """The owners of values that may be lost while this replica is about to read them: ranks of other replicas that
-        may be lost, but for those on the one host of this one."""
+        """The owners of values that may be lost before this replica has read them: ranks of replicas that may be lost,
+        except those on this replica's host, if it has a single one."""
         home = self.plan.replica(self.replica).hosts
         ranks = [(r.name, n, one.host) for r in self.plan.replicas for n, one in enumerate(r.ranks)]
         return frozenset(owner_of(name, n) for name, n, host in ranks if name in self.elastic and home != (host,))

@@ -1,12 +1,11 @@
-"""What a rank holds for as long as it lives: carried values, sources, and nodes with their states.
+"""What a rank holds for its lifetime: carried values, sources, and nodes with their states.
 
-Carried values as they were: copies of the versions that a `delay` may still ask for.
+`Instances` makes them. `History` has copies of the versions of carried values that a `delay` may still ask for.
+`HeldValues` moves the values of groups: the rank that made one keeps it, readers fetch it, the last read frees it.
 
-How groups' values move: kept by the rank that made them, fetched by those that read them, freed after the last.
-
-A value is copied when its maker returns it, and again for each reader of the same process; readers in others get
-copies anyway. So neither the maker nor a reader can change what another reader finds, whatever drives the run. A
-carried value that one node makes for the next one of an update is handed on as it is: models are not copied.
+A value is copied when its maker returns it, and again for each reader in the same process; readers in other processes
+get copies anyway. So neither the maker nor a reader can change what another reader gets, whatever drives the run. A
+carried value that one node of an update makes for the next node is handed on uncopied: models are large.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,16 +34,16 @@ from penstock.runtime.tensor.shm import ObjectRef, ObjectRefError
 
 
 class History:
-    """For each carried value that is read delayed, its last versions: `lags` says how many of them."""
+    """The last versions of each carried value that is read delayed. `lags` are their lags."""
 
     def __init__(self, lags: Mapping[str, int]) -> None:
         self.lags = dict(lags)
         self._kept: dict[str, dict[int, Carried]] = {name: {} for name in lags}
 
     def note(self, name: str, version: int, value: Carried) -> None:
-        """Keep a copy of `version`, and forget those that no reader may still ask for."""
+        """Keep a copy of `version`, and forget the versions that no reader can ask for any more."""
         if name in self.lags:
-            # One more than the lag: a group of the update that made this version may still be to come.
+            # One more than the lag: other firings of the update that made this version may still come.
             kept = {v: old for v, old in self._kept[name].items() if v >= version - self.lags[name] - 1}
             self._kept[name] = {**kept, version: deepcopy(value)}
 
@@ -53,14 +52,14 @@ class History:
         return deepcopy(self._kept[name][version])
 
     def before(self, update: int) -> Iterator[tuple[str, int]]:
-        """The values and versions that a run which goes on at `update` needs beside the values as they are."""
+        """The values and earlier versions that a run needs, beside the current ones, to resume at `update`."""
         for name, lag in self.lags.items():
             yield from ((name, version) for version in range(needed_version(update, lag), update))
 
 
 class HeldInput(NamedTuple):
-    """A node's input: the weights of a `channel`; a `carried` value, `made` 1 for the next one that the update under
-    way makes, or read delayed by `lag`; or what the firings of `read` have made.
+    """A node's input, one of three kinds: the weights of a `channel`; a `carried` value, perhaps delayed by `lag`; or
+    outputs of the firings of `read`. `made` is 1 if it is the next value, which the current update makes, else 0.
     """
 
     name: str
@@ -75,8 +74,8 @@ class HeldInput(NamedTuple):
 class Held:
     """A node that this rank runs.
 
-    `several` of the `inputs` may be one parameter's. `batch`: groups of an update. `submitted` says when each firing
-    that is in a stream was asked for.
+    `several`: one parameter may take several of the `inputs`. `batch`: groups of an update. `submitted` has the start
+    time of each firing in a stream.
     """
 
     node: Node
@@ -95,23 +94,23 @@ class Held:
 
     @property
     def stateful(self) -> bool:
-        """Does each firing pass a state on to the next?"""
+        """True if each firing passes a state on to the next."""
         return self.definition.init is not None and not self.stream
 
     @property
     def scattered(self) -> bool:
-        """May its batch be read as it is used? What has a state may keep rows for longer than they can be read."""
+        """True if its batch may be read lazily. A node with a state might keep rows after they are freed."""
         return self.definition.init is None
 
     def part(self, fire: Fire) -> BatchPart | None:
-        """Which part of its batch an update is fired with; None for any other firing."""
+        """The part of its batch that an accumulating update is fired with; None for any other firing."""
         if not self.node.accumulate:
             return None
-        # With trainer and generator in turns on the same GPUs it has all groups at once.
+        # If trainer and generator take turns on the same GPUs, the update gets all groups at once.
         return BatchPart(fire.firing.segment, self.batch // len(fire.groups))
 
     def call(self, inputs: Mapping[str, Any], part: BatchPart | None = None) -> Any:
-        """What the node's function returns, as it returns it."""
+        """Call the node's function, and return its result unchanged."""
         if isinstance(self.definition, Filter):
             return self.definition.run(None, inputs, self.options)
         if self.several:
@@ -122,7 +121,7 @@ class Held:
 
 
 class Instances:
-    """Made from a setup: makers and `init`s are called here, and nowhere else."""
+    """The carried values, sources and nodes of a rank. Makers and `init`s are called only here."""
 
     def __init__(self, setup: RankSetup) -> None:
         self.setup = setup
@@ -148,7 +147,7 @@ class Instances:
         self.streams = [held for held in self.nodes.values() if held.stream]
 
     def make(self, name: str) -> Carried:
-        """A carried value as it is at the beginning, once more."""
+        """A new instance of a carried value, in its initial state."""
         made: Carried = self._made(next(a for graph in self.setup.graphs for a in graph.carried if a.name == name))
         return made
 
@@ -158,7 +157,7 @@ class Instances:
     def _hold_node(self, graph: Graph, node: Node) -> Held:
         definition = Filter() if node.construct == "keep" else load(node.op)
         options = arguments(definition.run if isinstance(definition, Filter) else definition.fn, dict(node.options))
-        # A step of an update may read what an earlier step of it has made of a carried value.
+        # A node of an update may read the next value of a carried value from an earlier node of the same update.
         next_values = {(ref.node, ref.output): name for name, ref in graph.results}
         reads = {read.name: read for read in input_reads(graph, node)}
         inputs: list[HeldInput] = []
@@ -177,7 +176,7 @@ class Instances:
         init = definition.init
         state = None if init is None else init(self.setup.contexts[node.name], **options)
         if isinstance(definition, NodeDef) and definition.interface.context:
-            # Only the node itself sees its context: `init` has had it already.
+            # The node's function takes its context as an option; `init` got it above.
             options[definition.interface.context] = self.setup.contexts[node.name]
         several = isinstance(definition, NodeDef) and any(port.several for port in definition.interface.inputs)
         stream, batch = isinstance(state, Stream), self.setup.contexts[node.name].batch
@@ -192,8 +191,8 @@ Key = tuple[Firing, str]
 class HeldValues:
     """`kept` are the outputs of this rank; ranks of one process may share it.
 
-    `fetch` gets one that another rank keeps, `export` turns a value into a handle for other ranks, and `release`
-    takes that back; without them values stay in this process. `rows` gets the columns of one, to be read by rows.
+    `fetch` gets a value that another rank keeps, `export` turns a value into a reference for other ranks, and `release`
+    frees that; without them values stay in this process. `rows` gets the columns of a value, to be read by rows.
     """
 
     def __init__(
@@ -210,18 +209,18 @@ class HeldValues:
         self.handles: dict[Key, ObjectRef] = {}
 
     def keep(self, firing: Firing, outputs: Mapping[str, Any]) -> dict[str, ObjectRef]:
-        """Keep values for readers; the handles of those that other processes read."""
+        """Keep values for readers. Return the references of those that other processes read."""
         exported = {}
         for name, value in outputs.items():
-            # Its maker may go on to change what it has returned.
+            # Copy it: its maker may change it after returning it.
             value = self.kept[firing, name] = _own(value)
             if self.export is not None and firing.node in self.setup.exported:
                 exported[name] = self.handles[firing, name] = self.export(value)
         return exported
 
     def read(self, read: InputRead, fire: Fire, handles: Mapping[Key, ObjectRef], scattered: bool = False) -> Any:
-        """An input of a firing: a value of its own group or update, or those of a batch joined; `scattered`, one whose
-        columns are read when they are used, where its class allows that. Raises ValueError where they do not join."""
+        """An input of a firing: the value of its own group or update, or the joined values of a batch. `scattered`:
+        read the columns of a batch lazily, if its class allows it. Raises ValueError for values that do not join."""
         if read.joined and scattered and (batch := self._scattered(read, fire, handles)) is not None:
             return batch
         found = [self.get((firing, read.output), handles) for firing in read.firings(fire.firing, fire.groups)]
@@ -229,12 +228,12 @@ class HeldValues:
             return found[0]
         try:
             return join(found)
-        # Whatever a class of the user's raises: of whose values it is, no traceback says.
+        # A user's class may raise anything, and its traceback does not say whose values these are.
         except Exception as error:
             raise ValueError(f"{read.node}.{read.output} of {len(found)} groups cannot be joined: {error}") from error
 
     def get(self, key: Key, handles: Mapping[Key, ObjectRef]) -> Any:
-        """One value, from here or from who keeps it. Raises KeyError if it is not here and has no handle."""
+        """One value, from here or from the rank that keeps it. Raises KeyError if it is not here and has no handle."""
         if key in self.kept:
             return _own(self.kept[key])
         if self.fetch is not None and key in handles:
@@ -246,8 +245,8 @@ class HeldValues:
         raise KeyError(f"{self.setup.replica}: no value {key[0]}.{key[1]}, and no handle of it")
 
     def _scattered(self, read: InputRead, fire: Fire, handles: Mapping[Key, ObjectRef]) -> Any:
-        """A batch that is not read yet. None for a class that is no batch, or joins groups in its own way, and where
-        some groups lack a column that others have: what stands for it is the class's to say (`concat`)."""
+        """A batch that is not read yet. None if its class is no batch or joins groups in its own way, and if some
+        groups lack a column that others have: the class's `concat` decides what replaces it."""
         keys = [(firing, read.output) for firing in read.firings(fire.firing, fire.groups)]
         home = self.setup.plan.replica(self.setup.replica).ranks[self.setup.rank].host
         kind = self.setup.declared(*keys[0])
@@ -256,11 +255,11 @@ class HeldValues:
             return None
         parts: list[tuple[Mapping[str, Column | None], int]] = []
         for key in keys:
-            # What may be lost in the middle of an update is read before it begins, and whole.
+            # A value that may be lost during the update is read whole, before the update begins.
             perishes = key in handles and handles[key].owner in self.setup.perishable and handles[key].host != home
             if key in self.kept or perishes:
                 value = self.get(key, handles)
-                # A value may be of a class with more columns than the edge's.
+                # The value may be of a subclass with more columns than the declared class.
                 if type(value) is not kind:
                     return None
                 parts.append((columns_of(value), len(value)))
@@ -284,14 +283,14 @@ class HeldValues:
                 self.release(handle)
 
     def commit_turn(self, firing: Firing) -> None:
-        """What a turn has made is its group's from now on, as that of turn 0 is."""
+        """Store the outputs of a turn as those of turn 0, which are the group's."""
         for key in self._keys([firing]):
             for held in (self.kept, self.handles):
                 if key in held:
                     held[firing._replace(turn=0), key[1]] = held.pop(key)
 
     def of(self, firings: Iterable[Firing]) -> dict[Key, Any]:
-        """Those outputs of the firings that are kept here."""
+        """The outputs of the firings that are kept here."""
         return {key: self.kept[key] for key in self._keys(firings) if key in self.kept}
 
     def _keys(self, firings: Iterable[Firing]) -> list[Key]:
@@ -303,7 +302,7 @@ def _own(value: T) -> T:
     return value if _is_carried(kind) else private(value)
 
 
-# To ask a protocol, or for a class's fields, takes longer than to copy a small value.
+# Cached: a protocol check, or a look at a class's fields, takes longer than to copy a small value.
 @cache
 def _is_carried(kind: type) -> bool:
     return issubclass(kind, Carried)
@@ -311,7 +310,7 @@ def _is_carried(kind: type) -> bool:
 
 @cache
 def _fields(kind: type) -> tuple[str, ...] | None:
-    """What a dataclass is made of; None for any other class."""
+    """The names of a dataclass's fields; None for any other class."""
     return tuple(f.name for f in fields(kind) if f.init) if is_dataclass(kind) else None
 
 
@@ -319,10 +318,10 @@ _SCALARS = {str, int, float, bool, type(None)}
 
 
 def private(value: T) -> T:
-    """A copy that shares nothing with `value` that could be changed, of the same class and on the same devices.
+    """A copy that shares nothing mutable with `value`, of the same class and on the same devices.
 
-    Arrays are as `encode` and `decode` leave them, so that readers here find what those of other processes do: tensors,
-    contiguous and outside autograd. Raises CodecError for what cannot be copied.
+    Arrays in it become contiguous tensors outside autograd, as `encode` and `decode` make them, so that readers in this
+    process get the same as those in others. Raises CodecError for a value that cannot be copied.
     """
     if isinstance(value, np.ndarray):
         return value.copy()
@@ -343,7 +342,7 @@ def _copied(item: Any) -> Any:
     if isinstance(item, np.generic):
         return item.item()
     if kind is tuple or kind is list:
-        # A batch has lists of thousands of numbers: they need no look at each one's fields.
+        # A batch has lists of thousands of numbers, which need no call for each number.
         plain = _SCALARS.issuperset(map(type, item))
         return item if plain and kind is tuple else kind(item if plain else map(_copied, item))
     if kind is dict:
@@ -352,11 +351,11 @@ def _copied(item: Any) -> Any:
         return kind(**{name: _copied(getattr(item, name)) for name in names})
     try:
         return deepcopy(item)
-    except Exception as error:  # whatever a class of the user's raises
+    except Exception as error:  # a user's class may raise anything
         raise CodecError(f"given a {kind.__name__} that cannot be copied for its readers ({error!r})") from error
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """The values of a batch as one: `concat` of an edge's class, or a tuple for a class that has none."""
+    """The values of a batch as one: by `concat` of their class, or as a tuple if it has none."""
     concat = getattr(type(parts[0]), "concat", None)
     return concat(parts) if concat is not None else tuple(parts)

@@ -1,7 +1,7 @@
-"""What a run leaves behind as it goes: the event log, a row per update, the trace, checkpoints, the summary.
+"""Writes the run folder as the run goes: the event log, a row per update, the trace, checkpoints, the summary.
 
-The session tells, this file writes. Status dicts for a display go to `say`: {"kind": "status" | "stage" | "note" |
-"summary", …}; the status of the run when there is news, and not too often.
+The session calls it. Dicts for a display go to `say`: {"kind": "status" | "stage" | "note" | "summary", …}. The status
+of the run is sent when there is news, at a limited rate.
 """
 
 import json
@@ -60,7 +60,7 @@ from penstock.runtime.schedule.events import (
 from penstock.runtime.schedule.replay import SegmentOrigin
 from penstock.runtime.schedule.state import Ledger
 
-# Bars kept for the trace: beyond them it holds the run's first part only, and says so.
+# Most bars of the trace. Of a longer run it has only the first part, and says so.
 MAX_BARS = 200_000
 Say = Callable[[dict[str, Any]], None]
 
@@ -68,9 +68,9 @@ Say = Callable[[dict[str, Any]], None]
 MAX_WARNINGS = 200
 # Seconds between two statuses for the display.
 EVERY = 0.2
-# Replicas of a pool of which a status tells what they are at: a line of the display has room for fewer.
+# Most replicas of a pool whose work a status tells: a line of the display has room for fewer.
 SHOWN = 16
-# Seconds after which a run without news says its status again.
+# Seconds after which a run without news sends its status again.
 QUIET = 1.0
 
 
@@ -86,20 +86,20 @@ def tell_node_warnings(tell: Callable[[str], None]) -> None:
     warnings.showwarning = show_and_tell
 
 
-# Seconds between two looks whether the run folder is still there.
+# Seconds between two checks that the run folder is still there.
 LOOK_S = 0.5
-# Characters of the last traceback that are kept for the display and the summary: those at its end.
+# Characters from the end of the last traceback that are kept for the display and the summary.
 MAX_TRACEBACK = 8000
 
 
 class RunRecorder:
-    """Records one process's part of a run. `cut` is the checkpoint that a resumed run starts from.
+    """Records a run. `cut` is the checkpoint that a resumed run starts from.
 
-    What it remembers does not grow with the run, but for the trace's bars up to their bound. `bars` are what replicas
-    did, `doing` what each is at, `live` the version that it works with. `published` is when each channel's newest
-    version was, `sent` when a replica's next version was asked for and when it had been published: only the newest is
-    ever sent, and the next one when a replica has swapped the last. `kept` are the checkpoints that stay, by the names
-    under which they were written.
+    Its memory does not grow with the run, except for the trace's bars, which are bounded. `bars` are what replicas did,
+    `doing` what each is working on, `live` the version that it uses. `published` is the time at which each channel's
+    newest version was published. `sent` has, for each channel and replica, the time at which its next version was asked
+    for and the time at which that was published: only the newest version is ever sent, and the next one only after the
+    replica has swapped. `kept` are the names under which the checkpoints that stay were written.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class RunRecorder:
         self.log = LogWriter(folder.events)
         self.start = start = cut.update if cut else 0
         self.log.segment(start if cut else None, {"run": config.run})
-        # Rows of updates after the checkpoint are made again.
+        # Rows of updates after the checkpoint are dropped: these updates are done again.
         kept = keep_rows(folder.metrics, start)
         self.metrics = MetricsFile(folder.metrics)
         elapsed = float(kept[-1]["time_s"]) if kept else 0.0
@@ -127,24 +127,24 @@ class RunRecorder:
         self.clocks = {node.name: node.clock for graph in config.graphs for node in graph.nodes}
         self.utilisation = Utilisation([r.name for r in config.plan.replicas], microseconds(now))
         self.states: dict[str, str] = {}
-        self._changes: list[tuple[float, str, str]] = []  # of states, since the last row
+        self._changes: list[tuple[float, str, str]] = []  # changes of `states` since the last row
         self.bars: list[Bar] = []
         self.live: dict[str, int] = {}
         self._replicas = {pool.name: [replica.name for replica in pool.replicas] for pool in config.plan.pools}
-        self.doing: dict[str, object] = {}  # made into text when it is said, which is seldom
+        self.doing: dict[str, object] = {}  # made into text only when it is sent, which is rare
         self.published: dict[str, float] = {}
         self.sent: dict[tuple[str, str], tuple[float, float]] = {}
         self._status_said = 0.0
         self.stage = ""
         self.accuracy: dict[str, float | None] = dict(cut.accuracy) if cut else {}
-        self.ledger = Ledger()  # of training, once the session has begun it; of the cut until then
+        self.ledger = Ledger()  # training's, once the session has begun it; the checkpoint's until then
         if cut:
             self.ledger.restore(cut.cut)
         self.consumed = self.ledger.outcomes["consumed"]
-        # Rows have what was lost since the row before: the sum of those that are kept is where to go on.
+        # Each row counts what was lost since the row before: continue from the sum of the rows that are kept.
         self.counted = {outcome: sum(_whole(row.get(outcome)) for row in kept) for outcome in LOST}
-        # The metric of --keep-best, until a row has it; the nodes off the critical path that have not reported yet, and
-        # the rows after which all others have.
+        # Nodes off the critical path that have not reported yet; the number of rows after which all other nodes have;
+        # the metric of --keep-best, until a row has it.
         self._silent = {s.name for s in steps if s.off_path}
         self._longest = max((s.every for s in steps if not s.off_path), default=1)
         best = read_best(config.flags.keep_best)[0] if config.flags.keep_best else ""
@@ -156,10 +156,10 @@ class RunRecorder:
         self._said: dict[str, int] = {}
         self.updates = start
         self.dropped_frames: Mapping[str, int] = {}
-        # Of earlier lives, too, as all that the summary has.
+        # Like the whole summary, this covers earlier lives of the run, too.
         told = dict.fromkeys(note["text"] for note in folder.read_notes()[0] if note["level"] == "warning")
         self.warnings = [*told][:MAX_WARNINGS]
-        self._warned: deque[str] = deque(maxlen=MAX_WARNINGS)  # the last of those that are said once
+        self._warned: deque[str] = deque(maxlen=MAX_WARNINGS)  # the latest texts of `warn`, each of which is noted once
         self._cut, self._cut_row = "", Row()
         self._cut_figures: dict[str, Any] = {}
         if len(kept) < start:
@@ -168,7 +168,7 @@ class RunRecorder:
             self.warn(f"{given}: {goes_on} since then")
         self.kept = tuple(one.written for one in all_checkpoints(folder))
         self._evaluated: dict[str, dict[str, float]] = {}  # by node
-        # Who came and went, in earlier lives, too.
+        # Replicas that were lost or joined, in earlier lives, too.
         self.replicas: list[dict[str, Any]] = [*(cut.figures.get("replicas", ()) if cut else ())]
 
     # What the session tells -------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class RunRecorder:
     def step(
         self, now: float, event: Event, commands: list[Command], states: Mapping[str, str], answer: Result | None = None
     ) -> None:
-        """What follows from an event, which may be a rank's `answer`. `states` are those that have changed."""
+        """Record an event, which may be a rank's `answer`, and its commands. `states` are the changed states."""
         if answer is not None:
             self._answer(now, answer)
         self.log.step(now - self.began, record_bytes(event), [*map(record_bytes, commands)])
@@ -213,7 +213,7 @@ class RunRecorder:
         self._status(now, EVERY)
 
     def _answer(self, now: float, result: Result) -> None:
-        """What a rank has answered. The ranks of a replica do the same at the same time: the first speaks for them."""
+        """Record a rank's answer. The ranks of a replica do the same at the same time: only the first one counts."""
         match result.event:
             case Unread(firing, replica, rank):
                 if rank == 0:
@@ -236,7 +236,7 @@ class RunRecorder:
                 self.rows.synced(now - self.sent[channel, replica][1])
 
     def _fired(self, replica: str, firing: Firing, result: Result, kind: Kind, detail: str = "") -> None:
-        """A firing or a publication has ended, well or not."""
+        """Add the bar of a firing or a publication that has succeeded or failed."""
         version = self.live.get(replica)
         self._add(Bar(replica, firing.node, firing.index, result.began, result.ended, kind, version, detail))
 
@@ -285,27 +285,27 @@ class RunRecorder:
             self.note(f"{name} is {value} in update {update}: null in metrics.jsonl, and nothing else follows from it")
 
     def _tell_unseen(self) -> None:
-        """Tell once of a metric of --keep-best that no row has."""
+        """Warn, once, that no row has the metric of --keep-best."""
         if self._unseen:
             known = self.row.keys() - NO_NUMBERS
             self.warn(f"--keep-best: given {self._unseen!r}, which no row has so far{nearest(self._unseen, known)}")
             self._unseen = ""
 
     def begin_checkpoint(self, update: int, state: str) -> str:
-        """Ranks are about to write their parts of a cut with this `state` of the scheduler: the name of the folder into
-        which all do."""
+        """Ranks are about to write a checkpoint, with this `state` of the scheduler. Return the name of the folder for
+        their shards."""
+        # Without this, `begin_checkpoint` would create the folder again if it was moved away.
         self.folder.require()
-        # It would make a folder that was moved away anew, with nothing in it but this checkpoint.
         self._cut, self._cut_row = begin_checkpoint(self.folder, self.config.run, update), self.row
-        # Now: updates that go on while it is written take metrics and samples with them.
+        # Take these now: while the checkpoint is written, later updates change metrics and samples.
         cut = json.loads(state)
         samples, replicas = self.samples.to_json(cut), [*self.replicas]
         self._cut_figures = {**self.rows.to_json(cut), "samples": samples, "replicas": replicas}
         return self._cut
 
     def commit(self, commit: Commit) -> None:
-        """A cut is complete: only now does the folder say so, and not before the disk has what a resume keeps beside
-        it: how it came to be, rows and samples."""
+        """Mark a checkpoint as complete, after the files that a resume needs beside it are on the disk: event log, rows
+        and samples."""
         self.folder.require()
         for file in (self.log, self.metrics, self.samples):
             file.sync()
@@ -319,19 +319,19 @@ class RunRecorder:
         gone = discount(self.folder, self.config.run, surplus(saved, flags.keep, flags.keep_best))
         self.kept = tuple(one.written for one in saved if one.folder not in gone)
         for path in gone.values():
-            # In the background: files of many GB take long. The run's end does not wait: what is left then is swept.
+            # In the background: files of many GB take long. The run's end does not wait; leftovers are swept later.
             threading.Thread(target=shutil.rmtree, args=(path,), kwargs={"ignore_errors": True}).start()
 
     def tell_writing(self, update: int, seconds: float) -> None:
-        """The run ends when the checkpoint before `update` is written, for which ranks have `seconds`."""
+        """Tell that the run ends when the checkpoint before `update` is written; ranks have `seconds` for it."""
         text = f"the checkpoint before update {update} is being written; the run ends when it is (Ctrl-C: at once)"
         self.say({"kind": "writing", "seconds": seconds})
         self.note(text, level="info")
 
     def close_stage(self, name: str) -> None:
-        """A stage has ended by itself."""
+        """A stage has ended by itself: note its accuracy, if it was an evaluation."""
         if name in ("before", "after"):
-            # Of several, that of the node which stands first in the program.
+            # Of several nodes with an accuracy, the first in the program counts.
             told = (self._evaluated.get(node, {}) for node in self.clocks)
             figures = [metrics["accuracy"] for metrics in told if "accuracy" in metrics]
             known = figures and isfinite(figures[0])
@@ -343,7 +343,7 @@ class RunRecorder:
                 self.note(f"the accuracy {name} training is {figures[0]}, which is no number")
 
     def tick(self, now: float) -> None:
-        """Time passes: what is buffered is written, the display hears of a quiet run too. Raises RecordError when the
+        """Call it regularly: it writes buffered data, and sends the status of a quiet run. Raises RecordError when the
         run folder is gone."""
         if now - self._looked >= LOOK_S:
             self._looked = now
@@ -352,8 +352,8 @@ class RunRecorder:
         self._status(now, QUIET)
 
     def finish(self, now: float, status: str, error: str, cause: str = "", lost_host: str = "") -> None:
-        """The end, whatever it was. `cause` is the code of a failure, `lost_host` the host that it was on. Raises
-        RecordError where the folder does not take it."""
+        """Record the end of the run. `cause` is the code of a failure, `lost_host` its host. Raises RecordError if the
+        folder cannot be written."""
         self._status(now, -inf)
         self.folder.require()
         if status == "done" and self.updates > self.start:
@@ -367,7 +367,7 @@ class RunRecorder:
             "accuracy_after": self.accuracy.get("after"),
             "updates": self.updates,
             "groups": self.consumed,
-            # An update's row may be written before the ledger knows that it is over.
+            # The ledger may not yet count the groups of the last row.
             "fates": {**self.ledger.outcomes, "consumed": self.consumed},
             "retried": self.ledger.retried,
             "last_failure": self.raised,
@@ -384,7 +384,7 @@ class RunRecorder:
             "records": self.log.records,
             "folder": str(self.folder.path),
         }
-        self.folder.write_json("summary.json", summary)  # first: a stop's time may run out on a long trace
+        self.folder.write_json("summary.json", summary)  # first: the grace period may end while a long trace is written
         trace = chrome_trace(self.bars, self.config.run)
         whole = f"the run from update {self.start} on, where it was resumed" if self.start else "the run"
         if len(self.bars) >= MAX_BARS:
@@ -397,7 +397,7 @@ class RunRecorder:
     # Helpers ----------------------------------------------------------------------------------------------
 
     def _pools(self, now: float) -> dict[str, dict[str, float]]:
-        """Seconds by pool and state since it was asked last."""
+        """Seconds by pool and state since the last call."""
         changes, self._changes = self._changes, []
         return self.utilisation.pools(changes, now)
 
@@ -405,7 +405,7 @@ class RunRecorder:
         return {**{outcome: self.ledger.outcomes[outcome] for outcome in LOST[:-1]}, "retried": self.ledger.retried}
 
     def _not_finite(self, row: Row) -> dict[str, str]:
-        """Count a row's figures that are no numbers; those that are so for the first time."""
+        """Count a row's metrics that are not finite. Return those that are so for the first time."""
         new = {}
         found = row.get("not_finite")
         for name, value in found.items() if isinstance(found, dict) else ():
@@ -416,20 +416,20 @@ class RunRecorder:
         return new
 
     def warn(self, text: str) -> None:
-        """A warning of what goes on being so. It is said once: every rank may tell of it, or every checkpoint."""
+        """Warn of a lasting condition. Each text is noted once: every rank, or every checkpoint, may report it."""
         if text not in self._warned:
             self._warned.append(text)
             self.note(text, "warning")
 
     def note(self, text: str, level: str = "") -> None:
-        """A line for the user, and for those who watch; the summary has the first warnings."""
+        """Show a line to the user, and keep it in the folder. The summary has the first warnings."""
         if level == "warning" and len(self.warnings) < MAX_WARNINGS and text not in self.warnings:
             self.warnings.append(text)
         self.folder.add_note(level, text)
         self.say({"kind": "note", **({"level": level} if level else {}), "text": text})
 
     def _status(self, now: float, after: float) -> None:
-        """Say what the run and its pools are at, unless that was said less than `after` seconds ago."""
+        """Send the status of the run and its pools, unless the last one is less than `after` seconds old."""
         if now - self._status_said <= after:
             return
         self._status_said = now
@@ -450,7 +450,7 @@ class RunRecorder:
         pools: dict[str, Any] = {}
         for pool, replicas in self._replicas.items():
             doing = [self.doing[replica] for replica in replicas if replica in self.doing]
-            if len(doing) > SHOWN:  # those that work come first
+            if len(doing) > SHOWN:  # show working replicas first
                 doing.sort(key=lambda at: not isinstance(at, Firing))
             if doing:
                 version = next((self.live[replica] for replica in reversed(replicas) if replica in self.live), None)
@@ -459,5 +459,5 @@ class RunRecorder:
 
 
 def _whole(count: Any) -> int:
-    """A count of a row, which an older version may not have written."""
+    """A count of a row; 0 if an older version has not written it."""
     return count if isinstance(count, int) else 0

@@ -1,12 +1,11 @@
-"""What an agent does for its ranks where the controller is reached over a network: one connection for a host.
+"""How an agent forwards its ranks' messages if the controller is reached over a network: one connection per host.
 
-The ranks connect to a Unix socket of their agent instead, and notice nothing else of it. What they say goes to the
-controller as `RankMessages`, what is said to them comes as a `Delivery`. Ranks of one replica do the same at the same
-time: their answers are held until all of the host's have given them, for HOLD seconds at most, and go as one; the last
-one goes at once. Nothing waits for an answer that is held, since a command is carried out when all have answered. So
-the controller hears each thing once for each host, and not once for each rank. Of heartbeats it hears what is new in
-them (`SignsOfLife`): who lives is seen here. What the ranks of a host may say is checked here by the rank, and by the
-controller once more by the host.
+The ranks connect to a Unix socket of their agent instead; nothing else changes for them. Their messages go to the
+controller as `RankMessages`, messages to them come as a `Delivery`. The ranks of a replica do the same at the same
+time, so their equal answers are held until all its ranks on this host have given them, or for HOLD seconds, and go as
+one. Nothing is delayed by that, since a command is done only when all ranks have answered. So the controller gets each
+answer once per host, and not once per rank. This file watches the ranks' heartbeats; the controller gets only their
+news (`SignsOfLife`). What a rank may say is checked here for the rank, and by the controller again for the host.
 """
 
 from collections import Counter, defaultdict
@@ -41,40 +40,40 @@ from penstock.runtime.control.security import Door, Join
 from penstock.runtime.control.sockets import SILENCE, Server
 from penstock.runtime.schedule.events import Abort, Copied, Done, Event, Failed, Saved, first_answer
 
-# Seconds for which an answer waits for those of the host's other ranks: by so much at most they seem to end later.
+# Longest time in seconds that an answer waits for those of the host's other ranks. It may seem late by as much.
 HOLD = 0.2
 
-# A number that no frame comes to: what can be packed with it can be packed with any.
+# A sequence number beyond all real ones: a message that fits with it fits with any number.
 _LATE = 1 << 62
 
 
 @dataclass(slots=True)
 class _Held:
-    """The answers of ranks that have done the same, by rank, since a moment."""
+    """Equal answers of several ranks, by rank, and the time of the first one."""
 
     since: float
     results: dict[int, Result] = field(default_factory=dict)
 
 
 class Relay:
-    """`endpoint` is where ranks connect, `socket` what is readable when they have said something. Every `interval`
-    seconds it says that the host lives, and what is new in its ranks' heartbeats: when `clock`, the time of day, is a
-    multiple of it, so that the controller wakes once for all hosts."""
+    """`endpoint` is where ranks connect; `socket` is readable when they have sent something. Every `interval` seconds
+    it reports that the host is alive, and the news of its ranks' heartbeats. That is when `clock`, the time of day, is
+    a multiple of `interval`, so that the controller wakes once for all hosts."""
 
     def __init__(
         self, join: Join, interval: float = INTERVAL, silence: float = SILENCE, clock: Callable[[], float] = time
     ) -> None:
         self._host, self._interval, self._clock = join.host, interval, clock
-        self._ranks: dict[str, str] = {}  # that were started, as the server wants to know them
-        self._alive: defaultdict[str, set[str]] = defaultdict(set)  # those that have not ended, by replica
+        self._ranks: dict[str, str] = {}  # the ranks that were started, with their host, for the server
+        self._alive: defaultdict[str, set[str]] = defaultdict(set)  # ranks that have not ended, by replica
         try:
             self._server = self._listening(join, silence)
-        except WireError:  # a file system that hosts share may have no sockets
+        except WireError:  # a shared file system may not support sockets
             self._server = self._listening(join, silence, aside=True)
         self.endpoint, self.socket = self._server.endpoint, self._server.socket
         self._said: list[tuple[str, OfRank]] = []
         self._held: defaultdict[str, dict[Event, _Held]] = defaultdict(dict)
-        # Of commands that some ranks have answered and others have not, those whose answers have gone, by replica.
+        # By replica and command that some ranks have answered and others have not: the ranks whose answers were sent.
         self._gone: defaultdict[str, dict[Event, set[int]]] = defaultdict(dict)
         self._due = -inf
         self._doing: dict[str, str] = {}
@@ -86,18 +85,18 @@ class Relay:
         return Server(Door(join.run, endpoint, join.token), self._ranks, silence)
 
     def begin(self, peer: str) -> None:
-        """A process of this name is about to be started."""
+        """A rank with this peer name is about to be started."""
         self._server.forget(peer)
         self._ranks[peer] = self._host
         self._alive[_replica(peer)].add(peer)
         self._gone.pop(_replica(peer), None)
 
     def end(self, peer: str) -> None:
-        """It has ended: nobody waits for it. What it has said before may still be heard."""
+        """A rank has ended: nothing waits for it any more. Its earlier messages may still come."""
         self._alive[_replica(peer)].discard(peer)
 
     def deliver(self, delivery: Delivery) -> None:
-        """Hand on what the controller says to ranks."""
+        """Forward a message of the controller to ranks."""
         self._server.deliver(delivery)
 
     def wait(self, now: float) -> float:
@@ -106,7 +105,7 @@ class Relay:
         return max(0.0, min(due, self._due) - now)
 
     def take(self, now: float) -> Iterator[Message]:
-        """What is to be told to the controller now."""
+        """Yield the messages to send to the controller now."""
         for peer, message in self._server.receive(0.0):
             self._hear(peer, message, now)
         for replica, held in self._held.items():
@@ -119,7 +118,8 @@ class Relay:
         self._server.close()
 
     def _hear(self, peer: str, message: Any, now: float) -> None:
-        """A rank's message: an answer may wait for those of others, what follows it comes behind it."""
+        """Handle a rank's message. An answer may be held for those of others; any other message releases it first, so
+        that the order stays."""
         replica = _replica(peer)
         for one in message.results if isinstance(message, Results) else (message,):
             if isinstance(one, Result) and not isinstance(one.event, Failed | Abort) and len(self._alive[replica]) > 1:
@@ -133,7 +133,7 @@ class Relay:
             self._say(peer, one)
 
     def _say(self, peer: str, message: Any) -> None:
-        """Have something said for a rank; answers that follow each other as one message."""
+        """Queue a rank's message. Consecutive answers of one rank become one message."""
         if isinstance(message, Result):
             message = Results((message,))
             sayer, before = self._said[-1] if self._said else ("", None)
@@ -143,10 +143,10 @@ class Relay:
         self._said.append((peer, message))
 
     def _gather(self, replica: str, result: Result, now: float) -> None:
-        """Hold an answer, and let it go with those of the others when all are there."""
+        """Hold an answer. Release it, with those of the other ranks, when all have come."""
         event: Any = result.event
         held, done = self._held[replica], structs.replace(event, rank=0)
-        # Two answers to one command, of which the second says more; others may be told in any order.
+        # `Saved` must not overtake `Copied`, nor a rank's second equal answer its first; the order of others is free.
         ends = [one for one in held if isinstance(one, Copied)] if isinstance(event, Saved) else []
         if done in held and event.rank in held[done].results:
             ends.append(done)
@@ -158,7 +158,7 @@ class Relay:
             self._release(replica, [done])
 
     def _release(self, replica: str, ends: list[Any] | None = None) -> None:
-        """Let go some of what is held of a replica, or all."""
+        """Queue the held answers `ends` of a replica, or all."""
         held = self._held[replica]
         for done in [*held] if ends is None else ends:
             results = held.pop(done).results
@@ -169,7 +169,7 @@ class Relay:
                 self._note_gone(replica, result.event)
 
     def _note_gone(self, replica: str, event: Any) -> None:
-        """A rank's answer has gone: those of others to the same command do not wait for it."""
+        """A rank's answer was queued: other ranks' answers to the same command do not wait for it."""
         command = _command(event)
         gone = self._gone[replica].setdefault(command, set())
         gone.add(event.rank)
@@ -177,7 +177,7 @@ class Relay:
             del self._gone[replica][command]
 
     def _tell(self, now: float) -> Iterator[Message]:
-        """What is new of how ranks are; of those that have fallen silent at once."""
+        """Yield the news of the ranks' heartbeats, every interval, or at once if a rank has fallen silent."""
         alive = set().union(*self._alive.values())
         silent = tuple(peer for peer in self._server.tracker.late(now) if peer in alive)
         if now < self._due and silent == self._silent:
@@ -194,8 +194,8 @@ class Relay:
 
 
 def merged(results: Mapping[int, Result]) -> Iterator[Result]:
-    """The answers of ranks, by rank, to one command, each with as many others as follow and add nothing to it. Of what
-    was made and measured a replica's first rank tells for all."""
+    """Merge the answers of ranks, by rank, to one command. Each answer that is yielded covers the following ranks whose
+    answers add nothing (`others`). Of `Done`, only the metrics of rank 0 are kept."""
     run: Any = None
     for rank in sorted(results):
         one: Any = results[rank]
@@ -213,7 +213,7 @@ def merged(results: Mapping[int, Result]) -> Iterator[Result]:
 
 
 def _reports(said: list[tuple[str, OfRank]]) -> Iterator[RankMessages]:
-    """As few reports as hold what ranks have said."""
+    """As few reports as can hold these messages."""
     if not said:
         return
     whole = RankMessages(tuple(said))
@@ -232,7 +232,7 @@ def _reports(said: list[tuple[str, OfRank]]) -> Iterator[RankMessages]:
 
 
 def _command(event: Any) -> Event:
-    """One for all answers to a command, whatever they say. A checkpoint's has two: a part is copied, then written."""
+    """A key that is equal for all answers to a command. A checkpoint has two, since a shard is copied, then written."""
     return structs.replace(event, rank=0) if isinstance(event, Copied) else first_answer(event)
 
 

@@ -1,13 +1,13 @@
-"""How ranks find each other, and how they show that they live.
+"""How ranks find each other, and how they show that they are alive.
 
 `Board` is the controller's key-value store, where ranks that form a process group find the addresses gloo listens on.
-It serves as torch's key-value store, in place of its TCPStore, which listens on all interfaces and asks no peer for a
-key, and of files, which hosts may not share. What is on it stays for the run: some hundred bytes for each rank of a
-group. A peer may keep and ask for so much and no more, and may not change what another one has posted. Pure.
+It replaces torch's TCPStore, which listens on all interfaces without authentication, and files, which hosts may not
+share. Its content stays for the run: some hundred bytes for each rank of a group. What a peer may store and ask for is
+limited, and it may not change another peer's values. Pure.
 
-`Pulse` is a rank's thread that says that the rank lives, and asks what must not wait for the main thread. The thread
-has a socket of its own and starts before anything heavy is imported, so that an import of seconds is not taken for
-death. It does not see a main thread that hangs: firings have deadlines for that.
+`Pulse` is a rank's thread that sends heartbeats, and questions that must not wait for the main thread. It has a socket
+of its own and starts before anything heavy is imported, so that a rank that imports for seconds is not taken for dead.
+It does not notice a main thread that hangs: firings have deadlines for that.
 """
 
 import threading
@@ -30,42 +30,42 @@ from penstock.runtime.control.messages import (
 from penstock.runtime.control.security import Join
 from penstock.runtime.control.sockets import Client
 
-# Characters that are kept of one peer: of its keys and values, and of its questions that are not answered yet. A group
-# of a hundred ranks needs some 60,000 of each.
+# Most bytes that one peer may have on the board: its keys and values, and its unanswered questions. A group of a
+# hundred ranks needs some 60,000 from each.
 MAX_KEPT = 4 << 20
-# Characters that are kept in all.
+# Most bytes of all peers.
 MAX_BOARD = 256 << 20
-# Characters of all answers to one peer in a run, which wait in memory if it does not read them.
+# Most bytes of all answers to one peer in a run: they wait in memory if it does not read them.
 MAX_ANSWERED = 256 << 20
-# Characters of one answer, so that it fits in a frame.
+# Most bytes of one answer, so that it fits in a frame.
 MAX_ANSWER = MAX_BYTES - 4096
-# What a key or question costs beside its characters.
+# What each text costs beside its characters.
 _EACH = 64
 
 
 class Board:
-    """Answers questions, some of them later: `Look` waits until all of its keys are there. For how long is the asker's
-    business. What goes beyond a bound changes nothing; its answer says so in `error`.
+    """Answers questions, some of them later: a `Look` waits until all its keys are there, without a timeout. A question
+    beyond a limit changes nothing; the `error` of its answer says so.
     """
 
     def __init__(self) -> None:
         self._posted: dict[str, str] = {}
         self._posters: dict[str, str] = {}
         self._counts: Counter[str] = Counter()
-        # By the first key that each lacks: those before it are there, and stay. With what the question costs.
+        # By the first missing key of each question: asker, question, place of that key, cost. Keys before it are there.
         self._waiting: defaultdict[str, list[tuple[str, Look, int, int]]] = defaultdict(list)
         self._kept: Counter[str] = Counter()
         self._total = 0  # of what is kept
         self._answered: Counter[str] = Counter()
 
     def hear(self, peer: str, question: Question) -> list[tuple[str, BoardValues]]:
-        """What `peer` says; the answers to whoever they are for."""
+        """Handle a question of `peer`. Return the answers that it allows, each with the peer that it is for."""
         if isinstance(question, Look):
             return self._look(peer, question)
         key, counts = question.key, isinstance(question, Count)
         number = question.number if isinstance(question, Count) else 0
         poster = self._posters.get(key, peer)
-        # Or one rank could lead the connections of others to itself.
+        # Otherwise one rank could redirect the connections of others to itself.
         if poster != peer and not (counts and key in self._counts):
             return [(peer, BoardValues(number, {}, f"{key:.200}: posted by {poster}, which alone may change it"))]
         if isinstance(question, Count):
@@ -91,8 +91,7 @@ class Board:
         return answers
 
     def forget(self, peer: str) -> None:
-        """A peer has ended: a successor of its name, which counts its own questions, gets no answer to those. What it
-        has posted stays."""
+        """A peer has ended: drop its questions, since a successor of its name numbers its own. Its values stay."""
         for key, waiting in [*self._waiting.items()]:
             self._keep(peer, -sum(cost for asker, _, _, cost in waiting if asker == peer))
             if left := [one for one in waiting if one[0] != peer]:
@@ -101,7 +100,7 @@ class Board:
                 del self._waiting[key]
 
     def _look(self, peer: str, look: Look) -> list[tuple[str, BoardValues]]:
-        """The answer; none yet if it waits for a key."""
+        """The answer to a question; [] if it waits for a key."""
         if look.at_once or (lacking := self._lacking(look)) is None:
             return [self._found(peer, look.number, look.keys)]
         cost = _cost(*look.keys)
@@ -112,7 +111,7 @@ class Board:
         return []
 
     def _lacking(self, look: Look, start: int = 0) -> int | None:
-        """The place of the first key from `start` on that is not there."""
+        """The place of the first missing key from `start` on; None if there is none."""
         return next((place for place in range(start, len(look.keys)) if look.keys[place] not in self._posted), None)
 
     def _keep(self, peer: str, more: int) -> None:
@@ -120,7 +119,7 @@ class Board:
         self._total += more
 
     def _refusal(self, peer: str, more: int) -> str:
-        """Why so many characters more of a peer are not kept; "" if they are."""
+        """Why `more` bytes of a peer cannot be kept; "" if they can."""
         if more > 0 and self._kept[peer] + more > MAX_KEPT:
             given = f"{peer} has {self._kept[peer]} characters on the controller's board and gave {more} more"
             return f"{given}; needed at most {MAX_KEPT} for each rank"
@@ -143,37 +142,37 @@ class Board:
 
 
 def _cost(*texts: str) -> int:
-    """Bytes of texts in a frame, and what goes with them."""
+    """Bytes of texts in a frame, with their overhead."""
     return sum(_EACH + (len(text) if text.isascii() else len(text.encode())) for text in texts)
 
 
-# Seconds from one heartbeat to the next; more where a run has more ranks than so many, up to a number that leaves a
-# rank that stands still four fifths of the time after which it is taken for dead.
+# Seconds from one heartbeat to the next. With more than `RANKS` ranks it grows, up to `LONGEST`, which is a fifth of
+# the silence after which a rank is taken for dead.
 INTERVAL, RANKS, LONGEST = 1.0, 256, 2.0
 
 
-# The same of agents, in a run of more hosts than so many.
+# The heartbeat interval of agents grows beyond so many hosts.
 HOSTS = 32
 
 
 def agent_interval(hosts: int) -> float:
-    """Seconds from one heartbeat of an agent to the next in a run of so many hosts."""
+    """Seconds from one heartbeat of an agent to the next in a run of `hosts` hosts."""
     return min(LONGEST, max(INTERVAL, INTERVAL * hosts / HOSTS))
 
 
 def beat_interval(ranks: int) -> float:
-    """Seconds from one heartbeat to the next in a run of so many ranks: their controller hears all of them."""
+    """Seconds from one heartbeat of a rank to the next in a run of `ranks` ranks: the controller gets all of them."""
     return min(LONGEST, max(INTERVAL, INTERVAL * ranks / RANKS))
 
 
 def _next(now: float, interval: float) -> float:
-    """When to beat next: all of a host at once, so that their controller wakes once for them."""
+    """The time of the next heartbeat. All ranks of a host have the same, so that the controller wakes once for them."""
     return (now // interval + 1) * interval
 
 
 class Pulse:
-    """Beats for a rank from its own thread until `stop`, and asks the controller's board for any thread of the rank.
-    `doing` says what the main thread is at; `held_up` is the controller's, as of its last answer.
+    """Sends a rank's heartbeats from its own thread until `stop`, and asks the controller's board for any thread of the
+    rank. `doing` returns what the main thread is working on; `held_up` is the controller's, as of its last answer.
     """
 
     def __init__(self, join: Join, replica: str, rank: int, interval: float = INTERVAL) -> None:
@@ -185,7 +184,7 @@ class Pulse:
         self._said: SimpleQueue[Question | Note] = SimpleQueue()
         self._awaited: set[int] = set()
         self._found: dict[int, BoardValues] = {}
-        self._refused = ""  # why the controller did not take what was posted
+        self._refused = ""  # why there will be no answers: a Post was refused, or the controller is gone
         self._heard = threading.Condition()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -195,7 +194,7 @@ class Pulse:
         return self
 
     def pace(self, ranks: int) -> None:
-        """Beat as suits a run of so many ranks."""
+        """Set the heartbeat interval for a run of `ranks` ranks."""
         self._interval = beat_interval(ranks)
 
     def stop(self) -> None:
@@ -205,20 +204,18 @@ class Pulse:
         # A thread that hangs must not hold up the end of its rank.
         self._thread.join(timeout=5.0)
         if not self._thread.is_alive():
-            self._client.close()  # not before all have woken it
+            self._client.close()  # no thread wakes it after `_over` is set
 
     def say(self, message: Question | Note) -> None:
-        """Say what needs no answer; nothing once it has been stopped."""
+        """Send a message that needs no answer. Does nothing after `stop`."""
         with self._heard:
             if not self._over.is_set():
                 self._said.put(message)
                 self._client.wake()
 
     def ask(self, question: Callable[[int], Count | Look], seconds: float) -> Mapping[str, str] | None:
-        """The answer to the `question` that is made with a number of its own; None if there is none in `seconds`.
-
-        Raises RuntimeError where the controller refuses it, or has refused what was posted before.
-        """
+        """Send the question that `question` makes with a new number, and return its answer; None if there is none in
+        `seconds`. Raises RuntimeError if the controller refuses it or has refused an earlier Post, or is gone."""
         with self._heard:
             number = next(self._numbers)
             self._awaited.add(number)
@@ -241,14 +238,14 @@ class Pulse:
             while not self._said.empty():
                 try:
                     client.send(self._said.get())
-                except MessageError as error:  # too large for a frame; the thread goes on, or the rank would seem dead
+                except MessageError as error:  # too large for a frame. Go on, or the rank would seem dead
                     self._refuse(str(error))
             if monotonic() >= due:
                 due = _next(monotonic(), self._interval)
                 client.send(Heartbeat(self.doing()))
 
     def _hear(self, message: BoardValues) -> None:
-        """An answer that no thread awaits any more is dropped."""
+        """Hand an answer to the thread that waits for it. Drop one that no thread waits for any more."""
         with self._heard:
             self.held_up = message.held_up
             if message.number == 0:
@@ -258,7 +255,7 @@ class Pulse:
             self._heard.notify_all()
 
     def _refuse(self, why: str) -> None:
-        """There will be no answer."""
+        """Tell all waiting threads that there will be no answers."""
         with self._heard:
             self._refused = why
             self._heard.notify_all()

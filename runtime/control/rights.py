@@ -1,7 +1,7 @@
-"""Who may say what to the controller, decided here and nowhere else.
+"""Which peer may send the controller which messages. Decided only here.
 
 A rank speaks for itself, an agent for itself and the ranks of its host, and values are where their maker is. An agent
-that carries what its ranks say (`relay`) may say of several of them at once that they have done the same.
+that forwards its ranks' messages (`relay`) may answer for several of them at once.
 """
 
 from collections.abc import Mapping
@@ -30,17 +30,17 @@ from penstock.runtime.control.messages import (
 from penstock.runtime.schedule.events import Abort, Failed, ranks_of
 from penstock.runtime.tensor.shm import ObjectRef, owner_of
 
-# What a connection of each role may say after its Hello.
+# The messages that a connection of each role may send after its Hello.
 SAYS: Mapping[str, tuple[type, ...]] = {
     "agent": (AgentReady, Exited, Heartbeat, Leaving, Note, SignsOfLife, RankMessages),
     "rank": (Ready, Results, SendFailed, Heartbeat, Note),
     "heartbeat": (Heartbeat, Note, *get_args(Question)),
 }
 
-# What has a text for people.
+# Messages with a text for people.
 _TOLD = (Note, Exited, Failed, Abort, SendFailed)
 
-# Of several ranks of one replica nobody speaks who does not carry for them.
+# A peer that does not forward for others may not answer for several ranks.
 NONE: frozenset[int] = frozenset()
 NOBODY: Mapping[str, frozenset[int]] = MappingProxyType({})
 
@@ -48,8 +48,8 @@ NOBODY: Mapping[str, frozenset[int]] = MappingProxyType({})
 def overreach(
     message: Message, peer: str, host: str, ranks: Mapping[str, str], here: Mapping[str, frozenset[int]] = NOBODY
 ) -> str:
-    """What a message claims that `peer`, which is on `host`, may not; "" for none. `ranks` has the host of each rank.
-    Where the agent of the host answers for what it says, `here` are the ranks of each replica there."""
+    """What a message claims that `peer`, which is on `host`, may not claim; "" for nothing. `ranks` has the host of
+    each rank. If the host's agent forwards the message, `here` are the ranks of each replica on that host."""
     handles = list[ObjectRef]()
     match message:
         case Results(results):
@@ -82,7 +82,7 @@ def overreach(
 
 
 def readable(message: Any) -> Any:
-    """The message with texts of a length that a terminal and a log can take."""
+    """The message with texts shortened for terminals and logs."""
     if isinstance(message, Results):
         for one in message.results:
             if isinstance(one.event, _TOLD):
