@@ -1,1 +1,1 @@
-"""The report of a run: what its folder says, read once, held against the simulator, and drawn as one HTML page."""
+"""The report of a run: its folder read once, compared with the simulator, and drawn as one HTML page."""

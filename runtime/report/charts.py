@@ -1,7 +1,7 @@
-"""The charts of a report: small SVGs of curves and histograms, each with a label that says what it shows. Pure.
+"""The charts of a report: small SVGs of curves and histograms, each with a label that describes it. Pure.
 
-`groups` are the report's charts: what the run's rows say of learning, staleness and speed, and what lay in queues.
-`curves` and `histogram` make one, which a template draws. Colours, lines and fonts are classes of the page's style, so
+`chart_groups` makes the report's charts: learning, staleness and speed from the run's rows, and queue depths. `curves`
+and `histogram` make one chart, which a template draws. Colours, lines and fonts are classes of the page's style, so
 that charts follow its light and dark themes.
 """
 
@@ -20,7 +20,7 @@ from penstock.runtime.report.summary import Report
 
 WIDTH, HEIGHT = 360.0, 168.0
 LEFT, RIGHT, TOP, BOTTOM = 56.0, 10.0, 12.0, 24.0
-# Points of a curve; a longer one shows the least and the largest of each stretch.
+# How many points a curve has at most; a longer one shows the minimum and maximum of each stretch.
 MOST_POINTS = 320
 
 # An x, and a y for each series; nan where there is none.
@@ -37,12 +37,12 @@ class Scale:
     stop: float
 
     def at(self, value: float) -> float:
-        # One value has no extent: it lies in the middle.
+        # A scale of one value has it in the middle.
         share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
         return self.start + share * (self.stop - self.start)
 
     def ticks(self, about: int, least: float = 0.0) -> list[float]:
-        """About so many round numbers, `least` apart or more."""
+        """About `about` round numbers, at least `least` apart."""
         if self.high <= self.low:
             return [self.low]
         step = max(least, round_step(self.high - self.low, about))
@@ -51,11 +51,11 @@ class Scale:
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart, which `templates/_chart.svg.j2` draws: its title, what a reader of the page is told of it, and its
-    numbers. A curve is its series and its points on the picture, a bar its number, its left edge, and its value.
+    """A chart, which `templates/_chart.svg.j2` draws: its title, a description for screen readers, and its numbers. A
+    curve is (series, points on the picture), a bar is (number, left edge, value).
 
     `points` and `frame` (left, right, least x, largest x) are for reading values off with the pointer or the keys.
-    `whole`: what is between two whole numbers of x means nothing, as of updates.
+    `whole`: x has only integer values, such as updates.
     """
 
     title: str
@@ -75,7 +75,7 @@ class Figure:
 
     @property
     def every(self) -> int:
-        """Of the bars' numbers, each multiple of this one is written: about a dozen of them."""
+        """The bars whose number is a multiple of this are labelled, about a dozen of them."""
         return max(1, int(round_step(len(self.bars), 12)))
 
 
@@ -88,7 +88,8 @@ def curves(
     *,
     steps: bool = False,
 ) -> Figure:
-    """One or more curves over one x. `limit` is a line across with its label. `steps`: a value stays until the next."""
+    """A chart of one or more curves over one x. `limit` is a horizontal line with its label. `steps`: a value holds
+    until the next point."""
     shown = thinned(points)
     values = [y for p in points for y in p[1:] if isfinite(y)]
     ys = _nice([*values, *([limit[0]] if limit else [])])
@@ -98,7 +99,7 @@ def curves(
         (place - 1, [(xs.at(p[0]), ys.at(p[place])) for p in shown if isfinite(p[place])])
         for place in range(len(names), 0, -1)
     ]
-    # Six digits are what a pointer can tell, and half of the page's bytes.
+    # A pointer cannot resolve more than six digits, and all digits would double the page's bytes.
     kept = [[float(f"{v:.6g}") if isfinite(v) else None for v in p] for p in shown]
     return Figure(
         title,
@@ -120,9 +121,9 @@ def curves(
 def histogram(
     title: str, counts: Mapping[int, float], x: str, unit: str, limit: tuple[int, str] | None = None
 ) -> Figure:
-    """A bar for each whole number that occurs. `limit` marks the upper edge of a number, with a label."""
+    """A chart with a bar for each integer. `limit` marks the upper edge of a number, with a label."""
     low, high = min(counts), max([*counts, *([limit[0]] if limit else [])])
-    # Numbers that do not occur have room, too: gaps are part of what a histogram says.
+    # Numbers that do not occur have a place, too: gaps are information.
     room, total = (WIDTH - LEFT - RIGHT) / (high - low + 1), sum(counts.values())
     said = ", ".join(f"{x} {value}: {percent(count / total)}" for value, count in sorted(counts.items())[:12])
     rows = [(str(value), number(count)) for value, count in sorted(counts.items())]
@@ -131,11 +132,11 @@ def histogram(
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """The first and last points, and in between those at which a series is least and largest in a stretch."""
+    """The first and last points, and of each stretch between them the minimum and maximum of each series."""
     if len(points) <= most:
         return list(points)
     chosen: set[int] = {0, len(points) - 1}
-    # The least and the largest, not every n-th point: a single spike is what a reader looks for.
+    # Minimum and maximum, not every n-th point: readers look for single spikes.
     series = range(1, len(points[0]))
     stretches = max(1, most // 2 // max(1, len(series)))
     for place, one in product(range(stretches), series):
@@ -147,12 +148,12 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
 
 
 def number(value: float) -> str:
-    """Four significant digits at most."""
+    """A number as text, with at most four significant digits."""
     if not isfinite(value):
         return "–"
     if value == int(value) and abs(value) < 1e6:
         return str(int(value))
-    # An exponent without a zero in front is as clear, and leaves room on an axis.
+    # An exponent without a leading zero saves space on an axis.
     return f"{value:.4g}".replace("e-0", "e-").replace("e+0", "e+")
 
 
@@ -171,10 +172,10 @@ def _said(name: str, values: Sequence[float]) -> str:
 
 
 def _nice(values: Sequence[float]) -> Scale:
-    """A scale with some air, from 0 where that is near."""
+    """A scale with some margin, from 0 if the values are near 0."""
     low, high = min(values, default=0.0), max(values, default=1.0)
-    # A scale that begins above 0 makes small changes look large; one around a value that never changes has numbers that
-    # it cannot have, such as a share of 110 %.
+    # A scale that begins above 0 makes small changes look large. A scale around a constant would show impossible
+    # values, such as a share of 110 %.
     if low > 0 and (low < 0.6 * high or low == high):
         low = 0.0
     elif low == high < 0:
@@ -183,7 +184,7 @@ def _nice(values: Sequence[float]) -> Scale:
     while True:
         found = Scale(low if low == 0 else low - air, high if high == 0 > low else high + air, HEIGHT - BOTTOM, TOP)
         written = [number(round(tick, 12)) for tick in found.ticks(4)]
-        # Ratios of 1.000001 and 1.000003 are 1 to a reader: an axis that says 1 three times says nothing.
+        # Ratios of 1.000001 and 1.000003 are both shown as 1: an axis must not repeat a label.
         if len(set(written)) == len(written) > 1:
             return found
         air *= 2
@@ -223,10 +224,10 @@ SPEED = (
 
 
 def chart_groups(report: Report) -> list[ChartGroup]:
-    """The headings that have something to show."""
+    """The groups of charts that are not empty."""
     rows, points = report.facts.rows, accuracies(report.facts)
     accuracy = [curves("Accuracy on held-out problems", ["accuracy"], points, x="version")] if points else []
-    # Speeds of a program that generates nothing, or sends no weights, are 0 throughout.
+    # Leave out speeds that are always 0: those of a program that generates nothing, or sends no weights.
     speed = [(title, names) for title, names in SPEED if any(_shown(rows, name) for name in names)]
     found = [
         ChartGroup("learning", "Learning", "", [*accuracy, *_rows(rows, LEARNING)]),
@@ -264,7 +265,7 @@ def _shown(rows: Sequence[Row], name: str) -> bool:
 
 
 def numbers(values: Iterable[Any]) -> list[float]:
-    """Those that are numbers: a row has null for what JSON has no number for."""
+    """The finite numbers among the values; a row has null for infinities and NaN."""
     return [float(value) for value in values if _known(value)]
 
 
@@ -277,8 +278,8 @@ def _value(value: Any) -> float:
 
 
 def accuracies(facts: Facts) -> list[tuple[float, float]]:
-    """(version, accuracy) on held-out problems: before, after, and wherever a node that measures a version reported it
-    (`accuracy_version`). What another node calls accuracy is of something else, such as what training sampled."""
+    """(version, accuracy) on held-out problems: before training, after it, and where a node reported the version that
+    it measured (`accuracy_version`). An accuracy without a version is of other problems, such as training's."""
     points: dict[float, float] = {}
     measured = (facts.summary or {}).get("measured", ())
     # Older folders have one dict instead of a list.

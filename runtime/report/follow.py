@@ -1,9 +1,9 @@
-"""What ranks did and when, followed event by event: of a run's log, or of a simulation. Pure.
+"""The work of each rank, derived event by event from a run's log or from a simulation. Pure.
 
-`Follow.step` takes an event and the commands that answered it, and `close` gives what came of it as `Followed`. Times
-are whole nanoseconds on one clock, so that sums are exact. A command is sent to every rank of a replica, and each
-answers. A rank does one thing after the other, except for a stream, which works on several firings at once. So work
-that is no stream's began when it was asked for, or when the rank was done with what it had before.
+`Follow.step` takes an event and the commands that followed it, and `close` returns the result as `Followed`. Times are
+integer nanoseconds on one clock, so that sums are exact. A command is sent to every rank of a replica, and each
+answers. A rank does one thing after the other, except in a stream, which works on several firings at once. So work
+outside a stream began when it was commanded, or when the rank was done with its work before.
 """
 
 from collections import Counter, defaultdict
@@ -40,20 +40,20 @@ from penstock.runtime.schedule.events import (
     first_answer,
 )
 
-# Nanoseconds of a second.
+# Nanoseconds per second.
 NS = 1_000_000_000
 
-# Kinds of work that keep a rank busy: firings, and the snapshot that a publication begins with.
+# Kinds of work that keep a rank busy: firings, and the snapshot at the beginning of a publication.
 IN_WORK = ("group", "update", "publish")
 
-# What made work start, as a text in which # stands for the number: ("fake_score[#] was done", 12).
+# Why work started, as a text in which # stands for the number: ("fake_score[#] was done", 12).
 Cause = tuple[str, int]
 
 # A rank: its replica and its number in it.
 RankId = tuple[str, int]
 
 
-# Why work started, of the event before: a node is put in, or a channel and a replica.
+# The text of `Cause` by the event before; a node is inserted, or a channel and a replica.
 CAUSES: Mapping[type[Event], str] = {
     Done: "{}[#] was done",
     Failed: "{}[#] had failed",
@@ -66,12 +66,12 @@ CAUSES: Mapping[type[Event], str] = {
 
 @dataclass(slots=True)
 class Work(Bar):
-    """A bar of a report: what one rank did, in whole nanoseconds. Its `name` is a node's, or a channel's for what moves
-    weights, and its `cause` what made it start.
+    """A bar of a report: the work of one rank, in integer nanoseconds. `name` is that of a node, of a channel for work
+    that moves weights, or "checkpoint". `cause` is why the work started.
 
-    `version`: of the weights that were live when it began; of an update or a sync the one that it is about. `outcome`
-    is "" for work that was done, "failed" (perhaps since its replica was lost), "dropped" (a filter's verdict), or
-    "unanswered" where the log ends.
+    `version`: for a group, the oldest weights read that were live when it began; for an update or a sync, its own
+    version. `outcome` is "" for work that was done, "failed" (perhaps because its replica was lost), "dropped" (by a
+    filter), or "unanswered" at the end of the log.
     """
 
     start: int
@@ -89,10 +89,11 @@ class Work(Bar):
 
 @dataclass
 class Followed:
-    """What came of it, in the order in which it ended.
+    """The result.
 
-    swaps: when which version went live on a rank. ends: when each update was over. lags: groups consumed by update
-    less version. batches: the groups of each update. again: firings after which a group took another turn.
+    work: all work, in the order in which it ended. swaps: (time, version) of each swap on a rank. ends: the time at
+    which each update was over. lags: how many groups were consumed, by update minus version. batches: how many groups
+    each update took. again: firings that asked for another turn. dropped: firings that dropped their group.
     """
 
     work: list[Work] = field(default_factory=list)
@@ -114,7 +115,8 @@ def streams(graph: Graph) -> frozenset[str]:
 
 
 class Follow:
-    """`step` hears of an event and the commands that followed it, at a time. `in_work` counts each rank's firings."""
+    """`step` takes an event, its time and the commands that followed. `in_work` counts each rank's firings and
+    snapshots."""
 
     def __init__(self, tables: Tables, streaming: Collection[str], live: Mapping[tuple[str, str], int]) -> None:
         self.tables, self.streaming = tables, streaming
@@ -124,7 +126,7 @@ class Follow:
         self._open: dict[Answer, Work] = {}
         self._free = dict.fromkeys(lanes(tables), 0)
         self._versions: dict[int, int] = {}
-        # The update that was fired last, and how old what it took was, by group.
+        # The update that was fired last, and the lag of each group that it took.
         self._counted: tuple[int, dict[int, int]] = (-1, {})
 
     def step(self, time: int, event: Event, commands: Sequence[Command]) -> None:
@@ -146,15 +148,15 @@ class Follow:
 
     @property
     def firings(self) -> list[Work]:
-        """What is in work, but for weights and checkpoints on their way, in the order in which it was asked for."""
+        """The firings and snapshots in work, in the order in which they were commanded."""
         return [work for work in self._open.values() if work.kind in IN_WORK]
 
     def forget(self) -> None:
-        """Forget what is over: it grows with the run."""
+        """Forget finished work, which grows with the run."""
         self.found = Followed()
 
     def close(self, time: int) -> Followed:
-        """The log ends: what has no answer was in work until now, or waited behind what was."""
+        """End the log at `time`: work without an answer was in work until then, or waited behind other work."""
         for work in sorted(self._open.values(), key=lambda w: w.start):
             work.end, work.outcome = time, "unanswered"
             self._queued(work)
@@ -163,7 +165,6 @@ class Follow:
         return self.found
 
     def _hear(self, time: int, event: Event) -> None:
-        # A checkpoint keeps a rank from its work until the rank has copied it aside.
         if isinstance(event, ReplicaLost):
             for key in [key for key, work in self._open.items() if work.lane == event.replica]:
                 lost = self._open.pop(key)
@@ -172,6 +173,7 @@ class Follow:
                 self.found.work.append(lost)
             self.in_work.update({lane: 0 for lane in self.in_work if lane[0] == event.replica})
             return
+        # `Copied` ends a save as `Saved` does: a checkpoint blocks a rank only until the rank has copied its part.
         if not isinstance(event, Answer | Copied):
             return
         outcome = "failed" if isinstance(event, Failed) else ""
@@ -186,7 +188,7 @@ class Follow:
             self.found.swaps[event.replica, event.rank].append((time, event.version))
         work = self._open.pop(structs.replace(first_answer(event), rank=event.rank), None)
         if work is None:
-            # A source's: it reads ahead, and keeps no rank busy. Or that of a part written beside other work.
+            # A source, which reads ahead and keeps no rank busy; or `Saved` for a part written in the background.
             return
         work.end, work.outcome = time, outcome
         if work.kind in IN_WORK:
@@ -194,13 +196,13 @@ class Follow:
         self._queued(work)
         self.found.work.append(work)
         step = self.tables.steps.get(work.name)
-        part = isinstance(event, Done) and event.paused  # of an update, and not the last one
+        part = isinstance(event, Done) and event.paused  # a part of an update that is not the last
         if work.kind == "update" and step is not None and not step.off_path and not (outcome or part):
             self.found.ends[work.index] = max(time, self.found.ends.get(work.index, time))
 
     def _queued(self, work: Work) -> None:
-        """Work that is no stream's waited for what its rank was doing before."""
-        # A transfer runs beside the rank's work, in a thread of its own.
+        """Move the start of work outside a stream to the end of the rank's work before."""
+        # A transfer runs in its own thread, in parallel with the rank's work.
         if work.kind != "send" and work.name not in self.streaming:
             work.start = max(work.start, min(self._free[work.rank_id], work.end))
             self._free[work.rank_id] = work.end
@@ -217,12 +219,12 @@ class Follow:
             if version is not None and step.weights:
                 self._versions[firing.index] = min(version, self._versions.get(firing.index, version))
         elif fire.groups:
-            # Those of the parts before it are as many, each.
+            # Each part before this one has the same number of groups.
             taken = (firing.segment + 1) * len(fire.groups)
             self.found.batches[firing.index] = max(taken, self.found.batches.get(firing.index, 0))
-            # Of several steps that take the groups of an update only the first one still finds their versions.
+            # If several steps take the groups of an update, the first one pops their versions: each group counts once.
             known = {g: firing.index - self._versions.pop(g) for g in fire.groups if g in self._versions}
-            # Groups that the update could not read are made again, and counted once.
+            # Groups that the update could not read are made again, and must count once.
             before, counted = self._counted
             counted = counted if before == firing.index else {}
             self.found.lags.subtract(counted[g] for g in known if g in counted)
@@ -234,8 +236,8 @@ class Follow:
     def _ask(
         self, time: int, command: Question, kind: Kind, name: str, index: int, cause: Cause, version: int | None = None
     ) -> None:
-        """Every rank is asked. The log has no event for the beginning of work: it begins now, unless the rank turns out
-        to be busy. `version` is the index of what is no firing."""
+        """Note a command to all ranks of a replica. The log has no event for the beginning of work: it begins now,
+        unless the rank turns out to be busy. `version` is used for a firing only; any other command has `index`."""
         at = (command.replica, name, index, time, time, kind, version if isinstance(command, Fire) else index)
         turn, segment = command.firing[2:] if isinstance(command, Fire) else (0, 0)
         for rank in range(len(self.tables.replicas[command.replica].ranks)):

@@ -1,7 +1,7 @@
-"""The report as one HTML file: all that the template shows, in words and numbers. Pure but for the templates.
+"""The report as one HTML file: all values that the template shows. Pure, except that it reads the templates.
 
-`page` is a run's report. `schedule_html` is a schedule as a page of its own: lanes that zoom and pan, with nothing to
-load. `render` fills any template of this folder.
+`page` is a run's report. `schedule_html` is a page with one schedule: lanes that zoom and pan, with nothing to load.
+`render` fills any template of this folder.
 """
 
 import json
@@ -29,23 +29,23 @@ from penstock.runtime.report.what_if import WhatIfTable
 from penstock.runtime.schedule.idle_causes import CAUSES, Cause
 
 TEMPLATES = Path(__file__).parent / "templates"
-# Those of a page that is drawn, which are found once for its thousands of texts.
+# The secrets of the environment, looked up once per page for its thousands of strings.
 _secrets = ContextVar[Sequence[str]]("_secrets", default=())
 
 
 def render(template: str, **values: Any) -> str:
-    """A template of the page with its style and script in it, complete, without secrets: trackers have it as an
-    artifact, and who reads it need not be who ran it."""
+    """Fill a template, with its style and script inlined, and remove secrets: trackers store the page, and its reader
+    may be another person than the run's user."""
     _secrets.set(secret_values())
     style, script = (TEMPLATES / name for name in ("style.css", "page.js"))
     page = _environment().get_template(template).render(style=style.read_text(), script=script.read_text(), **values)
-    # A path in it may be no UTF-8.
+    # A path on the page may not be UTF-8.
     return page.encode(errors="backslashreplace").decode()
 
 
 @cache
 def _environment() -> Environment:
-    """It keeps the templates that it has compiled: that takes longer than to fill them."""
+    """Cached with its compiled templates: to compile a template takes longer than to fill it."""
     made = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -61,8 +61,8 @@ def schedule_html(bars: Sequence[Bar], title: str) -> str:
     """One self-contained HTML file that shows a schedule, real or simulated: a lane per replica, each bar's node,
     index, duration and version on hover and on keyboard focus, zoom by buttons, wheel and keys, light and dark.
 
-    `bars` are what the simulator or a run's record has: times are seconds on any one clock, syncs may have lanes of
-    their own ("policy>generator/0"), which are drawn in the lane of their replica.
+    `bars` come from the simulator or a run's trace. Times are seconds on any one clock. Syncs may have their own lanes
+    ("policy>generator/0"), which are drawn in the lane of their replica.
     """
     begin, end = span(bars)
 
@@ -74,13 +74,13 @@ def schedule_html(bars: Sequence[Bar], title: str) -> str:
         channel, _, name = lane.name.rpartition(">")
         row = rows.setdefault(name, Row(name, pool_of(name), Strip([])))
         for bar in (bar for track in lane.tracks for bar in track):
-            # A sync on a lane of its own ("policy>generator/0") has the name of its channel.
+            # A sync on its own lane ("policy>generator/0") is named after its channel.
             shown = pool_of(bar.lane) if channel else bar.name
             row.real.work.append(
                 Work(name, shown, bar.index, ns(bar.start), ns(bar.end), bar.kind, bar.version, cause=(bar.detail, 0))
             )
     pools = list(dict.fromkeys(row.pool for row in rows.values()))
-    # Lanes of a pool stand together, in the order in which pools first worked.
+    # Lanes of a pool are adjacent; pools are in the order in which they first worked.
     ordered = sorted(rows.values(), key=lambda row: pools.index(row.pool))
     for row in ordered:
         row.real.swaps = sorted((w.end, w.index) for w in row.real.work if w.kind == "swap")
@@ -93,7 +93,7 @@ STATES = {"busy": Cause("busy", "busy"), **CAUSES}
 
 
 def page(report: Report, template: str = "report.html.j2") -> str:
-    """The complete file."""
+    """The report's page, complete."""
     chart = make_chart(report)
     data, merged = encode(chart) if chart.rows else ("", 0)
     return render(
@@ -117,20 +117,20 @@ def page(report: Report, template: str = "report.html.j2") -> str:
 
 
 def _samples(report: Report) -> list[dict[str, Any]]:
-    """Groups with what was asked and said, and for each response the rewards that nodes gave it, or later changed."""
+    """Groups with prompts and responses, and for each response the rewards that nodes gave it or later changed."""
     shown, nodes = [], {node.label: node.name for node in report.graph.nodes}
     for line in report.facts.samples:
         responses = Counter[str]()
         for said in line["texts"]:
             responses[said["node"]] += len(said["responses"])
-        # Of a node's second rewards the label has the name of its output behind it.
+        # A node's second output of rewards is named "label.output".
         whose = {name: name if name in nodes else name.rpartition(".")[0] for name in line["rewards"]}
         read = {name: _texts_of(report.graph, nodes.get(label, ""), responses) for name, label in whose.items()}
         begun = Counter[str]()
         for said in line["texts"]:
             node, begin = said["node"], begun[said["node"]]
             begun[node] = end = begin + len(said["responses"])
-            # Rewards of several nodes' responses are as many as those of one of them.
+            # Rewards that a node gives to several nodes' responses are shown if their number matches this node's.
             scored = {
                 name: values[begin:end]
                 for name, values in line["rewards"].items()
@@ -145,8 +145,8 @@ def _samples(report: Report) -> list[dict[str, Any]]:
 
 
 def _texts_of(graph: Graph, node: str, makers: Container[str]) -> set[str]:
-    """The next `makers` of texts, by label, that a node reads from, directly or by others, or the node itself if it is
-    one: what these read are other texts."""
+    """The nearest `makers` of texts, by label, from which a node reads, directly or through others; the node itself if
+    it is one. The search does not go past a maker: that reads other texts."""
     found, todo, seen = set[str](), [node], {node}
     while todo:
         if (name := todo.pop()) not in graph:  # an argument
@@ -171,14 +171,14 @@ def seconds(value: float | None) -> str:
 def _graph(report: Report) -> str:
     notes = {n.node: f"{seconds(n.median_s)} · {percent(n.share)} of the time" for n in report.nodes if n.firings}
     shares, found = {n.node: n.share for n in report.nodes}, report.bound
-    # A pool is marked by its label in the program, which a resume may have placed elsewhere.
+    # The picture marks a pool by its label in the program; a resume may have placed its nodes in another pool.
     bounding = {n.node for n in report.nodes if found and n.pool == found.pool}
     labels = {node.pool for node in report.graph.nodes if node.name in bounding}
     return svg(report.graph, Measured(notes, shares, set(found.cycle) if found else set(), labels))
 
 
 def make_chart(report: Report) -> Chart:
-    """All lanes of the run, with what was predicted under what was."""
+    """All lanes of the run, real and predicted."""
     facts = report.facts
     lanes = dict.fromkeys(lane for stage in facts.stages for lane in stage.accounts)
     order = {pool: place for place, pool in enumerate(dict.fromkeys(node.pool for node in report.nodes))}
@@ -199,7 +199,7 @@ def make_chart(report: Report) -> Chart:
 
 
 def _strips(followed: Iterable[Followed]) -> defaultdict[RankId, Strip]:
-    """What was followed, by rank."""
+    """The work and swaps of each rank."""
     found = defaultdict[RankId, Strip](lambda: Strip([]))
     for each in followed:
         for work in each.work:
@@ -210,7 +210,7 @@ def _strips(followed: Iterable[Followed]) -> defaultdict[RankId, Strip]:
 
 
 def _what_if(table: WhatIfTable) -> dict[str, Any]:
-    """What the sliders of the template read."""
+    """The what-if table as the template's sliders read it."""
     cases = [
         {**asdict(case), "busy": {pool: round(share, 4) for pool, share in (case.busy or {}).items()}}
         for case in table.cases
@@ -220,6 +220,6 @@ def _what_if(table: WhatIfTable) -> dict[str, Any]:
         "table": table,
         "lags": sorted({case.lag for case in table.cases}),
         "sizes": sorted({case.replicas for case in table.cases}),
-        # No "</script>" may stand in it: it goes into a script element.
+        # It goes into a script element, so it must not contain "</script>".
         "json": json.dumps(value).replace("<", "\\u003c"),
     }

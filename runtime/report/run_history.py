@@ -1,11 +1,11 @@
-"""The history of a run, read once from its folder: stages followed event by event, rows, end. Pure but for reading.
+"""The history of a run, read once from its folder: stages followed event by event, rows, end. Pure except for reading.
 
-A folder may be incomplete: a run that was killed has no summary and no end in its log, and half a frame there. `notes`
+A folder may be incomplete: a killed run has no summary and no end record in its log, and perhaps half a frame. `notes`
 say what is missing or damaged; the rest is read as usual.
 
-`accounts` says where each rank's time went: busy, or idle by cause, in whole nanoseconds that add up to the wall time
-exactly. Work that failed counts as idle, and so does the trainer's snapshot of its weights, which is a part of the
-sync. How full the slots of a stream are is its occupancy, and says nothing about idle time.
+`accounts` divides each rank's time into busy and idle by cause, in integer nanoseconds that add up exactly to the wall
+time. Failed work counts as idle, and so does the trainer's snapshot of its weights, which is part of the sync. Empty
+slots of a stream lower its occupancy and do not count as idle time.
 """
 
 from collections import Counter, defaultdict
@@ -33,21 +33,21 @@ from penstock.runtime.schedule.replay import SegmentOrigin
 Account = dict[str, int]
 
 
-# The stage that updates.
+# The name of the training stage.
 TRAIN = "train"
 
-# Points of a stage's queue depths.
+# How many times a stage's queue depths are sampled.
 SAMPLES = 400
 
 
 class ReportError(RecordError):
-    """A run folder that no report can be made of: what was found and what is needed."""
+    """No report can be made of a run folder. The message says what was found and what is needed."""
 
 
 @dataclass(frozen=True)
 class Depth:
-    """What lay in queues from `time` on: groups that are finished and not consumed, groups that wait by node, and
-    firings in work by pool."""
+    """Queue depths at `time`: groups that are finished and not consumed, waiting groups by node, and firings in work by
+    pool."""
 
     time: int
     finished: int
@@ -57,7 +57,7 @@ class Depth:
 
 @dataclass
 class StageHistory:
-    """One scheduler's life, from `begin` to `end` on the report's clock."""
+    """A stage, with one scheduler, from `begin` to `end` on the report's clock."""
 
     name: str
     origin: SegmentOrigin
@@ -71,8 +71,9 @@ class StageHistory:
 
 @dataclass
 class Life:
-    """A run, or what a resume added. `starting` are the nanoseconds until its first stage begins. `ended` is None after
-    a kill. `cut` is the update that a resume began with. `accuracy` is what was known when the last stage began."""
+    """The part of a run from its start, or a resume, to its end. `starting` are the nanoseconds until its first stage
+    begins. `ended` is None after a kill. `cut` is the update with which a resume began. `accuracy` has the accuracies
+    known when the last stage began."""
 
     begin: int
     end: int
@@ -85,7 +86,7 @@ class Life:
 
 @dataclass
 class Facts:
-    """All that a report is made of. Times are nanoseconds since the run began, pauses between lives left out."""
+    """All input of a report. Times are nanoseconds since the run began, without the pauses between lives."""
 
     folder: str
     config: RunConfig
@@ -110,17 +111,17 @@ class Facts:
 
     @cached_property
     def updates(self) -> int:
-        """How many were completed, those once that a resume did again."""
+        """How many updates were completed. One that a resume repeated counts once."""
         return len({update for stage in self.training for update in stage.followed.ends})
 
     @cached_property
     def training_ns(self) -> dict[RankId, Account]:
-        """Of each rank, while training."""
+        """The account of each rank during training."""
         return _added(self.training)
 
     @cached_property
     def whole_ns(self) -> dict[RankId, Account]:
-        """Of each rank, in the whole run. While processes start, all ranks are idle."""
+        """The account of each rank in the whole run. While processes start, all ranks are idle."""
         starting = sum(life.starting for life in self.lives)
         return {
             lane: {**account, "starting": account.get("starting", 0) + starting}
@@ -129,7 +130,7 @@ class Facts:
 
     @cached_property
     def pool_shares(self) -> dict[str, dict[str, float]]:
-        """Of each pool, the share of training by state: the mean over its ranks."""
+        """For each pool, the share of training by state: the mean over its ranks."""
         pools = defaultdict[str, Counter[str]](Counter)
         for (replica, _), account in self.training_ns.items():
             pools[pool_of(replica)].update(account)
@@ -141,7 +142,7 @@ class Facts:
 
     @property
     def accuracy(self) -> dict[str, float]:
-        """Before and after, as far as it is known."""
+        """The accuracy "before" and "after" training, as far as known."""
         found = {when: value for life in self.lives for when, value in life.accuracy.items()}
         for when in ("before", "after"):
             found[when] = (self.summary or {}).get(f"accuracy_{when}", found.get(when))
@@ -149,7 +150,7 @@ class Facts:
 
     @property
     def failures(self) -> tuple[str, str]:
-        """How many groups failed and firings were tried again, in words, and what the last one raised; "" for none."""
+        """How many groups failed and firings were tried again, in words, and the error of the last one; "" for none."""
         summary = self.summary or {}
         failed, again = (summary.get("fates") or {}).get("failed"), summary.get("retried")
         said = [f"{failed:,} group{'s' * (failed != 1)} failed"] if failed else []
@@ -158,7 +159,7 @@ class Facts:
 
 
 def _added(stages: Iterable[StageHistory]) -> dict[RankId, Account]:
-    """Accounts of several stages together."""
+    """The sum of the accounts of several stages."""
     total = defaultdict[RankId, Counter[str]](Counter)
     for stage in stages:
         for lane, account in stage.accounts.items():
@@ -167,9 +168,9 @@ def _added(stages: Iterable[StageHistory]) -> dict[RankId, Account]:
 
 
 def read_facts(folder: RunFolder, *, alive: bool = False) -> Facts:
-    """The history of the run in `folder`. In a run that is `alive`, what is not written yet is not noted, and the end
-    of an earlier life is not the run's. Raises RecordError for a folder without its configuration, or one that a newer
-    version wrote."""
+    """Read the history of the run in `folder`. If the run is `alive`, files that are not written yet are not noted as
+    missing, and the summary of an earlier life is ignored. Raises RecordError for a folder without its configuration,
+    or one that a newer version wrote."""
     notes: list[str] = []
     asked = folder.read_json("config.json", ConfigFile).get("asked", {})
     config = RunConfig.load(folder)
@@ -200,7 +201,7 @@ def read_facts(folder: RunFolder, *, alive: bool = False) -> Facts:
 
 def _rows(folder: RunFolder, lives: Sequence[Life], notes: list[str], alive: bool) -> list[Row]:
     rows, damage = read_undamaged(folder.metrics)
-    # The last row of a run that is alive may be on its way.
+    # A live run may be writing its last row.
     if damage is not None and not (alive and isinstance(damage, HalfRow)):
         notes.append(f"metrics.jsonl is damaged; what comes before the damage is shown. {damage}")
     elif not rows and not alive:
@@ -212,7 +213,7 @@ def _rows(folder: RunFolder, lives: Sequence[Life], notes: list[str], alive: boo
 
 
 def _not_finite(rows: Sequence[Row], summary: Mapping[str, Any] | None) -> list[str]:
-    """Notes on metrics that were no finite number, which charts leave out."""
+    """Notes on metrics that were infinite or NaN, which charts leave out."""
     found: dict[str, tuple[str, list[int]]] = {}
     for row in rows:
         for name, value in row.get("not_finite", {}).items():
@@ -227,12 +228,12 @@ def _not_finite(rows: Sequence[Row], summary: Mapping[str, Any] | None) -> list[
 
 
 def _updates(lives: Sequence[Life]) -> set[int]:
-    """The updates that must have a row: those of the event log, except those that a resume took back."""
+    """The updates that must have a row: those in the event log, except those that a resume discarded."""
     found: set[int] = set()
     for life in lives:
         found = {update for update in found if life.cut is not None and update < life.cut}
         done = {update for stage in life.stages if stage.name == TRAIN for update in stage.followed.ends}
-        # A kill may have come between the last update and its row.
+        # The process may have been killed between the last update and its row.
         found |= done if life.ended is not None else done - {max(done, default=0)}
     return found
 
@@ -276,7 +277,7 @@ def _life(segment: Segment, begin: int, notes: list[str]) -> Life:
 
 
 def _stage(log: StageLog, zero: int, end: int, notes: list[str]) -> StageHistory:
-    """Runs the scheduler of a stage again: notes what its ranks did, why they were idle, what lay in queues."""
+    """Replay the scheduler of a stage, and note the work of its ranks, their causes of idle time, and queue depths."""
     try:
         origin = SegmentOrigin.from_json(log.facts)
         tables = Tables(origin.graph, origin.plan)
@@ -289,10 +290,10 @@ def _stage(log: StageLog, zero: int, end: int, notes: list[str]) -> StageHistory
     depths: list[Depth] = []
 
     def sample() -> None:
-        """Note what has been lying in queues since the last event."""
+        """Note the queue depths since the last event."""
         in_work: defaultdict[str, int] = defaultdict(int)
         for replica, rank in reasons:
-            # Every rank of a replica has the same firings: the first one stands for it.
+            # All ranks of a replica have the same firings: count those of the first one.
             if rank == 0:
                 in_work[tables.pool_of[replica]] += follow.in_work[replica, rank]
         steps = tables.steps.values()
@@ -308,7 +309,7 @@ def _stage(log: StageLog, zero: int, end: int, notes: list[str]) -> StageHistory
             event = cast(Event, read_record(step.event))
             commands = scheduler.handle(event)
         except ValueError as error:
-            # What was read so far is still right; a report that shows less is better than none.
+            # What was read so far is right: a shorter report is better than none.
             notes.append(
                 f"Stage {origin.stage!r} is shown up to record {step.record} of the event log: the scheduler of this "
                 f"version decides otherwise than the one that wrote it ({error})."
@@ -317,7 +318,7 @@ def _stage(log: StageLog, zero: int, end: int, notes: list[str]) -> StageHistory
             break
         time = max(now, time)
         follow.step(time, event, commands)
-        # Of each rank without work, why. Ranks of one replica have one cause, which costs a look at the scheduler.
+        # Why each rank without work is idle. Ranks of one replica share a cause, which is expensive to find.
         found: dict[str, str] = {}
         for (replica, rank), changes in reasons.items():
             if follow.in_work[replica, rank]:
@@ -336,8 +337,8 @@ def _stage(log: StageLog, zero: int, end: int, notes: list[str]) -> StageHistory
 def accounts(
     work: Iterable[Work], reasons: Mapping[RankId, Sequence[tuple[int, str]]], begin: int, end: int
 ) -> dict[RankId, Account]:
-    """Of each rank, nanoseconds between `begin` and `end` by "busy" and by cause. `reasons` are (time, cause) by rank:
-    from that time on, the rank is idle for this cause while it has no work."""
+    """For each rank, the nanoseconds between `begin` and `end` by "busy" and by cause. `reasons` has (time, cause) by
+    rank: from that time on, the rank is idle for this cause while it has no work."""
     # All changes of all ranks in one sweep over time.
     edges: list[tuple[int, RankId, str, int]] = []
     for item in work:
@@ -349,7 +350,7 @@ def accounts(
             edges += [(start, item.rank_id, state, 1), (stop, item.rank_id, state, -1)]
     for lane, changes in reasons.items():
         edges += [(min(max(time, begin), end), lane, cause, 0) for time, cause in changes]
-    # In the order in which they count: a rank that does two things at once is busy if one of them is of use.
+    # By precedence: a rank that does two things at once is busy if one of them is a firing that succeeds.
     counts = {lane: {"busy": 0, "failed": 0, "syncing": 0} for lane in reasons}
     idle = dict.fromkeys(reasons, "starting")
     found = Utilisation(reasons, begin, "starting")

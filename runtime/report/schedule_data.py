@@ -1,8 +1,8 @@
 """A schedule as compact data for a page: columns of numbers, deflated, in base64. Pure.
 
-`encode` makes it from a `Chart`; `templates/page.js` reads it. Times are whole microseconds, starts and indices are
-differences to the bar before, names and causes are numbers into tables. In the middle of a long run, bars are merged
-(`thin`): a page stays small however many there are, and says so.
+`encode` makes it from a `Chart`; `templates/page.js` reads it. Times are integer microseconds, starts and indices are
+differences from the bar before, names and causes are indices into tables. In the middle of a long run, bars are merged
+(`thin`), so that a page stays small; the page says how many.
 """
 
 import base64
@@ -17,13 +17,13 @@ from penstock.runtime.control.run_config import EVALUATION
 from penstock.runtime.record.timeline import place
 from penstock.runtime.report.follow import Work
 
-# Nanoseconds of a microsecond.
+# Nanoseconds per microsecond.
 US = 1_000
 
-# Bars that a page may have; beyond them those in the middle of the run are merged.
+# How many bars a page may have; if there are more, those in the middle of the run are merged.
 MOST_BARS = 72_000
 
-# Kinds of work that are drawn beside the rank's own work, in a strip.
+# Kinds of work that are drawn in a strip of their own, under the rank's firings.
 SYNCS = ("publish", "send", "swap", "save")
 
 OUTCOMES = ("", "failed", "dropped", "unanswered")
@@ -39,8 +39,8 @@ class Strip:
 
 @dataclass
 class Row:
-    """A rank's lane: what it really did, and what was predicted if anything was. `room` is how many firings it may have
-    in work at once, which its height follows; 0 where only its bars tell."""
+    """A rank's lane: its real work, and its predicted work if there is a prediction. `room` is how many firings it may
+    have in work at once, which determines its height; 0 if that must be derived from its bars."""
 
     name: str
     pool: str
@@ -51,8 +51,8 @@ class Row:
 
 @dataclass
 class Chart:
-    """What a schedule's picture is made of. `ends`: (update, time) of updates that were over; `stages`: (name, begin,
-    end); `lives`: where a resume began. Times are nanoseconds."""
+    """The content of a schedule's picture. `ends`: (update, time) of the end of each update; `stages`: (name, begin,
+    end); `lives`: when each resume began. Times are nanoseconds."""
 
     rows: list[Row]
     ends: list[tuple[int, int]]
@@ -63,21 +63,21 @@ class Chart:
 
 @dataclass
 class Merged(Work):
-    """Several firings of a node as one bar: `index` is the first of them, `last` the last."""
+    """Several firings of a node as one bar, with indices from `index` to `last`."""
 
     count: int = 1
     last: int = 0
 
 
 def encode(chart: Chart, most: int = MOST_BARS) -> tuple[str, int]:
-    """The chart's text for the page, and how many bars were merged into others."""
+    """The chart as text for the page, and how many bars were merged into others."""
     merged = thin([s for row in chart.rows for s in (row.real, row.predicted) if s is not None], most)
-    # The number of each (name, kind) and of each cause, in the order in which they are first asked for.
+    # The table index of each (name, kind) and of each cause, in the order of first use.
     names, causes = dict[tuple[str, str], int](), dict[str, int]()
 
     def columns(work: Sequence[Work], tracks: Sequence[int]) -> dict[str, Any]:
-        """num bars; s start, d duration, n name, i index, u turn, v version, c cause, x the cause's number, k track, o
-        outcome, g firings, l last index. Columns that are all 0 are left out."""
+        """num: how many bars. Columns: s start, d duration, n name, i index, u turn, v version, c cause, x the cause's
+        number, k track, o outcome, g firings, l last index. Columns that are all 0 are left out."""
         found: dict[str, list[int]] = {letter: [] for letter in "sdniuvcxkogl"}
         start = index = 0
         for item, track in zip(work, tracks, strict=True):
@@ -103,7 +103,8 @@ def encode(chart: Chart, most: int = MOST_BARS) -> tuple[str, int]:
         return {"num": len(work), **{letter: column for letter, column in found.items() if any(column)}}
 
     def strip(of: Strip | None) -> dict[str, Any] | None:
-        """How many tracks of it the program needs, and how many the evaluation: each has its whole height."""
+        """A strip's columns. "tracks": how many tracks the program needs, and how many the evaluation; each of the two
+        is drawn with the lane's whole height."""
         if of is None:
             return None
         work = sorted(of.work, key=lambda w: (w.start, w.end, w.index))
@@ -143,7 +144,8 @@ def encode(chart: Chart, most: int = MOST_BARS) -> tuple[str, int]:
 
 
 def thin(strips: Sequence[Strip], most: int) -> int:
-    """Merge bars of the middle of the run by node and version, until there are about `most`; how many were."""
+    """Merge bars in the middle of the run by node and version, so that about `most` are left. Returns how many bars
+    this saves."""
     total = sum(len(strip.work) for strip in strips)
     if total <= most:
         return 0
@@ -154,7 +156,7 @@ def thin(strips: Sequence[Strip], most: int) -> int:
         found: list[Work] = []
         alike = defaultdict[tuple[str, int | None], list[Work]](list)
         for item in strip.work:
-            # What failed stays a bar of its own: it is what a reader looks for.
+            # A failed firing stays a bar of its own: readers look for it.
             if not begin < item.start < end or item.kind != "group" or item.outcome == "failed":
                 found.append(item)
             else:

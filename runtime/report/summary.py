@@ -1,8 +1,8 @@
-"""A run's report as a value: its history, the stage that the figures are of, what the simulator makes of it. Pure.
+"""A run's report as a value: its history, the figures of its main stage, and the simulator's results. Pure.
 
-`make_report` makes it, within the time that the caller allows. A figure of it is computed once, when it is first read:
-`report.page` draws them, `figures` are the same facts as JSON. Where there are several training stages (a resumed run),
-rank accounts and lags are of all of them, and node times and the what-if table of the one with the most updates.
+`make_report` makes it, within the time that the caller allows. Each figure is computed once, when it is first read:
+`report.page` draws them, `figures` are the same facts as JSON. If there are several training stages (a resumed run),
+rank accounts and lags cover all of them; node times and the what-if table are of the stage with the most updates.
 """
 
 from collections import Counter, defaultdict
@@ -21,14 +21,14 @@ from penstock.runtime.report.follow import NS, RankId, Work
 from penstock.runtime.report.run_history import Facts, StageHistory
 from penstock.runtime.report.what_if import Prediction, WhatIfTable, bound, cycle_nodes, predict, verdict, what_if
 
-# Kinds of work that move weights, with the names that readers know them by.
+# Kinds of work that move weights, with their names in the report.
 SYNC_PARTS = {"publish": "pause", "send": "wire", "swap": "apply"}
 
 
 @dataclass(frozen=True)
 class NodeTime:
-    """A node of the graph: how often it was fired, its median seconds, the share of training in which a replica of its
-    pool had it in work, and whether it is part of what bounds the run."""
+    """A node of the graph: how often it fired, its median seconds, the share of training during which a rank of its
+    pool had it in work (the mean over ranks), and whether it is part of what bounds the run."""
 
     node: str
     pool: str
@@ -41,9 +41,9 @@ class NodeTime:
 
 @dataclass(frozen=True)
 class Report:
-    """`stage` is the training stage with the most updates, None for a run that began none; `prediction` is of it.
-    `predictions` are of all training stages that can be fitted, in their order. `bound` is the least period of any
-    schedule."""
+    """`stage` is the training stage with the most updates, None if the run began none; `prediction` is its prediction.
+    `predictions` has those of all training stages that can be fitted, in order. `bound` is a lower bound on the period
+    of any schedule."""
 
     facts: Facts
     stage: StageHistory | None
@@ -59,19 +59,19 @@ class Report:
 
     @cached_property
     def occupancy(self) -> dict[str, float]:
-        """Of each pool that works on several firings at once: how full its slots were while it was busy, from 0 to 1.
-        A group that is decoded has a slot for each of its samples; a response that has ended counts until its group is
-        done."""
+        """For each pool that works on several firings at once, the share of its slots in use while it was busy, from 0
+        to 1. A group in decoding has a slot for each of its samples; a response that has ended counts until its group
+        is done."""
         if (stage := self.stage) is None:
             return {}
         graph, found = stage.origin.graph, dict[str, float]()
         streaming = {node.name: node for node in graph.nodes if node.stream and node.clock == "group"}
         rows = {name: samples_of(graph, node) if decodes(graph, node) else 0 for name, node in streaming.items()}
         for pool, replicas in stage.tables.by_pool.items():
-            # The first rank of a replica stands for all.
+            # All ranks of a replica have the same firings: look at the first one.
             lanes = [(replica.name, 0) for replica in replicas]
             work = [w for w in stage.followed.work if w.rank_id in lanes and w.name in streaming]
-            # A pool that does not decode has as many slots as firings it may have in work.
+            # In a pool that does not decode, a slot is a firing that it may have in work.
             slots = self.facts.config.flags.slots if any(rows[w.name] for w in work) else replicas[0].capacity
             by_lane = [[w for w in work if w.rank_id == lane] for lane in lanes]
             if busy := sum(slot_time([(w, 1) for w in items], 1) for items in by_lane):
@@ -106,7 +106,7 @@ class Report:
 
     @cached_property
     def syncs(self) -> list[dict[str, Any]]:
-        """Of each channel and part of a sync: how many, median and largest seconds."""
+        """For each channel and part of a sync: how many there were, their median and largest seconds."""
         found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
         for work in (work for stage in self.facts.training for work in stage.followed.work):
             if work.kind in SYNC_PARTS and not work.outcome:
@@ -118,14 +118,14 @@ class Report:
 
     @cached_property
     def lags(self) -> dict[int, int]:
-        """Groups by how many updates the weights that they began with were old, over all lives."""
+        """The number of groups by lag: how many updates old the weights were that they began with, over all lives."""
         found = sum((stage.followed.lags for stage in self.facts.training), Counter[int]())
         return dict(sorted(found.items()))
 
     @cached_property
     def tokens(self) -> tuple[dict[int, float], dict[int, float]]:
-        """Fresh tokens by the lag, and by the version, of the weights that they were sampled with, where the updates
-        report them (`tokens_lag_K`)."""
+        """The number of fresh tokens by lag, and by version, of the weights that sampled them, if the updates report
+        them (`tokens_lag_K`)."""
         by_lag, by_version = defaultdict[int, float](float), defaultdict[int, float](float)
         for row in self.facts.rows:
             for name, value in row.items():
@@ -137,8 +137,8 @@ class Report:
 
 
 def slot_time(work: Iterable[tuple[Work, int]], slots: int) -> int:
-    """The integral over time of the slots in use on one replica, in nanoseconds. `work` has the number of rows of each
-    firing. Rows beyond `slots` wait."""
+    """The integral over time of the slots in use on one replica, in nanoseconds. `work` has each firing with its number
+    of rows. Rows beyond `slots` wait."""
     total, now, held = 0, 0, 0
     for time, change in sorted(edge for item, rows in work for edge in ((item.start, rows), (item.end, -rows))):
         total += min(held, slots) * (time - now)
@@ -147,14 +147,14 @@ def slot_time(work: Iterable[tuple[Work, int]], slots: int) -> int:
 
 
 def make_report(facts: Facts, out_of_time: Callable[[], bool]) -> Report:
-    """The report of a run. Once `out_of_time()` is true, no further case of the what-if table is simulated."""
+    """Make the report of a run. Once `out_of_time()` is true, no further case of the what-if table is simulated."""
     pairs = [(stage, predict(stage)) for stage in facts.training]
     stage, prediction = max(pairs, key=lambda pair: len(pair[0].followed.ends), default=(None, None))
     least, table = None, None
     if stage is not None and prediction is not None:
         origin, fitted = stage.origin, prediction.fit
         least = bound(origin.graph, origin.plan, fitted.means, fitted.durations.publish, origin.rules)
-        # What a run did can be done: means may be of firings before its period, which were slower.
+        # The run reached its period, so the bound cannot be larger: its means may include slower, earlier firings.
         least = replace(least, seconds=min(least.seconds, prediction.measured_s))
         table = what_if(stage, fitted, out_of_time)
     measured, error = (prediction.measured_s, prediction.error) if prediction else (None, None)
@@ -164,7 +164,7 @@ def make_report(facts: Facts, out_of_time: Callable[[], bool]) -> Report:
 
 
 def figures(report: Report) -> dict[str, Any]:
-    """What the page shows, as JSON."""
+    """The facts on the page, as JSON."""
     facts, prediction = report.facts, report.prediction
     by_lag, by_version = report.tokens
     table = asdict(report.table) if report.table else None
@@ -204,6 +204,6 @@ def figures(report: Report) -> dict[str, Any]:
 
 
 def rank_name(lane: RankId, known: Iterable[RankId]) -> str:
-    """A rank as the page names it: its replica, with its number where the replica has several."""
+    """A rank's name on the page: its replica, with its number if the replica has several ranks."""
     replica, rank = lane
     return f"{replica} rank {rank}" if sum(other == replica for other, _ in known) > 1 else replica

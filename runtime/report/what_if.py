@@ -1,15 +1,15 @@
-"""What the simulator makes of a run: its prediction, other lags and numbers of generators, and the verdict in one line.
+"""Simulations based on a run: its prediction, other lags and numbers of generators, and the verdict in one line.
 
-Pure. The simulator runs the run's own scheduler on a virtual clock, with the durations that the run had.
+Pure. The simulator executes the run's own scheduler on a virtual clock, with the durations measured in the run.
 
-- `fit` takes durations and verdicts (of filters, of further turns) from a stage. A firing that the run did takes as
-  long and decides as it did there; any other one draws from those of its node.
-- `predict` simulates the stage itself. The prediction differs from the run by what the simulator leaves out: how long
-  commands and answers are on their way, and that work on one machine slows other work down.
-- `what_if` simulates other lags and numbers of generators. A replica that has fewer groups at once decodes each of them
-  faster: `crowding` fits by how much. Where the run does not tell, nothing is assumed.
-- `bound` is the least period of any schedule, and `verdict` the run in one line: what bounds it, what another lag or
-  another number of generators would gain, how far the prediction is off.
+- `fit` takes durations and verdicts (of filters, and on further turns) from a stage. A firing that the run did has the
+  same duration and verdict; any other firing draws from those of its node.
+- `predict` simulates the stage itself. The prediction differs from the run by what the simulator leaves out: the
+  latency of commands and answers, and the slowdown of work by other work on the same machine.
+- `what_if` simulates other lags and numbers of generators. A replica with fewer groups at once decodes each of them
+  faster: `crowding` fits by how much. If the run's data do not show it, no such effect is assumed.
+- `bound` is a lower bound on the period of any schedule. `verdict` sums up the run in one line: what bounds it, what
+  another lag or number of generators would gain, how far off the prediction is.
 """
 
 from collections import Counter, defaultdict
@@ -29,7 +29,7 @@ from penstock.runtime.schedule.compile import NodeStep, Rules, Tables
 from penstock.runtime.schedule.events import Command, Event
 from penstock.runtime.schedule.simulator import Durations, Spans, Verdicts, draw, simulate
 
-# Events of a simulated stage, about: a longer run is predicted for its first updates only.
+# About how many events of a stage are simulated; of a longer run only the first updates are predicted.
 MOST_EVENTS = 60_000
 
 # Kinds of work that move weights, with the simulator's names for them.
@@ -38,14 +38,15 @@ SYNC = {"publish": "publish", "send": "wire", "swap": "swap"}
 
 @dataclass(frozen=True)
 class Empirical:
-    """Seconds of the firings that a run did, by name (with the turn) and index; others draw from them by a key."""
+    """Seconds of a run's firings, by name (with the turn) and index. Other firings draw from `pool` by a key."""
 
     seconds: dict[tuple[str, int], float]
     pool: tuple[float, ...]
 
     @staticmethod
     def of(seconds: dict[tuple[str, int], float], first: int) -> "Empirical":
-        """Others draw from the firings with an index of at least `first`; from all of them if there is none."""
+        """Make it from measured seconds. Other firings draw from those with an index of at least `first`; from all of
+        them if there are none."""
         usual = [took for (_, index), took in seconds.items() if index >= first]
         return Empirical(seconds, tuple(usual or seconds.values()))
 
@@ -56,7 +57,7 @@ class Empirical:
 
 @dataclass(frozen=True)
 class RecordedVerdicts(Verdicts):
-    """The verdicts that a run came to. `known` are the firings that it has one for; others draw by the shares."""
+    """The verdicts of a run. `known` are the firings that have one; other firings draw by the shares."""
 
     known: frozenset[Firing] = frozenset()
     dropping: frozenset[Firing] = frozenset()
@@ -71,8 +72,8 @@ class RecordedVerdicts(Verdicts):
 
 @dataclass(frozen=True)
 class Fit:
-    """A training stage as the simulator takes it: durations, verdicts, and the mean seconds by node of a group or
-    update, all turns of it."""
+    """A training stage as input of the simulator: durations, verdicts, and by node the mean seconds of a group (all of
+    its turns) or update."""
 
     durations: Durations
     verdicts: Verdicts
@@ -81,8 +82,8 @@ class Fit:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The simulated stage on the report's clock: the first `updates` of it. Seconds per update as they were predicted,
-    as they were measured for the same updates, and for all of the stage."""
+    """The first `updates` of a stage, simulated, on the report's clock. Seconds per update: predicted, measured for the
+    same updates (`compared_s`), and measured for the whole stage."""
 
     fit: Fit
     followed: Followed
@@ -93,12 +94,12 @@ class Prediction:
 
     @property
     def error(self) -> float | None:
-        """By how much the prediction is larger than what was measured, as a share of it."""
+        """The relative error of the prediction; positive if it is larger than the measured period."""
         return self.predicted_s / self.compared_s - 1 if self.compared_s else None
 
 
 def fit(stage: StageHistory) -> Fit | None:
-    """None where the stage has not done every node that was due at least once."""
+    """Fit durations and verdicts to a stage. None unless every node that was due has fired at least once."""
     spent = firings(stage.followed.work)
     nodes: dict[str, Empirical] = {}
     means: dict[str, float] = {}
@@ -107,7 +108,7 @@ def fit(stage: StageHistory) -> Fit | None:
         first = first_usual(stage, step)
         if own:
             nodes[step.name] = Empirical.of(own, first)
-            # Firings that warm a process up would make a mean that no later one has.
+            # The mean leaves out the slower firings that warm a process up.
             usual = {key: took for key, took in own.items() if key[1] >= first} or own
             means[step.name] = sum(usual.values()) / len({index for _, index in usual})
         elif step.every > 1 or step.off_path:
@@ -123,20 +124,20 @@ def fit(stage: StageHistory) -> Fit | None:
 
 
 def first_usual(stage: StageHistory, step: NodeStep) -> int:
-    """The index of a step's first firing that the period counts: updates before it fill the pipeline, and warm
-    everything up."""
+    """The index of a step's first firing within the measured period: earlier updates fill the pipeline, and warm
+    processes up."""
     update = stage.origin.rules.start + _skipped(len(stage.followed.ends), stage.tables.max_lag + 1)
     return update if step.per_update else update * stage.origin.rules.batch
 
 
 def firings(work: Iterable[Work]) -> dict[tuple[str, int], float]:
-    """Seconds of each firing that was done, from its first rank's start to its last rank's end; of one that has paused,
-    those of its segments; of one that was done again, as after the loss of a replica, the last time."""
+    """Seconds of each completed firing, from its first rank's start to its last rank's end. A firing that has paused
+    has the sum of its segments. A firing that was repeated, as after the loss of a replica, has its last attempt."""
     attempts: defaultdict[tuple[str, int], dict[tuple[int, int], Work]] = defaultdict(dict)
     for item in sorted(work, key=lambda item: item.start):
         if item.kind in ("group", "update") and item.outcome in ("", "dropped"):
             own = attempts[named(item.name, item.turn), item.index]
-            # A rank does a segment once.
+            # A rank runs each segment once, so this is another attempt.
             if (item.segment, item.rank) in own:
                 own.clear()
             own[item.segment, item.rank] = item
@@ -151,12 +152,12 @@ def firings(work: Iterable[Work]) -> dict[tuple[str, int], float]:
 
 
 def named(node: str, turn: int) -> str:
-    """A node's name with the number of the turn after the first one, as durations are asked for."""
+    """A node's name, with the number of the turn after turn 0: the key of `Duration` functions."""
     return f"{node}.{turn}" if turn else node
 
 
 def _median_s(work: Iterable[Work], kind: str) -> float:
-    """Median seconds of one part of the syncs that were answered, each as long as its slowest rank."""
+    """Median seconds of one part of the completed syncs. Each takes as long as its slowest rank."""
     found: dict[tuple[str, int], int] = {}
     for item in work:
         if item.kind == kind and not item.outcome:
@@ -166,7 +167,7 @@ def _median_s(work: Iterable[Work], kind: str) -> float:
 
 
 def _verdicts(stage: StageHistory) -> Verdicts:
-    """Those of the run; of other firings the shares that it had."""
+    """The verdicts of the run, and its shares for other firings."""
     done = [Firing(w.name, w.index, w.turn) for w in stage.followed.work if w.kind == "group" and w.rank == 0]
     counts = Counter(firing.node for firing in done)
 
@@ -180,8 +181,8 @@ def _verdicts(stage: StageHistory) -> Verdicts:
 
 
 def predict(stage: StageHistory) -> Prediction | None:
-    """The stage on a virtual clock, for as many updates as the run has done or as are quickly simulated; None if it
-    has done none, or cannot be fitted."""
+    """Simulate the stage for as many updates as the run has done, or as can be simulated quickly. None if it has done
+    none, or cannot be fitted."""
     ends, fitted = _ends(stage), fit(stage)
     if not ends or fitted is None:
         return None
@@ -206,36 +207,36 @@ def _ends(stage: StageHistory) -> list[float]:
 
 
 def quick_updates(stage: StageHistory) -> int:
-    """How many of the stage's updates are simulated: all of a short run."""
+    """How many of the stage's updates are simulated: all of them if the run is short."""
     return min(len(stage.followed.ends), max(16, MOST_EVENTS // _events_per_update(stage)))
 
 
 def _events_per_update(stage: StageHistory) -> int:
-    """About: a few for each group and node, and those of the update and its sync."""
+    """A rough number: one for each group and per-group node, one more per group, and 8 for the update and its sync."""
     return stage.origin.rules.batch * (stage.tables.num_group_steps + 1) + 8
 
 
 def period(begin: float, ends: Sequence[float], filling: int) -> float:
-    """Seconds per update of the updates that were over at `ends` (one at least, seconds). The first `filling` of them
-    fill the pipeline; they are left out if there are as many others."""
+    """Seconds per update of the updates that were over at `ends` (seconds, at least one). The first `filling` updates,
+    which fill the pipeline, are left out; at most half of all updates are."""
     skip = _skipped(len(ends), filling)
     first = ends[skip - 1] if skip else begin
     return (ends[-1] - first) / (len(ends) - skip)
 
 
 def _skipped(updates: int, filling: int) -> int:
-    """Of so many updates, how many are left out at the start: `filling`, if there are as many others."""
+    """How many updates are left out at the start: `filling`, but at most half of all."""
     return min(filling, updates // 2)
 
 
 def bound(graph: Graph, plan: Plan, means: dict[str, float], publish: float, rules: Rules) -> Bound:
-    """The period that no schedule can beat with these durations, and its cause. `means` are seconds by node, `publish`
-    those of a snapshot of the weights."""
+    """The period that no schedule with these durations can beat, and its cause. `means` are seconds by node, `publish`
+    the seconds of a snapshot of the weights."""
     capacity = {pool.name: sum(r.capacity for r in pool.replicas) for pool in served(graph, plan).pools}
     held = {name: pool.name for pool in plan.pools for name in pool.holds}
     pools = {node.name: held[node.name] for node in graph.nodes if node.name in held}
     found = period_bound(graph, means, rules.batch, capacity, pools)
-    # A pool that publishes makes the snapshots besides its updates, which `graph.analysis` does not know of.
+    # Add the snapshots to the work of a pool that publishes: `graph.analysis` does not know of them.
     work: dict[str, float] = defaultdict(float)
     for node in graph.nodes:
         if node.fires and node.clock == "update":
@@ -246,7 +247,7 @@ def bound(graph: Graph, plan: Plan, means: dict[str, float], publish: float, rul
     return max([found, *(Bound(seconds, pool=pool) for pool, seconds in work.items())], key=lambda b: b.seconds)
 
 
-# Events of all simulations of a table, about: two seconds on a slow core.
+# About how many events all simulations of a table have: two seconds on a slow core.
 EVENTS = 24_000
 MOST_UPDATES, LEAST_UPDATES = 60, 16
 # Updates at the start of each simulation in which the pipeline fills, the same for every lag.
@@ -255,7 +256,7 @@ FILLING = 6
 
 @dataclass(frozen=True)
 class Case:
-    """A lag and a number of generator replicas, and what comes of it: None where the rules do not allow it."""
+    """The result for a lag and a number of generator replicas. `period_s` is None if the rules do not allow them."""
 
     lag: int
     replicas: int
@@ -266,10 +267,10 @@ class Case:
 
 @dataclass(frozen=True)
 class WhatIfTable:
-    """The cases, the lag and replicas of the run itself, and how many updates each was simulated for. `pool` has the
-    generators; `measured_s` is the run's own period over as many updates, None where it has not done so many;
-    `crowding` is by how much of itself a group's time grows with the groups beside it (see `crowding`); `complete` is
-    False where time ran out."""
+    """The cases, the run's own lag and number of replicas, and for how many updates each case was simulated. `pool` is
+    the generators' pool. `measured_s` is the run's own period over as many updates, None if it has done fewer.
+    `crowding` is the share of a group's time that is proportional to the number of groups on its replica (see
+    `Crowding`). `complete` is False if time ran out."""
 
     pool: str
     lag: int
@@ -282,8 +283,8 @@ class WhatIfTable:
 
     @property
     def crowded(self) -> bool:
-        """Whether the run tells by how much groups slow each other down. Where it does not, more of them at once, as a
-        larger lag admits, look too fast."""
+        """True if the run shows by how much groups slow each other down. If not, cases with more groups at once, such
+        as a larger lag, look too fast."""
         return self.crowding >= 0.005
 
     def case(self, lag: int, replicas: int) -> Case | None:
@@ -291,7 +292,7 @@ class WhatIfTable:
 
 
 def what_if(stage: StageHistory, fitted: Fit, out_of_time: Callable[[], bool]) -> WhatIfTable | None:
-    """The table of a training stage; None for a program without a pool that samples with lagged weights."""
+    """Simulate the table of a training stage. None for a program without a pool that samples with lagged weights."""
     pool = generators(stage.tables)
     if pool is None or not stage.followed.ends:
         return None
@@ -302,7 +303,7 @@ def what_if(stage: StageHistory, fitted: Fit, out_of_time: Callable[[], bool]) -
     wanted = [(lag, size) for size in sizes for lag in lags]
     # The run itself first, then its neighbours: time may run out.
     wanted.sort(key=lambda case: (case[1] != now[1], abs(case[1] - now[1]), case[0] != now[0], abs(case[0] - now[0])))
-    # As many updates for every case: the filling of the pipeline is then the same share of each.
+    # The same number of updates for every case, so that the fill of the pipeline is the same share of each.
     updates = min(MOST_UPDATES, max(LEAST_UPDATES, EVENTS // (_events_per_update(stage) * len(wanted))))
     crowd = crowding(group_work(stage, pool))
     durations = with_crowding(stage, fitted.durations, pool, crowd)
@@ -313,13 +314,13 @@ def what_if(stage: StageHistory, fitted: Fit, out_of_time: Callable[[], bool]) -
             break
         other, grown = with_lag(graph, now[0], lag), with_replicas(plan, pool, size)
         try:
-            # With too small a lag for how seldom weights are sent, some update would wait for ever.
+            # If the lag is too small for the period at which weights are sent, some update would wait for ever.
             if check(other):
                 raise ValueError
             tables = Tables(other, served(other, grown))
             found = simulate(tables, limits, durations, verdicts=fitted.verdicts)
         except ValueError:
-            # Such a lag or plan is refused, or filters drop too much.
+            # The lag or the plan is refused, or filters drop too many groups.
             cases.append(Case(lag, size, None))
             continue
         busy: defaultdict[str, list[float]] = defaultdict(list)
@@ -339,13 +340,13 @@ def generators(tables: Tables) -> str | None:
 
 
 def with_lag(graph: Graph, now: int, lag: int) -> Graph:
-    """The graph with another lag on the broadcasts that have the largest one."""
+    """The graph with `lag` on the broadcasts whose lag is `now`."""
     return graph.at_lag(lag, {n.name for n in graph.nodes if n.construct == "broadcast" and n.lag == now})
 
 
 def with_replicas(plan: Plan, name: str, size: int | None = None, capacity: int | None = None) -> Plan:
-    """The plan with `size` replicas of a pool, all like its first one, each of which may have `capacity` firings in
-    work at once; None is as many as in the plan."""
+    """The plan with `size` replicas of a pool, all like its first one, each with room for `capacity` firings; None
+    keeps the plan's numbers."""
     pool = next(pool for pool in plan.pools if pool.name == name)
     first, replicas = pool.replicas[0], pool.replicas
     if size is not None:
@@ -354,42 +355,42 @@ def with_replicas(plan: Plan, name: str, size: int | None = None, capacity: int 
     return Plan(tuple(replace(p, replicas=replicas) if p is pool else p for p in plan.pools))
 
 
-# Below so many firings, nothing is fitted.
+# With fewer firings, `crowding` is not fitted.
 LEAST_FIRINGS = 16
 
 
 @dataclass(frozen=True)
 class Crowding:
-    """How firings of a pool slow each other down: `share` of a firing's seconds, from 0 to 1, is proportional to the
-    number of firings that its replica has in work; `mean` is that number in the run."""
+    """How firings of a pool slow each other down. `share` of a firing's seconds, from 0 to 1, is proportional to the
+    number of firings in work on its replica; `mean` is the mean of that number in the run."""
 
     share: float
     mean: float
 
     def pace(self, count: int) -> float:
-        """Seconds of the run's mean pace that pass in one second with so many firings in work; with none, for which
-        there is no pace, as with one."""
+        """The speed of each firing with `count` firings in work, relative to the run's mean. A count of 0 is taken as
+        1."""
         return 1 / (1 - self.share + self.share * max(count, 1) / self.mean)
 
 
 def group_work(stage: StageHistory, pool: str) -> list[Work]:
-    """The per-group firings that a pool has done, as the first rank of each replica did them."""
+    """The completed per-group firings of a pool, on the first rank of each replica."""
     done = (w for w in stage.followed.work if w.kind == "group" and not w.outcome and w.end > w.start)
     return [w for w in done if w.rank == 0 and stage.tables.pool_of[w.lane] == pool]
 
 
 def crowding(work: Sequence[Work]) -> Crowding:
-    """How much of a firing's time is due to the firings beside it on its replica.
+    """Fit how firings of a replica slow each other down.
 
-    A firing's seconds are fitted to a + b n by least squares, n being the mean number of firings that its replica had
-    in work meanwhile; the share is b n / (a + b n) at the mean of n. 0 where n does not vary enough to tell.
+    A firing's seconds are fitted to a + b n by least squares, where n is the mean number of firings in work on its
+    replica meanwhile. The share is b n / (a + b n) at the mean of n; 0 if n does not vary enough.
     """
     seconds = [(item.end - item.start, total) for item, total in _integrals(work, float)]
     pairs = [(total / took, float(took)) for took, total in seconds]
     if len(pairs) < LEAST_FIRINGS:
         return Crowding(0.0, 1.0)
     mean_n, mean_s = fmean(n for n, _ in pairs), fmean(s for _, s in pairs)
-    # A slope through numbers that hardly differ would be noise.
+    # A slope fitted to nearly equal numbers would be noise.
     spread = fmean((n - mean_n) ** 2 for n, _ in pairs)
     if spread < (0.1 * mean_n) ** 2:
         return Crowding(0.0, mean_n)
@@ -398,14 +399,14 @@ def crowding(work: Sequence[Work]) -> Crowding:
 
 
 def _integrals(work: Sequence[Work], value: Callable[[int], float]) -> list[tuple[Work, float]]:
-    """Each firing with the integral, over its time, of a function of the number in work on its replica."""
+    """Each firing with the integral, over its time, of a function of the number of firings in work on its replica."""
     by_replica: defaultdict[str, list[Work]] = defaultdict(list)
     for item in work:
         by_replica[item.lane].append(item)
     found: list[tuple[Work, float]] = []
     for items in by_replica.values():
         edges = sorted([(item.start, 1) for item in items] + [(item.end, -1) for item in items])
-        # By time, the integral from the first one on.
+        # The integral from the first start to each time.
         total: dict[int, float] = {edges[0][0]: 0.0}
         now, count = edges[0][0], 0
         for time, change in edges:
@@ -418,10 +419,10 @@ def _integrals(work: Sequence[Work], value: Callable[[int], float]) -> list[tupl
 
 
 def with_crowding(stage: StageHistory, durations: Durations, pool: str, crowd: Crowding) -> Durations:
-    """The durations, with those of a pool's per-group nodes depending on how many firings a replica has in work.
+    """The durations, where those of a pool's per-group nodes depend on how many firings a replica has in work.
 
-    A firing with the same others in work as in the run takes as long as it did there. Without crowding the durations
-    are returned as they are.
+    A firing with the same other firings in work as in the run takes as long as it did there. Without crowding the
+    durations are returned unchanged.
     """
     if not crowd.share:
         return durations
@@ -450,9 +451,9 @@ class SharedPace:
 
 @dataclass
 class PacedReplica:
-    """One replica of `SharedPace` (`schedule.simulator.SimulatedEngine`): all firings in work go on at the same pace.
+    """One replica of `SharedPace` (`schedule.simulator.SimulatedEngine`): all firings in work have the same pace.
 
-    `left` are the seconds at the mean pace that each of them has left at `now`.
+    `left`: the seconds at the mean pace that each firing has left at `now`.
     """
 
     shared: SharedPace
@@ -484,9 +485,9 @@ class PacedReplica:
         self.now = now
 
 
-# A bound that is a smaller share of the period does not explain it: then firings queue for each other.
+# A bound below this share of the period does not explain the period: then firings queue for each other.
 CLOSE = 0.75
-# A gain worth a word, and two periods that are as good as each other.
+# The least gain that is reported, and the difference up to which two periods count as equal.
 GAIN, SAME = 0.01, 0.005
 
 
@@ -494,7 +495,7 @@ def verdict(
     graph: Graph, bound: Bound | None, period_s: float | None, error: float | None, table: WhatIfTable | None,
     busy: Mapping[str, float],
 ) -> str:  # fmt: skip
-    """`busy` is the share of training that each pool was busy."""
+    """Sum up the run in one line. `busy` is the share of training during which each pool was busy."""
     if not period_s or bound is None:
         return "No update could be followed, so nothing can be said of what bounds this run."
     parts = [_bounds(graph, bound, period_s, busy)]
@@ -506,7 +507,7 @@ def verdict(
 
 
 def role(graph: Graph, pool: str) -> str:
-    """A pool in words: "training" or "generation" where it does that and has the usual name, else its name."""
+    """A pool in words: "training" or "generation" if it does that and has the usual name, else its name."""
     per_update = any(n.pool == pool and n.clock == "update" and n.outputs for n in graph.nodes if n.fires)
     made = {graph.producer(argument.name) for argument in graph.carried}
     if per_update and any(n.name in made for n in graph.nodes if n.pool == pool):
@@ -535,7 +536,7 @@ def _bounds(graph: Graph, bound: Bound, period_s: float, busy: Mapping[str, floa
 
 
 def _gains(table: WhatIfTable) -> list[str]:
-    """What another lag, and another number of generators, would gain; nothing where no other was simulated."""
+    """What another lag, and another number of generators, would gain; nothing if no other was simulated."""
     said: list[str] = []
     run = table.case(table.lag, table.replicas)
     for name, fixed in (("lag", "replicas"), ("replicas", "lag")):
@@ -543,7 +544,7 @@ def _gains(table: WhatIfTable) -> list[str]:
         if run is None or not run.period_s or len(cases) < 2:
             continue
         least = min(c.period_s or 0.0 for c in cases)
-        # The least lag, or the fewest generators, of those that are as good as the best.
+        # Of the cases that equal the best, the one with the least lag or the fewest generators.
         value, period_s = min(
             (getattr(c, name), c.period_s) for c in cases if (c.period_s or 0.0) <= least * (1 + SAME)
         )

@@ -1,9 +1,8 @@
-"""The report as a file: asked for by a verb, at the end of a run, or drawn anew while the run goes on.
+"""The report as a file: by `penstock report`, at the end of a run, or redrawn while the run goes on.
 
 `write_report` writes it once. `end_with_report` does so at the end of a run, and never raises: a report must not change
-how a run ends. `Live` draws a run that goes on whenever its folder has more to say. One thread draws, so that no two
-drawings are at once; others read `snapshot`, which is replaced as a whole. The machine belongs to the run: drawing
-takes a tenth of one core at most.
+how a run ends. `Live` redraws a live run whenever its folder has more data. Only one thread draws; others read
+`snapshot`, which is replaced as a whole. Drawing takes at most a tenth of one core: the machine belongs to the run.
 """
 
 import os
@@ -21,21 +20,21 @@ from penstock.runtime.report.run_history import read_facts
 from penstock.runtime.report.summary import Report, make_report
 
 REPORT = "report.html"
-# Seconds from the first case of the what-if table after which no further one is begun, where the report is all that is
-# wanted.
+# Seconds after the first case of the what-if table after which no other case begins, if the user only waits for the
+# report.
 SIMULATING_S = 6.0
 # The same at the end of a run: a share of the run's seconds between two limits.
 SHARE_OF_RUN, LEAST_S, MOST_S = 0.05, 0.5, 3.0
-# Bytes of an event log that takes some seconds to read: too long for a user who has pressed Ctrl-C.
+# An event log of more bytes takes some seconds to read: too long for a user who has pressed Ctrl-C.
 LARGE_LOG = 3 << 20
 
 
 def write_report(
     folder: RunFolder, path: Path, limit_s: float = SIMULATING_S, choice: str = "--out FILE", *, alive: bool = False
 ) -> Report:
-    """Write the report of the run in `folder` to `path`. Simulates for `limit_s` seconds at most, about. `alive`: the
-    run goes on, which the page says. Raises RecordError for a folder that cannot be read, or a file that cannot be
-    written; `choice` is the flag that names that file."""
+    """Write the report of the run in `folder` to `path`. Simulates for about `limit_s` seconds at most. `alive`: the
+    run is still alive, which the page says. Raises RecordError for a folder that cannot be read, or a file that cannot
+    be written; `choice` is the flag that names that file."""
     facts = read_facts(folder, alive=alive)
     if alive:
         facts.notes.insert(0, "The run goes on: what it has written so far is shown.")
@@ -45,7 +44,7 @@ def write_report(
 
 
 def time_limit(seconds: float) -> Callable[[], bool]:
-    """A function that says whether `seconds` have passed since its first call."""
+    """Return a function that is true once `seconds` have passed since its first call."""
     asked: list[float] = []
 
     def is_up() -> bool:
@@ -58,7 +57,7 @@ def time_limit(seconds: float) -> Callable[[], bool]:
 def end_with_report(folder: RunFolder, wall_s: float, *, stopped: bool) -> tuple[Path | None, str]:
     """Write the report of a run that has ended. Returns its path, or None and why there is none. Never raises.
 
-    A signal ends the drawing. The report of a long run that was `stopped` is not drawn: its user waits.
+    Ctrl-C ends the drawing. The report of a long run that was `stopped` is not drawn: its user waits.
     """
     path = folder.path / REPORT
     try:
@@ -70,7 +69,7 @@ def end_with_report(folder: RunFolder, wall_s: float, *, stopped: bool) -> tuple
         return None, str(error)
     except KeyboardInterrupt:
         return None, "interrupted"
-    except Exception as error:  # ours, and no reason for a run to fail
+    except Exception as error:  # a bug of ours must not fail the run
         return None, f"{type(error).__name__}: {error}"
     return path, ""
 
@@ -84,8 +83,8 @@ LOOK_S = 0.5
 
 
 class Snapshot(NamedTuple):
-    """A page. `rows` and `bytes` are what metrics.jsonl and both records held when it was drawn; `ended`: the run is
-    over, and no other page will come unless it is resumed."""
+    """A page. `rows` is how many rows of metrics.jsonl it shows, and `bytes` the size of metrics.jsonl and events.log
+    when it was drawn. `ended`: the run is over, and no other page follows unless it is resumed."""
 
     html: str
     rows: int
@@ -111,11 +110,11 @@ class Live:
         threading.Thread(target=self._run, name="drawing", daemon=True).start()
 
     def look(self, now: float) -> None:
-        """Draw if there is news, and if it is time."""
-        # Asked first: what the run writes between the two questions is then drawn once more, and not missed.
+        """Draw if there is new data and the pause since the last drawing is over."""
+        # Ask this before the sizes: then what the run writes in between is drawn again, not missed.
         ended = not self.folder.alive
         mark = _size(self.folder.events) + _size(self.folder.metrics), ended
-        # The last page does not wait: nobody would draw it later.
+        # The last page must not wait: nothing would trigger it later.
         if mark == self._mark or (now < self._next and not ended):
             return
         began = time.monotonic()
@@ -130,20 +129,20 @@ class Live:
             time.sleep(LOOK_S)
 
     def _draw(self, *, ended: bool) -> tuple[str, int]:
-        """The page, and the rows in it."""
+        """The page, and how many rows it shows."""
         if not self.folder.config.exists():
             return self._waiting("The run has not begun: it has written nothing but its folder so far."), 0
         is_up = time_limit(SIMULATING_S)
         try:
             facts = read_facts(self.folder, alive=not ended)
-            # While the run goes on its cores are its own: nothing is simulated beside it.
+            # Nothing is simulated while the run is alive: the cores belong to it.
             report = make_report(facts, lambda: not ended or is_up())
             if not ended and not facts.rows:
                 report = replace(report, verdict="No update is done yet.")
             return page(report, "live.html.j2"), len(facts.rows)
         except RecordError as error:
             return self._waiting(str(error)), 0
-        except Exception as error:  # ours; the next look may do better, and a thread that dies says nothing
+        except Exception as error:  # a bug of ours: the thread must not die silently, and the next look may succeed
             return self._waiting(f"The page could not be drawn: {type(error).__name__}: {error}"), 0
 
     def _waiting(self, said: str) -> str:
