@@ -13,14 +13,17 @@ Shapes: R rows, W width.
 import json
 import os
 import secrets
+import shutil
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -60,8 +63,22 @@ def installed() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "gloo": torch.distributed.is_gloo_available(),
+        "triton": triton_lacks(),
         "gpus": [[gpu.name, gpu.total_memory / 2**30, gpu.major, gpu.minor] for gpu in gpus],
     }
+
+
+def triton_lacks() -> str:
+    """What of this machine keeps Triton from making kernels for a GPU; "" for nothing. What launches them it compiles
+    as a module of Python's."""
+    if find_spec("triton") is None:
+        return "triton"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "a C compiler"
+    scheme = sysconfig.get_default_scheme()
+    # Debian's own scheme is not where Triton looks.
+    header = Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme), "Python.h")
+    return "" if header.is_file() else str(header)
 
 
 def cpu(threads: int) -> dict[str, Any]:

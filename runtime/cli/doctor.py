@@ -140,6 +140,10 @@ def check_torch() -> Iterator[Finding]:
     for index, (kind, gib, major, minor) in enumerate(facts["gpus"]):
         found = f"{kind}, {gib:.1f} GiB, sm_{major}{minor}"
         yield _judge(f"cuda:{index}", found, major >= 8, "no bfloat16: use --dtype float32")
+    if facts["gpus"]:
+        found = f"lacks {facts['triton']}" if facts["triton"] else "can make kernels for the GPUs"
+        follows = "no model computes on a GPU: apt install gcc python3-dev, or --device cpu"
+        yield _judge("Triton", found, not facts["triton"], follows, "lack")
 
 
 def check_cpu() -> Iterator[Finding]:

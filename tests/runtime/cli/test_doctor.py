@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from penstock import cache_folder
-from penstock.nodes.calibrate import decoding_steps
+from penstock.nodes.calibrate import decoding_steps, installed
 from penstock.runtime.cli import doctor
 from penstock.runtime.cli.base_model import PROFILE
 from penstock.runtime.cli.doctor import Finding
@@ -23,7 +23,9 @@ from penstock.runtime.record import trackers
 
 from .conftest import Output, Patch
 
-TORCH: dict[str, Any] = {"version": "2.13.0+cpu", "cuda": None, "threads": 2, "cpu": "AVX512", "gloo": True, "gpus": []}
+TORCH: dict[str, Any] = {
+    "version": "2.13.0+cpu", "cuda": None, "threads": 2, "cpu": "AVX512", "gloo": True, "triton": "", "gpus": [],
+}  # fmt: skip
 CPU = {
     "torch": "2.13.0", "seconds": 60.0, "launch_us": 1.0, "memory": {"read": 20.0, "copy": 20.0, "cached": 80.0},
     "links": {"gloo_gb_s": 2.0, "latency_us": 80.0, "shared_gb_s": 8.0},
@@ -95,6 +97,8 @@ OLD_TORCH = {"installed": {**TORCH, "version": "2.1.0", "cuda": "13.0", "gloo": 
         (OLD_TORCH, "gloo", "lack", "weights"),
         (OLD_TORCH, "cuda:0", "ok", ""),
         (OLD_TORCH, "cuda:1", "note", "no bfloat16"),
+        (OLD_TORCH, "Triton", "ok", ""),
+        ({"installed": {**OLD_TORCH["installed"], "triton": "a C compiler"}}, "Triton", "lack", "gcc python3-dev"),
         ({}, "/dev/shm", "lack", "--shm-size"),
         ({}, "cache", "note", "nearly full"),
         ({}, "trackers", "note", "penstock[tensorboard,wandb,trackio,mlflow]"),
@@ -108,6 +112,20 @@ def test_what_is_lacking_has_a_verdict_and_what_follows(
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     finding = found(name)
     assert (finding.verdict, follows in finding.follows) == (verdict, True)
+
+
+def test_triton_needs_a_compiler_and_the_headers_of_this_python(monkeypatch: Patch, tmp_path: Path) -> None:
+    monkeypatch.setattr("penstock.nodes.calibrate.find_spec", lambda name: None)
+    assert installed()["triton"] == "triton"
+    monkeypatch.setattr("penstock.nodes.calibrate.find_spec", lambda name: name)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert installed()["triton"] == "a C compiler"
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr("sysconfig.get_path", lambda name, scheme: str(tmp_path))
+    assert installed()["triton"] == str(tmp_path / "Python.h")
+    (tmp_path / "Python.h").touch()
+    assert installed()["triton"] == ""
 
 
 def test_a_cache_that_cannot_be_written_is_a_lack(monkeypatch: Patch, tmp_path: Path) -> None:
