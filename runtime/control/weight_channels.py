@@ -312,6 +312,8 @@ class WeightChannels(LocalChannels):
     def _sent(self, span: Span, moved: Moved | Exception) -> None:
         """A transfer to a replica that may be lost is over."""
         if isinstance(moved, Exception):
+            if (link := self._opened.get(span)) is not None:
+                link.close()  # a receiver that is gone has no memory back while it is mapped here
             self._unsent.put(SendFailed(span.target, span.life, f"{self.replica} rank {self.rank}: {moved}"))
             self.settings.wake()
 

@@ -4,7 +4,8 @@ The blocks are taken from the CUDA driver itself (`libcuda`, by its C names, as 
 allocator: a handle names a whole block of the driver, so that of a tensor of torch's it would give away whatever else
 lies in its block, and with expandable segments or the asynchronous allocator there is no such block. Torch's own way
 (`_share_cuda_`) counts references in files that a killed process leaves behind. Here nothing is counted: a block lives
-as long as its process, and a process that has opened it must not use it longer.
+as long as its process, and a process that has opened it must not use it longer. The driver gives its memory back when
+the last of these has let go of it, too: so it is unmapped with its last view.
 
 What the driver calls are given and give is in `_Driver`; the rest is as in `one_sided`.
 """
@@ -14,8 +15,9 @@ import hashlib
 import logging
 import re
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -29,6 +31,9 @@ _UNIT = 2 << 20  # bytes: smaller blocks of the driver share one, and a handle w
 _HANDLE_BYTES = 64
 _PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: copies between two GPUs go straight where they can
 _POLL_S = 5e-5
+
+# What a GPU may still be writing has to stay mapped.
+_unfinished: list[Sequence[tuple[Tensor, Tensor]]] = []
 
 _log = logging.getLogger(__name__)
 
@@ -105,11 +110,15 @@ class OpenedMemory(PeerMemory):
                 for target, piece in pairs:
                     if piece.device == device:
                         target.copy_(piece, non_blocking=True)
-            # The receiver reads in streams of another process, which cannot wait for this one: the host must.
-            finish(stream, self._timeout)
+            try:
+                # The receiver reads in streams of another process, which cannot wait for this one: the host must.
+                finish(stream, self._timeout)
+            except RuntimeError:
+                _unfinished.append(pairs)
+                raise
 
     def close(self) -> None:
-        """Forget the blocks. They stay mapped until this process ends: a view may still be in use."""
+        """Forget the blocks. A view that is still in use keeps its own mapped."""
         self._opened.clear()
 
 
@@ -139,7 +148,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Block:
-    """Memory at an address, as torch takes it without a copy."""
+    """Memory at an address, as torch takes it without a copy; torch keeps it for as long as a view of it."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
@@ -170,17 +179,25 @@ class _Driver:
             except RuntimeError:
                 self._call("cuMemFree_v2", address)
                 raise
-        return Export(self._device.index, bytes(handle.reserved), nbytes), self._tensor(address.value, nbytes)
+        own = self._tensor(_Block(address.value, nbytes), address.value)
+        return Export(self._device.index, bytes(handle.reserved), nbytes), own
 
     def open(self, block: Export) -> Tensor:
-        """Another process's block. The driver refuses one of this process."""
+        """Another process's block, which is unmapped with the last view of it. The driver refuses one of this
+        process."""
         address, handle = ctypes.c_uint64(), _Handle.from_buffer_copy(block.handle)
         with self._current():
             self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, ctypes.c_uint(_PEERS))
-        return self._tensor(address.value, block.nbytes)
+        memory = _Block(address.value, block.nbytes)
+        weakref.finalize(memory, self._unmap, address).atexit = False
+        return self._tensor(memory, address.value)
 
-    def _tensor(self, address: int, nbytes: int) -> Tensor:
-        tensor = torch.as_tensor(_Block(address, nbytes), device=self._device)
+    def _unmap(self, address: ctypes.c_uint64) -> None:
+        with suppress(RuntimeError), self._current():  # of a GPU that has failed nothing is left to unmap
+            self._call("cuIpcCloseMemHandle", address)
+
+    def _tensor(self, memory: _Block, address: int) -> Tensor:
+        tensor = torch.as_tensor(memory, device=self._device)
         if tensor.data_ptr() != address:
             raise RuntimeError(f"torch {torch.__version__} copied a block of {self._device}, needed to use it as it is")
         return tensor

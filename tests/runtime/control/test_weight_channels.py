@@ -222,6 +222,27 @@ def test_weights_for_a_life_that_has_ended_are_refused_and_said_by_their_sender(
     assert ([one.life for one in failed], len(said), "life 0" in said[0]) == ([1, 1], 1, True)
 
 
+def test_a_link_that_has_failed_keeps_nothing_of_its_receivers_memory(memory: SharedMemory) -> None:
+    sides = both_sides("a", memory)
+    trainer, generator = sides["source"], sides["destination"]
+    trainer.settings = replace(trainer.settings, elastic=True)
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count(f"penstock-{RUN}-{GENERATOR.replace('/', '.')}")
+
+    policy, command = {"policy": Policy(4)}, Send(CHANNEL, 0, TRAINER, GENERATOR)
+    generator.send(command, trainer.publish(CHANNEL, 0, policy))
+    trainer.send(command, None)
+    until(generator.arrived)
+    assert mapped() == 2  # the receiver's own, and its sender's
+    generator.close()
+    trainer.publish(CHANNEL, 1, policy)
+    trainer.send(Send(CHANNEL, 1, TRAINER, GENERATOR), None)
+    until(trainer.unsent)
+    assert mapped() == 1
+    trainer.close()
+
+
 def test_the_error_of_a_bridge_between_hosts_names_both(memory: SharedMemory) -> None:
     source = both_sides("b", memory, timeout=0.2)["source"]
     where = "policy>generator from trainer/0 on host a to generator/0 on host b: source rank 0"

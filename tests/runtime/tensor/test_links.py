@@ -694,3 +694,20 @@ def test_a_gpu_that_is_busy_for_longer_than_the_deadline_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"cuda:0 is not through with the work of this process after 0.05 s"):
         finish(torch.cuda.current_stream(), 0.05)
     finish(torch.cuda.current_stream(), 60.0)
+
+
+@NEEDS_A_GPU
+def test_a_gpu_has_the_memory_of_a_receiver_that_has_ended_back_when_its_senders_link_is_closed(links: Any) -> None:
+    made = links("cuda_ipc")
+    peer, end = made.join("destination")
+    publisher = WeightPublisher(CHANNEL, Policy(large=1 << 28, device=made.device), device=made.device)
+    facts = published(publisher, 0)
+    before, _ = torch.cuda.mem_get_info()
+    peer.tell(**facts)
+    publisher.send(0, end)
+    assert peer.read()["version"] == 0
+    assert torch.cuda.mem_get_info()[0] < before - (1 << 30)
+    peer.process.kill()
+    peer.process.wait(20)
+    end.close()
+    assert torch.cuda.mem_get_info()[0] > before - (1 << 28)
