@@ -1,10 +1,10 @@
-"""How much better a response is than what was to be expected: nodes that make advantages of rewards.
+"""Advantages, how much better a response is than expected: nodes that compute them from rewards.
 
-Those of one prompt group fire per group, those of a whole batch per update. Below the nodes are the functions of
-rewards and groups that they are made of. Rewards are data, so nothing here has a gradient.
+Nodes that compare within a prompt group fire per group, those that compare within a batch per update. They are built of
+functions of rewards and groups. Rewards are data, so nothing here has a gradient.
 
 Shapes: N responses, G prompts. `group_N` (int64) says which prompt each response answers, 0 to G − 1, each at least
-once and in any order; `rewards_N` are floating point. Rows may as well be tokens: nothing here knows of responses.
+once and in any order; `rewards_N` are floating point. Rows may also be tokens: the functions do not assume responses.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -20,10 +20,11 @@ from penstock.nodes.learn.losses import segment_lengths, segment_max, segment_me
 
 
 def uniform_groups(rewards_N: Tensor, group_N: Tensor) -> Tensor:
-    """Whether all rewards of a group are equal (all right, all wrong, or a single one), bool [G]: nothing to learn.
+    """True for each group whose rewards are all equal (all right, all wrong, or a single one), bool [G]: nothing to
+    learn.
 
-    What dynamic sampling leaves out: DAPO (arXiv 2503.14476), equation 11. Compares the rewards, not their deviation,
-    which rounding keeps from being zero.
+    Dynamic sampling drops these groups: DAPO (arXiv 2503.14476), equation 11. Compares the rewards, not their
+    deviation, which rounding keeps from being zero.
     """
     # By the rewards themselves: the mean of equal ones may differ from them in the last bit.
     return segment_max(rewards_N, group_N) == -segment_max(-rewards_N, group_N)
@@ -67,7 +68,7 @@ def rloo_advantages(rewards_N: Tensor, group_N: Tensor) -> Tensor:
 def whiten(values_P: Tensor, mask_P: Tensor) -> Tensor:
     """Values of mean 0 and population deviation 1 over the rows where `mask_P` (bool) holds; 0 elsewhere.
 
-    All are 0 where the values do not differ.
+    All are 0 if the values do not differ.
     """
     kept_K = values_P[mask_P]
     white_K = grpo_advantages(kept_K, torch.zeros_like(kept_K, dtype=torch.long))
@@ -78,24 +79,24 @@ OTHERS = "2 or more responses to a prompt, since they are each other's baseline 
 
 
 def several_samples(call: Call) -> None:
-    """What comparing the rewards of one prompt with each other requires."""
+    """Requirement of a node that compares the rewards of one prompt: several of them."""
     if call.clock == "group" and call.samples("rewards") == 1:
         raise call.lack("rewards of samples=1, one response to a prompt", OTHERS, code="too-few-samples")
 
 
 def one_greedy(call: Call) -> None:
-    """What a baseline that is one response's reward requires."""
+    """Requirement of a node whose baseline is the reward of one greedy response."""
     if (samples := call.samples("greedy")) not in (None, 1):
         needed = "samples=1: one greedy response to each prompt"
         raise call.lack(f"greedy rewards of samples={samples}", needed, code="too-many-samples")
 
 
-# What sub-group each row of rollouts is of: anything that equals itself, such as a text or a number; or a tensor.
+# The sub-group of each row of rollouts: anything that equals itself, such as a text or a number; or a tensor.
 By = Callable[[Rollouts], Iterable[Hashable]]
 
 
 def named_rows(call: Call) -> None:
-    """What sub-groups require: rollouts, of which they are told."""
+    """Requirement of sub-groups: the rollouts that they are computed from."""
     if "rollouts" not in call.left_out:
         return
     needed = "the rollouts, as the input `rollouts`"
@@ -118,8 +119,8 @@ def group_advantage(
     deviation, as in GRPO (arXiv 2402.03300, section 4.1.2); a group whose rewards are all equal has advantage 0 either
     way. Raises ValueError for a group of one, whose advantage is always 0.
 
-    Rollouts that go on from prefixes have a sub-group for each. `by(rollouts)` names the sub-group of each row, too.
-    Rows are compared with those of their sub-group only, and one that is alone in it has advantage 0.
+    Rollouts that continue prefixes have a sub-group for each prefix; `by(rollouts)` divides them further. Rows are
+    compared within their sub-group only. A row that is alone in its sub-group has advantage 0.
     """
     values_N = _samples(rewards, "group_advantage", rollouts)
     make = grpo_advantages if normalize else group_mean_advantages
@@ -131,7 +132,8 @@ def group_advantage(
 def leave_one_out_advantage(rewards: Rewards, rollouts: Rollouts | None = None, *, by: By | None = None) -> Advantages:
     """A = r − mean of the rewards of the same prompt's other samples (RLOO, arXiv 2402.14740).
 
-    With sub-groups, of the other samples of the same one, as in `group_advantage`. Raises ValueError for a row alone.
+    With sub-groups, as in `group_advantage`, only samples of the same sub-group count. Raises ValueError for a row that
+    is alone.
     """
     values_N = _samples(rewards, "leave_one_out_advantage", rollouts)
     return Advantages(rloo_advantages(values_N, _groups(values_N, rollouts, by)) if len(values_N) else values_N)
@@ -144,12 +146,13 @@ def vine_advantage(
 ) -> tuple[TokenAdvantages, Metrics]:
     """The advantage of each step of a response, by Monte-Carlo values (VinePPO, arXiv 2410.01679, equations 5 and 6).
 
-    `prefixes` cut `rollouts` into steps; `vines` are responses that go on from each, and `outcomes` their rewards,
-    whose mean is the value of that state. All tokens of a step have A = V(state after it) − V(state before it), where
-    the state after the last step is worth the response's reward, and the prompt the mean reward of the other responses
-    to it: a prefix of 0 tokens has a value of its own. Metric: `state_value`, the mean of the prefixes' values.
+    `prefixes` cut `rollouts` into steps; `vines` are responses that continue each prefix, and `outcomes` their rewards,
+    whose mean is the value of that state. All tokens of a step have A = V(state after it) − V(state before it). The
+    state after the last step has the response's reward as its value, and the prompt the mean reward of the other
+    responses to it: a prefix of 0 tokens has a value of its own. Metric: `state_value`, the mean of the prefixes'
+    values.
 
-    Raises ValueError for a single response, for a prefix that nothing goes on from, and for vines of others.
+    Raises ValueError for a single response, for a prefix without vines, and for vines of other prefixes.
     """
     values_N = _samples(rewards, "vine_advantage")
     numbers = prefixes.numbers_N.tolist()
@@ -173,7 +176,7 @@ def vine_advantage(
 
 @node(pool="scorer")
 def plain_advantage(rewards: Rewards, *, baseline: float = 0.0) -> Advantages:
-    """A = r − b: the reward itself, less a constant (REINFORCE, Williams 1992)."""
+    """A = r − b: the reward minus a constant (REINFORCE, Williams 1992)."""
     return Advantages(torch.as_tensor(rewards.values_N, dtype=torch.float32) - baseline)
 
 
@@ -189,22 +192,22 @@ def greedy_advantage(rewards: Rewards, greedy: Rewards) -> Advantages:
 
 @node(pool="scorer", clock="update")
 def batch_normalized(advantage: Advantages, rollouts: Rollouts | None = None) -> Advantages:
-    """(A − mean) / population deviation over the responses of a whole batch. All are 0 where they do not differ.
+    """(A − mean) / population deviation over the responses of a whole batch. All are 0 if they do not differ.
 
     REINFORCE++ (Hu et al. 2025, arXiv 2501.03262), global advantage normalisation; with advantages of
-    `group_advantage`, REINFORCE++ with baseline. Those of tokens need the `rollouts`: they are normalised over the
-    tokens that a policy sampled, and are 0 elsewhere. Raises ValueError without.
+    `group_advantage`, REINFORCE++ with baseline. Advantages of tokens need the `rollouts`: they are normalised over the
+    tokens that a policy sampled, and are 0 elsewhere. Raises ValueError without them.
     """
     if not isinstance(advantage, TokenAdvantages):
         return Advantages(whiten(advantage.values_N, torch.ones_like(advantage.values_N, dtype=torch.bool)))
-    # What fills up shorter responses is 0, and would count as so many tokens that are worth nothing.
+    # The padding of shorter responses is 0, and would count as tokens with advantage 0.
     if rollouts is None:
         raise ValueError("batch_normalized: given advantages of tokens, needed their rollouts, as the input `rollouts`")
     return TokenAdvantages(whiten(advantage.values_N, sampled_mask(rollouts)))
 
 
 def _samples(rewards: Rewards, name: str, rollouts: Rollouts | None = None) -> Tensor:
-    """The rewards of a group that can be compared with each other, float32 [N]. A group may have no prefix."""
+    """The rewards of a group to compare, float32 [N]. Only rollouts that continue prefixes may have no rows."""
     values_N = torch.as_tensor(rewards.values_N, dtype=torch.float32)
     may_be_empty = rollouts is not None and rollouts.prefixes_N is not None
     if len(values_N) < 2 and not (may_be_empty and not len(values_N)):
@@ -213,13 +216,13 @@ def _samples(rewards: Rewards, name: str, rollouts: Rollouts | None = None) -> T
 
 
 def _groups(values_N: Tensor, rollouts: Rollouts | None, by: By | None) -> Tensor:
-    """Which rows are compared with each other, int64 [N]."""
+    """The number of each row's sub-group, int64 [N]."""
     if by is not None and rollouts is None:
         raise ValueError("advantage: given sub-groups (by) of no rollouts, needed the input `rollouts`")
     prefixes_N = None if rollouts is None else rollouts.prefixes_N
     prefixes = [-1] * len(values_N) if prefixes_N is None else prefixes_N.tolist()
     named = [None] * len(prefixes) if rollouts is None or by is None else by(rollouts)
-    # Two elements of a tensor are equal only as plain numbers.
+    # Elements of a tensor compare equal only as plain numbers.
     names = [name.item() if hasattr(name, "item") else name for name in named]
     if len(names) != len(values_N) or len(prefixes) != len(values_N):
         given = f"by={getattr(by, '__name__', repr(by))}: given {len(names)} names of sub-groups"

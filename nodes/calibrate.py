@@ -1,11 +1,11 @@
-"""What this machine's memory, links and GPUs do in a second, for `penstock doctor --measure`.
+"""Rates of this machine's memory, links and GPUs, for `penstock doctor --measure`.
 
-`installed` says what there is, `cpu` and `cuda` measure. For the links `python -m penstock.nodes.calibrate FOLDER` is
-the other end, which meets this one in the folder.
+`installed` says what there is, `cpu` and `cuda` measure. The second process of the link measurements is
+`python -m penstock.nodes.calibrate FOLDER`; both rendezvous in the folder.
 
-A GPU's products are those of decoders: square weights of many layers, one after the other, so that what of them stays
-in a cache does so here as well. Its engine's steps are those of decoders so narrow that the host takes longer to
-launch their kernels than these take.
+The matrix products on a GPU are those of a decoder: square weights of many layers in turn, so that caches keep as much
+of them as in a decoder. The engine steps are those of decoders so narrow that launching their kernels takes longer than
+running them.
 
 Shapes: R rows, W width.
 """
@@ -36,19 +36,19 @@ from penstock import module_command
 from penstock.nodes.model.kernels import linear
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Of the products on a GPU.
+# Shapes of the products on a GPU.
 ROWS, WIDTHS = (16, 1024, 8192), (1024, 2048, 4096, 8192)
-# Different weights of a product, in turn: 7 for each of 8 layers.
+# Different weights of a product, used in turn: 7 for each of 8 layers.
 WEIGHTS = 56
-# Of one product's weights and of one figure: more than a cache keeps; with many rows fewer weights will do, since
-# reading them is hidden.
+# Most bytes of the weights of one shape, more than a cache holds, and most operations of one call: with many rows
+# fewer weights suffice, since reading them is hidden.
 MOST_BYTES, MOST_FLOPS = 128 << 20, 8e9
-# A figure is from rounds that take this long together at least, whatever the clock's grain.
+# The least total time of the rounds of one measurement, so that the clock's resolution does not matter.
 LEAST_S = 0.03
-# Bytes of a tensor that no cache keeps, and of one that the nearest caches keep.
+# Bytes of a tensor that fits in no cache, and of one that fits in the nearest caches.
 LARGE, SMALL = 256 << 20, 256 << 10
 DEADLINE = timedelta(seconds=30)
-# Of decoders whose steps are measured. A prompt as long as those of which the cost model counts operations.
+# The decoders whose steps are measured. The prompt is as long as in the cost model's count of operations.
 STEP_LAYERS, STEP_ROWS, STEP_PROMPT = (2, 18), (16, 256), 100
 WARM_STEPS, STEPS = 3, 20
 
@@ -82,7 +82,7 @@ def triton_lacks() -> str:
 
 
 def cpu(threads: int) -> dict[str, Any]:
-    """The host: its memory, read by so many threads, and its links between two processes."""
+    """Measure the host: its memory, read by this many threads, and its links between two processes."""
     began = time.monotonic()
     torch.set_num_threads(threads)
     found = {"memory": bandwidths("cpu"), "launch_us": launch_us("cpu"), "links": links()}
@@ -90,7 +90,7 @@ def cpu(threads: int) -> dict[str, Any]:
 
 
 def cuda(device: str) -> dict[str, Any]:
-    """One GPU. Its other links are those of its data sheet."""
+    """Measure one GPU. Its other links are those of its data sheet."""
     began = time.monotonic()
     torch.cuda.set_device(device)
     properties = torch.cuda.get_device_properties(device)
@@ -127,9 +127,9 @@ def forward_rates(dtype: torch.dtype, device: str) -> list[tuple[int, int, float
 def decoding_steps(
     device: str, layers: Sequence[int] = STEP_LAYERS, rows: Sequence[int] = STEP_ROWS
 ) -> list[tuple[int, int, float]]:
-    """(layers, rows, seconds) of the median step of a run's engine, with a narrow decoder of so many layers and so many
-    rows in work, whose operations are launched one by one."""
-    # Half a second of imports, which `installed` has no use of.
+    """(layers, rows, seconds) of the median step of a run's engine, for narrow decoders of these numbers of layers and
+    of rows in work, whose operations are launched one by one."""
+    # Half a second of imports, which `installed` does not need.
     from penstock.graph.types import Context, Prompts, Weights
     from penstock.nodes.generate import make_engine
     from penstock.nodes.model import CausalLM, ModelConfig
@@ -162,8 +162,8 @@ def decoding_steps(
 
 
 def bandwidths(device: str) -> dict[str, float]:
-    """GB/s: `read` of a sum over a large tensor, `copy` bytes read and written by a copy of it, `cached` the same of a
-    small one."""
+    """GB/s: `read` by a sum over a large tensor, `copy` read and written by a copy of it, `cached` by a copy of a small
+    one."""
     large = torch.ones(LARGE // 4, device=device)
     other, small = torch.empty_like(large), torch.ones(SMALL // 4, device=device)
     near = torch.empty_like(small)
@@ -176,7 +176,7 @@ def bandwidths(device: str) -> dict[str, float]:
 
 
 def launch_us(device: str) -> float:
-    """Microseconds of an operation on a few elements, its call from Python included."""
+    """Microseconds of an operation on a few elements, with its call from Python."""
     a, b = (torch.ones(16, device=device) for _ in range(2))
 
     def work() -> None:
@@ -188,7 +188,7 @@ def launch_us(device: str) -> float:
 
 
 def host_gb_s(device: str) -> float:
-    """Between a GPU and its host's pinned memory."""
+    """GB/s from a GPU to its host's pinned memory, or back."""
     there = torch.empty(LARGE // 4, device=device)
     here = torch.empty(LARGE // 4, pin_memory=True)
     return LARGE / seconds(lambda: there.copy_(here, non_blocking=True)) / 1e9
@@ -198,7 +198,7 @@ def links() -> dict[str, float]:
     """GB/s and microseconds one way between two processes: over gloo on loopback, and by shared memory."""
     with tempfile.TemporaryDirectory() as folder:
         command = module_command("penstock.nodes.calibrate", folder)
-        # A process and no thread: transports differ between processes, and the interpreter's lock would be measured.
+        # A process and no thread: between processes transports differ, and threads would measure the interpreter lock.
         with subprocess.Popen(command) as other:
             try:
                 return {**_gloo(Path(folder), 0), **_shared()}
@@ -226,14 +226,14 @@ def _gloo(folder: Path, rank: int) -> dict[str, float]:
 
 
 def _ping(group: Any, payload: Tensor, rank: int) -> None:
-    """There and back."""
+    """One round trip."""
     for sender in (0, 1):
         work = group.send([payload], 1 - rank, 0) if rank == sender else group.recv([payload], 1 - rank, 0)
         work.wait()
 
 
 def _shared() -> dict[str, float]:
-    """What another process reads needs no second copy: the rate is that of writing into the mapping."""
+    """The rate of writing into a shared mapping: the other process reads it without a second copy."""
     path = Path("/dev/shm") / f"penstock-measure-{os.getpid()}-{secrets.token_hex(4)}"
     size = 64 << 20
     try:
@@ -245,9 +245,9 @@ def _shared() -> dict[str, float]:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """The median of several rounds of the seconds of one call; a GPU's work is waited for."""
+    """The median over several rounds of the seconds of one call, until a GPU's work is done."""
     timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
-    work()  # a first call takes its memory
+    work()  # the first call allocates memory
     return float(timer.blocked_autorange(min_run_time=LEAST_S).median)
 
 

@@ -4,8 +4,8 @@
     class Baseline:
         mean: float = 0.0
 
-It is an argument of a program, and a per-update node makes its next value. What holds tensors, or weights that other
-pools read, is a class of its own (`graph.protocols.Carried`).
+It is an argument of a program, and a per-update node makes its next value. A value with tensors, or with weights that
+other pools read, needs a class of its own (`graph.protocols.Carried`).
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ def carried(cls: type[T]) -> type[T]:
     """Make a class a dataclass whose values a program may carry from update to update.
 
     Its fields are numbers, texts, True, False, None, and lists, tuples and dicts (by texts) of them; a checkpoint holds
-    them exactly. The first value is made of the fields' defaults, or by a class method `make(context)`, which sees the
-    run's flags and the program's options (`graph.Context`). It lives in the pool of the node that makes its next value.
-    Nodes of that pool read it as it is, once per update, or through `delay`, per group; `broadcast` sends its fields
-    that are numbers to other pools, each a tensor without axes.
+    them exactly. The first value is made of the fields' defaults, or by a class method `make(context)`, which gets the
+    run's flags and the program's options (`graph.Context`). The value is in the pool of the node that makes its next
+    value. Nodes of that pool read it as it is, once per update, or through `delay`, per group; `broadcast` sends its
+    fields that are numbers to other pools, each as a tensor without axes.
 
     Raises GraphError at the class for one inside a function, which other processes cannot import, and for a field
     without a default. A value of another kind raises TypeError where the field is set, at the latest where a checkpoint
@@ -64,7 +64,7 @@ def carried(cls: type[T]) -> type[T]:
 
     made.__init__, made.__setattr__, made.written = __init__, __setattr__, where
     for name in ("weights", "state", "restore", "export"):
-        if name not in vars(cls):  # what the class says itself stays
+        if name not in vars(cls):  # keep the class's own methods
             setattr(made, name, vars(_Carried)[name])
     # A subclass does not inherit its base's maker, which would make the base.
     if "maker" not in vars(cls):
@@ -73,7 +73,7 @@ def carried(cls: type[T]) -> type[T]:
 
 
 class _Carried:
-    """The methods of a carried dataclass. `written` is where the class stands, for messages."""
+    """The methods of a carried dataclass. `written` is the place of the class, for messages."""
 
     written: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -82,7 +82,7 @@ class _Carried:
         found = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            # Weights keep their dtypes, so that of `mean: float = 0` is no integer at first.
+            # Weights keep their dtypes, so `mean: float = 0` must be a float from the start.
             value = float(value) if "float" in str(field.type) and isinstance(value, int) else value
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
                 needed = "a whole number of 64 bits, as others are sent it by broadcast; or a float"
@@ -107,7 +107,7 @@ class _Carried:
             object.__setattr__(self, name, _decoded(facts[name]))
 
     def export(self, folder: str) -> None:
-        """There is nothing that other tools read."""
+        """Write nothing: no other tool reads it."""
 
 
 def _plain(carried: Any, name: str, value: Any) -> Any:
@@ -119,7 +119,7 @@ def _plain(carried: Any, name: str, value: Any) -> Any:
 
 
 def _encoded(value: Any) -> Any:
-    """A plain value as JSON that decodes to an equal one. Raises TypeError that tells what another one is."""
+    """A plain value as JSON that decodes to an equal one. Raises TypeError with the kind of any other value."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (list, tuple):

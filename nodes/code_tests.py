@@ -1,10 +1,10 @@
 """A rule for code: the Python that a model wrote is run against tests, in the sandbox of `environments/sandbox.py`.
 
-Tests of input and output are compared out here: code never sees what it is to print. Tests in Python run in the process
-of the code that they test. An early end or a changed builtin passes none of them; a verdict that is printed blindly is
-found out, since it passes tests that no code can. Code that reads the tests in the frames that call it and decides by
-them, attacks its own interpreter, changes a library or returns an object that is equal to all others can pass: no test
-in Python is safe from that.
+Outputs are compared outside the sandbox: the code never sees what it must print. Tests in Python run in the process
+of the code that they test. Code that exits early or changes a builtin passes none of them. Code that prints a verdict
+blindly is detected, since it also passes tests that no code can pass. Code can still cheat by reading the tests in its
+callers' frames, by attacking its own interpreter, by changing a library, or by returning an object that equals all
+others: no test in Python is safe from that.
 """
 
 import ast
@@ -25,12 +25,12 @@ from penstock.nodes.score import answers_that
 _TESTING, _FUNCTION = ast.Assert | ast.Raise | ast.Call, ast.FunctionDef | ast.AsyncFunctionDef
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _FAILS = "raise AssertionError"
-# What finds functions by their names.
+# Builtins that find functions by their names.
 _LOOKING = {"globals", "locals", "vars"}
 # Where a line begins, after the marks of lists and quotes.
 _BEGINS = r"^[ \t>*+\-\d.)]*"
-# A block of Markdown, and what it says that it is. Its fence begins a line; prose may open one of Python within a line.
-# What begins and ends in one line is no block (```python```), nor is what underlines code in a traceback (~~~^^^). The
+# A block of Markdown, and its language. Its fence begins a line; a block of Python may also open within a line of
+# prose. Text between fences in one line is no block (```python```), nor is an underline in a traceback (~~~^^^). The
 # last block may have no end, as in a text that was cut off.
 _BLOCK = re.compile(
     r"(?<!`)(?P<span>```+)(?!`)[^`\r\n]+(?P=span)(?!`)"
@@ -41,7 +41,7 @@ _BLOCK = re.compile(
 _FENCE = re.compile(_BEGINS + r"(?:```+|~~~+)(?P<kind>[^\r\n]*)", re.MULTILINE)
 _PYTHON = re.compile(r"\s*\{?\.?py(?:thon)?[\d.]*(?![\w.+-])", re.IGNORECASE)
 
-# Runs code and then its tests, with the builtins that there were before the code. What it needs itself are defaults,
+# Runs code and then its tests, with the builtins restored in between. What it needs itself are defaults of parameters,
 # which are bound before the code can change a name.
 _BOTH = """
 def both(code, tests, passed, run=exec, show=print, library=vars(__import__("builtins"))):
@@ -57,14 +57,15 @@ def both(code, tests, passed, run=exec, show=print, library=vars(__import__("bui
 
 @dataclass(frozen=True)
 class Tests:
-    """What code has to do: each of the `pairs`, (standard input, output), as a program; or pass the `statements`."""
+    """The task of some code: map the input of each of `pairs`, (standard input, output), to the output, or pass the
+    `statements`."""
 
     pairs: Sequence[tuple[str, str]] = ()
     statements: str = ""
 
 
 def read_tests(answer: str) -> Tests:
-    """The tests of a reference answer (see `code_tests`). Raises ValueError for what tests nothing."""
+    """The tests of a reference answer (see `code_tests`). Raises ValueError for an answer that tests nothing."""
     needed = 'Python that asserts, or JSON such as {"inputs": ["1 2"], "outputs": ["3"]}'
     try:
         found = json.loads(answer)
@@ -98,8 +99,8 @@ def read_tests(answer: str) -> Tests:
 
 
 def _uncalled(tree: ast.Module) -> _Definition | None:
-    """The first function or class with an assert that the code never names, as HumanEval, pytest and unittest have
-    them, whose runners call them; None where there is none, or the code may find its functions by itself."""
+    """The first function or class with an assert that the code never names, as in HumanEval, pytest and unittest,
+    whose runners call it; None if there is none, or if the code may look up its functions by name."""
     used = {part.id for part in ast.walk(tree) if isinstance(part, ast.Name)}
     if used & _LOOKING:
         return None
@@ -108,12 +109,13 @@ def _uncalled(tree: ast.Module) -> _Definition | None:
 
 
 def _asserts(part: ast.AST) -> bool:
-    """Is it an assert, or a method of unittest that is one?"""
+    """True for an assert, and for an assert method of unittest."""
     return isinstance(part, ast.Assert) or (isinstance(part, ast.Attribute) and part.attr.startswith("assert"))
 
 
 def _run_at_once(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
-    """What of some code is run when it is: no function's body or decorators, and nothing that is for `__main__`."""
+    """The parts of some code that run when it is executed: no body or decorators of functions, nothing for
+    `__main__`."""
     for part in body:
         main = isinstance(part, ast.If) and any(getattr(n, "id", "") == "__name__" for n in ast.walk(part.test))
         if not (main or isinstance(part, _FUNCTION | ast.Lambda)):
@@ -142,18 +144,18 @@ def code_tests(
 ) -> float:
     """1.0 if the code of a response passes all tests of the reference answer, else 0.0.
 
-    The code is the last block between ``` and ``` that says it is Python, or else says nothing, or else the whole
-    response; one that the prompt has begun goes on in the response. The tests are Python that runs after the code,
-    `assert add(1, 2) == 3`; or JSON, `{"inputs": ["1 2"], "outputs": ["3"]}`: with each of the inputs as standard
-    input, a run of the code has to print the output, whatever spaces end its lines and whatever goes to standard error,
-    and to end with status 0. Only these runs are safe from code that cheats, such as by an object that is equal to all
+    The code is the last block between ``` and ``` that is marked as Python, else the last without a mark, else the
+    whole response. A block that the prompt has begun continues in the response. The tests are Python that runs after
+    the code, `assert add(1, 2) == 3`; or JSON, `{"inputs": ["1 2"], "outputs": ["3"]}`: with each of the inputs as
+    standard input, a run of the code must print the output and end with status 0. Spaces at the ends of lines and
+    standard error do not count. Only tests in JSON are safe from code that cheats, such as by an object that equals all
     others.
 
     Each run has the limits of `Limits`; code that exceeds them has failed. `score` runs one row after the other,
-    `remote_score(rollouts, by=code_tests, concurrency=4)` several at once. Where bubblewrap does not work, the run is
+    `remote_score(rollouts, by=code_tests, concurrency=4)` several at once. If bubblewrap does not work, the run is
     refused; sandbox=False runs code without it, with your rights (see `sandbox.py`).
 
-    Raises SandboxError where the sandbox does not start, ValueError for tests that cannot be read, or pass without any
+    Raises SandboxError if the sandbox does not start, ValueError for tests that cannot be read or that pass without any
     code.
     """
     try:
@@ -164,8 +166,8 @@ def code_tests(
     limits, command = Limits(seconds, cpu_seconds, memory_mib, max_output), wrapper_of(sandbox, "code_tests")
     if tests.statements:
         statements = tests.statements
-        # What passes tests that fail at their end, too, has printed what it found in the frames that call it. At their
-        # end: that may happen in a function which they call.
+        # Code that also passes tests that fail at their end has printed `passed`, which it found in its callers'
+        # frames. The failure is at the end, since it may do so in a function that the tests call.
         if not _passes(code, statements, limits, command) or _passes(code, f"{statements}\n{_FAILS}", limits, command):
             return 0.0
         if _pass_alone(statements, limits, command):
@@ -186,15 +188,15 @@ def _passes(code: str, statements: str, limits: Limits, command: Sequence[str]) 
 
 @lru_cache(maxsize=4096)
 def _pass_alone(statements: str, limits: Limits, command: Sequence[str]) -> bool:
-    """Do they test nothing? They may catch what they raise, or only define what they would call."""
+    """True if the tests pass without any code: they may catch what they raise, or only define functions."""
     return _passes("", statements, limits, command)
 
 
 def _code_of(prompt: str, response: str) -> str:
     """The code of a response (see `code_tests`)."""
     blocks, fence = _blocks(response), _FENCE.search(response)
-    # A block that the prompt has begun, in a line of its own, goes on in the response. Its first fence ends it, unless
-    # that says what it begins.
+    # A block that the prompt has begun, in a line of its own, continues in the response. The response's first fence
+    # ends it, unless that fence names a language and so begins a block.
     ends = not blocks or fence is None or not fence["kind"].strip()
     if ends and response and (begun := _begun(prompt)):
         both = [block for block in _blocks(begun + response) if block["begins"] is not None]
@@ -209,7 +211,7 @@ def _code_of(prompt: str, response: str) -> str:
 
 
 def _begun(prompt: str) -> str:
-    """The end of a prompt, from the fence on of the block that it has begun in a line of its own; "" for none."""
+    """The end of a prompt from the fence of a block that it has begun in a line of its own; "" without one."""
     for block in _BLOCK.finditer(f"{prompt}\n"):
         if block["begins"] is not None and block.end() == block.end("code"):  # no fence ends it
             return prompt[block.start() :]
@@ -221,7 +223,7 @@ def _blocks(text: str) -> list[re.Match[str]]:
 
 
 def _run(code: str, limits: Limits, command: Sequence[str], stdin: str = "") -> Answer:
-    """What code answers that has begun. Raises SandboxError where it has not: that is no fault of the code."""
+    """Run code. Raises SandboxError if its process does not start: that is not the code's fault."""
     begun = token_hex()
     found = run_python(f"print({begun!r}, flush=True)\n{code}\n", limits, command, stdin, errors=False)
     if not found.output.startswith(begun):

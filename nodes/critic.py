@@ -1,10 +1,10 @@
-"""The critic: what it expects after each token, the advantages that follow, and how it learns.
+"""The critic: its values, the advantages computed from them, and its update.
 
-Only tokens that the policy sampled count (version ≥ 0): what an environment wrote is part of the state, no action.
+Only tokens that the policy sampled count (version ≥ 0): an environment's tokens are part of the state, not actions.
 
 Shapes: N responses, T tokens of a response, P tokens that count, of all responses or of a micro-batch, laid end to end;
-`sequence_P` (int64) says which response each token belongs to. `values_P` is V(s_t), what the critic expects before
-token t; the state after a response's last token is worth 0.
+`sequence_P` (int64) says which response each token belongs to. `values_P` is V(s_t), the critic's prediction before
+token t; the state after a response's last token has value 0.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ from penstock.nodes.trainable import Learner, expect
 
 
 def last_tokens(sequence_P: Tensor) -> Tensor:
-    """Whether a token is the last one of its response, bool [P]."""
+    """True for the last token of each response, bool [P]."""
     return torch.cat([sequence_P[1:] != sequence_P[:-1], sequence_P.new_ones(1, dtype=torch.bool)])
 
 
@@ -55,7 +55,7 @@ def terminal_rewards(rewards_N: Tensor, sequence_P: Tensor) -> Tensor:
 def discounted_sums(values_P: Tensor, sequence_P: Tensor, *, discount: float) -> Tensor:
     """Σ_{l ≥ 0} discount^l · x_{t+l} within each response [P]."""
     sums_P, reach, longest = values_P, 1, int(segment_lengths(sequence_P).max())
-    # each row holds its next `reach` terms, so the row `reach` further on holds the ones after
+    # each row has the sum of its next `reach` terms, so the row `reach` further on has that of the terms after these
     while reach < longest:
         further_P = sums_P[reach:].masked_fill(sequence_P[reach:] != sequence_P[:-reach], 0.0)
         sums_P = sums_P + discount**reach * pad(further_P, (0, reach))
@@ -71,7 +71,7 @@ def generalized_advantages(
     GAE (Schulman et al. 2015, arXiv 1506.02438), equation 16. The returns, A + V, are what the critic learns.
     """
     values_P = values_P.detach()
-    # A response that was cut short is worth nothing after its end, too: its reward says how it was rated as it is.
+    # The value after the end is 0 also for a response that was cut short: its reward is for the response as it is.
     next_P = values_P.roll(-1).masked_fill(last_tokens(sequence_P), 0.0)
     deltas_P = rewards_P + gamma * next_P - values_P
     advantages_P = discounted_sums(deltas_P, sequence_P, discount=gamma * lam)
@@ -81,8 +81,8 @@ def generalized_advantages(
 def value_loss(values_P: Tensor, old_P: Tensor, returns_P: Tensor, *, clip: float | None = None) -> Tensor:
     """½ · max((V − R)², (clip(V, V_old − ε, V_old + ε) − R)²) of each token; ½ · (V − R)² without `clip`.
 
-    The clipped value loss of OpenAI Baselines' PPO, described by Engstrom et al. 2020, arXiv 2005.12729, section 3. The
-    larger of the two: the smaller one would let the critic run away from R at no cost.
+    The clipped value loss of OpenAI Baselines' PPO, described by Engstrom et al. 2020, arXiv 2005.12729, section 3. It
+    takes the larger of the two: with the smaller one the critic could move away from R at no cost.
     """
     errors_P = (values_P - returns_P).square()
     if clip is not None:
@@ -93,9 +93,9 @@ def value_loss(values_P: Tensor, old_P: Tensor, returns_P: Tensor, *, clip: floa
 
 
 def explained_variance(values_P: Tensor, returns_P: Tensor) -> Tensor:
-    """1 − Var(R − V) / Var(R), a scalar: 1 for a critic that knows all, 0 for a constant one, below 0 for a worse one.
+    """1 − Var(R − V) / Var(R), a scalar: 1 for a perfect critic, 0 for a constant one, below 0 for a worse one.
 
-    0 where the returns do not differ.
+    0 if the returns do not differ.
     """
     variance = returns_P.var(correction=0)
     unexplained = (returns_P - values_P).var(correction=0)
@@ -103,7 +103,7 @@ def explained_variance(values_P: Tensor, returns_P: Tensor) -> Tensor:
 
 
 class LanguageCritic(Learner[Scorer], Critic):
-    """The policy's decoder with a head of its own, which gives one number for each token."""
+    """The policy's decoder with a head of its own, which computes one number for each token."""
 
     called: ClassVar[str] = "critic"
 
@@ -111,7 +111,7 @@ class LanguageCritic(Learner[Scorer], Critic):
 @opens(run_spec, words=False)
 @requires(require_model(Scorer))
 def make_critic(context: Context) -> Carried:
-    """A critic on the decoder of `context.model`; its head is zero, so that it expects nothing before it learns."""
+    """A critic on the decoder of `context.model`; its head is zero, so that it first predicts 0."""
     return LanguageCritic(*open_model(Scorer, context, "float32"), context)
 
 
@@ -138,17 +138,17 @@ def gae(
 ) -> tuple[TokenAdvantages, Returns, Metrics]:
     """Generalised advantages of all sampled tokens, and the returns that the critic learns (arXiv 1506.02438, eq. 16).
 
-    The reward comes at a response's last sampled token. Where `reference` is given, each token costs
-    `kl` · (log μ − log π_ref) on top (InstructGPT, arXiv 2203.02155, equation 2). `whitened` advantages have mean 0 and
+    The reward comes at a response's last sampled token. With a `reference`, each token's reward is reduced by
+    `kl` · (log μ − log π_ref) (InstructGPT, arXiv 2203.02155, equation 2). `whitened` advantages have mean 0 and
     deviation 1 over the batch. Raises ValueError for values or rewards of another shape than the rollouts', and for
-    rollouts without μ beside a `reference`.
+    rollouts without μ if there is a `reference`.
     """
     check_shape("gae: given values", values.values_NT.shape, rollouts, each="token")
     check_shape("gae: given rewards", rewards.values_N.shape, rollouts, each="response")
     place = sampled_mask(rollouts).nonzero(as_tuple=True)
     sequence_P, _ = place
     rewards_P = terminal_rewards(rewards.values_N, sequence_P)
-    # In the reward and not in the loss: what a token costs counts for the tokens before it.
+    # In the reward and not in the loss: the cost of a token counts for the tokens before it, too.
     if reference is not None:
         behaviour_NT = behaviour_logprobs(rollouts, "gae, with a reference")
         rewards_P = rewards_P - kl * (behaviour_NT[place] - reference.logprobs_NT[place])
@@ -184,12 +184,12 @@ def critic_update(
 ) -> tuple[AnyCritic, Metrics]:
     """`epochs` times `minibatches` AdamW steps on the clipped value loss, averaged over sampled tokens.
 
-    `values` are the critic's own before the update, and `clip` is how far it may go from them (None: any way). Raises
-    ValueError for values or returns of another shape than the rollouts'.
+    `values` are the critic's own before the update, and `clip` is how far it may move from them (None: no limit).
+    Raises ValueError for values or returns of another shape than the rollouts'.
     """
     for name, shape in (("values", shape_of(values, "values_NT")), ("returns", shape_of(returns, "returns_NT"))):
         check_shape(f"critic_update: given {name}", shape or [], rollouts, each="token")
-    # A loss of values reads no advantages, which all rows of an update have.
+    # Rows of an update need advantages; a loss of values does not read them.
     unread_N = torch.zeros(len(rollouts))
     given = {"expected_NT": (values, "values_NT"), "returns_NT": (returns, "returns_NT")}
     terms = [LossTerm(widened(Expected, rollouts, values_N=unread_N, **given), partial(_value_loss, clip=clip))]
@@ -201,7 +201,8 @@ def critic_update(
 
 @dataclass
 class Expected(Scored):
-    """Rollouts with what the critic expected, and what came. It reads no log-probabilities, and no advantages."""
+    """Rollouts with the critic's values before the update, and the returns. Log-probabilities and advantages are not
+    read."""
 
     expected_NT: Array = None
     returns_NT: Array = None

@@ -1,9 +1,9 @@
-"""A curriculum: of several candidates for a group, the prompt of the kind whose rewards vary most is taken.
+"""A curriculum: of several candidates for a group, take the prompt of the kind whose rewards vary most.
 
-Where all responses are right, or all wrong, a group-mean baseline leaves no gradient: p · (1 − p), the variance of a
-reward that is 1 with probability p, says how much there is to learn (see DAPO, arXiv 2503.14476, section 3.2, which
-drops such groups after they were sampled). What is known is a carried value, read through `delay`: the choices for an
-update depend on exactly the updates before it, less the lag.
+If all responses are right, or all wrong, a group-mean baseline leaves no gradient: p · (1 − p), the variance of a
+reward that is 1 with probability p, measures how much there is to learn (see DAPO, arXiv 2503.14476, section 3.2, which
+drops such groups after sampling). The variances are a carried value, read through `delay`: the choices for an update
+depend on exactly the updates before it, except the last `lag`.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from penstock.graph.types import Context, Metrics, Prompts, Rewards
 from penstock.nodes.carried import carried
 from penstock.nodes.data import Made, open_prompts
 
-# A prompt's text → what it has in common with others.
+# A prompt's text → its kind, which it has in common with other prompts.
 Kind = Callable[[str], str]
 
-# What each update leaves of a kind's figure.
+# The share of a kind's variance that an update keeps.
 MEMORY = 0.7
 
 
@@ -34,7 +34,7 @@ class Candidates(Prompts):
 
 @carried
 class Varied:
-    """For each kind of prompt, how much its rewards have varied within a group of late; read through `delay`."""
+    """For each kind of prompt, the recent variance of the rewards within a group; read through `delay`."""
 
     maker: ClassVar[str] = "penstock.nodes.curriculum:make_varied"
     pool: ClassVar[str] = "curriculum"
@@ -81,10 +81,10 @@ def carries(text: str) -> str:
 def choose(candidates: Candidates, varied: Varied, *, by: Kind = carries) -> tuple[Prompts, Metrics]:
     """The candidate of the kind whose rewards have varied most, the first of equals; unseen kinds come first.
 
-    Figures: `expected_variance`, what is known of that kind, and `unseen`, 1 where that is nothing.
+    Metrics: `expected_variance`, the known variance of that kind, and `unseen`, 1 if none is known.
     """
     known = [varied.variances.get(by(text)) for text in candidates.texts]
-    # What has never been seen may be anything: it is tried first.
+    # Try kinds without a known variance first.
     variances = [inf if variance is None else variance for variance in known]
     row = max(range(len(variances)), key=variances.__getitem__)
     chosen = Prompts((candidates.ordinals[row],), (candidates.texts[row],), (candidates.answers[row],))
@@ -94,14 +94,14 @@ def choose(candidates: Candidates, varied: Varied, *, by: Kind = carries) -> tup
 
 @node(pool="curriculum", clock="update")
 def remember(varied: Varied, prompts: Prompts, rewards: Rewards, *, by: Kind = carries) -> tuple[Varied, Metrics]:
-    """Take in how much the rewards of an update's groups vary. Figure: `kinds`, the number of kinds known."""
+    """Update the variances with the rewards of an update's groups. Metric: `kinds`, the number of known kinds."""
     groups, rows = len(prompts.texts), len(rewards.values_N)
     if rows % groups:
         raise ValueError(f"remember: given {rows} rewards of {groups} groups, needed equally many of each group")
     variance_G = rewards.values_N.float().view(groups, -1).var(1, unbiased=False).tolist()
     for text, variance in zip(prompts.texts, variance_G, strict=True):
         kind = by(text)
-        # The first figure counts in full: a start at 0 would keep a new kind from being chosen for long.
+        # The first variance counts in full: with a start at 0 a new kind would not be chosen for a long time.
         known = varied.variances.get(kind, variance)
         varied.variances[kind] = MEMORY * known + (1 - MEMORY) * variance
     return varied, {"kinds": float(len(varied.variances))}

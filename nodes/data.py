@@ -1,17 +1,17 @@
-"""Where prompts, demonstrations and pairs come from: generated arithmetic, or rows of data (`data_files`).
+"""Sources of prompts, demonstrations and pairs: generated arithmetic, or rows of data (`data_files`).
 
-All of them are pure functions of the ordinal, so a resumed run reads on where it stopped without any saved state.
+All of them are pure functions of the ordinal, so a resumed run continues where it stopped without any saved state.
 `context.data` is "arithmetic" (three digits), "arithmetic:DIGITS" with 2 to 6 digits, or names rows.
 
-Arithmetic costs nothing to make. A problem reads "347+586=", its answer "933". The teacher first writes a draft, each
-digit worked out by itself: "823". The answer follows, with what is carried or borrowed: "823:0933". A sloppy teacher
-stops after the draft, so there is something left for reinforcement learning to find: going on pays. 500 problems, the
-same for every seed, are held out: training never shows them.
+Arithmetic costs nothing to make. A problem is "347+586=", its answer "933". The teacher first writes a draft, with each
+digit computed alone: "823". The answer with all carries follows: "823:0933". A sloppy teacher stops after the draft, so
+that reinforcement learning has something to find: continuing pays. 500 problems, the same for every seed, are held out:
+training never shows them.
 
 For a model that can call a calculator a problem has two digits, "37+58=". The teacher mostly answers with the draft,
 "85", which is wrong half of the time. Its other demonstrations are conversations with `python_tool`: the call
-"<python>37+58</python>" and the end of the turn, the reply "<output>95</output>", and the answer that it holds: "95".
-So calling pays.
+"<python>37+58</python>" and the end of the turn, the reply "<output>95</output>", and the answer in it, "95". So
+calling pays.
 """
 
 import random
@@ -39,7 +39,7 @@ from penstock.nodes.data_files import (
 )
 from penstock.nodes.tokenizer import EOS
 
-# Problems of arithmetic, and at most so many rows of a file, that are the evaluation's.
+# Held-out problems of arithmetic, and most held-out rows of a file.
 HELD_OUT = 500
 # The share of demonstrations that stop after the draft, and of those for a calculator that call it.
 SLOPPY, CALLS = 0.65, 0.3
@@ -52,11 +52,11 @@ R = TypeVar("R")
 
 @dataclass
 class Demonstrations(Batchable):
-    """Prompts with what a teacher wrote after each, one entry per row.
+    """Prompts with a teacher's response to each, one entry per row.
 
     Attributes:
         texts: the prompts, N.
-        responses: what the teacher wrote, N.
+        responses: the teacher's responses, N.
     """
 
     texts: tuple[str, ...]
@@ -85,13 +85,13 @@ class Pairs(Batchable):
 
 
 class Calculations(Prompts):
-    """Problems of two digits for ever, or the held-out ones in turn."""
+    """Problems of two digits without end, or the held-out ones in turn."""
 
     maker = "penstock.nodes.data:open_calculations"
 
 
 class ToolDemonstrations(Demonstrations):
-    """What the teacher wrote, the tool's replies included. It is for a model that reads bytes."""
+    """A teacher's responses, with the tool's replies in them. They are for a model that reads bytes."""
 
     maker = "penstock.nodes.data:open_tool_demonstrations"
 
@@ -100,14 +100,14 @@ def open_prompts(context: Context) -> Source:
     """The prompts that `context.data` names: one problem per ordinal, from the part that `context.split` names."""
     digits = arithmetic_digits(context)
     if digits is None:
-        # All rows are read at the start: a faulty one is told before anything is trained.
+        # Read all rows at the start, so that a faulty row is reported before training.
         table = open_table(context)
         return FilePrompts(context, table.read(read_problem, context), table.data)
     return Made(lambda ordinal: Prompts(*_problem_of(context, digits, ordinal)), size=_size(context))
 
 
 def open_calculations(context: Context) -> Source:
-    """The same of two digits, for a model that can call a calculator."""
+    """Arithmetic problems of two digits, for a model that can call a calculator."""
     return Made(lambda ordinal: Calculations(*_problem_of(context, CALCULATOR_DIGITS, ordinal)), size=_size(context))
 
 
@@ -130,7 +130,7 @@ def open_tool_demonstrations(context: Context) -> Source:
     """Demonstrations of a teacher with a calculator, `ROWS` per ordinal."""
 
     def response(problem: Problem, ordinal: int, row: int) -> str:
-        # Keyed by the row, so that a resumed run sees the demonstrations it would have seen.
+        # Keyed by the row, so that a resumed run sees the same demonstrations.
         if context.key("calls", ordinal, row) % 10_000 >= CALLS * 10_000:
             return problem.draft
         call = problem.text.removesuffix("=")
@@ -147,7 +147,7 @@ def open_tool_demonstrations(context: Context) -> Source:
 def open_pairs(context: Context) -> Source:
     """The pairs that `context.data` names, `ROWS` per ordinal.
 
-    Those of arithmetic are the right answer against a wrong one: the draft alone where that is wrong, or one with a
+    Pairs of arithmetic are the right answer and a wrong one: the draft alone if that is wrong, or an answer with a
     wrong digit.
     """
     digits = arithmetic_digits(context)
@@ -166,7 +166,7 @@ def open_pairs(context: Context) -> Source:
 
 @dataclass(frozen=True)
 class Made:
-    """A source whose values a function of the ordinal makes; `data` and `size` as of `graph.protocols`."""
+    """A source by a function of the ordinal; `data` and `size` as in `graph.protocols`."""
 
     read: Callable[[int], Any]
     data: str = ""
@@ -186,7 +186,7 @@ class Problem:
     def draw(key: int, digits: int) -> "Problem":
         """The problem of a 63-bit key; every pair of operands and both signs are equally likely."""
         low = 10 ** (digits - 1)
-        # Digit by digit of a mixed base: the parts of one key are independent.
+        # The key's digits in a mixed base are independent.
         rest, a = divmod(key, 9 * low)
         rest, b = divmod(rest, 9 * low)
         a, b = a + low, b + low
@@ -214,7 +214,7 @@ class Problem:
 
 def draw_problem(context: Context, digits: int, *parts: int) -> Problem:
     """The training problem of this key: the first draw that is not held out."""
-    # By drawing again: leaving held-out ones out would make what follows depend on how many there were.
+    # Draw again: if held-out problems were skipped, later ordinals would depend on how many there were.
     draws = (Problem.draw(context.key(*parts, attempt), digits) for attempt in count())
     return next(p for p in draws if p not in _held_out_set(digits))
 
@@ -237,13 +237,13 @@ def _problems(context: Context, digits: int, ordinal: int) -> list[Problem]:
 
 
 def is_sloppy(context: Context, *parts: int) -> bool:
-    """Whether the teacher stops this demonstration after the draft."""
+    """True if the teacher stops this demonstration after the draft."""
     return context.key("sloppy", *parts) % 10_000 < SLOPPY * 10_000
 
 
 @lru_cache
 def held_out(digits: int) -> tuple[Problem, ...]:
-    """The problems of the evaluation, which depend on nothing but the number of digits."""
+    """The problems of the evaluation, which depend only on the number of digits."""
     chosen: dict[Problem, None] = {}
     for index in count():
         chosen[Problem.draw(random_key("held-out", index), digits)] = None
@@ -256,12 +256,12 @@ _held_out_set = lru_cache(lambda digits: frozenset(held_out(digits)))
 
 
 def wrong_answer(problem: Problem, key: int) -> str:
-    """A response whose final number is not the answer, drawn by a key: the draft, or the whole with another digit."""
+    """A response whose final number is wrong, drawn by a key: the draft, or the full one with another digit."""
     key, draft_alone = divmod(key, 2)
     if draft_alone and int(problem.draft) != int(problem.answer):
         return problem.draft
     right = problem.demonstration(sloppy=False)
-    # A digit of the answer, not of the draft, which nothing checks.
+    # A digit of the answer; nothing checks the draft.
     key, back = divmod(key, problem.digits + 1)
     place = len(right) - 1 - back
     other = (int(right[place]) + 1 + key % 9) % 10
@@ -271,12 +271,12 @@ def wrong_answer(problem: Problem, key: int) -> str:
 class Epochs(Generic[R]):
     """Rows by ordinal, in another keyed order in each epoch.
 
-    Where the evaluation has no data of its own, a fixed tenth of the prompts, at most 500, is the evaluation's, each
-    once, and no row with one of them is learnt from; of fewer than ten prompts, all are both.
+    If the evaluation has no data of its own, a fixed tenth of the prompts, at most 500, is held out for it, each once,
+    and training uses no row with one of them. With fewer than ten prompts, training and evaluation use all rows.
     """
 
     def __init__(self, context: Context, rows: Sequence[R], prompt: Callable[[R], str]) -> None:
-        # Not by the run's seed: runs with other seeds are measured on the same rows.
+        # Not by the run's seed, so that runs with other seeds are measured on the same rows.
         order = _permutation(len(rows), 0)
         first: dict[str, int] = {}
         for i in order:
@@ -308,7 +308,7 @@ class Epochs(Generic[R]):
 
 
 class FilePrompts(Epochs[FileProblem]):
-    """Prompts of rows; `data` and `size` as of `graph.protocols`."""
+    """Prompts of rows; `data` and `size` as in `graph.protocols`."""
 
     def __init__(self, context: Context, rows: Sequence[FileProblem], data: str) -> None:
         super().__init__(context, rows, lambda row: row.prompt)
@@ -328,7 +328,7 @@ class FilePrompts(Epochs[FileProblem]):
 
 
 class FileRows(Epochs[tuple[str, tuple[str, ...]]]):
-    """Values of `kind`, each of `ROWS` rows of a table: the prompts, and the one or two responses to each. `data` as of
+    """Values of `kind`, each of `ROWS` rows of a table: the prompts, and the one or two responses to each. `data` as in
     `graph.protocols.Pinned`."""
 
     def __init__(
@@ -351,7 +351,7 @@ class FileRows(Epochs[tuple[str, tuple[str, ...]]]):
 
 
 def arithmetic_digits(context: Context) -> int | None:
-    """The digits of made-up problems; None for rows. Raises DataError for what names neither."""
+    """The number of digits of generated problems; None for rows. Raises DataError if `context.data` names neither."""
     data = context.data
     name, _, digits = (data or "arithmetic").partition(":")
     if name == "arithmetic":

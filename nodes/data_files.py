@@ -1,11 +1,11 @@
-"""Rows of data, of a file, a directory or the Hugging Face Hub, and what a row says: prompts, answers, responses.
+"""Rows of data from a file, a directory or the Hugging Face Hub, and the prompts, answers and responses in them.
 
 `--data` is the path of a JSONL or parquet file, of a directory of such files or one that `save_to_disk` of `datasets`
 has written, or OWNER/NAME[:CONFIG][@REVISION] on the Hub. Parquet, `save_to_disk` and the Hub need the extra `data`.
-Whatever is wrong with a row is a `DataError` that begins with its place, "FILE:LINE" or "FILE, row N".
+A fault of a row is a `DataError` that begins with its place, "FILE:LINE" or "FILE, row N".
 
-A directory's file belongs to the split that its name says: `test.jsonl`, `data/train-00000-of-00004.parquet`. A file
-whose name says none is the training split's. The split is `--data-split`, or else "train", or the only one.
+A file of a directory belongs to the split in its name: `test.jsonl`, `data/train-00000-of-00004.parquet`. Without one
+it belongs to "train". The split to read is `--data-split`, or else "train", or the only one.
 """
 
 import json
@@ -28,13 +28,13 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SUFFIXES = (".jsonl", ".json", ".parquet")
 _FORMATS = "an object per line (.jsonl), an array of objects (.json), or .parquet; other formats are not read"
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
-# Older ones end with a part of a digest.
+# The suffix of a shard's name; older ones end with a part of a digest.
 _SHARD = re.compile(r"-[0-9]{5}-of-[0-9]{5}(?:-[0-9a-f]{16})?$")
-# What clones of data sets have beside their rows.
+# Files beside the rows in clones of data sets.
 _ABOUT = ("dataset_info.json", "dataset_infos.json", "config.json")
 # GSM8K writes the final number after this.
 FINAL = "####"
-# What --answer-field says of data without reference answers.
+# The value of --answer-field for data without reference answers.
 NO_ANSWER = "none"
 
 T = TypeVar("T")
@@ -54,8 +54,8 @@ class DataRow(NamedTuple):
         return DataError(f"{self.place}: given {given}, needed {needed}")
 
     def value(self, field: str, flag: str = "") -> Any:
-        """The field, which `flag` may rename; "a.b" is the field b of the object a, unless one is called so. Raises
-        DataError where there is none, or it is null."""
+        """The value of a field. "a.b" is the field b of the object a, unless a field has that name. Raises DataError if
+        there is none, or if it is null; `flag` is the one that names another field, for the message."""
         value: Any = self.fields
         for name in [field] if field in self.fields else field.split("."):
             if not isinstance(value, Mapping) or name not in value:
@@ -69,7 +69,7 @@ class DataRow(NamedTuple):
         return value
 
     def text(self, field: str, value: Any) -> str:
-        """A value that has to be a text with something in it."""
+        """The value, if it is a text that is not blank; else raises DataError."""
         if not isinstance(value, str) or not value.strip():
             raise self.lack(f"{value!r:.200} as {field!r}", "a text")
         try:
@@ -79,11 +79,12 @@ class DataRow(NamedTuple):
         return value
 
     def messages(self, field: str, value: Any) -> list[Message]:
-        """A value that has to be chat messages: a list of objects with the texts `role` and `content`."""
+        """The value, if it is chat messages, a list of objects with the texts `role` and `content`; else raises
+        DataError."""
         if not isinstance(value, list) or not value:
             raise self.lack(f"{value!r:.200} as {field!r}", "a text, or a list of messages with role and content")
         for message in value:
-            # A table has null for what only other rows have.
+            # A table has null for keys that only other rows have.
             keys = {key for key, part in message.items() if part is not None} if isinstance(message, dict) else set()
             if keys != {"role", "content"}:
                 more = f", with the keys {', '.join(sorted(map(str, keys)))}," if keys else ""
@@ -123,7 +124,7 @@ def read_demonstration(row: DataRow, context: Context) -> tuple[str, str]:
         if not prompt:
             raise row.lack("a message of the assistant alone", "one before it")
         return conversation(prompt), row.text("content", last["content"])
-    # Where the response has a column of its own, it may be chat messages, too: the assistant's alone.
+    # A response in a column of its own may be chat messages, too: one message, the assistant's.
     field = context.answer_field or "answer"
     said = row.value(field, "--answer-field")
     if isinstance(said, list) and said and all(isinstance(part, dict) and "role" in part for part in said):
@@ -135,8 +136,8 @@ def read_demonstration(row: DataRow, context: Context) -> tuple[str, str]:
 
 
 def read_pair(row: DataRow, context: Context) -> tuple[str, str, str]:
-    """A prompt, the preferred response and the other one: texts, or chat messages that end with them. Of messages the
-    earlier ones are the prompt, where the row has no field for it."""
+    """A prompt, the preferred response and the other one. Responses are texts, or the last of chat messages; then the
+    messages before are the prompt if the row has no field for it."""
     field, messages = context.prompt_field or "prompt", {}
     for name in ("chosen", "rejected"):
         value = row.value(name)
@@ -161,7 +162,7 @@ def read_pair(row: DataRow, context: Context) -> tuple[str, str, str]:
 def _prompt(row: DataRow, context: Context, default: str = "question") -> list[Message]:
     field = context.prompt_field or ("prompt" if context.row else default)
     value = row.value(field, "--prompt-field")
-    # An empty text says so as a text.
+    # An empty text is reported as a text.
     as_text = isinstance(value, str) or not isinstance(value, list)
     messages = [{"role": "user", "content": row.text(field, value)}] if as_text else row.messages(field, value)
     return _with_system(row, messages, context)
@@ -183,21 +184,21 @@ def _answer(row: DataRow, context: Context) -> str:
         return row.text(field, value)
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # as tables write what is missing
+    except ValueError:  # NaN, which tables have for missing values
         raise row.lack(f"{value!r:.80} as {field!r}", "a finite number, or a text") from None
     except TypeError:
         raise row.lack(f"a {type(value).__name__} as {field!r}", "a text or what JSON can hold") from None
 
 
 class Table(NamedTuple):
-    """Rows; and what `--data` is for them from now on: with the revision of a data set of the Hub that they are of."""
+    """Rows, and the `--data` that names exactly these: for a data set of the Hub, with its revision."""
 
     rows: list[DataRow]
     data: str
 
     def read(self, make: Callable[[DataRow, Context], T], context: Context) -> list[T]:
-        """`make(row, context)` of each row, as the function `context.row` gives it; a row that it makes None of is
-        left out."""
+        """`make(row, context)` of each row, after the function `context.row` if there is one; rows for which that
+        returns None are left out."""
         if not self.rows:
             raise DataError(f"{self.data}: given an empty file, needed a row")
         rows = self.rows if not context.row else list(_mapped(self.rows, context.row))
@@ -211,7 +212,7 @@ def _mapped(rows: Iterable[DataRow], path: str) -> Iterator[DataRow]:
     for row in rows:
         try:
             fields = function(dict(row.fields))
-        except (Exception, SystemExit) as error:  # whatever a user's function raises is told with the row
+        except (Exception, SystemExit) as error:  # report any exception of a user's function with the row
             raise DataError(f"{row.place}: {path} raised {type(error).__name__}: {error}") from error
         if fields is not None and not isinstance(fields, dict):
             raise row.lack(f"a {type(fields).__name__} from {path}", "a dict, or None to leave the row out")
@@ -236,7 +237,7 @@ def open_table(context: Context) -> Table:
             return Table(_numbered(_undecoded(rows), f"{data} ({name})"), data)
         except DataError:
             raise
-        except Exception as error:  # the library raises whatever its readers do
+        except Exception as error:  # the library passes on any exception of its readers
             needed = "what `save_to_disk` of datasets has written, all of it"
             raise DataError(f"{data}: cannot be read: {type(error).__name__}: {error}; needed {needed}") from error
     if path.is_dir():
@@ -252,7 +253,7 @@ def open_table(context: Context) -> Table:
 
 
 def is_on_hub(data: str) -> bool:
-    """Can it name a data set of the Hub?"""
+    """True if it can be the name of a data set of the Hub."""
     return bool(_HUB.fullmatch(data)) and not data.endswith(_SUFFIXES)
 
 
@@ -265,16 +266,16 @@ def _hub_table(data: str, wanted: str, flag: str) -> Table:
     silent = unreachable("dataset", name, revision)
     offline = library.config.HF_HUB_OFFLINE
     try:
-        library.config.HF_HUB_OFFLINE = offline or bool(silent)  # then it takes what it has, and asks for nothing
+        library.config.HF_HUB_OFFLINE = offline or bool(silent)  # then it uses its cache, and sends no request
         builder = library.load_dataset_builder(name, config, revision=revision)
         builder.download_and_prepare()
-    except Exception as error:  # the library raises whatever its clients do
+    except Exception as error:  # the library passes on any exception of its clients
         needed = "needed OWNER/NAME[:CONFIG][@REVISION] of the Hugging Face Hub, or a file that is there"
         raise DataError(f"data: given {data!r}, which cannot be read: {silent or error}; {needed}") from error
     finally:
         library.config.HF_HUB_OFFLINE = offline
     found = str(builder.hash)
-    # Where the Hub cannot be reached, the library takes what it has, of whatever revision.
+    # If the Hub cannot be reached, the library uses its cache, of any revision.
     if revision and _COMMIT.fullmatch(revision) and found != revision:
         raise DataError(f"data: given {data!r} and a cache of revision {found}, needed that revision, or the Hub")
     split, _ = _chosen(dict(builder.info.splits), wanted, data, flag)
@@ -283,11 +284,11 @@ def _hub_table(data: str, wanted: str, flag: str) -> Table:
 
 
 def _undecoded(dataset: Any) -> Iterator[Mapping[str, Any]]:
-    """The rows of a data set as its table has them: images and sounds, which nothing here reads, stay bytes."""
-    if "Json(" in repr(dataset.features):  # which a table has as texts
+    """The rows of a data set as in its table: images and sounds, which nothing here reads, stay bytes."""
+    if "Json(" in repr(dataset.features):  # a table has these as texts
         yield from dataset
         return
-    # Not one by one, which takes much longer.
+    # In batches: one by one takes much longer.
     for table in dataset.with_format("arrow").iter(batch_size=1000):
         yield from table.to_pylist()
 
@@ -321,7 +322,7 @@ def _library(name: str, data: str) -> Any:
 
 
 def _file_rows(path: Path) -> Iterator[DataRow]:
-    """The rows of a parquet file, or of one with a JSON object per line; a `.json` may be an array of them."""
+    """The rows of a parquet file, or of a file with a JSON object per line; a `.json` may be an array of objects."""
     try:
         if path.suffix == ".parquet":
             yield from _numbered(_library("pyarrow.parquet", str(path)).read_table(path).to_pylist(), str(path))

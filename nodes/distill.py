@@ -1,5 +1,5 @@
-"""What another model says of the sampled tokens: their log-probabilities under a reference, and on-policy distillation
-from a teacher, by the sampled tokens alone or over the whole vocabulary.
+"""Sampled tokens under another model: log-probabilities under a reference, and on-policy distillation from a teacher,
+by the sampled tokens alone or over the whole vocabulary.
 
 Shapes: N responses, T tokens of a response, P tokens of a micro-batch, W words of a rank. Log-probabilities are in
 nats.
@@ -36,17 +36,17 @@ from penstock.nodes.trainable import Frozen
 
 
 class FrozenTeacher(LanguageModel, Frozen[CausalLM], Teacher):
-    """A teacher with the student's tokens."""
+    """A teacher with the student's tokenizer."""
 
 
 def require_teacher(context: Context) -> None:
-    """Raises ModelError without a directory that the program's option `teacher_model` names, or where that holds no
-    model with the policy's tokens; its weights are not read."""
+    """Raises ModelError if the program's option `teacher_model` names no directory, or one without a model that has the
+    policy's tokenizer; its weights are not read."""
     _open(replace(context, device="meta"))
 
 
 def teacher_spec(context: Context) -> ModelSpec:
-    """Its shape and its tokenizer. Raises ModelError without a directory."""
+    """The teacher's shape and tokenizer. Raises ModelError without a directory."""
     return directory_spec(_directory(context))
 
 
@@ -72,7 +72,7 @@ def _open(context: Context) -> tuple[CausalLM, Tokenizer]:
     folder = _directory(context)
     model, tokenizer = open_frozen_model(CausalLM, replace(context, model=folder))
     own = run_spec(context).tokenizer
-    # Token by token they are compared, so that each number has to mean the same word.
+    # They are compared token by token, so each token number must mean the same text.
     theirs, ours = tokenizer.backend.get_vocab(), own.backend.get_vocab()
     if theirs != ours:
         given, needed = f"a tokenizer of {len(theirs)} tokens", f"the policy's own tokenizer, which has {len(ours)}"
@@ -89,9 +89,9 @@ def distillation_advantage(rollouts: Rollouts, teacher: Logprobs) -> tuple[Token
     arXiv 2306.08543), section 2.2, with discount 0: a token answers for its own divergence, not for later ones. With
     the loss `reinforce` the mean gradient over tokens sampled with π is that of `reverse_kl`.
 
-    `teacher` is at the temperature that was sampled at, as `reference_logprobs` gives it.
+    `teacher` is at the sampling temperature, as from `reference_logprobs`.
 
-    Figure: `teacher_kl`, the mean of its negative, which is KL(μ ‖ π_T) per token, estimated (k1, nats). Raises
+    Metric: `teacher_kl`, the negative mean of the advantages, which estimates KL(μ ‖ π_T) per token (k1, nats). Raises
     ValueError for rollouts without μ.
     """
     mask_NT, behaviour_NT = sampled_mask(rollouts), behaviour_logprobs(rollouts, "distillation_advantage")
@@ -112,10 +112,10 @@ def distill_update(
 ) -> tuple[AnyPolicy, Metrics]:
     """One AdamW step on KL(π ‖ π_T) over the whole vocabulary, averaged over sampled tokens (GKD, arXiv 2306.13649).
 
-    Whoever sampled, π weighs the words; μ still says after which words. Both distributions are taken at the temperature
-    of the samples (Hinton et al. 2015, arXiv 1503.02531, section 2, without the factor T²), so that the divergence is 0
-    where the student has its teacher's logits. Policy and teacher are in one pool, and memory grows with the tokens of
-    a micro-batch times the vocabulary.
+    The divergence at each token is under π; only the contexts come from μ. Both distributions are at the sampling
+    temperature (Hinton et al. 2015, arXiv 1503.02531, section 2, without the factor T²), so that the divergence is 0 if
+    the student has its teacher's logits. Policy and teacher are in one pool, and memory grows with the tokens of a
+    micro-batch times the vocabulary.
     """
     learner, guide = language_policy(policy), language_model(teacher)
     # A loss is called on the last stage only, which does not have the teacher's first layers.
@@ -125,7 +125,7 @@ def distill_update(
     def loss(model: CausalLM, packed: Packed) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             teacher_PW = packed_distributions(guide.model, packed)
-        # Student and teacher are cut over the same ranks: each has the same words of both.
+        # Student and teacher are sharded over the same ranks: each rank has the same words of both.
         total = model.words.sum(reverse_kl(packed_distributions(model, packed), teacher_PW).sum())
         return total, total.detach()
 
@@ -141,7 +141,7 @@ def distill_update(
 def reference_logprobs(reference: Reference, rollouts: Rollouts, *, micro_tokens: int | None = None) -> Logprobs:
     """log π_ref of each sampled token, float32 [N, T]; zero elsewhere.
 
-    π_ref is at the temperature that was sampled at, as π is: a policy that has not moved from it has no divergence.
+    π_ref is at the sampling temperature, as π is, so a policy that has not moved from it has divergence 0.
     """
     return Logprobs(language_model(reference).score_tokens(rollouts, micro_tokens, packed_logprobs))
 
@@ -149,6 +149,6 @@ def reference_logprobs(reference: Reference, rollouts: Rollouts, *, micro_tokens
 @reads_tokens
 @node(pool="trainer", clock="update")
 def policy_logprobs(policy: Policy, rollouts: Rollouts, *, micro_tokens: int | None = None) -> Logprobs:
-    """log π of each sampled token by the policy as it is before the update, at the temperature that was sampled at,
-    float32 [N, T]; zero elsewhere."""
+    """log π of each sampled token by the policy before its update, at the sampling temperature, float32 [N, T]; zero
+    elsewhere."""
     return Logprobs(language_model(policy).score_tokens(rollouts, micro_tokens, packed_logprobs))

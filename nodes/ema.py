@@ -1,4 +1,4 @@
-"""A copy that follows the policy in the trainer's pool: its moving average, or a snapshot taken now and then."""
+"""A copy that follows the policy in the trainer's pool: its moving average, or a snapshot of some of its versions."""
 
 from typing import ClassVar
 
@@ -28,8 +28,7 @@ class FollowingPolicy(LanguageModel, MasterWeights[CausalLM], Average):
 @opens(policy_spec, lora=True)
 @requires(require_policy)
 def make_average(context: Context) -> Carried:
-    """The first policy itself: what it follows has not moved yet. With `--lora` it has adapters, too, and follows those
-    matrix by matrix."""
+    """A copy of the initial policy. With `--lora` it has adapters, too, and follows the policy's matrix by matrix."""
     model, tokenizer = open_learning(context)
     return FollowingPolicy(model.requires_grad_(False), tokenizer, context)
 
@@ -39,15 +38,15 @@ def make_average(context: Context) -> Carried:
 def ema(average: AnyAverage, policy: Policy, *, decay: float = 0.9) -> tuple[AnyAverage, Metrics]:
     """average ← decay · average + (1 − decay) · policy, in float32: Polyak and Juditsky 1992, with a fixed decay.
 
-    `policy` is the one after its update. Figure: `average_distance`, the 2-norm of the difference before this step, as
-    a share of the policy's.
+    `policy` is the policy after its update. Metric: `average_distance`, the 2-norm of the difference before this step,
+    as a share of the policy's.
     """
     return average, _follow(average, policy, decay)
 
 
 @node(pool="trainer", clock="update")
 def refresh(average: AnyAverage, policy: Policy) -> tuple[AnyAverage, Metrics]:
-    """average ← policy, as it is after its update. Figure: `average_distance`, as of `ema`."""
+    """average ← policy after its update. Metric: `average_distance`, as in `ema`."""
     return average, _follow(average, policy, 0.0)
 
 
@@ -59,11 +58,11 @@ def _follow(average: Average, policy: Policy, decay: float) -> Metrics:
         given, needed = average.model.lora, learner.model.lora
         raise ValueError(f"average: given adapters of {given}, needed those of what it follows: {needed} (--lora)")
     goals = learner.masters
-    # Of the masters: in the run's dtype small steps of an average would be lost to rounding.
+    # Average the masters: in the run's dtype small steps would be lost to rounding.
     apart = {name: average.masters[name] - goal for name, goal in goals.items()}
     distance = average.workers.norm(apart) / average.workers.norm(goals)
     for name, goal in goals.items():
-        average.masters[name].lerp_(goal, 1 - decay)  # exactly the goal where decay is 0
+        average.masters[name].lerp_(goal, 1 - decay)  # exactly the goal if decay is 0
     average.copy_masters()
     average.version += 1
     return {"average_distance": distance}

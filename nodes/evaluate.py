@@ -20,7 +20,7 @@ class Examiner:
 
     def __init__(self, context: Context, problems: int, by: Rule) -> None:
         self.source = open_prompts(context.evaluation())
-        # Greedy, so that the same weights get the same mark whoever measures.
+        # Greedy, so that the same weights get the same accuracy on every replica.
         self.engine = make_engine(context, samples=1, temperature=0.0)
         self.problems, self.by = problems, by
         # By tag: the version that is measured, and the rewards so far.
@@ -60,10 +60,10 @@ def _make_examiner(context: Context, *, problems: int, by: Rule) -> Examiner:
 def measure(
     examiner: Examiner, behaviour: Weights, *, problems: int = 100, by: Rule = math_answer
 ) -> tuple[Examiner, Metrics]:
-    """Greedy accuracy of the weights on the first `problems` held-out problems: `accuracy`, the share of full rewards
-    as the node of that name counts them, and the version it is of.
+    """Greedy accuracy of the weights on the first `problems` held-out problems. Metrics: `accuracy`, the share of full
+    rewards as in the node `accuracy`, and `accuracy_version`, the version of the weights.
 
-    It reads nothing but weights, so no update waits for it: `measure.every(10)(broadcast(policy))`.
+    It reads only weights, so no update waits for it: `measure.every(10)(broadcast(policy))`.
     """
     return examiner, fire(examiner, {"behaviour": behaviour})
 

@@ -1,9 +1,9 @@
 """Deterministic stand-ins for the nodes of an algorithm, with given durations: schedules without a model.
 
-What they compute depends on all that the real nodes' results depend on (prompts, the weights of each token, the
+Their results depend on everything that the real nodes' results depend on (prompts, the weights of each token, the
 groups of an update), so a lost group, a wrong order or stale weights change the final policy. Durations never do.
 
-`jitter_ms` adds to each firing's `ms` between nothing and so much more, keyed by the firing.
+Each firing takes `ms` plus a random time from 0 to `jitter_ms`, keyed by the firing.
 """
 
 import time
@@ -36,16 +36,16 @@ from penstock.nodes.learn.batching import behaviour_logprobs, sampled_mask
 
 WIDTH = 64
 TOKENS = 4
-# The longest that one step of the generator sleeps, so that messages are not kept waiting.
+# The longest sleep of one step of the generator, so that messages do not wait.
 STEP_S = 0.0005
 
 
 @dataclass
 class _Group:
-    """A group: the time of its next token, which is none while it waits for slots, and for each token so far those of
-    the samples, their log-probabilities, both [N], and the version of the weights.
+    """A group in work. `due` is the time of its next token, infinite while it waits for slots.
 
-    `before` is what the turn before made with the replies to it, `begin` the place of this turn's first token.
+    `made` has (tokens [N], log-probabilities [N], version of the weights) for each position so far. `before` is the
+    conversation before this turn with the replies to it, `begin` the position of this turn's first token.
     """
 
     prompts: Prompts
@@ -57,8 +57,7 @@ class _Group:
 
 
 class FakeEngine:
-    """Works on as many groups at once as its slots have room for; each token is made with the weights that are live
-    when it is due."""
+    """Works on as many groups at once as fit its slots. Each token uses the weights that are live when it is due."""
 
     def __init__(self, samples: int, ms: float, jitter_ms: float = 0.0, slots: int = Context.slots) -> None:
         self.samples, self.ms, self.jitter_ms = samples, ms, jitter_ms
@@ -71,7 +70,7 @@ class FakeEngine:
         group = _Group(prompts, inputs["behaviour"])
         conversation, replies = inputs.get("conversation"), inputs.get("replies")
         if conversation is not None and replies is not None:
-            # Rows that go on have all said and heard equally much.
+            # All rows that continue have the same length.
             group.before = conversation, replies
             group.begin = int(conversation.response_lengths_N.max()) + 1
         self.groups[tag] = group
@@ -79,7 +78,7 @@ class FakeEngine:
 
     def step(self) -> Sequence[tuple[Any, Any]]:
         """Make the tokens that are due. With nothing due, wait for the next one, at most `STEP_S`."""
-        # A step never waits for long: what is submitted meanwhile must not stand in line.
+        # A step never waits for long: groups that are submitted meanwhile must not wait.
         wait = min(group.due for group in self.groups.values()) - time.monotonic()
         if wait > 0:
             time.sleep(min(wait, STEP_S))
@@ -112,7 +111,7 @@ class FakeEngine:
         weights_W = group.behaviour.tensors["values"]
         keys_N = torch.tensor([random_key("token", ordinal, sample, place) % WIDTH for sample in range(self.samples)])
         logprobs_N = -weights_W[keys_N].float().abs()
-        # The token depends on the weights, too: what stale ones have made changes the next policy.
+        # The token depends on the weights, too, so that stale weights change the next policy.
         group.made.append((keys_N + (logprobs_N * 1000).long().abs(), logprobs_N, group.behaviour.version))
         group.due += self._token_s(ordinal)
 
@@ -137,9 +136,9 @@ def _rollouts(group: _Group, samples: int) -> Rollouts:
 
 
 def _continued(before: Rollouts, replies: Replies, made: Rollouts) -> Rollouts:
-    """A conversation with what was said to it and then by it, in the rows that were not done."""
+    """A conversation with the replies and then the new tokens appended, in the rows that were not done."""
     on_N = ~replies.done_N
-    # A reply is a number in words, which stands for its one token.
+    # A reply is a number as text, which is its only token.
     heard_N = torch.tensor([int(text) for text in replies.texts])
 
     def joined(old_NT: Tensor, heard_N: Tensor, new_NT: Tensor) -> Tensor:
@@ -169,7 +168,7 @@ def duration(ms: float, jitter_ms: float, name: str, index: int) -> float:
 
 @contextmanager
 def lasting(ms: float, jitter_ms: float, name: str, index: int) -> Iterator[None]:
-    """What is done meanwhile is part of the given duration: sleep for what is left of it."""
+    """Make the body last the given duration: after it, sleep for the rest."""
     end = time.monotonic() + duration(ms, jitter_ms, name, index) / 1000
     yield
     time.sleep(max(0.0, end - time.monotonic()))
@@ -199,7 +198,7 @@ class FakePolicy(Policy):
         self.version = facts["version"]
 
     def export(self, folder: str) -> Callable[[], None] | None:
-        """There is nothing that other tools could read."""
+        """Write nothing: no other tool could read it."""
         return None
 
 
@@ -250,8 +249,8 @@ def fake_environment(
     ms: float = 0.0,
     jitter_ms: float = 0.0,
 ) -> Replies:
-    """Replies of one token. Each row is done after a number of turns of its own, 1 to `most`, with a reward between 0
-    and 1 that depends on all of its tokens."""
+    """Replies of one token. Each row is done after 1 to `most` turns, a number of its own, with a reward between 0 and
+    1 that depends on all of its tokens."""
     ordinal, turn = rollouts.ordinals[0], max(rollouts.turns())
     with lasting(ms, jitter_ms, f"fake_environment.{turn}", ordinal):
         done = [spoken > random_key("turns", ordinal, row) % most for row, spoken in enumerate(rollouts.turns())]
@@ -288,7 +287,7 @@ def _step(policy: FakePolicy, rollouts: Rollouts, rewards: Rewards) -> Metrics:
     for row, value in enumerate(rewards.values_N.tolist()):
         sampled_T = sampled_NT[row]
         place_T = rollouts.tokens_NS[row, 1:][sampled_T] % WIDTH
-        # The row counts, so that rows in another order make another policy.
+        # The row's number counts, so that another order of rows makes another policy.
         gradient_W[place_T] += (value + row * 0.01) * (1 + behaviour_NT[row, sampled_T])
     policy.momentum_W = 0.9 * policy.momentum_W + gradient_W / len(rollouts)
     policy.values_W = (policy.values_W + 0.01 * policy.momentum_W).clamp(0.01, 4.0)

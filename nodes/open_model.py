@@ -1,7 +1,7 @@
-"""The model that a run starts from, an HF directory or a small untrained one made from the seed; and what is known of
-the model of a carried value before its weights are there.
+"""The model that a run starts from, an HF directory or a small untrained one made from the seed; and the `ModelSpec` of
+a carried value's model, which is known before its weights are.
 
-`ModelSpec` says of a model, from its shape alone, whether it can be cut as a mesh wants it.
+A `ModelSpec` checks from the shape alone whether a model fits on a mesh.
 """
 
 import hashlib
@@ -43,9 +43,9 @@ from penstock.nodes.model.tensor_parallel import (
 from penstock.nodes.parallel.mesh import Ranks
 from penstock.nodes.tokenizer import Tokenizer, TokenizerError, byte_tokenizer, load_tokenizer
 
-# What arithmetic is written in.
+# The characters of arithmetic.
 ALPHABET = "0123456789+-=:"
-# Tokens of prompt and response together; attention over a cache costs as much as it can hold.
+# Tokens of prompt and response together; attention over a cache costs as much as the cache can hold.
 ARITHMETIC_CONTEXT, BYTE_CONTEXT = 32, 2048
 
 
@@ -56,11 +56,11 @@ def open_model(
     kind: type[M], context: Context, dtype: str | None = None, lora: Lora | None = None, *, unread: bool = False
 ) -> tuple[M, Tokenizer]:
     """The run's model in `dtype` (the run's, if None) on the run's device, and its tokenizer. A `Scorer` has the
-    decoder of that model and a head that gives every token the number zero, until it has learnt. With `lora` the model
-    has adapters (see `load_model`), as one of a directory of adapters has in any case; they are float32. `unread`: of a
-    directory no weight is read, but by the model's `source`.
+    decoder of that model and a new head, which is zero. With `lora` the model has adapters (see `load_model`); a model
+    from a directory of adapters has them in any case. Adapters are float32. `unread`: read no weights of a directory;
+    the model's `source` reads them later.
 
-    With no `context.model` it is `initial_model`, its weights drawn from the seed alone: every pool makes the same.
+    Without `context.model` it is `initial_model`, with weights drawn from the seed alone: every pool makes the same.
     """
     dtype = dtype or context.dtype
     if context.model:
@@ -75,14 +75,14 @@ def open_model(
 
 
 def open_frozen_model(kind: type[M], context: Context) -> tuple[M, Tokenizer]:
-    """The same, to be read: all of it in the run's dtype, and nothing learns."""
+    """As `open_model`, with all weights in the run's dtype, and none that learns."""
     model, tokenizer = open_model(kind, context)
     return model.to(torch_dtype(context.dtype)).requires_grad_(False), tokenizer
 
 
 def require_model(kind: type[Decoder]) -> Callable[[Context], None]:
-    """What makers that open a model of this kind require. It raises ModelError for a directory that holds no such
-    model, or weights that are not finite; a row of each is read."""
+    """Requirement of makers that open a model of this kind. It raises ModelError for a directory without such a model,
+    or with weights that are not finite; it reads one row of each tensor."""
 
     def check(context: Context) -> None:
         open_model(kind, replace(context, device="meta"))
@@ -92,9 +92,10 @@ def require_model(kind: type[Decoder]) -> Callable[[Context], None]:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What is known of a model before its weights are read: its shape, and the tokenizer of its words.
+    """What is known of a model before its weights are read: its shape and its tokenizer.
 
-    Where only adapters are sent of it, `lora` says which, and `base` what `open_model` opens the rest with.
+    If only its adapters are sent, `lora` describes them, and `base` is the context with which `open_model` opens the
+    other weights.
     """
 
     config: ModelConfig
@@ -103,13 +104,13 @@ class ModelSpec:
     base: Context = field(default_factory=Context)
 
     def check_mesh(self, mesh: Axes, *, decodes: bool = False) -> None:
-        """Whether the model fits on the ranks of a mesh: to be decoded with, or to be held by ranks that train or read
-        it. Raises ModelError, with what was given and is needed."""
+        """Raises ModelError if the model does not fit on the ranks of a mesh: to decode with it (`decodes`), or to
+        train or read it."""
         if decodes:
             check_decoding(self.config, mesh)
             return
-        # Any number of shards and copies, but heads that "tp" divides, experts that "ep" does, and a layer for each
-        # stage.
+        # Shards and copies may be any number. "tp" must divide the heads and "ep" the experts, and each stage needs a
+        # layer.
         ranks = Ranks(mesh)
         check_experts(self.config, ranks.size(EXPERT))
         check_tensor_parallel(self.config, ranks.size(TENSOR), shared_heads=False)
@@ -117,14 +118,14 @@ class ModelSpec:
 
 
 def check_stages(config: ModelConfig, stages: int) -> None:
-    """Whether a pipeline can be cut into stages. Raises ModelError."""
+    """Raises ModelError if the model cannot be cut into this many pipeline stages."""
     if config.tie_word_embeddings and stages > 1:
         raise ModelError(f"given tied embeddings over {stages} stages, needed a head of its own or one stage")
     stages_of(config, (), stages)
 
 
 def check_decoding(config: ModelConfig, mesh: Axes) -> None:
-    """Whether a generator's ranks can decode with a model. Raises ModelError."""
+    """Raises ModelError if a generator's ranks cannot decode with the model."""
     ranks = Ranks(mesh)
     if ranks.count > max(ranks.size(TENSOR), ranks.size(EXPERT)):
         needed = f"the axis {TENSOR} or the axis {EXPERT} alone: replicas are more of its pool"
@@ -134,7 +135,7 @@ def check_decoding(config: ModelConfig, mesh: Axes) -> None:
 
 
 def check_precision(spec: ModelSpec, precision: str, parts: int = 1) -> None:
-    """Whether `parts` ranks can decode with a model whose layers' weights have eight bits. Raises ModelError."""
+    """Raises ModelError if `parts` ranks cannot decode with the model's layers in this eight-bit precision."""
     if spec.lora is not None:
         needed = "no such precision beside adapters: their base, which is not sent, has none (or no adapters, --lora 0)"
         raise ModelError(f"given {precision} with adapters of {spec.lora}, needed {needed}")
@@ -148,8 +149,8 @@ def check_precision(spec: ModelSpec, precision: str, parts: int = 1) -> None:
 
 
 def computes(call: Call) -> None:
-    """Requirement of a node that decodes: its model can in the precision of its weights, and so can this machine's CPU,
-    where it is int8; and with `--invariant`, if that is given. Raises GraphError at the line of the call."""
+    """Requirement of a node that decodes: its model supports the precision of its weights, and `--invariant` if that is
+    given; for int8, so does this machine's CPU. Raises GraphError at the line of the call."""
     origin = None if call.context is None else call.context.weights.get("behaviour")
     asked = origin is not None and (origin.precision or origin.context.invariant)
     spec = spec_of(call, "behaviour") if asked else None
@@ -178,16 +179,17 @@ def run_spec(context: Context, lora: Lora | None = None) -> ModelSpec:
 
 
 def directory_spec(folder: str) -> ModelSpec:
-    """The model of a directory. Raises ModelError or TokenizerError where that cannot be read."""
+    """The model of a directory. Raises ModelError or TokenizerError if it cannot be read."""
     return run_spec(Context(model=folder))
 
 
 def lora_of(context: Context, rank: int = 0) -> Lora | None:
-    """The adapters of a value that learns: those of the directory `--model`, or what the program's options NAME_rank,
-    NAME_alpha and NAME_targets say, where NAME is the value's name, or else `--lora` and its like, or else `rank`. None
-    where all weights learn.
+    """The adapters of a value that learns; None if all weights learn.
 
-    Raises ModelError for what no adapter can be, and for another one than that of the directory.
+    Their rank, alpha and targets are the program's options NAME_rank, NAME_alpha and NAME_targets, where NAME is the
+    value's name; else the flags `--lora`, `--lora-alpha` and `--lora-targets`; else those of a directory of adapters as
+    `--model`; else `rank` and the defaults. Raises ModelError for alpha or targets without a rank, and for adapters
+    that differ from those of the directory.
     """
 
     def said(name: str, flag: Any) -> Any:
@@ -208,21 +210,21 @@ def lora_of(context: Context, rank: int = 0) -> Lora | None:
 
 
 def base_digest(context: Context) -> str:
-    """SHA-256 of the weights that `open_model` reads from the directory of a model, or of a base; of an untrained
-    model, of what these are drawn from."""
+    """SHA-256 of the weights in the directory of the model, or of its base; for an untrained model, of the seed and the
+    shape that they are drawn from."""
     if context.model:
         return digest(read_adapters(context.model)[0])
     return hashlib.sha256(repr((context.seed, initial_model(context.data)[0])).encode()).hexdigest()
 
 
 def about_adapters(lora: Lora | None, base: Context) -> dict[str, str]:
-    """What both sides of a weight channel have to agree on, where adapters are sent; nothing, where all weights are."""
+    """What both ends of a weight channel must agree on if adapters are sent; nothing if all weights are sent."""
     return {} if lora is None else {"adapters": str(lora), "base": base_digest(base)}
 
 
 def open_part(spec: ModelSpec, context: Context, ranks: Ranks) -> CausalLM:
-    """A rank's part of a model to decode with, in the dtype and on the device of `context`. Its own weights come later,
-    as those of a carried value; the base of adapters is read now."""
+    """A rank's part of a model to decode with, in the dtype and on the device of `context`. The weights of the carried
+    value arrive later; the base of adapters is read now."""
     given = spec.config, torch_dtype(context.dtype), context.device
     parts = ranks.size(TENSOR)
     if ranks.size(EXPERT) > 1:
@@ -232,7 +234,7 @@ def open_part(spec: ModelSpec, context: Context, ranks: Ranks) -> CausalLM:
     else:
         model = CausalLM(*given, lora=spec.lora)
     if spec.lora is not None:
-        # Of the whole model, of which this rank reads what it keeps.
+        # The whole model, unread: this rank reads only the regions that it keeps.
         whole, _ = open_model(CausalLM, replace(spec.base, dtype=context.dtype), lora=spec.lora, unread=True)
         weights, rules = dict(whole.named_parameters()), tensor_parallel(spec.config)
         for name, parameter in model.named_parameters():
@@ -243,10 +245,11 @@ def open_part(spec: ModelSpec, context: Context, ranks: Ranks) -> CausalLM:
 
 
 def weights_spec(context: Context, name: str = "behaviour") -> ModelSpec:
-    """The model whose weights the input `name` of a node is, as the maker of that carried value says it (`opens`).
+    """The spec of the model whose weights are the input `name` of a node, from the maker of that carried value
+    (`opens`).
 
-    Without a graph, where the context says nothing of weights, it is the run's own. Raises ModelError for a maker that
-    does not say which model it opens, or opens one that says no words.
+    Outside of a graph the context names no weights: then it is the run's own model. Raises ModelError for a maker
+    without `opens`, and for one that opens a model that generates no text.
     """
     origin = context.weights.get(name)
     if origin is None:
@@ -263,13 +266,13 @@ def weights_spec(context: Context, name: str = "behaviour") -> ModelSpec:
 
 
 def spec_of(call: Call, name: str) -> ModelSpec | None:
-    """The same before a run: of an input of a call. None where the call is not looked at for a run.
+    """As `weights_spec`, for an input of a call before a run; None if the graph is not checked for a run.
 
-    Raises GraphError, at the line of the call, for the weights of a value whose maker does not say which model it
-    opens, or opens one that says no words.
+    Raises GraphError, at the line of the call, for a maker without `opens`, and for one that opens a model that
+    generates no text.
     """
     argument, origin = call.weights_of(name), None if call.context is None else call.context.weights.get(name)
-    # A value of two graphs is made as the first of them says, which the run's context knows.
+    # The first of two graphs makes a value that they share; the run's context has that maker.
     maker, value = (argument.maker, argument.name) if argument is not None else ("", "")
     maker, value = (origin.maker, origin.context.node) if origin is not None else (maker, value)
     if maker and (lack := _spec_lack(maker, value)):
@@ -277,19 +280,19 @@ def spec_of(call: Call, name: str) -> ModelSpec | None:
     return None if call.context is None else weights_spec(call.context, name)
 
 
-# Rows of a file that are encoded before a run starts, the longest first: a few seconds of work. Of those that are too
-# long, the first `MOST_TOLD` are named.
+# Rows of a file that are encoded before a run starts, the longest first: a few seconds of work. The first `MOST_TOLD`
+# of those that are too long are named.
 MOST_ENCODED, MOST_TOLD = 20_000, 5
 # (place, prompt, response or None).
 TextRow = tuple[str, str, str | None]
 
 
 def suspects(tokenizer: Tokenizer, rows: Iterable[TextRow], most: int) -> list[TextRow]:
-    """The rows that may have more than `most` tokens, or what the tokenizer cannot say, in order; of too many of a kind
-    the `MOST_ENCODED` longest texts, or the first."""
+    """The rows that may have more than `most` tokens, or characters that the tokenizer cannot encode, in order. At most
+    the `MOST_ENCODED` longest of the former, and the first `MOST_ENCODED` of the latter."""
 
     def bound(prompt: str, response: str | None) -> float:
-        # It costs nothing, and is enough for nearly all rows.
+        # Cheap, and enough to pass nearly all rows.
         return tokenizer.bound(prompt) + (0 if response is None else len(response.encode()) + 1)
 
     rows = list(rows)
@@ -301,8 +304,8 @@ def suspects(tokenizer: Tokenizer, rows: Iterable[TextRow], most: int) -> list[T
 
 
 def refuse_long(what: str, code: str, tokenizer: Tokenizer, rows: Sequence[TextRow], most: int, needed: str) -> None:
-    """Raises GraphError for rows of more than `most` tokens, a response's end included, and for those that the
-    tokenizer cannot say."""
+    """Raises GraphError for rows of more than `most` tokens, a response's end included, and for rows that the tokenizer
+    cannot encode."""
     faults, found = list[Fault](), list[tuple[str, int]]()
     for place, prompt, response in rows:
         try:
@@ -321,9 +324,9 @@ def refuse_long(what: str, code: str, tokenizer: Tokenizer, rows: Sequence[TextR
 
 
 def rows_fit(model: str, source: str, what: str) -> Callable[[Call], None]:
-    """Requirement of a node that learns from rows: with its prompt each is at most as long as the context of the model
-    that its input `model` is. It looks at the longest rows of a file, as its input `source` has them, or at the first
-    group of rows that are made up. Raises GraphError."""
+    """Requirement of a node that learns from rows: prompt and response fit in the context of the model that is its
+    input `model`. It checks the longest rows of a file that is its input `source`, or the first group of generated
+    rows. Raises GraphError."""
 
     def check(call: Call) -> None:
         rows, argument = call.source(source), call.carried(model)
@@ -352,8 +355,8 @@ N = TypeVar("N")
 
 
 def reads_tokens(definition: N) -> N:
-    """Say of a node that it reads the tokens of its rollouts with the models among its inputs, as updates do. These
-    need the words of the model that sampled. Other nodes may read texts.
+    """Declare that a node reads the tokens of its rollouts with the models among its inputs, as updates do. These
+    models need the vocabulary of the model that sampled. Other nodes may read only texts.
 
         @reads_tokens
         @node(pool="trainer", clock="update")
@@ -364,10 +367,10 @@ def reads_tokens(definition: N) -> N:
 
 
 def same_words(call: Call) -> None:
-    """What sampling requires of the nodes that read its tokens (`reads_tokens`), or go on from them: models with the
-    same words.
+    """Requirement of sampling: the nodes that read its tokens (`reads_tokens`) or continue its prefixes have models
+    with the same vocabulary.
 
-    It is looked at for a run, where the models are known. Raises GraphError at the line of the reader.
+    Checked for a run only, when the models are known. Raises GraphError at the line of the reader.
     """
     origin = None if call.context is None else call.context.weights.get("behaviour")
     own = None if origin is None else opened(origin.maker)
@@ -402,12 +405,11 @@ def same_words(call: Call) -> None:
 
 
 def _spec_lack(maker: str, value: str) -> tuple[str, str] | None:
-    """What is given and what is needed, where nothing can decode with the weights of a carried value; None if all is
-    well."""
+    """(given, needed) if no node can decode with the weights of a carried value; else None."""
     try:
         found = opened(maker)
     except GraphError:
-        return None  # there is no such maker, which is told of the value itself
+        return None  # there is no such maker: reported for the value itself
     if found is None:
         given = f"the weights of {value!r}, of which its maker {maker} does not say which model it opens"
         needed = f"@opens(spec) above {short(maker)}: spec(context) returns the ModelSpec (shape and tokenizer)"
@@ -420,7 +422,7 @@ def _spec_lack(maker: str, value: str) -> tuple[str, str] | None:
 def initial_model(data: str) -> tuple[ModelConfig, Tokenizer]:
     """Two layers, 128 wide: enough for three-digit arithmetic. Other data than arithmetic is read by bytes.
 
-    Weights start near 1 / √width: from the usual 0.02 so narrow a model stays on its first plateau for over 1000
+    Weights start near 1 / √width: with the usual 0.02 a model this narrow stays on its first plateau for over 1000
     updates of arithmetic, instead of some 200.
     """
     arithmetic = data.partition(":")[0] in ("", "arithmetic")

@@ -1,4 +1,4 @@
-"""What nodes and losses require of the numbers among their options, told before a run starts.
+"""Requirements of nodes and losses on their numeric options, checked before a run starts.
 
 @requires(positive("rho"), not_negative("lr"))
 @node(pool="trainer", clock="update")
@@ -28,7 +28,7 @@ def finite(*names: str) -> Requirement:
 
 
 def bound(*names: str) -> Requirement:
-    """At least 0; infinity is a bound that bounds nothing."""
+    """At least 0; infinity is no bound."""
     return _numbers("a number of at least 0", lambda number: number >= 0, names)
 
 
@@ -38,7 +38,7 @@ def share(*names: str) -> Requirement:
 
 
 def decay(*names: str) -> Requirement:
-    """What is kept of a moving average: not all of it."""
+    """The share of a moving average that is kept: less than 1."""
     return _numbers("a number from 0 to below 1", lambda number: 0 <= number < 1, names)
 
 
@@ -52,7 +52,7 @@ def count(least: int, *names: str) -> Requirement:
 
 
 def ordered(least: str, most: str) -> Requirement:
-    """Two bounds between which there is something."""
+    """Two bounds, of which the lower one is not above the other."""
 
     def check(call: Call) -> None:
         low, high = call.options.get(least), call.options.get(most)

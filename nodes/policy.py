@@ -21,13 +21,13 @@ from penstock.nodes.trainable import Frozen, Learner, SequenceModel, expect
 
 
 class LanguageModel(SequenceModel[CausalLM]):
-    """A model that gives log-probabilities to tokens."""
+    """A model that computes log-probabilities of tokens."""
 
     def pack(self, rollouts: Rollouts, max_tokens: int | None = None, *, whole_groups: bool = False) -> MicroBatches:
-        """The same, of rollouts whose tokens this model can score.
+        """As `SequenceModel.pack`, for rollouts whose tokens this model can score.
 
         Raises ValueError for greedy rows, whose tokens all have probability 1, and for rows that were sampled from a
-        part of the vocabulary: which part it was, they do not say.
+        part of the vocabulary: they do not record which part.
         """
         for name, odd_N, needed in (
             ("temperature 0", rollouts.temperature_N == 0, "a temperature above 0"),
@@ -60,16 +60,17 @@ def policy_spec(context: Context) -> ModelSpec:
 
 
 def require_policy(context: Context, rank: int = 0) -> None:
-    """Raises ModelError for a directory that holds no language model, or adapters that this one cannot have."""
+    """Raises ModelError for a directory without a language model, for adapters that the model cannot have, and for
+    `--replay-routing` of a model without experts."""
     model, _ = open_model(CausalLM, replace(context, device="meta"), lora=lora_of(context, rank))
     if context.replay_routing and not model.config.family.experts:
         raise ModelError(f"--replay-routing: given a {model.config.model_type}, needed a model with experts")
 
 
 def open_learning(context: Context, rank: int = 0) -> tuple[CausalLM, Tokenizer]:
-    """The run's model with what learns of it in float32: adapters if `lora_of` says so, else all weights."""
+    """The run's model, with the weights that learn in float32: adapters if `lora_of` returns some, else all weights."""
     lora = lora_of(context, rank)
-    # Whatever the run's dtype: these are the master weights. The base of adapters has none.
+    # float32 for any dtype of the run: these are the master weights. The base of adapters has none.
     return open_model(CausalLM, context, "float32" if lora is None else context.dtype, lora)
 
 
@@ -83,7 +84,7 @@ def make_policy(context: Context) -> Carried:
 @opens(lambda context: run_spec(context, lora_of(context, LoraPolicy.rank)), base=True, lora=True)
 @requires(lambda context: require_policy(context, LoraPolicy.rank))
 def make_lora_policy(context: Context) -> Carried:
-    """The same, with adapters of rank 16 if neither flags nor options of the program say another one."""
+    """The same, with adapters of rank `LoraPolicy.rank` unless flags or options of the program give another one."""
     return LanguagePolicy(*open_learning(context, LoraPolicy.rank), context)
 
 
@@ -101,19 +102,19 @@ def _own(context: Context) -> Context:
 @opens(lambda context: run_spec(_own(context)))
 @requires(lambda context: require_model(CausalLM)(_own(context)))
 def open_frozen(context: Context) -> Carried:
-    """The model of the directory that the program's option `NAME_model` names, in the run's dtype; NAME is the carried
-    value's. It is the run's own model where there is no such option.
+    """The model of the directory that the program's option `NAME_model` names, in the run's dtype; NAME is the name of
+    the carried value. Without that option it is the run's own model.
 
-    Raises ModelError for a directory that holds no language model.
+    Raises ModelError for a directory without a language model.
     """
     return FrozenLanguageModel(*open_frozen_model(CausalLM, _own(context)), _own(context))
 
 
 def language_policy(policy: Policy) -> LanguagePolicy:
-    """The policy as this file makes it; raises TypeError for one that another maker made."""
+    """The policy, if a maker of this file made it; raises TypeError for any other."""
     return expect(LanguagePolicy, policy, "policy")
 
 
 def language_model(policy: Policy) -> LanguageModel:
-    """Any policy's model, frozen or not; raises TypeError for a policy that has none."""
+    """The language model of any policy, frozen or not; raises TypeError for a policy without one."""
     return expect(LanguageModel, policy, "policy")

@@ -1,7 +1,7 @@
-"""`cut`: beginnings of responses, which `generate(…, after=prefixes)` goes on from, as they were sampled.
+"""`cut` makes prefixes: beginnings of responses as they were sampled, which `generate(…, after=prefixes)` continues.
 
-Monte-Carlo values of states within a response (VinePPO), branching and tree search begin with it: what is sampled after
-the prefixes may be cut again. Where a response is cut is a function `at` of the response.
+They are the start of Monte-Carlo values of states within a response (VinePPO), of branching and of tree search:
+responses that continue prefixes may be cut again. A function `at` of the response says where it is cut.
 
 Shapes: N prefixes, S tokens of prompt and response, T tokens of a response.
 """
@@ -36,7 +36,7 @@ def after_text(said: Said, *, text: str = "\n") -> Sequence[int]:
     """After each token that completes `text`, such as the end of a reasoning step."""
     whole, ends = "", []
     for number, piece in enumerate(said.texts, 1):
-        # What ends within this token: it may be of several tokens, or begin in the middle of one.
+        # `text` has to end within this token. It may have several tokens, or begin in the middle of one.
         begin = max(0, len(whole) + 1 - len(text))
         whole += piece
         if text in whole[begin:]:
@@ -51,7 +51,7 @@ def after_tokens(said: Said, *, tokens: int = 16) -> Sequence[int]:
 
 
 def whole_responses(call: Call) -> None:
-    """What cutting requires: responses of one turn."""
+    """Requirement of `cut`: responses of one turn."""
     for name in call.behind("rollouts"):
         if call.view.nodes[name].turns is not None:
             needed = "responses of one turn: no prefix says what an environment had replied"
@@ -63,18 +63,18 @@ def whole_responses(call: Call) -> None:
 def cut(
     rollouts: Rollouts, *, at: At = after_text, most: int = 8, context: Context | None = None
 ) -> tuple[Prefixes, Metrics]:
-    """Prefixes of each response, where `at` says: the sub-prompts of the group, numbered in the order of its rows.
+    """Prefixes of each response, cut where `at` says: the sub-prompts of the group, numbered in the order of its rows.
 
     `at(said)` returns how many tokens each prefix keeps, at least 0 and fewer than `said` has; `after_text` and
-    `after_tokens` are two such functions. Of more than `most` places in a row, so many are taken, spread evenly. A row
-    that goes on from a prefix itself is cut behind that only. A row in which `at` names no place has no prefix, and
-    neither may the group.
+    `after_tokens` are two such functions. Of more than `most` places in a row, `most` are taken, spread evenly. A row
+    that itself continues a prefix is cut only after that. A row without a place has no prefix, so a group may have
+    none.
 
     Tokens, log μ, versions and experts are those of the rollouts: nothing is encoded again. Metrics: `prefixes` (of the
-    group), `prefix_length` (tokens of responses in one, on average).
+    group), `prefix_length` (response tokens of a prefix, on average).
 
-    Raises ValueError for a place that is none, for conversations, and for rollouts of another model's words than the
-    run's.
+    Raises ValueError for a place that is out of range, for conversations, and for rollouts of another tokenizer than
+    that of the run's model.
     """
     spec = _spec(context.model, context.data) if context is not None else _spec("", "")
     logprobs_NT = behaviour_logprobs(rollouts, "cut")
@@ -108,7 +108,7 @@ def cut(
 
 
 def _places(rollouts: Rollouts, row: int, logprobs_NT: Tensor, spec: ModelSpec, at: At) -> list[int]:
-    """Tokens that each prefix of a row keeps, in order. Raises ValueError as `cut` does."""
+    """The number of tokens that each prefix of a row keeps, in order. Raises ValueError as `cut` does."""
     where, tokenizer = f"cut, {rollouts.place(row)}", spec.tokenizer
     if len(rollouts.transcripts[row]) != 1:
         given = f"a conversation of {len(rollouts.transcripts[row])} texts"
@@ -117,13 +117,13 @@ def _places(rollouts: Rollouts, row: int, logprobs_NT: Tensor, spec: ModelSpec, 
     tokens = rollouts.tokens_NS[row, begin : begin + length].tolist()
     if tokens and tokens[-1] in tokenizer.stops:
         tokens = tokens[:-1]
-    # A model may have more words than its tokenizer.
+    # A model may have a larger vocabulary than its tokenizer.
     if not all(0 <= token < spec.config.vocab_size for token in tokens) or (
         tokenizer.decode(tokens) != rollouts.texts[row]
     ):
         given = f"tokens that do not say {rollouts.texts[row]!r:.40} in the words of the run's model"
         raise ValueError(f"{where}: given {given}, needed rollouts of its own tokenizer")
-    # Beside the token before it: alone, a token may lose the space that it begins with.
+    # Decode each token with the one before it: alone, a token may lose the space that it begins with.
     pairs = tokenizer.backend.decode_batch([tokens[max(0, n - 1) : n + 1] for n in range(len(tokens))])
     alone = tokenizer.backend.decode_batch([[token] for token in tokens])
     texts = [

@@ -1,14 +1,13 @@
-"""Rewards by functions that wait for somebody else: a judge, or the server of a reward model.
+"""Rewards by functions that wait for an external service: a judge, or the server of a reward model.
 
-`remote_score` is to such a function what `score` is to a rule that computes. Its state is a `Stream`: while rows of one
-group are asked about, other groups come and are answered, and the rank goes on with its other nodes. A call that fails
-is tried again; one that fails for good, or has no end in time, fails its group. It is never a reward.
+`remote_score` is `score` for such functions. Its state is a `Stream`: several groups are in work at once, and the rank
+continues with its other nodes. A call that raises, or exceeds its deadline, is retried. If all tries fail, so does the
+group: a failure is never a reward.
 
 All calls of a rank are made from one event loop, in a thread of its own, so that clients of asynchronous libraries can
-be shared. A function that is not `async` has a thread for each call. A thread cannot be killed: where such a call is
-overdue, its thread goes on until the function returns, so the function should have a timeout of its own. An `async`
-function that waits without `await` holds up all others: after a while it is told by its name, and the groups in work
-fail.
+be shared. A function that is not `async` has a thread for each call. A thread cannot be killed: after the deadline it
+runs until the function returns, so the function should have a timeout of its own. An `async` function that waits
+without `await` blocks all other calls: after a while an error names it, and the groups in work fail.
 """
 
 import asyncio
@@ -36,19 +35,19 @@ from penstock.nodes.score import ScoreError, reward_of
 # (prompt, response, reference answer) → reward.
 RemoteRule = Callable[[str, str, str], float] | Callable[[str, str, str], Awaitable[float]]
 
-# Seconds before the first retry of a call; each further one waits twice as long, up to the other.
+# Seconds before the first retry of a call; each further one waits twice as long, up to `LONGEST_PAUSE_S`.
 PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 # Seconds between two ticks of the event loop, and seconds beyond a call's deadline without one.
 TICK_S, SILENT_S = 0.5, 5.0
-# Of a server's answer, so many bytes are read.
+# The most bytes of a server's answer that are read.
 MOST_BYTES = 1 << 20
-# Of a URL with a user, and perhaps a password, which urllib takes for a part of the host.
+# A URL with a user, and perhaps a password, which urllib takes for a part of the host.
 _USER = re.compile(r"https?://[^/?#]*@")
 
 
 class RemoteScorer:
-    """State of `remote_score`: a `Stream` of groups. `concurrency` calls are made at once, of all groups together; each
-    may take `deadline` seconds, and is tried `retries` times more."""
+    """State of `remote_score`: a `Stream` of groups. `concurrency` calls of all groups together are made at once; each
+    may take `deadline` seconds, and is retried `retries` times."""
 
     def __init__(self, by: RemoteRule, concurrency: int, deadline: float, retries: int) -> None:
         self.by, self.concurrency, self.deadline, self.retries = by, concurrency, deadline, retries
@@ -73,12 +72,12 @@ class RemoteScorer:
         group.add_done_callback(lambda _: self.news.set())
 
     def step(self) -> Sequence[tuple[Any, Any]]:
-        """The groups whose rows are all answered, or of which one failed; a moment's wait for the first one."""
-        # In steps, so that time in which this process was stopped does not count.
+        """The groups whose rows are all answered, or of which one row failed. Waits at most `STEP_S` for the first."""
+        # Counted in steps, so that time in which this process was suspended does not count.
         self.silent_s = 0.0 if self.news.wait(STEP_S) else self.silent_s + STEP_S
         if self.silent_s > self.deadline + SILENT_S:
             self._tell_silence()
-        # Before looking: what ends meanwhile is seen now or ends the next wait.
+        # Cleared before looking: a group that ends meanwhile is seen now, or ends the next wait.
         self.news.clear()
         done = [group for group in self.groups if group.done()]
         return [(self.groups.pop(group), _outcome(group)) for group in done]
@@ -87,7 +86,7 @@ class RemoteScorer:
         return bool(self.groups)
 
     def _tell_silence(self) -> None:
-        """Raises ScoreError for the call that holds the event loop up."""
+        """Raises ScoreError for the call that blocks the event loop."""
         said = f": has gone on for over {self.deadline:g} s without await, which holds up all other calls; "
         said += "needed await, or a function that is not async"
         call = asyncio.current_task(self.loop)
@@ -101,7 +100,7 @@ class RemoteScorer:
         self.groups.clear()
         self.rows.clear()
         if self.silent_s > self.deadline:
-            # Its thread goes on until the function returns.
+            # The old event loop is blocked: its thread runs until the function returns.
             self._begin()
 
     async def _group(self, rollouts: Rollouts) -> tuple[Rewards, Metrics]:
@@ -109,16 +108,16 @@ class RemoteScorer:
         try:
             answers = await asyncio.gather(*rows)
         finally:
-            # Of a group that has failed, or is given up, nothing more is asked.
+            # Make no more calls for a group that has failed or is cancelled.
             for row in rows:
                 row.cancel()
         values_N = torch.tensor([value for value, _ in answers], dtype=torch.float32)
         tries = sum(tried for _, tried in answers)
-        # A group without a prefix to go on from has no rows.
+        # Responses that continue prefixes have no rows in a group without prefixes.
         return Rewards(values_N), {"asked_again": tries / len(answers)} if answers else {}
 
     async def _row(self, rollouts: Rollouts, row: int) -> tuple[float, int]:
-        """The reward of a row, and how often it was asked for again."""
+        """The reward of a row, and the number of retries."""
         given = rollouts.prompts[row], rollouts.texts[row], rollouts.answers[row]
         pause = PAUSE_S
         for tried in range(self.retries + 1):
@@ -128,7 +127,7 @@ class RemoteScorer:
                 except TimeoutError as error:
                     cause: Exception = error
                     why = str(error) or f"no answer within {self.deadline:g} s"
-                # Whatever a user's function raises is told with the row.
+                # Report any exception of a user's function with the row.
                 except Exception as error:
                     cause, why = error, f"{type(error).__name__}: {error}"
             if tried < self.retries:
@@ -138,8 +137,8 @@ class RemoteScorer:
         raise ScoreError.on(self.by, rollouts, row, what) from cause
 
     async def _ask(self, given: tuple[str, str, str], row: tuple[Rollouts, int]) -> Any:
-        """What the function answers. Raises what it has raised, and TimeoutError at the deadline."""
-        # A task of its own: a function that goes on when it is cancelled is not waited for.
+        """The function's answer. Raises its exception, or TimeoutError at the deadline."""
+        # A task of its own, so that a function that ignores its cancellation is not waited for.
         call = asyncio.create_task(self._called(given))
         self.rows[call] = row
         call.add_done_callback(lambda _: self.rows.pop(call, None))
@@ -152,17 +151,17 @@ class RemoteScorer:
             call.cancel()
         if isinstance(error, Exception):
             raise error
-        if error is not None:  # it would end the event loop, and the calls of all others
+        if error is not None:  # a BaseException would end the event loop, and all other calls
             raise RuntimeError(f"{type(error).__name__} {error}".strip()) from error
         return answer
 
     async def _called(self, given: tuple[str, str, str]) -> tuple[Any, BaseException | None]:
-        """(what the function answers, what it raises instead)."""
+        """(the function's answer, its exception or None)."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
         def settle(outcome: Any, error: BaseException | None) -> None:
-            if not answer.done():  # nobody waits for one that is overdue
+            if not answer.done():  # done if it was cancelled at the deadline
                 answer.set_result((outcome, error))
 
         def work() -> None:
@@ -203,20 +202,20 @@ def remote_score(
 ) -> tuple[RemoteScorer, Rewards, Metrics]:
     """The reward of each response by a function that waits, `async` or not, such as `http_reward`.
 
-    `concurrency` calls are made at once, of all prompt groups of a rank together. One that raises, gives no finite
-    number, or has no end within `deadline` seconds is made again, `retries` times, with pauses that double from
-    `PAUSE_S`. If all fail, so does the group: ScoreError names it and the row, and the run's `--retries` and
-    `--on-failure` say what follows. `deadline` does not count the wait for a place among the `concurrency` calls.
+    `concurrency` calls are made at once, of all prompt groups of a rank together. A call that raises, returns no finite
+    number, or does not end within `deadline` seconds is retried `retries` times, with pauses that double from
+    `PAUSE_S`. If all tries fail, so does the group: ScoreError names it and the row, and the run's `--retries` and
+    `--on-failure` say what follows. The wait for a place among the `concurrency` calls does not count.
 
         rewards = remote_score(rollouts, by=partial(http_reward, url="http://judge:8000/reward"), deadline=20.0)
 
-    Metric: `asked_again` (calls that were made again, per row).
+    Metric: `asked_again` (retries per row).
     """
     return scorer, *fire(scorer, {"rollouts": rollouts})
 
 
 def _url_lack(url: str) -> tuple[str, str] | None:
-    """What is given and what is needed of a URL that cannot be asked."""
+    """(given, needed) for a URL that cannot be used; else None."""
     if not url.startswith(("http://", "https://")):  # urllib reads files, too
         return repr(url), "http://… or https://…"
     if _USER.match(url):
@@ -225,7 +224,7 @@ def _url_lack(url: str) -> tuple[str, str] | None:
 
 
 def web_address(call: Call) -> None:
-    """What `http_reward` requires: a URL of the web, and the token that it is to send."""
+    """Requirement of `http_reward`: a URL of the web, and the token that it has to send."""
     url, variable = str(call.options.get("url", "")), call.options.get("token_variable")
     if lack := _url_lack(url):
         raise call.lack(*lack, "url")
@@ -234,7 +233,7 @@ def web_address(call: Call) -> None:
 
 
 class _Stays(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: it would ask by GET, without the response, and send the token to whoever it names."""
+    """Follows no redirect: that would be a GET without the response, and would send the token to another server."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -246,13 +245,13 @@ def http_reward(
 ) -> float:
     """The number that a server answers with: `{"reward": 0.5}`, or `0.5`.
 
-    It is sent a POST with the JSON object of `prompt`, `response` and `answer`; with a token, that of the environment
-    variable `token_variable`, as `Authorization: Bearer`. Another status than 200, or another answer, raises. `timeout`
-    are the seconds for each step of the connection.
+    The server gets a POST with the JSON object of `prompt`, `response` and `answer`, and the token in the environment
+    variable `token_variable`, if that is given, as `Authorization: Bearer`. Raises for another status than 200, and for
+    another answer. `timeout` is in seconds, for each step of the connection.
     """
     if lack := _url_lack(url):
         raise ValueError(f"http_reward: url: given {lack[0]}, needed {lack[1]}")
-    # What is told of it: a query may have a key.
+    # For messages without the query, which may have a key.
     where = url.partition("?")[0]
     headers = {"Content-Type": "application/json", "Accept": "application/json"}
     if token_variable:
@@ -262,7 +261,7 @@ def http_reward(
     try:
         with urllib.request.build_opener(_Stays).open(request, timeout=timeout) as reply:
             status, said = reply.status, reply.read(MOST_BYTES)
-            # A connection that broke, or too long a text: its begin may be another number, such as 1 of 12.5.
+            # The connection broke, or the text is too long: its beginning may be another number, such as 1 of 12.5.
             if reply.length:
                 raise RuntimeError(f"given {len(said)} bytes from {where}, needed all {len(said) + reply.length}")
     except HTTPError as error:

@@ -1,4 +1,4 @@
-"""A buffer of past prompt groups, some of which are learnt from once more beside each fresh batch.
+"""A buffer of past prompt groups, some of which are trained on again beside each fresh batch.
 
 Shapes: N rows, of an update or of the buffer.
 """
@@ -17,7 +17,7 @@ from penstock.nodes.option_checks import count
 
 @dataclass
 class Past(Rollouts):
-    """Rollouts with the values of their advantages, [N] or [N, T], and the updates in which they were fresh."""
+    """Rollouts with the values of their advantages, [N] or [N, T], and the update in which each was fresh, [N]."""
 
     values_N: Array = None
     born_N: Array = None
@@ -25,7 +25,7 @@ class Past(Rollouts):
 
 @dataclass
 class ReplayBuffer(Past):
-    """What a buffer holds, flat, so that a checkpoint can keep it: rows, the updates so far, and the key of its draws.
+    """The state of a buffer, flat, so that a checkpoint can hold it: rows, updates so far, and the key of its draws.
 
     Before the first update it has no rows, and no arrays.
     """
@@ -55,13 +55,13 @@ def replay(
     take: int = 16,
     max_age: int = 4,
 ) -> tuple[ReplayBuffer, tuple[Rollouts, Advantages], Metrics]:
-    """The fresh batch, and after it `take` past prompt groups, or as many as there are.
+    """The fresh batch, followed by `take` past prompt groups, or as many as there are.
 
-    Which ones is drawn anew at each update, each group alike. A group stays until it is more than `max_age` updates
-    old, or `capacity` groups are younger. It keeps its advantage, and each token its log-probability and version: the
-    loss has to weight them. The rollouts say which rows are past ones (`replayed_N`), and an update counts their tokens
-    apart (see `update_metrics`). Figures: `replayed` (groups), `replayed_age` (their mean age in updates, 0 of none)
-    and `buffered` (groups in the buffer after the update).
+    They are drawn anew at each update, all groups with the same probability. A group stays until it is more than
+    `max_age` updates old, or `capacity` groups are younger. It keeps its advantage, and each token its log-probability
+    and version: the loss has to correct for them. `replayed_N` of the rollouts marks the past rows, and an update
+    counts their tokens separately (see `update_metrics`). Metrics: `replayed` (groups), `replayed_age` (their mean age
+    in updates, 0 of none) and `buffered` (groups in the buffer after the update).
     """
     born_N = torch.full((len(rollouts),), buffer.update)
     fresh = widened(Past, rollouts, values_N=advantage.values_N, born_N=born_N)
@@ -72,9 +72,9 @@ def replay(
     old = [buffer.past().take(chosen)] if chosen else []
     mixed = Past.concat([fresh, *old])
     ages = [float((buffer.update - each.born_N).float().mean()) for each in old]
-    # What was drawn now may be drawn again, so the buffer keeps it as if it had not been.
+    # Drawn groups may be drawn again, so the buffer keeps them.
     everything = Past.concat([buffer.past(), fresh]) if past else fresh
-    # By groups and not by rows: a group is kept with all of its rows, or forgotten with them.
+    # By groups and not by rows: a group is kept or dropped with all of its rows.
     born = dict(zip(everything.ordinals, everything.born_N.tolist(), strict=True))
     young = {ordinal for ordinal in list(born)[-capacity:] if born[ordinal] > buffer.update - max_age}
     kept = everything.take([row for row, ordinal in enumerate(everything.ordinals) if ordinal in young])

@@ -1,7 +1,7 @@
-"""The reward model: a decoder whose number at a response's last token says how good the response is; and how models
-learn from pairs of responses, one better than the other.
+"""The reward model: a decoder whose number at a response's last token is the response's score; and learning from pairs
+of responses, one preferred to the other.
 
-Losses of pairs are not averaged. Their log-probabilities are of whole responses, that is `segment_sum` of the tokens'
+Losses of pairs are not averaged. Their log-probabilities are those of whole responses: `segment_sum` of the tokens'
 (nats).
 
 Shapes: N responses or pairs (of pairs in a batch: the chosen, then the rejected), G prompts, S padded length of a
@@ -56,15 +56,15 @@ def dpo_loss(
 def best_and_worst(rewards_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(row of each group's best response, row of its worst, weight of the pair), each [G].
 
-    Among equals the first row is taken. The weight is 1, or 0 where all rewards of the group are equal: there is no
-    preference then, and best and worst are the same row. `group_N` (int64) holds each of 0 to G − 1.
+    Among equals the first row is taken. The weight is 1, or 0 if all rewards of the group are equal: then there is no
+    preference, and best and worst are the same row. `group_N` (int64) holds each of 0 to G − 1.
     """
     weight_G = (~uniform_groups(rewards_N, group_N)).to(rewards_N.dtype)
     return _first_by(-rewards_N, group_N), _first_by(rewards_N, group_N), weight_G
 
 
 def bradley_terry_loss(chosen_N: Tensor, rejected_N: Tensor) -> Tensor:
-    """−log σ(r(y_w) − r(y_l)) of each pair of scores, what a reward model learns by.
+    """−log σ(r(y_w) − r(y_l)) of each pair of scores: the loss of a reward model.
 
     InstructGPT (Ouyang et al. 2022, arXiv 2203.02155), equation 1; the same as DPO (arXiv 2305.18290), equation 2.
     """
@@ -72,13 +72,13 @@ def bradley_terry_loss(chosen_N: Tensor, rejected_N: Tensor) -> Tensor:
 
 
 def bradley_terry_accuracy(chosen_N: Tensor, rejected_N: Tensor) -> Tensor:
-    """1 where the chosen response has the higher score, 0 where it has the lower one, ½ where they are equal [N]."""
+    """1 if the chosen response has the higher score, 0 if it has the lower one, ½ if they are equal [N]."""
     return (1 + torch.sign(chosen_N - rejected_N).detach()) / 2
 
 
 def _first_by(keys_N: Tensor, group_N: Tensor) -> Tensor:
     """The row of each group's lowest key, the first one among equals."""
-    # Two stable sorts, so that the first among equals stays the first.
+    # Both sorts are stable, so that the first among equals stays the first.
     by_key_N = torch.argsort(keys_N, stable=True)
     by_group_N = by_key_N[torch.argsort(group_N[by_key_N], stable=True)]
     lengths_G = segment_lengths(group_N)
@@ -86,14 +86,14 @@ def _first_by(keys_N: Tensor, group_N: Tensor) -> Tensor:
 
 
 def packed_values(model: Scorer, packed: Packed) -> tuple[Tensor, Tensor]:
-    """The number at the token before each target, V(s_t), where target t is the action: float32 [P]; and zeros, since
-    it has no entropy."""
+    """(the number at the token before each target, V(s_t) for target t as the action, float32 [P]; zeros in place of
+    entropies)."""
     values_P = model.values(hidden_states(model, packed)[packed.at_P])
     return values_P, torch.zeros_like(values_P)
 
 
 def ends(rollouts: Rollouts) -> Rollouts:
-    """Rollouts with one sampled token for each: what would follow its last token.
+    """Rollouts with one sampled token in each row: the one that would follow its last token.
 
     `packed_values` of them are the sequences' scores, as `LlamaForSequenceClassification` pools them.
     """
@@ -111,7 +111,7 @@ def ends(rollouts: Rollouts) -> Rollouts:
 
 @torch.no_grad()
 def sequence_sums(model: SequenceModel[Model], items: Sequence[Packed], count: int, forward: Forward[Model]) -> Tensor:
-    """The sum of the numbers of each sequence's targets, float32 [N], without a gradient."""
+    """The sum over each sequence's targets of the numbers that `forward` computes, float32 [N], without a gradient."""
     sums_N = torch.zeros(count, device=model.device)
     found = model.workers.map(lambda model, packed: forward(model, packed)[0], items)
     for packed, values_P in zip(items, found, strict=True):
@@ -128,16 +128,16 @@ def learn_pairs(
     options: UpdateOptions,
     lr: float | Schedule,
 ) -> tuple[Tensor, Metrics]:
-    """One AdamW step on the mean of `loss(chosen, rejected)` over `count` pairs, whose sequences are the chosen ones
-    and then the rejected. Returns (the sums of the sequences before the step, float32 [N]; its metrics).
+    """Make one AdamW step on the mean of `loss(chosen, rejected)` over `count` pairs. Their sequences are first all
+    chosen ones, then all rejected ones. Returns (the sums of the sequences before the step, float32 [N]; its metrics).
 
-    The two sequences of a pair may be in different micro-batches: sums are computed first, without a gradient, and each
-    token then gets the weight that the loss's gradient gives its sequence. Without a pair there is no `loss` among the
-    metrics.
+    The two sequences of a pair may be in different micro-batches. So sums are computed first, without a gradient, and
+    each token then gets the loss's gradient with respect to its sequence's sum as its weight. Without pairs the metrics
+    have no `loss`.
     """
     sums_N = sequence_sums(learner, items, 2 * count, forward).requires_grad_()
     losses_N = loss(*sums_N.chunk(2))
-    # The loss of a pair depends on its sequences by their sums alone, so this is the weight of each of their tokens.
+    # The loss of a pair depends on its sequences only by their sums, so this is the weight of each of their tokens.
     (weights_N,) = torch.autograd.grad(losses_N.sum(), sums_N)
 
     def weighted(model: Model, packed: Packed) -> tuple[Tensor, None]:
@@ -148,7 +148,7 @@ def learn_pairs(
 
 
 class FrozenRewardModel(Frozen[Scorer], RewardModel):
-    """A reward model that has learnt."""
+    """A trained reward model."""
 
 
 class LearningRewardModel(Learner[Scorer], PreferenceModel):
@@ -158,12 +158,12 @@ class LearningRewardModel(Learner[Scorer], PreferenceModel):
 
 
 def require_reward_model(context: Context) -> None:
-    """Raises ModelError without a reward model's directory, or for one without a head."""
+    """Raises ModelError without the directory of a reward model, or for a model without a head."""
     load_model(Scorer, _directory(context), context.dtype, "meta")
 
 
 def reward_model_spec(context: Context) -> ModelSpec:
-    """Its shape and its tokenizer. Raises ModelError without a directory."""
+    """The reward model's shape and tokenizer. Raises ModelError without a directory."""
     return directory_spec(_directory(context))
 
 
@@ -180,7 +180,7 @@ def _directory(context: Context) -> str:
 def open_reward_model(context: Context) -> Carried:
     """The reward model of the directory that the program's option `reward_model` names, in the run's dtype.
 
-    Raises ModelError without a directory, or for one without a head.
+    Raises ModelError without a directory, or for a model without a head.
     """
     folder = _directory(context)
     unread = num_ranks(context.mesh) > 1  # each rank reads the regions that it keeps
@@ -200,7 +200,7 @@ def make_preference_model(context: Context) -> Carried:
 def reward_scores(
     reward_model: RewardModel, rollouts: Rollouts, *, micro_tokens: int | None = None
 ) -> tuple[Rewards, Metrics]:
-    """The reward model's number for each response, float32 [N]. Figure: `learned_reward`, their mean.
+    """The reward model's score of each response, float32 [N]. Metric: `learned_reward`, their mean.
 
     The rollouts' tokens are read as they are, so the policy's tokenizer must be the reward model's.
     """
@@ -222,7 +222,7 @@ def preference_update(
 ) -> tuple[AnyPreferenceModel, Metrics]:
     """One AdamW step on the Bradley-Terry loss, averaged over the pairs (InstructGPT, arXiv 2203.02155, equation 1).
 
-    Figures, of the model before the step: `loss`, `accuracy` (share of pairs in the right order), `margin` (mean
+    Metrics of the model before the step: `loss`, `accuracy` (share of pairs in the right order), `margin` (mean
     difference of the scores); and `tokens`, those of the responses.
     """
     learner = expect(LearningRewardModel, reward_model, "preference_update")

@@ -1,5 +1,5 @@
-"""Rewards by rule: a function of prompt, response and reference answer, applied to every row; and what is done with
-rewards before they become advantages: penalties, and which groups are worth learning from.
+"""Rewards by rule: a function of prompt, response and reference answer, applied to every row. Also the steps between
+rewards and advantages: penalties, and a filter of groups without a signal.
 """
 
 import inspect
@@ -27,7 +27,7 @@ from penstock.nodes.option_checks import count, ordered
 # (prompt, response, reference answer) → reward.
 Rule = Callable[[str, str, str], float]
 
-# Words that a number before them is multiplied with.
+# Words that multiply the number before them.
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})++|[0-9]++)(?:\.[0-9]++)?+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?+"
 # Possessive, so that no part of "12,34" or "1.2.3" is taken for a number. A minus belongs to the number unless it
@@ -41,11 +41,11 @@ _NUMBER = re.compile(
     (?:\s*+(?P<scale>{"|".join(_SCALES)})s?\b)?+""",
     re.VERBOSE,
 )
-# A number with more of them, or a larger exponent, is none: Python refuses to read 4,300 digits.
+# A number with more digits, or a larger exponent, counts as none: Python refuses to read more than 4,300 digits.
 _MOST_DIGITS = 4_000
-# Behind so many digits that begin a number, or follow a space in one.
+# A lookbehind for this many digits, which begin a number or follow a space in one.
 _HEAD = "(?<=(?<![0-9.,])[0-9]{{{}}})"
-# How LaTeX writes a number, and how it is written without; in this order.
+# How LaTeX writes a number, and its plain form; applied in this order.
 _LATEX = [
     (re.compile(pattern), plain)
     for pattern, plain in (
@@ -61,16 +61,16 @@ _LATEX = [
         (r"(?<![^\s(=$])~(?=\s?[$0-9.])", "≈"),
         (r"\\[,;: ()\[\]]|~|[\u00a0\u2009\u202f]", " "),
         (r"(?:(?<=[A-Za-z]{2})|(?<=[\s/]m)|(?<=/s))\s*+(?:\^\s*\{?[23]\}?(?![0-9])|[²³])", ""),
-        # Thousands apart from what is below them, such as 12 600 or 12'600.
+        # Thousands with a separator, such as 12 600 or 12'600.
         (rf"(?:{'|'.join(_HEAD.format(n) for n in (1, 2, 3))})[ '’](?=[0-9]{{3}}(?![0-9]|\s?/))", ","),
     )
 ]
-# "5 200 dollar notes": 5,200 of them, or five? A text does not tell.
+# "5 200 dollar notes" may be 5,200 notes or five: the text does not tell.
 _TWO_READINGS = re.compile(
     r"(?<![0-9.,$€£])(?<![0-9] )[0-9]{1,3} [0-9]{3}(?=(?:\.[0-9]+)?(?:\s?%| ?-?[A-Za-z]+)[ -][A-Za-z])"
 )
-# A number between these is a part of an expression, such as of 2^{10}, \sqrt{2}, √2, 3\pi, 3² or 3i, or of "3k", "minus
-# 3" or "3 squared"; or it is what the answer is not, is about, or is compared with.
+# A number after the first or before the second pattern is a part of an expression, such as 2^{10}, \sqrt{2}, √2, 3\pi,
+# 3², 3i, "3k", "minus 3" or "3 squared"; or it follows "not", "about" or a comparison.
 _FUNCTIONS = "sqrt|log|ln|sin|cos|tan"
 _WITHIN = (
     re.compile(
@@ -97,20 +97,20 @@ _AROUND_BOX = (
         rf"|\$?\s*(?:{'|'.join(_SCALES)}|squared|cubed|factorial)\b)"
     ),
 )
-# In a box, before or after a number.
+# Words that deny a number in a box, before or after it.
 _DENIED = re.compile(r"\b(?:not|than|or|except)\b")
-# Between two "=", where another unknown is.
+# Before a "=" in a box: another unknown.
 _UNKNOWN = re.compile(r",\s*\\?[A-Za-z]\w{0,9}\s*$")
-# Characters before a number in which its expression is looked for, so that no text takes long.
+# Characters before a number that are searched for its expression; bounded, so that no text takes long.
 _NEAR = 40
-# What may stand around a number that is an answer by itself: currency, words and units.
+# What may be around a number that is an answer by itself: currency, words and units.
 _UNITS = re.compile(r"[$€£%.\s]|(?<![A-Za-z])(?:[A-Za-z]{2,}|[gmshLNJWV])(?:[23]|\b)(?:/[A-Za-z]+)?")
-# A power of ten behind a number that is an answer by itself.
+# A power of ten after a number that is an answer by itself.
 _TEN = re.compile(r"(?<=[0-9])\s*(?:\\times|\\cdot|[×·*])\s*10\s*\^\s*(?:\{\s*([−-]?[0-9]+)\s*\}|([−-]?[0-9]+))")
 # Digits with their base.
 _BASE = re.compile(r"([0-9A-Z]+)_\{?([0-9]+)\}?")
-# Answers of a source that are read before a run starts: seconds of work. Of those that nothing can read, so many are
-# named.
+# Answers of a source that are read before a run starts: seconds of work. The first `MOST_TOLD` unreadable ones are
+# reported.
 MOST_READ, MOST_TOLD = 20_000, 5
 
 
@@ -119,7 +119,7 @@ class ScoreError(RuntimeError):
 
     @classmethod
     def on(cls, rule: Callable[..., Any], rollouts: Rollouts, row: int, what: str) -> "ScoreError":
-        """That of a row, with its texts: a traceback alone does not say which response it was."""
+        """The error of a row, with its texts: a traceback alone does not tell which response it was."""
         name = getattr(getattr(rule, "func", rule), "__qualname__", rule)
         prompt, response, answer = rollouts.prompts[row], rollouts.texts[row], rollouts.answers[row]
         shown = f"prompt {prompt!r}, response {response!r}, answer {answer!r}"
@@ -127,11 +127,11 @@ class ScoreError(RuntimeError):
 
 
 def reward_of(value: Any) -> float:
-    """What a reward function has returned, as a number that a reward can be: finite in float32. A text is none, even if
-    it says one. Raises ValueError."""
+    """The result of a reward function as a float. Raises ValueError unless it is a number that is finite in float32;
+    a text is none, even "1"."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # torch raises the third of several numbers
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several numbers
         number = math.nan
     if not abs(number) <= torch.finfo(torch.float32).max:
         raise ValueError(f"given {value!r:.80} ({type(value).__name__}), needed a finite number")
@@ -139,8 +139,8 @@ def reward_of(value: Any) -> float:
 
 
 def answers_that(read: Callable[[str], object]) -> Callable[[Call], None]:
-    """What a rule requires of data: reference answers that `read` takes, which otherwise raises ValueError, "given …,
-    needed …". The first `MOST_READ` are looked at."""
+    """Requirement of a rule: reference answers that `read` accepts; for others it raises ValueError, "given …, needed
+    …". The first `MOST_READ` answers are checked."""
 
     def check(call: Call) -> None:
         faults = []
@@ -158,9 +158,9 @@ def answers_that(read: Callable[[str], object]) -> Callable[[Call], None]:
 
 
 def comparable(answer: str) -> Fraction | None:
-    """The number that a reference answer is (see `number_of`); None for one that math-verify is to compare.
+    """The number that a reference answer is (see `number_of`); None for an answer that math-verify compares.
 
-    Raises ValueError for one that nothing can compare.
+    Raises ValueError for an answer that cannot be compared.
     """
     number = number_of(answer)
     missing = symbolic_math.lack() if number is None else ""
@@ -175,12 +175,12 @@ def comparable(answer: str) -> Fraction | None:
 def math_answer(prompt: str, response: str, answer: str) -> float:
     r"""1.0 if the response's final answer equals the reference answer, else 0.0.
 
-    The final answer is what the last `\boxed{…}` holds; or what follows the last "####"; or else the last number of the
-    text. If the reference is a number, so must the answer be, and they are compared exactly, in fractions: whole,
+    The final answer is in the last `\boxed{…}`, else after the last "####", else it is the last number of the text. If
+    the reference is a number, so must the answer be, and they are compared exactly, as fractions. Numbers are whole,
     decimal (1,072.50, 1 072.5), fractions (18/2, 1 1/2, `\frac{9}{2}`), powers of ten (2e-3; in a box
-    `2 \times 10^{-3}`) or with a word (3 million); with or without currency, percent and units, which do not count. An
-    expression that has this value is no number, nor is a box in one, "about 3", "3!" or "> 3", nor what has two
-    readings: "5 200 dollar notes". Of a number with a base, `52_8`, digits and base must be the same.
+    `2 \times 10^{-3}`) or with a word (3 million); currency, percent and units do not count. No numbers are: an
+    expression with this value, a box in an expression, "about 3", "3!", "> 3", and a text with two readings, such as
+    "5 200 dollar notes". For a number with a base, `52_8`, digits and base must be the same.
 
     Any other reference, such as `2\sqrt{3}` or `(0, \frac{\pi}{2})`, is compared by `math-verify` (the extra `math`).
     It gives up after `symbolic_math.DEADLINE_S` seconds: then the answer counts as wrong, and the run warns.
@@ -197,10 +197,10 @@ def math_answer(prompt: str, response: str, answer: str) -> float:
         return 1.0
     boxed = _last_boxed(response)
     given = response.rpartition(FINAL)[2].strip() if boxed is None else boxed
-    # Nor does it find LaTeX.
+    # Nor does it find LaTeX without marks.
     if boxed is None and FINAL in response and not re.search(r"\$|\\[(\[]", given):
         given = boxed = given.partition("\n")[0].rstrip(" .")
-    # math-verify takes no notice of a base.
+    # math-verify ignores a base.
     if digits := _BASE.fullmatch(_without_latex(answer).strip()):
         return float(digits.groups() in [found.groups() for found in _BASE.finditer(_without_latex(given))][-1:])
     try:
@@ -208,7 +208,7 @@ def math_answer(prompt: str, response: str, answer: str) -> float:
     except ValueError as error:
         raise ValueError(f"math_answer: {error}") from None
     if equal is None:
-        # Each text once in a run.
+        # A run shows each text once.
         warnings.warn(
             "math_answer: math-verify had no verdict in time; such answers are wrong", NodeWarning, stacklevel=2
         )
@@ -221,7 +221,7 @@ def exact(prompt: str, response: str, answer: str) -> float:
 
 
 def patterns(call: Call) -> None:
-    """What `regex` requires: a pattern that `re` reads."""
+    """Requirement of `regex`: a pattern that `re` compiles."""
     try:
         re.compile(str(call.options["pattern"]))
     except re.error as error:
@@ -230,8 +230,8 @@ def patterns(call: Call) -> None:
 
 @requires(patterns)
 def regex(prompt: str, response: str, answer: str, *, pattern: str) -> float:
-    r"""1.0 if the pattern (of Python's `re`) is found in the response, else 0.0. If it has a group, what the first one
-    holds in the last place where it is found must be the reference answer: `partial(regex, pattern=r"Answer: (\w+)")`.
+    r"""1.0 if the pattern (of Python's `re`) is found in the response, else 0.0. If it has a group, the first group of
+    the last match must be the reference answer: `partial(regex, pattern=r"Answer: (\w+)")`.
     """
     *_, found = [None, *re.finditer(pattern, response)]
     if found is None:
@@ -246,7 +246,8 @@ def length(prompt: str, response: str, answer: str, *, at_most: int, at_least: i
 
 
 def number_of(answer: str) -> Fraction | None:
-    """The number that a reference answer is, or that follows its "####"; None if it is no number by itself."""
+    """The number that a reference answer, its box, or the text after its "####" is; None if that is not one number
+    alone."""
     boxed = _last_boxed(answer)
     return _only(answer.rpartition(FINAL)[2] if boxed is None else boxed)
 
@@ -262,16 +263,16 @@ def final_number(text: str) -> Fraction | None:
     if not matches:
         return None
     match = matches[0 if FINAL in text else -1]
-    # What ends with an expression does not end with a number that is in it.
+    # A text that ends with an expression does not end with a number in it.
     return None if _is_within(match) else _value(match)
 
 
 def _only(text: str) -> Fraction | None:
-    """The number that a text is, with nothing but units beside it."""
+    """The number that a text is, if only units are beside it; else None."""
     plain = _without_latex(text).strip().removeprefix("+")
     if plain[:1] == "{" and plain[-1] == "}" and plain[-2] != "\\":
         plain = plain[1:-1]
-    # Behind a fraction it would be a part of what is below the line.
+    # After a fraction the power would be a part of the denominator.
     if (ten := _TEN.search(plain)) and "/" not in plain[: ten.start()]:
         plain = f"{plain[: ten.start()]}e{(ten[1] or ten[2]).replace('−', '-')}{plain[ten.end() :]}"
     matches = list(_NUMBER.finditer(plain))
@@ -283,7 +284,7 @@ def _only(text: str) -> Fraction | None:
 
 
 def _is_within(match: re.Match[str]) -> bool:
-    """Is this number a part of an expression?"""
+    """True if this number is a part of an expression."""
     (before, after), text = _WITHIN, match.string
     return bool(before.search(text[max(0, match.start() - _NEAR) : match.start()]) or after.match(text, match.end()))
 
@@ -295,8 +296,8 @@ def _without_latex(text: str) -> str:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""What the last \boxed{…} of a text holds, "" where that is a part of an expression; None if there is none that
-    ends."""
+    r"""The content of the last \boxed{…} of a text, "" if the box is a part of an expression; None without a box, or if
+    it does not end."""
     begin = text.rfind(r"\boxed{")
     if begin < 0:
         return None
@@ -312,7 +313,7 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """None for a division by zero, and for a number that is too large to be written out."""
+    """The value of a number; None for a division by zero, and for a number that is too large to be written out."""
     parts = [(match[name] or "1").replace(",", "") for name in ("whole", "top", "bottom")]
     for part in parts:
         digits, _, exponent = part.lower().partition("e")
@@ -326,7 +327,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 
 def computes(call: Call) -> None:
-    """What `score` requires of its rule: that it gives a number by itself. Raises GraphError."""
+    """Requirement of `score`: a rule that is not async. Raises GraphError."""
     by: Any = call.options.get("by")
     if names_function(by) and inspect.iscoroutinefunction(imported(by["path"])):
         raise call.lack(f"{short(by['path'])}, which is async", "a plain function; remote_score awaits others", "by")
@@ -335,9 +336,9 @@ def computes(call: Call) -> None:
 @requires(computes)
 @node(pool="scorer")
 def score(rollouts: Rollouts, *, by: Rule = math_answer) -> tuple[Rewards, Metrics]:
-    """The reward of each response by the rule `by`. A rule that raises fails the group: it is never a zero reward."""
+    """The reward of each response by the rule `by`. If the rule raises, the group fails; its reward is never zero."""
     values = [_reward(by, rollouts, row) for row in range(len(rollouts))]
-    # A group without a prefix to go on from has no rows.
+    # Responses that continue prefixes have no rows in a group without prefixes.
     metrics = {"finished": float(rollouts.finished_N.float().mean())} if values else {}
     return Rewards(torch.tensor(values, dtype=torch.float32)), metrics
 
@@ -349,7 +350,7 @@ def accuracy(rewards: Rewards) -> Metrics:
 
 
 def _reward(by: Rule, rollouts: Rollouts, row: int) -> float:
-    # Whatever a user's rule raises is told with the row.
+    # Report any exception of a user's rule with the row.
     try:
         value = by(rollouts.prompts[row], rollouts.texts[row], rollouts.answers[row])
     except (Exception, SystemExit) as error:
@@ -361,7 +362,7 @@ def _reward(by: Rule, rollouts: Rollouts, row: int) -> float:
 
 
 def mixed(rollouts: Rollouts, rewards: Rewards) -> bool:
-    """Do the rewards of a group differ? Where they are all equal there is nothing to learn from.
+    """True if the rewards of a group differ. If they are all equal, there is nothing to learn.
 
     For `keep`: dynamic sampling of DAPO (arXiv 2503.14476), equation 11.
     """
@@ -369,10 +370,10 @@ def mixed(rollouts: Rollouts, rewards: Rewards) -> bool:
 
 
 def buffer_fits(call: Call) -> None:
-    """What a penalty on length requires: a buffer that ends at the longest length, and is no longer than that; and, of
-    conversations, that this is said."""
+    """Requirement of a penalty on length: a buffer that is no longer than the longest length, where it ends; for
+    conversations, the longest length is given."""
     longest, buffer, said = call.options["max_length"], call.options["buffer"], "max_length="
-    # The run's bound is that of a turn, so that whoever uses a tool would lose a whole reward.
+    # The run's bound is for a turn: by it, a response with tool calls could lose a whole reward.
     if longest is None and any(call.view.nodes[name].turns is not None for name in call.behind("rollouts")):
         needed = "the longest conversation: --max-tokens bounds a turn, and a response is all turns with their replies"
         raise call.lack("none, of conversations", needed, "max_length", code="out-of-range")
@@ -393,12 +394,12 @@ def penalize_overlong(
     max_length: int | None = None,
     context: Context | None = None,
 ) -> Rewards:
-    """Rewards less what a response's length costs: 0 up to `max_length` − `buffer` tokens, up a line to 1 at
-    `max_length`, then 1.
+    """Rewards minus a penalty on a response's length: 0 up to `max_length` − `buffer` tokens, then linear up to 1 at
+    `max_length`, and 1 beyond.
 
     `max_length` None is the run's `max_tokens`, where responses are cut; conversations, whose replies count as well,
-    need one. Soft overlong punishment: DAPO (arXiv 2503.14476), equation 13, L_max and L_cache. Raises ValueError
-    without either, outside of a run, and for a buffer that is longer.
+    need a `max_length`. Soft overlong punishment: DAPO (arXiv 2503.14476), equation 13, L_max and L_cache. Raises
+    ValueError outside of a run without a `max_length`, and for a buffer that is longer than it.
     """
     longest = context.max_tokens if max_length is None and context is not None else max_length
     if longest is None:

@@ -1,9 +1,9 @@
-"""Are two answers in LaTeX equal? `math-verify` compares them, in a process of its own.
+"""Comparison of two answers in LaTeX by `math-verify`, in a process of its own.
 
-What a model writes may take a computer algebra system for ever, or all memory (`9^{9^{9^9}}`), in C code that no Python
-signal interrupts; and math-verify's own timeouts are signals, which only a main thread has. So one child process for
-each process that asks does it, with limits on memory and time. It is killed at a deadline, and started again for the
-next question. It is not asked for answers that are numbers (see `math_answer`).
+A model's answer may take a computer algebra system unlimited time or memory (`9^{9^{9^9}}`), in C code that no Python
+signal interrupts; and math-verify's own timeouts are signals, which work only in a main thread. So each process that
+compares answers has one child process, with limits on memory and time. It is killed at a deadline, and started again
+for the next question. Answers that are numbers do not need it (see `math_answer`).
 """
 
 import json
@@ -24,13 +24,13 @@ from penstock import module_command
 # Seconds for one question, and for the child to import the library.
 DEADLINE_S, START_S = 10.0, 120.0
 MEMORY_MIB = 4096
-# Decimal places to which a number that is written as a decimal has to agree with one that is not.
+# Decimal places to which a decimal number must agree with one that is written otherwise.
 DECIMALS = 12
 READY, EQUAL, OTHER, UNREADABLE = b"ready", b"equal", b"other", b"unreadable"
 
 
 def lack() -> str:
-    """What has to be done before answers can be compared; "" for nothing."""
+    """What must be installed before answers can be compared; "" if nothing."""
     return "" if find_spec("math_verify") else "the package math-verify: pip install 'penstock[math]'"
 
 
@@ -42,7 +42,7 @@ class Grader:
         self.child: subprocess.Popen[bytes] | None = None
 
     def equal(self, reference: str, response: str) -> bool | None:
-        """Is the response the reference answer? None where that is not found out in time, or within the memory.
+        """True if the response is the reference answer; None without a verdict within the limits of time and memory.
 
         Raises ValueError for a reference that cannot be read.
         """
@@ -70,7 +70,7 @@ class Grader:
         return self.child
 
     def _line(self, until: float) -> bytes:
-        """The child's next line; nothing where it has not come by then, or never will."""
+        """The child's next line; b"" if it does not come by `until`, or if the child has ended."""
         assert self.child is not None
         assert self.child.stdout is not None
         line = b""
@@ -95,7 +95,7 @@ def grader() -> Grader:
 
 
 def main() -> None:
-    """Answer questions, one a line, until nobody asks any more."""
+    """Answer questions, one a line, until standard input ends."""
     size = MEMORY_MIB << 20
     resource.setrlimit(resource.RLIMIT_AS, (size, size))
     from math_verify import parse, verify
@@ -104,7 +104,7 @@ def main() -> None:
     print(READY.decode(), flush=True)
     for line in sys.stdin:
         reference, response = json.loads(line)
-        # For a child whose parent has died; the alarm ends C code, too.
+        # Ends a child whose parent has died. The alarm kills it even in C code.
         signal.alarm(int(DEADLINE_S) + 5)
         needed, given = (parse(text, parsing_timeout=None) for text in (f"\\boxed{{{reference}}}", response))
         equal = bool(needed and given) and verify(needed, given, float_rounding=DECIMALS, timeout_seconds=None)

@@ -1,8 +1,8 @@
 """Text to tokens and back: a model directory's own `tokenizer.json`, or single bytes.
 
-Both go through the `tokenizers` library, so that other tools read what is saved here. A prompt goes through the
-model's chat template if it has one; a response never does. A template says how a model was taught to see a
-conversation. It is a program, and so is rendered in a sandbox, as transformers does.
+Both use the `tokenizers` library, so that other tools can read the saved files. A prompt goes through the model's chat
+template if it has one; a response never does. A template formats a conversation as the model saw it in training. It is
+a program, so it is rendered in a sandbox, as in transformers.
 """
 
 import json
@@ -23,11 +23,11 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from penstock.nodes.model.config import read_json, token_ids
 
 EOS, PAD, UNKNOWN = "<eos>", "<pad>", "<unk>"
-# A directory with one of these has a tokenizer, though not one that can be read here.
+# A directory with one of these has a tokenizer, but without tokenizer.json it cannot be read here.
 FILES_OF_OTHERS = ("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "tokenizer_config.json")
-# What the text of chat messages begins with.
+# The beginning of chat messages as a text.
 _CHAT = '[{"role": "'
-# Stand for messages where the words around them are looked for.
+# Placeholders for messages, to find the text that a template puts around them.
 _MARKS = "@@question@@", "@@answer@@", '@@"reply"@@'
 
 
@@ -36,16 +36,15 @@ Message = dict[str, str]
 
 
 def conversation(messages: Sequence[Message]) -> str:
-    """Chat messages as one text, which `Tokenizer.encode_prompt` takes apart: JSON, but for a single user's message,
-    which is its content."""
+    """Chat messages as one text for `Tokenizer.encode_prompt`: for a single user message its content, otherwise
+    JSON."""
     if [message["role"] for message in messages] == ["user"]:
         return messages[0]["content"]
     return json.dumps([{"role": m["role"], "content": m["content"]} for m in messages], ensure_ascii=False)
 
 
 def messages_of(text: str) -> list[Message]:
-    """The chat messages of a text that `conversation` has made, or that is written so; of any other text it is the
-    user's message."""
+    """The chat messages in a text of the form that `conversation` makes; any other text is one user message."""
     plain = [{"role": "user", "content": text}]
     if not text.startswith(_CHAT):
         return plain
@@ -63,11 +62,12 @@ def messages_of(text: str) -> list[Message]:
 
 
 class TokenizerError(ValueError):
-    """A tokenizer cannot be read, or cannot say a text: what was given and what is needed."""
+    """A tokenizer cannot be read, or cannot encode a text: what was given and what is needed."""
 
 
 class Tokenizer:
-    """`stops` are the tokens that end a response; the first one is `eos`, which ends a demonstration."""
+    """A tokenizer with its chat template. `stops` are the tokens that end a response; the first one is `eos`, which
+    ends a demonstration."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Tokenizer:
 
     @cached_property
     def words(self) -> list[str]:
-        """What each token says alone."""
+        """The text of each token alone."""
         return self.backend.decode_batch([[token] for token in range(self.vocab_size)])
 
     def encode(self, text: str) -> list[int]:
@@ -102,8 +102,8 @@ class Tokenizer:
     def encode_prompt(self, text: str, *, plain: bool = False) -> list[int]:
         """The tokens that a response follows: through the chat template, else with the model's first token if any.
 
-        A text of chat messages (see `conversation`) is rendered as these. `plain`: what looks like a special token in
-        the text is text, and it is one message; somebody else may have written it. Raises TokenizerError for several
+        A text of chat messages (see `conversation`) is rendered as these. `plain`, for a text that others may have
+        written: it is one message, and what looks like a special token in it is text. Raises TokenizerError for several
         messages without a chat template.
         """
         messages = [] if plain else messages_of(text)
@@ -114,7 +114,7 @@ class Tokenizer:
             return self._encode(self.render(*(message["content"] for message in messages), roles=roles))
         if self.template is None:
             return self._encode(text, begins=True, plain=plain)
-        # Template and text are encoded apart, so that special tokens are found in the first alone.
+        # Template and text are encoded separately, so that special tokens are found in the template only.
         around = self.render(_MARKS[0]).split(_MARKS[0]) if plain else []
         if len(around) == 2:
             before, after = map(self._encode, around)
@@ -122,23 +122,23 @@ class Tokenizer:
         return self._encode(self.render(text), plain=plain)
 
     def bound(self, text: str) -> float:
-        """Tokens that `encode_prompt` never exceeds, for the price of counting bytes: each token says at least one, but
-        those that mark a beginning, and no template changes a question's own words. Infinity for a tokenizer that
-        rewrites texts first, and for chat messages."""
-        # It may turn one character into many.
+        """An upper bound on the tokens of `encode_prompt`, for the cost of counting bytes: each token encodes at least
+        one byte, except those that mark a beginning, and no template changes a question's text. Infinity for a
+        tokenizer that normalizes texts first, and for chat messages."""
+        # A normalizer may turn one character into many.
         if self.backend.normalizer is not None or text.startswith(_CHAT):
             return math.inf
         return len(text.encode()) + self._around
 
     @cached_property
     def _around(self) -> int:
-        """Bytes of what stands around a question, tokens that are no text, and a space in front."""
+        """Bytes of the template around a question, plus special tokens, plus a space in front."""
         words = "" if self.template is None else self.render("")
         return len(words.encode()) + self.backend.num_special_tokens_to_add(is_pair=False) + 1
 
     def lacks(self, texts: Iterable[str]) -> set[str]:
-        """The characters of texts that no token says, each by itself: what cannot be encoded has one. For the price of
-        looking at the characters, and for none where the tokenizer has no token for what is unknown."""
+        """The characters of texts that the tokenizer cannot encode alone. A text that cannot be encoded has one. Each
+        different character is encoded once; a tokenizer without a token for unknown text lacks none."""
         if self._unknown is None:
             return set()
         found, known = set[str](), set[str]()
@@ -149,32 +149,32 @@ class Tokenizer:
         return found
 
     def encode_reply(self, text: str, role: str, after_stop: bool) -> list[int]:
-        """The tokens of an environment's turn in a conversation, from the end of the model's to where it goes on.
+        """The tokens of an environment's turn in a conversation, from the end of the model's turn to its next one.
 
-        Through the chat template, as `role` ("user" or "tool") or, where the template has no such role, as the user;
+        Through the chat template, as `role` ("user" or "tool") or, if the template has no such role, as the user;
         without a template the text alone. `after_stop`: the model's turn has ended with a stop token, which is not
-        said again. What looks like a special token in the text is text.
+        repeated. What looks like a special token in the text is text.
         """
         if self.template is None:
             return self._encode(text, plain=True)
         before, after, as_json = self._frame(role)
         text = _json_text(text) if as_json else text
         opening = self._encode(before)
-        # The model has said this token itself.
+        # The model has sampled this token itself.
         opening = opening[1:] if after_stop and opening and opening[0] in self.stops else opening
         return [*opening, *self._encode(text, plain=True), *self._encode(after)]
 
     def encode_dialogue(self, texts: Sequence[str]) -> list[int]:
-        """The tokens that the model goes on from, where a user and the model have said `texts` in turn, the user first
-        and last. What looks like a special token in them is text."""
+        """The tokens that the model's next turn follows. `texts` are turns of the user and of the model, the user's
+        first and last. What looks like a special token in them is text."""
         tokens = self.encode_prompt(texts[0], plain=True)
         for own, reply in zip(texts[1::2], texts[2::2], strict=True):
             tokens += [*self._encode(own, plain=True), *self.encode_reply(reply, "user", after_stop=False)]
         return tokens
 
     def _frame(self, role: str) -> tuple[str, str, bool]:
-        """What the chat template writes between the model's turn and the environment's text, and after that; and
-        whether it writes the text as JSON, as those of Llama 3 do a tool's."""
+        """(text between the model's turn and the environment's text, text after that, whether the environment's text is
+        written as JSON) by the chat template. Templates of Llama 3 write a tool's text as JSON."""
         # Templates of models that know no tools raise for their role.
         for speaker in dict.fromkeys((role, "user")):
             try:
@@ -189,25 +189,25 @@ class Tokenizer:
         raise TokenizerError(f"chat template: given a conversation of two turns, needed {needed}")
 
     def render(self, *texts: str, roles: Sequence[str] = ("user",)) -> str:
-        """A conversation, by default a user's message, in the words of the chat template, up to where the answer
-        begins. Raises TokenizerError for what the template cannot say."""
+        """A conversation, by default one user message, formatted by the chat template up to where the answer begins.
+        Raises TokenizerError if the template fails."""
         assert self.template is not None
         messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
         try:
-            # transformers gives the last two, too.
+            # transformers passes the last two, too.
             given = {"messages": messages, "add_generation_prompt": True, "tools": None, "documents": None}
             return _compiled(self.template).render(**given, **self.special)
         except TemplateError as error:
             raise TokenizerError(f"chat template: {error}") from error
-        except Exception as error:  # a template is a program, which may raise what it likes
+        except Exception as error:  # a template is a program, which may raise anything
             raise TokenizerError(f"chat template: {type(error).__name__}: {error}") from error
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens; special ones say nothing."""
+        """The text of tokens, without special ones."""
         return self.backend.decode(list(tokens), skip_special_tokens=True)
 
     def save(self, folder: str | Path) -> None:
-        """Write the files from which `load_tokenizer` makes an equal one."""
+        """Write the files from which `load_tokenizer` makes an equal tokenizer."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.backend.save(str(folder / "tokenizer.json"))
@@ -225,14 +225,14 @@ class Tokenizer:
             (folder / "generation_config.json").write_text(text)
 
     def _encode(self, text: str, *, begins: bool = False, plain: bool = False) -> list[int]:
-        """With the tokens that mark a beginning, if it `begins`; `plain`: with no special token for what says one."""
+        """The tokens of a text. `begins` adds those that mark a beginning; `plain` encodes special tokens as text."""
         self.backend.encode_special_tokens = plain
         tokens = self.backend.encode(text, add_special_tokens=begins).ids
         if self._unknown is not None and self._unknown in tokens:
-            # A text may say the very words of that token. Where special ones are not looked for, they may be letters.
+            # The text may contain that token's own text, which `plain` may encode as letters.
             says_it = self.backend.encode(UNKNOWN, add_special_tokens=False).ids == [self._unknown]
             if tokens.count(self._unknown) > says_it * text.count(UNKNOWN):
-                # It may be none by itself, but only beside others.
+                # A character may be unknown only beside others: then name the whole text.
                 unsaid = next((letter for letter in text if letter in self.lacks([letter])), text)
                 needed = f"a text without {unsaid!r}: the tokenizer has no token for it"
                 raise TokenizerError(f"given {text!r}, needed {needed}")
@@ -245,9 +245,9 @@ def _json_text(text: str) -> str:
 
 
 def byte_tokenizer(alphabet: str | None = None) -> Tokenizer:
-    """One token per byte: of every byte, in the order of their values, or of the bytes of `alphabet` alone.
+    """One token per byte: for every byte, in the order of their values, or only for the bytes of `alphabet`.
 
-    The end and padding tokens follow. What is not in the alphabet raises an error rather than being left out.
+    The end and padding tokens follow. Encoding a text with other bytes raises TokenizerError.
     """
     values = range(256) if alphabet is None else sorted(set(alphabet.encode()))
     # The printable character that stands for each byte in byte-level vocabularies (GPT-2's table).
@@ -265,7 +265,7 @@ def byte_tokenizer(alphabet: str | None = None) -> Tokenizer:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a model directory; one that has no file of any tokenizer is read by bytes."""
+    """The tokenizer of a model directory; single bytes if it has no file of any tokenizer."""
     folder = Path(folder)
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -274,14 +274,14 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more exact
         raise TokenizerError(f"{path}: cannot be read: {error}") from error
-    # What it was saved with, which is that of a caller who has cut and padded batches, is not the model's.
+    # Truncation and padding that the file was saved with are settings of a caller, not the model's.
     backend.no_truncation()
     backend.no_padding()
     files = "tokenizer_config.json", "generation_config.json", "config.json"
     config, generation, model = (_json(folder / name) for name in files)
     special: dict[str, str] = {}
     for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        # A token's text stands there by itself or as the content of an object.
+        # A token is a text, or an object with the text as its content.
         token = said.get("content") if isinstance(said := config.get(key), dict) else said
         if said:
             if not isinstance(token, str):
@@ -296,11 +296,11 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         raise TokenizerError(f"{folder}: {error}") from error
     named = [backend.token_to_id(special[key]) if key in special else None for key in ("eos_token", "pad_token")]
     stops = [] if named[0] is None else [named[0]]
-    # As transformers: what config.json says, where generation_config.json says none.
+    # As in transformers: those of config.json if generation_config.json has none.
     stops += [token for token in others or least if token not in stops]
     if not stops:
         raise TokenizerError(f"{folder}: given no eos_token, needed one in tokenizer_config.json")
-    # A model's own stop tokens, too: with those of another model it would never end.
+    # Check the model's own stop tokens, too: with another model's tokenizer a response would never end.
     unknown = [token for token in (*stops, *least) if backend.id_to_token(token) is None]
     if unknown:
         known = f"one of the {backend.get_vocab_size()} of tokenizer.json: a tokenizer of another model?"
@@ -322,9 +322,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def _of_model(backend: tokenizers.Tokenizer, most: int, named: set[str], template: str) -> tokenizers.Tokenizer:
-    """Without special tokens that are beyond the model's vocabulary and of no use to it, such as that of images in the
-    tokenizer which Gemma 3's language models share with the others: what says one is text. With all tokens where the
-    model would need one of those."""
+    """The tokenizer without special tokens that are beyond the model's vocabulary, so that their texts are plain text.
+    An example is the image token in the tokenizer that Gemma 3's language models share with the others. If the model
+    needs one of these tokens, or one is not special, the tokenizer stays as it is."""
     beyond = {word for word, token in backend.get_vocab(with_added_tokens=True).items() if token >= most}
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     if not beyond or not beyond <= special - named or any(word in template for word in beyond):
@@ -369,8 +369,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` around what the assistant says: of use to those who learn from it alone,
-    and as if it were not there for those who render a prompt."""
+    """`{% generation %}…{% endgeneration %}` marks the assistant's text for training. Rendering a prompt ignores it."""
 
     tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
@@ -389,7 +388,7 @@ def _compiled(template: str) -> Template:
     # As chat templates expect it: without HTML escapes.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = refuse
-    # Templates of Mistral and Llama write today's date. A run's prompts must not depend on the day: it is the one that
-    # Llama 3's say where this function is missing.
+    # Templates of Mistral and Llama write today's date. A run's prompts must not depend on the day: use the date that
+    # Llama 3's templates write if this function is missing.
     environment.globals["strftime_now"] = date(2024, 7, 26).strftime
     return environment.from_string(template)

@@ -1,9 +1,9 @@
 """The models of a run: a decoder with its tokenizer (`SequenceModel`), one that never changes (`Frozen`), one with
 float32 master weights (`MasterWeights`), and one that learns by AdamW (`Learner`).
 
-Master weights are float32. Where the run's dtype is another, the model that computes holds a copy in that dtype,
-the same numbers that are broadcast, so that trainer and generator work with equal weights. Over several ranks each has
-its shards of the masters, and what computes is converted as it is gathered.
+Master weights are float32. If the run's dtype is another one, the model computes with a copy in that dtype. The same
+numbers are broadcast, so that trainer and generator have equal weights. With several ranks each has its shards of the
+masters, which are converted as they are gathered.
 """
 
 import math
@@ -31,23 +31,22 @@ if TYPE_CHECKING:
     from penstock.nodes.parallel.fsdp import Shards
 
 
-# Tokens of a micro-batch, padding included. On a CPU so many bytes of each number that a token keeps for the backward
-# pass: with twice as many in bfloat16 an update of 25 million parameters is 6 % shorter, since gradients are added up
-# less often, and float32 has no room for more in its caches. Elsewhere what fills the device without too many
-# activations.
+# Tokens of a micro-batch, padding included. On a CPU `CPU_MICRO_BYTES` divided by the size of an element: in bfloat16
+# twice the tokens of float32 make an update of 25 million parameters 6 % shorter, since gradients are added up less
+# often; in float32 more do not fit the caches. On other devices enough to fill them without too many activations.
 CPU_MICRO_BYTES, MICRO_TOKENS = 8192, 16384
 
 Model = TypeVar("Model", bound=Decoder)
 
 
 class SequenceModel(Generic[Model]):
-    """A model with its tokenizer. Its `workers` are several ranks that hold it in parts (`Shards`), or one rank's
+    """A model with its tokenizer. Its `workers` are several ranks that hold it in shards (`Shards`), or one rank's
     threads, which on a CPU work on micro-batches of their own (`DataParallelThreads`). `shapes` are those of the whole
-    weights: of adapters alone, where the model has some.
+    weights, or only of adapters if the model has some.
     """
 
     replays: ClassVar[bool] = False
-    """Is it the model that sampled its rollouts, so that these may go through the experts that it chose?"""
+    """True for the model that sampled its rollouts: their tokens may go through the experts chosen at sampling."""
 
     def __init__(self, model: Model, tokenizer: Tokenizer, context: Context) -> None:
         self.model, self.tokenizer, self.context = model, tokenizer, context
@@ -79,7 +78,7 @@ class SequenceModel(Generic[Model]):
             widest=self.model.config.max_position_embeddings,
             device=self.device,
             whole_groups=whole_groups,
-            # Of one rank: stages hand rows on, and what routers chose is recorded by rows.
+            # On one rank only: pipeline stages pass rows on. And the chosen experts are recorded by rows.
             end_to_end=self.ranks.count == 1 and not self.model.replays_routing and self.model.takes_end_to_end,
         )
 
@@ -87,7 +86,7 @@ class SequenceModel(Generic[Model]):
     def score_tokens(
         self, rollouts: Rollouts, max_tokens: int | None, forward: Callable[[Model, Packed], tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """The number that `forward` gives for each sampled token, float32 [N, T]; zero elsewhere."""
+        """The number that `forward` computes for each sampled token, float32 [N, T]; zero elsewhere."""
         micro_batches = self.pack(rollouts, max_tokens)
         values_NT = torch.zeros(rollouts.versions_NT.shape, device=self.device)
         found = self.workers.map(lambda model, packed: forward(model, packed)[0], micro_batches)
@@ -100,28 +99,27 @@ class SequenceModel(Generic[Model]):
         return {name: p.detach().to(self.dtype) for name, p in self.own_parts().items()}
 
     def own_parts(self) -> dict[str, Tensor]:
-        """This rank's parts of what the value has of its own: adapters, or all weights."""
+        """This rank's parts of the value's own weights: adapters, or all weights."""
         return {name: p for name, p in self.workers.parameters.items() if name in self.shapes}
 
     def about(self) -> Mapping[str, Any]:
-        """Of adapters: which, and what they are adapters of."""
+        """For adapters: their configuration and their base; else nothing."""
         return about_adapters(self.model.lora, self.context)
 
     def sharding(self) -> Sharding:
-        """How the ranks hold the weights in parts."""
+        """How the weights are sharded over the ranks."""
         config, stages = self.model.config, self.ranks.size(STAGE)
         cut = stages_of(config, self.shapes, stages) if stages > 1 else {}
         rules = tensor_parallel(config)
         return Sharding(self.ranks.mesh, self.shapes, rules, rules, cut, config.num_experts)
 
     def export(self, folder: str) -> Callable[[], None] | None:
-        """Write an HF directory: configuration, weights in the run's dtype, tokenizer. Of adapters it is peft's, and
-        they are float32.
+        """Write an HF directory: configuration, weights in the run's dtype, tokenizer. Adapters are written in peft's
+        format and in float32.
 
-        All ranks call it, to bring the parts of each tensor together in the first one's host memory, which writes them
-        later.
+        All ranks call it to gather each tensor in the host memory of the first rank, which writes them later.
         """
-        # Every rank takes part in gathering, whichever one writes.
+        # Every rank takes part in gathering; only the first one writes.
         dtype = torch.float32 if self.model.lora is not None else self.dtype
         tensors = {name: tensor.to(dtype).contiguous() for name, tensor in self._wholes()}
         if self.ranks.rank:
@@ -131,7 +129,7 @@ class SequenceModel(Generic[Model]):
             if self.model.lora is None:
                 save_model(self.model, tensors, folder)
             else:
-                # By its whole path: a reader may stand in another folder.
+                # An absolute path: a reader may run in another folder.
                 base = str(read_adapters(self.context.model)[0].absolute()) if self.context.model else ""
                 save_adapters(self.model.lora, tensors, base, folder)
             self.tokenizer.save(folder)
@@ -139,26 +137,26 @@ class SequenceModel(Generic[Model]):
         return write
 
     def _wholes(self) -> Iterator[tuple[str, Tensor]]:
-        """What an export has: whole, on the CPU of the first rank."""
+        """The whole tensors of an export, on the CPU of the first rank."""
         return self.workers.whole(self.shapes)
 
 
 class Frozen(SequenceModel[Model]):
-    """A model that never changes, so that the directory it was read from is all the state it has."""
+    """A model that never changes. It has no state besides the directory that it was read from."""
 
     def state(self) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
         return {}, {}
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Nothing was saved."""
+        """Do nothing: nothing was saved."""
 
     def export(self, folder: str) -> Callable[[], None] | None:
-        """It is the model that the run was given."""
+        """Write nothing: it is a model that the run was given."""
         return None
 
 
 def _freeze_base(model: Model) -> Model:
-    """Leave gradients to what the value has of its own."""
+    """Require gradients only of the value's own weights."""
     own = model.own_parameters()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in own)
@@ -169,7 +167,7 @@ Kind = TypeVar("Kind")
 
 
 def expect(kind: type[Kind], value: object, name: str) -> Kind:
-    """A carried value as the maker of this package makes it. Raises TypeError for one that another maker made."""
+    """A carried value, if it is of the class that this package's maker makes. Raises TypeError for any other."""
     if not isinstance(value, kind):
         raise TypeError(f"{name}: given a {type(value).__name__}, needed a {kind.__name__}")
     return value
@@ -178,12 +176,12 @@ def expect(kind: type[Kind], value: object, name: str) -> Kind:
 def _workers(model: Model, ranks: Ranks, context: Context) -> "DataParallelThreads[Model] | Shards[Model]":
     if ranks.count == 1:
         return DataParallelThreads(model, context.threads if context.device == "cpu" else 1)
-    from penstock.nodes.parallel.fsdp import Shards  # half a second of imports, for those who need it
+    from penstock.nodes.parallel.fsdp import Shards  # half a second of imports, only if needed
 
     return Shards(model, ranks, torch_dtype(context.dtype), context.zero)
 
 
-# What the names of master weights begin with in a state.
+# Prefix of the names of master weights in a state.
 MASTER = "master"
 
 
@@ -191,14 +189,14 @@ class MasterWeights(SequenceModel[Model]):
     """A model with float32 masters. `version` counts the updates that changed them."""
 
     called: ClassVar[str] = "model"
-    """What error messages call it."""
+    """Its name in error messages."""
 
     def __init__(self, master: Model, tokenizer: Tokenizer, context: Context) -> None:
         parted, dtype = Ranks.of(context).count > 1, torch_dtype(context.dtype)
-        # In parts FSDP gathers a converted copy for each use; one rank keeps one of its own.
+        # With several ranks FSDP gathers a converted copy for each use; a single rank keeps one.
         copied = not parted and dtype != torch.float32
         masters = {name: nn.Parameter(p.detach(), p.requires_grad) for name, p in master.own_parameters().items()}
-        # Conversion gives the model memory of its own, and leaves the masters theirs.
+        # Conversion gives the model memory of its own, and does not change that of the masters.
         super().__init__(master.to(dtype) if copied else master, tokenizer, context)
         self.masters: Mapping[str, Tensor] = masters if copied else self.own_parts()
         self.version = 0
@@ -214,10 +212,10 @@ class MasterWeights(SequenceModel[Model]):
         if (given := facts.get("about", {})) != (own := self.about()):
             raise ModelError(f"{where}: given {given or 'all weights'}, needed {own or 'all weights'}")
         needed = {f"{kind}.{name}": p for kind in self._kinds(facts) for name, p in self.masters.items()}
-        # From another mesh, what other stages hold comes as tensors without elements.
+        # With a state of another mesh, tensors of other stages have no elements.
         check_names(needed, {name: t for name, t in tensors.items() if t.numel() or name in needed}, where)
         for name, parameter in needed.items():
-            if parameter.numel() or tensors[name].numel():  # no rows of a width are no rows of another
+            if parameter.numel() or tensors[name].numel():  # empty tensors may have any width
                 check_shape(name, tensors[name].shape, parameter, where)
         for name, parameter in self.masters.items():
             with torch.no_grad():
@@ -226,31 +224,31 @@ class MasterWeights(SequenceModel[Model]):
         self.version = facts["version"]
 
     def _wholes(self) -> Iterator[tuple[str, Tensor]]:
-        # Of adapters, which are small, the masters.
+        # Adapters, which are small, are exported as float32 masters.
         if self.model.lora is None or self.ranks.count > 1:
             return super()._wholes()
         return ((name, master.detach().to("cpu", copy=True)) for name, master in self.masters.items())
 
     def offloadable(self) -> Mapping[str, Tensor]:
-        """The masters, where they are not what computes."""
+        """The masters, if the model computes with a copy."""
         if all(self.masters[name] is self.workers.parameters[name] for name in self.masters):
             return {}
         return {f"{MASTER}.{name}": parameter for name, parameter in self.masters.items()}
 
     def copy_masters(self) -> None:
-        """The model computes with the masters as they are now."""
+        """Copy the masters to the weights that the model computes with."""
         self.workers.update(self.masters)
 
     def _kinds(self, facts: Mapping[str, Any]) -> tuple[str, ...]:
-        """What a state with these facts has of each parameter: a tensor of its shape."""
+        """The prefixes of the tensors of each parameter in a state with these facts."""
         return (MASTER,)
 
 
 # The optimizer's tensors, each as large as the weights.
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# Of moments that lie on the host, how many bytes are on the device at once; more only for a larger tensor.
+# Bytes of moments on the host that are on the device at once; more only for a larger tensor.
 BUCKET_BYTES = 256 << 20
-# Updates in a row whose gradient is 0, of which the user is told.
+# After this many updates in a row with a gradient of 0 the user is warned.
 IDLE_UPDATES = 3
 
 Figures = TypeVar("Figures")
@@ -262,14 +260,14 @@ def _moment_bytes(parameter: Tensor) -> int:
 
 class Learner(MasterWeights[Model]):
     """A model that learns by AdamW. `updates` is the length of the run, for schedules of the learning rate; `context`
-    says how the run was started, and keys what updates draw. `on_host`: do moments lie on the host, but for those that
-    a step is at? Raises ValueError for a host that has not the memory for those of its ranks."""
+    has the run's settings, and keys random draws of updates. `on_host`: moments are on the host, except for those that
+    a step is working on. Raises ValueError if the host lacks the memory for the moments of its ranks."""
 
     def __init__(self, master: Model, tokenizer: Tokenizer, context: Context) -> None:
         super().__init__(_freeze_base(master), tokenizer, context)
         self.optimizer = AdamW(self.masters.values())
         self.updates = context.updates
-        # Of an update that takes its batch in parts: the normaliser and the sums over tokens of each part so far.
+        # If an update takes its batch in parts: the normaliser and the sums over tokens of each part so far.
         self.parts: list[tuple[float, dict[str, float]]] = []
         self._idle = True  # whether all gradients since the last version were 0
         self._idle_updates = 0
@@ -280,15 +278,15 @@ class Learner(MasterWeights[Model]):
     def backward(
         self, items: Sequence[Packed], loss: Callable[[Model, Packed], tuple[Tensor, Figures]], *, last: bool = True
     ) -> list[Figures]:
-        """Add the gradient of each micro-batch's loss to the masters'; what `loss` gave beside it, in order. Workers
-        keep them until the call that has the `last` ones of a term.
+        """Add the gradient of each micro-batch's loss to the masters'. Return the second results of `loss`, in order.
+        Workers keep the gradients until a call with `last`, which has the last micro-batches of a term.
 
-        Workers call `loss` at the same time, each with a model of its own: it changes nothing.
+        Workers call `loss` at the same time, each with a model of its own, so `loss` must not change anything.
         """
         try:
             found = self.workers.backward(loss, items, last=last)
         except BaseException:
-            # What other micro-batches have added would be in the next attempt, too.
+            # The gradients of other micro-batches would be added to those of the next attempt.
             self._forget_gradients()
             raise
         if not last:
@@ -307,7 +305,7 @@ class Learner(MasterWeights[Model]):
         lr: float | Schedule,
         normaliser: float,
     ) -> tuple[list[Figures], dict[str, float]]:
-        """An update of one AdamW step: what `loss` gave beside each micro-batch's, and the step's metrics."""
+        """Make an update of one AdamW step. Return (second results of `loss` by micro-batch, the step's metrics)."""
         found, rate = self.backward(items, loss), self.rate(lr)
         return found, {"grad_norm": self.apply(options, lr=rate, normaliser=normaliser), "lr": rate}
 
@@ -320,14 +318,14 @@ class Learner(MasterWeights[Model]):
         return rate
 
     def apply(self, options: UpdateOptions, *, lr: float, normaliser: float, last: bool = True) -> float:
-        """One AdamW step on the collected gradient divided by `normaliser`; its 2-norm before clipping.
+        """Make one AdamW step on the collected gradient divided by `normaliser`. Return its 2-norm before clipping.
 
-        An update may take several; its `last` one makes the next version. Raises FloatingPointError, and
-        leaves the weights alone, where that norm is no finite number.
+        An update may take several steps; its `last` one makes the next version. Raises FloatingPointError before any
+        weight changes if the norm is not finite.
         """
         gradients = {name: p.grad for name, p in self.masters.items() if p.grad is not None}
         norm = self.workers.norm(gradients) / normaliser
-        # Before any weight is touched: the last checkpoint and the weights in memory stay the same.
+        # Checked before any weight changes: the last checkpoint and the weights in memory stay the same.
         if not math.isfinite(norm):
             where = self._not_finite(gradients)
             self._forget_gradients()
@@ -340,7 +338,7 @@ class Learner(MasterWeights[Model]):
                 given = f"{self.context.node}: given {IDLE_UPDATES} updates in a row with a gradient of 0"
                 needed = "a loss that the weights change; that of groups whose rewards are all equal is none"
                 warnings.warn(f"{given}, needed {needed}", NodeWarning, stacklevel=2)
-        # One factor for clipping and the division that the losses left out.
+        # One factor for clipping and for the division by the normaliser, which the losses left out.
         scale = min(1.0, options["clip_norm"] / (norm + 1e-6)) / normaliser
         self.workers.each(lambda gradient: gradient.mul_(scale), list(gradients.values()))
         self.optimizer.lr, self.optimizer.weight_decay = lr, options["weight_decay"]
@@ -348,12 +346,12 @@ class Learner(MasterWeights[Model]):
         if self.on_host:
             self._step_in_buckets()
         else:
-            # In a piece for each thread.
+            # One piece for each thread.
             count = self.workers.count if self.own_threads() else 1
             self.workers.each(self.optimizer.step, [self.optimizer.parameters[k::count] for k in range(count)])
         self.optimizer.zero_grad()
         self.copy_masters()
-        # However many steps an update takes, others see one new version.
+        # An update makes one new version, however many steps it takes.
         self.version += int(last)
         return norm
 
@@ -363,7 +361,7 @@ class Learner(MasterWeights[Model]):
 
     def restore(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         super().restore(tensors, facts)
-        # A run that resumes from before its first step has no moments to keep.
+        # A state from before the first step has no moments.
         self.optimizer.state.clear()
         for name, parameter in self.masters.items() if facts["steps"] else ():
             moments = {moment: self._at_rest(tensors[f"{moment}.{name}"].to(parameter.dtype)) for moment in MOMENTS}
@@ -371,12 +369,12 @@ class Learner(MasterWeights[Model]):
             self.optimizer.state[parameter] = {"step": step, **moments}
 
     def offloadable(self) -> Mapping[str, Tensor]:
-        """The optimizer's moments too, unless they are on the host anyway: only its steps read them."""
+        """The optimizer's moments too, which only its steps read, unless they are on the host anyway."""
         return {**super().offloadable(), **({} if self.on_host else self._moments())}
 
     def _step_in_buckets(self) -> None:
-        """A step whose moments come from the host and go back, so many at a time: each element is computed as in one
-        step of all."""
+        """Make a step whose moments are copied from the host and back, a bucket at a time. Each element is computed as
+        in a single step."""
         waiting = [(master, master.grad) for master in self.masters.values() if master.grad is not None]
         self.optimizer.zero_grad()
         while waiting:
@@ -396,7 +394,7 @@ class Learner(MasterWeights[Model]):
                 master.grad, state = None, self.optimizer.state[master]
                 for moment in MOMENTS:
                     home = homes[master].get(moment)
-                    # The first step has made them.
+                    # The first step makes the moments.
                     state[moment] = self._at_rest(state[moment]) if home is None else home.copy_(state[moment], True)
         if self.device.type == "cuda":
             # A checkpoint reads them on the host.
@@ -404,7 +402,7 @@ class Learner(MasterWeights[Model]):
 
     def _check_host(self) -> None:
         sizes = [p.nbytes for p in self.masters.values() if p.requires_grad for _ in MOMENTS]
-        if self.device.type == "cuda":  # torch takes pinned memory by powers of two
+        if self.device.type == "cuda":  # torch allocates pinned memory by powers of two
             sizes = [1 << (size - 1).bit_length() for size in sizes]
         ranks, memory = self.context.host_ranks, psutil.virtual_memory().total
         if (taken := ranks * sum(sizes)) > memory:
@@ -413,12 +411,12 @@ class Learner(MasterWeights[Model]):
             raise ValueError(f"{self.context.node} [host-memory]: given {given}, needed {needed}")
 
     def _at_rest(self, moment: Tensor) -> Tensor:
-        """A copy of its own, where moments lie between steps."""
+        """A copy of a moment where moments are between steps."""
         copy = moment.to("cpu" if self.on_host else self.device, copy=True)
         return copy.pin_memory() if self.on_host and self.device.type == "cuda" else copy
 
     def _moments(self) -> dict[str, Tensor]:
-        """By their names in a state; none before the first step."""
+        """The moments by their names in a state; none before the first step."""
         return {
             f"{moment}.{name}": self.optimizer.state[parameter][moment]
             for name, parameter in self.masters.items()
@@ -430,7 +428,7 @@ class Learner(MasterWeights[Model]):
         return (MASTER, *MOMENTS) if facts["steps"] else (MASTER,)
 
     def _not_finite(self, gradients: Mapping[str, Tensor]) -> str:
-        """Which gradients are not finite: the first tensor in the model's order, and on which ranks."""
+        """For a message, the gradients that are not finite: the first tensor in the model's order, and its ranks."""
         every = self.workers.not_finite(gradients)
         wrong = [name for name in self.shapes if any(name in counts for counts in every)]
         if not wrong:
