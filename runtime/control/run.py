@@ -1,10 +1,10 @@
-"""A run from its first stage to its last, whoever drives it: evaluate, train, save, evaluate.
+"""A run from its first stage to its last, with any driver: evaluate, train, save, evaluate.
 
-The controller and the in-process driver feed answers and carry out orders; what comes when is decided by the
-`Session`. No clock, no socket: time is passed in.
+The controller and the in-process driver feed answers and carry out orders; the `Session` decides what comes next. No
+clock, no socket: time is passed in.
 
-A `Session` is the run, a `Stage` one graph being run. The stage has the scheduler, keeps the handles that travel with
-orders and the times at which answers were asked for, and tells the recorder what happened.
+A `Session` is the run, a `Stage` one graph being run. The stage has the scheduler, the references that travel with
+orders, and the times at which answers were asked for; it tells the recorder what happened.
 """
 
 import json
@@ -50,20 +50,20 @@ from penstock.runtime.schedule.replay import SegmentOrigin
 from penstock.runtime.schedule.state import UnawaitedError
 from penstock.runtime.tensor.shm import ObjectRef
 
-# What each replica's ranks are to do, in order.
+# The order for each replica's ranks.
 Orders = dict[str, Order]
 Handle = tuple[Firing, str, ObjectRef]
 
-# Of what was asked, answers that are remembered for as long as an older one is awaited.
+# Most answered questions that stay in `Stage.asked` while an older one is unanswered.
 MOST_ANSWERED = 1000
 
 
 class Outbox:
-    """What each replica's ranks are to do next, and what they have to know for it: of each channel the manifests of the
-    newest `kept_versions`, with the layout for replicas that have not been told it. `lives` are the scheduler's.
+    """Collects the commands for each replica's ranks, and what they need with them: the manifests of the newest
+    `kept_versions` of each channel, with the layout for replicas that do not have it yet. `lives` are the scheduler's.
 
-    One object for all stages of a run: the processes stay, and remember the layouts that they were told. All parts of a
-    cut are asked for at once, and go into one folder, `checkpoint`, beside those that are `kept`.
+    One object for all stages of a run, since the processes stay and remember layouts. All shards of a checkpoint are
+    asked for at once, and go into one folder, `checkpoint`, beside those that are `kept`.
     """
 
     def __init__(self, kept_versions: int = 2) -> None:
@@ -78,7 +78,7 @@ class Outbox:
         self._drafts = defaultdict(lambda: ([], [], []))
 
     def add(self, replica: str, command: Command, handles: Sequence[Handle] = ()) -> None:
-        """`handles` are those of a firing's inputs that the replica may not have itself."""
+        """Add a command. `handles` are those of a firing's inputs that the replica may not have itself."""
         commands, known, manifests = self._drafts[replica]
         commands.append(command)
         known += handles
@@ -86,7 +86,7 @@ class Outbox:
             manifests.append(self.tell(command.channel, command.version, replica))
 
     def take(self) -> Orders:
-        """All that has been added since it was taken last."""
+        """The orders since the last call."""
         orders = {}
         for replica, (commands, handles, manifests) in self._drafts.items():
             together = _taken_together(commands)
@@ -100,35 +100,34 @@ class Outbox:
         return orders
 
     def note(self, manifest: Manifest) -> None:
-        """A version is published."""
+        """Keep the manifest of a published version."""
         if manifest.layout:
             self.layouts[manifest.channel] = manifest.layout
         others = [one for one in self._manifests[manifest.channel] if one.version != manifest.version]
         self._manifests[manifest.channel] = [*others, manifest][-self._kept_versions :]
 
     def tell(self, channel: str, version: int, replica: str) -> Manifest:
-        """What `replica` has to know of a version, which it is about to receive."""
+        """The manifest of a version for `replica`, which is about to receive it."""
         known = (channel, replica) in self._told
         self._told.add((channel, replica))
         manifest = next(one for one in self._manifests[channel] if one.version == version)
         return structs.replace(manifest, layout="" if known else self.layouts[channel])
 
     def forget(self, replica: str) -> None:
-        """A replica is lost: the one that comes in its place knows nothing, and awaits nothing of what was to be sent
-        to it."""
+        """A replica is lost: drop its commands and what was to be sent to it. Its successor has no layouts yet."""
         self._drafts.pop(replica, None)
         for commands, _, _ in self._drafts.values():
             commands[:] = [one for one in commands if not (isinstance(one, Send) and one.replica == replica)]
         self._told = {(channel, known) for channel, known in self._told if known != replica}
 
     def _lives_in(self, commands: Sequence[Command]) -> dict[str, int]:
-        """Of the replicas that are sent weights, those that were lost before."""
+        """How often replicas that are sent weights have been lost, for those that have."""
         sent = [command.replica for command in commands if isinstance(command, Send)]
         return {replica: self.lives[replica] for replica in sent if self.lives.get(replica)}
 
 
 def _taken_together(commands: list[Command]) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """Of the weights that are sent, by channel, who is sent them together: taken out of the commands."""
+    """The sets of replicas that are sent weights together, by channel. They are removed from the commands."""
     found: defaultdict[str, dict[tuple[str, ...], None]] = defaultdict(dict)
     for place, command in enumerate(commands):
         if isinstance(command, Send) and command.together:
@@ -138,8 +137,8 @@ def _taken_together(commands: list[Command]) -> dict[str, tuple[tuple[str, ...],
 
 
 class Stage:
-    """`outbox` gets what follows. `asked` has what is awaited, the oldest first, and some of what was answered: the
-    command that each answer is to, and when it was given, on a clock that stands while this process itself is stopped.
+    """One graph being run. `outbox` gets its commands. `asked` has the awaited answers, the oldest first, and some that
+    have come: for each the command, and when it was given, on a clock that stops while this process is suspended.
     """
 
     def __init__(
@@ -166,12 +165,12 @@ class Stage:
             self.handles[firing][output] = handle
 
     def feed(self, event: Event, now: float, result: Result | None = None) -> None:
-        """An event of the driver's own (begin, checkpoint, abort), or a rank's: that of `result`. Raises
+        """Handle an event of the driver (begin, checkpoint, abort), or that of a rank's `result`. Raises
         UnawaitedError, and changes nothing, for an answer that was not asked for."""
         commands = self.scheduler.handle(event)
         if isinstance(event, ReplicaLost):
             self.outbox.forget(event.replica)
-        # What replicas were at when a run was aborted is what is said of its end.
+        # The report of an aborted run shows what replicas were doing at that time.
         states = {} if isinstance(event, Abort) else self.states.changed()
         if result is not None and isinstance(event, Done) and result.outputs:
             self.handles[kept_as(event.firing, paused=event.paused)].update(result.outputs)
@@ -181,25 +180,25 @@ class Stage:
         for command in commands:
             self._order(command)
         for key, question in self.scheduler.asked:
-            self.asked.pop(key, None)  # of a try that failed: the new one is the newest
+            self.asked.pop(key, None)  # a retry goes to the end of the order
             self.asked[key] = question, now - self._held_up
 
     def live(self) -> dict[tuple[str, str], int]:
-        """The versions that replicas hold: what the next stage starts from."""
+        """The live versions of replicas, with which the next stage starts."""
         channels = self.scheduler.channels.items()
         return {(name, r): state.live for name, channel in channels for r, state in channel.receivers.items()}
 
     def overdue(self, now: float, deadline: float, doing: Mapping[str, str], held_up: float = 0.0) -> str | None:
-        """What has been awaited for longer than `deadline` seconds, and from whom; None if nothing has.
+        """The answer that has been awaited for longer than `deadline` seconds, and the ranks that owe it; None if none.
 
-        What a rank is `doing` may be another firing of the same order, which keeps it from this one. `held_up` are the
-        seconds that this process itself was stopped so far; they count for nobody.
+        A rank may be `doing` another firing of the same order, which delays this one. `held_up` is the seconds for
+        which this process itself was suspended so far; they do not count.
         """
         self._held_up = held_up
         awaited = self.scheduler.answers
         while (key := next(iter(self.asked), None)) is not None and key not in awaited:
             del self.asked[key]
-        if len(self.asked) > 2 * len(awaited) + MOST_ANSWERED:  # so seldom that it costs nothing
+        if len(self.asked) > 2 * len(awaited) + MOST_ANSWERED:  # rare enough to cost nothing
             self.asked = {key: asked for key, asked in self.asked.items() if key in awaited}
         if key is None:
             return None
@@ -216,7 +215,7 @@ class Stage:
         return f"no answer from {names} for {waited:.0f} s (deadline {deadline:.0f} s): {what}{at}"
 
     def awaited(self) -> list[Question]:
-        """What was asked and is not answered yet."""
+        """The commands that are not answered yet."""
         return [self.asked[key][0] for key in self.scheduler.answers]
 
     def moving(self, replica: str) -> str:
@@ -232,8 +231,8 @@ class Stage:
         return f"moving {' and '.join(found)}" if found else ""
 
     def _sender(self, send: Send) -> str:
-        """The replica from which weights come, which in a chain is not always the one that published them."""
-        from penstock.runtime.control.routes import Routes  # numpy, for what goes wrong alone
+        """The replica that sends weights; in a chain it is not always the one that published them."""
+        from penstock.runtime.control.routes import Routes  # imports numpy, which only failures need
 
         routes = Routes(self.tables.channels[send.channel], self.flags.transport, self.flags.delta)
         routes.settle(json.loads(self.outbox.layouts[send.channel]))
@@ -264,8 +263,8 @@ class Stage:
         self.outbox.add(command.replica, command, self._inputs(command) if isinstance(command, Fire) else ())
 
     def _inputs(self, fire: Fire) -> list[Handle]:
-        """The handles of a firing's inputs; those that its replica made itself are used without one."""
-        made = self.handles.get(fire.firing, {}) if fire.firing.segment else {}  # what it goes on from
+        """The handles of a firing's inputs. Inputs that its replica made itself have none."""
+        made = self.handles.get(fire.firing, {}) if fire.firing.segment else {}  # its paused value
         return [(fire.firing, output, handle) for output, handle in made.items()] + [
             (firing, read.output, handle)
             for read in self.reads.get(fire.firing.node, ())
@@ -280,7 +279,7 @@ def _words(command: Question) -> str:
     return " ".join([type(command).__name__.lower(), *map(str, fields)])
 
 
-# Of the seconds from a wish to stop to the end of everything, those for processes to end: one, or a quarter of few.
+# The part of the grace period that is left for processes to end: one second, or a quarter of a short period.
 LAST_S, LAST_SHARE = 1.0, 0.25
 
 
@@ -290,16 +289,16 @@ class Session:
     def __init__(self, config: RunConfig, recorder: RunRecorder, cut: Mapping[str, Any] | None = None) -> None:
         self.config, self.recorder, self.cut = config, recorder, cut
         self.start = cut["update"] if cut else 0
-        self.held_up = 0.0  # seconds for which the driver itself was stopped so far, as it says
+        self.held_up = 0.0  # seconds for which the driver itself was suspended so far, set by the driver
         self.status, self.error = "running", ""
-        self.failure: Failure | None = None  # that ended the run
+        self.failure: Failure | None = None  # the one that ended the run
         self.verdict = Verdict()
         self.stage: Stage | None = None
         self.stopping: float | None = None
-        self.preempted = False  # an engine wants it to stop
+        self.preempted = False  # a cluster manager asked for the stop
         self._stop_by = math.inf
         self.why = "stopped by the user"
-        self.doing: Mapping[str, str] = {}  # what ranks say they are at, by their names as peers
+        self.doing: Mapping[str, str] = {}  # what ranks are working on, by their peer names
         evaluate = config.evaluation is not None
         self._stages = ["before"] * (evaluate and not cut) + ["train", "save"] + ["after"] * evaluate
         self._live: dict[tuple[str, str], int] = {}
@@ -317,52 +316,51 @@ class Session:
 
     @property
     def _ending(self) -> bool:
-        """It is certain that the run fails, or its stage has, whatever the reason turns out to be."""
+        """True if the run will certainly fail, or its stage has finished; only the reason may still change."""
         return self.verdict.certain or (self.stage is not None and self.stage.finish is not None)
 
     # What drivers call ------------------------------------------------------------------------------------
 
     def begin(self, now: float, handles: Mapping[tuple[Firing, str], ObjectRef], absent: Collection[str] = ()) -> None:
-        """All ranks are ready but those of `absent` replicas; `handles` name the values that they restored from a
-        checkpoint."""
+        """Begin the first stage: all ranks are ready but those of `absent` replicas. `handles` name the values that
+        they restored from a checkpoint."""
         self._handles, self._absent = handles, tuple(sorted(absent))
         self._next_stage(now)
 
     def take(self) -> Orders:
-        """What replicas are to do since it was taken last."""
+        """The orders for replicas since the last call."""
         return self._outbox.take()
 
     def answer(self, result: Result, now: float) -> None:
-        """A rank's answer. Raises UnawaitedError for one that was not asked for."""
+        """Handle a rank's answer. Raises UnawaitedError for one that was not asked for."""
         if self.stage is None:
             raise UnawaitedError(f"{type(result.event).__name__} before the first stage")
-        # Nothing that is answered now could change why the run ends.
+        # While the run is ending, answers change nothing any more.
         if not self._ending:
             self._feed(result.event, now, result)
 
     def stop(self, now: float, why: str = "") -> None:
-        """The user wants the run to end: with a checkpoint if ranks have copied their parts aside in time, for the
-        writing of which is waited. `why` if it was not said so."""
+        """The user asks for the end of the run: with a checkpoint if ranks have copied their shards in time; then its
+        writing is waited for. `why` is the reason if the user did not ask directly."""
         if self.stopping is not None or not self.running or self._ending:
             return
         self.stopping, self.why = now, why or self.why
         self._stop_by = now + _budget(self.config.flags.grace)
         if self.stage is None or self.stage.name in ("before", "after"):
             self._finish(now, "stopped", self.why)
-        elif self.stage.name == "train":  # else the cut that is being written is the one wanted
+        elif self.stage.name == "train":  # otherwise the final checkpoint is being written already
             self._feed(Checkpoint(final=True), now)
 
     def preempt(self, now: float, why: str, grace: float) -> None:
-        """An engine ends all processes, or some, in `grace` seconds: as `stop`, with a checkpoint if it is whole by
-        then. Of several engines the most impatient one counts."""
+        """A cluster manager ends all processes, or some, in `grace` seconds: as `stop`, but with a checkpoint only if
+        it is complete by then. Of several such calls the earliest deadline counts."""
         self.preempted = self.preempted or (self.running and self.stopping is None)
         self.stop(now, why)
         if self.preempted:
             self._stop_by = min(self._stop_by, now + _budget(grace))
 
     def leave(self, host: str, grace: float, now: float) -> None:
-        """A host is taken away in `grace` seconds. What follows is decided here alone: the run stops, for another start
-        on hosts that stay."""
+        """A host is taken away in `grace` seconds: if it has ranks, stop the run, to be restarted on other hosts."""
         replicas = self.config.plan.replicas
         lost = [f"{r.name} rank {n}" for r in replicas for n, rank in enumerate(r.ranks) if rank.host == host]
         if lost and self.running:
@@ -371,7 +369,7 @@ class Session:
             self.preempt(now, f"preempted: {why}", grace)
 
     def watch(self, now: float, held_up: float = 0.0) -> None:
-        """Look at deadlines: the stop's and the answers'. `held_up`: as the stage's."""
+        """Check the deadlines of a stop and of answers. `held_up` as for `Stage.overdue`."""
         self.held_up = held_up
         if self.stage is None or not self.running or self._ending:
             return
@@ -391,7 +389,7 @@ class Session:
 
     @property
     def absent(self) -> frozenset[str]:
-        """The replicas that are not there."""
+        """The replicas that are lost or have not come yet."""
         return frozenset(self._absent if self.stage is None else self.stage.scheduler.absent)
 
     def life(self, replica: str) -> int:
@@ -399,18 +397,18 @@ class Session:
         return (self._lives if self.stage is None else self.stage.scheduler.lives).get(replica, 0)
 
     def lose(self, replica: str, reason: str, now: float) -> None:
-        """A replica that may be lost is, and the run goes on."""
+        """A replica that may be lost has been lost: go on without it."""
         self.verdict.forgive(replica)
         if self.running and not self._ending:
             self._feed(ReplicaLost(replica, reason), now)
 
     def join(self, replica: str, now: float) -> None:
-        """A replica that was not there is."""
+        """An absent replica has come."""
         if self.running and not self._ending:
             self._feed(ReplicaJoined(replica), now)
 
     def fail(self, failure: Failure, now: float) -> None:
-        """A detector reports why the run cannot go on. `decide` ends it."""
+        """Report why the run cannot go on. `decide` ends it."""
         self.verdict.report(failure, now, self.held_up)
 
     def decide(self, now: float, heard: Callable[[str], float] = lambda peer: math.inf) -> None:
@@ -421,10 +419,10 @@ class Session:
         failure = self.verdict.failure and self.verdict.final(now, heard, self.held_up)
         if failure is None or not self.running:
             return
-        # The log has to say what ended the stage, or a replay would still wait.
+        # The log must have the end of the stage, or a replay would wait for it.
         if self.stage is not None and self.stage.finish is None:
             self.stage.feed(Abort(failure.text), now)
-        if self.preempted and failure.code in MENDABLE:  # the engine was faster than it had said
+        if self.preempted and failure.code in MENDABLE:  # the cluster manager ended processes earlier than announced
             self._finish(now, "stopped", f"{self.why}, before a checkpoint was made: {failure.text}")
             return
         self.failure = failure
@@ -437,7 +435,7 @@ class Session:
     # From stage to stage ----------------------------------------------------------------------------------
 
     def _feed(self, event: Event, now: float, result: Result | None = None) -> None:
-        """Hand an event to the stage; and go on to the next one where that was the end of it."""
+        """Hand an event to the stage. If that ends the stage, end the run or begin the next stage."""
         stage = self.stage
         assert stage is not None
         stage.feed(event, now, result)
@@ -446,7 +444,7 @@ class Session:
             self._checkpoint_if_due(stage, now)
         elif stage.finish.status == "failed":
             unread = (result is not None and result.unread) or stage.scheduler.unread
-            # A host may be gone: of the ranks that it computes with, or the one that had what it could not read.
+            # A host may be gone: one of the replica that failed, or the one with the value that could not be read.
             suspects: list[str] = []
             if isinstance(event, Failed) and len(self.config.plan.replica(event.replica).ranks) > 1:
                 suspects.append(event.replica)
@@ -468,7 +466,7 @@ class Session:
         scheduler = stage.scheduler
         if stage.name != "train" or scheduler.ended:
             return
-        # The next update may begin with the event that ends this one: then it is too late to ask.
+        # Ask for a later update: the next one may begin with the event that ends this one, which would be too late.
         update = scheduler.update + scheduler.bound()
         due = self._interval.due(update, scheduler.writing is not None, now)
         if due and update < self.config.flags.updates and scheduler.checkpoint is None:
@@ -477,9 +475,9 @@ class Session:
             self._time_checkpoint(stage, now, None)
 
     def _time_checkpoint(self, stage: Stage, now: float, result: Result | None) -> None:
-        """Tell the interval what a checkpoint costs; the user, that a run which has failed still writes one."""
+        """Measure the cost of a checkpoint for the interval. Tell the user if a failed run still writes one."""
         scheduler = stage.scheduler
-        # No update begins until all ranks have copied their parts.
+        # No update begins until all ranks have copied their shards.
         waits = scheduler.checkpoint is not None and not scheduler.begun()
         if waits and not self._waits:
             self._interval.began(scheduler.update, now)
@@ -492,7 +490,7 @@ class Session:
             self._tell_writing(stage)
 
     def _tell_writing(self, stage: Stage) -> None:
-        """Once: the run ends when its checkpoint is written."""
+        """Tell the user, once, that the run ends when its checkpoint is written."""
         if not self._told_writing:
             self._told_writing = True
             self.recorder.tell_writing(json.loads(stage.scheduler.saving)["update"], self.config.flags.deadline)
@@ -503,7 +501,7 @@ class Session:
             return
         name = self._stages.pop(0)
         graph, rules, cut = self._stage(name)
-        # The checkpoint that there is, by the same scheduler that made it, or by the file that it was restored from.
+        # The newest complete checkpoint: that of the last stage's scheduler, or the one that was restored.
         complete = (self.cut or {}) if name == "train" or self.stage is None else self.stage.scheduler.complete
         origin = SegmentOrigin(
             name, graph, self.config.plan, rules, cut, self._live, complete, self._absent, self._lives
@@ -512,7 +510,7 @@ class Session:
         handles = self._handles if name == "train" else {}
         self.stage = Stage(origin, self.recorder, self.config.flags, self._outbox, handles, self.held_up)
         if name == "train":
-            # The groups of a run are those of training: an evaluation counts its own.
+            # A run's group counts are those of training; evaluations have their own.
             self.recorder.ledger = self.stage.scheduler.ledger
         self._feed(Checkpoint(final=True) if name == "save" else Begin(), now)
 
@@ -522,11 +520,11 @@ class Session:
             return self.config.graph, self.config.rules(self.start), self.cut
         if name == "save":
             assert self.stage is not None
-            # Through JSON, as what a file gives: tuples become lists.
+            # Through JSON, to look as if read from a file: tuples become lists.
             cut = {"update": updates, **self.stage.scheduler.ledger.to_json()}
             return self.config.graph, self.config.rules(updates), json.loads(json.dumps(cut))
         assert self.config.evaluation is not None
-        # One update's worth of held-out groups, on the policy as it is.
+        # One update's worth of held-out groups, with the current policy.
         version = self.start if name == "before" else updates
         rules = Rules(self.config.flags.eval_groups, version + 1, version, lost_replica=self.config.flags.lost_replica)
         return self.config.evaluation, rules, None
@@ -539,5 +537,5 @@ class Session:
 
 
 def _budget(grace: float) -> float:
-    """Seconds for a checkpoint, of those to the end of everything."""
+    """The part of the grace period, in seconds, that is left for a checkpoint."""
     return max(0.0, grace - min(LAST_S, LAST_SHARE * grace))

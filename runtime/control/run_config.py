@@ -1,13 +1,13 @@
-"""A run's options, and what its folder's `config.json` says of it: options, graphs and plan.
+"""A run's options, and its configuration as its folder has it: options, graphs and plan.
 
-`RunOptions` is the only place of an option's name, type, limits, default and help. What derives from it:
+`RunOptions` is the only place of an option's name, type, limits, default and help. These derive from it:
 
-- the flags of `penstock run` and, for what `OnResume` marks, those of `penstock resume` (`cli/flags.py`);
-- `config.json`, whose `flags` are these fields; a value outside of its limits is refused there, too;
-- `Setup`: each rank has all options. Nodes see those that are fields of `Context`, too (`NODE_OPTIONS`);
+- the flags of `penstock run` and, for fields with `OnResume`, those of `penstock resume` (`cli/flags.py`);
+- `config.json`, whose `flags` are these fields; a value outside its limits is refused there, too;
+- `Setup`: each rank has all options. Nodes see those that are also fields of `Context` (`NODE_OPTIONS`);
 - the scheduler's `Rules`, which have some of these fields.
 
-A default that is also that of `Context` or `Rules` is written there, since these know nothing of a run's options.
+A default that `Context` or `Rules` has, too, is written there, since these do not know a run's options.
 """
 
 import math
@@ -49,13 +49,13 @@ from penstock.runtime.schedule.transitions import holders_of_past
 
 A = TypeVar("A")
 
-# What the names of the evaluation graph's nodes and sources begin with.
+# The prefix of the names of the evaluation graph's nodes and sources.
 EVALUATION = "evaluate."
 
-# The pool of which a range of replicas may be asked for.
+# The pool for which a range of replicas may be asked for.
 GENERATOR = "generator"
 
-# Nothing that is counted is more, and tensors hold it.
+# No count is larger, and tensors can hold it.
 MOST = 2**53
 Count = Annotated[int, Meta(ge=0, le=MOST)]
 Positive = Annotated[int, Meta(ge=1, le=MOST)]
@@ -65,7 +65,7 @@ Seconds = Annotated[float, Meta(gt=0)]
 
 @dataclass(frozen=True)
 class Shown:
-    """How help shows an option: `metavar` for its value, and in words what an empty default means."""
+    """How help shows an option: `metavar` for its value, and what an empty default means, in words."""
 
     metavar: str
     default: str = ""
@@ -73,7 +73,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class OnResume:
-    """A resume may change the option. `help` is what `penstock resume --help` says of it."""
+    """A resume may change the option. `help` is its help in `penstock resume --help`."""
 
     help: str
 
@@ -91,7 +91,7 @@ TRACK_ON_RESUME = OnResume("Trackers from now on; each goes on with its run, and
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of a run that are no program's own. A field's docstring is its help."""
+    """The options of a run that do not belong to its program. A field's docstring is its help."""
 
     updates: Annotated[Count, UPDATES_ON_RESUME] = Context.updates
     """Updates of the policy, all in all."""
@@ -131,12 +131,12 @@ class RunOptions:
     dtype: Dtype = "float32"
     """Number format of the model that computes; master weights are float32."""
     lora: Count = Context.lora
-    """Rank of low-rank adapters (LoRA) that every policy learns and sends in place of all its weights, which stay as
-    they are; 0 is none. A directory of adapters as --model has them anyway."""
+    """Rank of low-rank adapters (LoRA): every policy trains and sends only these, and its other weights stay as they
+    are; 0 is none. A directory of adapters as --model has them anyway."""
     lora_alpha: Annotated[float, Meta(ge=0), Shown("ALPHA", "twice the rank")] = Context.lora_alpha
     """What adapters add is multiplied by ALPHA / rank."""
     lora_targets: Annotated[tuple[str, ...], Shown("NAME …", "all linear maps of a layer")] = Context.lora_targets
-    """Linear maps with adapters, such as q_proj v_proj."""
+    """Linear maps that get adapters, such as q_proj v_proj."""
     device: str = "auto"
     """cpu, cuda or cuda:N; auto takes a GPU if there is one."""
     generators: Positive = 1
@@ -158,11 +158,11 @@ class RunOptions:
     mismatch_limit: Annotated[
         float, Meta(ge=0), Shown("NATS", "0.001 in float32, 0.02 in float16, 0.1 in bfloat16")
     ] = Context.mismatch_limit
-    """With vllm, how far its log-probabilities may be from the trainer's at equal weights, in the mean, after a sync of
-    weights; beyond it the run stops."""
+    """With vllm, the largest mean difference between its log-probabilities and the trainer's at equal weights, measured
+    after a weight sync; beyond it the run stops."""
     checkpoint_every: Count = 0
-    """Updates between two checkpoints; 0 makes one every 30 seconds, or so seldom that they cost at most 5 % of the
-    time. The end and Ctrl-C always make one."""
+    """Updates between two checkpoints; 0 makes one every 30 seconds, or less often, so that they cost at most 5 % of
+    the time. The end and Ctrl-C always make one."""
     keep: Annotated[Count, OnResume("Complete checkpoints that stay, the newest ones; 0 keeps all.")] = 2
     """Complete checkpoints that stay, the newest ones; 0 keeps all."""
     keep_best: Annotated[str, Shown("METRIC", "none"), OnResume("Also keep the best checkpoint by this metric.")] = ""
@@ -174,22 +174,22 @@ class RunOptions:
     """ready: an update takes the groups that are finished, as long as the lag holds for all others; strict: the next
     ones in order, so that what is learnt first does not depend on the length of responses."""
     proof: Literal["full", "sampled", "off"] = "full"
-    """How much of each weight sync is proved to have arrived as it was sent: all tensors, one in eight, none."""
+    """How much of each weight sync is verified to have arrived as it was sent: all tensors, one in eight, none."""
     wire: Annotated[Wire, Shown("FORMAT", "the run's dtype")] = ""
-    """Format in which weights travel, but for those with a precision of their own: bfloat16; int8 or fp8 with a scale
+    """Format in which weights travel, except those with a precision of their own: bfloat16; int8 or fp8 with a scale
     per row; fp8_block, a scale per 128 × 128."""
     generator_precision: Annotated[GeneratorPrecision, Shown("{int8,fp8}", "as the program says")] = ""
     """What generators compute in, where the program's broadcast does not say: int8 on CPUs, fp8 on GPUs. Weights travel
     in it, too."""
     delta: Count = 0
     """Between hosts, send what changed since the last sync, and everything at least each DELTA-th time; 0 always sends
-    everything. Losing nothing, it pays on links slower than a few GB/s."""
+    everything. It is lossless, and pays on links slower than a few GB/s."""
     transport: Transport = "auto"
     """How weights travel: auto takes the first that all ranks can; shm writes into shared memory and cuda_ipc into a
     GPU's, both on one host; nccl goes between GPUs anywhere; messages go everywhere, through the host and over TCP."""
     offload: Offload = "off"
-    """Between updates, optimizer moments and master weights lie on the host and generators take their cache anew for
-    each batch: auto where trainer and generator take turns with a GPU, on wherever they are."""
+    """Between updates, optimizer moments and master weights move to the host, and generators release their cache after
+    each batch: auto if trainer and generator take turns with a GPU, on in any case."""
     recompute: Annotated[
         Recompute, Shown("{auto,none,layer}", "auto"), OnResume("Whether the backward pass computes layers again.")
     ] = "auto"
@@ -201,17 +201,17 @@ class RunOptions:
     logit_elements: Count = Context.logit_elements
     """Most logits that are kept at once; 0 takes what suits the device."""
     deterministic: bool = False
-    """PyTorch computes in an order that never varies, or an operation that has none fails. A GPU needs it for equal
-    bits, and is slower; a CPU has them without."""
+    """Use only deterministic operations of PyTorch; an operation that has no deterministic form fails. A GPU needs it
+    for equal bits, and is slower; a CPU does not need it."""
     invariant: bool = Context.invariant
     """Log-probabilities that generators record are those of the trainer to the bit, whatever the batch and the threads;
     on CPUs, with a C compiler. Slower."""
     optimizer_state: OptimizerState = "auto"
     """Where AdamW's moments lie: on the GPU; or on the host, from where a step fetches some at a time. auto takes the
-    host where nothing else fits a GPU whose kind is known. The bits are the same."""
+    host if nothing else fits a GPU of a known kind. The bits are the same."""
     replay_routing: bool = Context.replay_routing
-    """Of a mixture of experts: generators record the experts that each token went through, and policies send it through
-    these, whatever their routers say by then."""
+    """For a mixture of experts: generators record the experts of each token, and policies send the token through the
+    same ones, whatever their routers choose by then."""
     retries: Count = Rules.retries
     """How often a group that failed is tried again; not at a node with state, or one that fires per update, whose
     failure ends the run."""
@@ -222,8 +222,8 @@ class RunOptions:
     """What follows when a replica of a generator or scorer dies: stop the run; or begin its groups again on others, and
     start it again where its agent lives (docs/hosts.md)."""
     restarts: Annotated[Count, RESTARTS_ON_RESUME] = 0
-    """How often a run that has lost a process which it cannot do without, such as a trainer's rank, goes on by itself
-    from its last checkpoint. What fails by an error of a node does not."""
+    """How often a run goes on by itself from its last checkpoint after it has lost a process that it needs, such as a
+    trainer's rank. A run that fails by an error of a node does not."""
     drops: Positive = Rules.drops
     """Batches of groups that filters may drop for each update under way before the run is stopped."""
     failures: Positive = Rules.failures
@@ -233,8 +233,8 @@ class RunOptions:
     startup_deadline: Seconds = 120.0
     """Seconds for all processes to start."""
     grace: Annotated[Seconds, OnResume("Seconds from a wish to stop to the end of everything.")] = GRACE_S
-    """Seconds from a wish to stop (Ctrl-C; SIGTERM or SIGUSR1 of an engine that takes the machine away) to the end of
-    everything, with a checkpoint if one can be made. Some seconds less than the engine gives."""
+    """Seconds from a wish to stop (Ctrl-C; SIGTERM or SIGUSR1 of a cluster manager that takes the machine away) to the
+    end of everything, with a checkpoint if one can be made. Choose some seconds less than the manager gives."""
     save_samples: Annotated[Count, OnResume("Prompt groups of each update that samples.jsonl keeps.")] = 1
     """Prompt groups of each update that samples.jsonl keeps, with texts and rewards, for you to read; 0 is none."""
     track: Annotated[tuple[TrackerName, ...], Shown("TRACKER …", "none"), TRACK_ON_RESUME] = ()
@@ -245,30 +245,29 @@ class RunOptions:
 
     @staticmethod
     def from_json(data: Any) -> "RunOptions":
-        """Raises ValueError for options of another type, outside of their limits, or that this version does not
-        know."""
+        """Read options. Raises ValueError for a wrong type, a value outside its limits, or an unknown option."""
         read: RunOptions = msgspec.convert(data, RunOptions)
         if unknown := sorted(data.keys() - asdict(read).keys()):
             raise ValueError(f"unknown flags {', '.join(unknown)}")
         return read
 
 
-# Options that a context has in another form, as the plan makes it of them: a rank's device and mesh.
+# Options whose form in a `Context` comes from the plan: a rank's device and mesh.
 PLACE = ("device", "mesh")
-# Options that nodes see as they are.
+# Options that nodes see unchanged.
 NODE_OPTIONS = tuple(f.name for f in fields(Context) if f.name in RunOptions.__annotations__ and f.name not in PLACE)
 
 
-# Of all fields at once: a class has a hundred, and a command asks for each of them more than once.
+# For all fields at once: a class has a hundred, and a command asks for each more than once.
 @lru_cache(8)
 def _hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
 def annotation(cls: type, name: str, kind: type[A]) -> A | None:
-    """What a dataclass says beside the type of a field: its `Meta` (limits), `Shown` or `OnResume`; None if nothing.
+    """The annotation of a dataclass's field of type `kind`: its `Meta` (limits), `Shown` or `OnResume`; None if none.
 
-    The limits of `Positive | None` stand beside the first type of the union."""
+    That of `Positive | None` belongs to the first type of the union."""
     waiting = [_hints(cls)[name]]
     while waiting:
         parts = get_args(waiting.pop())
@@ -280,7 +279,7 @@ def annotation(cls: type, name: str, kind: type[A]) -> A | None:
 
 
 def check_limits(options: object) -> None:
-    """Raises ValueError with all values of a dataclass that are outside of the limits (`Meta`) of their fields."""
+    """Raise ValueError with all values of a dataclass that are outside the limits (`Meta`) of their fields."""
     wrong = []
     for name, value in vars(options).items():
         limits = annotation(type(options), name, Meta)
@@ -291,17 +290,17 @@ def check_limits(options: object) -> None:
 
 
 def _needed(value: float, limits: Meta) -> str:
-    """What is needed of a number that is outside of its limits; "" if it is within them."""
-    if limits.gt is not None:  # of seconds: msgspec knows no limit that is infinite
+    """What a number outside its limits must be; "" if it is within them."""
+    if limits.gt is not None:  # seconds must also be finite, for which msgspec has no limit
         return "" if value > limits.gt and value < math.inf else "more than 0 seconds, and a finite number"
-    if limits.ge is not None and not value >= limits.ge:  # no number is not, either
+    if limits.ge is not None and not value >= limits.ge:  # `not >=`, so that NaN fails, too
         return f"at least {limits.ge}"
     return f"at most {limits.le}" if limits.le is not None and value > limits.le else ""
 
 
 def choose_device(name: str, graphs: Sequence[Graph], cluster: Cluster) -> str:
-    """The device that a flag names; "auto" is "cuda" where all hosts of pools with a model have GPUs, whatever the
-    machine has on which the command is typed. Raises ValueError for a name that is none."""
+    """The device that a flag names; "auto" is "cuda" if all hosts of pools with a model have GPUs, whatever this
+    machine has. Raises ValueError for an unknown name."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
         raise ValueError(f"--device: given {name!r}, needed auto, cpu, cuda or cuda:N")
     if name != "auto":
@@ -310,7 +309,7 @@ def choose_device(name: str, graphs: Sequence[Graph], cluster: Cluster) -> str:
 
 
 def plan_for(graphs: Sequence[Graph], cluster: Cluster, options: RunOptions) -> Plan:
-    """The plan for graphs as the options want it. Raises ClusterError for pools or devices that the cluster lacks."""
+    """The plan that the options make for graphs. Raises ClusterError for pools or devices that the cluster lacks."""
     return place(
         graphs,
         cluster,
@@ -336,10 +335,10 @@ class RunConfig:
     def make(
         graph: Graph, evaluation: Graph | None, cluster: Cluster, options: RunOptions, plan: Plan | None = None
     ) -> "RunConfig":
-        """A new run of graphs on a cluster, by a `plan` or by the one that its options make. Raises ClusterError for
-        pools or devices that the cluster lacks, and ValueError for a device that is none."""
+        """A new run of graphs on a cluster, with `plan` or the plan that its options make. Raises ClusterError for
+        pools or devices that the cluster lacks, and ValueError for an unknown device."""
         graphs = [graph] if evaluation is None else [graph, evaluation]
-        # Once and here: each rank would find it out anew, perhaps differently.
+        # Choose it once, here: ranks could choose differently.
         options = replace(options, device=choose_device(options.device, graphs, cluster))
         if options.recompute == "auto" and options.device == "cpu":
             options = replace(options, recompute="none")
@@ -357,10 +356,10 @@ class RunConfig:
     def graphs(self) -> tuple[Graph, ...]:
         return (self.graph,) if self.evaluation is None else (self.graph, self.evaluation)
 
-    # Asked at each turn of the controller while processes start; a run may have a thousand replicas.
+    # Cached: the controller asks at each turn while processes start, and a run may have a thousand replicas.
     @cached_property
     def elastic(self) -> frozenset[str]:
-        """The replicas that may be lost, and come again, while the run goes on."""
+        """The replicas that may be lost and come back while the run goes on."""
         if self.flags.lost_replica == "stop":
             return frozenset()
         tables = [Tables(graph, self.plan) for graph in self.graphs]
@@ -369,30 +368,30 @@ class RunConfig:
 
     @cached_property
     def may_be_late(self) -> frozenset[str]:
-        """The replicas without which the run may begin, if enough others of their pool are there."""
+        """The replicas that may be missing when the run begins, if enough others of their pool are there."""
         if not self.flags.first_generators:
             return frozenset()
         return self.elastic & {r.name for pool in self.plan.pools if pool.name == GENERATOR for r in pool.replicas}
 
     def holding(self, cut: Mapping[str, Any] | None) -> frozenset[str]:
-        """The replicas with values in a checkpoint that a run which goes on from it cannot make again."""
+        """The replicas whose values in a checkpoint a resumed run needs and cannot make again."""
         if cut is None or not self.may_be_late:
             return frozenset()
         return frozenset(holders_of_past(Scheduler(Tables(self.graph, self.plan), self.rules(cut["update"]), cut)))
 
     @property
     def kept_versions(self) -> int:
-        """How many versions of weights a sender keeps."""
-        # Groups of the current update and of all that are under way may begin again, with the versions that they had.
+        """The number of versions of weights that a sender keeps."""
+        # Groups of the current update and of all that are under way may restart, with the versions that they had.
         return 2 + max(Tables(graph, self.plan).max_lag for graph in self.graphs) * bool(self.elastic)
 
     def modules(self) -> tuple[str, ...]:
-        """Modules that ranks import for the makers and the nodes of this run, sorted.
+        """Modules of this package, and of torch, that ranks need for the makers and nodes of this run, sorted.
 
-        Those of the user are not among them: what they do when they are imported is for each rank by itself.
+        User modules are not among them: each rank imports them itself, since an import may have side effects.
         """
-        # With these torch cuts a model over ranks, and their import takes each of them half a second; to make a part of
-        # one that learns it imports its compiler, which takes as long again.
+        # torch shards a model over ranks with these; importing them takes half a second. For a trained value it also
+        # imports its compiler, which takes as long again.
         cut = {pool.name for pool in self.plan.pools for replica in pool.replicas if len(replica.ranks) > 1}
         torch = {"torch.distributed.fsdp", "torch.distributed.tensor.parallel"} if cut else set()
         if any(argument.pool in cut for graph in self.graphs for argument in graph.carried):
@@ -403,7 +402,7 @@ class RunConfig:
 
     @property
     def offload(self) -> Offload:
-        """Does what is not needed between updates leave the device? "auto" only where others can use its memory."""
+        """The effective option: "auto" means "off" unless trainer and generator take turns with a device."""
         asked = self.flags.offload
         return "off" if asked == "auto" and why_no_turns(self.graph, self.plan) else asked
 
@@ -419,11 +418,11 @@ class RunConfig:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "RunConfig":
-        """Raises ValueError for what `to_json` did not make."""
+        """Read what `to_json` made. Raises ValueError for anything else."""
         if data.get("format") != 1:
             raise ValueError(f"run: given format {data.get('format')!r}, needed 1")
         graph, evaluation = Graph.from_json(data["graph"]), data["evaluation"]
-        # An earlier version had it as an option of the program.
+        # In an earlier version `max_prompt` was an option of the program.
         older = {name: value for name, value in graph.options if name == "max_prompt" and value}
         return RunConfig(
             graph=graph,
@@ -434,7 +433,7 @@ class RunConfig:
         )
 
     def write(self, folder: RunFolder, asked: Mapping[str, Any]) -> None:
-        """Into the run folder: `config.json` (with `asked`, what the user typed), `graph.json` and `plan.json`."""
+        """Write `config.json` (with `asked`, what the user typed), `graph.json` and `plan.json` into the run folder."""
         data = self.to_json()
         folder.write_json("graph.json", {"graph": data.pop("graph"), "evaluation": data.pop("evaluation")})
         folder.write_json("plan.json", data.pop("plan"))
@@ -442,7 +441,7 @@ class RunConfig:
 
     @staticmethod
     def load(folder: RunFolder) -> "RunConfig":
-        """What `write` wrote. Raises RecordError for a folder that this version of Penstock cannot read."""
+        """Read what `write` wrote. Raises RecordError for a folder that this version of Penstock cannot read."""
         graphs, plan = folder.read_json("graph.json", dict[str, Any]), folder.read_json("plan.json")
         data = folder.read_json("config.json", ConfigFile)
         try:
@@ -458,7 +457,7 @@ class RunConfig:
             raise RecordError(f"{given}; {needed}") from error
 
     def channels(self) -> dict[str, Channel]:
-        """The weight channels of all graphs: those of one carried value to one pool are one."""
+        """The weight channels of all graphs, by name. All weights of one carried value to one pool share a channel."""
         return {name: c for graph in self.graphs for name, c in Tables(graph, self.plan).channels.items()}
 
     def rules(self, start: int) -> Rules:
@@ -469,7 +468,7 @@ class RunConfig:
     def setup(
         self, replica: Replica, index: int, folder: Path, restore: Path | None, patience: float = RankSetup.patience
     ) -> RankSetup:
-        """What rank `index` of a replica has to know, with a context for each node and argument that its pool holds."""
+        """The setup of rank `index` of a replica, with a context for each node and argument that its pool holds."""
         rank = replica.ranks[index]
         here = sum(other.host == rank.host for other in replica.ranks)
         place = Context(device=rank.device, threads=rank.threads, mesh=replica.mesh, rank=index, host_ranks=here)
@@ -493,15 +492,15 @@ class RunConfig:
 
 
 def context_of(name: str, graphs: Sequence[Graph], flags: RunOptions, place: Context) -> Context:
-    """What a node or an argument is made with, in a run of `graphs`, the one to train and any to evaluate with, where
-    `place` says on which device and mesh."""
+    """The context of a node or an argument, in a run of `graphs`: the one to train, and perhaps one to evaluate with.
+    `place` has the device and mesh."""
     held_out = name.startswith(EVALUATION)
     graph = graphs[-1] if held_out else graphs[0]
     weights = {}
     for item in graph[name].inputs if name in graph else ():
         if item.ref.node in graph and graph[item.ref.node].construct == "broadcast":
             carried = graph[item.ref.node].inputs[0].ref.node
-            # Of one name in two graphs there is one value, which is made as the first of them says.
+            # A carried value that both graphs name is made once, as the first graph says.
             made = next((a for g in graphs for a in g.carried if a.name == carried), None)
             if made is not None:
                 context = context_of(carried, graphs, flags, Context())

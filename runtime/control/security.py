@@ -1,8 +1,8 @@
 """The secrets of one run: a token and CURVE key pairs, made by the launcher, kept in files of mode 0600.
 
-`keys/controller.json` (a `Door`) is what the controller listens with, `keys/<host>.json` (a `Join`) what the agent of
-that host and its ranks connect with, to the controller and to the ranks of other hosts. Agents that nobody names
-beforehand get their `Join` at the launcher's desk, for a `Ticket`. No secret is ever an argument of a process.
+The controller listens with `keys/controller.json` (a `Door`). The agent and the ranks of a host connect with
+`keys/<host>.json` (a `Join`), to the controller and to the ranks of other hosts. Agents that are not known beforehand
+get their `Join` at the launcher's desk, for a `Ticket`. No secret is ever an argument of a process.
 """
 
 import json
@@ -34,32 +34,31 @@ class KeyPair:
 
 
 class KeyFileError(ValueError):
-    """A file is no key file, or others may read it. `status` is the exit status of a command that was given it."""
+    """A file is no key file, or other users may read it. `status` is the exit status of a command that was given it."""
 
     status: ClassVar[int] = 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Secrets:
-    """A dataclass of strings, numbers, lists and maps that is kept as JSON. `needed` says which file it is."""
+    """A dataclass of strings, numbers, lists and maps that is stored as JSON. `needed` describes the file in errors."""
 
     needed: ClassVar[str]
 
     def write(self, path: Path) -> None:
-        """Made with mode 0600 before the first byte is in it, and under its name once it is whole. Raises
-        FileExistsError."""
+        """Write the file, with mode 0600 from the start; it gets its name when complete. Raises FileExistsError."""
         make_folder(path.parent)
         create_file(path, self.text().encode())
 
     def text(self) -> str:
-        """What is in the file."""
+        """The content of the file."""
         return json.dumps({"format": 1, **asdict(self)}, indent=1)
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises KeyFileError for a file that is not what `write` makes, or that others may read."""
+        """Read the file. Raises KeyFileError if `write` did not make it, or if other users may read it."""
         try:
-            data = parse_json(path.read_bytes(), "JSON")  # a path in it may be no UTF-8, of which msgspec reads nothing
+            data = parse_json(path.read_bytes(), "JSON")  # a path in it may not be UTF-8, which msgspec rejects
             found = msgspec.convert(data, cls)
             others = path.stat().st_mode & 0o077
         except OSError as error:
@@ -77,7 +76,7 @@ class _Secrets:
 
 @dataclass(frozen=True, slots=True)
 class Door(_Secrets):
-    """What a controller listens with. `allowed` has each host's public key; no keys at all means ipc."""
+    """What a controller listens with. `allowed` has each host's name and public key; on ipc there are no keys."""
 
     needed: ClassVar[str] = "what the launcher wrote for the controller"
 
@@ -93,11 +92,11 @@ class Door(_Secrets):
 class Join(_Secrets):
     """What one host connects with. `folder` is the run folder there; `server` the controller's public key.
 
-    `hosts` has each host's public key: those who may ask this host's ranks for values, and whom they may ask.
-    `address` is where these ranks listen for that. `modules` are what all ranks import, once for a host. `grace` are
-    the seconds that the host has left once an engine tells its agent that it takes it away. `again`: a run that fails
-    by the loss of a process goes on by itself, and an agent with a ticket enrols again. `life`: how many agents
-    have had the place of this one before.
+    `hosts` has each host's public key: hosts whose ranks may ask this host's ranks for values, and the other way round.
+    `address` is where this host's ranks listen for that. `modules` are imported once per host, for all its ranks.
+    `grace` is the seconds that the host has left after a cluster manager announces to its agent that it takes the host
+    away. `again`: a run that fails by the loss of a process resumes by itself, and an agent with a ticket enrols again.
+    `life`: how many agents had this host before.
     """
 
     needed: ClassVar[str] = "the join file that `penstock run --cluster` wrote for this host"
@@ -120,7 +119,7 @@ class Join(_Secrets):
 
 @dataclass(frozen=True, slots=True)
 class Ticket(_Secrets):
-    """What any agent of a job enrols with: where the desk is ("host:port"), the desk's public key, and a token."""
+    """What agents of a job enrol with: where the desk is ("host:port"), the desk's public key, and a token."""
 
     needed: ClassVar[str] = "the ticket that `penstock run … --on` wrote for agents"
 
@@ -132,7 +131,7 @@ class Ticket(_Secrets):
 
 @dataclass(frozen=True, slots=True)
 class DeskKeys(_Secrets):
-    """What a desk listens with. Whoever keeps it in a file has one ticket for all starts of a job."""
+    """What a desk listens with. Kept in a file, it gives one ticket for all starts of a job."""
 
     needed: ClassVar[str] = "the desk's keys, as `penstock run … --on kubernetes` makes them"
 
@@ -160,7 +159,7 @@ class Keys:
 
     @staticmethod
     def make(run: str, endpoint: str, hosts: Iterable[str]) -> "Keys":
-        """A new token, new key pairs for several hosts, and for tcp also for a single one and the controller."""
+        """A new token, and new key pairs: for each host if there are several; on tcp always, and for the controller."""
         names, unix, nothing = list(hosts), endpoint.startswith("ipc://"), KeyPair("", "")
         pairs = {name: nothing if unix and len(names) == 1 else KeyPair.make() for name in names}
         server, allowed = nothing if unix else KeyPair.make(), {name: pair.public for name, pair in pairs.items()}
@@ -177,7 +176,7 @@ class Keys:
         grace: float = GRACE_S,
         again: bool = False,
     ) -> Join:
-        """`endpoint` is where the controller really listens: its port may have been the system's choice."""
+        """The `Join` of a host. `endpoint` is where the controller listens, with the port that the system chose."""
         door, pair = self.door, self.hosts[host]
         publics = {name: other.public for name, other in self.hosts.items() if other.public}
         join = Join(door.run, endpoint, door.token, host, str(folder), door.public, pair.public, pair.secret)

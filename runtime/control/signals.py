@@ -1,11 +1,11 @@
-"""What asks a run to end, who wants it, and the exit status that says so.
+"""The signals that ask a run to end, who sends them, and the exit status that follows.
 
 | status | a run |
 |---|---|
 | `DONE`, 0 | is done |
 | `FAILED`, 1 | failed |
-| `PREEMPTED`, 75 | was stopped for the engine that gave the machine (SIGTERM, SIGUSR1): start it again |
-| `INTERRUPTED`, 130 | was stopped by its user: Ctrl-C, a terminal that closes, a pipe that nobody reads any more |
+| `PREEMPTED`, 75 | was stopped for the cluster manager that gave the machine (SIGTERM, SIGUSR1): start it again |
+| `INTERRUPTED`, 130 | was stopped by its user: Ctrl-C, a closed terminal, a pipe without a reader |
 """
 
 import importlib
@@ -22,21 +22,21 @@ from typing import Any
 
 DONE, FAILED, PREEMPTED, INTERRUPTED = 0, 1, 75, 130
 
-# By which an engine (Slurm, Kubernetes) tells that it takes the machine away.
+# Signals by which a cluster manager (Slurm, Kubernetes) announces that it takes the machine away.
 PREEMPTIONS = (signal.SIGTERM, signal.SIGUSR1)
 STOPS = (signal.SIGINT, signal.SIGHUP, *PREEMPTIONS)
-# Seconds from the first of them to the end of everything, where nobody says another number.
+# Default seconds from the first of these signals to the end of everything.
 GRACE_S = 4.5
-# Signals of one kind that come closer together are one: of an engine and of the shell script that hands it on.
+# Equal signals within so many seconds count as one: a shell script may forward a signal that also came directly.
 ONE_SIGNAL_S = 0.5
 
-# How long an interrupt waits each time that it meets an import.
+# Seconds that an interrupt waits each time that it finds an import in progress.
 IMPORTING_S = 0.02
-# The signal that waits, if one does.
+# The waiting signal, if any.
 _WAITING: list[int] = []
-# The file that Python gives for the code of its import statement.
+# The file name in the code of Python's import statement.
 _IMPORTING = importlib.__import__.__code__.co_filename
-# Codes of signals up to this one come of kill(2) and its like; the kernel's own, as of a terminal, are above it.
+# Signals with codes up to this one were sent by kill(2) and the like; the kernel's own, as of a terminal, have more.
 _SENT_BY_A_PROCESS = 0
 
 Act = Callable[[int, FrameType | None], None]
@@ -49,9 +49,9 @@ def asked_by(number: int) -> int:
 
 
 class Wish:
-    """What signals have asked a process for so far. `status` is the exit status that they ask for, that of the first
-    one; 0 for none. `number` is that signal; 0 for a display that is lost. `at_once`: nothing is to be waited for.
-    `handed_on`: a parent hands signals on, so that a Ctrl-C may come twice.
+    """What signals have asked a process for so far. `status` is the exit status that the first one asked for; 0 if none
+    has come. `number` is that signal; 0 for a display that is lost. `at_once`: end without waiting for anything.
+    `handed_on`: a parent forwards signals, so that one Ctrl-C may come twice.
     """
 
     def __init__(self, handed_on: bool = False) -> None:
@@ -60,8 +60,8 @@ class Wish:
         self._first: dict[int, float] = {}
 
     def hear(self, number: int) -> None:
-        """A signal. A Ctrl-C after any other, or a second SIGTERM, wants the end at once; others may come several times
-        for one wish, and a SIGTERM follows a SIGUSR1 that came ahead of time."""
+        """Note a signal. A Ctrl-C after any signal, or a second SIGTERM, asks for the end at once. Other signals may be
+        repeated, and a SIGTERM may follow an early SIGUSR1, without more urgency."""
         now = monotonic()
         again = number in self._first and now - self._first[number] > ONE_SIGNAL_S
         self._first.setdefault(number, now)
@@ -71,19 +71,19 @@ class Wish:
         self.ask(number)
 
     def ask(self, number: int = 0) -> None:
-        """The end is wanted, however often that is said."""
+        """Ask for the end. Only the first call counts."""
         if not self.status:
             self.status, self.number = asked_by(number), number
 
 
 class Preempted(KeyboardInterrupt):
-    """An engine wants this process to end."""
+    """A cluster manager asks this process to end."""
 
 
 @contextmanager
 def on_stop(act: Act, numbers: Sequence[signal.Signals] = STOPS) -> Iterator[None]:
-    """Meanwhile these signals call `act`; then they do again what they did before. Outside the main thread, where
-    Python hears no signal, nothing changes. A SIGHUP that is ignored stays so: that is what `nohup` is for.
+    """Let these signals call `act` within the block. Outside the main thread, where Python handles no signals, nothing
+    changes. An ignored SIGHUP stays ignored, as `nohup` wants it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -102,8 +102,8 @@ def on_stop(act: Act, numbers: Sequence[signal.Signals] = STOPS) -> Iterator[Non
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Meanwhile signals that call a function here wait, and come at the end: for what somebody has to know of once it
-    has begun, such as a child."""
+    """Delay signals that have a Python handler to the end of the block, so that what begins in it, such as a child, is
+    always recorded."""
     came: list[int] = []
     numbers = [number for number in STOPS if callable(signal.getsignal(number))]
     try:
@@ -116,8 +116,7 @@ def held_back() -> Iterator[None]:
 
 @contextmanager
 def heard() -> Iterator[set[int]]:
-    """Which signals come meanwhile that this process hears, whoever acts on them: complete at the end. In the main
-    thread."""
+    """The signals that come within the block and have a Python handler; complete at its end. In the main thread."""
     found: set[int] = set()
     told, written = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     before = signal.set_wakeup_fd(written, warn_on_full_buffer=False)
@@ -131,10 +130,10 @@ def heard() -> Iterator[set[int]]:
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """What Ctrl-C does in Python, for the signals that would end the process where it stands: raises Preempted or
-    KeyboardInterrupt. Within an import it waits until that is done; of several that wait the first one comes."""
+    """A signal handler that raises Preempted or KeyboardInterrupt, as Ctrl-C does in Python. During an import it waits
+    until the import is done; of several waiting signals the first one counts."""
     if _imports(frame):
-        # Libraries in C crash if an exception comes while they begin (msgspec where it builds a decoder).
+        # Libraries in C may crash on an exception while they initialise (msgspec, when it builds a decoder).
         _WAITING[:] = _WAITING or [number]
         signal.signal(signal.SIGALRM, _interrupt_now)
         signal.setitimer(signal.ITIMER_REAL, IMPORTING_S)
@@ -154,31 +153,31 @@ def _imports(frame: FrameType | None) -> bool:
 
 
 def carry_on(number: int, frame: FrameType | None) -> None:
-    """For a process that is ending already, and has something left to write."""
+    """A signal handler that does nothing, for a process that is ending already but still has to write something."""
 
 
-# Signals whose meaning `leave_end_to_parent` took from this process.
+# Signals that this process ignores since `leave_end_to_parent`.
 _LEFT: list[signal.Signals] = []
-# By thread, the signals that were blocked before it began to fork, and whether the child is to hear them.
+# By thread: the signal mask before a fork, and whether the child ignores the signals, too.
 _FORKING = threading.local()
 
 
 def leave_end_to_parent() -> None:
-    """For a process whose parent decides when it ends: an engine may signal all processes of a host at once, and a
-    rank has to live until the checkpoint is made. What this process starts or forks hears signals as ever, but for what
-    `fork_leaving_end` forks."""
+    """Ignore the stop signals in a process whose parent decides when it ends: a cluster manager may signal all
+    processes of a host at once, and a rank must live until the checkpoint is made. Children of this process do not
+    ignore them, except those of `fork_leaving_end`."""
     if _LEFT:
         return
     _LEFT.extend(number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN)
     os.register_at_fork(before=_hold, after_in_parent=_let_go, after_in_child=_hear_again)
     for number in _LEFT:
-        # No SIG_IGN, which a program that is started would keep.
+        # Not SIG_IGN, which a program that is started would inherit.
         signal.signal(number, carry_on)
         signal.siginterrupt(number, False)
 
 
 def fork_leaving_end() -> int:
-    """`os.fork()`, whose child leaves its end to its parent as this process does, from its first instant on."""
+    """`os.fork()` of a child that ignores the stop signals as this process does, from its first instant on."""
     _FORKING.leaves = True
     try:
         return os.fork()
@@ -187,7 +186,7 @@ def fork_leaving_end() -> int:
 
 
 def _hold() -> None:
-    # One that came to a child before it hears signals again would be lost.
+    # A signal to the child before `_hear_again` has reset its handlers would be lost.
     _FORKING.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT)
 
 
@@ -205,14 +204,14 @@ def _hear_again() -> None:
 
 
 def wait_handing_on(child: subprocess.Popen[bytes], wish: Wish) -> int:
-    """Until the child has ended; its status. What asks this process to end, or has done so already (`wish`), goes to
-    the child, but for the Ctrl-C of a terminal, which has told all processes that it has. A child that it ends before
-    it hears signals has the status that they ask for.
+    """Wait until the child has ended, and return its status. Signals that ask this process to end, or have done so
+    already (`wish`), are forwarded to the child, except Ctrl-C of a terminal, which reaches all its processes. For a
+    child that such a signal killed before it handled signals, return the status that the signal asks for.
     """
     if threading.current_thread() is not threading.main_thread():
         return child.wait()
     heard = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
-    # Held back while they are waited for, or one that comes between two looks would end this process.
+    # Blocked while `sigtimedwait` waits for them: one that came between two calls would end this process.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [*heard, signal.SIGCHLD])
     try:
         if wish.number:
@@ -227,23 +226,23 @@ def wait_handing_on(child: subprocess.Popen[bytes], wish: Wish) -> int:
 
 
 def nobody_reads(descriptor: int) -> bool:
-    """Is it a pipe without a reader, or a terminal that is gone?"""
+    """True for a pipe without a reader, or a terminal that is gone."""
     watch = select.poll()
-    watch.register(descriptor, 0)  # errors and hang-ups are told unasked
+    watch.register(descriptor, 0)  # errors and hang-ups are always reported
     return bool(watch.poll(0))
 
 
 def unheard(wish: Wish) -> str:
-    """Why a run was asked to end, where it was not the user who said so; "" where it was."""
+    """Why a run was asked to end, if its user did not ask; "" if the user did."""
     if nobody_reads(1):
         return "stopped, since its output was closed"
-    # As of a log on a disk that is full.
+    # Such as a log on a full disk.
     return "stopped, since its output cannot be written" if wish.status and not wish.number else ""
 
 
 def while_heard(tell: Tell, lost: Callable[[], None]) -> Tell:
-    """`tell`, and `lost()` the first time that it raises OSError, since its pipe is closed, its terminal gone or
-    its disk full."""
+    """A function that calls `tell`. The first time that this raises OSError (closed pipe, lost terminal, full disk), it
+    calls `lost`."""
     deaf = False
 
     def told(line: dict[str, Any]) -> None:

@@ -1,17 +1,16 @@
-"""The socket of the controller, a `Server` (ROUTER), for the `Client`s of ranks and agents.
+"""The socket of the controller, a `Server` (ROUTER), and of ranks and agents, a `Client`.
 
-No peer is heard before a Hello with the run's token. A frame that is malformed, oversized, replayed, of an unknown
-connection or of a kind that a controller does not hear is counted by kind in `counts`, described in `dropped`,
-and never raises. On tcp always CURVE: a key that is not on the door's list does not get as far as a frame. Each side
-numbers its frames on a connection; a number that does not grow is a replay. Not for several threads.
+A peer must first send a Hello with the run's token. A frame that is malformed, oversized, replayed, from an unknown
+connection or of an unexpected kind is counted by kind in `counts`, described in `dropped`, and never raises. On tcp
+CURVE is always on: a client whose key is not on the door's list cannot send a frame. Each side numbers its frames on a
+connection; a number that does not grow is a replay. Not thread-safe.
 
-On tcp a connection is its key's host, whatever it says; on a Unix socket, which only the run's user can open, the host
-that it says. A host may say Hello for its own agent and for the ranks that the plan has there. What goes beyond that,
-and beyond what `rights` allow, is counted as "unauthorised", what goes beyond a peer's amount of notes or questions as
-"excessive".
+On tcp a connection's host is that of its key, whatever it claims; on a Unix socket, which only the run's user can open,
+it is the host that it claims. A host may send Hello for its own agent and for the ranks that the plan has there. A
+message beyond that, or beyond `rights`, is counted as "unauthorised"; notes or questions beyond a peer's limits are
+counted as "excessive".
 
-A rank has a connection of its own, or its agent carries what it says and hears (`relay`): then it is for the agent to
-see whether it lives.
+A rank has a connection of its own, or its agent forwards its messages (`relay`); then the agent watches its heartbeat.
 """
 
 import os
@@ -57,30 +56,30 @@ from penstock.runtime.control.silence import LivenessTracker
 
 # Seconds without a sign of life after which a peer is taken for dead.
 SILENCE = 10.0
-# Seconds that a process tries to reach its controller for the first time.
+# Seconds for which a process tries to reach its controller for the first time.
 JOIN_S = 60.0
-# Messages that may wait for one peer: past it the peer is stuck, and sending fails.
+# Most messages that may wait for one peer. Beyond it the peer counts as stuck, and sending fails.
 MAX_WAITING = 100_000
-# Frames of one connection that the controller keeps before it has read them; the others wait with their sender.
+# Most unread frames of one connection in the controller; more wait at their sender.
 MAX_UNREAD = 64
-# Characters of what a peer says that it is at.
+# Most characters of a peer's `doing`.
 MAX_DOING = 200
-# Notes of one peer that are handed on. Those that say why it ends are not counted.
+# Most notes of one peer that are handed on. Notes with the reason of its end do not count.
 MAX_NOTES = 100
-# Frames above this are not read at all: the connection is closed by libzmq. Below, they are counted.
+# libzmq closes the connection at a frame above this size. Smaller oversized frames are counted.
 _CUT_OFF = MAX_BYTES + (64 << 10)
-# Seconds for what is still being sent when a socket is closed.
+# Seconds for unsent messages when a socket is closed.
 FLUSH_S = 0.5
-# In a run of so many hosts, what comes within so many seconds is heard at once: to wake costs as much as to hear ten
-# answers. Where there is much to hear it is as many seconds as keep the caller at work for one part in so many of its
-# time, up to so many. Hosts say at the same moments that they live: while they do, it is the latter.
+# With `MANY_HOSTS` hosts or more, `receive` gathers messages for a moment, since waking up costs as much as ten
+# answers. The moment is `WORK_SHARE` times as long as the caller last worked, but within `GATHER_S` and `BURST_S`
+# seconds. While only heartbeats come, which all hosts send at the same moment, it is `BURST_S`.
 MANY_HOSTS, GATHER_S, WORK_SHARE, BURST_S = 32, 0.002, 10, 0.01
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
-# What an agent may count that it has dropped.
+# The kinds of dropped frames that an agent may report.
 DROPPED = ("malformed", "oversized", "unknown", "replayed", "unexpected", "unauthorised", "duplicate", "excessive")
 
-# What both sides need. A connection is cut when the other side's kernel has not answered for SILENCE. It is not libzmq
-# that pings: it would not answer while its process is stopped, and cut all its connections when that goes on.
+# Options of both sides. A connection is cut when the other side's kernel has not answered for SILENCE. libzmq's own
+# heartbeats would not do: a suspended process does not answer them, and cuts all its connections when it goes on.
 _OPTIONS: Options = {
     zmq.SNDHWM: MAX_WAITING,
     zmq.RCVHWM: MAX_WAITING,
@@ -90,18 +89,18 @@ _OPTIONS: Options = {
     zmq.TCP_KEEPALIVE_INTVL: max(1, int(SILENCE / 15)),
     zmq.TCP_KEEPALIVE_CNT: 10,
     zmq.TCP_MAXRT: int(1000 * SILENCE),
-    zmq.RCVBUF: 1 << 20,  # what is said while the process is stopped
+    zmq.RCVBUF: 1 << 20,  # for messages that come while the process is suspended
 }
 
 
 class _Dropped(Exception):
-    """A frame that goes no further: its kind, its sender's name, and why."""
+    """A frame is dropped: its kind, its sender's name, and why."""
 
 
 @dataclass(slots=True)
 class _Connection:
-    """A peer's socket. `key` is the public key that it came with, "" on a Unix socket; `heard` and `said` are the last
-    sequence numbers, `hello` that of its Hello, and `pid` the process that said it. `name` is for people.
+    """A peer's connection. `key` is its public key, "" on a Unix socket. `heard` and `said` are the last sequence
+    numbers, `hello` that of its Hello, and `pid` the process that sent it. `name` is for people.
     """
 
     peer: str
@@ -117,13 +116,13 @@ class _Connection:
 
 
 def connections(ranks: Mapping[str, str], endpoint: str) -> int:
-    """How many a run makes with its controller: one for each host and, on a Unix socket, two for each rank."""
+    """The number of connections to a run's controller: one per host and, on a Unix socket, two per rank."""
     return len(set(ranks.values())) + (2 * len(ranks) if endpoint.startswith("ipc://") else 0)
 
 
 class Server:
-    """The controller's end. `endpoint` is where it really listens; `peers` are those that said Hello; `doing` is what
-    each peer was at when it last beat, and `tracker` when that was.
+    """The controller's socket. `endpoint` is where it really listens; `peers` are those that sent Hello; `doing` is
+    what each peer was working on at its last heartbeat; `tracker` has the last signs of life.
     """
 
     def __init__(self, door: Door, ranks: Mapping[str, str], silence: float = SILENCE) -> None:
@@ -133,7 +132,7 @@ class Server:
         self.doing: dict[str, str] = {}
         self._token = door.token.encode()
         self._ranks = ranks
-        # The ranks of each host's replicas, for which its agent may speak.
+        # The ranks of each host by replica, for which its agent may speak.
         here: defaultdict[str, defaultdict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
         for peer, host in ranks.items():
             replica, _, rank = peer.rpartition(":")
@@ -143,13 +142,13 @@ class Server:
         self._notes: Counter[str] = Counter()
         self.tracker = LivenessTracker(silence)
         self._connections: dict[bytes, _Connection] = {}
-        # By peer, the connection that leads to it: its own, or its agent's. And that of each heartbeat's own socket.
+        # By peer: the connection that leads to it, its own or its agent's; and its heartbeat's connection.
         self._routes: dict[str, _Connection] = {}
         self._heartbeats: dict[str, _Connection] = {}
-        # Peers that are sent the same, by connection, until a route changes.
+        # Sets of peers that are sent the same message, split by connection. Valid until a route changes.
         self._grouped: dict[tuple[str, ...], list[tuple[_Connection | None, tuple[str, ...]]]] = {}
-        self._silent: dict[str, str] = {}  # by the agents that say so
-        # Peers, and whether it was their heartbeat's socket, that have ever said Hello: `forget` leaves them here.
+        self._silent: dict[str, str] = {}  # silent ranks, and the agent that reported each
+        # Peers that have ever sent Hello, and whether on their heartbeat's socket. `forget` leaves them here.
         self._greeted: set[tuple[str, bool]] = set()
         keys = None
         if not door.endpoint.startswith("ipc://"):
@@ -157,7 +156,7 @@ class Server:
                 raise ValueError(f"{door.endpoint}: given no keys, needed CURVE keys on tcp")
             keys = door.secret, door.allowed.values()
         options = {**_OPTIONS, zmq.RCVHWM: MAX_UNREAD}
-        self._returned = 0.0  # when `receive` did
+        self._returned = 0.0  # when `receive` last returned
         self._listener = Listener(door.endpoint, options, keys, self._refused, connections(ranks, door.endpoint))
         self.socket, self.endpoint = self._listener.socket, self._listener.endpoint
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -170,17 +169,17 @@ class Server:
         return tuple(self._routes)
 
     def receive(self, timeout: float) -> list[tuple[str, Message]]:
-        """All that is waiting, after at most `timeout` seconds for the first of it; perhaps nothing. Returns early when
-        another thread calls `wake`.
+        """All waiting messages, after a wait of at most `timeout` seconds for the first one; perhaps none. Returns
+        early when another thread calls `wake`.
 
-        A peer's Hello comes as its first message. Heartbeats are noted and not handed on.
+        A peer's Hello comes as its first message. Heartbeats are noted here and not returned.
         """
         found: list[tuple[str, Message]] = []
         began = monotonic()
         until, left, gather = began + timeout, timeout, 0.0
         if len(self._here) >= MANY_HOSTS:
             gather = min(BURST_S, max(GATHER_S, WORK_SHARE * (began - self._returned)))
-        # Heartbeats alone are no reason to return: of a thousand ranks there is one each moment.
+        # Heartbeats alone are no reason to return: with a thousand ranks there is one each moment.
         while not found and (ready := dict(self._poller.poll(int(1000 * left)))):
             if self._waker in ready:
                 os.eventfd_read(self._waker)
@@ -209,14 +208,14 @@ class Server:
         self.drop("refused", address, "a key that is not on the list")
 
     def drop(self, kind: str, name: str, text: str) -> None:
-        """Count and describe what goes no further."""
+        """Count and describe a dropped frame."""
         self.counts[kind] += 1
         self.dropped.append(f"{kind} frame of {name:.200}: {text:.400}")
 
     def send(self, peer: str, message: Message) -> bool:
-        """False when `peer` cannot be reached: it never said Hello, is gone, or has stopped reading."""
+        """Send a message. False if `peer` cannot be reached: it never sent Hello, is gone, or has stopped reading."""
         connection = self._routes.get(peer)
-        # The thread that beats for a rank asks, and hears the answer while the main thread is at work.
+        # A rank's heartbeat thread asks, and gets the answer while the main thread is busy.
         aside = isinstance(message, BoardValues)
         packed = pack_message(message)
         if connection is not None and connection.peer != peer:
@@ -226,7 +225,7 @@ class Server:
         return connection is not None and self._send(connection, partial(framed, packed))
 
     def send_all(self, peers: Sequence[str], message: Message) -> list[str]:
-        """Send the same to several; those of them that cannot be reached."""
+        """Send one message to several peers. Return those that cannot be reached."""
         packed, unreached = pack_message(message), list[str]()
         for connection, reached in self._by_connection(tuple(peers)):
             if connection is not None:
@@ -238,8 +237,7 @@ class Server:
         return unreached
 
     def _by_connection(self, peers: tuple[str, ...]) -> list[tuple[_Connection | None, tuple[str, ...]]]:
-        """Connections, each with those of the peers that are reached by it. The ranks of a replica are asked for again
-        and again."""
+        """Connections, each with the peers that it reaches. Cached: the ranks of a replica come again and again."""
         if peers not in self._grouped:
             found: dict[bytes, tuple[_Connection | None, list[str]]] = {}
             for peer in peers:
@@ -249,18 +247,18 @@ class Server:
         return self._grouped[peers]
 
     def deliver(self, delivery: Delivery) -> None:
-        """Hand on what is said to peers with connections of their own. One that is gone hears nothing."""
+        """Forward a message to peers with connections of their own. Those that are gone are skipped."""
         of = self._heartbeats if delivery.aside else self._routes
         for peer in delivery.peers:
             if (connection := of.get(peer)) is not None:
                 self._send(connection, partial(framed, delivery.message))
 
     def late(self, now: float) -> list[str]:
-        """The peers that give no sign of life, in the order of their names."""
+        """The peers that give no sign of life, sorted by name."""
         return sorted([*self.tracker.late(now), *self._silent])
 
     def _send(self, connection: _Connection, frame: Callable[[int], bytes]) -> bool:
-        # Numbers have to grow, and may have gaps: that of a frame that is not sent is not used again.
+        # Numbers must grow, and may have gaps: the number of an unsent frame is not used again.
         connection.said += 1
         try:
             self.socket.send(connection.identity, _MORE)
@@ -272,8 +270,8 @@ class Server:
         return True
 
     def forget(self, peer: str) -> None:
-        """A peer that ended: it is not late, cannot be sent to, and may say Hello again as a new process. With an agent
-        those are forgotten for whom it carries."""
+        """Forget a peer that ended: it is not late, cannot be sent to, and may send Hello again as a new process. With
+        an agent, the ranks are forgotten whose messages it forwards."""
         self._grouped.clear()
         self._routes = {name: to for name, to in self._routes.items() if peer not in (name, to.peer)}
         self._silent = {name: agent for name, agent in self._silent.items() if peer not in (name, agent)}
@@ -283,7 +281,7 @@ class Server:
         self._connections = {i: c for i, c in self._connections.items() if c.peer != peer}
 
     def close(self) -> None:
-        """What is still being sent gets half a second."""
+        """Close the socket; unsent messages get half a second."""
         self._listener.close(FLUSH_S)
         if self._waker >= 0:
             waker, self._waker = self._waker, -1
@@ -292,9 +290,9 @@ class Server:
             file.unlink(missing_ok=True)
 
     def _take(self, frames: list[bytes], key: str, descriptor: int, now: float) -> list[tuple[str, Message]]:
-        """What a frame says to the caller, if anything. Raises _Dropped."""
+        """The messages of a frame for the caller, if any. Raises _Dropped."""
         connection = self._connections.get(frames[0])
-        # libzmq lets a client choose its identity: another host's could take that of a connection that has broken.
+        # libzmq lets a client choose its identity: another host's client could take that of a broken connection.
         if connection is not None and connection.key != key:
             connection = None
         name = self._spelled("an unknown connection", key) if connection is None else connection.name
@@ -314,10 +312,10 @@ class Server:
             raise _Dropped("replayed", name, f"frame {sequence} after frame {connection.heard}")
         if not isinstance(message, SAYS[connection.role]):
             raise _Dropped("unexpected", name, type(message).__name__)
-        plain = isinstance(message, (Heartbeat, SignsOfLife, RankMessages))  # what these claim is looked at below
+        plain = isinstance(message, (Heartbeat, SignsOfLife, RankMessages))  # their claims are checked below
         if not plain and (claim := overreach(message, connection.peer, connection.host, self._ranks)):
             raise _Dropped("unauthorised", name, claim)
-        # Not before: a frame that is refused must not make those behind it replays.
+        # Only now: a refused frame must not turn the frames after it into replays.
         connection.heard = sequence
         self.tracker.heard(connection.peer, now)
         if isinstance(message, Heartbeat):
@@ -334,7 +332,7 @@ class Server:
         return f"{name} (key of host {self._hosts[key]})" if key else name
 
     def _reported(self, report: RankMessages, agent: _Connection, name: str) -> list[tuple[str, Message]]:
-        """What the ranks of an agent say. What one may not say is dropped by itself."""
+        """The messages of an agent's ranks. One that is not allowed is dropped without the others."""
         found = []
         for peer, message in report.said:
             try:
@@ -344,7 +342,7 @@ class Server:
         return found
 
     def _carried(self, peer: str, message: OfRank, agent: _Connection, name: str) -> tuple[str, Message]:
-        """What a rank says by its agent. Raises _Dropped."""
+        """A rank's message that its agent forwarded. Raises _Dropped."""
         if self._ranks.get(peer) != agent.host:
             raise _Dropped("unauthorised", name, f"{type(message).__name__} of {peer:.200}")
         known = self._routes.get(peer)
@@ -364,7 +362,7 @@ class Server:
         return self._noted(peer, message, name)
 
     def _noted(self, peer: str, message: Message, name: str) -> tuple[str, Message]:
-        """A message as it is handed on. Raises _Dropped for a note too many."""
+        """A message for the caller. Raises _Dropped for a note beyond the limit."""
         if isinstance(message, Note) and message.level != "error":
             self._notes[peer] += 1
             if self._notes[peer] > MAX_NOTES:
@@ -372,7 +370,7 @@ class Server:
         return peer, readable(message)
 
     def _note_signs(self, signs: SignsOfLife, agent: _Connection, name: str) -> None:
-        """An agent tells how its ranks are. Of those of others, and of those that are not here, it can tell nothing."""
+        """Note an agent's report of its ranks. What it reports of other ranks is ignored."""
         own = {peer: doing for peer, doing in signs.doing.items() if self._routes.get(peer) is agent}
         self.doing.update((peer, doing[:MAX_DOING]) for peer, doing in own.items())
         silent = {peer: agent.peer for peer in signs.silent if self._routes.get(peer) is agent}
@@ -384,10 +382,10 @@ class Server:
     def _greet(
         self, identity: bytes, key: str, name: str, sequence: int, message: Message, now: float
     ) -> list[tuple[str, Message]]:
-        """A connection's first frame: let it in. Raises _Dropped."""
+        """Check a connection's first frame, and accept the connection. Raises _Dropped."""
         if not isinstance(message, Hello):
             raise _Dropped("unknown", name, f"{type(message).__name__} before Hello")
-        # In constant time: a stranger who measures learns nothing of the token.
+        # In constant time, so that timing reveals nothing of the token.
         if not compare_digest(message.token.encode(), self._token):
             raise _Dropped("unknown", name, f"Hello of {message.peer} with another run's token")
         host = self._hosts[key] if key else message.host
@@ -400,13 +398,13 @@ class Server:
         before = of.get(message.peer)
         if before is not None and not (message.again and _begun_again(before, message, host)):
             raise _Dropped("duplicate", name, f"{said}, but it is here already")
-        # The run has gone on without it: a successor of that name may be on its way.
+        # The run has gone on without this process: a successor of that name may be starting.
         if before is None and message.again and (message.peer, beats) in self._greeted:
             raise _Dropped("duplicate", name, f"{said}, which was here before and was given up")
         name = self._spelled(message.peer, key)
         connection = _Connection(message.peer, name, message.role, host, key, identity, message.pid, sequence, sequence)
         if before is not None:
-            connection.said = before.said  # numbers grow for a client, whatever connection they come on
+            connection.said = before.said  # a client's numbers grow over all its connections
             self._connections.pop(before.identity, None)
         self._greeted.add((message.peer, beats))
         self._connections[identity] = of[message.peer] = connection
@@ -416,16 +414,16 @@ class Server:
 
 
 def _begun_again(before: _Connection, hello: Hello, host: str) -> bool:
-    """Is a Hello of the process that said the one `before`, and nothing since? So nothing it said is lost with that
-    connection: it was cut at once."""
+    """True if the process of this Hello also sent that of the connection `before`, and nothing after it: then nothing
+    was lost with that connection."""
     return (before.host, before.pid, before.heard) == (host, hello.pid, before.hello)
 
 
 class Client:
-    """The socket of a rank or agent. It says Hello by itself, and connects again when a connection breaks. Not for
-    several threads.
+    """The socket of a rank or agent. It sends Hello by itself, and reconnects when a connection breaks. Not
+    thread-safe.
 
-    `refused` is true once the controller has turned this key away; `counts` is as the server's.
+    `refused` is true once the controller has refused this key; `counts` is as the server's.
     """
 
     def __init__(self, join: Join, role: Literal["rank", "agent", "heartbeat"], name: str, rank: int = 0) -> None:
@@ -444,13 +442,13 @@ class Client:
         self._poller = zmq.Poller()
         for one in (self._socket, self._monitor, self._waker):
             self._poller.register(one, select.POLLIN)
-        self._opening: list[Message] = []  # what is said again on a new connection
+        self._opening: list[Message] = []  # messages that are repeated on a new connection
         self.send(Hello(role, name, rank, os.getpid(), join.host, join.token))
 
     def receive(self, timeout: float) -> list[Message]:
-        """All that is waiting, after at most `timeout` seconds for the first of it; perhaps nothing.
+        """All waiting messages, after a wait of at most `timeout` seconds for the first one; perhaps none.
 
-        Returns early when another thread calls `wake`, and when a descriptor of `watch` has something.
+        Returns early when another thread calls `wake`, and when a descriptor of `watch` is readable.
         """
         ready = dict(self._poller.poll(int(1000 * timeout)))
         if self._waker in ready:
@@ -462,7 +460,7 @@ class Client:
         return [message for frames, _, _ in drain(self._socket) if (message := self._take(frames)) is not None]
 
     def send(self, message: Message) -> bool:
-        """False when more than MAX_WAITING messages wait already. While there is no connection, messages wait."""
+        """Send a message; while there is no connection, it waits. False if MAX_WAITING messages wait already."""
         if isinstance(message, Hello | AgentReady | Ready):
             self._opening.append(message)
         return self._say(message)
@@ -491,8 +489,8 @@ class Client:
         return 0.0 if self._down_since is None else now - self._down_since
 
     def gone(self, silence: float = SILENCE) -> str:
-        """Why the controller is not waited for any more; "" while it may still be reached."""
-        self._note_connection()  # a refusal takes the queue away: it may first show by a message that is not taken
+        """Why the controller counts as gone; "" while it may still be reached."""
+        self._note_connection()  # after a refusal libzmq drops the queue, so `send` may fail before the event is read
         lost = self.lost(monotonic())
         self._joined = self._joined or lost == 0
         if self.refused:
@@ -504,7 +502,7 @@ class Client:
         return ""
 
     def close(self) -> None:
-        """What is still being sent gets half a second."""
+        """Close the socket; unsent messages get half a second."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._context.destroy(linger=int(1000 * FLUSH_S))
@@ -517,7 +515,7 @@ class Client:
             except zmq.Again:
                 return
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                # The controller may have cut the first connection before it heard anything.
+                # Reconnected: the controller may have cut the earlier connection before it read anything.
                 for said in self._opening if self._connected else ():
                     self._say(structs.replace(said, again=True) if isinstance(said, Hello) else said)
                 self._down_since, self._connected = None, True

@@ -1,13 +1,13 @@
-"""A rank's answers to ranks of other hosts: parts of the blocks that its store holds.
+"""`ExchangeServer` answers ranks of other hosts with parts of the blocks in a rank's store.
 
-A thread with a ROUTER socket of its own and its own reader of the store's segments, so that no reader waits for what
-the rank computes. CURVE with the host's keys: only keys of the run's hosts get as far as a frame. Nothing that is said
-here can change anything; a frame that is malformed, oversized or of a reader that is gone is counted by kind in
-`counts`, the first of each kind is described on stderr, and it goes no further.
+It is a thread with its own ROUTER socket and its own reader of the store's segments, so that no reader waits for the
+rank's computation. CURVE with the host's keys: only clients with keys of the run's hosts can send a frame. Questions
+change nothing. A frame that is malformed, oversized or from a reader that is gone is dropped: counted by kind in
+`counts`, and described on stderr for the first of each kind.
 
-`ExchangeClient` asks ranks of other hosts for the blocks of the values that they keep, part by part. One DEALER socket
-for each owner, kept until the owner stops answering. CURVE: the owner is known by the key of its host, wherever it says
-that it listens.
+`ExchangeClient` asks ranks of other hosts for the blocks of their values, part by part. It has one DEALER socket for
+each owner, kept until the owner stops answering. CURVE: an owner is authenticated by the key of its host, whatever
+address it gives.
 """
 
 import os
@@ -41,10 +41,10 @@ from penstock.runtime.record.errors import visible
 from penstock.runtime.tensor.object_store import ObjectReader
 from penstock.runtime.tensor.shm import ObjectRef, ObjectRefError
 
-# Frames above this are not read at all: the connection is closed by libzmq. Below, they are counted.
+# libzmq closes the connection at a frame above this size. Smaller oversized frames are counted.
 _CUT_OFF = 4 * MAX_QUESTION
-# Answers that may wait for one peer. libzmq counts those taken in batches of half of it: a reader with WINDOW questions
-# under way never meets this bound, and one that does not read costs so many chunks, no more.
+# Most answers that may wait for one peer. libzmq notes those that were taken only in batches of half this number. A
+# reader with WINDOW questions under way never meets this limit; one that does not read costs so many chunks.
 _MAX_WAITING = 4 * WINDOW
 # Seconds between two looks at the clock.
 LOOK_S = 0.5
@@ -53,12 +53,11 @@ _HEARTBEAT = {zmq.HEARTBEAT_IVL: 1000, zmq.HEARTBEAT_TIMEOUT: int(1000 * SILENCE
 
 
 class ExchangeServer:
-    """Answers until `close`. `endpoint` is where; `counts["served"]` are the parts given."""
+    """Answers at `endpoint` until `close`. `counts["served"]` is the number of parts that it has sent."""
 
     def __init__(self, join: Join, owner: str, reader: ObjectReader, died: Callable[[str], object]) -> None:
-        """`reader` is for this server's thread alone, which calls `died` with a traceback if it ends before `close`.
-
-        Raises WireError for an address that cannot be listened on.
+        """`reader` is only for this server's thread. The thread calls `died` with a traceback if it ends before
+        `close`. Raises WireError for an address that cannot be listened on.
         """
         self.counts: Counter[str] = Counter()
         self._owner, self._reader, self._died = owner, reader, died
@@ -76,7 +75,7 @@ class ExchangeServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Before the store's: nothing is read any more once this returns."""
+        """Close it, before the store: nothing is read any more once this returns."""
         os.eventfd_write(self._end, 1)
         self._thread.join()
         self._listener.close()
@@ -91,7 +90,7 @@ class ExchangeServer:
             while self._end not in dict(poller.poll()):
                 for frames, _, descriptor in self._listener.drain():
                     self._answer(frames, descriptor)
-        # Readers would wait in vain from now on, and blame their own hosts: this rank has to say that it is the cause.
+        # Readers would wait in vain from now on, and blame their own hosts: this rank must report that it is the cause.
         except BaseException:
             self._died(traceback.format_exc())
 
@@ -120,9 +119,9 @@ class ExchangeServer:
 
 
 def reply(frames: Sequence[bytes], owner: str, reader: ObjectReader) -> tuple[str, list[bytes | bytearray]]:
-    """The answer to a question, whatever its bytes are: "served" or "refused", and the answer's frames.
+    """Answer a question of any bytes: return "served" or "refused", and the answer's frames.
 
-    `frames` are the question's, without the asker's identity. Raises MessageError for what is no question.
+    `frames` are the question's, without the sender's identity. Raises MessageError for a malformed question.
     """
     if len(frames) != 1:
         raise MessageError(f"given {len(frames)} frames, needed 1")
@@ -142,10 +141,10 @@ def reply(frames: Sequence[bytes], owner: str, reader: ObjectReader) -> tuple[st
 
 
 class ExchangeClient:
-    """`patience` is how many seconds an owner may be silent. For one thread.
+    """Gets blocks from ranks of other hosts. `patience` is the seconds that an owner may be silent. For one thread.
 
-    `counts["asked"]` are the parts asked for, and `counts["bytes"]` what they had. Answers to questions that are no
-    longer asked ("late"), and what is no answer ("malformed"), are counted and dropped.
+    `counts["asked"]` is the number of parts asked for, `counts["bytes"]` their bytes. Answers that come too late
+    ("late"), and frames that are no answer ("malformed"), are counted and dropped.
     """
 
     def __init__(self, join: Join, patience: float) -> None:
@@ -156,8 +155,8 @@ class ExchangeClient:
         self._context = zmq.Context()
 
     def ranges(self, handle: ObjectRef, wanted: Sequence[tuple[int, int]]) -> list[bytearray]:
-        """So many bytes of a block, from each start. Raises ObjectRefError when its owner has no such block, or is
-        silent for too long."""
+        """The bytes of a block for each (start, length) in `wanted`. Raises ObjectRefError if the owner does not have
+        the block, or is silent for too long."""
         socket = self._socket(handle)
         parts = (
             (place, first, min(CHUNK, length - first))
@@ -166,7 +165,7 @@ class ExchangeClient:
         )
         asked: dict[int, tuple[int, int, int]] = {}
         found: list[bytearray] = []
-        window = 1  # nothing that a handle says is believed before its owner has given the first part
+        window = 1  # a handle is not trusted, nor memory reserved for it, until its owner has sent the first part
         while True:
             while len(asked) < window and (part := next(parts, None)) is not None:
                 number, (place, first, length) = next(self._numbers), part
@@ -193,11 +192,11 @@ class ExchangeClient:
     def _hear(
         self, socket: zmq.Socket[bytes], handle: ObjectRef, asked: dict[int, tuple[int, int, int]]
     ) -> tuple[int, memoryview]:
-        """The next part that was asked for, and the number of its question."""
-        # A time in which this process itself was stopped is no silence of the owner's.
+        """The next part, and the number of its question."""
+        # Time in which this process itself was suspended does not count as the owner's silence.
         clock = AwakeClock()
         until = clock.counted(monotonic()) + self._patience
-        # Asking changes nothing: what is late or malformed is counted, and the wait goes on.
+        # Late and malformed frames are counted, and the wait goes on.
         while (left := until - clock.counted(monotonic())) > 0:
             if not socket.poll(int(1000 * min(left, LOOK_S)) + 1):
                 continue
@@ -215,13 +214,13 @@ class ExchangeClient:
                 self.counts["malformed"] += 1
             else:
                 return number, parts[0].buffer
-        # A new socket next time: what was on its way when a connection broke never comes.
+        # Use a new socket next time: messages in flight are lost when a connection breaks.
         self._sockets.pop((handle.host, handle.endpoint)).close(linger=0)
         silent = f"has not answered at {handle.endpoint} for {self._patience:g} s: dead, stopped, or out of reach"
         raise ObjectRefError(f"{handle}: {handle.owner} on host {handle.host} {silent} of host {self._join.host}")
 
     def _socket(self, handle: ObjectRef) -> zmq.Socket[bytes]:
-        """The way to the owner of a handle."""
+        """The socket to the owner of a handle."""
         socket = self._sockets.get((handle.host, handle.endpoint))
         if socket is not None:
             return socket

@@ -1,7 +1,7 @@
 """A rank's weight channels: what it publishes, what it receives, and the links to the replicas on the other side.
 
-`runtime/tensor/weight_sync` knows how a sync goes; here is which channels this rank has, and what their ends become:
-`Arrived` when a version is in the shadow and proved, `Abort` when it could not be.
+`runtime/tensor/weight_sync` does a sync. This file knows which channels the rank has, and reports the end of a
+transfer: `Arrived` when a version is in the shadow buffer and verified, `Abort` when it failed.
 """
 
 import json
@@ -39,8 +39,8 @@ T = TypeVar("T")
 
 
 class LocalChannels:
-    """The channels of one rank that has its process in common with all others: `peers`, by replica. The receiving rank
-    copies straight from the snapshot.
+    """The channels of one rank if all ranks share one process. `peers` are the others', by replica. The receiving rank
+    copies directly from the sender's snapshot.
 
     `publishers` and `receivers` are made when a channel is first used.
     """
@@ -55,7 +55,7 @@ class LocalChannels:
         wire: str = "",
     ) -> None:
         self.replica, self.rank, self.device, self.peers, self.wire = replica, rank, device, peers, wire
-        # A rank without a part in a channel opens no link of it.
+        # Only the channels in which this replica takes part.
         self.channels = {n: c for n, c in channels.items() if replica in {r.name for r in (c.source, *c.replicas)}}
         self.publishers: dict[str, WeightPublisher] = {}
         self.receivers: dict[str, WeightReceiver] = {}
@@ -65,16 +65,16 @@ class LocalChannels:
         peers[replica] = self
 
     def weights(self, channel: str) -> Weights:
-        """What the nodes here read; one object for ever."""
+        """The live weights that nodes of this rank read; always the same object."""
         return self._receiver(channel).weights
 
     def fuse(self, channel: str, fused: Sequence[Sequence[str]]) -> None:
-        """Have some tensors of a channel arrive one after the other in memory; before its first version."""
+        """Place some tensors of a channel next to each other in memory. Call it before the first version."""
         self._fused[channel].extend(fused)
 
     def publish(self, channel: str, version: int, carried: Mapping[str, Carried]) -> Manifest | None:
-        """Copy the weights aside. The first rank's manifest stands for all; the first version's has the layout."""
-        # All versions of a channel have one layout: it travels with the first.
+        """Take a snapshot of the weights. Return the version's manifest; None on all ranks but the first."""
+        # All versions of a channel have the same layout, which travels with the first.
         value, layout = carried[self.channels[channel].carried], ""
         if channel not in self.publishers:
             self.publishers[channel] = self._publisher(channel, value)
@@ -83,8 +83,8 @@ class LocalChannels:
         return None if self.rank else Manifest(channel, version, digests, layout)
 
     def send(self, command: Send, manifest: Manifest | None, life: int = 0) -> None:
-        """Begin this rank's part of moving a published version: as sender, as receiver, or both. `manifest` is the
-        version's for a receiver, and None for a sender. `life` is the receiver's."""
+        """Begin this rank's part in the transfer of a published version: as sender, as receiver, or both. `manifest` is
+        the version's for a receiver, and None for a sender. `life` is the receiver's."""
         if command.replica == self.replica:
             receiver, digests = self._told(manifest)
             # Both sides are in this process: the receiver does the work of the two.
@@ -98,15 +98,15 @@ class LocalChannels:
         self.receivers[channel].swap(version)
 
     def arrived(self) -> list[Arrived | Abort]:
-        """What background transfers have to tell since the last call."""
+        """The transfers that have ended since the last call."""
         return drained(self._events)
 
     def unsent(self) -> list[SendFailed]:
-        """The transfers to replicas that may be lost which have failed since the last call."""
+        """The transfers that have failed since the last call, to replicas that may be lost."""
         return drained(self._unsent)
 
     def _told(self, manifest: Manifest | None) -> tuple[WeightReceiver, Mapping[str, int]]:
-        """The receiver of a version, which knows its layout from now on, and the version's digests."""
+        """The receiver of a version, after it was given the layout, and the version's digests."""
         assert manifest is not None
         receiver = self._receiver(manifest.channel)
         if manifest.layout:
@@ -128,7 +128,7 @@ class LocalChannels:
         return WeightReceiver(channel, rank=self.rank, device=self.device, **own, **more)
 
     def _ended(self, moved: Moved | Exception, received: Send | None = None) -> None:
-        """A transfer is over: what was `received` has arrived; of what was sent only a failure is told."""
+        """Report the end of a transfer: the arrival of a `received` version; of a sent one only a failure."""
         if isinstance(moved, Exception):
             self._events.put(Abort(f"{self.replica} rank {self.rank}: {moved}"))
         elif received is not None:
@@ -137,13 +137,12 @@ class LocalChannels:
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """What all weight channels of a rank's process share.
+    """Settings that all weight channels of a rank's process share.
 
-    `run` is the run's id, and `life` how often the replica has been lost. `meet` is where the ranks of a group meet, by
-    the group's name. Ranks of other hosts reach this one at `address`. `timeout` are the seconds that a wait for a peer
-    may take. The run's `options` say how weights travel. `wake` wakes the rank's loop, and `warn` tells the user of a
-    slower transport. Receivers may be lost where `elastic` says so; `keep` versions of weights are kept for those that
-    come.
+    `run` is the run's id, and `life` how often the replica has been lost. `meet` opens the key-value store of a group,
+    by the group's name. Ranks of other hosts reach this one at `address`. `timeout` is the seconds that a wait for a
+    peer may take. The run's `options` say how weights travel. `wake` wakes the rank's loop; `warn` warns the user of a
+    slower transport. `elastic`: receivers may be lost; `keep` versions of weights are kept for their successors.
     """
 
     run: str
@@ -159,7 +158,7 @@ class SyncSettings:
 
 
 class Span(NamedTuple):
-    """The link of a channel from one replica to another in its `life`, and on which side of it this rank is."""
+    """Identifies a link: its channel, source replica, target replica in its `life`, and this rank's side."""
 
     channel: str
     source: str
@@ -169,11 +168,11 @@ class Span(NamedTuple):
 
 
 class WeightChannels(LocalChannels):
-    """Channels between processes: a link for each channel and pair of replicas, opened by both sides at the first send
-    between them, in the transfer's own thread, since opening waits for the other side.
+    """Channels between processes, with a link for each channel and pair of replicas. Both sides open it at their first
+    transfer, in the transfer's thread, since opening waits for the other side.
 
-    A receiver's arena lies in shared memory where it can, or in such memory of its GPU, for senders of the same host to
-    write into.
+    A receiver's buffer lies in shared memory if possible, on a GPU in memory that other processes can map, so that
+    senders on the same host write directly into it.
     """
 
     def __init__(
@@ -182,7 +181,7 @@ class WeightChannels(LocalChannels):
         super().__init__(channels, replica, rank, device, {}, settings.options.wire)
         self.settings = settings
         options = settings.options
-        # What is lost would break the chain for those after it.
+        # A lost replica would break the chain for the replicas after it.
         self.routes = {
             name: Routes(channel, options.transport, options.delta, alone=settings.elastic)
             for name, channel in self.channels.items()
@@ -192,10 +191,10 @@ class WeightChannels(LocalChannels):
         self.memories: dict[str, WritableMemory] = {}
         self._opened: dict[Span, Transport] = {}
         self._turns: defaultdict[Span, Lock] = defaultdict(Lock)
-        self._lives: dict[str, int] = {}  # of receivers, the newest
+        self._lives: dict[str, int] = {}  # the newest life of each receiver
 
     def counts(self) -> Counter[str]:
-        """The syncs that went out in full and as deltas, and the versions that were passed on, where there are any."""
+        """The numbers of syncs sent in full and as deltas, and of versions passed on; without zeros."""
         counts = Counter({"passed on": sum(relay.passed_on for relay in self.relays.values())})
         deltas = (link for link in [*self._opened.values()] if isinstance(link, DeltaTransport))
         return sum((link.counts for link in deltas), counts) + Counter()  # a sum of counters has no zeros
@@ -208,7 +207,7 @@ class WeightChannels(LocalChannels):
         if command.source == self.replica:
             publisher = self.publishers[channel]
             routes.settle(publisher.description)
-            # Where there is one, another receiver of this version passes it on.
+            # If there is a source, that replica passes this version on.
             if not routes.source(command.replica, together):
                 target = self.channels[channel].replica(command.replica)
                 span = Span(channel, command.source, command.replica, "source", life)
@@ -228,8 +227,8 @@ class WeightChannels(LocalChannels):
             receiver.start(version, digests, link_here, partial(self._ended, received=command))
 
     def lazy(self, span: Span) -> "_Lazy":
-        """A link that is opened when it is used. Versions are sent over it one after the other: the next one may be
-        asked for as soon as the receiver has the one before, whose sender may not be through with it yet.
+        """A link that is opened at its first use. Sends over it take turns: the next version may be asked for when the
+        receiver has the last one, while that one's sender is not finished yet.
         """
         return _Lazy(self, span, self._turns[span])
 
@@ -242,7 +241,7 @@ class WeightChannels(LocalChannels):
             names = [one.located if apart else one.name for one in (start, end)]
             link = ReplicaLink(
                 f"{channel} from {' to '.join(names)}",
-                # Of a replica that comes again the former one's keys are still there.
+                # A new name for each life: the keys of earlier lives are still on the board.
                 settings.meet(f"{channel} from {source} to {target}" + (f", life {life}" if life else "")),
                 len(start.ranks),
                 len(end.ranks),
@@ -250,17 +249,17 @@ class WeightChannels(LocalChannels):
                 address=settings.address if apart else LOOPBACK,
                 delta=settings.options.delta,
                 transport=settings.options.transport,
-                # A hop of a chain is told of each message; another host's memory cannot be written.
+                # A chain hop needs messages to pass on, and another host's memory cannot be written directly.
                 direct=not (apart or routes.chained(target)),
                 warn=settings.warn,
             )
-            # Senders write and receivers are written to: only these have memory to offer.
+            # Senders write into the memory of receivers.
             memory = self.memories.get(channel) if side == "destination" else None
             self._opened[span] = link.open(side, self.rank, memory, self.device)
         return self._opened[span]
 
     def close(self) -> None:
-        # Transfers that are given up may still open some.
+        # Over a copy: abandoned transfers may still open links.
         for link in [*self._opened.values()]:
             link.close()
         for all_reduce in self.all_reduces.values():
@@ -269,7 +268,7 @@ class WeightChannels(LocalChannels):
             memory.close()
 
     def _messages(self, span: Span) -> MessageTransport:
-        """A link of a chain, opened."""
+        """Open a link of a chain."""
         transport = self.open(span)
         assert isinstance(transport, MessageTransport)
         return transport
@@ -296,7 +295,7 @@ class WeightChannels(LocalChannels):
         return super()._new_receiver(channel, ranks=ranks, **own_options)
 
     def _all_reduce(self, channel: str, own: Replica) -> AllReduce | None:
-        """For the proofs of this replica's ranks; one alone needs none."""
+        """The all-reduce for the digests of this replica's ranks; None for a single rank."""
         if len(own.ranks) > 1:
             label, apart = f"{channel} on {self.replica}", len(own.hosts) > 1
             names = [f"rank {number}{f' on host {rank.host}' * apart}" for number, rank in enumerate(own.ranks)]
@@ -310,7 +309,7 @@ class WeightChannels(LocalChannels):
         self.settings.wake()
 
     def _sent(self, span: Span, moved: Moved | Exception) -> None:
-        """A transfer to a replica that may be lost is over."""
+        """Report a failed transfer to a replica that may be lost."""
         if isinstance(moved, Exception):
             if (link := self._opened.get(span)) is not None:
                 link.close()  # a receiver that is gone has no memory back while it is mapped here
@@ -318,7 +317,7 @@ class WeightChannels(LocalChannels):
             self.settings.wake()
 
     def _of_this_life(self, command: Send, life: int) -> bool:
-        """Is a version for its receiver as it is now? One for another life is refused, and the user told."""
+        """True if a version is for the current life of its receiver. Otherwise warn the user."""
         receives = command.replica == self.replica
         known = self.settings.life if receives else max(life, self._lives.get(command.replica, 0))
         self._lives[command.replica] = known
@@ -329,7 +328,7 @@ class WeightChannels(LocalChannels):
         return life == known
 
     def _give_up(self, span: Span) -> None:
-        """Close the links to the former lives of a receiver."""
+        """Close the links to a receiver's former lives."""
         for former in [known for known in self._opened if known[:-1] == span[:-1] and known.life < span.life]:
             self._opened.pop(former).close()
 
@@ -341,7 +340,7 @@ class _Lazy:
     turn: Lock
 
     def send(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
-        with self.turn:  # whoever has it waits for nothing without a deadline
+        with self.turn:  # its holder never waits without a deadline
             return self.channels.open(self.span).send(version, copies, parts)
 
     def receive(self, version: int, copies: Sequence[Copy], parts: Shards) -> int:
@@ -349,7 +348,7 @@ class _Lazy:
 
 
 def drained(queue: "SimpleQueue[T]") -> list[T]:
-    """What is in a queue, taken out."""
+    """Take all items out of a queue."""
     found: list[T] = []
     with suppress(Empty):
         while True:

@@ -1,8 +1,8 @@
-"""One rank: forked by `python -m penstock.runtime.control.worker` for an agent, with its name in the environment.
+"""One rank, forked by `python -m penstock.runtime.control.worker` for an agent, with its name in the environment.
 
-That process may begin before there is a run, with `--early SOCKET MODULE…` (`early`).
+The forking process may begin before there is a run, with `--early SOCKET MODULE…` (`early`).
 
-One loop: take orders, carry them out, step the streams, answer.
+A rank is one loop: take orders, carry them out, step the streams, answer.
 """
 
 import json
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 # Seconds for which an answer may wait for the next command's, to travel with it.
 HOLD = 0.001
-# Bytes of samples in a message: less than one takes (`messages.MAX_BYTES`), and more than a sample has.
+# Bytes of samples in one message: less than `messages.MAX_BYTES`, and more than one sample has.
 SAMPLES_BYTES = 1 << 20
-# Seconds between two looks at the controller's life, when there is nothing to do.
+# Seconds between two checks that the controller is alive, when there is nothing to do.
 IDLE = 1.0
 
-# What all ranks import. It takes long, torch above all, and so is imported once for all ranks of a host, with the
-# modules of the run's nodes (`RunConfig.modules`).
+# The module that all ranks import. That is slow, mostly because of torch, so it is done once for all ranks of a host,
+# together with the modules of the run's nodes (`RunConfig.modules`).
 NEEDED = "penstock.runtime.control.rank"
 
 
@@ -58,13 +58,13 @@ def main() -> None:
     finally:
         pulse.stop()
         client.close()
-        # What a library leaves running (a bridge's threads) must not hold up the end.
+        # Threads that a library leaves running (a link's) must not delay the end.
         sys.stderr.flush()
         os._exit(status)
 
 
 def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) -> int:
-    """Make what this rank holds, then work until goodbye; the exit status."""
+    """Set up this rank, work until goodbye, and return the exit status."""
     setup = await_setup(client)
     if setup is None:
         return 0
@@ -84,10 +84,10 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) ->
     pulse.doing = lambda: str(rank.executor.doing)
     try:
         client.send(Ready(replica, index, os.getpid(), tuple(rank.executor.restored)))
-        # Not before: what a rank makes at its start may hold the interpreter's lock for long.
+        # Only now may the interval grow: the setup may hold the interpreter's lock for long.
         pulse.pace(sum(len(one.ranks) for one in config.plan.replicas))
         return work(client, rank)
-    except RAISED as error:  # not by a node, which fails its firing alone
+    except RAISED as error:  # not a node's: that only fails its firing
         traceback.print_exc()
         at = f" at {rank.executor.doing}" if rank.executor.doing else ""
         client.send(Note("error", f"{name} failed{at}:\n{told(error)}"))
@@ -97,7 +97,7 @@ def serve(client: Client, join: Join, replica: str, index: int, pulse: Pulse) ->
 
 
 def await_setup(client: Client) -> Setup | None:
-    """The first order of business; None if the run ends before it begins."""
+    """Wait for the Setup; None if the run ends before it begins."""
     while not client.gone():
         for message in client.receive(IDLE):
             if isinstance(message, Setup):
@@ -108,12 +108,12 @@ def await_setup(client: Client) -> Setup | None:
 
 
 def work(client: Client, rank: "RankRuntime") -> int:
-    """Serve until the controller says goodbye or is gone; the exit status."""
+    """Work until the controller says goodbye or is gone, and return the exit status."""
     executor, sent, waiting = rank.executor, monotonic(), deque[Order]()
     while True:
         results: list[Result] = []
         told = True
-        # While there is work, messages are heard between two steps, and waited for otherwise.
+        # While there is work, only take the messages that are there; otherwise wait for some.
         for message in client.receive(0.0 if executor.busy() or waiting or rank.pace.busy else IDLE):
             if isinstance(message, Goodbye):
                 return 0
@@ -132,7 +132,7 @@ def work(client: Client, rank: "RankRuntime") -> int:
             told &= client.send(unsent)
         if results:
             told &= all(client.send(message) for message in in_messages(results))
-        if not told:  # the controller would wait for what it will never hear
+        if not told:  # the controller would wait for lost answers
             return 1
         if results:
             sent = monotonic()
@@ -141,7 +141,7 @@ def work(client: Client, rank: "RankRuntime") -> int:
 
 
 def in_messages(results: Iterable[Result]) -> Iterator[Results]:
-    """Answers as few messages: with `--save-samples` those of one step may have more texts than one message takes."""
+    """Answers in few messages: with `--save-samples` those of one step may have more texts than one message takes."""
     together: list[Result] = []
     for result in results:
         if together and sum(len(one.sample) for one in (*together, result)) > SAMPLES_BYTES:
