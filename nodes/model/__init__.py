@@ -1,4 +1,4 @@
-"""Models: what they look like, what they compute, and their files."""
+"""Models: their configuration, their computation, and their files."""
 
 from penstock.nodes.model.config import ModelConfig as ModelConfig
 from penstock.nodes.model.config import ModelError as ModelError

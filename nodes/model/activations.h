@@ -1,4 +1,4 @@
-/* Activations of a gate: x * sigmoid(a(x)), where a(x) is x in SILU. In GELU, Hendrycks and Gimpel's approximation by a
+/* Activations of a gate: x * sigmoid(a(x)). For SILU a(x) is x. For GELU, in Hendrycks and Gimpel's approximation by a
    tanh (arXiv 1606.08415), it is sqrt(8 / pi) * (x + 0.044715 * x^3). */
 
 #include "lanes.h"

@@ -1,19 +1,19 @@
-/* Causal self-attention of whole sequences and its gradients, for a CPU: `causal.py` says of what each function is.
+/* Causal self-attention of whole sequences and its gradients, for a CPU; see `causal.py`.
 
-   Compiled where it runs; with BF16 the tensors are of bfloat16, all is computed in float32 and rounded once. One
+   Compiled at run time; with BF16 the tensors are bfloat16, and everything is computed in float32 and rounded once. One
    thread computes all queries of a key-value head of a family, whose keys and values it keeps as floats, in an order
-   that depends on their number alone. Scores are kept of BLOCK queries at a time, with all keys that these see.
+   that depends only on their number. Scores of BLOCK queries at a time are kept, with all keys that these see.
 
-   Segments lie end to end: b has the positions from starts[b] up to starts[b + 1]. Segments families[f] up to
-   families[f + 1] are a family: a prefix, alone or with what follows it. Each of its other segments sees the prefix
-   before itself, and no other one. A tensor of [positions, heads, K] lies with its strides from one position and head
-   to the next; what is made lies side by side. N query heads, one after another, share a key-value head. */
+   Segments are laid end to end: b has the positions from starts[b] up to starts[b + 1]. Segments families[f] up to
+   families[f + 1] are a family: a prefix, alone or with its continuations. Each continuation sees the prefix before
+   itself, and no other segment. Given tensors [positions, heads, K] have strides for position and head; results are
+   contiguous. N consecutive query heads share a key-value head. */
 
 #include <stdlib.h>
 
 #include "lanes.h"
 
-/* A tile of a product has TALL rows of BROAD registers, as many as there are. */
+/* A tile of a product has TALL rows of BROAD registers: as many as fit the processor's registers. */
 #define TALL 6
 #ifdef __AVX512F__
 #define BROAD 4
@@ -21,14 +21,14 @@
 #define BROAD 2
 #endif
 #define BLOCK (4 * TALL)
-/* Of what a thread works in, at most. */
+/* The most buffers of a thread. */
 #define PARTS 11
 
 typedef struct {
     int64_t position, head;
 } Strides;
 
-/* c [TALL, wide registers] = (or += with `add`) a [TALL, n] b [n, wide registers]; number (i, k) of a is
+/* c [TALL, wide_by registers] = (or += with `add`) a [TALL, n] b [n, wide_by registers]; element (i, k) of a is
    a[i * a_row + k * a_step]. */
 static inline __attribute__((always_inline)) void tile(float *c, int64_t c_row, const float *a, int64_t a_row,
                                                        int64_t a_step, const float *b, int64_t b_row, int64_t n,
@@ -60,7 +60,7 @@ static inline __attribute__((always_inline)) void tile(float *c, int64_t c_row, 
         for (int j = 0; j < wide_by; j++) memcpy(c + i * c_row + j * WIDTH, &sums[i][j], sizeof(register_vector));
 }
 
-/* The same of `rows` rows, a multiple of TALL, and any number of vectors. */
+/* The same for `rows` rows, a multiple of TALL, and any number of vectors. */
 static void multiply(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_step, const float *b,
                      int64_t b_row, int64_t rows, int64_t n, int64_t vectors, int add) {
     int64_t registers = vectors * (LANES / WIDTH);
@@ -70,7 +70,7 @@ static void multiply(float *c, int64_t c_row, const float *a, int64_t a_row, int
         int64_t j = 0;
         for (; j + BROAD <= registers; j += BROAD)
             tile(to + j * WIDTH, c_row, from, a_row, a_step, b + j * WIDTH, b_row, n, BROAD, add);
-        /* What is left, at once: a tile of one register waits for its own sums. */
+        /* The remaining registers in one tile: tiles of a single register would wait for their own sums. */
         float *last = to + j * WIDTH;
         const float *beside = b + j * WIDTH;
         if (registers - j == 3) tile(last, c_row, from, a_row, a_step, beside, b_row, n, 3, add);
@@ -79,7 +79,7 @@ static void multiply(float *c, int64_t c_row, const float *a, int64_t a_row, int
     }
 }
 
-/* Rows `begin` to `end` of a head as floats times `scale`, in rows of `width`, which is a multiple of LANES. */
+/* Write rows `begin` to `end` of a head as floats times `scale`, in rows of `width`, a multiple of LANES. */
 static void widen(float *to, const stored *from, int64_t step, int64_t begin, int64_t end, int64_t K, int64_t width,
                   float scale) {
     for (int64_t s = begin; s < end; s++)
@@ -89,7 +89,7 @@ static void widen(float *to, const stored *from, int64_t step, int64_t begin, in
         }
 }
 
-/* to [K, `width`] = the transpose of from [S, K], in rows of `from_width`; both are wide enough for whole vectors. */
+/* to [K, `width`] = the transpose of from [S, K], which has rows of `from_width`; both have room for whole vectors. */
 static void turn(float *to, const float *from, int64_t S, int64_t K, int64_t width, int64_t from_width) {
     for (int64_t s = 0; s < S; s += LANES)
         for (int64_t k = 0; k < K; k += LANES) {
@@ -110,8 +110,8 @@ static void narrow(stored *to, int64_t step, const float *from, int64_t rows, in
         }
 }
 
-/* The softmax of a row's first `count` scores in their place, of the last `window` of them unless that is 0; and 0 for
-   the others, up to `end` and to the next multiple of LANES. */
+/* Replace a row's first `count` scores by their softmax, or only the last `window` of them unless that is 0. The others
+   become 0, up to `end` and to the next multiple of LANES. */
 static void softmax(float *row, int64_t count, int64_t end, int64_t window) {
     int64_t padded = whole(count, LANES), unseen = 0 < window && window < count ? count - window : 0;
     end = end < padded ? padded : end;
@@ -144,7 +144,7 @@ static void softmax(float *row, int64_t count, int64_t end, int64_t window) {
     }
 }
 
-/* What a thread works in: of so many floats each, all zero at first. */
+/* Allocate a thread's buffers, of sizes[i] floats each, all zero. */
 static float *take(int count, const int64_t sizes[], float *parts[]) {
     int64_t total = 0;
     for (int i = 0; i < count; i++) total += whole(sizes[i], LANES);
@@ -155,8 +155,8 @@ static float *take(int count, const int64_t sizes[], float *parts[]) {
     return memory;
 }
 
-/* What a call is about: its sizes, and where q, k, v and the gradient of what `causal` makes lie (`at`, in this order).
-   Rows of K floats take `wide_k` in memory, and rows of scores `wide_s`, whatever the sequence. */
+/* The arguments of a call. `at` has the strides of q, k, v and of the gradient of `causal`'s output, in this order.
+   Rows of K floats take `wide_k` floats in memory, and rows of scores `wide_s`, for any sequence. */
 typedef struct {
     const stored *q, *k, *v, *grad;
     stored *out, *grad_q, *grad_k, *grad_v;
@@ -166,27 +166,28 @@ typedef struct {
     float scale;
 } Attention;
 
-/* Where head n of segment b begins, in what is given number `which`. */
+/* The address of head n of segment b in `x`, whose strides are at[which]. */
 static const stored *head(const Attention *a, const stored *x, int which, int64_t b, int64_t n) {
     return x + a->starts[b] * a->at[which].position + n * a->at[which].head;
 }
 
-/* In one of `heads` that is made: from position s of the segment on. */
+/* The address of head n at position s of segment b in a result with this many heads. */
 static stored *made_head(stored *x, int64_t heads, const Attention *a, int64_t b, int64_t s, int64_t n) {
     return x + ((a->starts[b] + s) * heads + n) * a->K;
 }
 
 static int64_t length(const Attention *a, int64_t b) { return a->starts[b + 1] - a->starts[b]; }
 
-/* The positions of the prefix that segment b of family f sees before its own. */
+/* The number of positions of the prefix that segment b of family f sees before its own. */
 static int64_t seen_before(const Attention *a, int64_t f, int64_t b) {
     return b == a->families[f] ? 0 : length(a, a->families[f]);
 }
 
-/* What is made of one key-value head of a family, in `parts` of memory. */
+/* A computation for key-value head g of family f, with the buffers `parts`. */
 typedef void Group(const Attention *a, int64_t f, int64_t g, float *parts[]);
 
-/* Each key-value head of F families, by as many threads. Returns 1 where memory is lacking, otherwise 0. */
+/* Call `group` for each key-value head of F families, by `threads` threads. Returns 1 if there is not enough memory,
+   otherwise 0. */
 static int each_group(Group *group, const Attention *a, int64_t F, int count, const int64_t sizes[], int threads) {
     int failed = 0;
 #pragma omp parallel num_threads(threads)
@@ -204,8 +205,8 @@ static int each_group(Group *group, const Attention *a, int64_t F, int count, co
     return failed;
 }
 
-/* Keys and values of segment b as floats, behind the first `before` rows, which are of its prefix; the keys transposed,
-   too, and with `values_t` the values. */
+/* Write keys and values of segment b as floats after the first `before` rows, which are those of its prefix. Also write
+   the keys transposed, and the values if `values_t` is given. */
 static void read_keys(const Attention *a, int64_t b, int64_t g, int64_t before, float *keys, float *values,
                       float *keys_t, float *values_t) {
     int64_t own = length(a, b), at = before * a->wide_k;
@@ -235,8 +236,8 @@ static void outputs(const Attention *a, int64_t f, int64_t g, float *parts[]) {
     }
 }
 
-/* A query's `weight`, of its softmax over the first `count` keys, as far as its `window` has them, and the gradient of
-   its scores in the place of that of its weights; 0 for the keys up to `end` that it does not see. */
+/* Replace a query's scores in `weight` by their softmax over the first `count` keys, within its `window`, and the
+   gradient of these weights in `grad` by that of the scores; 0 for keys up to `end` that the query does not see. */
 static void score_gradient(float *weight, float *grad, int64_t count, int64_t end, int64_t window) {
     softmax(weight, count, end, window);
     int64_t seen = whole(count, LANES);
@@ -262,7 +263,7 @@ static void gradients(const Attention *a, int64_t f, int64_t g, float *parts[]) 
     for (int64_t b = prefix; b < a->families[f + 1]; b++) {
         int64_t own = length(a, b), before = seen_before(a, f, b), S = before + own;
         read_keys(a, b, g, before, keys, values, keys_t, values_t);
-        /* Those of the prefix are sums over the family. */
+        /* Gradients of the prefix are summed over the family, so they are not reset. */
         memset(to_keys + before * wide_k, 0, (whole(S, TALL) - before) * wide_k * sizeof(float));
         memset(to_values + before * wide_k, 0, (whole(S, TALL) - before) * wide_k * sizeof(float));
         for (int64_t n = g * a->N; n < (g + 1) * a->N; n++)
@@ -277,7 +278,7 @@ static void gradients(const Attention *a, int64_t f, int64_t g, float *parts[]) 
                     const float *one = query + (first - block) * wide_k, *above = given + (first - block) * wide_k;
                     multiply(w, wide_s, one, wide_k, 1, keys_t, wide_s, TALL, K, vectors, 0);
                     multiply(d, wide_s, above, wide_k, 1, values_t, wide_s, TALL, K, vectors, 0);
-                    /* To the last keys that queries of the block see. */
+                    /* Up to the last keys that queries of the block see. */
                     for (int64_t i = 0; i < next - first; i++)
                         score_gradient(w + i * wide_s, d + i * wide_s, before + first + i + 1, tall, a->window);
                     multiply(to_query, wide_k, d, wide_s, 1, keys, wide_k, TALL, end, wide_k / LANES, 0);
@@ -315,8 +316,8 @@ static Attention attention(const Strides *at, const int64_t *starts, const int64
     };
 }
 
-/* out [positions, G * N, K], of F families: each query sees the keys up to its own position, the last `window` of them
-   unless that is 0. Returns as `each_group`. */
+/* out [positions, G * N, K] for F families: each query sees the keys up to its own position, or only the last `window`
+   of them unless that is 0. Returns as `each_group`. */
 int causal(const stored *q, const stored *k, const stored *v, stored *out, const Strides *at, const int64_t *starts,
            const int64_t *families, int64_t F, int64_t G, int64_t N, int64_t K, int64_t window, float scale,
            int threads) {
@@ -328,14 +329,14 @@ int causal(const stored *q, const stored *k, const stored *v, stored *out, const
     return each_group(outputs, &a, F, 6, sizes, threads);
 }
 
-/* Gradients of q, k and v for the gradient `grad` of what `causal` makes of them, whose strides are the fourth. */
+/* Gradients of q, k and v, given `grad`, the gradient of `causal`'s output, whose strides are at[3]. */
 int causal_backward(const stored *q, const stored *k, const stored *v, const stored *grad, stored *grad_q,
                     stored *grad_k, stored *grad_v, const Strides *at, const int64_t *starts, const int64_t *families,
                     int64_t F, int64_t G, int64_t N, int64_t K, int64_t window, float scale, int threads) {
     const int64_t S = longest(starts, families, F);
     Attention a = attention(at, starts, families, S, G, N, K, window, scale);
     a.q = q, a.k = k, a.v = v, a.grad = grad, a.grad_q = grad_q, a.grad_k = grad_k, a.grad_v = grad_v;
-    /* Of whole tiles of keys. */
+    /* Keys are padded to whole tiles. */
     const int64_t of_keys = whole(S, TALL) * a.wide_k, turned = K * a.wide_s;
     const int64_t of_queries = BLOCK * a.wide_k, scores = BLOCK * a.wide_s;
     const int64_t sizes[] = {of_keys,    of_keys,    turned, turned, of_keys,         of_keys,

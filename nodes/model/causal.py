@@ -1,5 +1,5 @@
-"""Causal self-attention of whole sequences on a CPU, with gradients: `causal.c`, which keeps neither scores nor copies
-in float32 for the backward pass, but computes them again, in the processor's caches.
+"""Causal self-attention of whole sequences on a CPU, with gradients, by `causal.c`. It keeps no scores and no float32
+copies for the backward pass, but computes them again in the processor's caches.
 
 Shapes: B sequences, S tokens, C segments and one more, F families and one more, H query heads, G key-value heads, K
 width of a head.
@@ -21,8 +21,8 @@ _SOURCE = Path(__file__).with_name("causal.c")
 
 
 def suits(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor) -> bool:
-    """Is `attend` for such tensors, on this machine? They are plain ones on a CPU, float32 or bfloat16, and there is a
-    C compiler: without one it warns."""
+    """True if `attend` supports these tensors on this machine: plain ones on a CPU, float32 or bfloat16, and with a C
+    compiler. Without one it warns."""
     plain = all(type(x) is Tensor and x.device.type == "cpu" and x.dtype == q_BSHK.dtype for x in (k_BSGK, v_BSGK))
     return plain and q_BSHK.device.type == "cpu" and functions(q_BSHK.dtype) is not None
 
@@ -35,13 +35,14 @@ def attend(
     starts_C: Tensor | None = None,
     families_F: Tensor | None = None,
 ) -> Tensor:
-    """Each token sees itself and the tokens before it in its sequence, at most the last `window` unless that is 0; H /
-    G query heads share a key-value head; in float32, rounded once. A sequence's bits depend on no other sequence and
-    not on the threads. [B, S, H, K].
+    """Attention of each token to itself and the tokens before it in its sequence, at most the last `window` unless that
+    is 0: [B, S, H, K]. H / G query heads share a key-value head. Computed in float32 and rounded once. A sequence's
+    bits do not depend on other sequences or on the threads.
 
-    With `starts_C` (int64) segments lie end to end in the first two dimensions: where each begins, and where the last
-    one ends. Each is a sequence, unless `families_F` (int64) says with which segment each family begins, and that one
-    ends with the last: a family's first segment is the beginning of all its sequences, and lies there once."""
+    With `starts_C` (int64) segments are laid end to end in the first two dimensions; it has the start of each, and the
+    end of the last. Each segment is a sequence, unless there is `families_F` (int64), which has the first segment of
+    each family, and the number of segments. A family's first segment is stored once, and is the beginning of all of its
+    sequences."""
     given = q_BSHK, k_BSGK, v_BSGK
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return _Attend.apply(*given, window, starts_C, families_F)  # type: ignore[no-any-return,no-untyped-call]
@@ -50,7 +51,8 @@ def attend(
 
 @functools.cache
 def functions(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Those of causal.c; None for a dtype that it has none for, or where they do not compile, of which it warns."""
+    """The functions of causal.c; None for a dtype that they do not support, or with a warning if they do not
+    compile."""
     found = compiled_or_warned(_SOURCE, dtype)
     if found is None:
         return None
@@ -122,13 +124,14 @@ def _call(
     starts_C: Tensor | None = None,
     families_F: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """What a function makes of tensors [B, S, heads, K]: tensors like those."""
+    """Call a function of `causal.c` with tensors [B, S, heads, K]. Return its results, which have the shapes of
+    `like`."""
     (batch, length, heads, width), groups = given[0].shape, given[1].shape[2]
     if starts_C is None:
         starts_C = torch.arange(batch + 1) * length
     if families_F is None:
         families_F = torch.arange(len(starts_C))
-    # Sequences end to end; a copy where they do not lie so.
+    # Sequences end to end; `flatten` copies tensors that are laid out otherwise.
     given = tuple((x if x.stride(-1) == 1 else x.contiguous()).flatten(0, 1) for x in given)
     made = tuple(torch.empty(x.shape, dtype=x.dtype) for x in like)
     strides = [x.stride(dim) for x in given for dim in range(2)]

@@ -1,4 +1,4 @@
-"""C that is compiled where it runs, for this processor, and kept in the user's cache for later processes."""
+"""C that is compiled at run time for this processor, and kept in the user's cache for later processes."""
 
 import ctypes
 import hashlib
@@ -24,11 +24,11 @@ _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fop
 _HEADERS = f"-I{Path(__file__).parent}"
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""That there are functions for."""
+"""The dtypes that the C functions support."""
 
 
 class NoCompilerWarning(NodeWarning):
-    """A CPU is slower than it could be."""
+    """Without a C compiler, models on a CPU are slower than they could be."""
 
 
 def compiler() -> str:
@@ -36,24 +36,24 @@ def compiler() -> str:
 
 
 def compile_c(source: Path, dtype: torch.dtype, given: Sequence[str] = ()) -> ctypes.CDLL:
-    """The functions of a file for tensors of a dtype of `DTYPES`, compiled with such definitions, now or by an earlier
-    process. Raises OSError or subprocess.TimeoutExpired where it does not compile, or there is no compiler."""
+    """The functions of a file for tensors of a dtype of `DTYPES`, compiled with the options `given`, now or by an
+    earlier process. Raises OSError or subprocess.TimeoutExpired if it does not compile, or without a compiler."""
     narrow = ["-DBF16"] if dtype == torch.bfloat16 else []
     command = [*shlex.split(compiler()), *_FLAGS, _HEADERS, *given, *narrow, str(source), "-lm"]
     name = f"{source.stem}-{_key(command, source)}.so"
     kept = _kept()
     try:
         if kept is not None:
-            with suppress(OSError):  # it is not there yet, or not whole, or nothing is executed from there
+            with suppress(OSError):  # it is missing or damaged, or nothing may be executed from there
                 return ctypes.CDLL(f"/proc/self/fd/{kept}/{name}")
-        # What is loaded stays when its file goes.
+        # A loaded library stays when its file is deleted.
         with tempfile.TemporaryDirectory() as folder:
             library = Path(folder) / name
             done = subprocess.run([*command, "-o", library], capture_output=True, text=True, timeout=COMPILE_S)
             if done.returncode:
                 raise OSError(done.stderr.strip()[-500:] or f"status {done.returncode}")
             if kept is not None:
-                with suppress(OSError):  # a full disk, say: the next process compiles it again
+                with suppress(OSError):  # such as a full disk: the next process compiles it again
                     _keep(library, kept)
             return ctypes.CDLL(str(library))
     finally:
@@ -62,8 +62,8 @@ def compile_c(source: Path, dtype: torch.dtype, given: Sequence[str] = ()) -> ct
 
 
 def _key(command: Sequence[str], source: Path) -> str:
-    """Of what a library follows from: the command, what it reads, its compiler, and this processor. Raises OSError
-    where there is no such compiler."""
+    """A hash of everything that a library depends on: the command, the files that it reads, the compiler, and this
+    processor. Raises OSError without the compiler."""
     program = shutil.which(command[0])
     if program is None:
         raise FileNotFoundError(f"no {command[0]}")
@@ -71,15 +71,15 @@ def _key(command: Sequence[str], source: Path) -> str:
     key.update(repr((list(command), program, facts.st_size, facts.st_mtime_ns)).encode())
     for path in (source, *sorted(Path(__file__).parent.glob("*.h"))):
         key.update(path.read_bytes())
-    # Of the first core, but for how fast it is at the moment.
+    # The first core's facts, without its present frequency.
     first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
     key.update("\n".join(line for line in first.splitlines() if "mhz" not in line.lower()).encode())
     return key.hexdigest()[:32]
 
 
 def _kept() -> int | None:
-    """The folder of what was compiled before, opened; None where there can be none, or others could write to it. All
-    that is in a folder of this user's, to which nobody else may write, was put there by this user."""
+    """A descriptor of the folder of libraries; None if it cannot be made, or if others could write to it. It must
+    belong to this user, and no other user may write to it: so all its files are this user's."""
     try:
         folder = cache_folder() / "compiled"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def _kept() -> int | None:
 
 
 def _keep(library: Path, kept: int) -> None:
-    """Put a library into the folder: it is there whole or not at all, whoever else does the same. Raises OSError."""
+    """Put a library into the folder, atomically, also if other processes do the same. Raises OSError."""
     half = f".{secrets.token_hex(8)}"
     try:
         with os.fdopen(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=kept), "wb") as file:
@@ -109,13 +109,13 @@ def _keep(library: Path, kept: int) -> None:
 
 
 def compiled_or_warned(source: Path, dtype: torch.dtype, given: Sequence[str] = ()) -> ctypes.CDLL | None:
-    """The same; None where it does not compile, of which it warns, and for another dtype."""
+    """As `compile_c`; None with a warning if it does not compile, and None for another dtype."""
     if dtype not in DTYPES:
         return None
     try:
         return compile_c(source, dtype, given)
     except (OSError, subprocess.TimeoutExpired) as error:
-        # One text for all files: a run shows each once.
+        # The same text for all files: a run shows each text once.
         needed = "a C compiler with OpenMP: models on a CPU take up to twice as long without one"
         warnings.warn(f"given {compiler()!r} ({error}), needed {needed}", NoCompilerWarning, stacklevel=3)
         return None

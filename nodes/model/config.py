@@ -1,4 +1,4 @@
-"""What a model looks like: a frozen value, read from and written to Hugging Face's `config.json`."""
+"""A model's configuration: a frozen value, read from and written to Hugging Face's `config.json`."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.nodes.model.families import FAMILIES, REFUSED, Family
 
-# What each kind of scaling of rotary frequencies is made of.
+# The fields of each kind of scaling of rotary frequencies.
 _ROPE = {
     "default": (),
     "linear": ("factor",),
@@ -22,12 +22,12 @@ _ROPE = {
 }
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-# No size of a model is larger. More would be memory that no machine has, or names without end.
+# Upper bounds on a model's sizes: more would need memory that no machine has, or endless lists of names.
 MOST, MOST_LAYERS = 1 << 24, 1 << 14
-# Settings that the decoder has no choice of, in any family; null and a missing key mean the same.
+# Settings with one value that the decoder supports, in all families; null and a missing key mean the same.
 _FIXED = {"attention_dropout": 0.0, "is_causal": True}
 _KINDS = ("full_attention", "sliding_attention")
-# Fields that `ModelConfig` once did not have, all without a value by default.
+# Fields that were added to `ModelConfig` later; they are None by default.
 _ADDED = ("rope_local_base_freq", "query_pre_attn_scalar")
 
 
@@ -36,7 +36,7 @@ class ModelError(ValueError):
 
 
 def read_json(path: Path, error: type[ValueError] = ModelError) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises `error`, with the file's name, for anything else."""
+    """The object in a JSON file. Raises `error`, with the file's name, for anything else."""
     try:
         data = json.loads(path.read_bytes())
     except OSError as fault:
@@ -55,8 +55,8 @@ class RopeScaling:
     `linear` divides every frequency by `factor`. `llama3` (Llama 3.1, section 3.4.1, and its reference code) divides
     those whose wavelength is over `original_max_position_embeddings / low_freq_factor`, keeps those under
     `original_max_position_embeddings / high_freq_factor`, and blends in between. `yarn` (Peng et al., 2023, arXiv
-    2309.00071, sections 3.2 to 3.4) divides what turns fewer than `beta_slow` times in
-    `original_max_position_embeddings` tokens, keeps what turns over `beta_fast` times, and blends in between, over
+    2309.00071, sections 3.2 to 3.4) divides those with fewer than `beta_slow` turns in
+    `original_max_position_embeddings` tokens, keeps those with over `beta_fast` turns, and blends in between, over
     whole pairs if `truncate`; sines and cosines are multiplied by `attention_factor`.
     """
 
@@ -120,7 +120,7 @@ class ModelConfig:
             raise ModelError(f"given {given}, needed at most as many for a token as there are")
 
     def __repr__(self) -> str:
-        # Digests of models are made of it, and runs begun before a field was added go on with theirs.
+        # Digests of models are made from it, so new fields that are None must not change it: older runs can resume.
         told = {field.name: getattr(self, field.name) for field in fields(self)}
         unsaid = [name for name in _ADDED if told[name] is None]
         return f"ModelConfig({', '.join(f'{name}={value!r}' for name, value in told.items() if name not in unsaid)})"
@@ -130,22 +130,22 @@ class ModelConfig:
         return FAMILIES[self.model_type]
 
     def window_of(self, layer: int) -> int:
-        """The tokens that each one sees in a layer at most: the last ones, itself included; 0 is all before it."""
+        """The window of a layer: the number of last tokens, itself included, that each token sees; 0 is all."""
         slides = not self.layer_types or self.layer_types[layer] == "sliding_attention"
         return self.sliding_window if self.sliding_window and slides else 0
 
     @property
     def ropes(self) -> tuple[tuple[float, RopeScaling | None], ...]:
-        """The base and the scaling of rotary embedding, and those of layers with a window, where they are others."""
+        """The base and the scaling of rotary embedding, and if layers with a window have others, those, too."""
         whole = self.rope_theta, self.rope_scaling
         return (whole,) if self.rope_local_base_freq is None else (whole, (self.rope_local_base_freq, None))
 
     def rope_of(self, layer: int) -> int:
-        """Which of `ropes` a layer has."""
+        """The index in `ropes` of a layer's rotary embedding."""
         return int(len(self.ropes) > 1 and self.window_of(layer) > 0)
 
     def to_json(self, dtype: str = "float32") -> dict[str, Any]:
-        """The content of `config.json` but for the head."""
+        """The content of `config.json` without the keys of the head."""
         # Newer readers know `rope_parameters` and `dtype`, older ones `rope_scaling` and `torch_dtype`.
         facts = asdict(self)
         if not self.family.experts:
@@ -173,12 +173,13 @@ class ModelConfig:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "ModelConfig":
-        """From the content of a `config.json`. Raises ModelError for what this decoder would compute differently."""
+        """The configuration in a `config.json`. Raises ModelError for a model that this decoder would compute
+        differently."""
         if (family := FAMILIES.get(str(data.get("model_type")))) is None:
             kind, others = data.get("model_type"), f"one of: {', '.join(FAMILIES)}"
             why = f" ({REFUSED[str(kind)]})" if str(kind) in REFUSED else ""
             raise ModelError(f"given model_type {kind!r}{why}, needed {others}")
-        if "num_local_experts" in data:  # as newer files call it
+        if "num_local_experts" in data:  # the name in newer files
             data = {"num_experts": data["num_local_experts"], **data}
         data = {"max_position_embeddings": 2048, **family.defaults, **data}
         for key, value in _fixed(family).items():
@@ -217,12 +218,12 @@ class ModelConfig:
 
 
 def _fixed(family: Family) -> dict[str, Any]:
-    """The settings of which the decoder has one value for a family."""
+    """The settings with one value that the decoder supports for a family."""
     return {family.activation_key: family.activation, **_FIXED, **family.fixed}
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """`eos_token_id` of a JSON file, which may be one number, several, or null. Raises ModelError for anything else."""
+    """The tokens of `eos_token_id` in a JSON file: a number, a list, or null. Raises ModelError for anything else."""
     tokens = () if value is None else tuple(value) if isinstance(value, list) else (value,)
     if not all(type(token) is int and 0 <= token < MOST for token in tokens):
         raise ModelError(f"given eos_token_id {value!r}, needed a token's number, a list of such, or null")
@@ -255,8 +256,8 @@ def _number(data: Mapping[str, Any], key: str, default: float | None = None) -> 
 
 
 def _window(data: Mapping[str, Any], family: Family, longest: int) -> tuple[int | None, tuple[str, ...]]:
-    """The tokens that some layers attend to at most, and the kinds of all layers, where these are not alike. Without
-    such a layer, or where no text (of at most `longest` tokens) can be longer, (None, ()).
+    """(the window of layers that have one, the kind of each layer; () if all have it). (None, ()) without such a layer,
+    or if no text (of at most `longest` tokens) is longer than the window.
     """
     window, kinds = data.get("sliding_window"), data.get("layer_types") or ()
     if not isinstance(kinds, list | tuple) or (set(map(str, kinds)) - {*_KINDS}):
@@ -274,10 +275,10 @@ def _window(data: Mapping[str, Any], family: Family, longest: int) -> tuple[int 
         if type(full) is not int:
             raise ModelError(f"given max_window_layers {full!r}, needed a whole number")
         kinds = ["full_attention" if index < full else "sliding_attention" for index in range(layers)]
-    # One that no text outgrows is none, unless more follows from it.
+    # A window that no text outgrows has no effect, unless layers with a window have another rotary embedding.
     counts = type(window) is int and (window < longest or family.local_rope)
     if family.windows and counts:
-        # Of a key that transformers takes no notice of.
+        # Refuse keys that transformers ignores for this family.
         said = {"use_sliding_window": off, key: not off and "full_attention" in kinds}
         if unknown := [key for key, matters in said.items() if matters and key not in family.windowed]:
             given = f"{unknown[0]} {data[unknown[0]]!r:.80} with sliding_window {window}"
@@ -298,8 +299,8 @@ def _window(data: Mapping[str, Any], family: Family, longest: int) -> tuple[int 
 
 
 def _ropes(data: Mapping[str, Any], family: Family) -> tuple[float, RopeScaling | None, float | None]:
-    """The base and the scaling of rotary embedding, and the base of layers with a window, where these have their own.
-    Newer files say all of it in `rope_parameters`, by the kind of a layer."""
+    """(base of rotary embedding, its scaling, base of layers with a window if these have their own). Newer files have
+    all of it in `rope_parameters`, by the kind of a layer."""
     if not family.local_rope:
         return *_rope(data), None
     said, old = data.get("rope_parameters") or {}, data.get("rope_scaling")
@@ -307,7 +308,7 @@ def _ropes(data: Mapping[str, Any], family: Family) -> tuple[float, RopeScaling 
     if not (named and said.keys() <= {*_KINDS}):
         raise ModelError(f"given rope_parameters {said!r:.200}, needed an object for each of {', '.join(_KINDS)}")
     if isinstance(old, Mapping) and "rope_type" not in old and "type" in old:
-        # Some versions of transformers take no notice of it.
+        # Some versions of transformers ignore `type`.
         raise ModelError(f"given rope_scaling {old!r}, needed rope_type in place of type")
     whole, own = (said.get(kind) or {} for kind in _KINDS)
     base = _number(data, "rope_local_base_freq")
@@ -319,8 +320,8 @@ def _ropes(data: Mapping[str, Any], family: Family) -> tuple[float, RopeScaling 
 
 def _rope(data: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """The base and the scaling of rotary embedding."""
-    # Newer files say them in `rope_parameters`, older ones in `rope_theta` and `rope_scaling`, many in both.
-    # transformers lets `rope_scaling` win, so both must say the same.
+    # Newer files have them in `rope_parameters`, older ones in `rope_theta` and `rope_scaling`, many in both.
+    # transformers prefers `rope_scaling`, so both must have equal values.
     found = {}
     for key in ("rope_scaling", "rope_parameters"):
         said = data.get(key) or {}
@@ -340,7 +341,7 @@ def _rope(data: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
 
 
 def _scaling_from_json(said: Mapping[str, Any], data: Mapping[str, Any]) -> RopeScaling | None:
-    """What an object with a `rope_type` says, in a file of this content."""
+    """The scaling in `said`, an object with a `rope_type` in a file with the content `data`."""
     kind = said.get("rope_type", said.get("type", "default"))
     if str(kind) not in _ROPE:
         raise ModelError(f"given rope_type {kind!r}, needed one of: {', '.join(_ROPE)}")
@@ -352,7 +353,7 @@ def _scaling_from_json(said: Mapping[str, Any], data: Mapping[str, Any]) -> Rope
         return RopeScaling(kind, **found)
     key = "original_max_position_embeddings"
     found[key] = _need({key: data["max_position_embeddings"], **said}, key)
-    if data.get(key) not in (None, found[key]):  # which transformers would take
+    if data.get(key) not in (None, found[key]):  # transformers would use this one
         raise ModelError(f"given {key} {found[key]} of rope_type {kind!r} and {data[key]!r}, needed one of them")
     if kind == "llama3":
         found |= {name: _number(said, name) for name in ("low_freq_factor", "high_freq_factor")}
@@ -363,7 +364,7 @@ def _scaling_from_json(said: Mapping[str, Any], data: Mapping[str, Any]) -> Rope
     if "attention_factor" in said:
         amount = _number(said, "attention_factor")
     else:
-        # Equation 22, or the ratio of two such numbers (DeepSeek-V2's code).
+        # Equation 22, or the ratio of two such values (DeepSeek-V2's code).
         scales = [_number(said, key) for key in ("mscale", "mscale_all_dim") if said.get(key)]
         above, below = scales if len(scales) == 2 else (1.0, 0.0)
         grown = 0.1 * math.log(max(found["factor"], 1.0))

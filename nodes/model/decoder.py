@@ -1,9 +1,9 @@
 """The decoder: rotary positions, RMS norms, gated MLP, grouped-query attention. One definition for all uses and
 families of models.
 
-Trainer and generator differ in nothing but `attend`, which gets each layer's queries, keys and values: causal, or over
-a cache. What stands on top is a language model's head (`CausalLM`) or one that gives a number (`Scorer`). Parameters
-are named as in Hugging Face's checkpoints. Left out: dropout, attention weights as output.
+Trainer and generator differ only in `attend`, which gets each layer's queries, keys and values: causal, or over a
+cache. On top is a language model's head (`CausalLM`) or one that computes a number (`Scorer`). Parameters are named as
+in Hugging Face's checkpoints. Left out: dropout, attention weights as output.
 
 Shapes: B rows, S tokens of a row, D hidden width, H query heads, G key-value heads, K width of a head, V vocabulary,
 W words of a rank, P positions.
@@ -28,7 +28,7 @@ from penstock.nodes.model.lora import ATTENTION, Lora, LoraLinear, initial, is_a
 from penstock.nodes.model.mlp import Experts, Mlp, Route
 from penstock.nodes.model.words import WordEmbedding, Words, own_part, shared
 
-# A sixteenth of what a GPU's memory has room for, and as fast as any other number on a CPU (`benchmarks/logprobs.py`).
+# A sixteenth of what fits in a GPU's memory; on a CPU no other number is faster (`benchmarks/logprobs.py`).
 LOGIT_ELEMENTS = 1 << 26
 # Cosines and sines of each of a model's `ropes`.
 _TABLES = ("cos_PK", "sin_PK"), ("local_cos_PK", "local_sin_PK")
@@ -42,21 +42,21 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, int], Tensor]
 class Decoder(nn.Module):
     """The decoder that all models share; a subclass adds its head.
 
-    Weights are uninitialised until `init_weights` or a loader fills them. With `unread` they have no memory either,
-    and `source` reads a region of one of them, of the whole model's: so a rank reads what it keeps. With `lora` it has
-    adapters, which are float32 whatever `dtype` is.
+    Weights are uninitialised until `init_weights` or a loader fills them. With `unread` they also have no memory;
+    `source` reads a region of one of the whole model's weights, so that a rank reads only what it keeps. With `lora`
+    the model has adapters, which are float32 for any `dtype`.
     """
 
     head: ClassVar[str]
-    """What the names of `transformers`' classes with this head end with."""
+    """The suffix of the names of `transformers`' classes with this head."""
     cos_PK: Tensor
     sin_PK: Tensor
     logit_elements: int = LOGIT_ELEMENTS
-    """Logits that a pass over many tokens keeps at once."""
+    """The most logits in memory at once in a pass over many tokens."""
     replays_routing: bool = False
-    """Do the tokens of rollouts go through the experts that their generator has recorded?"""
+    """True if the tokens of rollouts go through the experts that their generator has recorded."""
     invariant: bool = False
-    """Are the bits of a token's pass those of the tokens before it alone? See `be_invariant`."""
+    """True if a token's bits depend on the token and those before it only: see `be_invariant`."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Decoder(nn.Module):
             self._add_adapters()
         self.source: Callable[[str, tuple[slice, ...]], Tensor] | None = None
         if not unread:
-            # As `to_empty` does it, whose `empty_like` of a tensor without memory imports sympy: half a second.
+            # Not `to_empty`: its `empty_like` of a tensor without memory imports sympy, which takes half a second.
             self._apply(lambda each: torch.empty(each.shape, dtype=each.dtype, device=device))  # type: ignore[no-untyped-call]
         for names, rope in zip(_TABLES, config.ropes, strict=False):
             for name, table_PK in zip(names, rope_tables(config, *rope), strict=True):
@@ -97,13 +97,13 @@ class Decoder(nn.Module):
                 self.model.layers.set_submodule(name, LoraLinear(module, self.lora))
 
     def narrow(self, precision: str) -> None:
-        """Compute a layer's products in eight bits (`eight_bit`); those of embedding, head and routers stay."""
+        """Compute a layer's products in eight bits (`eight_bit`), except those of embedding, head and routers."""
         for name, module in self.model.layers.named_modules():
             if isinstance(module, Linear) and not name.endswith("mlp.gate"):
                 module.narrow(precision)
 
     def be_invariant(self) -> None:
-        """Compute from now on what is the same to the bit in a pass over a token and over many (`model/invariant.py`).
+        """From now on compute the same bits for a token in a pass over it alone and over many (`model/invariant.py`).
 
         Raises ModelError for experts, another dtype than float32 and bfloat16, and a machine without a C compiler.
         """
@@ -116,9 +116,9 @@ class Decoder(nn.Module):
                 module.invariant = True
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
-        """What of the parameters a carried value with this model learns, keeps and sends: its adapters, where it has
-        some; the others are its base's, which never changes."""
-        # The name of a weight's scales is that under which they travel.
+        """The parameters that a carried value with this model trains, saves and sends: its adapters if it has some,
+        else all. Other parameters belong to the base, which never changes."""
+        # Scales of a weight have the name under which they are sent.
         named = {name.replace(".row_scales", ".weight.scale"): p for name, p in self.named_parameters()}
         return named if self.lora is None else {name: p for name, p in named.items() if is_adapter(name)}
 
@@ -129,8 +129,8 @@ class Decoder(nn.Module):
         attend: Attend | None = None,
         route: Route | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm, [B, S, D]. Positions default to 0, 1, …; attention to causal; experts to
-        those that the router finds likeliest."""
+        """Hidden states after the final norm, [B, S, D]. Positions default to 0, 1, …; attention is causal by default;
+        the router chooses the experts by default."""
         if positions_BS is None:
             positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
         ropes = [(cos[positions_BS].unsqueeze(-2), sin[positions_BS].unsqueeze(-2)) for cos, sin in self.tables]
@@ -145,12 +145,12 @@ class Decoder(nn.Module):
 
     @property
     def takes_end_to_end(self) -> bool:
-        """Is there attention for sequences that lie end to end in a row, without padding, to learn from?"""
+        """True if the model can train on sequences laid end to end in a row, without padding."""
         return self.device.type == "cpu" and not self.invariant and causal.functions(self.dtype) is not None
 
     @property
     def architecture(self) -> str:
-        """What `transformers` calls such a model."""
+        """The name of `transformers`' class for this model."""
         return self.config.family.name + self.head
 
     @property
@@ -162,27 +162,27 @@ class Decoder(nn.Module):
         return self.cos_PK.dtype
 
     def share_words(self, words: Words) -> None:
-        """Compute with embedding and head that have these words alone; the ranks of `words` do so together."""
+        """Compute with an embedding and a head of only these words, together with the other ranks of `words`."""
         self.words = self.model.embed_tokens.words = words
 
     def deal_experts(self, dealt: Dealt) -> None:
-        """Have this rank's experts of each layer alone. Other models have no experts to deal."""
+        """Keep only this rank's experts of each layer. Without experts do nothing."""
         for module in self.modules():
             if isinstance(module, Experts):
                 module.deal(dealt)
 
     def recompute_layers(self) -> None:
-        """From now on a layer keeps its input alone, and computes the rest again in the backward pass; to the bit."""
+        """From now on a layer keeps only its input, and computes the rest again in the backward pass, to the bit."""
         for layer in self.model.layers.values():
             assert isinstance(layer, _Layer)
             layer.recompute = True
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Normal weights of `initializer_range`, scaled down where they write into the residual stream (GPT-2).
+        """Normal weights of `initializer_range`, scaled down if they write into the residual stream (GPT-2).
 
-        A function of the seed alone: neither device, dtype nor the global generator change what is drawn, and models
-        with different heads have the same decoder. A head that gives a number is zero, and so are biases.
+        A function of the seed only: device, dtype and the global generator do not change what is drawn, and models with
+        different heads have the same decoder. The head of a `Scorer` and biases are zero.
         """
         generator, neutral = torch.Generator().manual_seed(seed), 1.0 - self.config.family.norm_offset
         for name, parameter in self.named_parameters():
@@ -211,24 +211,24 @@ class CausalLM(Decoder):
 
     @property
     def attention_config(self) -> ModelConfig:
-        """The configuration with the heads that `attend` gets here; a rank may have a part of them."""
+        """The configuration with the heads that `attend` gets on this rank, which may be a part of all."""
         return self.config
 
     def with_head(self, hidden: Tensor, compute: Callable[[Tensor, Tensor], Result]) -> Result:
-        """What `compute` makes of hidden states and the matrix that turns them into logits of this rank's words,
-        [W, D]: the embedding's own if they are tied. It returns no views: FSDP hooks into their gradients."""
+        """`compute(hidden states, matrix)`, where the matrix [W, D] maps them to logits of this rank's words; it is the
+        embedding's if they are tied. `compute` must not return views, since FSDP hooks into their gradients."""
         if self.lm_head is None:
             return compute(hidden, own_part(self.model.embed_tokens.weight))
         return self.lm_head(hidden, compute)  # type: ignore[no-any-return]
 
     def own_logits(self, hidden_BSD: Tensor) -> Tensor:
-        """Unnormalised log-probabilities of the next token, of this rank's words, [B, S, W]."""
+        """Unnormalised log-probabilities of the next token for this rank's words, [B, S, W]."""
         if self._packed_head is not None:
             return multiplied(hidden_BSD, self._packed_head)
         return self.with_head(self.words.shared(hidden_BSD), invariant.linear if self.invariant else linear)
 
     def neighbours(self) -> list[tuple[str, ...]]:
-        """Names of parameters that stand for one product where they lie one after the other: see `pack`."""
+        """Names of parameters that can be used as one product if they are contiguous in memory: see `pack`."""
         found: list[tuple[str, ...]] = []
         names = self.own_parameters()
         for index in self.model.layers:
@@ -239,8 +239,7 @@ class CausalLM(Decoder):
         return found
 
     def pack(self, rows: int) -> None:
-        """Compute what suits passes of so many tokens with the weights as they are now, and as they lie. See
-        `kernels.pack`."""
+        """Prepare products of passes over this many tokens with the present weights. See `kernels.pack`."""
         if self.invariant:
             return
         for layer in self.model.layers.values():
@@ -259,7 +258,7 @@ class CausalLM(Decoder):
 
 
 class Scorer(Decoder):
-    """A decoder that gives each token a number: a critic, or a reward model.
+    """A decoder that computes a number for each token: a critic, or a reward model.
 
     Named and shaped as `LlamaForSequenceClassification` with one label, or another family's: the head is
     `score.weight`, [1, D].
@@ -281,7 +280,7 @@ class Scorer(Decoder):
 
 
 class _Head(Linear):
-    """What works with its weights does so within its forward pass, around which FSDP gathers them."""
+    """A head whose weights are used only within its forward pass, since FSDP gathers them around that."""
 
     def forward(self, x: Tensor, compute: Callable[[Tensor, Tensor], Any] = linear) -> Any:
         return compute(x, own_part(self.weight))
@@ -314,30 +313,30 @@ class _Layer(nn.Module):
         self.mlp = Experts(config, index) if config.family.experts else Mlp(config, config.intermediate_size)
         self.branch_norms, self.rope, self.recompute = config.family.branch_norms, config.rope_of(index), False
         if self.branch_norms:
-            # The norm before the MLP, and that of what it makes; the one above is of what attention makes.
+            # The norms before and after the MLP; then `post_attention_layernorm` is that after attention.
             self.pre_feedforward_layernorm = Norm(config.hidden_size, config)
             self.post_feedforward_layernorm = Norm(config.hidden_size, config)
 
     def forward(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, route: Route | None) -> Tensor:
-        # Within what FSDP wraps: its own hooks gather the layer's weights once for the backward pass. Nothing random
-        # is computed, so that no state of a generator has to be kept.
+        # Inside the module that FSDP wraps, so that its hooks gather the layer's weights once for the backward pass.
+        # A layer computes nothing random, so no generator's state has to be kept.
         if self.recompute and torch.is_grad_enabled():
             given = self._compute, x_BSD, rope, attend, route
             return checkpoint(*given, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
         return self._compute(x_BSD, rope, attend, route)
 
     def _compute(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, route: Route | None) -> Tensor:
-        # What a branch has made is not kept while the next one computes.
+        # In two functions, so that the output of one branch is freed while the next one computes.
         x_BSD = x_BSD + self._seen(x_BSD, rope, attend)
         return x_BSD + self._made(x_BSD, route)
 
     def _seen(self, x_BSD: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """What attention adds."""
+        """The output of the attention branch."""
         seen_BSD: Tensor = self.self_attn(self.input_layernorm(x_BSD), rope, attend)
         return self.post_attention_layernorm(seen_BSD) if self.branch_norms else seen_BSD
 
     def _made(self, x_BSD: Tensor, route: Route | None) -> Tensor:
-        """What the MLP adds."""
+        """The output of the MLP branch."""
         if not self.branch_norms:
             return self.mlp(self.post_attention_layernorm(x_BSD), route)  # type: ignore[no-any-return]
         made_BSD = self.mlp(self.pre_feedforward_layernorm(x_BSD), route)
@@ -345,12 +344,12 @@ class _Layer(nn.Module):
 
 
 class Norm(nn.RMSNorm):
-    """Root-mean-square norm of so wide a last dimension, computed in float32."""
+    """Root-mean-square norm of a last dimension of this width, computed in float32."""
 
     def __init__(self, width: int, config: ModelConfig) -> None:
         super().__init__(width, config.rms_norm_eps)
         self.offset = config.family.norm_offset
-        # The ranks that each norm some of the heads with it, if several do.
+        # With tensor parallelism: the ranks that each apply this norm to some of the heads.
         self.sharers: dist.ProcessGroup | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -382,11 +381,11 @@ class _Attention(nn.Module):
 
 
 def attend_causal(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int = 0) -> Tensor:
-    """Each token sees itself and the tokens before it in its row. An `Attend`."""
+    """Causal attention within each row. An `Attend`."""
     if causal.suits(q_BSHK, k_BSGK, v_BSGK):
         return causal.attend(q_BSHK, k_BSGK, v_BSGK, window)
     dtype, length = q_BSHK.dtype, q_BSHK.shape[1]
-    # The CPU's kernel for bfloat16 has a backward pass three times as slow.
+    # The backward pass of torch's CPU kernel for bfloat16 is three times as slow.
     if q_BSHK.device.type == "cpu":
         q_BSHK, k_BSGK, v_BSGK = q_BSHK.float(), k_BSGK.float(), v_BSGK.float()
     q_BHSK, k_BGSK, v_BGSK = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
@@ -400,7 +399,7 @@ def attend_causal(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, wi
 
 
 def attend_end_to_end(starts_C: Tensor, families_F: Tensor | None = None) -> Attend:
-    """The same of sequences that lie end to end in rows, as `causal.attend` says; see `Decoder.takes_end_to_end`."""
+    """Causal attention of sequences laid end to end, as in `causal.attend`; see `Decoder.takes_end_to_end`."""
     lie = starts_C, families_F
     return lambda layer, q_BSHK, k_BSGK, v_BSGK, window: causal.attend(q_BSHK, k_BSGK, v_BSGK, window, *lie)
 
@@ -412,14 +411,14 @@ def rope_tables(config: ModelConfig, theta: float, scaling: RopeScaling | None) 
     # The table's sine carries the signs of `rotate`: one fused operation instead of a negation and two products.
     scale = 1.0 if scaling is None else scaling.attention_factor
     if config.query_pre_attn_scalar is not None:
-        # Attention divides by the root of `head_dim`. What queries lack goes into both tables, thus into keys, too.
+        # Attention divides by the root of `head_dim`. The tables make up the difference: half in queries, half in keys.
         scale *= (config.head_dim / config.query_pre_attn_scalar) ** 0.25
     cos_PF, sin_PF = angles_PF.cos() * scale, angles_PF.sin() * scale
     return torch.cat((cos_PF, cos_PF), 1), torch.cat((-sin_PF, sin_PF), 1)
 
 
 def rope_frequencies(width: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Radians per position of each pair, [K / 2], of heads so wide, stretched as `scaling` says."""
+    """Radians per position of each pair, [K / 2], for heads of this width, scaled by `scaling`."""
     frequencies_F = 1.0 / theta ** (torch.arange(0, width, 2).float() / width)
     if scaling is None:
         return frequencies_F

@@ -2,10 +2,10 @@
 scale per token, which are converted here.
 
 - int8: sums of integers, exact on every device, then multiplied by both scales in float32. So a row of a product has
-  the same bits whatever the number of rows and threads.
+  the same bits for any number of rows and threads.
 - fp8 (e4m3): by the tensor cores of a GPU, which round the product to bfloat16.
 
-Nothing wider than eight bits is kept of a weight. A scale is the largest magnitude of its row over the format's limit.
+A weight is stored in eight bits only. A scale is the largest magnitude of its row over the format's limit.
 
 Shapes: D width of an input, O width of an output; any number of dimensions before D, R rows in all.
 """
@@ -22,7 +22,7 @@ DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # The largest elements.
 _LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _TINY = torch.finfo(torch.float32).tiny
-# What a GPU's kernel for fp8 divides both widths by, and the first compute capability that has it.
+# Both widths of an fp8 product on a GPU are multiples of `FP8_TILE`; the first compute capability that has them.
 FP8_TILE, FP8_SINCE = 16, (8, 9)
 
 
@@ -38,18 +38,18 @@ class Narrow:
         """Rows [R, D] of floats, rounded to the nearest, ties to even."""
         limit = _LIMITS[dtype]
         if rows.device.type == "cuda" and dtype != torch.int8:
-            from penstock.nodes.model import elementwise_triton  # where a GPU is, Triton is
+            from penstock.nodes.model import elementwise_triton  # Triton is installed where a GPU is
 
             return Narrow(*elementwise_triton.narrowed(rows, dtype, limit, _TINY))
         scales = rows.abs().amax(-1, keepdim=True).float().div_(limit).clamp_(min=_TINY)
         quotient = rows / scales
-        # Conversions to float formats round by themselves; those to integers cut off.
+        # Conversion to a float format rounds; conversion to integers truncates.
         quotient = quotient.round_() if dtype == torch.int8 else quotient.clamp_(-limit, limit)
         return Narrow(quotient.to(dtype), scales)
 
 
 def product(x: Tensor, narrow: Narrow, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias in the dtype of `x`, where `narrow` has its rows in eight bits: `weight` is [O, D] of eight
+    """x @ weight.T + bias in the dtype of `x`. `narrow` has the rows of `x` in eight bits; `weight` is [O, D] in eight
     bits, its `scales` are [O]."""
     assert scales is not None
     if weight.dtype == torch.int8:
@@ -65,7 +65,7 @@ def product(x: Tensor, narrow: Narrow, weight: Tensor, scales: Tensor | None, bi
 
 
 def require_products(precision: str, device: str) -> None:
-    """Raises ModelError for a device whose products of eight bits are none, or are not right."""
+    """Raises ModelError for a device without products of eight bits, or with wrong ones."""
     given, kind = f"generate: given {precision} on {device}", torch.device(device).type
     if precision == "int8" and kind != "cpu":
         raise ModelError(f"{given}, needed a CPU, or fp8")
@@ -77,14 +77,14 @@ def require_products(precision: str, device: str) -> None:
 
 @functools.cache
 def _exact() -> bool:
-    """Whether this CPU adds products of the largest integers up without an overflow."""
-    # Without an instruction for it, pairs of products are added in 16 bits.
+    """True if this CPU adds products of the largest integers without an overflow."""
+    # Without VNNI, pairs of products are added in 16 bits.
     largest = torch.full((32, 64), 127, dtype=torch.int8)
     return bool((torch._int_mm(largest, largest.t()) == 127 * 127 * 64).all())
 
 
 def narrow_parameters(weight: Tensor, precision: str) -> tuple[nn.Parameter, nn.Parameter]:
-    """Parameters for the elements and scales of such a weight, whose values come later."""
+    """Parameters for the elements and scales of a weight in eight bits; their values arrive later."""
     elements = torch.empty(weight.shape, dtype=DTYPES[precision], device=weight.device)
     scales = torch.empty(weight.shape[0], device=weight.device)
     return nn.Parameter(elements, requires_grad=False), nn.Parameter(scales, requires_grad=False)

@@ -1,17 +1,16 @@
-/* What stands between the matrix products of a layer, and its gradients, for a CPU: `elementwise.py` says of what each
-   function is.
+/* The operations between the matrix products of a layer, and their gradients, for a CPU; see `elementwise.py`.
 
-   Compiled where it runs; with BF16 the tensors are of bfloat16, and all is computed in float32 and rounded once. The
-   bits of a row depend on nothing but its own numbers: not on the rows beside it, the threads, or where in memory it
-   lies. So each loop whose order matters stands here once, and works on lanes that are written out.
+   Compiled at run time; with BF16 the tensors are bfloat16, and everything is computed in float32 and rounded once. The
+   bits of a row depend only on its own numbers: not on the rows beside it, the threads, or its place in memory. So each
+   loop whose order matters is written once, with explicit lanes.
 
-   Rows lie `*_row` numbers apart in what is given, and side by side in what is made. */
+   Rows of given tensors have the stride `*_row`; rows of results are contiguous. */
 
 #include <stdlib.h>
 
 #include "activations.h"
 
-/* Rows whose gradients of a weight are added up by themselves, whatever the threads are. */
+/* Rows whose gradients of a weight are summed separately, for any number of threads. */
 #define CHUNK 64
 /* Rows of a transposed matrix's tile. */
 #define LINE (64 / (int64_t)sizeof(stored))
@@ -25,8 +24,8 @@ static inline float inverse_rms(const stored *row, int64_t D, float eps) {
     return 1.0f / sqrtf(total(squares) / D + eps);
 }
 
-/* What a row is multiplied by, of a weight with an offset. `plain`, which a compiler knows where it makes a loop: without
-   one, where to add nothing would take time. */
+/* The factors of a row: weight + offset. `plain`, a constant at each call, leaves out the addition, which would take
+   time even for an offset of 0. */
 static inline vector factors(const stored *w, int64_t n, float offset, int plain) {
     return plain ? load_part(w, n) : load_part(w, n) + offset;
 }
@@ -49,7 +48,7 @@ void rms_norm(const stored *x, const stored *w, stored *out, int64_t R, int64_t 
             norm_row(x + r * x_row, w, out + r * D, D, eps, offset, 0);
 }
 
-/* Of one row, whose gradient of the weight is added to `own`. */
+/* The gradient of one row; its gradient of the weight is added to `own`. */
 static inline __attribute__((always_inline)) void norm_row_backward(const stored *g, const stored *x, const stored *w,
                                                                     stored *grad_x, float *own, int64_t D, float eps,
                                                                     float offset, int plain) {
@@ -68,7 +67,7 @@ static inline __attribute__((always_inline)) void norm_row_backward(const stored
 }
 
 /* With n = x / rms and v = w + offset: grad_x = (g * v - n * mean(g * v * n)) / rms, and grad_w = the sum of g * n over
-   rows. Of g, x, w and grad_x rows lie side by side. Returns 1 where memory is lacking, otherwise 0. */
+   rows. Rows of g, x and grad_x are contiguous. Returns 1 if there is not enough memory, otherwise 0. */
 int rms_norm_backward(const stored *g, const stored *x, const stored *w, stored *grad_x, stored *grad_w, int64_t R,
                       int64_t D, float eps, float offset, int threads) {
     int64_t chunks = (R + CHUNK - 1) / CHUNK, padded = whole(D, LANES);
@@ -105,7 +104,7 @@ void gated(const stored *gate, const stored *up, stored *out, int64_t R, int64_t
         }
 }
 
-/* grad_gate = g * up * activation'(gate) and grad_up = g * activation(gate), of [R, D]; rows lie side by side. */
+/* grad_gate = g * up * activation'(gate) and grad_up = g * activation(gate), all [R, D] with contiguous rows. */
 void gated_backward(const stored *g, const stored *gate, const stored *up, stored *grad_gate, stored *grad_up,
                     int64_t R, int64_t D, int activation, int threads) {
 #pragma omp parallel for num_threads(threads)
@@ -120,8 +119,8 @@ void gated_backward(const stored *g, const stored *gate, const stored *up, store
         }
 }
 
-/* out [R, H, K] = x, each pair (x[i], x[i + K / 2]) turned by the angle of its row: cos and sin are [T, K], row r has
-   row r % T of them, and the first half of sin is negative. `back` turns by the opposite angle. */
+/* out [R, H, K] = x with each pair (x[i], x[i + K / 2]) turned by the angle of its row. cos and sin are [T, K], row r
+   uses row r % T of them, and the first half of sin is negated. `back` turns by the opposite angle. */
 void rotate(const stored *x, const stored *cos, const stored *sin, stored *out, int64_t R, int64_t H, int64_t K,
             int64_t T, int64_t x_row, int64_t back, int threads) {
 #pragma omp parallel for num_threads(threads)
@@ -140,8 +139,8 @@ void rotate(const stored *x, const stored *cos, const stored *sin, stored *out, 
         }
 }
 
-/* out [D, R] = the transpose of x [R, D], whose rows are x_row numbers apart; to the bit. A lane has a number each of
-   LINE / LANES rows, one after the other, so that a vector is a whole line of the cache in what is made. */
+/* out [D, R] = the transpose of x [R, D], whose rows have the stride x_row; bits stay the same. A lane holds one number
+   each of LINE / LANES consecutive rows, so that a vector is a whole cache line of the result. */
 void transposed(const stored *x, stored *out, int64_t R, int64_t D, int64_t x_row, int threads) {
 #pragma omp parallel for num_threads(threads)
     for (int64_t r = 0; r < R; r += LINE)

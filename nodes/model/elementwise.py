@@ -1,10 +1,10 @@
-"""What stands between the matrix products of a layer: the root-mean-square norm, the gated activation and rotary
-positions, each one pass over its tensors, forward and backward.
+"""The operations between the matrix products of a layer: root-mean-square norm, gated activation and rotary positions,
+each in one pass over its tensors, forward and backward.
 
-They are operations `torch.ops.penstock.*`, which trainer and generator share, with gradients and without, so that their
-results agree to the bit, whatever the rows of a pass. On a CPU, in float32 and bfloat16, they are `elementwise.c`,
-whatever the threads; on a GPU they are `elementwise_triton`, but for a norm with a gradient. Elsewhere, in other dtypes
-and without a C compiler they are torch's own operations.
+They are operations `torch.ops.penstock.*`. Trainer and generator share them, with gradients and without, so that
+results are equal to the bit for any number of rows in a pass. On a CPU, in float32 and bfloat16, they are
+`elementwise.c`, for any number of threads. On a GPU they are `elementwise_triton`, except a norm with a gradient. On
+other devices, in other dtypes and without a C compiler they are torch's own operations.
 
 Shapes: R rows, D width of a row, B sequences, S tokens, H query heads, G key-value heads, K width of a head.
 """
@@ -24,7 +24,7 @@ from penstock.nodes.model.compiled import DTYPES, compiled_or_warned
 
 _SOURCE = Path(__file__).with_name("elementwise.c")
 _PLAIN = (Tensor, nn.Parameter)
-# By the names of `config.json`, in the order of activations.h.
+# Activations by their names in `config.json`, in the order of activations.h.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
@@ -65,8 +65,7 @@ def rotate(q_BSHK: Tensor, k_BSGK: Tensor, cos_BS1K: Tensor, sin_BS1K: Tensor) -
 
 
 def transposed(x_RD: Tensor) -> Tensor:
-    """The transpose of a matrix on a CPU, [D, R], in memory of its own: where `functions` are there for its dtype, a
-    view elsewhere."""
+    """The transpose of a matrix on a CPU, [D, R]: a copy if there are `functions` for its dtype, else a view."""
     compiled = functions(x_RD.dtype)
     if compiled is None:
         return x_RD.t()
@@ -78,8 +77,8 @@ def transposed(x_RD: Tensor) -> Tensor:
 
 @functools.cache
 def functions(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Those of elementwise.c; None for a dtype that it has none for, or where they do not compile, of which it
-    warns."""
+    """The functions of elementwise.c; None for a dtype that they do not support, or with a warning if they do not
+    compile."""
     found = compiled_or_warned(_SOURCE, dtype)
     if found is None:
         return None
@@ -96,17 +95,17 @@ def functions(dtype: torch.dtype) -> ctypes.CDLL | None:
 
 
 def suits(*tensors: Tensor, learns: bool) -> bool:
-    """Are the operations for such tensors? They are plain ones on a CPU, all float32 or all bfloat16. Where something
-    `learns` there has to be a compiler, too: without one an operation is torch's own, and has no gradient."""
-    # A DTensor has its own rules.
+    """True if the operations support these tensors: plain ones on a CPU, all float32 or all bfloat16. If one `learns`,
+    there must also be a compiler: without one an operation has no gradient."""
+    # A DTensor has rules of its own.
     dtype = tensors[0].dtype
     plain = all(x.device.type == "cpu" and x.dtype == dtype and type(x) in _PLAIN for x in tensors)
     return plain and dtype in DTYPES and not (learns and functions(dtype) is None)
 
 
 def _on_gpu(*tensors: Tensor) -> bool:
-    """Are there kernels of Triton for such tensors? On a meta tensor it is as on a GPU: what is counted there is what
-    is computed there."""
+    """True if Triton kernels support these tensors. Meta tensors count as on a GPU, so that operations counted on them
+    are those of a GPU."""
     first = tensors[0]
     same = all(x.device == first.device and x.dtype == first.dtype and type(x) in _PLAIN for x in tensors)
     return same and first.device.type in ("cuda", "meta") and first.is_floating_point()
@@ -119,7 +118,7 @@ def _learns(*tensors: Tensor) -> bool:
 def _plain_rms_norm(x: Tensor, weight_D: Tensor, eps: float, offset: float) -> Tensor:
     if not offset:
         return F.rms_norm(x, weight_D.shape, weight_D, eps)
-    # The sum would lose of the weight what it rounds away in bfloat16.
+    # In bfloat16 the sum would round the weight.
     wide = torch.promote_types(x.dtype, torch.float32)
     return F.rms_norm(x.to(wide), weight_D.shape, weight_D.to(wide) + offset, eps).to(x.dtype)
 
@@ -131,7 +130,7 @@ def _plain_gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 def _plain_rotate(
     q_BSHK: Tensor, k_BSGK: Tensor, cos_BS1K: Tensor, sin_BS1K: Tensor, back: bool = False
 ) -> tuple[Tensor, Tensor]:
-    if back:  # what a half gave to the other one, it gets from it
+    if back:  # turn by the opposite angle: swap the halves of `sin`
         sin_BS1K = sin_BS1K.roll(sin_BS1K.shape[-1] // 2, -1)
 
     def turned(x_BSHK: Tensor) -> Tensor:
@@ -140,7 +139,7 @@ def _plain_rotate(
 
     if torch.is_grad_enabled():
         return turned(q_BSHK), turned(k_BSGK)
-    # The same bits by fewer operations, which cost a step of a few tokens more than a pass over them.
+    # The same bits by fewer operations: for a step of a few tokens operations cost more than a pass over its numbers.
     queries, keys = torch.split(turned(torch.cat((q_BSHK, k_BSGK), 2)), [q_BSHK.shape[2], k_BSGK.shape[2]], 2)
     return queries, keys
 
@@ -272,7 +271,7 @@ def _rotate_on_cpu(
     if compiled is None:
         return _plain_rotate(q_BSHK, k_BSGK, cos_BS1K, sin_BS1K, back)
     batch, length, _, width = q_BSHK.shape
-    # Tables without B, or with a single one, serve all sequences: a row has that of its position.
+    # Tables without B, or with B = 1, are for all sequences.
     shape = (batch if cos_BS1K.ndim == 4 and cos_BS1K.shape[0] > 1 else 1, length, 1, width)
     cos_BS1K, sin_BS1K = cos_BS1K.expand(shape).contiguous(), sin_BS1K.expand(shape).contiguous()
     made = []
@@ -288,7 +287,7 @@ def _rotate_on_cpu(
 
 def _by_triton(name: str) -> Callable[..., Any]:
     def compute(*given: Any) -> Any:
-        # It is there where a GPU is, and takes a while to import.
+        # Triton is installed where a GPU is; importing it is slow.
         from penstock.nodes.model import elementwise_triton
 
         return getattr(elementwise_triton, name)(*given)
@@ -301,15 +300,15 @@ for _name in ("rms_norm", "gated", "gated_backward", "rotate"):
 
 
 def _rows(x: Tensor, dims: int) -> tuple[Tensor, int]:
-    """A tensor whose last dimensions, so many, lie side by side, and how far its rows are apart: itself, or a copy
-    where they are not equally far."""
+    """(a tensor whose last `dims` dimensions are contiguous, the stride of its rows): `x`, or a copy if its rows have
+    no common stride."""
     shape, strides = x.shape, x.stride()
     within = 1
     for size, stride in zip(reversed(shape[-dims:]), reversed(strides[-dims:]), strict=True):
         if size > 1 and stride != within:
             return x.contiguous(), shape[-dims:].numel()
         within *= size
-    row, apart = None, 0  # of one that is repeated, a row is 0 apart from the next
+    row, apart = None, 0  # an expanded tensor has the stride 0
     for size, stride in zip(reversed(shape[:-dims]), reversed(strides[:-dims]), strict=True):
         if size > 1:
             if row is not None and stride != apart:

@@ -1,5 +1,5 @@
-"""What stands between the products of a layer (`elementwise`, `eight_bit`) on a GPU, by Triton: each one pass over its
-tensors, computed in float32 and rounded once. On a CPU the kernels run in Triton's interpreter (`TRITON_INTERPRET=1`).
+"""The operations between the products of a layer (`elementwise`, `eight_bit`) on a GPU, by Triton: each in one pass
+over its tensors, in float32 and rounded once. On a CPU the kernels run in Triton's interpreter (`TRITON_INTERPRET=1`).
 
 Shapes: R rows, D width of a row, B sequences, S tokens, H query heads, G key-value heads, K width of a head.
 """
@@ -13,7 +13,7 @@ BLOCK = 1024
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """Without a gradient: torch's own kernel takes twice as long for the few rows of a step that samples."""
+    """The norm without a gradient: torch's own kernel takes twice as long for the few rows of a decode step."""
     out, width = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.shape[-1]
     (x_RD,) = _even_rows(x)
     if len(x_RD):
@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float, offset: float = 0.0) -> Te
 
 
 def narrowed(rows_RD: Tensor, dtype: torch.dtype, limit: float, tiny: float) -> tuple[Tensor, Tensor]:
-    """Elements [R, D] of eight bits and scales [R, 1], as `eight_bit.Narrow.of` says."""
+    """Elements [R, D] of eight bits and scales [R, 1], as in `eight_bit.Narrow.of`."""
     (rows, width), rows_RD = rows_RD.shape, rows_RD.contiguous()
     elements_RD = torch.empty(rows, width, dtype=dtype, device=rows_RD.device)
     scales_R1 = torch.empty(rows, 1, device=rows_RD.device)
@@ -59,7 +59,7 @@ def rotate(
 ) -> tuple[Tensor, Tensor]:
     batch, length, heads, width = q_BSHK.shape
     groups = k_BSGK.shape[2]
-    # Tables without B, or with a single one, serve all sequences.
+    # Tables without B, or with B = 1, are for all sequences.
     several = cos_BS1K.ndim == 4 and cos_BS1K.shape[0] > 1
     shape = (batch if several else 1, length, 1, width)
     cos_BS1K, sin_BS1K = cos_BS1K.expand(shape).contiguous(), sin_BS1K.expand(shape).contiguous()
@@ -75,13 +75,13 @@ def rotate(
 
 
 def _even_rows(*given: Tensor) -> list[Tensor]:
-    """[R, D] views whose rows are equally far apart, or copies."""
+    """[R, D] views whose rows have a common stride, or copies."""
     return [x.reshape(-1, x.shape[-1]) if x.stride(-1) == 1 else x.contiguous().view(-1, x.shape[-1]) for x in given]
 
 
 def _even_tokens(x_BSHK: Tensor) -> tuple[Tensor, int]:
-    """A tensor, and how far its tokens are apart: itself where a token's heads lie side by side and tokens are equally
-    far apart, or a copy."""
+    """(a tensor, the stride of its tokens): `x_BSHK` if a token's heads are contiguous and tokens have a common stride,
+    else a copy."""
     (batch, length, heads, width), (of_batch, of_token, of_head, of_element) = x_BSHK.shape, x_BSHK.stride()
     side_by_side = of_element == 1 and (heads == 1 or of_head == width)
     if side_by_side and (length == 1 or batch == 1 or of_batch == length * of_token):
@@ -103,14 +103,14 @@ def _narrow(rows, elements, scales, limit, tiny, D: tl.constexpr, DP: tl.constex
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, DP)
     own = tl.load(rows + row * D + at, at < D, 0.0).to(tl.float32)
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(own)), limit), tiny)
-    # What is no number stays none, so that it is found in the logits.
+    # NaN stays NaN, so that it is found in the logits.
     quotient = tl.clamp(tl.div_rn(own, scale), -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     tl.store(elements + row * D + at, quotient.to(elements.dtype.element_ty), at < D)
     tl.store(scales + row, scale)
 
 
 @triton.jit
-def _argument(x, GELU: tl.constexpr):  # as in activations.h, and so are the numbers
+def _argument(x, GELU: tl.constexpr):  # as in activations.h, with the same constants
     return x * (x * x * 0.07135481627260025 + 1.5957691216057308) if GELU else x
 
 
@@ -139,7 +139,7 @@ def _gated_backward(grad, given, up, of_given, of_up, count, GELU: tl.constexpr,
     tl.store(of_up + at, (g * x * sigmoid).to(of_up.dtype.element_ty), inside)
 
 
-# Whatever the number of tokens, one kernel: to load another one waits for what a card does, also for other ranks.
+# One kernel for any number of tokens: loading another one waits for the GPU's present work, also that of other ranks.
 @triton.jit(do_not_specialize=["tables"])
 def _rotate(
     q, k, cos, sin, queries, keys, q_token, k_token, tables,
@@ -153,7 +153,7 @@ def _rotate(
     cos_2 = tl.load(cos + table + F, half < F, 0.0).to(tl.float32)
     sin_1 = tl.load(sin + table, half < F, 0.0).to(tl.float32)
     sin_2 = tl.load(sin + table + F, half < F, 0.0).to(tl.float32)
-    if BACK:  # what a half gave to the other one, it gets from it
+    if BACK:  # turn by the opposite angle: swap the halves of `sin`
         sin_1, sin_2 = sin_2, sin_1
     head = tl.arange(0, HP)[:, None]
     _turn(q + token * q_token, queries + token * H * 2 * F, head, half, cos_1, cos_2, sin_1, sin_2, H, F)

@@ -1,4 +1,4 @@
-"""Hugging Face model directories, in and out: `config.json`, safetensors, of whole models; and peft's, of adapters.
+"""Reading and writing Hugging Face model directories (`config.json`, safetensors) and peft's directories of adapters.
 
 A directory of adapters names the directory of its base, from which everything else is read.
 """
@@ -29,32 +29,32 @@ from penstock.nodes.model.lora import A, B, Lora, initial, is_adapter, merged
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", "adapter_model.safetensors"
-# What stands in place of a large file in a clone without Git LFS begins with it.
+# The beginning of the pointer file that a clone without Git LFS has in place of a large file.
 LFS = b"version https://git-lfs"
-# What peft's names begin with.
+# The prefix of peft's names.
 PEFT = "base_model.model."
-# Of one file of weights.
+# The most bytes of one file of weights.
 SHARD_BYTES = 4 << 30
-# What was written less than so long ago may change again without another time of change.
+# A file that was written more recently may change again without a new time of change.
 SETTLED_S = 10.0
-# The head of a model that gives a number, that of a language model, and what may be tied to it.
+# The head of a `Scorer`, that of a language model, and the embedding, which may be tied to it.
 HEAD, LM_HEAD, EMBEDDING = "score.weight", "lm_head.weight", "model.embed_tokens.weight"
-# Of the numbers in a file.
+# The number formats that are read from a file.
 _STORED = ("F64", "F32", "BF16", "F16")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def torch_dtype(given: str | torch.dtype) -> torch.dtype:
-    """The dtype that a flag or a `config.json` names, or that is given itself. Raises ModelError for what no model
-    computes in."""
+    """The dtype that a flag or a `config.json` names; a dtype is returned as it is. Raises ModelError for one that no
+    model computes in."""
     if given not in (*_DTYPES, *_DTYPES.values()):
         raise ModelError(f"given dtype {given!r}, needed one of: {', '.join(_DTYPES)}")
     return _DTYPES[given] if isinstance(given, str) else given
 
 
 def read_config(folder: str | Path) -> ModelConfig:
-    """The configuration of a model directory, or of the base of adapters. Raises ModelError, with the file's name,
-    where it cannot be used."""
+    """The configuration of a model directory, or of the base of adapters. Raises ModelError, with the file's name, if
+    it cannot be used."""
     base = read_adapters(folder)[0]
     path = base / CONFIG
     if not path.exists():
@@ -68,11 +68,11 @@ def read_config(folder: str | Path) -> ModelConfig:
 
 
 def read_adapters(folder: str | Path) -> tuple[Path, Lora | None]:
-    """(the directory of the base, the adapters) of a directory as peft writes it; of any other one (itself, None).
-    Either may be a name of the Hub, whose directory is in its cache.
+    """(the directory of the base, the adapters) for a directory as peft writes it; (the directory, None) for any other.
+    Both may be names of the Hub, whose directories are in its cache.
 
-    Raises ModelError for adapters of a base that is no directory, or that would compute something else, and for a name
-    that cannot be downloaded.
+    Raises ModelError for adapters whose base is no directory, for adapters that would compute something else, and for a
+    name that cannot be downloaded.
     """
     folder = _folder(folder)
     path = folder / ADAPTER_CONFIG
@@ -101,10 +101,10 @@ def _folder(given: str | Path) -> Path:
 
 @lru_cache
 def digest(folder: str | Path) -> str:
-    """SHA-256 of what a model directory's weights are: its files of weights, byte for byte, and its shape.
+    """SHA-256 of a model directory's weights: of the bytes of its files of weights, and of its configuration.
 
-    Of the processes of a host that want it one reads the files. It notes the digest for the others, and for later runs,
-    by the files' inodes, sizes, and times of change, which no user can set.
+    Only one of a host's processes reads the files. It notes the digest for the others, and for later runs, by the
+    files' inodes, sizes, and times of change, which no user can set.
     """
     files, shape = weight_files(Path(folder)), repr(read_config(folder))
     own = [(s.st_dev, s.st_ino, s.st_size, s.st_ctime_ns) for s in map(os.stat, files)]
@@ -116,7 +116,7 @@ def digest(folder: str | Path) -> str:
             with path.open("rb") as file:
                 return hashlib.file_digest(file, "sha256").digest()
 
-        with ThreadPoolExecutor(8) as threads:  # hashing leaves Python to other threads
+        with ThreadPoolExecutor(8) as threads:  # hashing releases the interpreter lock
             made = hashlib.sha256(b"".join([shape.encode(), *threads.map(of, files)])).hexdigest()
         if note is not None and time.time() - max(changed for *_, changed in own) * 1e-9 > SETTLED_S:
             note.write(made)
@@ -125,7 +125,7 @@ def digest(folder: str | Path) -> str:
 
 @contextmanager
 def _note(name: str) -> Iterator[TextIO | None]:
-    """A file of this user on this host, which one process at a time has; None where there can be none."""
+    """A locked file of this user on this host; None if it cannot be opened."""
     try:
         opened = os.fdopen(
             os.open(private_folder() / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+"
@@ -152,14 +152,14 @@ def load_model(
     lora: Lora | None = None,
     seed: int = 0,
 ) -> M:
-    """The model of a directory, or of a name of the Hub, its weights converted to `dtype`. A `Scorer` is read from the
-    layout of `LlamaForSequenceClassification` with one label; with `new_head` it stands on the decoder of any
-    directory, and its head is zero. With `lora` it has adapters, drawn from the seed, or those of the directory, which
-    must be such ones; they stay float32. A scorer on a directory of adapters has them merged into its weights.
+    """The model of a directory, or of a name of the Hub, with weights converted to `dtype`. A `Scorer` is read from the
+    layout of `LlamaForSequenceClassification` with one label; with `new_head` it has the decoder of any directory, and
+    a head of zeros. With `lora` the model has adapters, drawn from the seed, or those of the directory, which must be
+    equal to `lora`; they stay float32. A scorer from a directory of adapters has them merged into its weights.
 
-    With `unread` no weight is read: the model's `source` reads regions of them. Names and shapes are looked at now. On
-    the device "meta" a row of each tensor is read. Raises ModelError unless every tensor is there and fits, and for
-    numbers among those that are read that are not finite.
+    With `unread` no weight is read now: the model's `source` reads regions of them. Names and shapes are checked now.
+    On the device "meta" one row of each tensor is read. Raises ModelError unless every tensor is there and fits, and
+    if a number that is read is not finite.
     """
     folder = _folder(folder)
     base, saved = read_adapters(folder)
@@ -175,7 +175,7 @@ def load_model(
     if HEAD in read and HEAD not in pieces:
         needed = f"{HEAD} [1, hidden_size], as the program reward_model writes it"
         raise ModelError(f"{folder}: given a reward model without a head, needed {needed}")
-    # The head of a language model is of no use to a scorer; where embeddings are tied, it may be there once more.
+    # A scorer does not use a language model's head. With tied embeddings, files may still have the head.
     unused = own | ({LM_HEAD} - parameters.keys())
     twice = pieces.get(LM_HEAD) if isinstance(model, CausalLM) and model.config.tie_word_embeddings else None
     check_names(read, {name: piece for name, piece in pieces.items() if name not in unused}, str(base))
@@ -193,13 +193,13 @@ def load_model(
             return adapters[name][slices] if adapters else initial(name, whole, seed)[slices]
         if name in own:
             return torch.zeros(parameters[name][slices].shape)
-        # Files are mapped memory: what is not sliced is not read.
+        # Files are mapped memory: only the slice is read.
         piece: Tensor = pieces[name][slices]
-        # `transformers` would not tie them.
+        # If they differ, `transformers` would not tie them.
         if name == EMBEDDING and twice is not None and not torch.equal(piece.float(), twice[slices].float()):
             given = f"tie_word_embeddings and another {LM_HEAD} than {EMBEDDING}"
             raise ModelError(f"{base}: given {given}, needed equal ones, one of them, or tie_word_embeddings false")
-        # One sum, which keeps what is no number, and takes no memory.
+        # A sum of numbers that are not finite is not finite, and needs no memory.
         if not math.isfinite(piece.sum(dtype=torch.float32)):
             raise ModelError(f"{base}: {name}: given NaN or infinity among its numbers, needed finite ones")
         place = name.removesuffix("weight")
@@ -211,8 +211,7 @@ def load_model(
     if unread:
         model.source = region
     elif model.device.type == "meta":
-        # A model is tried: one whose training has diverged has such numbers all over, and a row of each tensor is read
-        # in no time.
+        # Only a check: a model whose training has diverged has such numbers everywhere, and one row is read quickly.
         for name, parameter in read.items():
             *rows, width = parameter.shape
             region(name, (*(slice(0, 1) for _ in rows), slice(0, width)))
@@ -224,7 +223,7 @@ def load_model(
 
 
 def save_model(model: Decoder, tensors: Mapping[str, Tensor], folder: str | Path) -> None:
-    """Write a directory that `load_model` and `transformers` read, of a model whose weights are `tensors`, whole and on
+    """Write a directory that `load_model` and `transformers` can read. `tensors` are the model's weights, whole and on
     the CPU."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -249,7 +248,7 @@ def save_model(model: Decoder, tensors: Mapping[str, Tensor], folder: str | Path
 
 
 def save_adapters(lora: Lora, tensors: Mapping[str, Tensor], base: str, folder: str | Path) -> None:
-    """Write a directory that `load_model` and `peft` read: adapters of the model in the directory `base`."""
+    """Write adapters of the model in the directory `base` to a directory that `load_model` and `peft` can read."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(lora.to_json(base), indent=2) + "\n")
@@ -257,7 +256,7 @@ def save_adapters(lora: Lora, tensors: Mapping[str, Tensor], base: str, folder: 
 
 
 def saved_adapters(folder: Path, lora: Lora) -> dict[str, Tensor]:
-    """By the names of a model's parameters. Raises ModelError for adapters of another model, or of another rank."""
+    """Saved adapters by the names of a model's parameters. Raises ModelError for adapters of another model or rank."""
     path = folder / ADAPTERS
     if not path.is_file():
         others = ", ".join(sorted(p.name for p in folder.iterdir() if p.name.startswith("adapter_model")))
@@ -274,7 +273,7 @@ def check_names(needed: Mapping[str, Any], given: Mapping[str, Any], where: str)
     """Raises ModelError unless the names on both sides are the same."""
     if missing := sorted(needed.keys() - given.keys()):
         raise ModelError(f"{where}: {_listed(missing)} missing; the model needs {len(needed)} tensors")
-    # Old checkpoints have frequencies, too, which follow from `config.json`.
+    # Old checkpoints also have rotary frequencies, which follow from `config.json`.
     extra = sorted(n for n in given.keys() - needed.keys() if not n.endswith("rotary_emb.inv_freq"))
     if extra:
         known = f"the {len(needed)} tensors of a model of this `{CONFIG}` and no other"
@@ -294,7 +293,7 @@ def _listed(names: list[str]) -> str:
 
 def weight_files(folder: Path) -> list[Path]:
     """The files of weights of a model directory."""
-    # Where there are both, transformers reads the one.
+    # If there are both, transformers reads the single file.
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
     if (folder / INDEX).exists():
@@ -308,8 +307,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _pieces(paths: Sequence[Path]) -> dict[str, Any]:
-    """Each tensor of some files; nothing is read before it is sliced."""
-    # Files stay open, as memory that is mapped.
+    """Each tensor of some files; slicing one reads the slice."""
+    # The files stay open, as mapped memory.
     pieces: dict[str, Any] = {}
     for path in paths:
         try:
@@ -323,8 +322,8 @@ def _pieces(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def point_at(model: Decoder, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Make the model compute with these very tensors (copies, if on another device): all of its own, which must be
-    there and fit."""
+    """Make the model compute with these tensors without a copy (on another device, with copies). They must be all of
+    its own parameters, and fit."""
     parameters = model.own_parameters()
     check_names(parameters, tensors, where)
     for name, parameter in parameters.items():

@@ -1,22 +1,21 @@
-/* Products of rows and the log-softmax, for a CPU: `invariant.py` says of what each function is.
+/* Products of rows and the log-softmax, for a CPU; see `invariant.py`.
 
-   Compiled where it runs; with BF16 the tensors are of bfloat16, and all is computed in float32 and rounded once. The
-   numbers of a row are added up in one order, which depends on how many they are and on nothing else: not on the rows
-   beside it, the threads, or where in memory it lies. So each loop whose order matters stands here once, and works on
-   lanes that are written out. */
+   Compiled at run time; with BF16 the tensors are bfloat16, and everything is computed in float32 and rounded once. The
+   numbers of a row are added in an order that depends on their count only: not on the rows beside it, the threads, or
+   its place in memory. So each loop whose order matters is written once, with explicit lanes. */
 
 #include <stdlib.h>
 
 #include "lanes.h"
 
-/* A tile of a product has so many rows of both matrices, whatever is left of them. */
+/* A tile of a product has always this many rows of both matrices; the last tile repeats rows. */
 #define TALL 6
 #define WIDE 4
 /* Rows of an input that stay in the cache while all weights pass by. */
 #define CHUNK 96
 
-/* Products of TALL rows of floats, of a multiple of LANES, with WIDE rows of K weights. Never inlined: the compiler may
-   make other code of it where it knows more. */
+/* Products of TALL rows of floats, padded to a multiple of LANES, with WIDE rows of K weights. Never inlined: with more
+   knowledge at a call the compiler might generate other code. */
 static __attribute__((noinline)) void tile(const float *const x[TALL], const stored *const w[WIDE], int64_t K,
                                            float found[TALL][WIDE]) {
     vector totals[TALL][WIDE];
@@ -50,7 +49,7 @@ static __attribute__((noinline)) void tile(const float *const x[TALL], const sto
         }
 }
 
-/* out [R, O] = x [R, K] w [O, K]^T + bias, which may be null. Returns 1 where memory is lacking, otherwise 0. */
+/* out [R, O] = x [R, K] w [O, K]^T + bias, which may be null. Returns 1 if there is not enough memory, otherwise 0. */
 int linear(const stored *x, const stored *w, const stored *bias, stored *out, int64_t R, int64_t O, int64_t K,
            int threads) {
     int64_t padded = whole(K, LANES);
@@ -84,7 +83,7 @@ int linear(const stored *x, const stored *w, const stored *bias, stored *out, in
     return 0;
 }
 
-/* out [R, V] = log softmax(logits / temperature), where each row has its temperature. */
+/* out [R, V] = log softmax(logits / temperature), with one temperature for each row. */
 void log_softmax(const stored *logits, const float *temperature, float *out, int64_t R, int64_t V, int threads) {
 #pragma omp parallel for num_threads(threads)
     for (int64_t r = 0; r < R; r++) {

@@ -1,11 +1,11 @@
-"""A forward pass whose bits depend on a row's own tokens alone (`--invariant`): not on how many rows a pass has, what a
-prompt is cut into, or the threads. So what a generator computes token by token is what a trainer computes of whole
-sequences, and the log-probabilities that are recorded are the trainer's, to the bit.
+"""A forward pass whose bits depend on a row's own tokens only (`--invariant`): not on the number of rows in a pass, on
+the chunks of a prefill, or on the threads. So a generator that computes token by token and a trainer that computes
+whole sequences get the same bits, and the recorded log-probabilities are exactly the trainer's.
 
-All that adds numbers up, or that a compiler may do in two ways, is in C, which generator and trainer share: products
-and the log-softmax in `invariant.c`, and what is shared in any run in `elementwise.c`. Attention is the generator's own
-operation, with each sequence as a slot. Look-ups and sums of two numbers are exact in any order. Backward passes are
-the ordinary ones.
+All operations that sum numbers, or that a compiler may compile in two ways, are in C that generator and trainer share:
+products and the log-softmax in `invariant.c`, and those that are shared in every run in `elementwise.c`. Attention is
+the generator's own operation, with each sequence as a slot. Look-ups and sums of two numbers are exact in any order.
+Backward passes are the ordinary ones.
 
 Shapes: R rows, D hidden width, O width of an output, B sequences, S tokens, H query heads, G key-value heads, K width
 of a head, V vocabulary.
@@ -30,7 +30,8 @@ _SOURCE = Path(__file__).with_name("invariant.c")
 
 @functools.cache
 def _functions(dtype: torch.dtype) -> ctypes.CDLL:
-    """Raises ModelError for a dtype that it has none for, or where they do not compile."""
+    """The functions of invariant.c. Raises ModelError for a dtype that they do not support, or if they do not
+    compile."""
     if dtype not in DTYPES:
         raise ModelError(f"--invariant: given {str(dtype).removeprefix('torch.')}, needed float32 or bfloat16")
     try:
@@ -44,9 +45,9 @@ def _functions(dtype: torch.dtype) -> ctypes.CDLL:
 
 
 def require_kernels(dtype: torch.dtype) -> None:
-    """Raises ModelError for a dtype or a machine that they are not for."""
+    """Raises ModelError for a dtype or a machine that the kernels do not support."""
     _functions(dtype)
-    # Of a machine where one of these does not compile, it has warned.
+    # If one of these does not compile, it has warned already.
     if elementwise.functions(dtype) is None or causal.functions(dtype) is None:
         raise ModelError(f"--invariant: given {compiler()!r}, needed a C compiler with OpenMP")
 
@@ -78,7 +79,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        # `kernels` has the fast ones, and imports this module.
+        # The fast products. Imported late, since `kernels` imports this module.
         from penstock.nodes.model.kernels import linear as multiply
 
         x, weight = ctx.saved_tensors
@@ -89,7 +90,7 @@ class _Linear(torch.autograd.Function):
 
 
 def attend_causal(layer: int, q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int = 0) -> Tensor:
-    """Each token sees itself and the tokens before it in its row. An `Attend`, by the generator's operation."""
+    """Causal attention within each row, by the generator's operation. An `Attend`."""
     return _Attend.apply(q_BSHK, k_BSGK, v_BSGK, window)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -107,7 +108,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _attend(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int) -> Tensor:
-    # The generator imports models.
+    # Imported late, since the generator imports models.
     from penstock.nodes.generate.attention import attend
 
     batch, length, groups, width = k_BSGK.shape
@@ -120,8 +121,8 @@ def _attend(q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, window: int) -> Tens
 
 
 def log_softmax(logits_RV: Tensor, temperature_R: Tensor | None = None) -> Tensor:
-    """log softmax(logits / temperature) over the last dimension, float32, without a gradient; None: of temperature 1.
-    The logits have the model's own dtype."""
+    """log softmax(logits / temperature) over the last dimension, float32, without a gradient; None is temperature 1.
+    The logits have the model's dtype."""
     rows = logits_RV.contiguous()
     if temperature_R is None:
         temperature_R = torch.ones(len(rows))

@@ -1,6 +1,6 @@
-"""A linear map, faster than torch's own on a CPU; and several of the same input as one.
+"""A linear map that is faster than torch's own on a CPU; and several maps of the same input as one product.
 
-Trainer and generator use the same ones, so their results agree to the bit where shapes do.
+Trainer and generator use the same maps, so their results are equal to the bit for equal shapes.
 
 Shapes: D hidden width; any number of dimensions before it, R rows in all.
 """
@@ -26,16 +26,16 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, without bias unless it is asked for."""
+    """`nn.Linear`, by default without bias."""
 
     packed: Tensor | None = None
-    """What it multiplies with, if that is not the weight: see `pack`."""
+    """A packed copy of the weight, which is used in its place: see `pack`."""
     joined: tuple[Tensor, Tensor | None, Tensor | None] | None = None
-    """The same, the bias and the scales of rows, of this map and of those that follow it."""
+    """Joined weight, bias and row scales of this map and of its neighbours: see `pack`."""
     row_scales: nn.Parameter | None
-    """Of a weight of eight bits, [out]: see `narrow`."""
+    """Row scales of an eight-bit weight, [out]: see `narrow`."""
     invariant: bool = False
-    """Are a row's bits those of the row alone? See `invariant`."""
+    """True if a row's bits depend on that row only: see `invariant`."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -51,12 +51,12 @@ class Linear(nn.Linear):
         return multiplied(x, self.packed, self.bias)
 
     def narrow(self, precision: str) -> None:
-        """Compute in eight bits from now on, with elements and scales that are still to come."""
+        """Compute in eight bits from now on, with elements and scales that arrive later."""
         self.weight, self.row_scales = narrow_parameters(self.weight, precision)
 
 
 def together(x: Tensor, *maps: Linear) -> Sequence[Tensor]:
-    """What maps make of the same input; by one product, if they were packed as neighbours."""
+    """The outputs of several maps of the same input; by one product if they were packed as neighbours."""
     if maps[0].joined is not None:
         weight, bias, scales = maps[0].joined
         if scales is not None:
@@ -73,18 +73,18 @@ def together(x: Tensor, *maps: Linear) -> Sequence[Tensor]:
 
 
 def pack(maps: Sequence[Linear], rows: int) -> None:
-    """Make neighbours, whose input is the same, multiply by one product from now on, without gradients and in other
-    bits: on a CPU with copies of their weights as they are now, in the order in which oneDNN reads them for so many
-    `rows`, if it has one; elsewhere with the weights themselves, where they lie one after the other (`Fusing`)."""
+    """Make maps of the same input compute by one product from now on, without gradients; the bits may change. On a CPU
+    it uses copies of the present weights in oneDNN's layout for this many `rows`, if oneDNN has one; elsewhere the
+    weights themselves, if they are contiguous (`Fusing`)."""
     if maps[0].invariant:
-        return  # its kernels read it as it is
-    # An adapter adds to what its map makes, so that it is packed by itself.
+        return  # invariant kernels read the weight as it is
+    # An adapter adds to its map's output, so maps with adapters are packed one by one.
     plain = len(maps) > 1 and all(type(each) is Linear for each in maps)
     if maps[0].weight.device.type != "cpu":
         maps[0].joined = _joined(maps) if plain else None
         return
     if maps[0].row_scales is not None:
-        return  # so do those of eight bits
+        return  # and so do eight-bit products
     if plain:
         biases = [each.bias.detach() for each in maps if each.bias is not None]
         weight = packed(torch.cat([each.weight.detach() for each in maps]), rows)
@@ -95,7 +95,7 @@ def pack(maps: Sequence[Linear], rows: int) -> None:
 
 
 def _joined(maps: Sequence[Linear]) -> tuple[Tensor, Tensor | None, Tensor | None] | None:
-    """Weights that lie one after the other as one, and so their biases and scales; None where they do not."""
+    """Joined weight, bias and scales of maps whose tensors are contiguous in memory; else None."""
     weights = [each.weight for each in maps]
     biases = [each.bias for each in maps if each.bias is not None]
     scales = [each.row_scales for each in maps if each.row_scales is not None]
@@ -106,7 +106,7 @@ def _joined(maps: Sequence[Linear]) -> tuple[Tensor, Tensor | None, Tensor | Non
 
 
 def _one_after_the_other(parts: Sequence[Tensor]) -> Tensor | None:
-    """The rows of all parts as one tensor, in the same memory; None where they do not lie there like that."""
+    """The rows of all parts as one tensor in the same memory; None if the parts are not contiguous there."""
     first, address = parts[0].detach(), parts[0].data_ptr()
     for part in parts:
         same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and part.dtype == first.dtype
@@ -117,7 +117,8 @@ def _one_after_the_other(parts: Sequence[Tensor]) -> Tensor | None:
 
 
 def packed(weight: Tensor, rows: int) -> Tensor | None:
-    """A copy of a weight for `multiplied`, which orders a plain one anew each time; None where there is no order."""
+    """A copy of a weight in the layout of `multiplied`, which would convert a plain weight each time; None if there is
+    no such layout."""
     if _onednn is None or weight.device.type != "cpu" or weight.dtype not in DTYPES:
         return None
     return torch.ops.mkldnn._reorder_linear_weight(_multipliable(weight), rows)  # type: ignore[no-any-return]
@@ -129,8 +130,8 @@ def _multipliable(x: Tensor) -> Tensor:
 
 @functools.cache
 def _widened(dtype: torch.dtype) -> bool:
-    """Is it multiplied in float32? Without AVX-512 oneDNN has no products of bfloat16, and torch's own take ten times
-    as long as to convert and multiply (Zen 3, one core: 6 against 60 GFLOP/s)."""
+    """True if products are computed in float32. Without AVX-512 oneDNN has no products of bfloat16, and torch's own
+    take ten times as long as converting and multiplying (Zen 3, one core: 6 against 60 GFLOP/s)."""
     return dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -150,23 +151,23 @@ def _plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _suits(x: Tensor, weight: Tensor) -> bool:
-    # A DTensor's own rules say how it is multiplied.
+    # A DTensor has multiplication rules of its own.
     return x.device.type == "cpu" and x.dtype == weight.dtype and type(weight) in _PLAIN
 
 
 def _learns(x: Tensor, weight: Tensor) -> bool:
-    """Is it a product with gradients of ours?"""
+    """True for a product that needs gradients and that `_Linear` supports."""
     asked = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return asked and _onednn is not None and _suits(x, weight) and x.dtype in DTYPES
 
 
 class _Linear(torch.autograd.Function):
-    """What maps with such weights, and as many biases, make of the same input."""
+    """The outputs of maps of the same input: first all weights, then as many biases."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         count = len(parameters) // 2
-        # Only the gradients of weights read it.
+        # Only gradients of weights need the input.
         ctx.save_for_backward(x if any(ctx.needs_input_grad[1 : count + 1]) else None, *parameters[:count])
         ctx.shape = x.shape
         return tuple(_plain(x, *each) for each in zip(parameters[:count], parameters[count:], strict=True))  # type: ignore[arg-type]
@@ -189,9 +190,9 @@ class _Linear(torch.autograd.Function):
 
 
 def _of_weights(grads: Sequence[Tensor], x_RI: Tensor) -> list[Tensor]:
-    """The gradient [O, I] of each weight, whose map's is [R, O]."""
+    """The gradient [O, I] of each weight, from the gradient [R, O] of its map's output."""
     # oneDNN reads a transposed factor anew for each tile of a product (AMX, 1,656 rows: 0.7 against 1.25 TFLOP/s), so
-    # one of the two is transposed before: what is less to move.
+    # one of the two is transposed first: the one that moves fewer numbers.
     rows, inputs = x_RI.shape
     outputs = sum(grad.shape[1] for grad in grads)
     if outputs * rows <= inputs * (rows + outputs):
@@ -208,7 +209,7 @@ def _added(sums: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias by oneDNN, of a weight that may be packed."""
+    """x @ weight.T + bias by oneDNN; the weight may be packed."""
     assert _onednn is not None
     given = _multipliable(x), _multipliable(weight), None if bias is None else _multipliable(bias)
     return _onednn(*given, "none", [], "").to(x.dtype)  # type: ignore[no-any-return]

@@ -1,4 +1,5 @@
-/* Vectors of LANES floats, which a compiler makes of what registers there are, and their sums in one order. */
+/* Vectors of LANES floats, which the compiler maps to the registers that there are, and sums of them in a fixed
+   order. */
 
 #include "numbers.h"
 
@@ -20,14 +21,14 @@ static inline vector load(const stored *from) {
     narrow_vector narrow;
     memcpy(&narrow, from, sizeof narrow);
 #ifdef __AVX512F__
-    /* One instruction, where GCC makes four of the line below. */
+    /* One instruction; GCC compiles the line below to four. */
     return (vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)narrow), 16);
 #else
     return (vector)(__builtin_convertvector(narrow, bits_vector) << 16);
 #endif
 }
 
-/* As `rounded`; but what is too small for a normal number is 0 where AVX512_BF16 rounds. */
+/* As `rounded`, except that with AVX512_BF16 subnormal numbers become 0. */
 static inline void store(stored *to, vector x) {
 #ifdef __AVX512BF16__
     __m256bh narrow = _mm512_cvtneps_pbh((__m512)x);
@@ -48,7 +49,7 @@ static inline vector load(const stored *from) {
 static inline void store(stored *to, vector x) { memcpy(to, &x, sizeof x); }
 #endif
 
-/* The first n numbers, of which there may be LANES or fewer; others are 0. */
+/* The first n numbers, at most LANES; the other lanes are 0. */
 static inline vector load_part(const stored *from, int64_t n) {
     if (n >= LANES) return load(from);
     stored part[LANES] = {0};
@@ -75,7 +76,7 @@ static inline float sum(const float lanes[LANES]) {
 }
 
 #if defined(__AVX512F__) && !defined(__clang__)
-/* The lanes beside which `half` lanes on are those that `sum` adds to them, or they to those. */
+/* For each lane the index of the lane `half` lanes away, which `sum` adds to it, or it to that one. */
 #define ACROSS(half) ((int_vector){0 ^ half, 1 ^ half, 2 ^ half, 3 ^ half, 4 ^ half, 5 ^ half, 6 ^ half, 7 ^ half, \
                                    8 ^ half, 9 ^ half, 10 ^ half, 11 ^ half, 12 ^ half, 13 ^ half, 14 ^ half, 15 ^ half})
 
@@ -105,7 +106,7 @@ static inline float largest(vector x) {
 
 /* As `exponential`, and 0 below -87. */
 static inline vector exponentials(vector x) {
-    const vector none = {0}, magic = none + 12582912.0f; /* 1.5 * 2^23: what is added to it is rounded to a whole */
+    const vector none = {0}, magic = none + 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
     vector whole = (x * 1.44269504f + magic) - magic;
     vector r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
     vector p = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -119,8 +120,8 @@ static inline vector exponentials(vector x) {
 }
 
 #if defined(__AVX512F__) && !defined(__clang__)
-/* Rows i and i + HALF of a matrix of LANES rows change what they have of columns beyond each other's, by blocks of HALF
-   columns: of 1, 2, 4 and 8 in turn, it is transposed. */
+/* In a matrix of LANES rows, swap blocks of HALF columns between rows i and i + HALF. With HALF = 8, 4, 2 and 1 in turn
+   this transposes the matrix. */
 #define KEEP(h, l) ((l) & (h) ? LANES + (l) - (h) : (l))
 #define TAKE(h, l) ((l) & (h) ? LANES + (l) : (l) + (h))
 #define ALL(f, h) {f(h, 0), f(h, 1), f(h, 2), f(h, 3), f(h, 4), f(h, 5), f(h, 6), f(h, 7), f(h, 8), f(h, 9), f(h, 10), \
@@ -149,5 +150,5 @@ static inline void transpose(vector rows[LANES]) {
 }
 #endif
 
-/* A multiple of `unit` that is at least n. */
+/* The least multiple of `unit` that is at least n. */
 static inline int64_t whole(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, Hu et al., 2021, arXiv 2106.09685): y = W x + alpha / rank · B A x, with W frozen.
 
-A and B are what a carried value has, learns and sends; W is the base's, which every rank reads from the same directory.
-Names and numbers are those of the package peft: A uniform within ±1 / √in, B zero, both without bias. Left out: dropout
-of what goes into A, DoRA, rsLoRA, adapters of embedding and head.
+A carried value holds, trains and sends only A and B; W is the base's, which every rank reads from the same directory.
+Names and initial values are those of the package peft: A uniform within ±1 / √in, B zero, both without bias. Left out:
+dropout of A's input, DoRA, rsLoRA, adapters of embedding and head.
 
 Shapes: in, out: of W [out, in]; r: rank; A [r, in], B [out, r].
 """
@@ -23,24 +23,23 @@ from penstock.nodes.model.kernels import Linear
 # The linear maps of a layer, in the order in which they compute; those of attention first.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 TARGETS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
-# What the names of an adapter's two matrices end with.
+# The suffixes of the names of an adapter's two matrices.
 A, B = "lora_A.weight", "lora_B.weight"
 
-# Of a file of peft's: settings that change nothing of what adapters compute once they are there, and those that have
-# one value here.
+# Settings in peft's file that do not change what existing adapters compute, and settings that have one value here.
 _IDLE = {
     *("auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "inference_mode", "lora_dropout"),
     *("loftq_config", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision"),
     *("runtime_config", "task_type", "ensure_weight_tying"),
 }
 _FIXED = {"peft_type": "LORA", "bias": "none"}
-# Ways to begin that leave the base as it is.
+# Initialisations that do not change the base.
 _BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapters of all linear maps named `targets`. Raises ModelError for a rank, a number or a name that cannot be."""
+    """Adapters of all linear maps named `targets`. Raises ModelError for an invalid rank, alpha or target."""
 
     rank: int
     alpha: float
@@ -74,7 +73,7 @@ class Lora:
         return f"rank {self.rank}, alpha {self.alpha:g}, targets {', '.join(self.targets)}"
 
     def to_json(self, base: str) -> dict[str, Any]:
-        """The content of peft's `adapter_config.json`, of adapters of the model in the directory `base`."""
+        """The content of peft's `adapter_config.json` for adapters of the model in the directory `base`."""
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -94,17 +93,17 @@ class Lora:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> "Lora":
-        """From the content of an `adapter_config.json`. Raises ModelError for a setting by which these adapters would
+        """The adapters that an `adapter_config.json` describes. Raises ModelError for a setting with which they would
         compute something else."""
         for key, needed in _FIXED.items():
             if data.get(key, needed) != needed:
                 raise ModelError(f"given {key} {data[key]!r}, needed {needed!r}")
-        # By type, too: 1 and 0 are equal to true and false, and are neither.
+        # Compare types, too: 1 == True and 0 == False.
         beginning = data.get("init_lora_weights")
         if not any(type(beginning) is type(known) and beginning == known for known in _BEGINNINGS):
             raise ModelError(f"given init_lora_weights {beginning!r}, which changes the base; needed true")
         known = {*_IDLE, *_FIXED, "init_lora_weights", "r", "lora_alpha", "target_modules"}
-        # Null, false, and lists and mappings without items say that a setting is not used; 0 may be a layer's number.
+        # Null, false, and empty lists and mappings mean that a setting is not used; 0 may be a layer's number.
         unused = {key for key, value in data.items() if value is None or value is False or value in ([], {})}
         if used := sorted(data.keys() - known - unused):
             raise ModelError(f"given {used[0]} {data[used[0]]!r}, needed nothing of it: it would be computed otherwise")
@@ -113,7 +112,7 @@ class Lora:
             targets = TARGETS
         if not isinstance(targets, Sequence) or isinstance(targets, str) or not all(type(t) is str for t in targets):
             raise ModelError(f"given target_modules {targets!r}, needed a list of some of {', '.join(TARGETS)}")
-        # peft may write each map of each layer by itself: whoever reads the file finds out if one is not there.
+        # peft may list each map of each layer: a map without an adapter is noticed when the tensors are read.
         return Lora(data.get("r", 8), data.get("lora_alpha", 8), tuple({name.rpartition(".")[2] for name in targets}))
 
 
@@ -132,16 +131,16 @@ class LoraLinear(Linear):
 
 
 def is_adapter(name: str) -> bool:
-    """Is it a parameter of an adapter?"""
+    """True for a parameter of an adapter."""
     return name.endswith((A, B))
 
 
 def initial(name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """An adapter's matrix before it has learnt, float32: a function of the seed and of its name."""
+    """The initial value of an adapter's matrix, float32: a function of the seed and of its name."""
     if name.endswith(B):
         return torch.zeros(*shape)
     generator = torch.Generator().manual_seed(random_key(seed, "lora", name))
-    # Kaiming's uniform with a = √5, as peft draws it, and torch a linear map.
+    # Kaiming's uniform initialisation with a = √5, as in peft and in torch's linear maps.
     return (torch.rand(*shape, generator=generator) * 2 - 1) / math.sqrt(shape[-1])
 
 

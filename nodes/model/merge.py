@@ -1,7 +1,7 @@
-"""`python -m penstock.nodes.model.merge ADAPTERS FOLDER`: the model that a base and its adapters are together.
+"""`python -m penstock.nodes.model.merge ADAPTERS FOLDER` merges adapters into their base.
 
-The base's directory with W + alpha / rank · B A in place of W, added in float32 and rounded once to the dtype of W; one
-file of weights at a time.
+It writes the base's directory with W + alpha / rank · B A in place of W, added in float32 and rounded once to the dtype
+of W; one file of weights at a time.
 """
 
 import shutil
@@ -14,12 +14,13 @@ from penstock.nodes.model.config import ModelError
 from penstock.nodes.model.hf import read_adapters, saved_adapters, weight_files
 from penstock.nodes.model.lora import A, B, merged
 
-# Of a base's other files: its shape, the index of its weights, the tokenizer.
+# Suffixes of the base's other files that are copied: configuration, index of weights, tokenizer.
 KEPT = (".json", ".jinja", ".model", ".txt")
 
 
 def merge(adapters: Path, folder: Path) -> None:
-    """Into an empty folder. Raises ModelError for a directory without adapters, or whose base cannot have them."""
+    """Write the merged model into an empty folder. Raises ModelError for a directory without adapters, or for adapters
+    that do not fit their base."""
     base, lora = read_adapters(adapters)
     if lora is None:
         raise ModelError(f"{adapters}: given a whole model, which opens as it is, needed adapters to merge")

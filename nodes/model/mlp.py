@@ -1,4 +1,4 @@
-"""A layer's MLP: one that all tokens go through, or experts of which each token goes through some.
+"""A layer's MLP: one for all tokens, or experts of which each token uses some.
 
 Shapes: D hidden width, N tokens, L layers, E experts, K those of a token, M = N · K; any number of dimensions before D.
 """
@@ -16,16 +16,17 @@ from penstock.nodes.model.expert_parallel import Dealt
 from penstock.nodes.model.kernels import Linear, linear, together
 from penstock.nodes.model.words import own_part, shared, summed
 
-# Rows of an expert come in multiples of it, so that a token's bits do not depend on how many others have chosen the
-# same expert: a product of one row is another kernel, and element-wise ones treat the last, odd elements differently.
+# Rows of an expert are padded to a multiple of this, so that a token's bits do not depend on how many others have
+# chosen the same expert: a product of one row uses another kernel, and element-wise kernels treat the last, odd
+# elements differently.
 ROW_TILE = 16
 
-# (layer, the experts_NK that its router finds likeliest) → those that each token goes through, [N, K].
+# (layer, the experts_NK that its router chooses) → the experts that each token uses, [N, K].
 Route = Callable[[int, Tensor], Tensor]
 
 
 class RouteRecorder:
-    """A `Route` that keeps to the router's experts, and their numbers, counted from 1."""
+    """A `Route` that uses the router's experts, and records their numbers, counted from 1."""
 
     def __init__(self) -> None:
         self._layers: list[Tensor] = []
@@ -40,7 +41,7 @@ class RouteRecorder:
 
 
 def replay(experts_NLK: Tensor) -> Route:
-    """A `Route` through recorded experts, and through the router's own where none were recorded (0)."""
+    """A `Route` that uses recorded experts, and the router's own where none are recorded (0)."""
 
     def route(layer: int, chosen_NK: Tensor) -> Tensor:
         recorded_NK = experts_NLK[:, layer].to(chosen_NK)
@@ -50,7 +51,7 @@ def replay(experts_NLK: Tensor) -> Route:
 
 
 class Mlp(nn.Module):
-    """down(activation(gate(x)) · up(x)), of an inner width."""
+    """down(activation(gate(x)) · up(x)), with the inner width `width`."""
 
     def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
@@ -65,8 +66,8 @@ class Mlp(nn.Module):
 
 
 class Experts(nn.Module):
-    """Σ p · expert(x) over the experts that a router chooses (Shazeer et al., 2017, arXiv 1701.06538, section 2): p is
-    the softmax of its logits over all experts, in float32, and those of a token sum to 1 if `norm_topk_prob`.
+    """Σ p · expert(x) over the experts that a router chooses (Shazeer et al., 2017, arXiv 1701.06538, section 2). p is
+    the softmax of its logits over all experts, in float32; with `norm_topk_prob` the p of a token's experts sum to 1.
     """
 
     def __init__(self, config: ModelConfig, index: int) -> None:
@@ -74,13 +75,13 @@ class Experts(nn.Module):
         self.index, self.count, self.normed = index, config.num_experts_per_tok, config.norm_topk_prob
         self.gate = Linear(config.hidden_size, config.num_experts)
         self.experts = ExpertMlps(config)
-        # The ranks that each have a part of every expert's inner width, if several do and learn.
+        # With tensor parallelism while training: the ranks that each have a part of every expert's inner width.
         self.sharers: dist.ProcessGroup | None = None
-        # How the experts lie on several ranks, if each has some of them.
+        # With expert parallelism: the distribution of the experts over ranks.
         self.dealt: Dealt | None = None
 
     def deal(self, dealt: Dealt) -> None:
-        """Keep this rank's experts alone; the others are those of other ranks."""
+        """Keep only this rank's experts; other ranks have the others."""
         self.dealt = dealt
         for other in set(range(len(self.experts))) - set(dealt.own(len(self.experts))):
             del self.experts[str(other)]
@@ -110,21 +111,21 @@ class Experts(nn.Module):
 
 
 class ExpertMlps(nn.ModuleDict):
-    """The experts of a layer that are here, by their numbers."""
+    """This rank's experts of a layer, by their numbers."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__({str(i): Mlp(config, config.moe_intermediate_size) for i in range(config.num_experts)})
 
     def forward(self, x_MD: Tensor, counts: list[int]) -> Tensor:
-        """What they make of rows in their order, of which each has so many."""
+        """The outputs of rows in the order of their experts; `counts` is the number of rows of each expert."""
         parts = torch.split(x_MD, counts)
         return torch.cat([_rows(expert, part) for expert, part in zip(self.values(), parts, strict=True)])
 
 
 def _rows(expert: nn.Module, x: Tensor) -> Tensor:
-    """What an expert makes of its tokens' rows."""
+    """An expert's outputs for its tokens' rows."""
     assert isinstance(expert, Mlp)
-    # Where something is learnt each has a gradient, if only zero: ranks reduce those of all.
+    # In training every expert needs a gradient, even if it is zero: ranks reduce those of all experts.
     if not len(x) and not torch.is_grad_enabled():
         return x
     padded = F.pad(x, (0, 0, 0, max(1, -(-len(x) // ROW_TILE)) * ROW_TILE - len(x)))

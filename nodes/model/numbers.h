@@ -1,10 +1,10 @@
-/* The numbers of a tensor in memory, `stored`, and floats: bfloat16 with BF16, else float32. */
+/* Conversion between the numbers of a tensor in memory, `stored` (bfloat16 with BF16, else float32), and floats. */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-/* Floats of a register. Arrays of longer vectors are kept in memory by compilers, not in registers. */
+/* Floats of a register. Compilers keep arrays of longer vectors in memory, not in registers. */
 #ifdef __AVX512F__
 #define WIDTH 16
 #else
@@ -17,7 +17,7 @@ typedef uint16_t stored;
 static inline stored rounded(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
-    /* What is no number stays none. */
+    /* NaN stays NaN. */
     return x != x ? 0x7fc0 : (stored)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 

@@ -1,5 +1,5 @@
-"""How models are cut over ranks, as plain data: tensor parallelism, experts, pipeline stages. And one rank's part of a
-language model for generation (`CausalLMPart`, `CausalLMWithOwnExperts`).
+"""How models are sharded over ranks, as plain data: tensor parallelism, experts, pipeline stages. Also one rank's part
+of a language model for generation (`CausalLMPart`, `CausalLMWithOwnExperts`).
 
 Tensor parallelism is that of Megatron-LM (Shoeybi et al., 2019, section 3). The matrices that widen (queries, keys,
 values, gate, up) are cut by output rows, those that narrow (attention output, down) by input columns, embedding and
@@ -23,8 +23,8 @@ from penstock.nodes.model.words import Words
 
 def tensor_parallel(config: ModelConfig) -> dict[str, Rule]:
     """The rule of every parameter, by the end of its name. Attention is cut between heads, keys and values between
-    theirs: with more ranks than key-value heads, neighbours hold the same ones. Of an adapter one matrix is cut as the
-    map that it belongs to, the other one is whole.
+    key-value heads: with more ranks than key-value heads, neighbours hold the same ones. One matrix of an adapter is
+    cut like its linear map, the other is whole.
     """
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     rules: dict[str, Rule] = {
@@ -53,11 +53,11 @@ def tensor_parallel(config: ModelConfig) -> dict[str, Rule]:
 
 
 def part_of(shape: Sequence[int], rule: Rule, parts: int, part: int) -> tuple[slice, ...]:
-    """The region that part `part` of `parts` has of a tensor of this shape, for generation: by `tensor_parallel`."""
+    """The region of a tensor of this shape that part `part` of `parts` has in generation, by `tensor_parallel`."""
     region = [slice(0, size) for size in shape]
     if rule is not None:
         dim, units = rule
-        # Without a number of units it is cut as a vocabulary is: into equal runs, of which the last one may be shorter.
+        # Without units it is cut like a vocabulary: into equal runs, of which the last one may be shorter.
         whole = shape[dim] // units if units else -(-shape[dim] // parts)
         first, count = (part * units // parts, max(1, units // parts)) if units else (part, 1)
         region[dim] = slice(min(shape[dim], first * whole), min(shape[dim], (first + count) * whole))
@@ -65,8 +65,8 @@ def part_of(shape: Sequence[int], rule: Rule, parts: int, part: int) -> tuple[sl
 
 
 def check_tensor_parallel(config: ModelConfig, parts: int, *, shared_heads: bool) -> None:
-    """Raises ModelError for a model that cannot be cut into so many parts, or with a vocabulary so small that a rank
-    would get no word. With `shared_heads` several ranks may hold the same key-value head."""
+    """Raises ModelError for a model that cannot be cut into this many parts, or with a vocabulary so small that a rank
+    would have no word. With `shared_heads` several ranks may hold the same key-value head."""
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     width = "moe_intermediate_size" if config.family.experts else "intermediate_size"
     inner = getattr(config, width)
@@ -83,7 +83,7 @@ def check_tensor_parallel(config: ModelConfig, parts: int, *, shared_heads: bool
 
 
 def check_experts(config: ModelConfig, ranks: int) -> None:
-    """Raises ModelError for a model whose experts cannot be dealt out evenly over so many ranks."""
+    """Raises ModelError for a model whose experts cannot be distributed evenly over this many ranks."""
     if config.num_experts % ranks or (ranks > 1 and not config.num_experts):
         given = f"{config.num_experts} experts" if config.num_experts else f"a {config.model_type} without experts"
         raise ModelError(f"expert parallelism: given {given}, needed a number of experts that ep {ranks} divides")
@@ -106,8 +106,8 @@ def part_config(config: ModelConfig, parts: int, part: int) -> ModelConfig:
 
 
 def stages_of(config: ModelConfig, names: Iterable[str], stages: int) -> dict[str, tuple[int, ...]]:
-    """The stages that hold each of these parameters, of any model of the family: layers in runs of nearly equal length,
-    the embedding on the first, norm and head on the last. A tied embedding is on both.
+    """The stages that hold each of these parameters: layers are in runs of nearly equal length, the embedding is on the
+    first stage, norm and head on the last. A tied embedding is on both.
 
     Raises ModelError for more stages than layers.
     """
@@ -128,12 +128,12 @@ def stages_of(config: ModelConfig, names: Iterable[str], stages: int) -> dict[st
 
 class CausalLMPart(CausalLM):
     """Part `part` of `parts`, which are the ranks of the default group in order. It has plain tensors and explicit
-    collectives; no gradient goes through it.
+    collectives, and no gradients.
 
-    Each rank has some of the heads and of the MLP's inner width; what attention and MLP write is summed over the ranks.
-    The embedding is cut over the vocabulary, so a look-up is such a sum too. So is the head, and logits are gathered:
-    ranks sample from logits that are the same to the bit. `config` is that of the whole model. Raises ModelError for a
-    model that cannot be cut so.
+    Each rank has some of the heads and of the MLP's inner width; outputs of attention and MLP are summed over the
+    ranks. The embedding is cut over the vocabulary, so a look-up is such a sum, too. The head is cut as well, and
+    logits are gathered: all ranks sample from logits that are equal to the bit. `config` is that of the whole model.
+    Raises ModelError for a model that cannot be cut so.
     """
 
     def __init__(
@@ -153,8 +153,8 @@ class CausalLMPart(CausalLM):
 
 class CausalLMWithOwnExperts(CausalLM):
     """Part `part` of `parts`, which are the ranks of the default group in order: each has a share of every layer's
-    experts, and all of the rest. They compute the same tokens, and sample from logits that have the bits of one rank's.
-    No gradient goes through it. Raises ModelError for experts that cannot be dealt out so.
+    experts, and all other weights. All ranks compute the same tokens; their logits have the bits of a single rank's.
+    There are no gradients. Raises ModelError for experts that cannot be distributed so.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class CausalLMWithOwnExperts(CausalLM):
         check_experts(config, parts)
         super().__init__(config, dtype, device, lora=lora, unread=True)
         self.deal_experts(Gather(parts, part))
-        # The others never had memory. Buffers have theirs.
+        # Other ranks' experts never had memory. Buffers keep theirs.
         buffers = dict(self.named_buffers())
         self.to_empty(device=device)
         for name, buffer in buffers.items():
@@ -171,6 +171,6 @@ class CausalLMWithOwnExperts(CausalLM):
 
 
 def _sum(module: nn.Module, given: tuple[Tensor, ...], own: Tensor) -> Tensor:
-    """Sum `own` over all ranks: a forward hook of modules that give a summand of their output."""
+    """Sum `own` over all ranks: a forward hook of modules whose output is one rank's summand."""
     dist.all_reduce(own)
     return own

@@ -1,9 +1,9 @@
-"""The vocabulary cut over ranks (Megatron-LM, Shoeybi et al., 2019, section 3): each has some rows of the embedding and
-of the head. A look-up is a sum over the ranks, for each rank finds its own words only; logits are a rank's own, and
-what a loss reads of all of them are sums and a maximum.
+"""The vocabulary sharded over ranks (Megatron-LM, Shoeybi et al., 2019, section 3): each rank has some rows of the
+embedding and of the head. A look-up is a sum over the ranks, since each finds only its own words. Each rank computes
+the logits of its own words; a loss needs only sums and a maximum over all of them.
 
-Where all ranks compute with the same numbers after a sum, the gradient of each is that of all: so `sum` hands a
-gradient on as it is, and what each rank multiplies with its own rows goes through `shared`, which sums it.
+After a sum all ranks compute with the same numbers, so each has the full gradient: `sum` passes a gradient on
+unchanged. A value that each rank multiplies with its own rows goes through `shared`, which sums the gradient.
 
 Shapes: … any dimensions, D hidden width, V vocabulary, W words of a rank.
 """
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Words:
-    """Part `part` of `parts` of a vocabulary, on the ranks of `group` (None: the default one) in order. In one part
-    nothing is communicated.
+    """Part `part` of `parts` of a vocabulary, on the ranks of `group` (None: the default one) in order. With one part
+    there is no communication.
 
-    The words of a part follow one another, ⌈total / parts⌉ of them, and fewer in the last part.
+    A part has ⌈total / parts⌉ consecutive words, the last part may have fewer.
     """
 
     total: int
@@ -44,7 +44,7 @@ class Words:
         return max(0, min(self.most, self.total - self.first))
 
     def index(self, words: Tensor) -> tuple[Tensor, Tensor]:
-        """The row of each word among this rank's, and whether it is there; row 0 if not."""
+        """(the row of each word among this rank's, whether the rank has it); row 0 for a word that it does not have."""
         rows = words - self.first
         here = (rows >= 0) & (rows < self.count)
         return rows.masked_fill(~here, 0), here
@@ -57,16 +57,17 @@ class Words:
         return self.sum(F.embedding(rows, weight_WD).masked_fill(~here[..., None], 0.0))
 
     def sum(self, own: Tensor) -> Tensor:
-        """Over the ranks, each of which goes on with the same numbers."""
+        """The sum over the ranks, which all continue with the same numbers."""
         return own if self.parts == 1 else summed(own, self.group)
 
     def shared(self, same: Tensor) -> Tensor:
-        """What all ranks have, for each to compute with on its own words: its gradient is summed over the ranks."""
+        """A value that all ranks have, for computation with each rank's own words: its gradient is summed over the
+        ranks."""
         return same if self.parts == 1 else shared(same, self.group)
 
     @torch.no_grad()
     def max(self, own: Tensor) -> Tensor:
-        """Over the ranks, without a gradient."""
+        """The maximum over the ranks, without a gradient."""
         if self.parts == 1:
             return own
         own = own.clone()
@@ -74,17 +75,17 @@ class Words:
         return own
 
     def gather(self, own: Tensor) -> Tensor:
-        """[…, W] of each rank as […, V] on all, who go on with the same numbers."""
+        """[…, W] of each rank as […, V] on all ranks, which continue with the same numbers."""
         return own if self.parts == 1 else _Gather.apply(own, self)  # type: ignore[no-untyped-call]
 
 
 def shared(same: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """What all ranks of a group have, for each to go on with by itself: its gradient is summed over them."""
+    """A value that all ranks of a group have and then use differently: its gradient is summed over the ranks."""
     return _Shared.apply(same, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def summed(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Over the ranks of a group, each of which goes on with the same numbers."""
+    """The sum over the ranks of a group, which all continue with the same numbers."""
     return _Sum.apply(own, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -97,19 +98,19 @@ class WordEmbedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Do nothing: weights come from `init_weights` or a file."""
-        # To draw numbers without memory, torch would import its compiler, which takes as long as torch.
+        # To draw numbers for tensors without memory, torch would import its compiler, which takes as long as torch.
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         found_BSD = self.words.look_up(tokens_BS, own_part(self.weight))
         return found_BSD if self.scale == 1 else found_BSD * self.factor(found_BSD.dtype)
 
     def factor(self, dtype: torch.dtype) -> Tensor:
-        """`scale` in the dtype of the embedding, to which transformers rounds it."""
+        """`scale` rounded to the dtype of the embedding, as in transformers."""
         return torch.tensor(self.scale, dtype=dtype)
 
 
 def own_part(weight: Tensor) -> Tensor:
-    """This rank's part as a plain tensor, of one that torch holds in parts (DTensor)."""
+    """This rank's part of a DTensor as a plain tensor; any other tensor as it is."""
     # By its name: torch.distributed.tensor takes half a second to import, and not every run needs it.
     return weight.to_local() if hasattr(weight, "to_local") else weight
 

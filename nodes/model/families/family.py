@@ -1,4 +1,4 @@
-"""What sets a family of models apart from the others that the decoder computes."""
+"""The differences between the families of models that the decoder computes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,21 +9,20 @@ from typing import Any
 class Family:
     """The models of one `model_type`. Their sizes are in each `config.json`.
 
-    name: what `transformers` calls their classes, without what stands for the head.
-    scorer_name: the same of those whose head gives a number, where it is another one.
-    qkv_bias: have the maps to queries, keys and values a bias?
-    qk_norm: is each head's query and key normed before it is turned?
-    branch_norms: is what attention and MLP make normed, too, before it is added?
-    norm_offset: what is added to the weight of each norm.
-    scaled_embedding: are embeddings multiplied by the root of their width?
-    activation: of an MLP's gate, one of `elementwise.ACTIVATIONS`; `activation_key` is the setting that says it.
-    experts: is each layer's MLP a mixture of experts?
-    windows: may a layer attend to the last tokens alone (`sliding_window`)?
-    windowed: settings that say which of the layers do, beside it.
+    name: the name of their classes in `transformers`, without the head's suffix.
+    scorer_name: the same for classes of a `Scorer`, if it differs.
+    qkv_bias: True if the maps to queries, keys and values have a bias.
+    qk_norm: True if each head's query and key is normed before rotary embedding.
+    branch_norms: True if the outputs of attention and MLP are normed before they are added.
+    norm_offset: the number that is added to the weight of each norm.
+    scaled_embedding: True if embeddings are multiplied by the root of their width.
+    activation: that of an MLP's gate, one of `elementwise.ACTIVATIONS`; `activation_key` is its setting's name.
+    experts: True if each layer's MLP is a mixture of experts.
+    windows: True if a layer may attend to the last tokens only (`sliding_window`).
+    windowed: the other settings that say which layers do.
     more: fields of `ModelConfig` that other families do not have.
-    defaults: what `transformers` takes for a key that a `config.json` does not have, where it is not what it takes for
-        most models.
-    fixed: settings of which the decoder has one value. Null and a missing key mean the same.
+    defaults: values of `transformers` for keys missing in a `config.json`, if they differ from those for most models.
+    fixed: settings with one value that the decoder supports. Null and a missing key mean the same.
     """
 
     model_type: str
@@ -45,5 +44,5 @@ class Family:
 
     @property
     def local_rope(self) -> bool:
-        """Do layers with a window turn queries and keys by other angles?"""
+        """True if layers with a window have a rotary embedding of their own."""
         return "rope_local_base_freq" in self.more

@@ -1,6 +1,6 @@
-"""Gemma 3, text alone (Gemma team, 2025, arXiv 2503.19786): 270M and 1B, and the language models of the larger ones. Of
-six layers five have a window, and turn queries and keys by angles of their own. Left out: attention both ways, of the
-embedding model.
+"""Gemma 3, text only (Gemma team, 2025, arXiv 2503.19786): 270M and 1B, and the language models of the larger ones.
+Five of six layers have a window, and a rotary embedding of their own. Left out: the embedding model's bidirectional
+attention.
 """
 
 from penstock.nodes.model.families.family import Family

@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1, 3.2, 3.3 (Meta, arXiv 2307.09288 and 2407.21783), and what has their `config.json`."""
+"""Llama 2, 3, 3.1, 3.2, 3.3 (Meta, arXiv 2307.09288 and 2407.21783), and models with the same `config.json`."""
 
 from penstock.nodes.model.families.family import Family
 

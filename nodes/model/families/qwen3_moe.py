@@ -1,5 +1,5 @@
-"""Qwen3's mixtures (arXiv 2505.09388): routed experts in place of each MLP. Left out: the loss that balances experts,
-which only pre-training has.
+"""Qwen3's mixtures of experts (arXiv 2505.09388): routed experts in place of each MLP. Left out: the load-balancing
+loss, which only pre-training has.
 """
 
 from penstock.nodes.model.families.family import Family
