@@ -12,6 +12,7 @@ built-in name, or FILE.py:FUNCTION in docs/examples. WHAT is one of
     show PROGRAM              what `penstock show PROGRAM` prints
     check PROGRAM             what `penstock check PROGRAM` prints
     schedule PROGRAM FLAG …   the period and the drawing that `penstock simulate PROGRAM` prints
+    fields CLASS              a table of a file of JSON: the fields of a class of runtime/record/typed_json.py
     help [VERB]               what `penstock VERB --help` prints
     algorithms                the table of the algorithms (see algorithms.py)
     graphs                    a section for each of them: its picture, its source, what `penstock show` prints
@@ -24,6 +25,7 @@ built-in name, or FILE.py:FUNCTION in docs/examples. WHAT is one of
 """
 
 import argparse
+import ast
 import inspect
 import json
 import os
@@ -36,7 +38,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,16 @@ REGION = re.compile(r"(?ms)^<!-- begin (?P<what>[^>]+?) -->\n.*?^<!-- end (?P=wh
 LINE = re.compile(r"(?m)^<!-- write (?P<what>.+?) -->$")
 PROCESSORS = {"AMX": "_amx", "AVX-512": "", "AVX2": "_avx2"}
 """The kinds of processors, by the ends of their results' names (`by_processor` of the benchmarks)."""
+FILES = ROOT / "runtime" / "record" / "typed_json.py"
+KINDS = {
+    "Text": "text",
+    "Count": "integer",
+    "Number": "number or null",
+    "Annotated": "number",
+    "dict": "object",
+    "list": "list",
+}
+"""The types of its fields in words."""
 KEPT = 2
 """Lines of progress of an excerpt that are kept at each end of a row of them."""
 
@@ -156,6 +168,21 @@ def checked(name: str) -> str:
         faults = list(error.faults)
     assert faults, f"{name} is shown for its faults, and has none"
     return fenced(f"$ penstock check {name}\n{faults_text(faults)}".replace(str(EXAMPLES), HOME), "console")
+
+
+def fields_table(name: str) -> str:
+    """Each field with its type in words and its docstring."""
+    (found,) = (item for item in ast.parse(FILES.read_text()).body if getattr(item, "name", "") == name)
+    assert isinstance(found, ast.ClassDef)
+    rows = []
+    for field, doc in pairwise(found.body):
+        if isinstance(field, ast.AnnAssign):
+            assert isinstance(doc, ast.Expr), f"{name}.{ast.unparse(field.target)} has no docstring"
+            assert isinstance(doc.value, ast.Constant)
+            kind = re.match(r"(?:NotRequired\[)?(\w+)", ast.unparse(field.annotation))
+            assert kind
+            rows.append([f"`{ast.unparse(field.target)}`", KINDS[kind[1]], str(doc.value.value)])
+    return _table(["field", "type", "meaning"], rows)
 
 
 def help_text(*verb: str) -> str:
@@ -337,6 +364,7 @@ WRITERS: dict[str, Callable[..., str]] = {
     "example": example,
     "show": show,
     "check": checked,
+    "fields": fields_table,
     "help": help_text,
     "schedule": schedule,
     "algorithms": algorithm_table,

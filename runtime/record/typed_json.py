@@ -50,30 +50,56 @@ class Coming(TypedDict):
 
 
 class Summary(TypedDict):
-    """`summary.json`. Older runs wrote less."""
+    """`summary.json`. Older runs wrote less. The documentation shows the docstrings of the fields."""
 
     status: Text
+    """`done`, `stopped` or `failed`"""
     error: NotRequired[Text]
+    """why the run failed; "" for others"""
     cause: NotRequired[Text]
-    accuracy_before: NotRequired[Number]
-    accuracy_after: NotRequired[Number]
-    updates: NotRequired[Count]
-    groups: NotRequired[Count]
-    fates: NotRequired[dict[str, Count]]
-    retried: NotRequired[Count]
+    """code of a failure (below); `preempted` where an engine wanted the run to stop"""
+    lost_host: NotRequired[Text]
+    """host of what failed; only where something of one host was lost"""
     last_failure: NotRequired[Text]
-    not_finite: NotRequired[dict[str, dict[str, Any]]]
-    wall_s: NotRequired[Annotated[float, Meta(ge=0, le=1e300)]]
-    command_s: NotRequired[Annotated[float, Meta(ge=0, le=1e300)]]
+    """traceback of the last firing that failed, also where it was tried again; at most 9,000 characters"""
+    accuracy_before: NotRequired[Number]
+    """share of held-out problems solved before the first update, 0 to 1; null if not measured"""
+    accuracy_after: NotRequired[Number]
+    """the same after the last update"""
     reward_mean: NotRequired[Number]
+    """that of the last row of `metrics.jsonl`"""
+    updates: NotRequired[Count]
+    """updates that are done, of all lives of the run"""
+    groups: NotRequired[Count]
+    """prompt groups that these took"""
+    fates: NotRequired[dict[str, Count]]
+    """prompt groups by outcome: `consumed`, `dropped` by a filter, `failed`"""
+    retried: NotRequired[Count]
+    """firings that failed and were tried again"""
+    wall_s: NotRequired[Annotated[float, Meta(ge=0, le=1e300)]]
+    """seconds of all lives of the run, without the time between them"""
+    command_s: NotRequired[Annotated[float, Meta(ge=0, le=1e300)]]
+    """seconds of the last command, which ran or resumed it"""
     measured: NotRequired[list[dict[str, Number]] | dict[str, Number]]
-    dropped_frames: NotRequired[dict[str, Count]]
+    """metrics that came after the last row, as columns of rows"""
+    not_finite: NotRequired[dict[str, dict[str, Any]]]
+    """by metric that was no number: the first such `value`, the `first` and `last` update of them, and how many"""
     warnings: NotRequired[list[Text]]
-    tracked: NotRequired[dict[str, dict[str, Any]]]
+    """the first 200 of all lives"""
+    dropped_frames: NotRequired[dict[str, Count]]
+    """messages that the controller refused in the last life, by reason"""
     replicas: NotRequired[list[Coming]]
-    records: NotRequired[Count]
+    """replicas that were lost or joined: `replica`, `event`, `time_s` of the run, `reason`; only where there are any"""
+    tracked: NotRequired[dict[str, dict[str, Any]]]
+    """by tracker: `where` it is, `updates` that it has, whether it is `complete`, a `warning`; only with trackers"""
     checkpoint: NotRequired[Count]
+    """update that a resume does next, once the `damaged` ones are moved away"""
     damaged: NotRequired[list[Text]]
+    """newer checkpoints that cannot be read, by folder; only where there are any"""
+    records: NotRequired[Count]
+    """records of `events.log`"""
+    folder: NotRequired[Text]
+    """the run folder"""
 
 
 class RowColumns(TypedDict):

@@ -28,6 +28,7 @@ from penstock.runtime.control.process import processes_of, sweep_processes
 from penstock.runtime.control.run_config import EVALUATION, RunConfig, RunOptions
 from penstock.runtime.record.event_log import commands_digest, read_log
 from penstock.runtime.record.folder import RunFolder
+from penstock.runtime.record.typed_json import Summary
 from penstock.runtime.schedule.replay import Replayed, SegmentOrigin, replay
 from penstock.runtime.tensor.checkpoint import CheckpointShard
 from penstock.runtime.tensor.shm import SHM
@@ -306,7 +307,9 @@ def num_rows(folder: Path) -> int:
 
 
 def summary(folder: Path) -> dict[str, Any]:
+    """All fields are in the documentation, which has those of `Summary`."""
     found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    assert found.keys() <= Summary.__annotations__.keys()
     return found
 
 
