@@ -11,7 +11,6 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from statistics import StatisticsError, fmean
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, TypeVarTuple, get_args, overload
 
 from penstock.graph.errors import defined, fault, nearest
@@ -27,6 +26,7 @@ from penstock.graph.types import (
     Advantages,
     AnyRewards,
     Batchable,
+    Mean,
     Metrics,
     Weights,
     uneven,
@@ -203,26 +203,28 @@ class NodeDef(Generic[P, T]):
         if len(metrics) > MOST_FIGURES:
             raise ValueError(f"{self._returned} {len(metrics)} figures, needed at most {MOST_FIGURES} of a firing")
         outputs = {port.name: v for port, v in zip(shape.outputs, values, strict=True)}
-        return state, outputs, self._rewarded(values) | {name: self._metric(name, v) for name, v in metrics.items()}
+        figures = self._rewarded(values) | {name: self._metric(name, v) for name, v in metrics.items()}
+        empty = {name for name, figure in figures.items() if isinstance(figure, Mean) and not figure.count}
+        return state, outputs, {name: figure for name, figure in figures.items() if name not in empty}
 
     def _rewarded(self, values: Sequence[Any]) -> Metrics:
         """The mean over responses of each rewards output that a node makes, as `reward_mean`; from the second output on
-        with its name in front. A node that reads rewards only changes them, and has none. There is no mean of no rows,
-        nor of rewards whose sum is no float."""
+        with its name in front. A node that reads rewards only changes them, and has none. There is no mean of rewards
+        whose sum is no float."""
         if any(port.type in get_args(AnyRewards) for port in self.interface.inputs):
             return {}
         made = [(p.name, v) for p, v in zip(self.interface.outputs, values, strict=True) if isinstance(v, AnyRewards)]
         means: Metrics = {}
         for place, (name, value) in enumerate(made):
-            with suppress(OverflowError, StatisticsError):
-                means[f"{name}_reward_mean" if place else "reward_mean"] = fmean(value.values_N.tolist())
+            with suppress(OverflowError):
+                means[f"{name}_reward_mean" if place else "reward_mean"] = Mean.of(value.values_N.tolist())
         return means
 
     def _metric(self, name: Any, value: Any) -> float:
         """One metric. Raises TypeError for a name that is no text or a value that is no number, ValueError for the name
         of a column that each row has anyway, or for a name that cannot be shown."""
         try:
-            figure = float(value)
+            figure = value if isinstance(value, Mean) else float(value)
         except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor with several elements
             figure = None
         if figure is None or not isinstance(name, str):

@@ -11,12 +11,37 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from statistics import fmean
 from typing import Any, ClassVar, Self, TypeVar
 
 from penstock.graph.protocols import Array, Axes, Vector
 
 # Metrics that a node returns beside its outputs; `metrics.jsonl` has their averages over an update's groups.
 Metrics = dict[str, float]
+
+
+class Mean(float):
+    """A metric that is a mean over `count` rows, tokens or other things. Over several groups it is the mean over all of
+    theirs, however many each group has. A mean over nothing is left out of rows.
+
+        {"tool_errors": Mean.of(failed), "words": Mean(words / turns, turns)}
+    """
+
+    count: float
+
+    def __new__(cls, value: float, count: float) -> Self:
+        """Raises ValueError for a negative count, or one that is not finite."""
+        made = super().__new__(cls, value)
+        made.count = float(count)
+        if not 0 <= made.count < math.inf:
+            raise ValueError(f"Mean: given a count of {count!r}, needed 0 or a larger number")
+        return made
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """The mean of the numbers, NaN of none. Raises OverflowError if their sum is no float."""
+        return cls(fmean(values) if values else math.nan, len(values))
+
 
 # Columns that each row of `metrics.jsonl` has anyway: no metric of a node may have such a name.
 COLUMNS = frozenset(

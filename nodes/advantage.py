@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.graph import node, requires
 from penstock.graph.requires import Call
-from penstock.graph.types import Advantages, Metrics, Prefixes, Rewards, Rollouts, TokenAdvantages
+from penstock.graph.types import Advantages, Mean, Metrics, Prefixes, Rewards, Rollouts, TokenAdvantages
 from penstock.nodes.learn.batching import group_rows, sampled_mask
 from penstock.nodes.learn.losses import segment_lengths, segment_max, segment_mean
 
@@ -170,8 +170,7 @@ def vine_advantage(
         worth = [float(others_N[row]), *states_M[own].tolist(), float(values_N[row])]
         for step in range(len(own) + 1):
             advantages_NT[row, bounds[step] : bounds[step + 1]] = worth[step + 1] - worth[step]
-    metrics = {"state_value": float(states_M.mean())} if numbers else {}
-    return TokenAdvantages(advantages_NT), metrics
+    return TokenAdvantages(advantages_NT), {"state_value": Mean.of(states_M.tolist())}
 
 
 @node(pool="scorer")

@@ -17,6 +17,7 @@ from penstock.graph.types import (
     AnyPolicy,
     Context,
     Logprobs,
+    Mean,
     Metrics,
     Policy,
     Reference,
@@ -96,7 +97,7 @@ def distillation_advantage(rollouts: Rollouts, teacher: Logprobs) -> tuple[Token
     """
     mask_NT, behaviour_NT = sampled_mask(rollouts), behaviour_logprobs(rollouts, "distillation_advantage")
     advantages_NT = (teacher.logprobs_NT - behaviour_NT).masked_fill(~mask_NT, 0.0)
-    return TokenAdvantages(advantages_NT), {"teacher_kl": -float(advantages_NT[mask_NT].mean())}
+    return TokenAdvantages(advantages_NT), {"teacher_kl": Mean.of((-advantages_NT[mask_NT]).tolist())}
 
 
 @reads_tokens

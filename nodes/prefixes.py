@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.graph import node, requires
 from penstock.graph.requires import Call
-from penstock.graph.types import Context, Metrics, Prefixes, Rollouts
+from penstock.graph.types import Context, Mean, Metrics, Prefixes, Rollouts
 from penstock.nodes.learn.batching import behaviour_logprobs
 from penstock.nodes.open_model import ModelSpec, run_spec
 from penstock.nodes.option_checks import count
@@ -104,7 +104,7 @@ def cut(
             None if rollouts.experts_NSLK is None else _begins(rollouts.experts_NSLK, of_N, begins_N + lengths_N)
         ),
     )
-    return prefixes, {"prefixes": float(len(rows)), **({"prefix_length": sum(lengths) / len(rows)} if rows else {})}
+    return prefixes, {"prefixes": float(len(rows)), "prefix_length": Mean.of(lengths)}
 
 
 def _places(rollouts: Rollouts, row: int, logprobs_NT: Tensor, spec: ModelSpec, at: At) -> list[int]:

@@ -27,7 +27,7 @@ import torch
 from penstock.graph import node, requires
 from penstock.graph.node import fire
 from penstock.graph.requires import Call
-from penstock.graph.types import Context, Metrics, Rewards, Rollouts
+from penstock.graph.types import Context, Mean, Metrics, Rewards, Rollouts
 from penstock.nodes.environments.environment import STEP_S
 from penstock.nodes.option_checks import count, positive
 from penstock.nodes.score import ScoreError, reward_of
@@ -112,9 +112,7 @@ class RemoteScorer:
             for row in rows:
                 row.cancel()
         values_N = torch.tensor([value for value, _ in answers], dtype=torch.float32)
-        tries = sum(tried for _, tried in answers)
-        # Responses that continue prefixes have no rows in a group without prefixes.
-        return Rewards(values_N), {"asked_again": tries / len(answers)} if answers else {}
+        return Rewards(values_N), {"asked_again": Mean.of([tried for _, tried in answers])}
 
     async def _row(self, rollouts: Rollouts, row: int) -> tuple[float, int]:
         """The reward of a row, and the number of retries."""

@@ -18,7 +18,16 @@ from torch.nn.functional import logsigmoid, pad
 
 from penstock.graph import node, opens, requires
 from penstock.graph.protocols import Carried, num_ranks
-from penstock.graph.types import AnyPreferenceModel, Context, Metrics, PreferenceModel, RewardModel, Rewards, Rollouts
+from penstock.graph.types import (
+    AnyPreferenceModel,
+    Context,
+    Mean,
+    Metrics,
+    PreferenceModel,
+    RewardModel,
+    Rewards,
+    Rollouts,
+)
 from penstock.nodes.advantage import uniform_groups
 from penstock.nodes.data import Pairs
 from penstock.nodes.learn.batching import Packed
@@ -207,7 +216,7 @@ def reward_scores(
     model = expect(FrozenRewardModel, reward_model, "reward_scores")
     items = model.pack(ends(rollouts), micro_tokens)
     scores_N = sequence_sums(model, items, len(rollouts), packed_values).cpu()
-    return Rewards(scores_N), {"learned_reward": float(scores_N.mean())}
+    return Rewards(scores_N), {"learned_reward": Mean.of(scores_N.tolist())}
 
 
 @requires(rows_fit("reward_model", "pairs", "a response with its prompt"))

@@ -18,7 +18,7 @@ from penstock.graph import node, requires
 from penstock.graph.errors import Fault, GraphError
 from penstock.graph.imports import imported, names_function, short
 from penstock.graph.requires import Call
-from penstock.graph.types import Context, Metrics, NodeWarning, Rewards, Rollouts
+from penstock.graph.types import Context, Mean, Metrics, NodeWarning, Rewards, Rollouts
 from penstock.nodes import symbolic_math
 from penstock.nodes.data import FilePrompts
 from penstock.nodes.data_files import FINAL
@@ -338,9 +338,7 @@ def computes(call: Call) -> None:
 def score(rollouts: Rollouts, *, by: Rule = math_answer) -> tuple[Rewards, Metrics]:
     """The reward of each response by the rule `by`. If the rule raises, the group fails; its reward is never zero."""
     values = [_reward(by, rollouts, row) for row in range(len(rollouts))]
-    # Responses that continue prefixes have no rows in a group without prefixes.
-    metrics = {"finished": float(rollouts.finished_N.float().mean())} if values else {}
-    return Rewards(torch.tensor(values, dtype=torch.float32)), metrics
+    return Rewards(torch.tensor(values, dtype=torch.float32)), {"finished": Mean.of(rollouts.finished_N.tolist())}
 
 
 @node(pool="scorer", clock="update")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.graph import (
     Context,
+    Mean,
     Metrics,
     Rewards,
     Rollouts,
@@ -572,6 +573,37 @@ def shared(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 0, write: boo
 @node(pool="trainer", clock="update")
 def added(rewards: Rewards, looked: Rewards, both: Rewards) -> Rewards:
     return rewards + looked + both
+
+
+# Figures of groups with more and fewer rows -------------------------------------------------------------------
+
+
+@node(pool="scorer")
+def first_rows(rollouts: Rollouts) -> tuple[Rollouts, Metrics]:
+    """None to three rows of a group."""
+    kept = rollouts.take(range(rollouts.ordinals[0] % 4))
+    tokens = kept.tokens_NS.sum(1).tolist()
+    return kept, {"sums": Mean.of(tokens), "groups_seen": 1.0, "none": Mean.of([])}
+
+
+@node(pool="scorer")
+def score_each(rollouts: Rollouts) -> Rewards:
+    return Rewards((rollouts.tokens_NS.sum(1) % 101).float() / 100)
+
+
+@node(pool="trainer", clock="update")
+def whole(rollouts: Rollouts, rewards: Rewards) -> Metrics:
+    """The same means, of the batch."""
+    sums = rollouts.tokens_NS.sum(1).tolist()
+    return {"batch_reward": Mean.of(rewards.values_N.tolist()), "batch_sums": sum(sums) / len(sums)}
+
+
+@program
+def uneven(policy: FakePolicy, prompts: FakePrompts, *, lag: int = 1) -> FakePolicy:
+    rollouts = first_rows(fake_generate(prompts, broadcast(policy, lag=lag)))
+    rewards = score_each(rollouts)
+    whole(rollouts, rewards)
+    return fake_update(policy, rollouts, rewards)
 
 
 # Figures that are no numbers -----------------------------------------------------------------------------------

@@ -392,7 +392,23 @@ def test_what_readers_and_makers_write_into_a_value_is_seen_by_nobody_else(tmp_p
     assert_equal_bits(final_state(clean, 2), final_state(written, 2))
 
 
-# Figures that are no numbers, and failures ----------------------------------------------------------------------
+# Figures, those that are no numbers, and failures ---------------------------------------------------------------
+
+
+@PROCESSES
+def test_means_over_rows_are_of_all_rows_of_an_update_however_many_each_group_has(
+    tmp_path: Path, processes: bool
+) -> None:
+    made = run(tmp_path, "uneven", processes=processes)
+    stopped = prepared(tmp_path, "uneven", replace(TOY, checkpoint_every=1))
+    stop_after(stopped, 2)
+    for folder in (made, run_here(stopped)):
+        assert len(rows(folder)) == UPDATES
+        for row in rows(folder):
+            assert row["reward_mean"] == pytest.approx(row["batch_reward"])
+            assert row["sums"] == pytest.approx(row["batch_sums"])
+            assert row["groups_seen"] == 1.0
+            assert "none" not in row
 
 
 def test_a_figure_that_is_no_number_is_noted_and_nothing_follows(tmp_path: Path) -> None:

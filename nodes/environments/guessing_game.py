@@ -5,7 +5,7 @@ import re
 import torch
 
 from penstock.graph.protocols import Source
-from penstock.graph.types import Context, Metrics, Prompts, Replies, Rollouts
+from penstock.graph.types import Context, Mean, Metrics, Prompts, Replies, Rollouts
 from penstock.nodes.environments.environment import environment
 
 LOW, HIGH = 0, 9
@@ -62,4 +62,7 @@ def guessing_game(
         texts.append(unclear if guess is None else higher if guess < int(answer) else lower)
     done_N = torch.tensor(right)
     replies = Replies(tuple(texts), ("user",) * len(texts), done_N, done_N.float())
-    return replies, {"unclear": texts.count(unclear) / len(texts)}
+    turns = rollouts.turns()
+    newest = max(turns, default=0)  # of those who were not done before
+    asked = [text == unclear for text, turn in zip(texts, turns, strict=True) if turn == newest]
+    return replies, {"unclear": Mean.of(asked)}

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from penstock.graph import requires
-from penstock.graph.types import Metrics, Replies, Rollouts
+from penstock.graph.types import Mean, Metrics, Replies, Rollouts
 from penstock.nodes.environments.environment import environment
 from penstock.nodes.environments.sandbox import Answer, Limits, isolated, run_python, wrapper_of
 from penstock.nodes.option_checks import count, positive
@@ -50,7 +50,7 @@ def python_tool(
     with group and code. Where bubblewrap does not work, the run is refused, or SandboxError is raised;
     sandbox=False runs code without it, with your rights (see `sandbox.py`).
 
-    Metrics: `tool_calls` (share of rows), `tool_errors` (share of those calls).
+    Metrics: `tool_calls` (share of turns), `tool_errors` (share of those calls).
     """
     limits = Limits(seconds, cpu_seconds, memory_mib, max_output)
     finished = rollouts.finished_N.tolist()
@@ -62,9 +62,10 @@ def python_tool(
         raise ToolTimeout(f"python_tool, group {rollouts.ordinals[late[0]]}, row {late[0]}: {given}")
     texts = tuple("" if call is None else f"<output>{answers[call].output}</output>" for call in calls)
     failures = [answers[call].failed for call in calls if call is not None]
-    metrics = {"tool_calls": len(failures) / len(calls)}
-    if failures:
-        metrics["tool_errors"] = sum(failures) / len(failures)
+    turns = rollouts.turns()
+    newest = max(turns, default=0)  # of those who were not done before
+    called = [call is not None for call, turn in zip(calls, turns, strict=True) if turn == newest]
+    metrics: Metrics = {"tool_calls": Mean.of(called), "tool_errors": Mean.of(failures)}
     done_N = torch.tensor([call is None for call in calls])
     return Replies(texts, ("tool",) * len(texts), done_N), metrics
 

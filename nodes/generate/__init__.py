@@ -19,7 +19,7 @@ from penstock.graph.imports import load
 from penstock.graph.ir import PRECISIONS
 from penstock.graph.node import NodeDef, fire
 from penstock.graph.requires import Call
-from penstock.graph.types import Context, Metrics, Prefixes, Prompts, Replies, Rollouts, Weights
+from penstock.graph.types import Context, Mean, Metrics, Prefixes, Prompts, Replies, Rollouts, Weights
 from penstock.nodes.generate.conversation import SampledGroup, SampledRow, never_said
 from penstock.nodes.generate.engine import Engine
 from penstock.nodes.generate.engines import can_decode, engine_of
@@ -234,7 +234,7 @@ class Replier(Engine):
             for row in (row for row, now in enumerate(answered) if now):
                 rewards_N[row] = float(self.reward(texts[row]))
         replies = Replies(texts, (self.role,) * len(texts), torch.tensor(done), rewards_N)
-        figures = {"answered": sum(answered) / len(answered)}
+        figures: Metrics = {"answered": Mean.of(answered)}
         if any(answered):
             figures["reply_length"] = group.metrics()["response_length"]
         return replies, figures

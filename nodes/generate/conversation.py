@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from penstock.graph.types import Metrics, Prefixes, Prompts, Replies, Rollouts
+from penstock.graph.types import Mean, Metrics, Prefixes, Prompts, Replies, Rollouts
 from penstock.nodes.generate.sampling import Sampler
 from penstock.nodes.learn.batching import behaviour_logprobs
 from penstock.nodes.tokenizer import Tokenizer, TokenizerError
@@ -386,9 +386,12 @@ class SampledGroup:
             stale += int((versions != versions[steps - steps % (segment or len(steps))]).sum())
         metrics = {"generated_tokens": float(tokens)}
         if tokens:
-            metrics |= {"response_length": tokens / len(said), "stale_cache": stale / tokens}
+            metrics |= {
+                "response_length": Mean(tokens / len(said), len(said)),
+                "stale_cache": Mean(stale / tokens, tokens),
+            }
         if any(row.transcript for row in self.rows):
-            metrics["outgrown"] = sum(row.outgrown > 0 for row in self.rows) / len(self.rows)
+            metrics["outgrown"] = Mean.of([row.outgrown > 0 for row in self.rows])
         return metrics
 
 

@@ -20,7 +20,7 @@ import torch
 from penstock.graph.ir import Firing, Node
 from penstock.graph.node import Dropped, Filter, Paused, UntrustedError
 from penstock.graph.protocols import Fusing, Offloadable, Releasing, Threaded
-from penstock.graph.types import Advantages, AnyRewards, Model, Prefixes, Rollouts
+from penstock.graph.types import Advantages, AnyRewards, Mean, Model, Prefixes, Rollouts
 from penstock.runtime.control.checkpointing import Checkpointing, restore
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.process import RAISED, told
@@ -390,7 +390,9 @@ class Executor:
         except Exception as error:
             return self._failure(firing, began, error)
         done = Done(firing, replica, rank, again=again)
-        return Result(done, handles, dict(metrics), began, monotonic(), sample=kept_sample)
+        counts = {name: value.count for name, value in metrics.items() if isinstance(value, Mean)}
+        plain = {name: float(value) for name, value in metrics.items()}
+        return Result(done, handles, plain, began, monotonic(), sample=kept_sample, counts=counts)
 
     def _is_sampled(self, held: Held, firing: Firing) -> bool:
         """True if the outputs of this firing are to be kept as samples. A filter only hands values on."""

@@ -28,7 +28,7 @@ from penstock.runtime.packable import Packable
 from penstock.runtime.schedule.events import Abort, Answer, Command, Copied, Event, Send
 from penstock.runtime.tensor.shm import ObjectRef
 
-PROTOCOL: Literal[9] = 9
+PROTOCOL: Literal[10] = 10
 # Most characters of a text for the user; of a longer one the middle is left out.
 MAX_TEXT = 16 << 10
 # Most bytes of one packed value, in either direction: metadata only, so ten times what a large batch needs.
@@ -37,6 +37,8 @@ MAX_BYTES = 4 << 20
 AROUND = 32 << 10
 # A time on some machine's clock. A peer's infinity or NaN would spoil the run's metrics.
 Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
+# Over how many things a metric is a mean.
+Weight = Annotated[float, Meta(gt=0, le=1e18)]
 
 
 # To the controller ----------------------------------------------------------------------------------------
@@ -90,7 +92,7 @@ class Result(Packable, frozen=True):
     `began` and `ended` are seconds of `time.monotonic` on the rank's host. `sample` is the output of
     `record.samples.sample` for the values that it made. `manifest` comes with `Published`, from the first rank of the
     replica: all its ranks have the same. `unread` comes with `Failed` if a value could not be read: the replica that
-    made it, and its life.
+    made it, and its life. `counts` are those of the `metrics` that are a `Mean`.
     """
 
     event: Answer | Copied | Abort
@@ -101,6 +103,7 @@ class Result(Packable, frozen=True):
     manifest: Manifest | None = None
     sample: str = ""
     unread: tuple[str, int] | None = None
+    counts: dict[str, Weight] = field(default_factory=dict)
 
 
 class SendFailed(Packable, frozen=True):
@@ -438,7 +441,7 @@ def _escaped(plain: Any) -> Any:
     return plain
 
 
-_FRAMED = tuple[Literal[9], int, Message]
+_FRAMED = tuple[Literal[10], int, Message]
 _FRAME: Codec[tuple[int, int, Message]] = Codec(_FRAMED, "frame")
 _CARRIED: Codec[tuple[int, int, Message]] = Codec(_FRAMED, "frame", MAX_BYTES + AROUND)
 _RECORD: Codec[Event | Command] = Codec(Event | Command, "record")

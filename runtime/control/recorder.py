@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.graph.errors import nearest
 from penstock.graph.ir import Firing
-from penstock.graph.types import NodeWarning
+from penstock.graph.types import Mean, NodeWarning
 from penstock.runtime.control.messages import Result, record_bytes
 from penstock.runtime.control.run_config import EVALUATION, RunConfig
 from penstock.runtime.record.checkpoints import (
@@ -254,7 +254,8 @@ class RunRecorder:
                 self._evaluated[firing.node] = metrics
         elif clock == "group":
             if metrics:
-                self.rows.group(firing, metrics)
+                means = {name: Mean(metrics[name], count) for name, count in result.counts.items() if name in metrics}
+                self.rows.group(firing, metrics | means)
             if result.sample:
                 self.samples.tell(firing.index, firing.node, result.sample)
             self._fired(event.replica, firing, result, "group")

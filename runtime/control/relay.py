@@ -200,7 +200,7 @@ def merged(results: Mapping[int, Result]) -> Iterator[Result]:
     for rank in sorted(results):
         one: Any = results[rank]
         if rank and isinstance(one.event, Done):
-            one = structs.replace(one, metrics={})
+            one = structs.replace(one, metrics={}, counts={})
         adds = one.outputs or one.metrics or one.manifest is not None or one.unread is not None
         if run is not None and not adds and rank == run.event.rank + run.event.others + 1:
             run = structs.replace(run, event=structs.replace(run.event, others=run.event.others + 1))

@@ -16,11 +16,12 @@ and resume), `seconds` (since the row before), `groups`, `update_s`, `sync_s`, `
 import json
 from collections.abc import Container, Iterable, Mapping, Sequence
 from math import isfinite
+from operator import mul
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.graph.ir import Firing, Node, label_of
-from penstock.graph.types import Metrics
+from penstock.graph.types import Mean, Metrics
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.folder import AppendFile, RunFolder, read_file, write_atomic
 from penstock.runtime.record.timeline import Bar, excerpt, span
@@ -45,10 +46,6 @@ SUMMED = frozenset({TOKENS, "prompt_tokens"})
 
 # The metric with which a node reports how many tokens a firing sampled. A row has only the rate, over all groups.
 GENERATED = "generated_tokens"
-# Metrics of a generator's firing that are means over its tokens, or over the rows that sampled in it. An update's value
-# is weighted in the same way: an unweighted mean would hide that long groups are staler and that late turns have few
-# rows.
-BY_TOKENS, BY_ROWS = "stale_cache", "response_length"
 # The prefix of the columns of a count by lag. They are one metric, so that all of them come from one node.
 BY_LAG = "tokens_lag_"
 # Names that are not numeric columns of a row.
@@ -64,32 +61,22 @@ def columns(rows: Sequence[Row], figure: str) -> list[str]:
 
 
 def combine(parts: Sequence[Metrics]) -> Metrics:
-    """Combine the metrics of several groups: sums of counts, the maximum of `*_max`, the minimum of `*_min`, means over
-    tokens and rows of `BY_TOKENS` and `BY_ROWS`, else the mean over the groups that have the metric."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    """Combine the metrics of several groups: sums of counts, the maximum of `*_max`, the minimum of `*_min`, means of a
+    `Mean` weighted by its count, else the mean over the groups that have the metric."""
+    found: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
-            found.setdefault(name, []).append((value, _weight(name, part)))
+            found.setdefault(name, []).append(value)
     combined: Metrics = {}
-    for name, weighted in found.items():
-        values = [value for value, _ in weighted]
+    for name, values in found.items():
         if name.endswith(("_max", "_min")):
             combined[name] = max(values) if name.endswith("_max") else min(values)
         elif name in SUMMED:
             combined[name] = sum(values)
-        elif whole := sum(weight for _, weight in weighted):
-            combined[name] = sum(value * weight for value, weight in weighted) / whole
+        else:
+            counts = [value.count if isinstance(value, Mean) else 1.0 for value in values]
+            combined[name] = sum(map(mul, values, counts)) / sum(counts)
     return combined
-
-
-def _weight(name: str, part: Metrics) -> float:
-    """The weight of a firing's metric in a mean: the number of tokens or rows that the firing sampled if the metric is
-    a mean over them, else 1."""
-    tokens = part.get(GENERATED)
-    if tokens is None or name not in (BY_TOKENS, BY_ROWS):
-        return 1.0
-    length = part[BY_ROWS] if name == BY_ROWS else 1.0
-    return tokens / length if length else tokens
 
 
 class Rows:
@@ -203,8 +190,11 @@ class Rows:
         """The metrics that a run resuming from the scheduler's state `cut` does not get again. Metrics of firings that
         the cut does not have are left out: these firings will be repeated."""
 
-        def written(metrics: Metrics) -> dict[str, float | str]:
-            return {name: value if isfinite(value) else str(value) for name, value in metrics.items()}
+        def plain(value: float) -> float | str:
+            return float(value) if isfinite(value) else str(float(value))
+
+        def written(metrics: Metrics) -> dict[str, Any]:
+            return {n: [plain(x), x.count] if isinstance(x, Mean) else plain(x) for n, x in metrics.items()}
 
         made = {ordinal: nodes for ordinal, nodes, *_ in cut["groups"]}
         groups = [
@@ -222,14 +212,19 @@ class Rows:
         return {"groups": groups, "beside": beside, "owners": dict(self._owners)}
 
     def restore(self, figures: Mapping[str, Any]) -> None:
-        """The inverse of `to_json`, on new rows. float() reads "nan" and "inf", for which JSON has no number."""
+        """The inverse of `to_json`, on new rows."""
+
+        def read(metrics: Mapping[str, Any]) -> Metrics:
+            # float() reads "nan" and "inf", for which JSON has no number.
+            return {n: Mean(float(x[0]), x[1]) if isinstance(x, list) else float(x) for n, x in metrics.items()}
+
         for ordinal, node, turn, metrics in figures["groups"]:
             # Unlike `group`, do not count the tokens: they were sampled before the cut.
-            made = {name: float(value) for name, value in metrics.items()}
+            made = read(metrics)
             self.groups.setdefault(ordinal, {})[node, turn] = made
             self._samples |= GENERATED in made
         for node, update, metrics in figures["beside"]:
-            self.trailing(update, node, {name: float(value) for name, value in metrics.items()})
+            self.trailing(update, node, read(metrics))
         for column, node in figures.get("owners", {}).items():
             self._owners.setdefault(_figure_of(column), node)
 

@@ -11,8 +11,9 @@ from penstock.graph.errors import nearest
 
 
 def test_the_public_names_are_counted() -> None:
-    names = """Advantages Context Fault Firing Graph GraphError Logprobs Metrics NodeDef NodeWarning Policy Program
-    Prompts Rewards Rollouts Weights alternate broadcast check delay keep load node opens program requires trace"""
+    names = """Advantages Context Fault Firing Graph GraphError Logprobs Mean Metrics NodeDef NodeWarning Policy
+    Program Prompts Rewards Rollouts Weights alternate broadcast check delay keep load node opens program
+    requires trace"""
     assert sorted(penstock.graph.__all__) == names.split()
     assert all(hasattr(penstock.graph, name) for name in penstock.graph.__all__)
 

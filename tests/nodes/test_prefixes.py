@@ -181,7 +181,8 @@ def test_a_group_without_a_prefix_has_no_rows(context: Context) -> None:
     prefixes, metrics = cut.fn(begin(context, 1), at=partial(after_text, text="##"), context=context)
     made, _ = sampled(make_engine(context, samples=VINES), {1: {"after": prefixes}}, weights())[1]
     rewards, figures = score.fn(made, by=length_of_five)
-    assert (metrics, len(made), len(rewards), figures) == ({"prefixes": 0.0}, 0, 0, {})
+    assert (metrics["prefixes"], len(made), len(rewards)) == (0.0, 0, 0)
+    assert (metrics["prefix_length"].count, figures["finished"].count) == (0, 0)  # which no row has
     assert len(group_advantage.fn(rewards, made)) == len(leave_one_out_advantage.fn(rewards, made)) == 0
     batch = Rollouts.concat([made, begin(context, 2)])
     assert batch.tokens_NS.dtype == torch.long

@@ -23,6 +23,7 @@ from penstock.runtime.control.messages import (
     Result,
     Results,
     Seconds,
+    Weight,
     pack,
     read_record,
     record_bytes,
@@ -55,6 +56,7 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     bytes: st.binary(max_size=20),
     types.NoneType: st.none(),
     Seconds: st.floats(-1e12, 1e12),
+    Weight: st.floats(0, 1e18, exclude_min=True),
     Others: st.integers(0, (1 << 20) - 1),
 }
 PLAIN[Any] = st.recursive(

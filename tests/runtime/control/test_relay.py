@@ -119,12 +119,12 @@ def test_equal_answers_of_ranks_come_as_one_and_the_first_has_what_was_made(
     monkeypatch.setattr("penstock.runtime.control.relay.HOLD", 60.0)  # however slowly they come
     host = Host(b)
     ranks = [host.rank(number) for number in range(3)]
-    ranks[2].send(done(2, metrics={"tokens": 9.0}))
-    ranks[0].send(done(0, outputs={"out": BLOCK}, metrics={"tokens": 1.0}))
+    ranks[2].send(done(2, metrics={"tokens": 9.0}, counts={"tokens": 3.0}))
+    ranks[0].send(done(0, outputs={"out": BLOCK}, metrics={"tokens": 1.0}, counts={"tokens": 2.0}))
     ranks[1].send(done(1))
     host.until(lambda: host.heard(Results))
     event = Done(FIRING, "generator/0", 0, others=2)
-    said = Results((Result(event, {"out": BLOCK}, {"tokens": 1.0}),))
+    said = Results((Result(event, {"out": BLOCK}, {"tokens": 1.0}, counts={"tokens": 2.0}),))
     assert host.heard(Results) == [("generator/0:0", said)]
     assert list(each(event)) == [Done(FIRING, "generator/0", rank) for rank in range(3)]
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.graph import load, trace
 from penstock.graph.ir import Firing, Node
-from penstock.graph.types import COLUMNS
+from penstock.graph.types import COLUMNS, Mean
 from penstock.runtime.record.errors import RecordError
 from penstock.runtime.record.metrics import (
     LOST,
@@ -53,15 +53,20 @@ def test_groups_combine_by_mean_sum_and_extremes() -> None:
     ]
     combined = {"reward_mean": 0.5, "tokens": 8.0, "lag_max": 2.0, "turns_min": 4.0}
     assert combine([*parts, {"turns_min": 4.0}]) == combined
+    assert combine([{"finished": Mean.of([1, 0, 0])}, {"finished": Mean(1.0, 1)}]) == {"finished": 0.5}
+    with pytest.raises(ValueError, match="given a count of -1, needed 0 or a larger number"):
+        Mean(0.5, -1)
 
 
 def test_shares_of_tokens_are_of_all_tokens_and_lengths_of_all_rows_whatever_group_or_turn_they_are_of(
     rows: Rows,
 ) -> None:
-    first, late = {"generated_tokens": 80.0, "response_length": 10.0}, {"generated_tokens": 1.0, "response_length": 1.0}
-    rows.group(Firing("generate", 0), {**first, "stale_cache": 0.0, "mismatch": 2.0})
-    rows.group(Firing("generate", 0, 1), {**late, "stale_cache": 1.0, "mismatch": 4.0})
-    rows.group(Firing("generate", 1), {"generated_tokens": 19.0, "response_length": 19.0, "stale_cache": 1.0})
+    def spoken(tokens: float, said: int, stale: float) -> dict[str, float]:
+        return {"response_length": Mean(tokens / said, said), "stale_cache": Mean(stale, tokens)}
+
+    rows.group(Firing("generate", 0), {**spoken(80.0, 8, 0.0), "mismatch": 2.0})
+    rows.group(Firing("generate", 0, 1), {**spoken(1.0, 1, 1.0), "mismatch": 4.0})
+    rows.group(Firing("generate", 1), spoken(19.0, 1, 1.0))
     rows.group(Firing("generate", 1, 1), {"generated_tokens": 0.0})  # nobody went on
     rows.batch(0, (0, 1))
     row = made(rows, 0)
@@ -291,7 +296,7 @@ def test_a_firing_that_is_done_again_counts_once_and_each_turn_of_a_group_counts
 def test_a_resumed_run_has_the_figures_that_its_cut_knows_and_no_others() -> None:
     before, after = Rows({"learn": 1}, now=0.0), Rows({"learn": 1}, now=0.0)
     before.group(Firing("generate", 4), {"tokens": 3.0, "mismatch": inf})
-    before.group(Firing("score", 4), {"reward_mean": 0.1})
+    before.group(Firing("score", 4), {"reward_mean": Mean(0.1, 3), "worst": Mean(-inf, 2)})
     before.group(Firing("generate", 5), {"tokens": 9.0})  # came while the cut was written: it will come again
     before.trailing(1, "measure", {"accuracy": 0.5})
     before.trailing(3, "watch", {"width": 2.0})  # the same
@@ -301,6 +306,8 @@ def test_a_resumed_run_has_the_figures_that_its_cut_knows_and_no_others() -> Non
     }
     after.restore(json.loads(json.dumps(before.to_json(cut), allow_nan=False)))
     assert after.groups == {4: before.groups[4]}
+    scored = after.groups[4]["score", 0].values()
+    assert [x.count for x in scored if isinstance(x, Mean)] == [3.0, 2.0]
     assert after.pending == [{"accuracy": 0.5, "measure_update": 1.0}]
 
 
