@@ -97,6 +97,7 @@ def cuda(device: str) -> dict[str, Any]:
     return {
         "name": properties.name,
         "memory_gib": properties.total_memory / 2**30,
+        "capability": (properties.major, properties.minor),
         "memory": bandwidths(device),
         "launch_us": launch_us(device),
         "host_gb_s": host_gb_s(device),

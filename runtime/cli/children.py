@@ -179,7 +179,7 @@ def gpus() -> list[SeenGpu]:
     if torch is None or not torch.cuda.is_available():
         return []
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [SeenGpu(gpu.name, gpu.total_memory / 2**30, gpu.major) for gpu in found]
+    return [SeenGpu(gpu.name, gpu.total_memory / 2**30, gpu.major, gpu.minor) for gpu in found]
 
 
 def _tried(graphs: Sequence[Graph], flags: RunOptions) -> tuple[list[Fault], dict[str, Any]]:

@@ -266,7 +266,8 @@ def gpu_of(raw: Mapping[str, Any]) -> Gpu:
     """Of what was measured of a CUDA device: the best rates of each precision are what it reaches, and the host's time
     is that of this project's engine. Its links to other GPUs are those of the known kind that its name has in it, else
     of none."""
-    base = gpu_like(raw["name"], raw["memory_gib"]).model_dump()
+    major, minor = raw["capability"]
+    base = gpu_like(raw["name"], raw["memory_gib"], (major, minor)).model_dump()
     # What is measured is what is reached; a cluster file has the peak, of which efficiency is a share.
     share = base["efficiency"]["matmul"]
     rates = {name: max(rate for _, _, rate in found) / 1e12 / share for name, found in raw["products"].items()}

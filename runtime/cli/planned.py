@@ -23,8 +23,8 @@ from penstock.runtime.cluster.capabilities import (
     precision_lack,
     precision_on_cpu_lack,
 )
-from penstock.runtime.cluster.cluster import Cluster, SeenGpu, alike
-from penstock.runtime.cluster.gpus import Precision
+from penstock.runtime.cluster.cluster import Cluster, SeenGpu
+from penstock.runtime.cluster.gpus import Precision, alike
 from penstock.runtime.cluster.interpreters import interpreter_lacks
 from penstock.runtime.cluster.placement import Plan, place, read_meshes
 from penstock.runtime.control.run_config import RunOptions

@@ -120,19 +120,12 @@ class ClusterError(ValueError):
 
 
 class SeenGpu(NamedTuple):
-    """A GPU of this machine as torch sees it, with the major number of its compute capability."""
+    """A GPU of this machine as torch sees it, with the numbers of its compute capability."""
 
     name: str
     memory_gib: float
     major: int
-
-
-# Shares by which two kinds of GPUs with names of their own may differ in memory and still be one.
-ALIKE = 0.1
-
-
-def alike(one: Gpu, other: Gpu) -> bool:
-    return abs(one.memory_gib / other.memory_gib - 1) < ALIKE
+    minor: int = 0
 
 
 class Cpu(BaseModel):
@@ -276,9 +269,7 @@ class Cluster(BaseModel):
             return self
         memory = usable_memory_gib()
         least = min(seen, key=lambda gpu: gpu.memory_gib)
-        gpu, known = gpu_like(least.name, least.memory_gib), kind_of(least.name)
-        named = known if known and alike(GPUS[known], gpu) else None
-        kind = named or re.sub(r"\W+", "-", least.name)
+        kind = kind_of(least.name, least.memory_gib)
         here = [host for host in self.hosts if host.accelerators and host.agent == "local"]
         hosts = tuple(
             host.model_copy(update={"gpu": host.gpu or kind, "memory_gib": self.memory_gib(host) or memory})
@@ -286,7 +277,8 @@ class Cluster(BaseModel):
             else host
             for host in self.hosts
         )
-        own = {} if named or all(host.gpu for host in here) else {kind: gpu}
+        gpu = gpu_like(least.name, least.memory_gib, (least.major, least.minor))
+        own = {} if kind in GPUS or all(host.gpu for host in here) else {kind: gpu}
         return self.model_copy(update={"hosts": hosts, "gpus": {**own, **self.gpus}})
 
     def memory_gib(self, host: Host) -> float | None:

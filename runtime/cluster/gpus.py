@@ -26,6 +26,7 @@ Shares of them that programs reach (`Efficiency`), and time of the host (`HostTi
   2025-10-26).
 """
 
+import re
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -188,15 +189,52 @@ GPUS: dict[str, Gpu] = {
 }  # fmt: skip
 
 
-def kind_of(name: str) -> str | None:
-    """The kind of what a driver calls a GPU, such as "NVIDIA H100 80GB HBM3"."""
+# By what a driver calls others, and variants of these kinds, whose bridges between two cards are not counted. They are
+# kinds of their own, which no word names.
+_OTHERS: dict[str, Gpu] = {
+    name: GPUS[like].model_copy(update={"nvlink_gb_s": 0.0, **figures})
+    for name, like, figures in (
+        ("A100-SXM4-40GB", "A100", {"memory_gb_s": 1555, "nvlink_gb_s": 300}),
+        ("A100-PCIE-40GB", "A100", {"memory_gb_s": 1555}),
+        ("A100 80GB PCIe", "A100", {"memory_gb_s": 1935}),
+        ("H100 PCIe", "H100", {"memory_gb_s": 2000, "tflops": Tflops(bf16=756, fp32=51, fp8=1513)}),
+        ("H100 NVL", "H100", {"memory_gb_s": 3900, "tflops": Tflops(bf16=835, fp32=60, fp8=1671)}),
+        ("H200 NVL", "H200", {"tflops": Tflops(bf16=835, fp32=60, fp8=1671)}),
+        ("GH200", "H100", {"memory_gb_s": 4000, "pcie_gb_s": 450, "launch_us": 6.0, "engine": _GRACE}),
+        ("L40S", "A6000", {"memory_gb_s": 864, "tflops": Tflops(bf16=362, fp32=91.6, fp8=733)}),
+    )
+}
+# The first compute capability whose tensor cores multiply fp8.
+FP8_SINCE = 8, 9
+
+
+def gpu_like(name: str, memory_gib: float, capability: tuple[int, int] | None = None) -> Gpu:
+    """What is known of what a driver calls a GPU, such as "NVIDIA H100 80GB HBM3", with so much memory. One of no known
+    kind has the figures of an A100, and no links to others; whether it computes in fp8 its `capability` says, or, where
+    that is None, the device itself when it is asked to."""
+    if known := _known(name):
+        return (GPUS | _OTHERS)[known].model_copy(update={"memory_gib": memory_gib})
+    like = GPUS["A100"]
+    fp8 = 2 * like.tflops.bf16 if capability is None or capability >= FP8_SINCE else 0.0
+    tflops = like.tflops.model_copy(update={"fp8": fp8})
+    return like.model_copy(update={"memory_gib": memory_gib, "nvlink_gb_s": 0.0, "tflops": tflops})
+
+
+def kind_of(name: str, memory_gib: float) -> str:
+    """The kind of `GPUS` that a driver calls so, if it has so much memory; else a name for a kind of its own."""
+    known = _known(name)
+    own = known in GPUS and alike(GPUS[known], gpu_like(name, memory_gib))
+    return known if known and own else re.sub(r"\W+", "-", name).strip("-")
+
+
+def _known(name: str) -> str | None:
     # "GB200" has "B200" in it.
-    return max((kind for kind in GPUS if kind in name), key=len, default=None)
+    return max((kind for kind in GPUS | _OTHERS if kind in name), key=len, default=None)
 
 
-def gpu_like(name: str, memory_gib: float) -> Gpu:
-    """What is known of a GPU by its name: its kind's figures. One of no known kind has those of an A100, and no links
-    to others."""
-    kind = kind_of(name)
-    known = GPUS[kind] if kind else GPUS["A100"].model_copy(update={"nvlink_gb_s": 0.0})
-    return known.model_copy(update={"memory_gib": memory_gib})
+# Shares by which two kinds of GPUs with names of their own may differ in memory and still be one.
+ALIKE = 0.1
+
+
+def alike(one: Gpu, other: Gpu) -> bool:
+    return abs(one.memory_gib / other.memory_gib - 1) < ALIKE

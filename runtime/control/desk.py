@@ -19,7 +19,6 @@ in `enrolment`; it serves only clients that send the run's token. A `Desk` answe
 
 import json
 import os
-import re
 import select
 import threading
 import traceback
@@ -249,7 +248,7 @@ class Desk:
         for name, facts in slots.items():
             kind = ""
             if facts.gpus and facts.gpu:
-                kind = kind_of(facts.gpu) or re.sub(r"\W+", "-", facts.gpu).strip("-")
+                kind = kind_of(facts.gpu, facts.gpu_gib)
                 if kind not in GPUS:
                     kinds[kind] = gpu_like(facts.gpu, facts.gpu_gib)
             hosts.append(

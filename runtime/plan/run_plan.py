@@ -24,7 +24,8 @@ from penstock.graph.errors import Fault
 from penstock.graph.ir import PRECISIONS, Graph
 from penstock.graph.protocols import num_ranks
 from penstock.runtime.cluster.capabilities import SHARED_LAG
-from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, alike, check_common_network
+from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, check_common_network
+from penstock.runtime.cluster.gpus import alike
 from penstock.runtime.cluster.placement import Plan, PoolLayout, place_as, spelled
 from penstock.runtime.control.run_config import RunOptions
 from penstock.runtime.plan.infeasible import HOST_MEMORY

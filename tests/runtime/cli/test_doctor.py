@@ -31,8 +31,9 @@ CPU = {
     "links": {"gloo_gb_s": 2.0, "latency_us": 80.0, "shared_gb_s": 8.0},
 }  # fmt: skip
 GPU = {
-    "name": "NVIDIA H100 80GB HBM3", "memory_gib": 79.1, "memory": {"read": 2900.0, "copy": 2700.0},
-    "launch_us": 4.5, "host_gb_s": 55.0, "products": {"bf16": [[16, 1024, 1e13], [8192, 8192, 7e14]]},
+    "name": "NVIDIA H100 80GB HBM3", "memory_gib": 79.1, "capability": [9, 0],
+    "memory": {"read": 2900.0, "copy": 2700.0}, "launch_us": 4.5, "host_gb_s": 55.0,
+    "products": {"bf16": [[16, 1024, 1e13], [8192, 8192, 7e14]]},
     "torch": "2.13.0", "seconds": 20.0,
     # 2 ms, 5 us a row, 4 us an operation.
     "steps": [[n, rows, 2e-3 + 5e-6 * rows + n * KERNELS * 4e-6] for n in (2, 18) for rows in (16, 256)],

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from penstock.runtime.cli import children
 from penstock.runtime.cli.main import VERBS, main
 from penstock.runtime.cluster import interpreters
+from penstock.runtime.cluster.cluster import SeenGpu
 from penstock.runtime.control.security import Keys
 from penstock.runtime.record import trackers
 from tests.runtime.report.runs import simulated_run
 
-from .conftest import Patch, Refuse
+from .conftest import Output, Patch, Refuse
 
 LANGUAGE = Path(__file__).parents[2] / "programs_for_language.py"
 WORK = "--model qwen3-4b --batch 8 --lengths 200,0.7 --max-tokens 1024"
@@ -186,6 +188,17 @@ def test_check_names_the_precisions_that_can_be_given_for_a_kind_of_gpu(
     assert leaving.value.code == 1
     said = rf"\[no-precision\] given int8 on {gpu} needed {needed}: weights in the run's dtype"
     assert re.search(said, " ".join(capsys.readouterr().out.split()))
+
+
+@pytest.mark.parametrize(("name", "major", "minor", "able"), [("GeForce RTX 4090", 8, 9, True), ("A10", 8, 6, False)])
+def test_a_gpu_of_no_known_kind_has_fp8_if_its_compute_capability_does(
+    name: str, major: int, minor: int, able: bool, here: None, monkeypatch: Patch, capsys: Output
+) -> None:
+    monkeypatch.setattr(children, "gpus", lambda: [SeenGpu(f"NVIDIA {name}", 23.6, major, minor)])
+    with pytest.raises(SystemExit) as leaving:
+        main(["check", "aipo", "--generator-precision", "fp8", "--device", "cuda"])
+    said = capsys.readouterr()
+    assert (leaving.value.code == 0, "[no-precision]" in said.out + said.err) == (able, not able), said
 
 
 def test_check_says_what_is_given_and_needed_of_a_model_that_cannot_be_used(

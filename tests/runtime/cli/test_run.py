@@ -451,7 +451,7 @@ def needy(policy: Shelved, prompts: FakePrompts, *, shelf: Path | None = None):
 """
 ONE_GPU = """
 import sys, types
-card = types.SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=int(79.1 * 2**30), major=9)
+card = types.SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=int(79.1 * 2**30), major=9, minor=0)
 sees_one = types.SimpleNamespace(
     is_available=lambda: True, device_count=lambda: 1, get_device_properties=lambda index: card
 )
@@ -627,7 +627,7 @@ def test_a_child_looks_for_gpus_and_for_the_nodes_before_any_process_of_a_run_st
     assert require_inputs(config.graphs, on_gpu) == ()
     file.write_text(NEEDY + ONE_GPU)  # with the torch that the nodes bring
     (gpu,) = require_inputs(config.graphs, on_gpu)
-    assert (kind_of(gpu.name), round(gpu.memory_gib, 1), gpu.major) == ("H100", 79.1, 9)
+    assert (kind_of(gpu.name, gpu.memory_gib), round(gpu.memory_gib, 1), gpu.major) == ("H100", 79.1, 9)
     # A rank of this machine has a GPU that is here; what another machine has, its own ranks say.
     host = Cluster.local(1).hosts[0]
     here = Cluster(hosts=(host,))

@@ -473,18 +473,21 @@ def test_slots_are_in_the_order_of_the_managers_numbers_and_their_names_differ(o
         assert {host.agent for host in hosts} == {"external"}
 
 
-def test_gpus_that_agents_report_are_those_of_the_cluster(office: Office) -> None:
+@pytest.mark.parametrize(
+    ("name", "memory_gib"), [("Some Card 9000", 12.0), ("NVIDIA A100-SXM4-40GB", 40.0), ("NVIDIA GH200 480GB", 95.6)]
+)
+def test_gpus_that_agents_report_are_those_of_the_cluster(office: Office, name: str, memory_gib: float) -> None:
     ticket = office.desk.ticket
     with client(ticket) as one, client(ticket) as two:
         come(one, ticket, hostname="a", gpus=2, gpu="NVIDIA H100 80GB HBM3", gpu_gib=79.6)
-        come(two, ticket, hostname="b", gpus=1, gpu="Some Card 9000", gpu_gib=12.0)
+        come(two, ticket, hostname="b", gpus=1, gpu=name, gpu_gib=memory_gib)
         office.wait(2, one, two)
         cluster = office.desk.cluster("127.0.0.1:7")
         first, second = cluster.hosts
         assert (first.devices, first.gpu) == (("cuda:0", "cuda:1"), "H100")
         kind = cluster.gpu_of(second)
         assert kind is not None
-        assert kind.memory_gib == 12.0
+        assert kind.memory_gib == memory_gib
 
 
 @pytest.mark.parametrize(

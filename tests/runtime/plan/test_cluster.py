@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from penstock.graph import Program, load, trace
+from penstock.nodes.model import eight_bit
 from penstock.runtime.cluster.cluster import Cluster, ClusterError, Host, nearest, read_cluster
-from penstock.runtime.cluster.gpus import GPUS, Efficiency, Gpu, HostTime, Tflops
+from penstock.runtime.cluster.gpus import FP8_SINCE, GPUS, Efficiency, Gpu, HostTime, Tflops, gpu_like, kind_of
 from penstock.runtime.cluster.placement import check_pools, place, read_meshes, spelled
 from penstock.runtime.cluster.slots import moved
 from penstock.runtime.plan.candidates import node_groups
@@ -210,6 +211,31 @@ def test_a_file_may_have_kinds_of_its_own_beside_others(tmp_path: Path) -> None:
     unknown = _read(tmp_path, KINDS.replace(', gpu = "B200"', ""))
     with pytest.raises(ClusterError, match="hosts: b: given 1 CUDA devices, needed the kind of its GPUs"):
         unknown.gpu_of(unknown.hosts[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gib", "kind", "figures"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.1, "H100", (3350, 450, 1979)),
+        ("NVIDIA H100 PCIe", 79.1, "NVIDIA-H100-PCIe", (2000, 0, 1513)),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "NVIDIA-A100-SXM4-40GB", (1555, 300, 0)),
+        ("NVIDIA A100-SXM4-80GB", 79.3, "A100", (2039, 300, 0)),
+        ("NVIDIA GH200 480GB", 94.5, "NVIDIA-GH200-480GB", (4000, 0, 1979)),
+        ("NVIDIA GB200", 184.0, "GB200", (8000, 900, 5000)),
+        # A part of a card.
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.5, "NVIDIA-H100-80GB-HBM3-MIG-1g-10gb", (3350, 450, 1979)),
+    ],
+)
+def test_a_gpu_has_the_figures_of_what_its_driver_calls_it_and_its_own_memory(
+    name: str, memory_gib: float, kind: str, figures: tuple[float, ...]
+) -> None:
+    gpu = gpu_like(name, memory_gib)
+    assert kind_of(name, memory_gib) == kind
+    assert (gpu.memory_gb_s, gpu.nvlink_gb_s, gpu.tflops.fp8, gpu.memory_gib) == (*figures, memory_gib)
+
+
+def test_plans_and_ranks_have_one_bound_for_fp8() -> None:
+    assert FP8_SINCE == eight_bit.FP8_SINCE
 
 
 def test_a_mesh_is_read_as_it_is_spelled() -> None:
