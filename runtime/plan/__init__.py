@@ -1,1 +1,1 @@
-"""What a plan of GPUs costs, and the best one: the cost model, the search, and the simulation of a plan."""
+"""Plans for GPUs: the cost model, the search for the best plan, and the simulation of a plan."""

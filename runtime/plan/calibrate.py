@@ -1,18 +1,18 @@
-"""Host time, fixed seconds and the shares of rates of one kind of GPU, as a finished run's folder tells them. Pure but
-for reading the folder.
+"""Calibrate the cost model by a finished run: host time, fixed seconds and efficiencies of one kind of GPU. Pure except
+for reading the run's folder.
 
-What a folder identifies, and from what:
+What is fitted, and to what:
 
-- decoding: seconds of each group's firing over the steps of its longest response, by the rows that its replica decoded
-  meanwhile. What the cost model's kernels do not explain is time of the host: `step_ms`, and where the rows differ by
-  half or more, `row_us`.
-- updates: seconds of each against the model's. The shares of matrix products and of attention become those with which
-  the model takes as long; where the tokens of updates differ by a third or more, what does not grow with them is
+- decoding: the seconds of each group's firing per step of its longest response, by the rows that its replica decoded
+  meanwhile. Seconds that the model's kernels do not explain are host time: `step_ms`, and if the rows differ by half or
+  more, `row_us`.
+- updates: measured against modelled seconds. The efficiencies of matrix products and of attention become those with
+  which the model takes as long. If the tokens of updates differ by 30 % or more, seconds that do not grow with them are
   `stage_s`.
-- syncs: what the wire does not explain is `swap_s`.
+- syncs: seconds that the wire does not explain are `swap_s`.
 
-All else keeps its default. Lengths of single responses are not recorded: a group's longest is the mean longest of the
-lengths that the run's metrics speak for. The first quarter of the firings warms everything up, and is left out.
+All else keeps its default. Lengths of single responses are not recorded: a group's longest response is taken from the
+distribution that fits the run's metrics. The first quarter of the firings, which warms processes up, is left out.
 """
 
 from collections import defaultdict
@@ -40,27 +40,27 @@ from penstock.runtime.report.follow import NS
 from penstock.runtime.report.run_history import StageHistory, read_facts
 from penstock.runtime.report.what_if import firings, group_work
 
-# Fewer firings or updates than these tell nothing.
+# The fewest firings or updates to which a fit is made.
 FEWEST = 4
-# By how much rows, or tokens, have to differ for two numbers to follow from them.
+# The least ratio between the most and the fewest rows, or tokens, for which a line of two parameters is fitted.
 ROWS_DIFFER, TOKENS_DIFFER = 1.5, 1.3
-# By how much products may be slower or, below 1, faster than the model has them.
+# The range of factors by which products may be slower (or, below 1, faster) than in the model.
 SLOWER = (0.1, 1000.0)
 
 
 class CalibrationError(ValueError):
-    """A folder that the cost model cannot be calibrated by: what was given, and what is needed."""
+    """The cost model cannot be calibrated by a folder. The message says what was given and what is needed."""
 
 
 class Decoded(NamedTuple):
-    """One group's firing: seconds, and the rows that its replica decoded meanwhile, on average."""
+    """One group's firing: its seconds, and the mean number of rows that its replica decoded meanwhile."""
 
     seconds: float
     rows: float
 
 
 class Update(NamedTuple):
-    """Seconds of an update, and what each of its optimizer steps learnt from."""
+    """Seconds of an update, and the batch of each of its optimizer steps."""
 
     seconds: float
     steps: Sequence[PackedBatch]
@@ -68,19 +68,19 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration:
-    """A kind of GPU with what was fitted; `words` say by which folder, and from how many samples."""
+    """A kind of GPU with the fitted numbers; `words` say from which folder, and from how many samples."""
 
     kind: str
     gpu: Gpu
     words: str
 
     def on(self, cluster: Cluster) -> Cluster:
-        """The cluster, with this kind in place of its own."""
+        """The cluster with the calibrated kind in place of its own."""
         return cluster.model_copy(update={"gpus": {**cluster.gpus, self.kind: self.gpu}})
 
 
 def fit_decoding(found: Sequence[Decoded], steps: float, context: float, generator: Generator) -> HostTime:
-    """The engine by which groups of `steps` steps, with `context` tokens in each row's cache, take as long."""
+    """Fit the host time to groups of `steps` steps, with `context` tokens in each row's cache."""
     engine = generator.gpu.engine
     bare = _with(generator, engine.model_copy(update={"step_ms": 0.0, "row_us": 0.0}))
     rows = np.array([each.rows for each in found])
@@ -93,8 +93,8 @@ def fit_decoding(found: Sequence[Decoded], steps: float, context: float, generat
 
 
 def fit_steps(found: Sequence[tuple[int, int, float]], engine: HostTime) -> HostTime:
-    """The engine whose steps take as long as measured: (layers, rows, seconds) of models whose kernels take less time
-    than the host, which launches each operation by itself. For `penstock doctor --measure`."""
+    """Fit the host time to measured steps, (layers, rows, seconds), of models whose kernels take less time than the
+    host, which launches each operation by itself. For `penstock doctor --measure`."""
     layers, rows, seconds = (np.array(column, np.float64) for column in zip(*found, strict=True))
     terms = np.stack([np.ones_like(rows), rows, layers * KERNELS], axis=1)
     step, row, eager = np.maximum(0.0, np.linalg.lstsq(terms, seconds, rcond=None)[0])
@@ -103,7 +103,7 @@ def fit_steps(found: Sequence[tuple[int, int, float]], engine: HostTime) -> Host
 
 
 def fit_updates(found: Sequence[Update], trainer: Trainer) -> tuple[float, float]:
-    """(factor, stage_s): an update takes the factor times the model's seconds, and `stage_s` before it."""
+    """Fit (factor, stage_s): an update takes `stage_s` plus the factor times the model's seconds."""
     engine, bare = trainer.gpu.engine, _bare(trainer)
     model = np.array([bare.steps(steps).seconds for _, steps in found])
     seconds = np.array([taken for taken, _ in found])
@@ -111,14 +111,14 @@ def fit_updates(found: Sequence[Update], trainer: Trainer) -> tuple[float, float
     if max(tokens) >= TOKENS_DIFFER * min(tokens):
         stage_s, factor = _line(model, seconds)
         return factor, stage_s
-    # All alike: what stands before them is taken to be the default, or nothing where they are shorter.
+    # Updates of nearly equal size: `stage_s` is taken to be the default, or 0 if an update was shorter than that.
     stage_s = engine.stage_s if float(seconds.min()) > engine.stage_s else 0.0
     return float(np.median((seconds - stage_s) / model)), stage_s
 
 
 def slowed(trainer: Trainer, factor: float, steps: Sequence[PackedBatch]) -> Efficiency:
-    """The shares of matrix products and of attention, 1 at most, with which an update of these steps takes the factor
-    times as long: they are slower by more, since the rest keeps its time."""
+    """The efficiencies of matrix products and of attention, at most 1, with which an update of these steps takes the
+    factor times as long. Products slow down by more than the factor, since the rest keeps its time."""
     bare, gpu = _bare(trainer), trainer.gpu
     wanted = factor * bare.steps(steps).seconds
 
@@ -134,13 +134,13 @@ def slowed(trainer: Trainer, factor: float, steps: Sequence[PackedBatch]) -> Eff
 
 
 def _bare(trainer: Trainer) -> Trainer:
-    """Without what stands before a stage."""
+    """The trainer without `stage_s`."""
     engine = trainer.gpu.engine.model_copy(update={"stage_s": 0.0})
     return replace(trainer, gpu=trainer.gpu.model_copy(update={"engine": engine}))
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """(at 0, slope), by least squares, neither of them negative."""
+    """(value at 0, slope) by least squares, neither of them negative."""
     slope, start = np.polyfit(x, y, 1)
     if start < 0:
         return 0.0, float((x * y).sum() / (x * x).sum())
@@ -148,8 +148,8 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def calibrate(folder: Path, cluster: Cluster, prompt_tokens: int) -> Calibration:
-    """Raises CalibrationError for a folder of other hardware than the cluster's, of a model that is not there, or of
-    too short a run."""
+    """Calibrate by the run in `folder`. Raises CalibrationError for a run on other hardware than the cluster's, with a
+    model that cannot be read, or too short."""
     where = f"--calibrate {folder}"
     try:
         run = RunFolder(folder)
@@ -197,7 +197,7 @@ def calibrate(folder: Path, cluster: Cluster, prompt_tokens: int) -> Calibration
 
 
 def _kind(where: str, asked: object, ran: Plan, cluster: Cluster) -> str:
-    """The kind of GPU that the run had, which the cluster has, too. `asked` is the run's cluster, as JSON."""
+    """The run's kind of GPU; CalibrationError if the cluster lacks it. `asked` is the run's cluster, as JSON."""
     given = "CPUs"
     if any(device != "cpu" for pool in ran.pools for _, device in pool.places):
         hosts = Cluster.model_validate(asked).hosts
@@ -211,7 +211,7 @@ def _kind(where: str, asked: object, ran: Plan, cluster: Cluster) -> str:
 
 
 def _decoded(stage: StageHistory, pool: str, rows: float) -> list[Decoded]:
-    """Of each firing of a generator but for the first quarter: a firing has `rows` rows in work on average."""
+    """The firings of a generator without each replica's first quarter. A firing has `rows` rows in work on average."""
     lanes = defaultdict[str, list[tuple[int, int]]](list)
     for item in group_work(stage, pool):
         lanes[item.lane].append((item.start, item.end))
@@ -228,7 +228,7 @@ def _decoded(stage: StageHistory, pool: str, rows: float) -> list[Decoded]:
 def _updates(
     stage: StageHistory, roles: Roles, rows: Sequence[dict[str, object]], batch: int, prompt_tokens: int
 ) -> list[Update]:
-    """Each update of `batch` fresh groups but for the first quarter."""
+    """The updates, of `batch` fresh groups each, without the first quarter."""
     mean = {row["update"]: row.get("response_length") for row in rows}
     taken = {index: took for (name, index), took in firings(stage.followed.work).items() if name == roles.cycle[-1]}
     responses = (batch + (roles.buffer.adds(batch) if roles.buffer else 0)) * roles.samples

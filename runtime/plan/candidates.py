@@ -1,10 +1,10 @@
-"""Candidate layouts of each role, and tables of their seconds over the numbers of GPUs. Pure.
+"""Candidate layouts of each role, and tables of their seconds by number of GPUs. Pure.
 
-Three roles are laid out: the trainer (with the models that are colocated with it), models on dedicated GPUs, and the
-generator. A pool lies within one node group; a group's `sizes` are the numbers of GPUs that a pool may have there.
+Three roles have layouts: the trainer (with the models colocated with it), models on dedicated GPUs, and the generator.
+A pool is within one node group; a group's `sizes` are the numbers of GPUs that a pool may have there.
 
-A trainer's layouts are made in the order of their seconds, as far as somebody asks. A generator's are the rows of a
-table. All lower bounds are multiplied by `SAFE`, so that rounding never lifts one above what it bounds.
+A trainer's layouts are generated lazily in the order of their seconds. A generator's layouts are the rows of a table.
+All lower bounds are multiplied by `SAFE`, so that rounding never lifts one above the value that it bounds.
 
 Suffixes of arrays: _N, by `NodeGroup.sizes`; _R, by the rows of a `GeneratorTable`.
 """
@@ -31,17 +31,16 @@ from penstock.runtime.plan.roles import AskedError, Models
 from penstock.runtime.plan.train_cost import Memory, Trainer, beside_memory, host_moments, packed, trainer_memory
 from penstock.runtime.plan.workload import BoolArray, FloatArray, IntArray, Workload
 
-# Copies of a generator's weights: on dedicated GPUs the next version arrives while it decodes with the last one.
+# Copies of a generator's weights: on dedicated GPUs the next version arrives while it decodes with the one before.
 DEDICATED, SHARED = 2, 1
 FEWEST_SLOTS = 8
-# Parts of a step that n GPUs do in no less than an nth of one GPU's time.
+# Parts of a step that take n GPUs at least 1 / n of one GPU's time.
 SHARED_OUT = ("products", "attention", "elementwise", "logits")
 
 
 @dataclass(frozen=True, eq=False)
 class NodeGroup:
-    """Hosts that are alike: `each` GPUs of one kind, and `host_bytes` of memory of their own at least (inf: not
-    said)."""
+    """Equal hosts, each with `each` GPUs of one kind and at least `host_bytes` of host memory (inf: not known)."""
 
     kind: str
     gpu: Gpu
@@ -54,12 +53,12 @@ class NodeGroup:
         return len(self.hosts) * self.each
 
     def host_share(self, gpus: int) -> float:
-        """Bytes of its host's memory that each rank of a pool with so many GPUs may have at most."""
+        """The most bytes of host memory that each rank of a pool with `gpus` GPUs may have."""
         return self.host_bytes / min(gpus, self.each)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """GPUs that a pool may have: the divisors of a host, or of a single host any number; then whole hosts."""
+        """How many GPUs a pool may have: a divisor of a host's, or any number on a single host; then whole hosts."""
         parts = [part for part in range(1, self.each) if self.each % part == 0 or len(self.hosts) == 1]
         return (*parts, *range(self.each, self.gpus + 1, self.each))
 
@@ -72,17 +71,16 @@ class NodeGroup:
 
     @cached_property
     def place(self) -> Mapping[int, int]:
-        """Where each size stands in the tables."""
+        """The index of each size in the tables."""
         return {size: place for place, size in enumerate(self.sizes)}
 
     def share_out(self, pools: Sequence[int]) -> list[tuple[str, ...]] | None:
-        """The hosts of pools with so many GPUs, in the pools' order; None if they have no room beside each other.
+        """The hosts of pools with these numbers of GPUs, in the pools' order; None if they cannot be packed.
 
-        Whole hosts first, then parts, the largest first, each where there is room. Of several hosts a part is at most
-        half of one, so that this packs up to five of them whenever they can be packed; on a single one their sum
-        decides.
+        First-fit by decreasing size: whole hosts, then parts of hosts. If there are several hosts, a part is at most
+        half of one, so up to five parts are packed whenever they can be. On a single host, the sum decides.
         """
-        # Largest first: what is left of a host still has room for the smaller ones.
+        # Largest first: the rest of a host still has room for smaller pools.
         left = dict.fromkeys(self.hosts, self.each)
         given: list[tuple[str, ...]] = [()] * len(pools)
         for index in sorted(range(len(pools)), key=lambda i: -pools[i]):
@@ -97,8 +95,8 @@ class NodeGroup:
 
 
 def node_groups(cluster: Cluster) -> tuple[NodeGroup, ...]:
-    """In the order of the cluster's hosts. Raises AskedError for a cluster without GPUs, ClusterError for a kind of GPU
-    that the cluster does not say."""
+    """The node groups of a cluster, in the order of its hosts. Raises AskedError for a cluster without GPUs,
+    ClusterError for a kind of GPU that the cluster does not describe."""
     alike = defaultdict[tuple[str, int], list[Host]](list)
     for host in cluster.hosts:
         if host.accelerators:
@@ -121,27 +119,27 @@ def node_groups(cluster: Cluster) -> tuple[NodeGroup, ...]:
 
 @dataclass(frozen=True)
 class LastResorts:
-    """What layouts have only where nothing fits without it. tp_over_hosts: tensor parallelism over whole hosts, which a
-    run has with the flag of this name. host_state: AdamW's moments lie on the host, of all that learns. cp: sequences
-    that several ranks share, which no run has."""
+    """Features that layouts use only if nothing fits without them. tp_over_hosts: tensor parallelism over whole hosts,
+    which a run has with the flag of this name. host_state: AdamW's moments of all models that learn are on the host.
+    cp: context parallelism, sequences that several ranks share, which no run has."""
 
     tp_over_hosts: bool = False
     host_state: bool = False
     cp: bool = False
 
     def tensor_sizes(self, nodes: NodeGroup, gpus: int) -> list[int]:
-        """Of tensor parallelism on so many GPUs."""
+        """The sizes of tensor parallelism on `gpus` GPUs."""
         over = _divisors(gpus // nodes.each)[1:] if self.tp_over_hosts and gpus > nodes.each else []
         return [*_divisors(min(nodes.each, gpus)), *(nodes.each * hosts for hosts in over)]
 
 
-# In the order in which they are tried: what a run has comes first.
+# In the order in which they are tried: features of real runs come first.
 RESORTS = tuple(LastResorts(tp, host, cp) for cp, host, tp in product((False, True), repeat=3))
 
 
 def trainer_meshes(shape: Shape, nodes: NodeGroup, gpus: int, resorts: LastResorts = RESORTS[0]) -> Iterator[Parallel]:
-    """Every cut of `gpus` ranks over dp, fsdp, tp and pp, and of experts over ranks of fsdp. tp stays within a host,
-    unless it is a last resort."""
+    """Every mesh of `gpus` ranks over dp, fsdp, tp and pp, with experts over ranks of fsdp. tp stays within a host,
+    unless `resorts` has it over hosts."""
     if gpus > nodes.each and not CAPABILITIES["trainer"].over_hosts:
         return
     for tp in resorts.tensor_sizes(nodes, gpus):
@@ -155,12 +153,12 @@ def trainer_meshes(shape: Shape, nodes: NodeGroup, gpus: int, resorts: LastResor
 
 
 def sharings(mesh: Parallel, resorts: LastResorts) -> Sequence[int]:
-    """`cp` of a trainer: over how many ranks of `fsdp` sequences are cut."""
+    """The sizes of a trainer's `cp`: over how many ranks of `fsdp` a sequence is cut."""
     return _divisors(mesh.fsdp) if resorts.cp else (1,)
 
 
 def micro_tokens(longest: int, most: int) -> list[int]:
-    """Tokens of a micro-batch: those of the longest sequence, doubled up to `most`."""
+    """Candidate tokens of a micro-batch: those of the longest sequence, doubled up to `most`."""
     tokens = [longest]
     while tokens[-1] * 2 <= most:
         tokens.append(tokens[-1] * 2)
@@ -168,7 +166,8 @@ def micro_tokens(longest: int, most: int) -> list[int]:
 
 
 def slot_counts(fit: int, useful: int) -> list[int]:
-    """Rows at once: powers of two and what fits; none beyond the first that is more than can be of use."""
+    """Candidate numbers of slots: powers of two and `fit`, the most that fit in memory, up to the first that is at
+    least `useful`."""
     counts = [FEWEST_SLOTS]
     while counts[-1] * 2 < fit:
         counts.append(counts[-1] * 2)
@@ -182,10 +181,13 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Pins:
-    """What is given: meshes, of which `beside` are those of pools with models beside the policy, which then have
-    dedicated GPUs; the generator's slots and replicas; of what learns the micro-batches, recomputation, and whether
-    AdamW's moments lie on the host (`host_state`); and of GPUs that trainer and generator share, whether moments are on
-    the host while they decode, and whether both work at the same time (`overlaps`)."""
+    """What the user gives.
+
+    trainer, generator, beside: meshes; pools with models beside the policy that are given one have dedicated GPUs.
+    slots, replicas: of the generator. micro_tokens, recompute, host_state (AdamW's moments are on the host): of all
+    that learn. For GPUs that trainer and generator share: offload, the moments are on the host while they decode;
+    overlaps, both roles work at the same time.
+    """
 
     trainer: Axes | None = None
     generator: Axes | None = None
@@ -200,7 +202,7 @@ class Pins:
 
     @property
     def flags(self) -> str:
-        """Those that give it, in words; "" for none."""
+        """The flags that give it, in words; "" for none."""
         meshes = self.trainer is not None or self.generator is not None or bool(self.beside)
         given = {
             "mesh": meshes or None, "slots": self.slots, "generators": self.replicas,
@@ -210,19 +212,19 @@ class Pins:
         return " and ".join(f"--{name}" for name, value in given.items() if value is not None)
 
     def of(self, pools: Sequence[str]) -> Axes | None:
-        """That of pools with one layout, if it is given."""
+        """The given mesh of pools that share a layout; None if none is given."""
         return next((self.beside[pool] for pool in pools if pool in self.beside), None)
 
     def agree(self, pools: Sequence[str]) -> bool:
-        """Whether some pools may have one layout."""
+        """True if some pools may share a layout."""
         return len({self.beside[pool] for pool in pools if pool in self.beside}) <= 1
 
 
 @dataclass(frozen=True)
 class Training:
-    """A layout of a trainer: seconds of an update's steps and further passes of the policy; of the passes and steps of
-    the models that are colocated with it; the memory of a rank with all of it, and the bytes of moments that it has on
-    its host. On dedicated GPUs of models beside the policy there are no steps of the policy."""
+    """A layout of a trainer. steps: seconds of an update's steps and further passes of the policy (none on dedicated
+    GPUs of models beside the policy). reads, learns: passes and steps of the models on the same GPUs. memory: of a rank
+    with all of it. host_bytes: a rank's moments on its host."""
 
     trainer: Trainer
     steps: Cost
@@ -238,7 +240,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Generating:
-    """A layout of a generator: `replicas` copies of a mesh, and the memory of a rank."""
+    """A layout of a generator: `replicas` replicas of a mesh, and the memory of a rank."""
 
     generator: Generator
     replicas: int
@@ -251,9 +253,9 @@ class Generating:
 
 @dataclass(frozen=True)
 class TrainerFamily:
-    """Trainers that share out the data and cut the layers alike. They differ in how weights are sharded: over the
-    shards of each mesh, and for each micro-batch or not. `passed_s` and `steps_s`: lower bounds of the seconds of one
-    pass over an update's sequences, and of one model's steps."""
+    """Trainers with the same data parallelism and the same cut of layers. They differ in how weights are sharded: by
+    `fsdp` against `dp`, and in whether weights are gathered for each micro-batch (`zero3`). `passed_s` and `steps_s`:
+    lower bounds of the seconds of one pass over an update's sequences, and of one model's steps."""
 
     first: Trainer
     meshes: tuple[Parallel, ...]
@@ -268,16 +270,17 @@ class TrainerFamily:
 
 
 class FastestFirst:
-    """Layouts by their seconds, equal ones in the order of their cuts. They come in `cuts`, each with a lower bound; a
-    cut's layouts are made when no layout that is made already is as fast as the bound."""
+    """Layouts in the order of their seconds. They come in `cuts`, each with a lower bound; a cut's layouts are made
+    only when no layout that is made already is as fast as the bound."""
 
     def __init__(self, cuts: Iterable[tuple[float, Callable[[], Iterable[Training]]]]) -> None:
         def made(bound: float, make: Callable[[], Iterable[Training]]) -> Iterator[tuple[float, Training | None]]:
-            # The bound comes first, and stands for all of them in the merge until its turn has come.
+            # In the merge, the bound stands for all layouts of the cut until its turn comes.
             yield bound, None
             yield from sorted(((each.seconds, each) for each in make()), key=lambda each: each[0])
 
-        # Of equal bounds the last cut comes first, since the sort is stable: that with the largest micro-batches.
+        # Of equal bounds the last cut, with the largest micro-batches, comes first: the list is reversed, and the sort
+        # is stable.
         ordered = list(cuts)
         ordered.reverse()
         ordered.sort(key=lambda cut: cut[0])
@@ -285,7 +288,7 @@ class FastestFirst:
         self._known: list[Training] = []
 
     def at(self, index: int) -> Training | None:
-        """None beyond the last one."""
+        """The layout at this index; None beyond the last one."""
         while len(self._known) <= index and (following := next(self._rest, None)):
             if following[1] is not None:
                 self._known.append(following[1])
@@ -300,12 +303,12 @@ class FastestFirst:
 
 @dataclass(eq=False)
 class GeneratorTable:
-    """Layouts of a generator, a row for each, by GPUs.
+    """Layouts of a generator, a row for each, sorted by GPUs.
 
-    base: which of the candidates' `bases`, a mesh. bytes: of weights on each rank. Seconds of a batch: `steady`, with
-    slots that never run dry; `rollout`, of a batch by itself, a lower bound until it is `simulated`; `others`, what a
-    batch adds to another one that is decoded beside it. Rows with the same `alike` have the same rollout. `version`
-    counts simulations, so that a reader sees when bounds have changed.
+    base: the index in the candidates' `bases`, a mesh. bytes: weights on each rank. Seconds of a batch: `steady`, with
+    slots that never run empty; `rollout`, of a batch alone, a lower bound until it is `simulated`; `others`, what a
+    batch adds to another batch that is decoded at the same time. Rows with the same `alike` have the same rollout.
+    `version` counts changes of bounds, so that readers notice them.
     """
 
     base: IntArray
@@ -321,41 +324,41 @@ class GeneratorTable:
     version: int = 0
 
     def note(self, alike: int, seconds: float) -> None:
-        """What a rollout takes."""
+        """Set the simulated seconds of the rollout of rows with this `alike`."""
         same = self.alike == alike
         if same.any():
             self.rollout[same], self.simulated[same] = seconds, True
             self.version += 1
 
     def fastest(self, nodes: NodeGroup, *, or_fewer: bool) -> tuple[FloatArray, ...]:
-        """[sizes] each: lower bounds of all layouts on each number of GPUs, or with `or_fewer` on any smaller one, too:
-        of `steady`, infinite where there are none, `rollout`, `others` and `bytes`."""
+        """[sizes] each: lower bounds of `steady`, `rollout`, `others` and `bytes` over all layouts on each number of
+        GPUs, or with `or_fewer` on at most as many. `steady` is infinite where there is no layout."""
 
         def least(column_R: FloatArray) -> FloatArray:
             found = np.full(len(nodes.sizes), inf)
             np.minimum.at(found, np.searchsorted(nodes.sizes_N, self.gpus), column_R)
             return np.minimum.accumulate(found) if or_fewer else found
 
-        # An infinite period is all that such a size needs; the others stay finite, since sums have no use of inf - inf.
+        # `steady` alone makes the period of such a size infinite. The others stay finite, to avoid inf - inf in sums.
         columns = (least(column) for column in (self.steady, self.rollout, self.others, self.bytes))
         steady, *others = columns
         return (steady, *(np.where(np.isfinite(steady), column, 1.0) for column in others))
 
 
-# Of a table, but for what is known of rollouts.
+# The columns of a table, without what is known from simulations.
 COLUMNS = tuple(each.name for each in fields(GeneratorTable))[:-2]
 
 
-# Methods of LayoutCandidates that a search asks again and again.
+# Methods of LayoutCandidates that a search calls repeatedly.
 CACHED = ("cuts", "trainers", "readers", "trainer_s", "reader_s", "bases", "dedicated", "fastest", "_one_gpu",
           "_row_bytes", "_table", "_block")  # fmt: skip
 
 
 @dataclass(eq=False)
 class LayoutCandidates:
-    """Candidate layouts of each role for one workload, kept once they are made. `slots` is the most rows of a
-    generator's replica, `models` are what there is beside the policy's own steps, `precision` is that of a
-    generator's weights, `resorts` are what layouts may have beside what all may."""
+    """Candidate layouts of each role for one workload, cached. `slots` is the most slots of a generator's replica,
+    `models` is the work beside the policy's own steps, `precision` is that of the generator's weights, `resorts` are
+    the last resorts that layouts may use."""
 
     work: Workload
     lag: int
@@ -366,29 +369,29 @@ class LayoutCandidates:
     resorts: LastResorts = RESORTS[0]
 
     def __post_init__(self) -> None:
-        # A cache for each workload, which goes with it; a cache of the class would keep all of them.
+        # A cache for each object, freed with it; caches of the class would keep all objects alive.
         for name in CACHED:
             setattr(self, name, cache(getattr(self, name)))
         # Tables of one node group share what is known of rollouts.
         self._tables: defaultdict[NodeGroup, list[GeneratorTable]] = defaultdict(list)
         self._rollouts: defaultdict[NodeGroup, dict[int, float]] = defaultdict(dict)
-        # What an update learns from: all of it, each minibatch, and the parts in which it comes.
+        # An update's sequences: all of them, each minibatch, and the parts in which they arrive.
         self._whole = packed(self.work.sequence_tokens)[0]
-        # Packed once: every layout's steps follow from these few numbers, not from all lengths.
+        # Packed once: every layout's seconds follow from these few numbers, not from all lengths.
         self._minibatches = packed(self.work.sequence_tokens, self.work.minibatches)
         self._parts = packed(self.work.sequence_tokens, self.work.minibatches * self.work.parts)
-        # Tokens that each slot's cache has room for.
+        # The tokens of each slot's cache.
         mean = self.work.prompt_tokens + float(np.mean(self.work.response_tokens + self.work.prefix_tokens))
         self.context = float(self.work.context) if DENSE_CACHE else mean
 
     @property
     def recomputes(self) -> tuple[float, ...]:
-        """Shares of the forward pass that backward ones may repeat, the one with least memory first."""
+        """The shares of the forward pass that the backward pass may repeat, the one with least memory first."""
         return (1.0, 0.0) if self.pins.recompute is None else (float(self.pins.recompute),)
 
     def cuts(self, nodes: NodeGroup, gpus: int, pin: Axes | None = None) -> list[TrainerFamily]:
         """All trainers on `gpus` GPUs, whether they fit or not; with the mesh `pin`, if it is given."""
-        # How weights are sharded changes what travels, not what is computed: one lower bound holds for all of these.
+        # Sharding of weights changes communication, not computation: one lower bound holds for a whole family.
         meshes, pins = defaultdict[tuple[int, ...], list[Parallel]](list), self.pins
         own = [max(self.work.context, pins.micro_tokens)] if pins.micro_tokens else []
         for mesh in trainer_meshes(self.work.shape, nodes, gpus, self.resorts):
@@ -408,7 +411,7 @@ class LayoutCandidates:
         return found
 
     def trainers(self, nodes: NodeGroup, gpus: int, colocated: Models) -> FastestFirst:
-        """Those that fit with the models that are colocated with the policy, the fastest first."""
+        """The trainers that fit together with the colocated models, the fastest first."""
         critics = colocated.critics
         passes, learners = colocated.count + self.models.rereads, 1 + critics
 
@@ -428,18 +431,18 @@ class LayoutCandidates:
 
         cuts = self.cuts(nodes, gpus, self.pins.trainer)
         found = FastestFirst((cut.passed_s * passes + cut.steps_s * learners, partial(made, cut)) for cut in cuts)
-        # The table of lower bounds has the seconds themselves from now on.
+        # From now on the table of lower bounds has the exact seconds for this size.
         first = found.at(0)
         self.trainer_s(nodes, colocated)[nodes.place[gpus]] = first.seconds if first else inf
         return found
 
     def readers(self, nodes: NodeGroup, gpus: int, models: Models, pin: Axes | None = None) -> tuple[Training, ...]:
-        """Layouts of models on dedicated GPUs that fit and that no other one beats both in passes and in steps: of
-        critics with each share of recomputation, since all that learns has one."""
+        """The layouts of models on dedicated GPUs that fit, and that no other one beats in both passes and steps. For
+        critics this holds for each choice of recomputation, since all that learn must have the same."""
         best: list[Training] = []
 
         def beaten(reads_s: float, learns_s: float, trainer: Trainer) -> bool:
-            """Whether one that is kept is as fast both in passes and in steps."""
+            """True if a kept layout is as fast in both passes and steps."""
             return any(
                 each.reads.seconds <= reads_s and each.learns.seconds <= learns_s
                 for each in best
@@ -447,7 +450,7 @@ class LayoutCandidates:
             )
 
         def made(cut: TrainerFamily) -> Iterator[Training]:
-            # What is kept by now may beat a whole family, which then is not made at all.
+            # If a kept layout beats the family's bounds, its layouts are not made.
             if beaten(cut.passed_s * models.count, cut.steps_s * models.critics, cut.first):
                 return
             for trainer in (each.all_learning() for each in cut.layouts()):
@@ -466,8 +469,8 @@ class LayoutCandidates:
         bounds = (cut.passed_s * models.count + cut.steps_s * models.critics for cut in cuts)
         for each in FastestFirst((bound, partial(made, cut)) for bound, cut in zip(bounds, cuts, strict=True)):
             if not beaten(each.reads.seconds, each.learns.seconds, each.trainer):
-                best.append(each)  # noqa: PERF401 - `beaten` and `made` read what is there by now
-        # With a given mesh the table's bounds stay as they are: they are shared by pools without one.
+                best.append(each)  # noqa: PERF401 - `beaten` and `made` read the list meanwhile
+        # With a given mesh the table's bounds stay: pools without a given mesh share them.
         if pin is None:
             reads_N, learns_N = self.reader_s(nodes, models)
             reads_N[nodes.place[gpus]] = min((each.reads.seconds for each in best), default=inf)
@@ -475,23 +478,23 @@ class LayoutCandidates:
         return tuple(best)
 
     def trainer_s(self, nodes: NodeGroup, colocated: Models) -> FloatArray:
-        """[sizes]: lower bounds of an update's seconds on so many GPUs; the least seconds once `trainers` was asked."""
+        """[sizes]: lower bounds of an update's seconds by number of GPUs; exact once `trainers` was called."""
         passed, steps = self._one_gpu(nodes)
         gpu_s = steps * (1 + colocated.critics) + passed * (self.models.rereads + colocated.count)
         return np.asarray(gpu_s / nodes.sizes_N, np.float64)
 
     def reader_s(self, nodes: NodeGroup, models: Models) -> tuple[FloatArray, FloatArray]:
-        """[sizes] each: the same of the passes, and of the steps, of models on dedicated GPUs."""
+        """[sizes] each: the same for the passes, and for the steps, of models on dedicated GPUs."""
         passed, steps = self.dedicated_gpu_s(nodes, models)
         return passed / nodes.sizes_N, steps / nodes.sizes_N
 
     def dedicated_gpu_s(self, nodes: NodeGroup, models: Models) -> tuple[float, float]:
-        """GPU-seconds of models' passes and of critics' steps that no layout goes below."""
+        """Lower bounds of the GPU-seconds of models' passes, and of critics' steps."""
         passed, steps = self._one_gpu(nodes)
         return models.count * passed, models.critics * steps
 
     def _one_gpu(self, nodes: NodeGroup) -> tuple[float, float]:
-        """GPU-seconds of one pass and of one model's steps that no layout goes below."""
+        """Lower bounds of the GPU-seconds of one pass, and of one model's steps."""
         work = self.work
         tokens = int(work.sequence_tokens.sum())
         alone = Trainer(work.shape, nodes.gpu, Parallel(), micro_tokens=tokens, recompute=min(self.recomputes))
@@ -500,9 +503,9 @@ class LayoutCandidates:
         return passed, steps
 
     def generators(self, nodes: NodeGroup, sizes: Sequence[int], copies: int, beside: Memory | None) -> GeneratorTable:
-        """All layouts on these numbers of GPUs that fit with so many copies of the weights, and with what lies `beside`
+        """All layouts on these numbers of GPUs that fit with `copies` copies of the weights, and the memory `beside`
         them on each GPU."""
-        # Memory is linear in the rows, so that two points tell how many fit.
+        # Memory is linear in the slots: how many fit follows from two points.
         empty, each = self._row_bytes(nodes, copies)
         room = nodes.gpu.memory_bytes - (beside.used if beside else 0.0)
         fits = np.clip((room - empty) // each, 0, self.slots).astype(np.int64)
@@ -512,26 +515,28 @@ class LayoutCandidates:
 
     @property
     def shared_copies(self) -> int:
-        """Of a generator's weights on the trainer's GPUs: the next version comes while it decodes, or in turn."""
+        """Copies of a generator's weights on the trainer's GPUs: two if the next version arrives while it decodes, one
+        if they take turns."""
         return DEDICATED if self.pins.overlaps else SHARED
 
     def dedicated(self, nodes: NodeGroup) -> GeneratorTable:
-        """All layouts on dedicated GPUs."""
+        """All layouts of a generator on dedicated GPUs."""
         return self.generators(nodes, nodes.sizes, DEDICATED, None)
 
     def fastest(self, nodes: NodeGroup, shared: bool) -> tuple[FloatArray, ...]:
-        """Lower bounds on dedicated GPUs or fewer of them, or on the trainer's, whatever lies beside the generator."""
+        """`GeneratorTable.fastest` on at most as many dedicated GPUs; or if `shared` on exactly the trainer's, whatever
+        memory the trainer takes there."""
         table = self.generators(nodes, nodes.sizes, self.shared_copies, None) if shared else self.dedicated(nodes)
         return table.fastest(nodes, or_fewer=not shared)
 
     def generating(self, nodes: NodeGroup, table: GeneratorTable, row: int, copies: int) -> Generating:
-        """The layout in a row, with its memory."""
+        """The layout in a table's row, with its memory."""
         generator = self._generator(nodes, table, row)
         memory = generator_memory(generator, self.context, copies)
         return Generating(generator, int(table.replicas[row]), memory)
 
     def simulate(self, nodes: NodeGroup, table: GeneratorTable, row: int) -> None:
-        """Notes the seconds of a row's rollout, simulated over the batch's lengths, in all tables of the node group."""
+        """Simulate a row's rollout over the batch's lengths, and note its seconds in all tables of the node group."""
         generator, replicas = self._generator(nodes, table, row), int(table.replicas[row])
         alike, seconds = int(table.alike[row]), rollout_s(self.work, generator, replicas)
         self._rollouts[nodes][alike] = seconds
@@ -542,18 +547,18 @@ class LayoutCandidates:
         return replace(self.bases(nodes)[int(table.base[row])], slots=int(table.slots[row]))
 
     def bases(self, nodes: NodeGroup) -> list[Generator]:
-        """A generator of one slot for each mesh; none on GPUs that do not compute in its precision."""
+        """A generator of one slot for each possible mesh; none on GPUs that do not compute in its precision."""
         shape, gpu, pin, row = self.work.shape, nodes.gpu, self.pins.generator, CAPABILITIES["generator"]
         if not gpu.computes(self.precision):
             return []
         staged = STAGE in row.axes and STAGE in row.over_hosts
-        # Stages only over whole hosts, where a host is not enough.
+        # Pipeline stages only over whole hosts, for models that are too large for one.
         meshes = [
             Parallel(tp=tp, pp=pp)
             for tp in self.resorts.tensor_sizes(nodes, nodes.gpus)
             for pp in (_divisors(len(nodes.hosts)) if staged and tp == nodes.each else (1,))
         ]
-        # Experts over the GPUs of a host, each of which has all of the rest.
+        # Experts are divided among the GPUs of a host; each GPU has all other weights.
         if shape.experts and EXPERT in row.axes:
             meshes += [Parallel(fsdp=ep, ep=ep) for ep in _divisors(min(nodes.each, nodes.gpus))[1:]]
         wanted = (mesh for mesh in meshes if pin in (None, mesh.axes))
@@ -564,7 +569,7 @@ class LayoutCandidates:
         ]
 
     def _row_bytes(self, nodes: NodeGroup, copies: int) -> tuple[FloatArray, FloatArray]:
-        """[bases] each: bytes of a rank without any rows, and of each row."""
+        """[bases] each: the bytes of a rank without slots, and of each slot."""
         empty, one = (
             np.array([generator_memory(replace(b, slots=n), self.context, copies).bytes for b in self.bases(nodes)])
             for n in (0, 1)
@@ -572,7 +577,7 @@ class LayoutCandidates:
         return empty, one - empty
 
     def _table(self, nodes: NodeGroup, sizes: tuple[int, ...], fits: tuple[int, ...]) -> GeneratorTable:
-        """With up to so many slots for each base."""
+        """The table with up to `fits` slots for each base."""
         blocks = [self._block(nodes, base, sizes, fit) for base, fit in enumerate(fits) if fit]
         blocks = blocks or [{name: np.zeros(0, np.int64) for name in COLUMNS}]
         order = np.concatenate([block["gpus"] for block in blocks]).argsort(kind="stable")
@@ -585,8 +590,8 @@ class LayoutCandidates:
         return table
 
     def _block(self, nodes: NodeGroup, number: int, sizes: tuple[int, ...], fit: int) -> dict[str, Any]:
-        """Columns of one base: each number of GPUs that copies of it fill, with each number of slots that may be of
-        use, up to the `fit` that there is memory for."""
+        """The columns of one base: each number of GPUs that replicas of it fill, with each useful number of slots up to
+        `fit`, the most that fit in memory."""
         work, base = self.work, replace(self.bases(nodes)[number], slots=fit)
         ranks, in_flight = base.mesh.ranks, work.responses * (self.lag + 1)
         filled = [size for size in sizes if size % ranks == 0 and size <= work.responses * ranks]
@@ -598,8 +603,8 @@ class LayoutCandidates:
         share = -(-work.responses // replicas)
         # More slots than responses change nothing, unless replacements of dropped groups come on top.
         rows = np.minimum(slots, share) if work.kept == 1 else slots
-        # A step costs what its rows do, which falls per row with their number, and what their contexts do, which sum to
-        # the same whatever is decoded beside them.
+        # The seconds of a step for its rows, which fall per row with their number, and for their contexts, whose sum
+        # over a batch is always the same.
         fixed, slope = base.lines.fixed, float(base.lines.slope[1])
         tokens = float(work.response_tokens.sum())
         always = slope * float(work.seen_tokens.sum()) + work.drawn * base.prefill_s(work.prompt_tokens)

@@ -1,12 +1,12 @@
-"""How long GPUs take to talk: collectives by the α-β model (Thakur et al., 2005), on NVLink and NICs. Pure.
+"""Seconds of communication between GPUs: collectives by the α-β model (Thakur et al., 2005), on NVLink and NICs. Pure.
 
-A group is `ranks` GPUs, each `stride` apart, of machines (or NVLink domains) of `gpu.nvlink_gpus`. Within a domain
-every GPU reaches every other one through a switch, so a collective takes one hop. Across domains rings run through
-them, with all NICs of the group's ranks in a domain side by side (NCCL's multi-rail rings): a byte that crosses
-between machines does so over as many NICs as the group has ranks in each. `nbytes` is the whole message: what every
-rank has after an all-gather, before a reduce-scatter, before and after an all-reduce.
+A group is `ranks` GPUs, each `stride` apart, in machines (or NVLink domains) of `gpu.nvlink_gpus`. Within a domain
+every GPU reaches every other one through a switch, so a collective takes one hop. Across domains, rings use all NICs of
+the group's ranks in a domain in parallel (NCCL's multi-rail rings): the bandwidth between machines is that of as many
+NICs as the group has ranks in each. `nbytes` is the whole message: what every rank has after an all-gather, before a
+reduce-scatter, before and after an all-reduce.
 
-`Cost`, which every formula of the cost model returns, has seconds by what they go to.
+`Cost`, which the formulas of the cost model return, has seconds by part.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ Seconds = TypeVar("Seconds", float, FloatArray)
 
 
 def _within(gpu: Gpu, ranks: int, stride: int) -> int:
-    """Ranks of the group in one NVLink domain."""
+    """How many ranks of the group are in one NVLink domain."""
     return min(ranks, max(1, gpu.nvlink_gpus // stride))
 
 
@@ -35,7 +35,7 @@ def bandwidth(gpu: Gpu, ranks: int, stride: int = 1) -> float:
 
 
 def gather_s(gpu: Gpu, nbytes: Seconds, ranks: int, stride: int = 1) -> Seconds:
-    """Seconds of an all-gather or a reduce-scatter: (n - 1) / n · S / B, and a hop for each domain."""
+    """Seconds of an all-gather or a reduce-scatter: (n - 1) / n · S / B, plus a hop for each domain."""
     if ranks == 1:
         return nbytes * 0.0
     domains = ceil(ranks / _within(gpu, ranks, stride))
@@ -44,7 +44,7 @@ def gather_s(gpu: Gpu, nbytes: Seconds, ranks: int, stride: int = 1) -> Seconds:
 
 
 def reduce_s(gpu: Gpu, nbytes: Seconds, ranks: int, stride: int = 1) -> Seconds:
-    """Seconds of an all-reduce: a reduce-scatter and an all-gather, or through a tree if that is faster (few bytes)."""
+    """Seconds of an all-reduce: a reduce-scatter and an all-gather, or a tree if that is faster (few bytes)."""
     if ranks == 1:
         return nbytes * 0.0
     inside = _within(gpu, ranks, stride)
@@ -56,14 +56,14 @@ def reduce_s(gpu: Gpu, nbytes: Seconds, ranks: int, stride: int = 1) -> Seconds:
 
 
 def send_s(gpu: Gpu, nbytes: Seconds, stride: int) -> Seconds:
-    """Seconds from one GPU to another that is `stride` further."""
+    """Seconds to send from one GPU to the one `stride` further."""
     inside = stride < gpu.nvlink_gpus
     return nbytes / (gpu.nvlink if inside else gpu.nic) + (gpu.latency_s if inside else gpu.network_s)
 
 
 def exchange_s(gpu: Gpu, nbytes: float, ranks: int, stride: int = 1) -> float:
-    """Seconds of an all-to-all between ranks that are `stride` apart, in which each sends `nbytes`, its own part
-    included, evenly to all. What leaves the domain leaves over the rank's own NIC, beside what stays."""
+    """Seconds of an all-to-all between ranks that are `stride` apart: each sends `nbytes` evenly to all ranks, itself
+    included. Bytes that leave the domain go over the rank's own NIC, in parallel with those that stay."""
     if ranks == 1:
         return 0.0
     inside = _within(gpu, ranks, stride)
@@ -72,18 +72,18 @@ def exchange_s(gpu: Gpu, nbytes: float, ranks: int, stride: int = 1) -> float:
     return max(stays, leaves) + gpu.latency_s + gpu.network_s * (inside < ranks)
 
 
-# Of a lower bound, so that rounding never makes it an upper one.
+# Factor of lower bounds, so that rounding never lifts one above the value that it bounds.
 SAFE = 1 - 1e-9
 
 
 def added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    """The sum by name; what one of them lacks counts as 0."""
+    """The sum by name; a name that one of them lacks counts as 0."""
     return {name: one.get(name, 0.0) + other.get(name, 0.0) for name in {**one, **other}}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """`parts` are seconds that follow each other; what overlaps counts where it is not hidden."""
+    """`parts` are seconds that add up: of work that overlaps, only the part that is not hidden."""
 
     parts: Mapping[str, float] = field(default_factory=dict)
 
@@ -93,7 +93,7 @@ class Cost:
 
     @property
     def bound(self) -> str:
-        """The part that takes longest; "nothing" of a cost of nothing."""
+        """The part that takes longest; "nothing" if there are no parts."""
         return max(self.parts, key=lambda part: self.parts[part], default="nothing")
 
     def __add__(self, other: "Cost") -> "Cost":

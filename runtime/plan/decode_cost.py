@@ -1,13 +1,13 @@
-"""How long decoding takes: a step's roofline, and batches of responses simulated event by event. Pure.
+"""Seconds of decoding: a step's roofline, and batches of responses simulated event by event. Pure.
 
 There is one event model, `Slots`: a replica decodes up to `slots` rows at once. Between two events (a response ends,
-another one takes its slot) it decodes the same rows, and its step only grows with their context. `rollout` runs a batch
-on the replicas of a plan with it, and the simulator (`simulate.DecodingReplica`) runs groups as they come; a test
-compares it with one step after the other. So the tail of a batch, in which few rows are left, costs what it costs; a
-mean length would hide it.
+another takes its slot) it decodes the same rows, and its step grows only with their context. `rollout` runs a batch on
+the replicas of a plan with it, and the simulator (`simulate.DecodingReplica`) runs groups as they arrive. A test
+compares it with a loop over single steps. So the tail of a batch, in which few rows are left, has its real cost, which
+a mean length would hide.
 
-Where filters drop groups, another group begins only when the longest response of a dropped one is done. It waits for
-slots on the replica that has least to do. With slots for all, a batch takes as long as its longest chain of groups.
+If filters drop groups, a replacement begins only when the longest response of the dropped group is done. It waits for
+slots on the replica with least work. With slots for all, a batch takes as long as its longest chain of groups.
 """
 
 import heapq
@@ -38,15 +38,15 @@ from penstock.runtime.plan.workload import FloatArray, IntArray, Workload
 
 @dataclass(frozen=True, eq=False)
 class Lines:
-    """[slots + 1], by rows: seconds of a step with an empty cache, and for each token in the cache. A step's cost is
-    linear in the context while the same side of the roofline bounds it."""
+    """[slots + 1], by number of rows: the seconds of a step with an empty cache, and per token in the cache. A step's
+    seconds are linear in the context, on one side of the roofline."""
 
     fixed: FloatArray
     slope: FloatArray
 
     @cached_property
     def pairs(self) -> list[tuple[float, float]]:
-        """The same, for one number of rows at a time."""
+        """(fixed, slope) for each number of rows."""
         return list(zip(self.fixed.tolist(), self.slope.tolist(), strict=True))
 
 
@@ -63,7 +63,7 @@ class Slots:
         self._due: float | None = inf
 
     def __len__(self) -> int:
-        """Rows in work."""
+        """The number of rows in work."""
         return len(self._rows)
 
     @property
@@ -72,21 +72,21 @@ class Slots:
 
     @property
     def due(self) -> float:
-        """When the next row ends; infinity if none is in work."""
+        """The time at which the next row ends; infinity if none is in work."""
         if self._due is None:
             self._due = self.now + self._seconds(self._rows[0][0] - self._steps) if self._rows else inf
         return self._due
 
     def take(self, row: int, length: int, prompt: int, prefill_s: float) -> None:
-        """A response of `length` tokens takes a slot, once its prompt is computed: 0 s for a prompt that is there."""
-        # Rows in work wait for a prefill: it runs between two of their steps.
+        """Give a slot to a response of `length` tokens, after `prefill_s` for its prompt (0 if it is in the cache)."""
+        # A prefill runs between two steps of the rows in work, which wait.
         self.now += prefill_s
         heapq.heappush(self._rows, (self._steps + length, row, prompt + length))
         self._context += prompt
         self._due = None
 
     def advance(self) -> list[int]:
-        """On to the next end of rows; those that have ended, in order."""
+        """Advance to the next end of rows; return the rows that end, in order."""
         rows = self._rows
         self._go(rows[0][0] - self._steps)
         ended = []
@@ -97,8 +97,8 @@ class Slots:
         return ended
 
     def reach(self, time: float) -> None:
-        """On to the end of the step that is in work at `time`, before which none of the rows ends: what comes at
-        `time` takes its slot between two steps."""
+        """Advance to the end of the step in work at `time`: a row that arrives at `time` takes its slot between two
+        steps. No row ends before `time`."""
         if not self._rows:
             self.now = max(self.now, time)
         elif time > self.now:
@@ -108,11 +108,11 @@ class Slots:
             linear = fixed + slope * self._context - square
             passed = time - self.now
             count = 2 * passed / (linear + sqrt(linear * linear + 4 * square * passed))
-            # Rounding of the root must not add a step.
+            # Rounding errors of the root must not add a step.
             self._go(min(self._rows[0][0] - self._steps, max(1, ceil(count - 1e-9))))
 
     def _seconds(self, steps: int) -> float:
-        """Of so many steps with the rows in work: the middle step's cost is the mean."""
+        """The seconds of `steps` steps with the rows in work: the mean is the middle step's."""
         rows = len(self._rows)
         fixed, slope = self._lines[rows]
         return steps * (fixed + slope * (self._context + rows * (steps - 1) / 2))
@@ -136,21 +136,20 @@ def rollout(
     replacements: Mapping[int, int] = MappingProxyType({}),
     prefixes: IntArray | None = None,
 ) -> FloatArray:
-    """Decodes a batch on so many replicas. Returns [responses], the seconds at which each ends.
+    """Decode a batch on `replicas` replicas. Returns [responses], the seconds at which each ends.
 
-    lengths: [responses], in tokens. A prompt of `prompt` tokens takes `prefill_s`, once for `samples` responses that
-    follow each other: a group. `replacements`: groups that filters drop, and the later group that takes the place of
-    each; those are the last groups of the batch. `prefixes`: [responses], tokens of each that are in the cache before.
+    lengths: [responses], in tokens. Each `samples` consecutive responses are a group, and its prompt of `prompt` tokens
+    takes `prefill_s` once. `replacements`: the groups that filters drop, each with the later group that takes its
+    place; these are the last groups of the batch. `prefixes`: [responses], tokens of each that are in the cache before.
 
-    Responses wait in one line, for the replica whose slot is free first. With replacements each replica has a line of
-    its own, since a group that takes another one's place joins the shortest. The first response of a group to get a
-    slot brings the prompt.
+    Responses wait in one queue, for the replica whose slot is free first. With replacements each replica has its own
+    queue, since a replacement joins the shortest. The first response of a group pays for the prompt.
     """
     tokens, begun = lengths.tolist(), len(lengths) - samples * len(replacements)
     contexts = [prompt] * len(tokens) if prefixes is None else (prefixes + prompt).tolist()
     filled = min(begun, replicas * slots)
     waits = len(tokens) - filled
-    # One deque, which all replicas have: who is free first takes the next response.
+    # One deque, shared by all replicas: the first free slot takes the next response.
     waiting = [deque(range(filled, begun))] * replicas
     if replacements:
         waiting = [deque(range(filled + number, begun, replicas)) for number in range(replicas)]
@@ -159,7 +158,7 @@ def rollout(
     events: list[tuple[float, int]] = []
 
     def fill(number: int) -> None:
-        """Give free slots to those that wait."""
+        """Give free slots to waiting responses."""
         nonlocal waits
         engine, line = engines[number], waiting[number]
         while line and engine.free:
@@ -169,14 +168,14 @@ def rollout(
         if len(engine):
             heapq.heappush(events, (engine.due, number))
 
-    # All slots are filled at once, so that prompts are computed before the first step.
+    # All slots are filled at the start, so all their prompts are computed before the first step.
     for number, engine in enumerate(engines):
         rows = range(number, filled, replicas)
         for row in rows:
             engine.take(row, tokens[row], contexts[row], 0.0)
         engine.now = sum(row % samples == 0 for row in rows) * prefill_s
         fill(number)
-    # Once no response waits for a slot, replicas go on by themselves.
+    # Once no response waits for a slot, replicas are independent.
     while waits:
         due, number = heapq.heappop(events)
         engine = engines[number]
@@ -190,7 +189,7 @@ def rollout(
                 following.append(replacements[row // samples])
         fill(number)
         for group in following:
-            # It takes the place of a group that was dropped, which is known only now.
+            # It replaces a dropped group; that the group is dropped is known only now.
             shortest = min(range(replicas), key=lambda each: len(engines[each]) + len(waiting[each]))
             waiting[shortest].extend(range(group * samples, (group + 1) * samples))
             engines[shortest].reach(engine.now)
@@ -202,20 +201,20 @@ def rollout(
     return np.array(ends)
 
 
-# Kernels of a layer in a step, as a profile of this project's engine counts them: two norms, queries to values, rotary
-# embedding, cache, attention in two parts, its output, gate and up, activation, down, and two sums; beside them routing
-# and permutations; and of a latent cache two more projections with norms, two absorbed products, and the parts of heads
-# put together.
+# Kernels of a layer in a step, counted in a profile of this project's engine: two norms, queries to values, rotary
+# embedding, cache, attention in two parts, its output, gate and up, activation, down, and two sums. Extra for experts:
+# routing and permutations. Extra for a latent cache: two more projections with norms, two absorbed products, and the
+# concatenation of the parts of heads.
 KERNELS, EXPERT_KERNELS, LATENT_KERNELS = 13, 6, 10
-# How often sampling reads or writes the logits in float32.
+# How many times sampling reads or writes the logits in float32.
 LOGIT_PASSES = 3
 
 
 @dataclass(frozen=True)
 class Generator:
-    """A replica that decodes on `mesh.tp * mesh.pp` GPUs, at most `slots` rows at once; or on `mesh.ep`, each of which
-    has a share of the experts and all of the rest, and computes the same rows. Weights are in `precision`, keys and
-    values in that of the `cache`."""
+    """A replica that decodes at most `slots` rows at once, on `mesh.tp * mesh.pp` GPUs; or on `mesh.ep` GPUs, each with
+    a share of the experts and all other weights, which all compute the same rows. Weights are in `precision`, keys and
+    values in `cache`."""
 
     shape: Shape
     gpu: Gpu
@@ -226,7 +225,7 @@ class Generator:
 
     @property
     def bytes_each(self) -> float:
-        """Of weights on each rank, all that travel to it: of adapters these alone."""
+        """The bytes of weights that are sent to each rank: with adapters, only these."""
         shape, mesh = self.shape, self.mesh
         held = (shape.dense_parameters + shape.expert_parameters / mesh.ep) / mesh.tp
         held = held if shape.lora is None else shape.layers * shape.adapted(mesh.tp)
@@ -234,38 +233,39 @@ class Generator:
 
     @cached_property
     def multiplied(self) -> float:
-        """Weights that a token is multiplied with on a rank, those of experts counted as often as they are slower."""
+        """The number of weights that a token is multiplied with on a rank; those of experts are weighted by how much
+        slower their products are."""
         whole, dense = weighted(self.shape, self.gpu), self.shape.dense_parameters
         dense -= 0 if self.shape.tied else self.shape.vocab * self.shape.hidden
         return (dense + (whole - dense) / self.mesh.ep) / self.mesh.tp
 
     @cached_property
     def unevenness(self) -> float:
-        """How much longer the slowest pipeline stage takes than the mean of all."""
+        """The seconds of the slowest pipeline stage over the mean of all."""
         active = [stage.active for stage in stages_of(self.shape, self.mesh.pp)]
         return max(active) * len(active) / sum(active)
 
     @cached_property
     def lines(self) -> Lines:
-        """Of a step with each number of rows."""
+        """The seconds of a step by number of rows."""
         rows = np.arange(self.slots + 1, dtype=np.float64)
-        # The cost is linear in the context on one side of the roofline: two points tell the line.
+        # On one side of the roofline the cost is linear in the context: two points determine the line.
         empty, million = (sum(self._step(rows, context).values()) for context in (0.0, 1e6))
         return Lines(empty, (million - empty) / 1e6)
 
     def step(self, rows: float, context: float) -> Cost:
-        """Seconds of one token for each of `rows` rows, which have `context` tokens in the cache between them."""
+        """The cost of one token for each of `rows` rows, with `context` tokens in the cache in total."""
         return Cost({name: float(seconds) for name, seconds in self._step(rows, context).items()})
 
     def prefill_s(self, tokens: float) -> float:
-        """Seconds of a prompt of so many tokens, bound by the products."""
+        """Seconds of a prompt of `tokens` tokens, bound by the products."""
         if not tokens:
             return 0.0
         shape, gpu, mesh = self.shape, self.gpu, self.mesh
         products = 2.0 * self.multiplied * tokens / gpu.flops(self.precision)
         attention = attention_flops(shape, tokens**2) / mesh.tp / gpu.attention_flops
         elements = elementwise_bytes(shape) * tokens / mesh.tp / gpu.bandwidth
-        # Stages work on different prompts at once, so that a token costs its share of one stage's time.
+        # Stages work on different prompts in parallel, so a prompt costs 1 / pp of the sum over stages.
         reduced: float = self._reduced_s(tokens) + self._gathered_s(tokens)
         return (products + attention + elements + reduced) / mesh.pp
 
@@ -278,31 +278,31 @@ class Generator:
         replacements: Mapping[int, int] = MappingProxyType({}),
         prefixes: IntArray | None = None,
     ) -> FloatArray:
-        """[responses]: the seconds at which each ends, of all of them in order on so many replicas. A prompt is
-        computed once for its `samples`, on the replica that gets the first of them."""
+        """[responses]: the seconds at which each ends, on `replicas` replicas. A prompt is computed once for its
+        `samples` responses, on the replica that gets the first of them."""
         return rollout(
             responses, self.lines, slots=self.slots, replicas=replicas, prompt=prompt_tokens, samples=samples,
             prefill_s=self.prefill_s(prompt_tokens), replacements=replacements, prefixes=prefixes,
         )  # fmt: skip
 
     def _step(self, rows: Any, context: float) -> dict[str, Any]:
-        """Seconds by part, of a number of rows or of an array of them. A roofline: the larger of the bytes over the
-        bandwidth and the FLOPs over the rate, then what nothing hides.
+        """Seconds by part, for a number of rows or an array of numbers. A roofline: the larger of bytes / bandwidth and
+        FLOPs / rate, plus the parts that do not overlap.
 
-        A pipeline's stages each have rows / pp at a time; the step is over when all stages have had all rows, and takes
-        as long as if all were like the slowest one.
+        Each stage of a pipeline has rows / pp rows at a time. The step is over when every stage has processed all rows,
+        and every stage is taken to be as slow as the slowest.
         """
         shape, gpu, mesh = self.shape, self.gpu, self.mesh
-        # Experts are read by what one stage decodes at a time.
+        # Which experts are read depends on the rows that one stage decodes at a time.
         at_once = rows / mesh.pp
-        # The embedding is looked up. Of the experts those are read that a token uses, routed evenly: 1 - (1 - k/E)^n.
+        # The embedding is only looked up. The share of experts that some token uses, routed evenly: 1 - (1 - k/E)^n.
         used = shape.dense_parameters - (0 if shape.tied else shape.vocab * shape.hidden)
         touched = 1.0 - (1.0 - shape.active / shape.experts) ** at_once if shape.experts else 0.0
         weights = (used + shape.expert_parameters * touched / mesh.ep) * BYTES[self.precision] / mesh.tp
         rate = gpu.flops(self.precision) * gpu.efficiency.decode
         products = 2.0 * self.multiplied * rows / rate
         cached = context * cache_bytes(shape, mesh.tp, precision=self.cache) / gpu.bandwidth
-        # A latent cache is read as it is, by each head (DeepSeek-V2, section 2.1.2: up-projections are absorbed).
+        # Each head reads the latent cache directly (DeepSeek-V2, section 2.1.2: up-projections are absorbed).
         width = shape.qk_width + shape.value_width
         if shape.latent is not None:
             width = shape.heads * (2 * shape.latent.kv_rank + shape.latent.rope_dim)
@@ -321,7 +321,8 @@ class Generator:
         routed += shape.layers * ADAPTER_KERNELS * len(shape.lora.targets) if shape.lora is not None else 0
         kernels = shape.layers * KERNELS + routed
         if engine.eager and (shape.experts or mesh.tp * mesh.pp * mesh.ep > 1):
-            # The host launches ahead of the GPU. The cache is left out, so that a step stays linear in the context.
+            # The host launches ahead of the GPU, so only excess time counts. The cache's time is left out of the
+            # comparison: a step must stay linear in the context.
             launches = np.maximum(0.0, kernels * engine.eager_us * 1e-6 - sum(work.values()))
         else:
             launches = kernels * gpu.launch_s
@@ -333,30 +334,29 @@ class Generator:
         }
 
     def _reduced_s(self, tokens: Any) -> Any:
-        """Two all-reduces of the activations in each layer, and one of the logits' maxima, which is left out."""
+        """Seconds of two all-reduces of the activations in each layer; the one of the logits' maxima is left out."""
         return 2 * self.shape.layers * reduce_s(self.gpu, tokens * self.shape.hidden * 2, self.mesh.tp)
 
     def _gathered_s(self, tokens: Any) -> Any:
-        """What each rank's experts have made, to all, in each layer that has some."""
+        """Seconds to gather the output of each rank's experts on all ranks, in each layer with experts."""
         made = tokens * self.shape.active * self.shape.hidden * 2
         return self.shape.moe_layers * gather_s(self.gpu, made, self.mesh.ep)
 
 
 def rollout_s(work: Workload, generator: Generator, replicas: int) -> float:
-    """Seconds of a batch by itself, simulated over its lengths: with the tail, and with replacements of
-    dropped groups."""
+    """Seconds of a batch alone, simulated over its lengths, including the tail and replacements of dropped groups."""
     prefixes = work.prefix_tokens if work.begun else None
     ends = generator.rollout(work.response_tokens, work.prompt_tokens, work.rows, replicas, work.replacements, prefixes)
     return float(ends.max())
 
 
 def generator_memory(generator: Generator, context: float, copies: int = 2) -> Memory:
-    """Of a rank of the fullest stage with all slots in use, `context` tokens in each on average. Of two `copies` of the
-    weights one is in use while the next version arrives."""
+    """The memory of a rank of the fullest stage with all slots in use, with `context` tokens in each on average. With
+    two `copies` of the weights, one is in use while the next version arrives."""
     shape, mesh = generator.shape, generator.mesh
     fullest = max(stage.dense + stage.experts / mesh.ep for stage in stages_of(shape, mesh.pp))
     weights = fullest / mesh.tp * BYTES[generator.precision]
-    # Of adapters alone a next version arrives.
+    # With adapters, only these have copies.
     weights = weights * copies if shape.lora is None else weights + shape.layers * shape.adapted(mesh.tp) * 2 * copies
     return Memory(
         {

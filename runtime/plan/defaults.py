@@ -1,8 +1,9 @@
-"""What `penstock run` takes on GPUs where the user says nothing: the plan that `penstock plan` would make for them.
+"""The defaults of `penstock run` on GPUs: the plan that `penstock plan` would make for them.
 
-What the user says stays, and the rest is planned around it: meshes, the generator's slots and replicas, offload, and a
-lag. `why_not` names what no plan covers, such as a program without a generator: it runs as its flags say. `planned_run`
-makes the plan, and `five_lines` says what it chose and why. Pure but for the clock of the search.
+Flags that the user gives stay (meshes, the generator's slots and replicas, offload, a lag, …), and the rest is planned
+around them. `why_not` says why no plan can be made, such as for a program without a generator, which then runs as its
+flags say. `planned_run` makes the plan, and `five_lines` says what it chose and why. Pure except for the search's
+clock.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,14 +20,14 @@ from penstock.runtime.plan.roles import PlanError, roles_of, with_adapters, work
 from penstock.runtime.plan.run_plan import RunPlan, run_plan
 from penstock.runtime.plan.workload import given_lengths
 
-# Seconds of the search: a run that is to begin does not wait for the last percent.
+# Seconds of the search: the start of a run does not wait for the last percent.
 SEARCH_S = 20.0
-# What is planned for: 8 bytes less for each weight are another plan.
+# The dtypes that a plan covers; another dtype takes other memory, and so needs another plan.
 DTYPES = ("bfloat16", "float16")
 
 
 def why_not(graph: Graph, cluster: Cluster, options: RunOptions, typed: Mapping[str, Sequence[str]]) -> str:
-    """What keeps a run from being planned, for people; "" where nothing does."""
+    """Why a run cannot be planned, for people; "" if it can."""
     if "dtype" in typed and options.dtype not in DTYPES:
         return f"--dtype {options.dtype}, where a plan has {DTYPES[0]}"
     if unsaid := [host.name for host in cluster.hosts if host.accelerators and not host.gpu]:
@@ -51,9 +52,10 @@ def planned_run(
     program: str,
     source: str,
 ) -> tuple[Planned, RunPlan]:
-    """The plan for a run of `graphs`, the first of which is trained, and how it is run. `typed` are the words of the
-    flags that the user gives. Raises PlanError, with a code of docs/check-errors.md, for what fits nowhere."""
-    # A single device is what is left of each host.
+    """Plan a run of `graphs`, the first of which is trained. Returns the plan, and the plan as a run reads it. `typed`
+    are the words of the flags that the user gives. Raises PlanError, with a code of docs/check-errors.md, if nothing
+    fits."""
+    # If the user names a device, plan with that device alone on each host.
     if options.device not in ("auto", "cuda"):
         own = (options.device,)
         hosts = [host.model_copy(update={"devices": own}) for host in cluster.hosts if own[0] in host.accelerators]
@@ -69,7 +71,7 @@ def planned_run(
         recompute=None if options.recompute == "auto" else options.recompute == "layer",
         host_state=None if options.optimizer_state == "auto" else options.optimizer_state == "host",
         offload=options.offload == "on" if "offload" in typed and options.offload != "auto" else None,
-        # Who writes a lag wants both to work at the same time.
+        # A user who gives a lag wants trainer and generator to work at the same time.
         overlaps="lag" in typed and roles.lag > 0,
     )
     meshes = read_meshes(options.mesh)
@@ -79,14 +81,14 @@ def planned_run(
         max_prompt=options.max_prompt, words={},
         tp_over_hosts=options.tp_over_hosts,
     )  # fmt: skip
-    # The user's own are those of the plan, or say more, such as another format of as many bytes.
+    # The user's values equal the plan's, or are more specific, such as another format with as many bytes.
     kept = {name: getattr(options, name) for name in made.options if name in typed and name != "mesh"}
     said = {name: own for name, own in kept.items() if own not in ("auto", 0)}
     return found, replace(made, options={**made.options, **said})
 
 
 def five_lines(found: Planned, made: RunPlan) -> list[str]:
-    """What was chosen for a run, and why."""
+    """Say in five lines what was chosen for a run, and why."""
     work, best, options = found.work, found.best, made.options
     trainer, generator, *others = found.pools
     shared, lag = best.split.shared, found.lag if made.lag is None else made.lag

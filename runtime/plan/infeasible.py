@@ -1,9 +1,9 @@
-"""Why nothing fits, and for an infeasible request the smallest change that makes it feasible. Pure but for the clock of
-its searches.
+"""For an infeasible request, why nothing fits, and the smallest change that makes it feasible. Pure except for the
+clock of its searches.
 
-`refuse` has each role's least memory and what would make that role fit, in numbers. `enough` looks for what would make
-all of it fit: no given meshes, the fewest hosts of the kind with most memory, or the longest responses. Each is named
-only where a search has found a whole plan.
+`refuse` says in numbers how much memory each role needs at least, and what would make that role fit. `enough` looks for
+a change that makes the whole request fit: no given flags, the fewest hosts of the kind with most memory, or the longest
+responses that fit. It names a change only if a search has found a whole plan with it.
 """
 
 import time
@@ -35,15 +35,15 @@ from penstock.runtime.plan.search import Search
 from penstock.runtime.plan.train_cost import Memory, Trainer, host_moments, trainer_memory
 from penstock.runtime.plan.workload import Lengths, Listed, Lognormal
 
-# The codes of a workload that fits nowhere, and of moments that are more than the memory of their host.
+# The codes of a workload that fits nowhere, and of moments that exceed the memory of their host.
 NO_FIT, HOST_MEMORY = "no-fit", "host-memory"
 MOST_GPUS = 4096
-# Tokens of the shortest responses that are proposed, and of the steps between those that are.
+# The shortest responses that are proposed, and the step between proposals, in tokens.
 SHORTEST = 64
 
 
 def check_pins(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[NodeGroup]) -> None:
-    """Raises PlanError for a mesh of more ranks than any node group has GPUs, or that no layout has."""
+    """Raises PlanError for a given mesh with more ranks than any node group has GPUs, or that no layout can have."""
     largest = max(node_groups, key=lambda nodes: nodes.gpus)
     own = {roles.trainer: candidates.pins.trainer, roles.generator: candidates.pins.generator}
     for pool, axes in {**own, **candidates.pins.beside}.items():
@@ -68,8 +68,8 @@ def check_pins(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence
 
 
 def refuse(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[NodeGroup]) -> PlanError:
-    """The error for a workload that fits nowhere: a line for each role that does not fit even on all GPUs of a kind,
-    or, where each would by itself, how many GPUs each needs."""
+    """Make the error for a workload that fits nowhere: a line for each role that does not fit even on all GPUs of a
+    kind, or, if each role would fit by itself, how many GPUs each needs."""
     model, total = candidates.work.shape.name, sum(nodes.gpus for nodes in node_groups)
     head = f"{model} does not fit on {total} GPU{'s' * (total > 1)} [{NO_FIT}]"
     free, lines = replace(candidates, pins=Pins()), [head]
@@ -77,7 +77,7 @@ def refuse(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
         found = [(needs, nodes) for nodes in node_groups for needs in layouts(candidates, nodes)]
         if not found:
             raise PlanError(f"{role}: given no layout of {model}, needed heads that tp divides")
-        # What lacks memory of hosts alone is told before what lacks that of GPUs.
+        # Prefer a layout that lacks only host memory to one that lacks GPU memory.
         needs, nodes = min(
             found, key=lambda each: (each[0].memory.bytes > each[1].gpu.memory_bytes, each[0].share(each[1]))
         )
@@ -90,7 +90,7 @@ def refuse(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
                 given += f"needed {needs.host_bytes / 1e9:.1f} GB for AdamW's moments, which lie there"
             unpinned = partial(layouts, free)
             enough = nodes if _any_fits(unpinned, nodes) else next(_more_hosts(nodes, unpinned), None)
-            # No number of hosts helps a replica that has one: only larger GPUs do.
+            # More hosts do not help a replica within one host: only larger GPUs do.
             larger = sorted(GPUS.items(), key=lambda kind: kind[1].memory_gib)
             others = (replace(nodes, kind=kind, gpu=gpu.in_hosts_of(nodes.each)) for kind, gpu in larger)
             enough = enough or next((each for each in others if _any_fits(partial(layouts, candidates), each)), None)
@@ -111,13 +111,13 @@ def refuse(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
 
 
 def enough(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[NodeGroup], deadline: float) -> str:
-    """For a request that has no plan, the smallest changes that give it one, as a sentence, and whether a feature that
-    runs lack would; "" where nothing that is tried before the clock passes `deadline` is known to be enough."""
+    """For a request without a plan, the smallest changes with which it has one, in a sentence; and whether a feature
+    that no run has would help. "" if no change that is tried before `deadline` is found to be enough."""
     free, work = replace(candidates, pins=Pins()), candidates.work
     pinned = candidates.pins != Pins()
 
     def fits(asked: LayoutCandidates, groups: Sequence[NodeGroup]) -> bool:
-        """Whether there is any plan, as far as a search finds one in its grace."""
+        """True if a search finds a plan within its grace period."""
         every = (
             replace(asked, resorts=replace(asked.resorts, host_state=on_host)) for on_host in _states(asked, groups)
         )
@@ -131,7 +131,7 @@ def enough(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
     until = (time.monotonic() + deadline) / 2  # the other half is for shorter responses
     widest = max(node_groups, key=lambda nodes: nodes.gpu.memory_bytes * nodes.each)
     others = [nodes for nodes in node_groups if nodes is not widest]
-    # A trainer alone is checked in microseconds; most numbers of hosts that are too few end there.
+    # Checking only the trainer takes microseconds, and rejects most numbers of hosts that are too few.
     for grown in _more_hosts(widest, partial(_trainers, free)):
         if fits(free, (grown, *others)):
             changes.append(f"on {grown}{f' and without {candidates.pins.flags}' * pinned}")
@@ -140,7 +140,7 @@ def enough(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
             break
 
     def shorter(longest: int) -> bool:
-        # A slot of a generator has room for the longest prompt and so many tokens.
+        # A generator's slot has room for the longest prompt and the longest response.
         slot = max(0, work.slot_tokens - work.lengths.longest + longest) if work.slot_tokens else 0
         asked = replace(candidates, work=replace(work, lengths=_cut(work.lengths, longest), slot_tokens=slot))
         return time.monotonic() < deadline and fits(asked, node_groups)
@@ -157,16 +157,16 @@ def enough(roles: Roles, candidates: LayoutCandidates, node_groups: Sequence[Nod
 
 
 def _cut(lengths: Lengths, longest: int) -> Lengths:
-    """The same responses where they end at `longest` tokens. A lognormal keeps its mean if the cut is twice as much,
-    and has else that of a fourth of the cut, as where only --max-tokens is given."""
+    """The same lengths, cut at `longest` tokens. A lognormal keeps its mean if the cut is at least twice the mean; else
+    its mean is a fourth of the cut, the default for a given --max-tokens."""
     if isinstance(lengths, Listed):
         return Listed(tuple(min(length, longest) for length in lengths.lengths))
     return Lognormal(lengths.mean if longest >= 2 * lengths.mean else longest / 4, lengths.sigma, longest)
 
 
 def _largest(below: int, fits: Callable[[int], bool]) -> int:
-    """The most tokens of a response, under `below` and in steps of SHORTEST, that fit; 0 if there are none."""
-    low, high = 0, ceil(below / SHORTEST)  # in steps: what fits, and what does not
+    """The most tokens of a response that fit, under `below` and in steps of SHORTEST; 0 if none do."""
+    low, high = 0, ceil(below / SHORTEST)  # in steps: `low` fits, `high` does not
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * SHORTEST) else (low, middle)
@@ -174,24 +174,24 @@ def _largest(below: int, fits: Callable[[int], bool]) -> int:
 
 
 class Needs(NamedTuple):
-    """The least memory of a rank with a mesh, and what its ranks have of a host's."""
+    """The least memory of a rank with a mesh, and the host memory that the ranks on one host take."""
 
     memory: Memory
     mesh: Parallel
     host_bytes: float = 0.0
 
     def share(self, nodes: NodeGroup) -> float:
-        """Of what there is: no more than 1 where it fits."""
+        """The needed share of the available memory; at most 1 if it fits."""
         return max(self.memory.bytes / nodes.gpu.memory_bytes, self.host_bytes / nodes.host_bytes)
 
 
-# What a role needs with each of its layouts on a node group.
+# Yields a role's needs with each of its layouts on a node group.
 Layouts = Callable[[NodeGroup], Iterable[Needs]]
 
 
 def _more_hosts(nodes: NodeGroup, layouts: Layouts) -> Iterator[NodeGroup]:
-    """The same with more hosts, the fewest first, where a role of these layouts fits by itself. Where it does not on
-    the most that are looked at, it does on no fewer: a rank's share shrinks with their number."""
+    """The node group with more hosts, the fewest first, if a role with these layouts fits there by itself. If it does
+    not fit on the most hosts, it fits on no fewer: a rank's share shrinks with the number of hosts."""
 
     def of(count: int) -> NodeGroup:
         return replace(nodes, hosts=tuple(f"host{number}" for number in range(count)))
@@ -202,14 +202,14 @@ def _more_hosts(nodes: NodeGroup, layouts: Layouts) -> Iterator[NodeGroup]:
 
 
 def _states(candidates: LayoutCandidates, groups: Iterable[NodeGroup]) -> list[bool]:
-    """Whether AdamW's moments lie on the host: the least memory of GPUs first, and that alone where hosts have
-    enough."""
+    """The choices of whether AdamW's moments are on the host: first the one with less GPU memory, and only that if the
+    memory of no host is known."""
     found = [on_host for on_host in (True, False) if candidates.pins.host_state in (None, on_host)]
     return found if any(nodes.host_bytes < inf for nodes in groups) else found[:1]
 
 
 def _trainers(candidates: LayoutCandidates, nodes: NodeGroup) -> Iterator[Needs]:
-    """A trainer's, with each mesh on all GPUs of a node group, or with the given one."""
+    """A trainer's needs, with each mesh on all GPUs of a node group, or with the given mesh."""
     work, pin, states = candidates.work, candidates.pins.trainer, _states(candidates, (nodes,))
     for gpus in (nodes.gpus,) if pin is None else nodes.sizes:
         for mesh in trainer_meshes(work.shape, nodes, gpus, candidates.resorts):
@@ -227,7 +227,7 @@ def _trainers(candidates: LayoutCandidates, nodes: NodeGroup) -> Iterator[Needs]
 
 
 def _generators(candidates: LayoutCandidates, nodes: NodeGroup) -> Iterator[Needs]:
-    """A generator's, with few slots, and with one copy of the weights, as on the trainer's GPUs."""
+    """A generator's needs, with few slots and one copy of the weights, as on the trainer's GPUs."""
     for base in candidates.bases(nodes):
         few = replace(base, slots=min(FEWEST_SLOTS, candidates.slots))
         yield Needs(generator_memory(few, candidates.context, SHARED), base.mesh)

@@ -1,11 +1,10 @@
-"""What a decoder looks like to the cost model, and how the ranks of one replica share its work. Pure but for files
-that are read.
+"""The cost model's description of a decoder, and of the mesh of one replica. Pure except for files that are read.
 
-`Shape` has the sizes that FLOPs, bytes and tensors follow from, of dense and mixture-of-experts decoders of the Llama,
-Qwen and DeepSeek families: read from the `config.json` of a model directory, or one of the names in `SHAPES`.
+`Shape` has the sizes from which FLOPs, bytes and tensors follow, for dense and mixture-of-experts decoders such as
+Llama, Qwen, Gemma and DeepSeek: read from the `config.json` of a model directory, or one of the names in `SHAPES`.
 
-`Parallel` has the sizes of a mesh's axes. Ranks count with `tp` fastest, then `ep`, `fsdp`, `dp`, and `pp` slowest, so
-that tensor parallelism stays within a machine where it can.
+`Parallel` has the sizes of a mesh's axes. Rank numbers vary fastest along `tp`, then `ep`, `fsdp`, `dp`, and slowest
+along `pp`, so that tensor parallelism stays within a machine if it can.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,13 +20,13 @@ from penstock.graph.protocols import Axes, stage_of_layer
 from penstock.runtime.cluster.cluster import nearest
 from penstock.runtime.record.typed_json import parse_json
 
-# The maps that tensor parallelism cuts by what goes in.
+# The linear maps that tensor parallelism cuts along their input.
 NARROWING = ("o_proj", "down_proj")
-# Those of attention, which may have adapters where an MLP is a mixture of experts.
+# The maps of attention, which may have adapters even if the MLP is a mixture of experts.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-# The families with biases of queries, keys and values, those that norm each head's queries and keys, those that norm
-# what attention and MLP make, and those whose layers with a window have other rotary positions; and what `transformers`
-# takes for sizes that a file leaves out. The nodes have their own table, and a test compares them.
+# Families with biases of queries, keys and values; with norms of each head's queries and keys; with norms of the
+# outputs of attention and MLP; whose sliding-window layers have other rotary positions; and the defaults of
+# `transformers` for sizes that a file leaves out. The nodes have their own table, and a test compares them.
 QKV_BIAS, QK_NORM = ("qwen2",), ("qwen3", "qwen3_moe", "gemma3_text")
 BRANCH_NORMS = LOCAL_ROPE = ("gemma3_text",)
 DEFAULTS: Mapping[str, Mapping[str, int]] = {
@@ -55,13 +54,14 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
 
 
 class ShapeError(ValueError):
-    """A model that the cost model cannot describe: what was given, what is needed, and where."""
+    """The cost model cannot describe a model. The message says what was given, what is needed, and where."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, section 2.1): ranks of the two down-projections, and the parts of a
-    head: without and with rotary embedding, and value. The cache holds `kv_rank + rope_dim` numbers per token."""
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): the ranks of the two down-projections, and the sizes of a
+    head's parts without and with rotary embedding, and of its value. The cache holds `kv_rank + rope_dim` numbers per
+    token."""
 
     q_rank: int
     kv_rank: int
@@ -72,7 +72,7 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """Low-rank adapters (LoRA) of a rank, of the linear maps of each layer with these names."""
+    """Low-rank adapters (LoRA) of this rank for the linear maps with these names in each layer."""
 
     rank: int
     targets: tuple[str, ...]
@@ -80,10 +80,10 @@ class Adapters:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder. A layer's MLP has width `inner`; with `experts`, all but the first `dense_layers` have that
-    many of width `expert_inner`, `active` of which a token uses, and always `shared` more. With `lora`, adapters alone
-    learn and are sent; parameters are those of the base. `family` is the `model_type`, `context` the longest sequence,
-    0 where nothing says it."""
+    """Sizes of a decoder. A layer's MLP has width `inner`. With `experts`, all layers but the first `dense_layers` have
+    that many experts of width `expert_inner`; a token uses `active` of them, and always `shared` more. With `lora`,
+    only adapters learn and are sent; parameters are those of the base. `family` is the `model_type`, `context` the
+    longest sequence, 0 if unknown."""
 
     name: str
     vocab: int
@@ -106,7 +106,7 @@ class Shape:
 
     @cached_property
     def maps(self) -> dict[str, tuple[int, int]]:
-        """(in, out) of a layer's linear maps that may have adapters."""
+        """(input, output) width of the linear maps of a layer that may have adapters."""
         keys = self.kv_heads * self.head_dim
         return {
             "q_proj": (self.hidden, self.qk_width),
@@ -119,16 +119,16 @@ class Shape:
         }
 
     def adapted(self, tp: int = 1) -> float:
-        """Parameters of one layer's adapters on a rank: `tp` cuts one of the two matrices of each, that on the side
-        that it cuts of the map."""
+        """Parameters of one layer's adapters on a rank: `tp` cuts one of the two matrices of each adapter, on the same
+        side as the linear map."""
         if self.lora is None:
             return 0.0
         sides = ((self.maps[name], name in NARROWING) for name in self.lora.targets)
         return float(sum(self.lora.rank * (a / tp + b if narrows else a + b / tp) for (a, b), narrows in sides))
 
     def with_lora(self, rank: int, targets: Sequence[str] = ()) -> "Shape":
-        """The same with adapters; with rank 0 as it is. Raises ShapeError for a target that there is not, and for
-        models of which no map is told apart."""
+        """The shape with adapters; unchanged with rank 0. Raises ShapeError for an unknown target, and for models whose
+        maps cannot have adapters."""
         if not rank:
             return self
         if unknown := [name for name in targets if name not in self.maps]:
@@ -156,12 +156,12 @@ class Shape:
 
     @property
     def branch_norms(self) -> bool:
-        """Is what attention and MLP make normed, too?"""
+        """True if the outputs of attention and MLP are normed, too."""
         return self.family in BRANCH_NORMS
 
     @property
     def ropes(self) -> int:
-        """Kinds of rotary positions."""
+        """How many kinds of rotary positions there are."""
         return 2 if self.family in LOCAL_ROPE else 1
 
     @cached_property
@@ -177,7 +177,7 @@ class Shape:
 
     @cached_property
     def expert_parameters(self) -> int:
-        """Weights of all routed experts of all layers."""
+        """Weights of all routed experts in all layers."""
         return self.moe_layers * self.experts * 3 * self.hidden * self.expert_inner
 
     @cached_property
@@ -203,7 +203,7 @@ class Shape:
 
     @cached_property
     def qk_width(self) -> int:
-        """Numbers of all heads' queries."""
+        """The width of all heads' queries."""
         return self.heads * (self.latent.nope_dim + self.latent.rope_dim if self.latent else self.head_dim)
 
     @cached_property
@@ -212,15 +212,15 @@ class Shape:
 
     @cached_property
     def cache_width(self) -> int:
-        """Numbers that the cache holds for one token in one layer."""
+        """How many numbers the cache holds for one token in one layer."""
         return self.latent.kv_rank + self.latent.rope_dim if self.latent else 2 * self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class StageShape:
-    """What one pipeline stage holds. `dense` are weights that every token uses, with the embedding on the first stage,
-    and norm and head on the last one; a tied embedding is on both. `active` are those that a token is multiplied
-    with."""
+    """The weights of one pipeline stage. `dense` are weights that every token uses, with the embedding on the first
+    stage, and norm and head on the last one; a tied embedding is on both. `active` are the weights that a token is
+    multiplied with."""
 
     layers: int
     moe_layers: int
@@ -255,8 +255,8 @@ def stages_of(shape: Shape, count: int) -> tuple[StageShape, ...]:
 
 
 def read_shape(given: str) -> Shape:
-    """That of a model directory, of its `config.json`, of a name of `SHAPES` or of the Hub; of a directory of adapters,
-    that of the base with these. Raises ShapeError, with what is needed."""
+    """The shape of a model: a directory, its `config.json`, a name in `SHAPES` or on the Hub. For a directory of
+    adapters, the shape of their base with the adapters. Raises ShapeError."""
     if given in SHAPES:
         return SHAPES[given]
     try:
@@ -283,8 +283,8 @@ def read_shape(given: str) -> Shape:
 
 
 def shape_of(data: object, name: str, where: str = "config.json") -> Shape:
-    """From the content of a `config.json`; a key that the family needs and that is not there is an error, as is one
-    that is no size."""
+    """The shape from the content of a `config.json`. Raises ShapeError for a missing key that the family needs, and for
+    a value that is not a size."""
     if not isinstance(data, dict):
         raise ShapeError(f"{where}: given {type(data).__name__}, needed an object with the model's sizes")
     family = str(data.get("model_type", Shape.family))
@@ -293,10 +293,10 @@ def shape_of(data: object, name: str, where: str = "config.json") -> Shape:
     data = {**DEFAULTS.get(family, {}), **data}
 
     def need(*keys: str) -> int:
-        """The first of these keys that is there."""
+        """The value of the first of these keys that is there."""
         key = next((key for key in keys if data.get(key) is not None), None)
         if key is None:
-            # Models with several parts, such as text and vision, have their sizes one level below.
+            # Models with several parts, such as text and vision, have their sizes one level deeper.
             parts = [name for name, part in data.items() if isinstance(part, Mapping) and keys[0] in part]
             hint = f"; {parts[0]} has one: put its content into a file of its own" if parts else ""
             raise ShapeError(f"{where}: given no {keys[0]}, needed a positive whole number{hint}")
@@ -306,13 +306,13 @@ def shape_of(data: object, name: str, where: str = "config.json") -> Shape:
         return found
 
     def may(*keys: str, otherwise: int = 0) -> int:
-        """The same; nothing, null and 0 stand for `otherwise`."""
+        """The same; `otherwise` if all are missing, null or 0."""
         there = [key for key in keys if data.get(key)]
         return need(*there) if there else otherwise
 
     heads, hidden = need("num_attention_heads"), need("hidden_size")
     kv_heads = may("num_key_value_heads", otherwise=heads)
-    # Each key-value head serves as many query heads as any other.
+    # Each key-value head serves the same number of query heads.
     if heads % kv_heads:
         raise ShapeError(f"{where}: given num_key_value_heads {kv_heads}, needed a divisor of the {heads} heads")
     experts = may("num_experts", "n_routed_experts", "num_local_experts")
@@ -343,7 +343,7 @@ def shape_of(data: object, name: str, where: str = "config.json") -> Shape:
 
 _QWEN3, _GEMMA3 = 151936, 262144
 
-# By name, from the `config.json` of each: Llama 3.1 and 3.2, Qwen3, Gemma 3, GLM-4.5-Air, DeepSeek-V3.
+# By name, from each model's `config.json`: Llama 3.1 and 3.2, Qwen3, Gemma 3, GLM-4.5-Air, DeepSeek-V3.
 SHAPES: dict[str, Shape] = {
     shape.name: shape
     for shape in (
@@ -371,15 +371,15 @@ SHAPES: dict[str, Shape] = {
 }  # fmt: skip
 
 
-# Of a mesh, outermost first.
+# The axes of a mesh, outermost first.
 AXES = ("pp", "dp", "fsdp", "ep", "tp")
 Size = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """Copies of the model (`dp`), shards of each tensor (`fsdp`), shares of each layer (`tp`), pipeline stages (`pp`).
-    Of the ranks that have shards, `ep` neighbours share out the experts, which the others of them cut: their number
+    """Copies of the model (`dp`), shards of each tensor (`fsdp`), parts of each layer (`tp`), pipeline stages (`pp`).
+    `ep` neighbours among the `fsdp` ranks divide the experts, and the remaining factor `fsdp / ep` shards them; `ep`
     divides `fsdp`."""
 
     dp: Size = 1
@@ -390,7 +390,7 @@ class Parallel:
 
     @classmethod
     def of(cls, axes: Axes) -> Self:
-        """From a plan's mesh, whose axis "fsdp" has the ranks beyond those of "ep"."""
+        """From a plan's mesh, in which the size of axis "fsdp" is `fsdp / ep`."""
         sizes = dict(axes)
         return cls(**{**sizes, "fsdp": sizes.get("fsdp", 1) * sizes.get("ep", 1)})
 
@@ -400,23 +400,23 @@ class Parallel:
 
     @property
     def stage(self) -> int:
-        """Ranks of one pipeline stage."""
+        """How many ranks one pipeline stage has."""
         return self.data * self.tp
 
     @property
     def data(self) -> int:
-        """Into how many parts sequences are shared out."""
+        """The number of data-parallel ranks, among which sequences are divided."""
         return self.dp * self.fsdp
 
     @property
     def axes(self) -> Axes:
-        """As a plan's mesh says it, outermost first; axes of one rank are left out."""
+        """The axes as in a plan's mesh, outermost first, without axes of size 1."""
         sizes = {name: getattr(self, name) for name in AXES} | {"fsdp": self.fsdp // self.ep}
         return tuple((name, size) for name, size in sizes.items() if size > 1)
 
     def divides(self, shape: Shape) -> bool:
-        """Whether a model can be cut so: heads over `tp`, layers over `pp`."""
-        # Fewer key-value heads than ranks are copied, so that a multiple will do. A latent cache is not cut.
+        """True if the model can be cut so: heads over `tp`, layers over `pp`."""
+        # Fewer key-value heads than ranks are copied, so a multiple works, too. A latent cache is not cut.
         heads = shape.latent is not None or shape.kv_heads % self.tp == 0 or self.tp % shape.kv_heads == 0
         return heads and shape.heads % self.tp == 0 and self.pp <= shape.layers
 

@@ -1,4 +1,4 @@
-"""The best plan for one program, cluster and workload, beside it what people set by hand, and all of it as JSON."""
+"""The best plan for one program, cluster and workload, compared with common manual splits, and its JSON."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -25,18 +25,18 @@ from penstock.runtime.plan.simulate import KEY, Costed, costed
 from penstock.runtime.plan.train_cost import Memory, beside_memory, recomputation
 from penstock.runtime.plan.workload import Workload
 
-# Where a slower clock measures: its GPUs are not of the plan.
+# The place of a pool on a slower clock, which measures: its GPUs are not part of the plan.
 OUTSIDE = "on machines of its own"
-# Of the time limit, that each plan set by hand may take.
+# The share of the time limit that the search for each manual split may take.
 HEURISTIC_SHARE = 0.1
-# Seconds for finding out what would make a workload fit.
+# Seconds to find out what would make a workload fit.
 ENOUGH_S = 10.0
 
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """One pool of a plan, as its JSON has it; None is left out there. `mesh` is of each replica; memory is that of the
-    rank that holds most. A pool of small work has no devices."""
+    """One pool of a plan, as in its JSON, where None is left out. `mesh` is the mesh of each replica; `memory` is that
+    of the rank that holds most. A pool of small work has no devices."""
 
     name: str
     nodes: tuple[str, ...]
@@ -64,7 +64,7 @@ class PoolPlan:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another plan; `found` is None where `why` says that there is none."""
+    """Another plan. If `found` is None, `why` says why there is none."""
 
     name: str
     found: Solution | None
@@ -82,8 +82,8 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Planned:
-    """The answer. `outcome.best` is there. `unfollowed` are the pools with a model that the cluster file puts on hosts
-    of their own, which no plan follows."""
+    """The result; `outcome.best` is not None. `unfollowed` are the pools with a model that the cluster file puts on
+    certain hosts: plans do not follow that."""
 
     roles: Roles
     work: Workload
@@ -103,11 +103,11 @@ class Planned:
 
     @cached_property
     def pools(self) -> tuple[PoolPlan, ...]:
-        """In the order trainer, generator, models beside the policy, small work."""
+        """The pools in the order trainer, generator, models beside the policy, small work, pools outside the plan."""
         roles, found = self.roles, self.best
         split, decode, generator = found.split, found.generating, found.generating.generator
         hosts, decodes = split.hosts() or [(), ()], split.decodes
-        # Each pool that trains or reads, with the GPUs that it has: the trainer's, or those of its group.
+        # Each pool that trains or reads, with its GPUs: the trainer's, or those of its group.
         groups = {roles.trainer: (replace(split.trainer, pools=(roles.trainer,)), found.training, hosts[0])}
         groups |= dict.fromkeys(roles.beside, groups[roles.trainer])
         for each, reading, own in zip(split.dedicated, found.readings, hosts[2:], strict=False):
@@ -124,7 +124,7 @@ class Planned:
 
     @property
     def costed(self) -> Costed:
-        """What the simulator needs of it."""
+        """The input of the simulator."""
         return costed(self.roles, self.work, self.lag, self.best, self.confidence)
 
     @property
@@ -139,7 +139,7 @@ class Planned:
 
     @property
     def lacks(self) -> tuple[Fault, ...]:
-        """What a run cannot have of this plan, which then is a what-if."""
+        """The features of this plan that no run can have; with any, the plan is only hypothetical."""
         trainers = (self.best.training.trainer, *(reading.trainer for reading in self.best.readings))
         shared = max(trainer.cp for trainer in trainers)
         found = (
@@ -201,8 +201,9 @@ def plan(
     confidence: Confidence = NOT_CALIBRATED,
     time_limit: float = 120.0,
 ) -> Planned:
-    """`pins` are given beside the `meshes`; a `generator_precision` of "" is what the program says, or bf16. Raises
-    PlanError for a program that is not covered, and for a workload that fits nowhere, with the numbers."""
+    """Find the best plan. `pins` are given in addition to `meshes`; a `generator_precision` of "" is the program's, or
+    bf16. Raises PlanError for a program that plans do not cover, and, with numbers, for a workload that fits
+    nowhere."""
     began, roles, found = time.monotonic(), roles_of(graph), node_groups(cluster)
     sent = graph[roles.cycle[1]]
     asked = f"{sent.where}: {sent.name}: precision" if sent.precision else "--generator-precision"
@@ -216,7 +217,7 @@ def plan(
     every = [
         LayoutCandidates(work, roles.lag, slots, pinned, roles.models, generator_precision, resorts)
         for resorts in RESORTS
-        # Of a model that runs can have, a plan is one that they can have, too.
+        # For a model that runs can have, use only features that runs can have.
         if (not resorts.cp or model_lack(work.shape)) and pinned.host_state in (None, resorts.host_state)
     ]
     check_pins(roles, every[1], found)
@@ -241,21 +242,21 @@ def plan(
 def _searched(
     roles: Roles, candidates: LayoutCandidates, found: Sequence[NodeGroup], began: float, time_limit: float
 ) -> tuple[list[Alternative], Outcome]:
-    """The best of each split that people set by hand, and the best of all."""
+    """The best plan of each manual split, and the best of all."""
     others = []
     for number, (name, split) in enumerate(_by_hand(found), 1):
         deadline = began + time_limit * HEURISTIC_SHARE * number
         outcome = Search(roles, candidates, tuple(found), split).run(deadline, second=False)
         why = "" if outcome.best else "out of time" if outcome.floor < inf else "does not fit"
         others.append(Alternative(name, outcome.best, outcome.proved, why))
-    # What was found by hand bounds the search from the start.
+    # The plans of manual splits limit the search from the start.
     known = tuple(other.found for other in others if other.found)
     return others, Search(roles, candidates, tuple(found), known=known).run(began + time_limit)
 
 
 def _on_the_host(best: Solution, taken: Mapping[str, float]) -> str:
-    """That moments lie on the host, what that takes of the host with most of them, and whether that is known to be
-    there."""
+    """Say that moments are on the host, how much memory they take on the host with most of them, and whether the
+    cluster says that the host has it."""
     moved, nodes = best.training.steps.parts.get("moments", 0.0), best.split.trainer.nodes
     said = f"nothing fits with AdamW's moments on the GPUs: they lie on the host ({max(taken.values()) / 1e9:.0f} GB)"
     said += f", and go to the GPUs and back in {moved:.2g} s of the steps"
@@ -268,7 +269,7 @@ def _what_if(lack: Fault) -> str:
 
 
 def _learning(roles: Roles, pool: str, group: Allocation, training: Training, hosts: tuple[str, ...]) -> PoolPlan:
-    """A pool of a group, of which the first one is said to have the GPUs, and what all of them hold."""
+    """A pool of a group that shares GPUs. The group's first pool is shown with the GPUs and the memory of all."""
     trainer, first = training.trainer, group.pools[0]
     return PoolPlan(
         pool, roles.nodes_of(pool), group.gpus, group.nodes.kind, hosts, 1, trainer.mesh.axes, trainer.precision,
@@ -287,7 +288,7 @@ def _pins(roles: Roles, meshes: Mapping[str, Axes], others: Pins) -> Pins:
         if pool not in known:
             needed = f"needed one of: {', '.join(known)}"
             raise AskedError(f"--mesh {pool}={spelled(axes)}: no such pool with a model, {needed}")
-    # As `Parallel.axes` has them: outermost first, without axes of one rank.
+    # In the form of `Parallel.axes`: outermost first, without axes of size 1.
     sorted_axes = {
         pool: tuple(sorted((axis for axis in axes if axis[1] > 1), key=lambda axis: AXES.index(axis[0])))
         for pool, axes in meshes.items()
@@ -297,7 +298,7 @@ def _pins(roles: Roles, meshes: Mapping[str, Axes], others: Pins) -> Pins:
 
 
 def _by_hand(found: Sequence[NodeGroup]) -> list[tuple[str, GpuSplit]]:
-    """What people set by hand: shares of all GPUs, all layouts free; a frozen model beside the trainer."""
+    """The manual splits: fixed shares of all GPUs with any layouts, models beside the policy with the trainer."""
     shared = max(found, key=lambda nodes: nodes.gpus * nodes.gpu.flops("bf16"))
     splits = [
         ("half and half", _shares(found, 0.5)),
@@ -308,8 +309,8 @@ def _by_hand(found: Sequence[NodeGroup]) -> list[tuple[str, GpuSplit]]:
 
 
 def _shares(found: Sequence[NodeGroup], part: float) -> GpuSplit | None:
-    """The split that is nearest to `part` of all GPUs for the generator and the others for the trainer: each within one
-    node group, the trainer on the faster one where that is no matter. None where there is a single GPU."""
+    """The split that is nearest to `part` of all GPUs for the generator and the rest for the trainer, each within one
+    node group; of equally near splits, the one with the trainer on faster GPUs. None if there is a single GPU."""
     total = sum(nodes.gpus for nodes in found)
     splits = [
         GpuSplit(Allocation(trains, trainer), Allocation(decodes, generator))

@@ -1,13 +1,13 @@
-"""What the pools of a graph do, as far as the planner knows how to cost it. Pure.
+"""The roles of a graph's pools, as far as the planner can cost them. Pure.
 
-One pool updates the policy, one decodes with its broadcast weights. Others may hold models beside the policy: frozen
-ones that read each response once (a reference, a teacher, a reward model), and critics, which read it once and learn
-from it as the policy does: on the trainer's GPUs or on others, together or apart. Copies that follow the policy (its
-average, a reference that moves) lie beside it. All else is small work on CPUs. `roles_of` refuses anything more by
-name: a plan that leaves work out would be wrong, not approximate.
+One pool updates the policy, one decodes with its broadcast weights. Other pools may hold models beside the policy, on
+the trainer's GPUs or on others: frozen models, which read each response once (a reference, a teacher, a reward model),
+and critics, which read it once and train on it as the policy does. Copies that follow the policy (its average, a moving
+reference) are on its GPUs. All else is small work on CPUs. `roles_of` refuses any other work by name: a plan without
+it would be wrong, not approximate.
 
-`trained_rollouts` finds the generators whose rollouts reach an optimiser; others serve as baselines. `assumptions`
-says in words what a plan takes for granted of the work that the program does not say.
+`trained_rollouts` finds the generators whose rollouts reach an optimiser; other rollouts serve as baselines.
+`assumptions` says in words what a plan assumes about work that the program does not specify.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,26 +20,26 @@ from penstock.runtime.cluster.placement import begun_shares, cutter_of, decodes,
 from penstock.runtime.plan.model_shape import Shape
 from penstock.runtime.plan.workload import Lengths, Workload
 
-# The share of the groups that filters leave, unless it is said.
+# The default share of the groups that filters keep.
 KEPT = 0.7
 
 
 class PlanError(ValueError):
-    """No plan can be made: what was given, what is needed, and where."""
+    """No plan can be made. The message says what was given, what is needed, and where."""
 
 
 class AskedError(PlanError):
-    """What is asked for cannot be, whatever the program and the model are: a mistake on the command line.
-    `status` is the exit status of a command that ends with it."""
+    """A request that is impossible for any program and model: a mistake on the command line. `status` is the command's
+    exit status."""
 
     status: ClassVar[int] = 2
 
 
 @dataclass(frozen=True)
 class Models:
-    """What there is beside the policy's own steps: passes over each response, one of each of the `frozen` models and of
-    each critic, which then learns, too; `rereads`: passes on the trainer's GPUs, by the policy as it is before its
-    update or by a copy. `copies` follow the policy in its trainer's pool; an update changes `followed` of them on
+    """The work beside the policy's own steps. Each of the `frozen` models and `critics` makes one pass over each
+    response; critics also train on it. `rereads` are further passes on the trainer's GPUs, by the policy before its
+    update or by a copy. `copies` follow the policy in the trainer's pool; an update changes `followed` of them on
     average."""
 
     frozen: int = 1
@@ -50,14 +50,14 @@ class Models:
 
     @property
     def count(self) -> int:
-        """Of those that are no policy."""
+        """The number of models beside the policy."""
         return self.frozen + self.critics
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A node that adds up to `take` past groups to an update's own. It holds the newest `capacity` groups, none of more
-    than `max_age` updates before."""
+    """A node that adds up to `take` past groups to an update's own. It holds the newest `capacity` groups, none more
+    than `max_age` updates old."""
 
     node: str
     take: int
@@ -65,24 +65,25 @@ class Buffer:
     max_age: int
 
     def adds(self, batch: int) -> int:
-        """Groups per update, once it is full."""
+        """How many groups it adds to each update, once it is full."""
         return min(self.take, self.capacity, self.max_age * batch)
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Pools by what they do, and what the graph says of the work.
+    """The pools by role, and the graph's facts about the work.
 
-    `beside` are the pools of models beside the policy. `reads_groups`: they take each group as it is finished, not a
-    whole batch. `cycle` names what follows each other from one update of the policy to the next. `readers`, `learners`
-    and `rereads` are nodes: those that read with a model beside, those that train one, and further passes of the
-    policy. `turns` are those of a conversation with the pool `environment`; 1 where there is none.
+    `beside` are the pools of models beside the policy. `reads_groups`: they take each finished group at once, not a
+    whole batch. `cycle` names the sequence from one update of the policy to the next: policy, broadcast, decoding node,
+    readers, update. `readers`, `learners` and `rereads` are nodes: those that read with a model beside the policy,
+    those that train one, and further passes of the policy. `turns` is the number of turns of a conversation with the
+    pool `environment`; 1 if there is none.
 
-    `filters` drop groups, and others take their places. `baselines` decode, too, with so many samples each, but nothing
-    is learnt from their responses. `buffer` adds past groups. The update of the policy takes its batch in parts of
-    `accumulate` groups; 0 is as a whole. `followers` make the next values of copies of the policy.
-    `outside` are pools that decode on a slower clock, beside the training, on machines of their own. `holds` are the
-    frozen models and the critics of each pool beside the policy. `begun` are as of `Workload`.
+    `filters` drop groups, and others replace them. `baselines` are nodes that also decode, each with its number of
+    samples, but whose responses are not trained on. `buffer` adds past groups. The update of the policy takes its batch
+    in parts of `accumulate` groups; 0: whole. `followers` make the next values of copies of the policy.
+    `outside` are pools that decode on a slower clock, in parallel with training, on their own machines. `holds` has the
+    frozen models and the critics of each pool beside the policy. `begun` is as in `Workload`.
     """
 
     graph: str
@@ -116,14 +117,15 @@ class Roles:
         return self.nodes.get(pool, ())
 
     def models_of(self, pools: Sequence[str]) -> Models:
-        """Those beside the policy that some pools hold together."""
+        """The models beside the policy that these pools hold together."""
         held = [own for pool, own in self.holds.items() if pool in pools]
         return Models(*(len({name for names in held for name in names[kind]}) for kind in (0, 1)))
 
 
 def roles_of(graph: Graph) -> Roles:
-    """Raises PlanError for a graph whose work is not covered, naming the node or the value."""
-    # Everything else is found from the node that decodes: its weights, their policy, its update.
+    """Find the roles of a graph's pools. Raises PlanError for a graph with work that plans do not cover, naming the
+    node or the value."""
+    # Everything else follows from the node that decodes: its weights, their policy, its update.
     decoder, *baselines = _decoders(graph)
     broadcast = _weights(graph, decoder)
     policy, update = _trained(graph, decoder, broadcast)
@@ -139,9 +141,9 @@ def roles_of(graph: Graph) -> Roles:
     frozen, critics = ([name for name in others if (name in makers) == changes] for changes in (False, True))
     learners, followers = ([makers[name] for name in names] for names in (critics, copies))
     readers = [node for node in graph.nodes if node not in learners and _reads(node, others)]
-    # Values on the trainer's GPUs are the policy and its copies: who else reads them makes one pass more there.
+    # The trainer's GPUs hold the policy and its copies: any other node that reads them makes one more pass there.
     on_trainer = [policy.name, *copies]
-    # The update and its followers read the policy anyway: they are counted as what they are.
+    # The update and the followers also read the policy, but are counted separately.
     rereads = [node for node in fires if node not in (update, *followers) and _reads(node, on_trainer)]
     for node in (*followers, *rereads):
         if (node.pool, node.clock) != (update.pool, "update"):
@@ -149,7 +151,7 @@ def roles_of(graph: Graph) -> Roles:
             raise _uncovered(graph, given, f"{update.pool}, once in each update")
     beside = tuple(dict.fromkeys(node.pool for node in (*readers, *learners)))
     sent = [node.name for node in graph.nodes if node.construct == "broadcast"]
-    # Per-update nodes that read broadcast weights measure, beside the training.
+    # Per-update nodes that read broadcast weights are measurements, in parallel with training.
     outside = tuple(dict.fromkeys(node.pool for node in fires if node.clock == "update" and _reads(node, sent)))
     buffer = _buffer(graph, update)
     _check_pools(graph, update, decoder, beside, outside)
@@ -213,7 +215,7 @@ def work_of(
     environment_s: float = 1.0,
     kept: float = KEPT,
 ) -> Workload:
-    """What an update of `prompts` groups has to do, of which samples, epochs and minibatches are the program's."""
+    """The workload of an update of `prompts` groups; samples, epochs and minibatches are the program's."""
     if roles.accumulate and prompts % roles.accumulate:
         given = f"{roles.cycle[-1]} in parts of {roles.accumulate} groups, and a batch of {prompts}"
         raise AskedError(f"--batch [indivisible-batch]: given {given}, needed a multiple of {roles.accumulate}")
@@ -238,8 +240,8 @@ def work_of(
 
 
 def with_adapters(shape: Shape, graph: Graph, name: str, rank: int, targets: Sequence[str]) -> Shape:
-    """The shape with the adapters that the carried value `name` learns, if it is a policy: those that the program's
-    options say, or else these, or else those of its type or of the shape. Raises ShapeError for such as cannot be."""
+    """The shape with the adapters that the carried value `name` trains, if it is a policy: those of the program's
+    options, else the given ones, else those of its type or of the shape. Raises ShapeError for impossible adapters."""
     argument = graph.argument(name)
     kinds = (argument.type, *dict(graph.types).get(argument.type, ())) if argument is not None else ()
     if not any(kind.endswith(":Policy") for kind in kinds):
@@ -253,9 +255,9 @@ def with_adapters(shape: Shape, graph: Graph, name: str, rank: int, targets: Seq
 
 
 def trained_rollouts(graph: Graph) -> set[str]:
-    """Nodes whose rollouts come to a per-update node as such, through filters and buffers."""
+    """The nodes whose rollouts reach a per-update node as rollouts, possibly through filters and buffers."""
     reached: set[str] = set()
-    # Backwards from what updates read, as far as it is rollouts.
+    # Backwards from the inputs of updates, as long as they are rollouts.
     pending = [item for n in graph.nodes if n.fires and n.clock == "update" for item in n.inputs]
     while pending:
         item = pending.pop()
@@ -263,7 +265,7 @@ def trained_rollouts(graph: Graph) -> set[str]:
             continue
         maker = graph[item.ref.node]
         reached.add(maker.name)
-        if maker.construct == "keep":  # what comes out is what went in
+        if maker.construct == "keep":  # an output of a filter is the input at the same place
             at = [output.name for output in maker.outputs].index(item.ref.output)
             pending.append(replace(maker.inputs[at], type=item.type))
         else:
@@ -272,8 +274,8 @@ def trained_rollouts(graph: Graph) -> set[str]:
 
 
 def is_model(graph: Graph, argument: Argument) -> bool:
-    """Else it is something small, such as what a curriculum knows of its prompts."""
-    # A type of which the graph says nothing may be a model: then no plan leaves it out.
+    """True for a model; other values are small, such as a curriculum's knowledge of its prompts."""
+    # A type that the graph does not describe may be a model: a plan must not leave it out.
     bases = dict(graph.types).get(argument.type)
     return bases is None or any(base.endswith(":Model") for base in bases)
 
@@ -283,12 +285,12 @@ def is_copy(argument: Argument) -> bool:
 
 
 def _reads(node: Node, names: Sequence[str]) -> list[str]:
-    """Those of some values that a node reads."""
+    """Which of these values a node reads."""
     return [item.ref.node for item in node.inputs if item.ref.node in names]
 
 
 def _weights(graph: Graph, decoder: Node) -> Node:
-    """The broadcast that it reads."""
+    """The broadcast that a decoding node reads."""
     sources = (graph[i.ref.node] for i in decoder.inputs if i.ref.node in graph)
     return next(source for source in sources if source.construct == "broadcast")
 
@@ -305,11 +307,11 @@ def _trained(graph: Graph, decoder: Node, broadcast: Node) -> tuple[Argument, No
 
 
 def _decoders(graph: Graph) -> list[Node]:
-    """The one whose responses are learnt from, and after it those that only say what others are compared with."""
+    """The decoding node whose responses are trained on, followed by those whose responses only serve as baselines."""
     found = [node for node in graph.nodes if decodes(graph, node)]
     if not found:
         raise _uncovered(graph, "no node that decodes: there is nothing to share GPUs with", "one that generates")
-    # A single generator is the one, even where its responses come to the update in another form.
+    # A single generator counts as trained on, even if its responses reach the update in another form.
     trained = [node for node in found if len(found) == 1 or node.name in trained_rollouts(graph)]
     names = ", ".join(node.name for node in found)
     if len(trained) != 1:
@@ -330,10 +332,11 @@ def _decoders(graph: Graph) -> list[Node]:
 
 
 def _buffer(graph: Graph, update: Node) -> Buffer | None:
-    """Raises PlanError for state of updates that is no buffer, and for several of them."""
+    """The buffer of an update, if there is one. Raises PlanError for other stateful per-update nodes, and for several
+    buffers."""
     found = [node for node in graph.nodes if node.fires and node.clock == "update" and node.stateful]
     for node in found:
-        # The planner knows a buffer by these options, whatever the node is called.
+        # The planner recognises a buffer by these options, not by its name.
         given_sizes = (dict(node.options).get(name) for name in ("take", "capacity", "max_age"))
         sizes = [size for size in given_sizes if isinstance(size, int)]
         if len(sizes) < 3 or len(found) > 1 or node.pool != update.pool:
@@ -344,7 +347,7 @@ def _buffer(graph: Graph, update: Node) -> Buffer | None:
 
 
 def _check_pools(graph: Graph, update: Node, decoder: Node, beside: tuple[str, ...], outside: tuple[str, ...]) -> None:
-    """Each kind of work is in pools of its own, and values that are read late are small."""
+    """Require that each kind of work has its own pools, and that delayed values are small."""
     if update.pool == decoder.pool:
         raise _uncovered(graph, f"{update.name} and {decoder.name} share pool {update.pool}", "a pool for each")
     if clash := {update.pool, decoder.pool} & set(beside):
@@ -358,7 +361,7 @@ def _check_pools(graph: Graph, update: Node, decoder: Node, beside: tuple[str, .
 
 
 def _check_groups(graph: Graph, readers: Sequence[Node], baselines: Sequence[Node]) -> None:
-    """Models beside the policy read each group of an update, those and no others."""
+    """Require that models beside the policy read exactly the groups of an update."""
     kept = [node.name for node in graph.nodes if node.construct == "keep"]
     for node in readers:
         if kept and node.clock == "group" and not _reads(node, kept):
@@ -372,7 +375,7 @@ def _uncovered(graph: Graph, given: str, needed: str) -> PlanError:
 
 
 def assumptions(roles: Roles, work: Workload) -> tuple[str, ...]:
-    """Of filters, baselines, buffers and slower clocks; none of a program without them."""
+    """Sentences on filters, baselines, buffers, parts and slower clocks; none for a program without them."""
     said = []
     if roles.filters:
         many = f"{work.drawn} are drawn for the {work.prompts} of an update"

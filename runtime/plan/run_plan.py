@@ -1,13 +1,13 @@
-"""A plan as a run reads it: what `penstock plan … --out FILE` writes, and `run --plan` and `check --plan` take. Pure
-but for `RunPlan.read`.
+"""A plan as a run reads it: what `penstock plan … --out FILE` writes, and `run --plan` and `check --plan` read. Pure
+except for `RunPlan.read`.
 
-`run_plan` turns what the planner found into places on the cluster's hosts and the options that the plan decides.
+`run_plan` turns the planner's result into places on the cluster's hosts and the options that the plan decides.
 
-Of a command line, a plan *decides* its `options`: a flag may repeat one, and none may say otherwise (`contrary`). Its
-`words` are those that it was made with: they stand before the user's own. All other flags are the user's.
-`RunPlan.lacks` says what keeps a run from being that plan: another program or model, or machines that are not those
-that were planned for. Lacks are `Fault`s, with codes of docs/check-errors.md. `RunPlan.on` is the plan on the machines
-that there are, whose hosts may have other names, and `RunPlan.graphs` are the graphs that such a run has.
+A plan *decides* its `options`: a flag of the user may repeat such an option, but not contradict it (`contrary`). Its
+`words` are the words of the command line with which it was made; they go before the user's own. All other flags are the
+user's. `RunPlan.lacks` says why a run cannot follow the plan: another program or model, or other machines. Lacks are
+`Fault`s, with codes of docs/check-errors.md. `RunPlan.on` is the plan on the present machines, whose hosts may have
+other names, and `RunPlan.graphs` are the graphs of such a run.
 """
 
 from collections import Counter
@@ -36,9 +36,9 @@ from penstock.runtime.plan.search import Allocation, Solution
 from penstock.runtime.plan.train_cost import recomputation
 from penstock.runtime.record.typed_json import parse_json
 
-# Of the JSON of a plan.
+# The key of this part in a plan's JSON.
 KEY = "run"
-# The options that every plan decides; some decide others, too.
+# The options that every plan decides; some plans decide others, too.
 DECIDED = (
     "batch",
     "max_tokens",
@@ -86,7 +86,7 @@ class RunPlan:
 
     @staticmethod
     def from_json(data: Any) -> "RunPlan":
-        """Raises ValueError, KeyError, TypeError or AttributeError for anything else."""
+        """The inverse of `to_json`. Raises ValueError, KeyError, TypeError or AttributeError for other data."""
         if data.get("format") != 1:
             raise ValueError(f"format {data.get('format')!r}")
         options = msgspec.convert(data["options"], dict[str, Any])
@@ -108,7 +108,7 @@ class RunPlan:
 
     @staticmethod
     def read(path: Path) -> "RunPlan":
-        """Raises PlanError for a file that `penstock plan … --out` did not write."""
+        """Read a plan file. Raises PlanError for a file that `penstock plan … --out` did not write."""
         try:
             return RunPlan.from_json(parse_json(path.read_bytes(), str(path))[KEY])
         except OSError as error:
@@ -121,7 +121,7 @@ class RunPlan:
         raise PlanError(str(Fault("plan-file", f"--plan {path}", given, needed)))
 
     def contrary(self, typed: Mapping[str, Any]) -> list[Fault]:
-        """Flags that say otherwise than the plan. `typed` are the values of those that the user has written."""
+        """Faults for flags that contradict the plan. `typed` are the values of the flags that the user gave."""
         return [
             Fault(
                 "plan-flag",
@@ -134,12 +134,12 @@ class RunPlan:
         ]
 
     def graphs(self, graphs: Sequence[Graph]) -> tuple[Graph, ...]:
-        """Those of a run of this plan: none is behind more than it says."""
+        """The graphs of a run of this plan, with a lag no larger than the plan's."""
         return tuple(graphs) if self.lag is None else tuple(at_lag(graph, self.lag) for graph in graphs)
 
     def lacks(self, graphs: Sequence[Graph], model: Shape | None, here: Cluster) -> list[Fault]:
-        """What keeps a run of `graphs`, the first one to train, with a model of this shape (None: one that is not
-        known) on the machines `here` from being this plan."""
+        """Why a run of `graphs` (the first is trained), with a model of this shape (None: unknown), on the machines
+        `here`, cannot follow this plan."""
         return [*self._other_program(graphs), *self._other_model(model), *self._other_machines(here)]
 
     def _other_program(self, graphs: Sequence[Graph]) -> Iterator[Fault]:
@@ -165,7 +165,7 @@ class RunPlan:
             needed = f"--model DIR, of the shape of {self.model.name}"
             yield Fault("plan-model", "the model", "a small one, which is built where none is given", needed)
             return
-        # Adapters are among the options, and what a run wants of the context it checks itself.
+        # Adapters are among the options, and a run checks the context itself.
         names = [each.name for each in fields(Shape) if each.name not in ("name", "lora", "context")]
         if others := [name for name in names if getattr(model, name) != getattr(self.model, name)]:
             given = ", ".join(f"{name} {getattr(model, name)}" for name in others)
@@ -173,8 +173,8 @@ class RunPlan:
             yield Fault("plan-model", f"the model {model.name}", given, f"{needed}, as {self.model.name} has")
 
     def _hosts(self, here: Cluster) -> dict[str, Host] | None:
-        """The machine of each host of the plan: that of its name, or where none has its name, that of its number; None
-        where there are too few."""
+        """The machine of each host of the plan, by name; if no machine has a name of the plan, by number. None if there
+        are too few machines, or only some of the names."""
         used = self._used()
         names = {host.name: host for host in here.hosts}
         if used <= names.keys():
@@ -186,7 +186,8 @@ class RunPlan:
 
     @property
     def num_hosts(self) -> int:
-        """How many machines of other names it takes: as many as its cluster has, up to the last one with a rank."""
+        """How many machines it takes if they have other names: the hosts of its cluster up to the last one with a
+        rank."""
         used = self._used()
         return max(number for number, host in enumerate(self.cluster.hosts, 1) if host.name in used)
 
@@ -194,7 +195,7 @@ class RunPlan:
         return {rank.host for replica in self.plan.replicas for rank in replica.ranks}
 
     def _other_machines(self, here: Cluster) -> Iterator[Fault]:
-        """How machines differ from those that were planned for, as far as the plan uses them."""
+        """How the machines differ from the planned ones, as far as the plan uses them."""
         hosts = self._hosts(here)
         if hosts is None:
             given = ", ".join(host.name for host in here.hosts)
@@ -214,7 +215,7 @@ class RunPlan:
             elif devices and not _alike(planned, self.cluster, host, here):
                 given, needed = (_gpus(each, of) for each, of in ((host, here), (planned, self.cluster)))
                 yield Fault("plan-gpus", what, f"GPUs of kind {given}", f"{needed}, as planned")
-            # A word says nothing of cores: its hosts have one for each GPU.
+            # A cluster that is given as a word does not say cores: its hosts have one for each GPU.
             if host.cores < planned.cores:
                 yield Fault("plan-cores", what, f"{host.cores} cores", f"at least the {planned.cores} planned for")
             moments, memory = self.host_bytes.get(planned.name, 0.0), here.memory_gib(host)
@@ -231,8 +232,8 @@ class RunPlan:
                 yield Fault("plan-address", replica.name, str(error), "hosts that reach each other")
 
     def on(self, graphs: Sequence[Graph], here: Cluster) -> Plan:
-        """The plan with the hosts as they are called here, and without what these graphs have not, such as an
-        evaluation. `lacks` has found nothing."""
+        """The plan with the host names of `here`, and without nodes that these graphs lack, such as an evaluation.
+        `lacks` must be empty."""
         hosts, names = self._hosts(here), set(_names(graphs))
         assert hosts is not None
         pools = [
@@ -261,8 +262,8 @@ def run_plan(
     max_prompt: int = RunOptions.max_prompt,
     tp_over_hosts: bool = False,
 ) -> RunPlan:
-    """What was found, for a run of `graphs`, the first of which was planned. Raises PlanError for what no run can have,
-    and ClusterError for what the placement refuses."""
+    """Make the plan of a run of `graphs`, the first of which was planned. Raises PlanError for features that no run can
+    have, and ClusterError for what the placement refuses."""
     if found.lacks:
         raise PlanError("\n".join(map(str, found.lacks)))
     best, generator = found.best, found.best.generating.generator
@@ -289,22 +290,22 @@ def run_plan(
     lag = SHARED_LAG if best.split.shared and found.lag > SHARED_LAG and not found.pins.overlaps else None
     facts = roles_facts(found.roles)
     made = RunPlan(program, found.work.shape, facts, options, words, lag, source, cluster, plan, best.host_bytes)
-    # Weights that are sent each few updates only are older than that.
+    # Weights that are sent only every few updates may be older than this lag.
     if faults := [fault for graph in made.graphs(graphs) for fault in check(graph)]:
         raise PlanError("\n".join(map(str, faults)))
     return made
 
 
 def at_lag(graph: Graph, lag: int) -> Graph:
-    """The graph with weights that are at most so many updates old."""
+    """The graph with weights that are at most `lag` updates old."""
     sent = {node.name: node.lag for node in graph.nodes if node.construct == "broadcast" and (node.lag or 0) > lag}
-    # What the program calls its lag says so, too.
+    # Change the program's option `lag`, too.
     said = ((name, lag if name == "lag" and value in sent.values() else value) for name, value in graph.options)
     return graph.at_lag(lag, sent.keys()).replace(options=tuple(said))
 
 
 def pool_layouts(roles: Roles, best: Solution, cluster: Cluster) -> dict[str, PoolLayout]:
-    """Where the ranks of each pool with a model are: GPUs of a host in their order, the trainer's first."""
+    """The places of the ranks of each pool with a model: the GPUs of a host in their order, the trainer's first."""
     taken = Counter[str]()
     split, trainer, generating = best.split, best.training.trainer, best.generating
     hosts = split.hosts()
@@ -319,7 +320,7 @@ def pool_layouts(roles: Roles, best: Solution, cluster: Cluster) -> dict[str, Po
     trains = places(split.trainer, hosts[0])
     decodes = places(split.generator, hosts[1]) if split.generator else trains
     found_layouts = {roles.trainer: PoolLayout(trainer.mesh.axes, (trains,))}
-    # What has no GPUs of its own is cut as the trainer is, beside it.
+    # Pools without dedicated GPUs have the trainer's layout, on its GPUs.
     found_layouts |= dict.fromkeys(roles.beside, found_layouts[roles.trainer])
     size = generating.generator.mesh.ranks
     replicas = tuple(decodes[first : first + size] for first in range(0, len(decodes), size))
@@ -331,13 +332,13 @@ def pool_layouts(roles: Roles, best: Solution, cluster: Cluster) -> dict[str, Po
 
 
 def roles_facts(roles: Roles) -> dict[str, Any]:
-    """What a plan follows from of a graph, as JSON."""
+    """The facts of a graph on which a plan depends, as JSON."""
     data: dict[str, Any] = TypeAdapter(Roles).dump_python(roles, mode="json")
     return data
 
 
 def _names(graphs: Sequence[Graph]) -> list[str]:
-    """The arguments and the nodes that fire."""
+    """The names of the arguments and of the nodes that fire."""
     named = (
         [argument.name for argument in graph.arguments] + [node.name for node in graph.nodes if node.fires]
         for graph in graphs
@@ -346,7 +347,7 @@ def _names(graphs: Sequence[Graph]) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it."""
+    """The value as it is in JSON: a list for a tuple."""
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -355,7 +356,7 @@ def _said(fact: object) -> str:
 
 
 def _alike(planned: Host, of: Cluster, host: Host, here: Cluster) -> bool:
-    """Whether GPUs are of the kind that was planned for; kinds with figures of their own are, if their memory is."""
+    """True if the GPUs are of the planned kind. Kinds that a cluster file describes are compared by `alike`."""
     # A cluster file need not say the kind for a run.
     if not host.gpu:
         return True
@@ -366,6 +367,6 @@ def _alike(planned: Host, of: Cluster, host: Host, here: Cluster) -> bool:
 
 
 def _gpus(host: Host, of: Cluster) -> str:
-    """The kind of a host's GPUs, with their memory where it is one of the cluster's own."""
+    """The kind of a host's GPUs, with their memory if the cluster file describes the kind."""
     gpu = of.gpu_of(host) if host.gpu in of.gpus else None
     return host.gpu + (f" with {gpu.memory_gib:g} GiB" if gpu else "")

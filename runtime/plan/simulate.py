@@ -1,23 +1,23 @@
-"""A plan of GPUs on the virtual clock: the real scheduler, with the cost model's seconds for each firing. Pure but for
-`read_costed`, which reads the plan in a file that `penstock plan --json` wrote.
+"""Simulate a plan of GPUs: the real scheduler on the virtual clock, with the cost model's seconds for each firing. Pure
+except for `read_costed`, which reads a plan that `penstock plan --json` wrote.
 
 How long each kind of work takes:
 
 - generating: row by row, with sampled lengths, by the event model of `decode_cost.Slots` (`DecodingReplica`);
-- an update: the steps on the sequences of its own batch; in parts, each has its share, and the last one the optimizer's
-  step too; on GPUs that are shared it takes the batch whole;
-- a frozen model's pass: that of its batch; where it takes groups one by one, each group's share of it by tokens;
-- a sync: the wire's seconds, to all replicas at once, beside other work;
-- GPUs that trainer and generator share: they take turns, so that the schedule is that of lag 0 whatever the lag is; the
-  moments leave for the host with the publication and come back before the steps, after which the frozen model reads;
-- filters drop the plan's share of the groups, drawn by the ordinal; a node that decodes baselines shares the slots;
+- an update: the steps on the sequences of its own batch. In parts, each part has its share, and the last one also the
+  optimizer step. On shared GPUs an update takes its batch whole;
+- a frozen model's pass: that of its batch; if it takes groups one by one, each group's share of it by tokens;
+- a sync: the wire's seconds, to all replicas at once, in parallel with other work;
+- GPUs that trainer and generator share: they take turns, so the schedule is that of lag 0 whatever the lag is. The
+  moments go to the host with the publication and come back before the steps; the work of models beside the policy is
+  added to the update;
+- filters drop the plan's share of the groups, drawn by ordinal; a node that decodes baselines shares the slots;
 - small work takes no time, unless it is given.
 
-A replica's ranks do everything together, so that one stands for all. A group stays on the replica that the scheduler
-gave it to until its longest response is done; its rows wait in line for slots, in the order in which groups came, and
-the first one to get a slot brings the prompt. What comes in the middle of a step begins after it. So that slots do not
-run dry meanwhile, a replica has room for more groups than fill its slots: by the mean of the longest response of a
-group over the mean of all.
+All ranks of a replica do the same, so only one is simulated. A group stays on the replica that the scheduler chose
+until its longest response is done. Its rows wait in a queue for slots, in the order in which groups arrived, and the
+first row pays for the prompt. A row that arrives during a step begins after it. A replica has room for more groups than
+fill its slots, so that slots do not run empty: by the ratio of the mean longest response of a group to the mean of all.
 
 Shape suffix: N rows of all groups.
 """
@@ -53,10 +53,10 @@ from penstock.runtime.schedule.simulator import Duration, Durations, Simulation,
 
 @dataclass(frozen=True)
 class Responses:
-    """How long the responses of each group are, in tokens. `seed` None: those of each batch are the planner's, which
-    has the quantiles of the distribution; else each is drawn by (seed, ordinal, sample) alone. Those of a conversation
-    are shared out evenly over its turns. Which groups `filters` drop is for `verdicts` to say, by the ordinal alone, so
-    that it is known which ones each update consumes."""
+    """The lengths of the responses of each group, in tokens. `seed` None: each batch has the planner's lengths, the
+    quantiles of the distribution; else each length is drawn by (seed, ordinal, sample). The tokens of a conversation
+    are divided evenly among its turns. `verdicts` decide which groups the `filters` drop, by ordinal alone, so that the
+    groups of each update are known beforehand."""
 
     work: Workload
     seed: int | None = 0
@@ -67,36 +67,36 @@ class Responses:
     _kept: list[int] = field(default_factory=list, compare=False, repr=False)
 
     def of(self, ordinal: int) -> list[int]:
-        """[rows]: of one group, with the prefixes that they go on from."""
+        """[rows]: the lengths of one group's responses, including the prefixes that they continue."""
         batch, place = divmod(ordinal, self.work.drawn)
         lengths: list[int] = self.batch(batch)[place].tolist()
         return lengths
 
     def spoken(self, ordinal: int, turn: int) -> list[tuple[int, int]]:
-        """[rows]: tokens of one turn of a group, and those before it, of earlier turns or of a prefix."""
+        """[rows]: for one turn of a group, the tokens of the turn, and those before it (earlier turns, or a prefix)."""
         if self.work.begun:
             lengths = self.of(ordinal)
             begins = self.work.begins(np.array(lengths)).tolist()
             return [(length - begin, begin) for length, begin in zip(lengths, begins, strict=True)]
-        # What earlier turns have said is in the cache by now.
+        # The tokens of earlier turns are in the cache.
         before = [length * turn // self.turns for length in self.of(ordinal)]
         until = [length * (turn + 1) // self.turns for length in self.of(ordinal)]
         return [(max(1, after - had), had) for had, after in zip(before, until, strict=True)]
 
     def batch(self, number: int) -> IntArray:
-        """[drawn, rows]: of groups that follow each other: those of an update, where nothing is dropped."""
+        """[drawn, rows]: the lengths of consecutive groups: of an update's groups, if nothing is dropped."""
         if number not in self._batches:
             work, lengths = self.work, self.work.response_tokens + self.work.prefix_tokens
-            # Without a seed every update has the same responses: those whose cost the planner has summed.
+            # Without a seed every update has the same responses, those of the planner.
             if self.seed is not None:
                 lengths = work.lengths.at(draws(number * work.responses, work.responses, self.seed))
             self._batches[number] = lengths.reshape(work.drawn, work.rows)
         return self._batches[number]
 
     def consumed(self, update: int) -> list[int]:
-        """[prompts]: ordinals of the groups that an update consumes."""
+        """[prompts]: the ordinals of the groups that an update consumes."""
         first = update * self.work.prompts
-        # Which groups are kept follows from their ordinals alone, so that they are found once and in order.
+        # Whether a group is kept depends only on its ordinal, so kept groups are found once and in order.
         while len(self._kept) < first + self.work.prompts:
             following = count(self._kept[-1] + 1 if self._kept else 0)
             drops = self.verdicts.dropped
@@ -104,22 +104,22 @@ class Responses:
         return self._kept[first : first + self.work.prompts]
 
     def update_of(self, ordinal: int) -> int:
-        """The update that consumes a group that is kept."""
+        """The update that consumes a kept group."""
         while not self._kept or self._kept[-1] < ordinal:
             self.consumed(len(self._kept) // self.work.prompts)
         return bisect_left(self._kept, ordinal) // self.work.prompts
 
     def drawn(self, update: int) -> tuple[int, int]:
-        """The first of the ordinals that are drawn for an update, and the first one after them: dropped ones count."""
+        """The range of ordinals that are drawn for an update, including dropped ones: the first, and the first after
+        it."""
         return self.consumed(update - 1)[-1] + 1 if update else 0, self.consumed(update)[-1] + 1
 
     def fresh(self, update: int) -> IntArray:
-        """[prompts * samples]: of the responses that an update learns from for the first time."""
+        """[prompts * samples]: the lengths of the responses that an update trains on for the first time."""
         return np.array([self.of(ordinal)[: self.work.samples] for ordinal in self.consumed(update)], np.int64).ravel()
 
     def sequences(self, update: int) -> IntArray:
-        """Prompt and response, as the trainer sees a batch: fresh ones, then past ones of as many groups as there are,
-        up to those that a buffer adds."""
+        """The lengths of an update's sequences (prompt and response): fresh ones, then past ones from the buffer."""
         # In the first updates a buffer has less to add.
         batches = min(update, ceil(self.work.replayed / self.work.prompts))
         past = [self.fresh(update - 1 - back) for back in range(batches)]
@@ -129,8 +129,8 @@ class Responses:
 
 @dataclass(frozen=True)
 class Decoding:
-    """The duration of nodes that decode: `engine` makes one replica, which all of them share. `rows` are the first and
-    the last of a group's that each of several nodes makes, the last one excluded; of one node, all."""
+    """The duration of nodes that decode: `engine` makes one replica, which all of them share. `rows` has by node the
+    range of a group's rows that it makes, end excluded; a node without an entry makes all."""
 
     generator: Generator
     responses: Responses
@@ -141,8 +141,8 @@ class Decoding:
 
 
 class DecodingReplica:
-    """A `SimulatedEngine`. Spans are of rows: from the slot taken to the slot left, with the group's ordinal; of
-    rows in work the end is infinity."""
+    """A `SimulatedEngine`. A span is a row's time in its slot, with the group's ordinal; for rows in work the end is
+    infinity."""
 
     def __init__(self, nodes: Decoding) -> None:
         self.nodes, self.prompt = nodes, nodes.responses.work.prompt_tokens
@@ -159,10 +159,10 @@ class DecodingReplica:
         first, last = self.nodes.rows.get(firing.node, (0, len(spoken)))
         self._left[firing] = last - first
         for row, (length, before) in enumerate(spoken[first:last], first):
-            # The rows of a group have one prompt, and its later turns find it in the cache.
+            # The rows of a group share a prompt, which is in the cache in later turns.
             prefill_s = 0.0 if row or firing.turn else self.prefill_s
             self._waiting.append((firing, length, self.prompt + before, prefill_s))
-        if self.slots.due > self.slots.now:  # else rows end with this step, and `finish` comes first
+        if self.slots.due > self.slots.now:  # else rows end with this step, and `finish` fills the slots
             self._fill()
 
     @property
@@ -195,15 +195,15 @@ class DecodingReplica:
             self._indices.append(firing.index)
 
 
-# Of a node's firing with this index.
+# Returns the seconds of a node's firing with this index.
 NodeSeconds = Callable[[str, int], float]
-# Of the JSON of a plan.
+# The key of this part in a plan's JSON.
 KEY = "costed"
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Pools of models beside the policy, on the same GPUs: the trainer's, or with `apart` their own."""
+    """Pools of models beside the policy that share GPUs: the trainer's, or with `apart` their own."""
 
     pools: tuple[str, ...]
     models: Models
@@ -213,12 +213,12 @@ class Reader:
 
 @dataclass(frozen=True)
 class Costed:
-    """A plan with all that its seconds follow from. `lag` is the one that it was made for, `period_s` and `bound` what
-    the planner says of it.
+    """A plan with all input of its simulation. `lag` is the lag that it was made for, `period_s` and `bound` are the
+    planner's results.
 
-    readers: what runs the passes and steps of models beside the policy, by the pools that share GPUs. shared: the
-    generator has the trainer's GPUs, and they take turns. `leaves_s` and `returns_s` are of the trainer's moments, to
-    the host before decoding and back after it.
+    readers: the models beside the policy, by the pools that share GPUs. shared: the generator has the trainer's GPUs,
+    and they take turns. leaves_s, returns_s: seconds in which the trainer's moments go to the host before decoding, and
+    come back after it.
     """
 
     program: str
@@ -243,8 +243,8 @@ class Costed:
 
 
 def costed(roles: Roles, work: Workload, lag: int, found: Solution, confidence: Confidence) -> Costed:
-    """Of what the planner found."""
-    # What has no GPUs of its own lies on the trainer's.
+    """Make it from the planner's solution."""
+    # Models without dedicated GPUs are on the trainer's.
     free = [pool for pool in roles.beside if not any(pool in each.pools for each in found.split.dedicated)]
     readers = [Reader(tuple(free), roles.models_of(free), found.training.trainer, False)] if free else []
     for each, reading in zip(found.split.dedicated, found.readings, strict=True):
@@ -258,7 +258,7 @@ def costed(roles: Roles, work: Workload, lag: int, found: Solution, confidence: 
 
 
 def read_costed(path: Path, program: str) -> Costed:
-    """The plan in a file that `penstock plan PROGRAM --json` wrote. Raises PlanError for any other file."""
+    """Read the plan in a file that `penstock plan PROGRAM --json` wrote. Raises PlanError for any other file."""
     try:
         data = parse_json(path.read_bytes(), str(path))
         found = TypeAdapter(Costed).validate_python(data[KEY])
@@ -284,8 +284,8 @@ TAIL = 0.9
 
 @dataclass(frozen=True)
 class Filling:
-    """Shares of slots in use, from 0 to 1: over the steady updates, and in the tails of their batches, which take
-    `tail_s` seconds each on average. A tail is from the end of nine tenths of a batch's responses to its last one."""
+    """The shares of slots in use, from 0 to 1: over the steady updates, and in the tails of their batches, which take
+    `tail_s` seconds on average. A tail lasts from the end of 90 % of a batch's responses to the end of the last one."""
 
     slots: int
     occupancy: float
@@ -293,14 +293,14 @@ class Filling:
     tail_occupancy: float
 
 
-# Where nothing is run: a host with cores for ranks of any number.
+# A host for placements that are never run, with cores for any number of ranks.
 ANYWHERE = Cluster(hosts=(Host(name="local", cores=1 << 20),))
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A program, a plan for it, and how long everything takes. `seed` draws the lengths of responses (None: the
-    planner's in each batch). `given` are seconds of nodes that the cost model has none for."""
+    """A program, a plan for it, and all durations. `seed` draws the lengths of responses (None: each batch has the
+    planner's). `given` are seconds of nodes for which the cost model has none."""
 
     graph: Graph
     plan: Costed
@@ -318,22 +318,22 @@ class Scene:
 
     @cached_property
     def verdicts(self) -> Verdicts:
-        """Each of several filters drops the same share of what it sees."""
+        """Verdicts by which each filter drops the same share of the groups that it sees."""
         filters = self.roles.filters
-        # Filters see what others keep, so that their shares multiply.
+        # A filter sees the groups that others keep, so the kept shares multiply.
         dropped = 1 - self.plan.work.kept ** (1 / max(1, len(filters)))
         return Verdicts(dict.fromkeys(filters, dropped), seed=self.seed or 0)
 
     @cached_property
     def decoded(self) -> Mapping[str, tuple[int, int]]:
-        """Of a group's rows, those of each node that decodes: the first, and the first one after them."""
+        """For each node that decodes, the range of a group's rows that it makes: the first, and the first after it."""
         nodes = ((self.roles.cycle[2], self.plan.work.samples), *self.roles.baselines)
         ends = list(accumulate(samples for _, samples in nodes))
         return {node: (end - samples, end) for (node, samples), end in zip(nodes, ends, strict=True)}
 
     @property
     def lag(self) -> int:
-        """What the schedule has of it."""
+        """The lag of the schedule: 0 on shared GPUs."""
         return 0 if self.plan.shared else self.roles.lag
 
     def run(self, updates: int) -> "Simulated":
@@ -345,36 +345,36 @@ class Scene:
         return Simulated(self, simulate(tables, rules, self.durations(), verdicts=self.verdicts))
 
     def effect_of_lag(self, updates: int) -> Iterator[tuple[int, Simulation]]:
-        """Each lag from 0 to 4, with a run of so many updates. The plan stays. A lag that is too small for how seldom
-        weights are sent is left out."""
-        # With weights sent every n-th update, a lag below n - 1 would wait for a version that never comes.
+        """Simulate `updates` updates with each lag from 0 to 4 and the same plan. A lag that is too small for the
+        period at which weights are sent is left out."""
+        # If weights are sent at every n-th update, a lag below n - 1 would wait for a version that never comes.
         every = self.graph[self.roles.cycle[1]].every
         for lag in range(every - 1, 5):
             yield lag, self.at(lag).run(updates).result
 
     def at(self, lag: int) -> "Scene":
-        """The same with weights of the generator that may be `lag` updates old."""
+        """The same scene with weights of the generator that may be `lag` updates old."""
         return replace(self, graph=self.graph.at_lag(lag, {self.roles.cycle[1]}))
 
     @property
     def in_flight(self) -> int:
-        """Groups on a replica of the generator at once."""
+        """How many groups a replica of the generator has in work at most."""
         work = self.plan.work
         lengths = work.response_tokens.reshape(work.drawn, work.rows)
-        # A group holds its place until its longest response is done, its slots only as long as each row.
+        # A group keeps its place until its longest response is done, but each slot only as long as its row.
         stay = float(lengths.max(axis=1).mean() / lengths.mean())
         return ceil(self.plan.generator.slots / work.rows * stay) + GROUPS_AHEAD
 
     def places(self, graph: Graph) -> Plan:
-        """One rank stands for a replica."""
+        """The placement for the scheduler, with one rank for each replica."""
         roles, base = self.roles, place([graph], ANYWHERE, generators=self.plan.replicas)
         groups = [(each.pools[0] if each.apart else roles.trainer, each.pools) for each in self.plan.readers]
-        # The scheduler knows one pool for each set of GPUs: what shares them is held by the first one.
+        # The scheduler has one pool for each set of GPUs: the first of the pools that share them holds all their nodes.
         guests = {pool: host for host, pools in groups for pool in pools if pool != host}
         pools = []
         for pool in base.pools:
             capacity = self.in_flight * (1 + len(roles.baselines)) if pool.name == roles.generator else 1
-            if pool.name == roles.environment:  # answers wait for nobody but their own group
+            if pool.name == roles.environment:  # an answer waits only for its own group
                 capacity = self.plan.work.prompts * (self.lag + 1)
             replicas = tuple(Replica(r.name, (Rank(),), capacity) for r in pool.replicas)
             here = [guest for guest, host in guests.items() if host == pool.name]
@@ -406,8 +406,8 @@ class Scene:
             own, dedicated = (own, [*dedicated, seconds]) if reader.apart else (own + seconds, dedicated)
 
         def update_s(node: str, update: int) -> float:
-            """Seconds of the policy's steps; where its GPUs decode, too, with those of the models beside the policy:
-            on the same GPUs one after the other, on GPUs of their own beside each other."""
+            """Seconds of the policy's steps. On GPUs that also decode, including the models beside the policy: one
+            after the other on the trainer's GPUs, in parallel on dedicated ones."""
             alone = steps(node, update) + plan.returns_s
             if not plan.shared:
                 return alone
@@ -421,23 +421,23 @@ class Scene:
         return Durations(nodes, publish=plan.leaves_s, wire=plan.sync_s, steps=once)
 
     def _steps(self, trainer: Trainer, parts: int = 1) -> NodeSeconds:
-        """An update of the policy or of a critic."""
+        """The seconds of an update of the policy or of a critic."""
         work = self.plan.work
         return self._of_update(
             lambda sequences: trainer.update(sequences, work.epochs, work.minibatches, parts).seconds
         )
 
     def _reads(self, reader: Trainer, nodes: float) -> NodeSeconds:
-        """A model's pass over a batch; so many nodes that read with it share it."""
+        """The seconds of a model's pass over a batch, divided among the `nodes` that read with it."""
         return self._of_update(lambda sequences: reader.logprobs(sequences).seconds / nodes)
 
     def _of_update(self, seconds: Callable[[IntArray], float]) -> NodeSeconds:
-        """By the sequences that an update learns from, kept for all nodes that ask for it."""
+        """Seconds by the sequences of an update, cached for all nodes."""
         kept = cache(lambda update: seconds(self.responses.sequences(update)))
         return lambda _node, update: kept(update)
 
     def _by_group(self, batch: NodeSeconds) -> NodeSeconds:
-        """Seconds of a batch, shared out over its groups by their tokens."""
+        """Seconds of a batch, divided among its groups by their tokens."""
         work = self.plan.work
 
         def seconds(node: str, ordinal: int) -> float:
@@ -450,14 +450,14 @@ class Scene:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A schedule of a plan. Rates are of its steady updates (`Simulation.steady`), of all where there are none."""
+    """A schedule of a plan. Rates are of its steady updates (`Simulation.steady`), or of all if there are none."""
 
     scene: Scene
     result: Simulation
 
     @cached_property
     def filling(self) -> Filling:
-        """How full the generator's slots are."""
+        """The shares of the generator's slots in use."""
         plan, result = self.scene.plan, self.result
         slots = plan.generator.slots * plan.replicas
         spans = next(result.spans[node] for node in self.scene.decoded if node in result.spans)
@@ -491,7 +491,7 @@ class Simulated:
 
     @cached_property
     def tokens_per_s(self) -> float:
-        """Tokens of responses that updates learn from, each once."""
+        """Tokens per second of responses that updates train on, each counted once."""
         first, last = self.updates
         tokens = sum(int(self.scene.responses.fresh(update).sum()) for update in range(first, last + 1))
         return tokens / (last + 1 - first) / self.result.steady_s

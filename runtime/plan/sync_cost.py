@@ -1,13 +1,13 @@
-"""Seconds of what happens between updates: a weight sync, a switch of shared GPUs. Pure.
+"""Seconds of work between updates: a weight sync, and a switch of shared GPUs. Pure.
 
-A sync takes as long as its busiest rank: the bytes that the real resharding plan has each rank send and receive, over
-that rank's NIC (both ways at once), and a message for each peer. Packing and checksums are left out. A run has one plan
-for each replica, all alike, so that trainers send to n replicas n times as much as to one; unless weights cross hosts
-and a chain is faster (`tensor.broadcast_chain`): then trainers send to its heads only, and the last replica of a chain
-is behind the first one by a round for each link.
+A sync takes as long as its busiest rank: the bytes that this rank sends and receives in the real resharding plan, over
+its NIC (both ways at once), and a message for each peer. Packing and checksums are left out. A run has an equal plan
+for each replica, so trainers send n times as much to n replicas as to one. Exception: if weights cross hosts and a
+chain is faster (`tensor.broadcast_chain`), trainers send only to the heads of the chains, and each link of a chain adds
+the delay of one round.
 
-The resharding plan is of a decoder's logical tensors, cut as those of the models that run (a test compares them), for
-any shape.
+The resharding plan is for a decoder's logical tensors of any shape, cut like those of the real models (a test compares
+them).
 """
 
 from dataclasses import dataclass, replace
@@ -21,17 +21,17 @@ from penstock.runtime.plan.model_shape import Parallel, Shape
 from penstock.runtime.tensor.layout import Layout, Mesh, sharded
 from penstock.runtime.tensor.reshard import nccl_round, num_heads, reshard
 
-# Of tensors by name: the sizes, and what tensor parallelism cuts, as `rule_of` reads it.
+# Tensors by name: the size of each, and how tensor parallelism cuts it, as `rule_of` reads it.
 Table = dict[str, tuple[tuple[int, ...], Rule]]
 
 
 def layer_tensors(shape: Shape, *, dense: bool) -> Table:
-    """Of one layer, with an MLP that all tokens use (`dense`) or with experts."""
+    """The tensors of one layer, with an MLP that all tokens use (`dense`) or with experts."""
     hidden, queries, keys = shape.hidden, shape.qk_width, shape.kv_heads * shape.head_dim
     by_head: Rule = (0, shape.heads)
 
     def mlp(name: str, inner: int, *experts: int) -> Table:
-        """Routed experts are one tensor per matrix, cut between experts; others are cut by their width."""
+        """An MLP's tensors. Routed experts are one tensor per matrix, cut between experts; others are cut by width."""
         wide, narrow = (*experts, inner, hidden), (*experts, hidden, inner)
         first, last = ((0, shape.experts), (0, shape.experts)) if experts else ((0, 0), (1, 0))
         return {
@@ -62,7 +62,7 @@ def layer_tensors(shape: Shape, *, dense: bool) -> Table:
         found["mlp.gate.weight"] = (shape.experts, hidden), None
         found |= mlp("mlp.shared_experts", shape.shared * shape.expert_inner) if shape.shared else {}
         found |= mlp("mlp.experts", shape.expert_inner, shape.experts)
-    # A bias is cut as its map is.
+    # A bias is cut like the weight of its linear map.
     vectors = {
         name: ((length,), found[name.replace("bias", "weight")][1] if name.endswith("bias") else None)
         for name, length in shape.vectors.items()
@@ -71,7 +71,7 @@ def layer_tensors(shape: Shape, *, dense: bool) -> Table:
 
 
 def adapter_tensors(shape: Shape) -> Table:
-    """Of one layer's adapters: one of the two matrices is cut as the map is."""
+    """The tensors of one layer's adapters: one of the two matrices is cut like the linear map."""
     found: Table = {}
     for name, (_, rule) in layer_tensors(replace(shape, lora=None), dense=True).items():
         target = name.split(".")[1]
@@ -85,7 +85,7 @@ def adapter_tensors(shape: Shape) -> Table:
 
 
 def tensors(shape: Shape) -> Table:
-    """Of what travels: the whole model, or its adapters alone."""
+    """The tensors that are sent: the whole model, or only its adapters."""
     if shape.lora is not None:
         own = adapter_tensors(shape)
         return {f"model.layers.{layer}.{name}": what for layer in range(shape.layers) for name, what in own.items()}
@@ -107,7 +107,7 @@ def stages(shape: Shape, count: int) -> dict[str, tuple[int, ...]]:
             found[name] = (stage_of_layer(int(name.split(".")[2]), shape.layers, count),)
         else:
             found[name] = (0,) if "embed" in name and not shape.tied else (count - 1,)
-    # A tied embedding is the head, too: both ends of the pipeline hold it.
+    # A tied embedding is also the head: both ends of the pipeline hold it.
     if shape.tied and shape.lora is None:
         found["model.embed_tokens.weight"] = tuple(sorted({0, count - 1}))
     return found
@@ -115,11 +115,11 @@ def stages(shape: Shape, count: int) -> dict[str, tuple[int, ...]]:
 
 @lru_cache(maxsize=64)
 def layout(shape: Shape, mesh: Parallel, dtype: str, *, decodes: bool = False) -> Layout:
-    """On one mesh: matrices are of `dtype`, norms and biases bf16. A layer's experts are one tensor, which `ep` cuts;
-    what else there is has a rank that `decodes` whole."""
+    """The layout on a mesh: matrices in `dtype`, norms and biases in bf16. `ep` cuts the tensors of routed experts.
+    With `ep`, a rank that `decodes` has all other tensors whole."""
     axes, every = Mesh(mesh.axes or (("replica", 1),)), tensors(shape)
     listed = [(name, size, dtype if len(size) > 1 else "bfloat16") for name, (size, _) in every.items()]
-    # Rules are found by the ends of names: those of a layer's tensors once, not of each layer.
+    # Rules apply to the ends of names: one rule for a tensor of all layers.
     rules = {name.split(".", 3)[-1] if ".layers." in name else name: rule for name, (_, rule) in every.items()}
     held = stages(shape, mesh.pp)
     if not decodes or mesh.ep == 1:
@@ -130,13 +130,14 @@ def layout(shape: Shape, mesh: Parallel, dtype: str, *, decodes: bool = False) -
     return Layout(parts[0].tensors + parts[1].tensors)
 
 
-# What travels: no narrower format than fp8 does yet.
+# The format in which weights are sent: none narrower than fp8 yet.
 DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn", "fp4": "float8_e4m3fn"}
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """To one replica: bytes of the busiest sender and of the busiest receiver, and the most peers that a rank has."""
+    """Traffic to one replica: bytes of the busiest sender and of the busiest receiver, and the most senders that one
+    receiver has."""
 
     sent: int
     received: int
@@ -145,9 +146,9 @@ class Traffic:
 
 @lru_cache(maxsize=256)
 def traffic(shape: Shape, trainer: Parallel, generator: Parallel, precision: Precision) -> Traffic:
-    """What a sync from the trainer's mesh to one replica of a generator moves, from its resharding plan."""
+    """The traffic of a sync from the trainer's mesh to one replica of a generator, from its resharding plan."""
     plan = reshard(layout(shape, trainer, DTYPE[precision]), layout(shape, generator, DTYPE[precision], decodes=True))
-    # The first and the last rank have what others have, and the embedding or the head besides.
+    # The first and the last rank have what others have, plus the embedding or the head.
     ends = {0, plan.destinations - 1}
     peers = max(len({route.source for route in plan.routes(destination=rank)}) for rank in ends)
     return Traffic(max(plan.bytes_out), max(plan.bytes_in), peers)
@@ -156,12 +157,12 @@ def traffic(shape: Shape, trainer: Parallel, generator: Parallel, precision: Pre
 def sync_cost(
     moved: Traffic, replicas: int, trainer: Gpu, generator: Gpu, *, together: bool = False, chained: bool = False
 ) -> Cost:
-    """Seconds of a sync to so many replicas: over NICs, or over NVLink where both are on one host (`together`).
-    `chained`: along chains where that is faster, as in a run across hosts."""
+    """Seconds of a sync to `replicas` replicas: over NICs, or over NVLink if both roles are on one host (`together`).
+    `chained`: along chains if that is faster, as in a run across hosts."""
     heads = num_heads(moved.sent, moved.received, replicas) if chained else replicas
     out = moved.sent * heads / (trainer.nvlink if together else trainer.nic)
     into = moved.received / (generator.nvlink if together else generator.nic)
-    # All chains are fed at once, and each link passes on a round while the next one comes.
+    # All chains are fed in parallel, and each link passes a round on while the next one arrives.
     latency_s, hops = max(trainer.latency_s, generator.latency_s), ceil(replicas / heads) - 1
     parts = {"wire": max(out, into), "messages": moved.peers * latency_s, "swap": generator.engine.swap_s}
     behind = nccl_round(ceil(moved.received), 1) / generator.nic + latency_s
@@ -169,7 +170,7 @@ def sync_cost(
 
 
 def switch_cost(gpu: Gpu, leaving: float, coming: float) -> Cost:
-    """Seconds until a GPU that two roles share has the other one's state: `leaving` bytes go to the host, `coming` ones
-    come back, one after the other, since there is no room for both; and half of `switch_s` each way."""
+    """Seconds of a switch between two roles that share a GPU: `leaving` bytes go to the host, then `coming` bytes come
+    back (there is no room for both at once), plus half of `switch_s` each way."""
     fixed = gpu.engine.switch_s / 2
     return Cost({"to the host": leaving / gpu.pcie + fixed, "from the host": coming / gpu.pcie + fixed})

@@ -1,21 +1,22 @@
-"""Seconds of a training step and of a pass for log-probabilities, the FLOPs and bytes that they follow from, and the
-memory of each GPU by what it holds. Pure.
+"""Seconds of a training step and of a pass for log-probabilities, their FLOPs and bytes, and the memory of each GPU by
+component. Pure.
 
-A step: micro-batches of packed sequences through the pipeline, forward and backward, then the optimizer. Overlap as in
-FSDP2 and Megatron-LM: gathers of weights and reductions of gradients run beside computation and count as far as they
-are longer; tensor parallelism's collectives do not. Pipeline stages hold whole layers, the first one the embedding, the
-last one the head, as the trainer cuts them: every micro-batch takes as long as on the slowest stage, and the bubble is
-a micro-batch's time on the others, p - 1 times as long if p stages are alike (Narayanan et al., 2021, section 2.2).
+A step: micro-batches of packed sequences go through the pipeline, forward and backward, then the optimizer. Overlap is
+as in FSDP2 and Megatron-LM: gathers of weights and reductions of gradients overlap with computation, and only their
+excess counts; collectives of tensor parallelism do not overlap. Pipeline stages hold whole layers, the first one also
+the embedding, the last one the head, as the trainer cuts them. Every micro-batch takes as long as on the slowest stage.
+The bubble is a micro-batch's time on the other stages: p - 1 times its time on one, if all p are equal (Narayanan et
+al., 2021, section 2.2).
 
 Matrix products: 2 FLOPs for each weight that a token is multiplied with (Kaplan et al., 2020, section 2.1). Causal
 attention: 2 · L · s² · d per sequence of s tokens and width d of all heads, half of the square (Narayanan et al., 2021,
 appendix, with the causal half left out). Backward: twice the forward; without gradients of weights, once.
 
-Memory is what `nodes.trainable` holds, as `tests/nodes/test_memory.py` counts it. Per parameter, one rank has the
-weight in the run's format, a float32 master if that is another one, two moments and the gradient in float32: 18
-bytes with bfloat16. Several ranks have shards of masters, moments and gradients, 16 bytes, and gather what they
-compute with. ZeRO-1, which no run has, keeps weights and gradients whole. Recomputation keeps a layer's input alone
-(Chen et al., 2016); then one layer at a time has all that `layer_bytes` counts.
+Memory is that of `nodes.trainable`, as `tests/nodes/test_memory.py` counts it. Per parameter, a single rank has the
+weight in the run's format, a float32 master if that is another format, and in float32 two moments and the gradient: 18
+bytes with bfloat16. Several ranks have shards of masters, moments and gradients, 16 bytes, and gather the weights for
+computation. ZeRO-1, which no run has, keeps weights and gradients whole. With recomputation only a layer's input is
+kept (Chen et al., 2016), and one layer at a time has all that `layer_bytes` counts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,21 +37,23 @@ from penstock.runtime.plan.workload import IntArray
 
 
 def attention_flops(shape: Shape, squares: float) -> float:
-    """Forward, of sequences whose squared lengths sum to `squares`: queries by keys and weights by values, causal."""
+    """FLOPs of the forward pass of causal attention, where `squares` is the sum of the sequences' squared lengths:
+    queries by keys, and weights by values."""
     return shape.layers * squares * (shape.qk_width + shape.value_width)
 
 
 def weighted(shape: Shape, gpu: Gpu) -> float:
-    """Weights that one token is multiplied with, those of experts counted as often as their products are slower."""
+    """The number of weights that one token is multiplied with; those of experts are weighted by how much slower their
+    products are."""
     routed = shape.expert_parameters * shape.active / shape.experts if shape.experts else 0.0
     return shape.active_parameters + routed * (1 / gpu.efficiency.experts - 1)
 
 
 def elementwise_bytes(shape: Shape, tp: int = 1) -> float:
-    """Forward, of one token in bfloat16: what fused kernels read and write between matrix products: two norms with
-    residual (each reads two and writes two of the width), rotary embedding, the gated activation, and for experts five
-    passes over the rows of all experts: two permutations on each side of them and the weighted sum. With sequence
-    parallelism all of it is cut by `tp` (Korthikanti et al., 2022)."""
+    """Bytes that fused kernels read and write between matrix products, forward, for one token in bfloat16: two norms
+    with residual (each reads and writes the width twice), rotary embedding, the gated activation, and for experts five
+    passes over the rows of all experts: two permutations on each side of them, and the weighted sum. With sequence
+    parallelism `tp` cuts all of it (Korthikanti et al., 2022)."""
     norms = 8 * shape.hidden
     rotary = 2 * (shape.qk_width + shape.cache_width)
     used = shape.active * shape.expert_inner + shape.shared * shape.expert_inner
@@ -61,13 +64,14 @@ def elementwise_bytes(shape: Shape, tp: int = 1) -> float:
 
 
 def cache_bytes(shape: Shape, tp: int, pp: int = 1, precision: Precision = "bf16") -> float:
-    """Of one token, on the rank that holds most: heads are shared out, a latent cache is on every rank."""
+    """Bytes of one token's cache on the rank that holds most: heads are divided among ranks, a latent cache is on every
+    rank."""
     parts = 1 if shape.latent is not None else min(tp, shape.kv_heads)
     return ceil(shape.layers / pp) * shape.cache_width * BYTES[precision] / parts
 
 
 def linear_widths(shape: Shape) -> float:
-    """Numbers of one token that go into the layers' matrix products, and that come out: the mean of both."""
+    """How many numbers of one token go into the layers' matrix products, and come out: the mean of both."""
     attention = 2 * shape.hidden + 2 * shape.qk_width + shape.kv_heads * shape.head_dim
     used = (shape.active + shape.shared) * shape.expert_inner
     dense = 2 * shape.hidden + 3 * shape.inner
@@ -75,24 +79,25 @@ def linear_widths(shape: Shape) -> float:
     return (shape.layers * attention + (shape.layers - shape.moe_layers) * dense + shape.moe_layers * routed) / 2
 
 
-# Read and written for each number that is converted to fp8: once for its largest, once for itself, written twice.
+# Bytes per number that is converted to fp8: read once for the maximum and once for itself, written twice.
 QUANTISE_BYTES = 6.0
-# Launches of a layer, forward: products, norms, rotary embedding, attention, activation, copies. Backward: twice.
+# Kernels of a layer, forward: products, norms, rotary embedding, attention, activation, copies. Backward: twice.
 KERNELS = 24
 # The same of an adapter: two products, the scale and the sum.
 ADAPTER_KERNELS = 4
-# Read and written per parameter: gradient, master weight and two moments in float32 read; all but the gradient written,
-# and the weight in bfloat16.
+# Bytes per parameter in an optimizer step: gradient, master weight and two moments in float32 read; all but the
+# gradient written, and the weight in bfloat16.
 OPTIMIZER_BYTES = 30.0
-# The same of a copy that goes towards the policy: both in float32 read, the copy written, in bfloat16, too.
+# The same for the update of a copy that follows the policy: both read in float32, the copy written, also in bfloat16.
 FOLLOW_BYTES = 14.0
-# Read and written per logit, forward: written in bfloat16, read, written and read again in float32 for the loss, as
-# PyTorch does without a fused kernel. The backward pass does the same again.
+# Bytes per logit, forward: written in bfloat16, read, written and read again in float32 for the loss, as PyTorch does
+# without a fused kernel. Backward: the same again.
 LOGIT_BYTES = 10.0
 
 
 class PackedBatch(NamedTuple):
-    """What a step's seconds depend on: tokens of all sequences, of the longest one, and the squares of all."""
+    """The numbers that a step's seconds depend on: the tokens of all sequences and of the longest one, and the sum of
+    squared lengths."""
 
     tokens: float
     longest: float
@@ -100,23 +105,23 @@ class PackedBatch(NamedTuple):
 
 
 def packed(sequences: IntArray, parts: int = 1) -> tuple[PackedBatch, ...]:
-    """Of each of so many parts of a batch."""
+    """The `PackedBatch` of each of `parts` parts of a batch."""
     split = np.array_split(sequences.astype(np.float64), parts)
     return tuple(PackedBatch(float(part.sum()), float(part.max()), float(np.square(part).sum())) for part in split)
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """A replica that trains. `micro_tokens`: the most tokens of a micro-batch. `recompute` is the share of the forward
-    pass that the backward one repeats (0 to 1).
+    """A replica that trains. `micro_tokens`: the most tokens of a micro-batch. `recompute`: the share of the forward
+    pass that the backward pass repeats (0 to 1).
 
-    `frozen`: no gradients of the weights, which a pass alone does not need. Adapters (`Shape.lora`) alone have
-    gradients, masters and moments where there are some. `zero3`: weights are gathered for each micro-batch and their
-    gradients reduced (FSDP); else once a step (ZeRO-1, Megatron's distributed optimizer).
+    `frozen`: a model that is only read, without gradients. With adapters (`Shape.lora`), only these have gradients,
+    masters and moments. `zero3`: weights are gathered, and their gradients reduced, for each micro-batch (FSDP); else
+    once per step (ZeRO-1, Megatron's distributed optimizer).
 
-    Where experts are dealt out (`mesh.ep`), tokens travel to them. `cp`: over how many ranks of `fsdp` each sequence is
-    cut (ring attention, Liu et al., 2023), which no run has.
-    `logit_elements`: logits that are there at once; 0: what suits the GPU. `host_state`: moments lie on the host.
+    With expert parallelism (`mesh.ep`), tokens are sent to their experts. `cp`: over how many ranks of `fsdp` each
+    sequence is cut (ring attention, Liu et al., 2023), which no run has.
+    `logit_elements`: how many logits are in memory at once; 0: as suits the GPU. `host_state`: moments are on the host.
     """
 
     shape: Shape
@@ -133,7 +138,7 @@ class Trainer:
 
     @cached_property
     def tokens_of_chunk(self) -> int:
-        """Tokens whose logits of a rank's own words it has at once."""
+        """For how many tokens a rank has the logits of its part of the vocabulary at once."""
         return max(1, int((self.logit_elements or logit_elements(self.gpu)) // ceil(self.shape.vocab / self.mesh.tp)))
 
     @cached_property
@@ -142,26 +147,26 @@ class Trainer:
 
     @cached_property
     def slowest(self) -> StageShape:
-        """The stage that a token is multiplied with most weights on."""
+        """The stage on which a token is multiplied with most weights."""
         return max(self.stages, key=lambda stage: stage.active)
 
     @cached_property
     def filling(self) -> float:
-        """How long a micro-batch takes on all other stages, as a multiple of its time on the slowest one."""
+        """A micro-batch's time on all other stages, as a multiple of its time on the slowest one."""
         return sum(stage.active for stage in self.stages) / self.slowest.active - 1
 
     @cached_property
     def local(self) -> float:
-        """Parameters of a rank of the fullest stage, whose weights are gathered."""
+        """Parameters of a rank of the fullest stage, with its weights gathered."""
         return max(map(self.held, self.stages))
 
     def held(self, stage: StageShape) -> float:
-        """Parameters of a rank of a stage whose weights are gathered: `tp` cuts all, and `ep` deals out experts."""
+        """Parameters of a rank of a stage, with its weights gathered: `tp` cuts all, and `ep` divides the experts."""
         return (stage.dense + stage.experts / self.mesh.ep) / self.mesh.tp
 
     @cached_property
     def shard(self) -> float:
-        """Parameters whose moments a rank keeps."""
+        """How many parameters' moments a rank keeps."""
         return max(map(self.learnt, self.stages)) / self.mesh.fsdp
 
     def learnt(self, stage: StageShape) -> float:
@@ -171,27 +176,27 @@ class Trainer:
         return stage.parameters / self.mesh.tp
 
     def all_learning(self) -> "Trainer":
-        """The same of a model like the policy's of which all weights learn, as a critic's do."""
+        """The same trainer for a model of which all weights learn, such as a critic."""
         return replace(self, shape=replace(self.shape, lora=None)) if self.shape.lora is not None else self
 
     @property
     def weights_fixed(self) -> bool:
-        """Have the matrices that a token is multiplied with no gradients?"""
+        """True if the matrices that a token is multiplied with have no gradients."""
         return self.frozen or self.shape.lora is not None
 
     @property
     def layers(self) -> int:
-        """Of the slowest stage."""
+        """The layers of the slowest stage."""
         return self.slowest.layers
 
     def update(self, sequences: IntArray, epochs: int = 1, minibatches: int = 1, parts: int = 1) -> Cost:
-        """Seconds of all optimizer steps on sequences of these lengths (prompt and response): `epochs` times one on
-        each of the `minibatches`, shared out evenly by tokens over the data-parallel ranks and packed into
-        micro-batches. Each batch comes in so many parts."""
+        """The cost of all optimizer steps on sequences of these lengths (prompt and response): `epochs` times one step
+        on each of the `minibatches`, whose tokens are divided evenly among the data-parallel ranks and packed into
+        micro-batches. Each minibatch arrives in `parts` parts."""
         return self.steps(packed(sequences, minibatches * parts), epochs, parts)
 
     def steps(self, parts: Sequence[PackedBatch], epochs: int = 1, each: int = 1) -> Cost:
-        """Seconds of a step on `each` so many parts, `epochs` times."""
+        """The cost of one step on each group of `each` parts, `epochs` times."""
         total = Cost()
         for number, part in enumerate(parts, 1):
             micro, tokens, squares = self._shared_out(part)
@@ -201,11 +206,11 @@ class Trainer:
         return total * epochs + self._stage()
 
     def logprobs(self, sequences: IntArray) -> Cost:
-        """Seconds of a forward pass over sequences of these lengths."""
+        """The cost of a forward pass over sequences of these lengths."""
         return self.passed(packed(sequences)[0])
 
     def passed(self, batch: PackedBatch) -> Cost:
-        """Seconds of a forward pass."""
+        """The cost of a forward pass."""
         micro, tokens, squares = self._shared_out(batch)
         one = self._micro_batch(tokens, squares, backward=False)
         return self._pipeline(one, micro, backward=False) + self._stage()
@@ -214,43 +219,44 @@ class Trainer:
         return Cost({"stage": self.gpu.engine.stage_s})
 
     def least(self, part: PackedBatch, *, backward: bool) -> float:
-        """Seconds that a step on this part, or a pass over it, does not go below however weights are sharded."""
+        """A lower bound of the seconds of a step on this part, or of a pass over it, however weights are sharded."""
         micro, tokens, squares = self._shared_out(part)
         one = sum(self._computing(tokens, squares, backward).values()) + self._tensor_s(tokens, backward)
         return one * (micro + self.filling)
 
     def followed(self) -> Cost:
-        """Seconds in which a copy that is cut like the weights takes in what they have become."""
+        """The cost of the update of a copy that follows the policy and is sharded like it."""
         return Cost({"copies": self.shard * FOLLOW_BYTES / self.gpu.bandwidth})
 
     def _shared_out(self, part: PackedBatch) -> tuple[int, float, float]:
-        """Micro-batches of a data-parallel rank, and the tokens and squared lengths of each on average."""
-        # No sequence is cut between those that do not share it, so that none of them has less than the longest one.
+        """The number of micro-batches of a data-parallel rank, and the mean tokens and squared lengths of each."""
+        # Sequences are not cut (except by `cp`), so the busiest rank has at least the longest one.
         together = max(part.tokens / (self.mesh.data // self.cp), part.longest)
         micro = max(1, ceil(together / max(self.micro_tokens, part.longest) - 1e-9))
         share = together / part.tokens
         return micro, together / micro / self.cp, part.squares * share / micro / self.cp
 
     def _micro_batch(self, tokens: float, squares: float, *, backward: bool) -> Cost:
-        """Seconds of one micro-batch on one stage, forward and, if asked for, backward and recomputed, but for weights
-        that travel beside it."""
+        """The cost of one micro-batch on one stage, forward, and with `backward` also backward with recomputation;
+        without gathers of weights, which overlap."""
         shape, mesh, gpu = self.shape, self.mesh, self.gpu
         computing = self._computing(tokens, squares, backward)
         hop = send_s(gpu, tokens * shape.hidden * 2, mesh.stage) if mesh.pp > 1 else 0.0
         travels = {"tp": self._tensor_s(tokens, backward), "pp": hop * (1 + backward)}
         times = 2 + (2 + 2 * self.recompute if backward else 0)
         if mesh.ep > 1:
-            # Tokens go to their experts and back, in each layer that has experts.
+            # Tokens are sent to their experts and back, in each layer with experts.
             travels["ep"] = times * self.slowest.moe_layers * self._exchange_s(tokens)
         if self.cp > 1:
-            # Keys and values go around the ring, beside attention.
+            # Keys and values go around the ring, in parallel with attention.
             keys = tokens * self.cp * shape.cache_width * 2 / min(mesh.tp, shape.kv_heads)
             ring = times / 2 * self.layers * gather_s(gpu, keys, self.cp, mesh.tp)
             travels["cp"] = max(0.0, ring - computing["attention"])
         return Cost(computing | travels)
 
     def _computing(self, tokens: float, squares: float, backward: bool) -> dict[str, float]:
-        """Kernels of one micro-batch on the slowest stage. Products are bound by their FLOPs or by reading weights."""
+        """Seconds of the kernels of one micro-batch on the slowest stage, by part. Products are bound by their FLOPs or
+        by reading weights."""
         shape, gpu, mesh, stage = self.shape, self.gpu, self.mesh, self.slowest
         share = stage.layers / shape.layers
         again = self.recompute if backward else 0.0
@@ -260,17 +266,18 @@ class Trainer:
         slower = weighted(shape, gpu) / shape.active_parameters
         products = 2.0 * stage.active * slower * tokens / mesh.tp * passes / gpu.flops(self.precision)
         products += 2.0 * stage.layers * shape.adapted(mesh.tp) * tokens * both / gpu.flops(self.precision)
-        # Gradients of attention need both factors even if no weight does, and its kernels repeat half of the forward.
+        # Attention's backward pass computes both factors' gradients even if no weight learns, and repeats half of the
+        # forward pass.
         attention = attention_flops(shape, squares) * share / mesh.tp * (both + 0.5 * backward) / gpu.attention_flops
         elements = elementwise_bytes(shape, mesh.tp) * share * tokens * both / gpu.bandwidth
         if self.precision == "fp8":
-            # What comes in is converted forward, gradients backward, each to be read by rows and by columns; and all
-            # weights once in each pass.
+            # Inputs are converted forward, gradients backward, each for reading by rows and by columns; and all weights
+            # once in each pass.
             widths = linear_widths(shape) * share * tokens / mesh.tp * (2.0 + again)
             elements += QUANTISE_BYTES * (widths + self.local * (1 + backward)) / gpu.bandwidth
         logits = stage.head * tokens / mesh.tp * shape.vocab * LOGIT_BYTES * (1 + backward) / gpu.bandwidth
         busy = max(products, reads) + attention + elements + logits
-        # The host launches kernels ahead of the GPU: only what takes longer than all of their work counts.
+        # The host launches kernels ahead of the GPU: only launch time in excess of all their work counts.
         kernels = KERNELS + (ADAPTER_KERNELS * len(shape.lora.targets) if shape.lora is not None else 0)
         launches = kernels * self.layers * both * gpu.launch_s
         return {
@@ -280,37 +287,37 @@ class Trainer:
             "elementwise": elements,
             "logits": logits,
             "launches": max(0.0, launches - busy),
-            # The host cannot launch ahead: it waits for the number of rows of each expert.
+            # Here the host cannot launch ahead: it waits for the number of rows of each expert.
             "routing": stage.moe_layers * both * gpu.engine.experts_ms * 1e-3,
         }
 
     def _tensor_s(self, tokens: float, backward: bool) -> float:
-        """All-reduces of each layer's activations: two forward, two backward, two recomputed (Shoeybi et al., 2019,
-        section 3)."""
-        # Left out: one of the embedding forward, and one of the head backward.
+        """Seconds of the all-reduces of each layer's activations: two forward, two backward, two recomputed (Shoeybi et
+        al., 2019, section 3)."""
+        # Left out: one for the embedding forward, and one for the head backward.
         times = 2 + (2 + 2 * self.recompute if backward else 0)
         return times * self.layers * reduce_s(self.gpu, tokens * self.shape.hidden * 2, self.mesh.tp)
 
     def _exchange_s(self, tokens: float) -> float:
-        """An all-to-all of each token's rows. Every rank of `tp` sends all of them."""
+        """Seconds of an all-to-all of the tokens' rows. Every rank of `tp` sends all of them."""
         sent = tokens * self.shape.active * self.shape.hidden * 2
         return exchange_s(self.gpu, sent, self.mesh.ep, self.mesh.tp)
 
     def _pipeline(self, alone: Cost, micro: int, *, backward: bool) -> Cost:
-        """All micro-batches through the pipeline, with gathers of weights as far as they take longer than the rest."""
+        """The cost of all micro-batches in the pipeline, with the excess of gathers of weights over computation."""
         parts = dict(alone.parts)
         if self.zero3:
-            # All weights of a stage are gathered for forward and again for backward, and their gradients reduced.
+            # All weights of a stage are gathered forward and again backward, and their gradients reduced.
             times = (2 if self.weights_fixed else 3) if backward else 1
             each = self._gather_s(2 / self.layers)
             parts["fsdp"] = max(0.0, times * self.layers * each - alone.seconds)
-        # Stages wait for the first micro-batch to come and for the last one to return.
+        # Stages wait for the first micro-batch to arrive and for the last one to return.
         bubble = sum(parts.values()) * self.filling
         return Cost({**{name: seconds * micro for name, seconds in parts.items()}, "bubble": bubble})
 
     def _gather_s(self, nbytes: float) -> float:
-        """Seconds in which a rank of the fullest stage gathers its weights, of so many bytes each: of experts that are
-        dealt out, from the ranks that have the same."""
+        """Seconds in which a rank of the fullest stage gathers its weights, of `nbytes` bytes each. With `ep`, experts
+        are gathered from the ranks that shard the same experts."""
         gpu, mesh, stage = self.gpu, self.mesh, max(self.stages, key=self.held)
         if mesh.ep == 1:
             return gather_s(gpu, self.local * nbytes, mesh.fsdp, mesh.tp)
@@ -319,32 +326,32 @@ class Trainer:
         return dense + gather_s(gpu, experts, mesh.fsdp // mesh.ep, mesh.tp * mesh.ep)
 
     def once(self) -> Cost:
-        """What a step does once: the optimizer, gradients between copies, and with ZeRO-1 a gather and a reduction, of
-        which one is taken to be hidden."""
+        """The cost of work once per step: the optimizer, the all-reduce of gradients over `dp`, and with ZeRO-1 a
+        gather and a reduction, of which one is assumed to be hidden."""
         gpu, mesh = self.gpu, self.mesh
         if self.frozen:
             return Cost()
-        # With ZeRO-3 weights travel with each micro-batch instead (`_pipeline`).
+        # With ZeRO-3 weights are gathered for each micro-batch instead (`_pipeline`).
         whole = self.local if self.shape.lora is None else self.shard * mesh.fsdp
         once = 0.0 if self.zero3 else gather_s(gpu, whole * 2, mesh.fsdp, mesh.tp)
         copies = reduce_s(gpu, self.shard * 2, mesh.dp, mesh.tp * mesh.fsdp)
         parts = {"optimizer": self.shard * OPTIMIZER_BYTES / gpu.bandwidth, "dp": copies, "fsdp": once}
-        # They come from the host and go back, one after the other.
+        # Moments come from the host and go back, one direction after the other.
         return Cost({**parts, "moments": 2 * MOMENT_BYTES * self.shard / gpu.pcie} if self.host_state else parts)
 
 
-# Of a parameter: two in float32.
+# Two moments of a parameter, in float32.
 MOMENT_BYTES = 8.0
-# Of moments that lie on the host, those on the GPU at once (`nodes/trainable.py`).
+# How many bytes of moments on the host are on the GPU at once (`nodes/trainable.py`).
 BUCKET_BYTES = 256 << 20
-# CUDA's context, NCCL's buffers, what a link stages, fragments: what a process has no use of.
+# Memory that is not available for tensors: CUDA's context, NCCL's and links' buffers, fragmentation.
 RESERVED = 3e9
-# Of a GPU's memory, for logits: two numbers in float32 of each.
+# The share of a GPU's memory for logits, with two float32 numbers for each.
 LOGITS = 1 / 32
 
 
 def logit_elements(gpu: Gpu) -> int:
-    """Logits that a trainer has at once: it works through longer micro-batches in parts."""
+    """How many logits a trainer has in memory at once; longer micro-batches are processed in chunks."""
     return 1 << int(log2(gpu.memory_bytes * LOGITS / 8))
 
 
@@ -360,11 +367,11 @@ class Memory:
 
     @property
     def used(self) -> float:
-        """Bytes but for those that a GPU reserves, which it does once for all that share it."""
+        """The bytes without the reserved ones, which a GPU has once for all processes that share it."""
         return self.bytes - self.parts.get("reserved", 0.0)
 
     def __add__(self, other: "Memory") -> "Memory":
-        """Both at once on the same GPU."""
+        """The memory of both at once on the same GPU."""
         return Memory({**added(self.parts, other.parts), "reserved": RESERVED})
 
     def __str__(self) -> str:
@@ -373,19 +380,19 @@ class Memory:
 
 
 def trainer_memory(trainer: Trainer, copies: int = 0) -> Memory:
-    """Of a rank of the stage that needs most: each keeps activations of as many micro-batches as there are stages from
-    it to the last one (1F1B). `copies` follow the policy: each is there in bfloat16, whole as the weights are, and as a
-    shard in float32."""
-    # Of stages that are alike the first one keeps most.
+    """The memory of a rank of the stage that needs most. Each stage keeps activations of as many micro-batches as there
+    are stages from it to the last one (1F1B). `copies` copies follow the policy: each has a float32 shard, and, unless
+    computation gathers that, weights in the run's format."""
+    # Of equal stages the first one keeps most.
     first = {stage: place for place, stage in reversed(list(enumerate(trainer.stages)))}
     every = (memory for place in first.values() for memory in step_memory(trainer, place, copies).values())
     return max(every, key=lambda memory: memory.bytes)
 
 
 def step_memory(trainer: Trainer, place: int, copies: int = 0) -> Mapping[str, Memory]:
-    """Of a rank of the stage `place` (0, 1, …) at moments of a step: while words are looked up, while the head works
-    forward and backward, while its gradient is reduced, while a layer works backward, and while the gradient of the
-    embedding is reduced."""
+    """The memory of a rank of stage `place` (0, 1, …) at these times in a step: the look-up of words, the head's
+    forward and backward pass, the reduction of its gradient, a layer's backward pass, and the reduction of the
+    embedding's gradient."""
     shape, mesh, stage = trainer.shape, trainer.mesh, trainer.stages[place]
     in_flight = mesh.pp - place
     size, learns = min(4.0, max(2.0, BYTES[trainer.precision])), 0.0 if trainer.frozen else 1.0
@@ -394,13 +401,13 @@ def step_memory(trainer: Trainer, place: int, copies: int = 0) -> Mapping[str, M
     # ZeRO-1 shards the optimizer's state alone: weights and gradients stay whole.
     kept = stage.parameters / mesh.tp / mesh.fsdp if trainer.zero3 else local
     with_gradients = kept if shape.lora is None else shard if trainer.zero3 else learnt
-    # Of the weights themselves, which adapters leave as they are.
+    # 1 if the weights themselves learn; with adapters they do not.
     trains = learns * (shape.lora is None)
     adapters = with_gradients * (learns - trains)
-    # Several ranks compute with what they gather of their masters; one has a copy of them in its format.
+    # Several ranks compute with weights gathered from masters; a single rank has a copy of them in its format.
     masters = mesh.ranks > 1 and (trainer.zero3 or mesh.fsdp == 1)
     copied = 4.0 * (not masters and size < 4)
-    # On the host but for those of a bucket, or of the largest tensor: embedding or head.
+    # Moments on the host, except those of a bucket, or of the largest tensor (embedding or head).
     largest = shape.vocab * shape.hidden / mesh.tp / mesh.fsdp if shape.lora is None else 0.0
     adam = MOMENT_BYTES * shard * learns
     bucket = min(adam, max(float(BUCKET_BYTES), MOMENT_BYTES * largest)) if trainer.host_state else 0.0
@@ -418,38 +425,38 @@ def step_memory(trainer: Trainer, place: int, copies: int = 0) -> Mapping[str, M
     layer = (local - (max(embedding, head) if tied else embedding + head)) / stage.layers
     whole, own = layer_bytes(trainer, stage), size * width
     each = (trainer.recompute * own + (1 - trainer.recompute) * whole) * learns
-    # Beside the layers': what goes into the final norm and the head, and the rotary embedding.
+    # Activations outside the layers: the inputs of the final norm and the head, and the rotary embedding.
     beside = width * (1 + stage.head) + 2 * shape.ropes * shape.head_dim
     activations = tokens * in_flight * (each * stage.layers + size * beside)
     others, rows = activations * (1 - 1 / in_flight), size * tokens * width * learns
     if trainer.tokens_of_chunk < tokens or mesh.tp > 1:
-        # A chunk's logits and probabilities in float32. Or its gradient, and that of the head, which is summed over
-        # chunks in float32, beside the gradient of what came in; under `tp` with the first at another time.
+        # A chunk's logits and probabilities in float32; or its gradient and that of the head, which is summed over
+        # chunks in float32, beside the gradient of the input. With `tp` these two do not coincide.
         chunk, grads = words * min(tokens, trainer.tokens_of_chunk), 4 * words * width * trains
         once = size * (chunk * learns + words * width * trains)
         logits = rows + (max(8 * chunk, once + grads) if mesh.tp > 1 else max(8 * chunk, once) + grads)
     else:  # autograd keeps them
         logits = (4 + 8 * learns) * words * tokens
         chunk = words * tokens
-    # Backward through an MLP: the gradient of what came in twice (with adapters once more), of its product, and of two
-    # matrices of weights.
+    # Backward through an MLP: the gradient of its input twice (with adapters once more), of its product, and of two
+    # weight matrices.
     inner, sums_in = shape.inner / mesh.tp, 2 + learns - trains
     works = size * (tokens * (sums_in * width + inner) + 2 * width * inner * trains)
     if trainer.frozen:
         works = size * tokens * 3 * (width + inner)
     works += tokens * trainer.recompute * (whole - own) * learns
-    # Rows as they come and go, beside those in the order of the experts.
+    # With `ep`: rows as they are received and sent, beside those sorted by expert.
     works += size * tokens * 2 * shape.active * width * (mesh.ep > 1)
-    # Embedding, head and each layer are gathered by themselves, into a buffer of all ranks' parts and from there into
-    # the weights. A head that is the embedding is kept from the look-up to the end.
+    # Embedding, head and each layer are gathered separately, into a buffer of all ranks' parts and from there into the
+    # weights. A tied head is kept from the look-up to the end.
     gathers = 2.0 if mesh.fsdp > 1 else 1.0
     kept = size * head * tied
-    # Of layers there is the one that works, the next one while it is gathered, and where layers are repeated the last
-    # one's gradient while it is reduced, in float32.
+    # Gathered layers: the current one, the next one being gathered, and with recomputation the gradient of the one
+    # before while it is reduced, in float32.
     reduced = 4 * layer * trainer.recompute * trains * (mesh.fsdp > 1 or size < 4)
-    # A gradient, a copy in float32, and this rank's part of the sum; of one part a quotient instead of the gradient.
+    # A gradient, a copy in float32, and this rank's part of the sum; with one part a quotient instead of the gradient.
     sums = (size + 4 + 4 / mesh.fsdp if mesh.fsdp > 1 else 8 + 4 * (mesh.dp > 1)) * trains
-    # By moment: activations, logits, gathered weights and whole gradients.
+    # For each time: activations, logits, gathered weights and whole gradients.
     moments = {
         "words": (others, 0.0, gathers * size * embedding),
         "head forward": (activations, 8 * chunk * stage.head, kept or gathers * size * head),
@@ -465,13 +472,13 @@ def step_memory(trainer: Trainer, place: int, copies: int = 0) -> Mapping[str, M
 
 
 def recomputation(trainer: Trainer) -> Recompute:
-    """What a run calls it."""
+    """The name of the trainer's recomputation among a run's options."""
     return "layer" if trainer.recompute else "none"
 
 
 def host_moments(trainer: Trainer) -> float:
-    """Bytes of its host's memory that a rank's moments take where they lie there, on the stage that has most: torch
-    takes pinned memory for each tensor by powers of two."""
+    """The bytes of host memory that a rank's moments take if they are there, on the stage that has most. torch rounds
+    the pinned memory of each tensor up to a power of two."""
     shape, mesh = trainer.shape, trainer.mesh
     if trainer.frozen or not trainer.host_state:
         return 0.0
@@ -494,8 +501,8 @@ def host_moments(trainer: Trainer) -> float:
 
 
 def layer_bytes(trainer: Trainer, stage: StageShape) -> float:
-    """What autograd keeps of a token in a layer of a stage, on average: what goes into its norms and its products, the
-    heads' queries, keys, values and results, two numbers for each of the MLP's width and what is made of them; and in
+    """The mean bytes that autograd keeps of a token in a layer of a stage: the inputs of its norms and its products,
+    the heads' queries, keys, values and results, three times the MLP's width (gate, up, and their product); and in
     float32 a number for each head and each norm."""
     shape, size = trainer.shape, min(4.0, max(2.0, BYTES[trainer.precision]))
     keys = shape.qk_width if shape.latent else shape.kv_heads * shape.head_dim
@@ -505,16 +512,18 @@ def layer_bytes(trainer: Trainer, stage: StageShape) -> float:
     cut = shape.qk_width + shape.value_width + keys + values + (1 - moe) * 3 * shape.inner + moe * routed
     found = size * (4 * shape.hidden + cut / trainer.mesh.tp) + 4.0 * (shape.heads / trainer.mesh.tp + 2)
     if shape.branch_norms:
-        # Two norms more and those of heads; what goes into any norm is kept in float32, as its weight has an offset.
+        # Two more norms, and those of heads. The inputs of all norms are kept in float32, since their weights have an
+        # offset.
         heads = (shape.qk_width + keys) / trainer.mesh.tp
         found += 4.0 * (2 * shape.hidden + heads) + (4.0 - size) * 2 * shape.hidden
     return found
 
 
 def beside_memory(trainer: Trainer, models: Models) -> Memory:
-    """Of models that are cut as the trainer's: weights of those that never change, all that a critic needs to learn."""
+    """The memory of models that are sharded like the trainer's: weights of frozen models, and weights, gradients and
+    moments of critics."""
     own = trainer_memory(trainer.all_learning()).parts
-    # A critic has no activations of its own: it works when the policy does not.
+    # A critic has no activations of its own: it never works at the same time as the policy.
     critics = {f"critic {name}": own[name] * models.critics for name in ("weights", "gradients", "moments")}
     still = trainer_memory(replace(trainer, frozen=True)).parts["weights"]
     frozen = {"frozen model": still * models.frozen} if models.frozen else {}

@@ -1,9 +1,9 @@
-"""What a run leaves to its trainer's memory: whether layers are recomputed, the tokens of a micro-batch, the logits
-that are kept at once, and where AdamW's moments lie. Pure but for the sizes of the model, which are read.
+"""Choose the options of a run that depend on the trainer's memory: recomputation, the tokens of a micro-batch, the
+logits that are kept at once, and the place of AdamW's moments. Pure except for reading the model's sizes.
 
-`fit` takes the fastest step under the cost model (`train_cost`) of those that fit beside what else lies on the GPU.
-`fitted` asks it for a run, of every pool that learns on a GPU of a known kind. `require_hosts` looks at the memory of
-hosts whose ranks have no GPU. Models beside the policy count as if they had its shape.
+`fit` takes the fastest step under the cost model (`train_cost`) that fits beside everything else on the GPU. `fitted`
+applies it to the pools of a run that learn on GPUs of known kinds. `require_hosts` checks the memory of hosts whose
+ranks have no GPU. Models beside the policy count as if they had its shape.
 """
 
 from collections import Counter
@@ -34,20 +34,20 @@ from penstock.runtime.plan.train_cost import (
     trainer_memory,
 )
 
-# Of a model whose gradients a run computes: more tokens than these make a step no faster.
+# The most tokens of a micro-batch: more make a step no faster.
 MOST_TOKENS = 16384
-# The parts of a rank's memory that a CPU takes for a step alone, or not at all.
+# The parts of a rank's memory that a CPU uses only during a step, or not at all.
 PASSING = ("activations", "logits", "unsharded blocks", "moments in a step", "reserved")
-# The share of the backward pass's repetition that each choice of a run is.
+# The share of the forward pass that the backward pass repeats, for each choice of a run.
 SHARES: dict[Recompute, float] = {"none": 0.0, "layer": 1.0}
-# Micro-batches of most tokens in the step whose seconds decide.
+# Candidates are compared by the seconds of a step with about this many micro-batches of `MOST_TOKENS`.
 ROUNDS = 4
 
 
 @dataclass(frozen=True)
 class TrainerRank:
-    """A trainer's rank: the layout, bytes that its GPU has for it, copies that follow the policy, and the host of each
-    rank."""
+    """A trainer's rank: the layout, the bytes of its GPU that it may use, how many copies follow the policy, the models
+    on the same GPU, and the host of each rank."""
 
     trainer: Trainer
     room: float
@@ -63,8 +63,8 @@ class TrainerRank:
 def fit(
     places: Sequence[TrainerRank], longest: int, recompute: Sequence[float] = (0.0, 1.0), most: int = MOST_TOKENS
 ) -> Trainer | None:
-    """The first trainer with the share of recomputation and the tokens of a micro-batch that make the fastest step of
-    those that fit all places; None if none does. No micro-batch is shorter than the `longest` sequence."""
+    """The first place's trainer, with the share of recomputation and the micro-batch of the fastest step that fits all
+    places; None if none does. No micro-batch is shorter than the `longest` sequence."""
     best, seconds = None, inf
     for tokens in micro_tokens(longest, most):
         for again in recompute:
@@ -78,12 +78,12 @@ def fit(
 
 
 def fitted(config: RunConfig, cluster: Cluster) -> RunOptions:
-    """The options of a run with `auto` and 0 decided, as far as the kinds of its GPUs are known; else a layer keeps
-    what it computes, moments are on the device, and 0 is left to the nodes. Moments go to the host where nothing else
-    fits.
+    """The options of a run with `auto` and 0 replaced by fitted values, if the kinds of its GPUs are known. If not,
+    layers are not recomputed, moments are on the device, and 0 is left to the nodes. Moments go to the host only if
+    nothing else fits.
 
     Raises ClusterError for a model that does not fit, unless recomputation and micro-batch are both given, and for
-    moments that are more than the memory of their host, where the cluster says it.
+    moments that exceed the memory of their host, if the cluster says it.
     """
     options = config.flags
     kept = replace(options, recompute="none") if options.recompute == "auto" else options
@@ -115,20 +115,20 @@ def fitted(config: RunConfig, cluster: Cluster) -> RunOptions:
 
 
 def require_hosts(config: RunConfig, cluster: Cluster) -> None:
-    """Raises ClusterError for a host whose ranks without a GPU keep more than its memory: weights, the cache of all
-    slots, gradients and moments. What a step computes is not counted. Nothing is known of a host that does not say its
-    memory and is not this machine, and of a model that the run makes itself."""
+    """Raises ClusterError for a host whose memory is too small for its ranks without a GPU: weights, the cache of all
+    slots, gradients and moments. Memory that is used only during a step is not counted. Not checked: a host that does
+    not say its memory and is not this machine, and a model that the run makes itself."""
     if not config.flags.model:
         return
     try:
         run = _Run.of(config)
     except ShapeError:
-        return  # the run says itself what it lacks
+        return  # the run reports this itself
     for host in cluster.hosts:
         gib = cluster.memory_gib(host) or (usable_memory_gib() if host.agent == "local" else None)
         if gib is None:
             continue
-        device, kept = gpu_like("", gib), Counter[str]()  # a GPU that is asked for its memory alone
+        device, kept = gpu_like("", gib), Counter[str]()  # a stand-in: only its memory is used
         for pool in config.plan.pools:
             ranks = [r for replica in pool.replicas for r in replica.ranks if (r.host, r.device) == (host.name, "cpu")]
             place = run.place(pool, device)
@@ -145,7 +145,7 @@ def require_hosts(config: RunConfig, cluster: Cluster) -> None:
 
 
 def _require_host_memory(places: Sequence[TrainerRank], cluster: Cluster) -> None:
-    """Raises ClusterError for a host whose memory is less than the moments on it."""
+    """Raises ClusterError for a host whose memory is smaller than the moments on it."""
     taken = Counter[str]()
     for place in places:
         own, critic = host_moments(place.trainer), host_moments(place.trainer.all_learning())
@@ -177,8 +177,8 @@ def _refusal(place: TrainerRank, least: Trainer) -> str:
 
 @dataclass(frozen=True)
 class _Run:
-    """What the pools of a run hold of models, whose carried values are its `names`: some are `learning`, some `copies`
-    that follow a policy. `shape` is that of the model which the run is given."""
+    """The models in the pools of a run. `names` are their carried values, of which some are `learning` and some are
+    `copies` that follow a policy. `shape` is the shape of the model that the run is given."""
 
     config: RunConfig
     shape: Shape
@@ -197,12 +197,12 @@ class _Run:
 
     @property
     def positions(self) -> int:
-        """Of each slot."""
+        """How many positions each slot has."""
         longest = self.config.flags.max_prompt + self.config.flags.max_tokens
         return min(longest, self.shape.context or longest)
 
     def place(self, pool: Pool, gpu: Gpu) -> TrainerRank | None:
-        """A rank of a pool that learns, with all of its GPU."""
+        """A rank of a pool, with all of its GPU; None if the pool does not learn."""
         held = self.names.intersection(pool.holds)
         if not held & self.learning:
             return None
@@ -211,13 +211,13 @@ class _Run:
         return TrainerRank(self._trainer(pool, gpu), gpu.memory_bytes, len(held & self.copies), colocated, hosts)
 
     def aside(self, pool: Pool, gpu: Gpu) -> Memory:
-        """What a rank of another pool takes."""
+        """The memory that a rank of `pool` takes beside a trainer: a generator's, or that of other models."""
         graph, flags, held = self.config.graph, self.config.flags, self.names.intersection(pool.holds)
         if any(node.name in pool.holds and decodes(graph, node) for node in graph.nodes):
             turns, replica = self.config.offload != "off", pool.replicas[0]
             copies = SHARED if turns else DEDICATED
             narrow = next((cast(Precision, node.precision) for node in graph.nodes if node.precision), None)
-            # A CPU has them in the order, too, in which its products read them: `pack` of nodes/model/kernels.py.
+            # A CPU has a second copy, in the order in which its products read it: `pack` in nodes/model/kernels.py.
             copies += replica.ranks[0].device == "cpu" and not narrow and not flags.invariant
             generator = Generator(
                 self._policy(self.learning), gpu, _parallel(replica), 0 if turns else flags.slots,
@@ -239,19 +239,19 @@ class _Run:
         )  # fmt: skip
 
     def _policy(self, learning: Iterable[str]) -> Shape:
-        """Among values that learn."""
+        """The shape of the policy among values that learn."""
         graph, flags = self.config.graph, self.config.flags
-        # A critic beside a policy learns all of its weights (`beside_memory`).
+        # A critic has no adapters: it learns all of its weights (`beside_memory`).
         every = [with_adapters(self.shape, graph, name, flags.lora, flags.lora_targets) for name in learning]
         return next((each for each in every if each.lora is not None), replace(self.shape, lora=None))
 
 
 def _places(config: RunConfig, cluster: Cluster) -> Iterator[TrainerRank]:
-    """Of each pool that learns on GPUs whose kind is said."""
+    """A rank of each pool that learns on GPUs of a known kind."""
     try:
         run = _Run.of(config)
     except ShapeError:
-        return  # the run says itself what it lacks
+        return  # the run reports this itself
     for pool in config.plan.pools:
         rank = pool.replicas[0].ranks[0]
         gpu = _gpu(rank, cluster)
@@ -264,7 +264,7 @@ def _places(config: RunConfig, cluster: Cluster) -> Iterator[TrainerRank]:
 
 
 def _gpu(rank: Rank, cluster: Cluster) -> Gpu | None:
-    """Its kind, if it is said."""
+    """The kind of a rank's GPU, if it is known."""
     if rank.device == "cpu":
         return None
     try:

@@ -1,8 +1,8 @@
-"""What one update has to do: the model, the prompts and samples, and how long responses are. Pure but for files that
+"""The work of one update: the model, the prompts and samples, and the lengths of responses. Pure except for files that
 are read.
 
-Lengths are a distribution, of which `take(n)` gives n lengths without chance: at the middles of n equally likely parts,
-in an order that a hash of their places says. So two calls agree, and no length is averaged away.
+Lengths are a distribution. `take(n)` returns n lengths without randomness: the quantiles at the middles of n equally
+likely parts, in an order given by a hash. So two calls agree, and long responses are not averaged away.
 """
 
 from collections.abc import Callable
@@ -27,21 +27,21 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 _NORMAL = NormalDist()
-# The spread of lengths, as sigma of their logarithm, where nothing says another one.
+# The default spread of lengths: sigma of their logarithm.
 SIGMA = 0.7
-# The most responses of an update that are planned for: each has its length.
+# The most responses of an update that a plan can have: each has its length.
 MOST_RESPONSES = 1_000_000
-# The largest sigma: a hundredth of such lengths is 10⁵ times the median, and they are no lengths of responses.
+# The largest sigma: with it 1 % of the lengths are above 10⁵ times the median, which no responses are.
 WIDEST = 5.0
 
 
 class LengthError(ValueError):
-    """Lengths that cannot be: what was given, what is needed, and where."""
+    """Impossible lengths. The message says what was given, what is needed, and where."""
 
 
 @dataclass(frozen=True)
 class Lognormal:
-    """A lognormal cut at `longest`: a response that would be longer ends there. `mean` is that of what is left, in
+    """A lognormal cut at `longest`: a response that would be longer ends there. `mean` is the mean after the cut, in
     tokens; `sigma` is the standard deviation of the logarithm before the cut."""
 
     mean: float
@@ -55,8 +55,8 @@ class Lognormal:
 
     @cached_property
     def location(self) -> float:
-        """The mean of the logarithm before the cut, found by halving: the mean after the cut grows with it."""
-        # Beyond these limits the mean after the cut is surely too small, or too large.
+        """The mean of the logarithm before the cut, found by bisection: the mean after the cut grows with it."""
+        # At these limits the mean after the cut is certainly too small, or too large.
         low, high = log(self.mean) - self.sigma**2, log(self.longest) + 9 * self.sigma + 1
         return halved(low, high, lambda location: cut_mean(location, self.sigma, self.longest) < self.mean)
 
@@ -72,7 +72,7 @@ class Lognormal:
 
 @dataclass(frozen=True)
 class Listed:
-    """Lengths that were seen, in tokens; `take` gives their quantiles."""
+    """Observed lengths, in tokens; `take` returns their quantiles."""
 
     lengths: tuple[int, ...]
 
@@ -113,18 +113,18 @@ def cut_mean(location: float, sigma: float, longest: float) -> float:
 
 
 def fitted(mean: float, finished: float, longest: int) -> Lognormal:
-    """The lognormal of which `finished` (0 to 1) end before `longest`, and the mean after the cut is `mean`. With none
-    or all of them finished the share says nothing of the spread: then it is the usual one."""
+    """The lognormal with this `mean` after the cut, and with the share `finished` (0 to 1) of responses that end before
+    `longest`. If none or all are finished, the spread is not determined, and is the default."""
     if not 0 < finished < 1 or mean >= longest:
         return Lognormal(min(mean, longest), SIGMA, longest)
     quantile = _NORMAL.inv_cdf(finished)
-    # More spread with the same share above the cut moves the rest down.
+    # With the same share above the cut, a larger spread moves the rest down.
     spread = halved(1e-3, WIDEST, lambda s: cut_mean(log(longest) - s * quantile, s, longest) > mean)
     return Lognormal(mean, spread, longest)
 
 
 def halved(low: float, high: float, below: Callable[[float], bool]) -> float:
-    """Where `below` turns from true to false."""
+    """The value at which `below` turns from true to false, by bisection."""
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if below(middle) else (low, middle)
@@ -132,8 +132,8 @@ def halved(low: float, high: float, below: Callable[[float], bool]) -> float:
 
 
 def read_lengths(path: Path, longest: int | None = None) -> Listed:
-    """A file with one length in tokens per line; longer ones than `longest` are cut. Raises LengthError, with each
-    line at fault (the first three)."""
+    """Read a file with one length in tokens per line; lengths above `longest` are cut. Raises LengthError with the
+    first three wrong lines."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -151,14 +151,14 @@ def read_lengths(path: Path, longest: int | None = None) -> Listed:
 
 
 def draws(first: int, count: int, seed: int = 0) -> FloatArray:
-    """[count]: numbers between 0 and 1, each keyed by `seed` and its place from `first` on alone."""
-    # Seeds are 2⁴⁰ places apart: more than any run draws.
+    """[count]: numbers between 0 and 1, each keyed by `seed` and its place, from `first` on."""
+    # Seeds are 2⁴⁰ places apart, more than any run draws.
     places = np.arange(first, first + count, dtype=np.uint64) + (np.uint64(seed) << np.uint64(40))
     return ((_hash(places) >> np.uint64(11)).astype(np.float64) + 0.5) / 2**53
 
 
 def _mixed(values: IntArray) -> IntArray:
-    """In the order of a hash of their places: neighbours differ, without chance."""
+    """The values in the order of a hash of their places: neighbours differ, without randomness."""
     return values[np.argsort(_hash(np.arange(len(values), dtype=np.uint64)), kind="stable")]
 
 
@@ -173,19 +173,19 @@ def _hash(places: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class Workload:
-    """One update: `prompts` prompts of `prompt_tokens` each, `samples` responses to each of them to learn from.
+    """One update: `prompts` prompts of `prompt_tokens` each, with `samples` responses each that are trained on.
 
-    `kept` is the share of the prompts that filters keep, so that more are drawn. Beside its samples each prompt has
-    `baselines` responses that nothing is learnt from. `replayed` past prompts are learnt from once more. `begun` is the
-    share of each of a prompt's responses, `samples` before `baselines`, that is a prefix which it goes on from, in the
-    cache of the response that has it; () where none does.
+    `kept` is the share of the prompts that filters keep, so that more are drawn. In addition each prompt has
+    `baselines` responses that are not trained on. `replayed` past prompts are trained on once more. `begun` is, for
+    each of a prompt's responses (`samples` before `baselines`), the share that is a prefix of another response, which
+    is in the cache; () if none has a prefix.
 
     `epochs` is how often each response is trained on, `minibatches` the optimizer's steps in each epoch, and
-    `micro_tokens` the most tokens in a micro-batch of a data-parallel rank (a longer sequence is one by itself).
-    `environment_s` are the seconds in which an environment answers a turn of a conversation; its lengths are of all its
-    turns. `slot_tokens` are those of the longest prompt and response that a run may have: what a generator's slot has
-    room for, and the smallest micro-batch; 0 where prompts are all alike. `parts`: in how many parts the update of the
-    policy takes its batch.
+    `micro_tokens` the most tokens in a micro-batch of a data-parallel rank (a longer sequence has its own micro-batch).
+    `environment_s` are the seconds in which an environment answers a turn of a conversation, whose lengths are those of
+    all turns together. `slot_tokens` is the length of the longest prompt and response that a run may have: the size of
+    a generator's slot, and the smallest micro-batch; 0 if all prompts are equally long. `parts`: in how many parts the
+    policy's update takes its batch.
     """
 
     shape: Shape
@@ -205,7 +205,7 @@ class Workload:
     begun: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = ()
 
     def __post_init__(self) -> None:
-        # The program says the one, its user the other. All other limits are those of flags, and of what is read.
+        # `minibatches` comes from the program, the batch from its user. Flags and readers check all other limits.
         if self.minibatches > self.learnt:
             given = f"{self.minibatches} minibatches of {self.learnt} responses"
             raise ValueError(f"workload: given {given}, needed at least one response in each")
@@ -215,65 +215,63 @@ class Workload:
 
     @cached_property
     def drawn(self) -> int:
-        """Prompts of which `prompts` are kept."""
+        """How many prompts are drawn, so that `prompts` are kept."""
         return ceil(self.prompts / self.kept - 1e-9)
 
     @property
     def rows(self) -> int:
-        """Responses to each prompt."""
+        """How many responses each prompt has."""
         return self.samples + self.baselines
 
     @cached_property
     def responses(self) -> int:
-        """All that are generated."""
+        """How many responses are generated."""
         return self.drawn * self.rows
 
     @property
     def learnt(self) -> int:
-        """Responses that an update learns from."""
+        """How many responses an update trains on."""
         return (self.prompts + self.replayed) * self.samples
 
     @cached_property
     def response_tokens(self) -> IntArray:
-        """[responses]: tokens that are generated of each, those of a prompt beside each other."""
+        """[responses]: the tokens that are generated of each; responses of a prompt are consecutive."""
         return self.lengths.take(self.responses) - self.prefix_tokens
 
     @cached_property
     def prefix_tokens(self) -> IntArray:
-        """[responses]: tokens of each that stand before it goes on."""
+        """[responses]: the tokens of each response's prefix."""
         return self.begins(self.lengths.take(self.responses))
 
     def begins(self, lengths: IntArray) -> IntArray:
-        """Of whole responses to prompts, those of a prompt beside each other: the tokens that stand before."""
+        """The tokens of the prefixes of whole responses with these lengths; responses of a prompt are consecutive."""
         if not self.begun:
             return np.zeros_like(lengths)
         shares = np.tile(np.array(self.begun), len(lengths) // self.rows)
-        # A response goes on by a token at least.
+        # A response generates at least one token.
         begins: IntArray = np.minimum((lengths * shares).astype(np.int64), lengths - 1)
         return begins
 
     @cached_property
     def seen_tokens(self) -> FloatArray:
-        """[responses]: the tokens in the cache, summed over the steps of each."""
+        """[responses]: the tokens in the cache, summed over the steps of each response."""
         lengths = self.response_tokens.astype(np.float64)
         return np.asarray(lengths * (self.prompt_tokens + self.prefix_tokens) + lengths * (lengths - 1) / 2)
 
     @cached_property
     def sequence_tokens(self) -> IntArray:
-        """[learnt]: prompt and response, as the trainer sees them."""
+        """[learnt]: the tokens of prompt and response that the trainer processes."""
         return self.lengths.take(self.learnt) + self.prompt_tokens
 
     @cached_property
     def replacements(self) -> dict[int, int]:
-        """Prompts that filters drop, spread evenly over the batch without chance, and which one takes the place of
-        each, later in the batch."""
+        """The prompts that filters drop, spread evenly over the batch, each with the later prompt that replaces it."""
         dropped = [p for p in range(self.drawn) if floor((p + 1) * self.kept + 1e-9) == floor(p * self.kept + 1e-9)]
         return dict(zip(dropped, range(self.prompts, self.drawn), strict=False))
 
     @cached_property
     def longest(self) -> int:
-        """Tokens that follow each other at the least: of the longest response, and of those before it whose prompts
-        were dropped."""
+        """The tokens of the longest chain: a response, and those before it whose dropped prompts it replaces."""
         ends = self.response_tokens.reshape(self.drawn, self.rows).max(axis=1)
         for dropped, replacement in self.replacements.items():
             ends[replacement] += ends[dropped]
@@ -281,8 +279,9 @@ class Workload:
 
     @cached_property
     def arrivals(self) -> tuple[float, ...]:
-        """Of each of the update's parts, the share of a rollout at which the last of its groups is there, if all
-        responses begin at once: about that of the longest one so far. None of an update that takes its batch whole."""
+        """For each part of the update, the share of a rollout at which its last group arrives, if all responses begin
+        at once: roughly the longest response so far over the longest of all. Empty if an update takes its batch
+        whole."""
         if self.parts == 1:
             return ()
         ends = np.maximum.accumulate(self.response_tokens.reshape(self.drawn, self.rows).max(axis=1))
@@ -291,16 +290,13 @@ class Workload:
 
     @property
     def context(self) -> int:
-        """The longest sequence there can be: prompts are longer than their mean."""
+        """The longest possible sequence; prompts may be longer than their mean."""
         return max(self.prompt_tokens + self.lengths.longest, self.slot_tokens)
 
 
 def given_lengths(given: str, longest: int) -> Lengths:
-    """`mean,sigma` of a lognormal, a file with a length per line, or the folder of a finished run; "" is a lognormal
-    with a mean of a quarter of `longest` tokens, at most 1,000, and sigma 0.7.
-
-    Raises LengthError, with what is needed.
-    """
+    """Parse lengths: `mean,sigma` of a lognormal, a file with a length per line, or the folder of a finished run. "" is
+    a lognormal with a mean of a quarter of `longest` tokens, at most 1,000, and sigma 0.7. Raises LengthError."""
     if not given:
         return Lognormal(min(1000.0, max(1.0, longest / 4)), SIGMA, longest)
     path = Path(given)
@@ -320,8 +316,8 @@ def given_lengths(given: str, longest: int) -> Lengths:
 
 
 def of_run(folder: Path, longest: int) -> Lognormal:
-    """The lognormal that a run's `metrics.jsonl` speaks for, cut at `longest`: its mean `response_length`, and its
-    share `finished` of responses that ended by themselves before the run's own `max_tokens`."""
+    """The lognormal that fits a run's `metrics.jsonl`, cut at `longest`: its mean `response_length`, and its share
+    `finished` of responses that ended by themselves before the run's own `max_tokens`."""
     path = folder / "metrics.jsonl"
     try:
         if not path.exists():
@@ -350,7 +346,7 @@ def of_run(folder: Path, longest: int) -> Lognormal:
         given = f"responses that were all cut at {own} tokens, which tell nothing of longer ones"
         raise LengthError(f"{path}: given {given}; needed --max-tokens {own} or less")
     seen = fitted(mean, finished, own)
-    # The fit is of what the run saw; another cut moves its mean, not the distribution before it.
+    # The fit is with the run's cut; another cut changes the mean, not the distribution before the cut.
     if own == longest:
         return seen
     return Lognormal(max(1.0, cut_mean(seen.location, seen.sigma, longest)), seen.sigma, longest)
@@ -361,6 +357,6 @@ class _Flags(TypedDict):
 
 
 class _Config(TypedDict):
-    """What is read here of a run's `config.json`."""
+    """The part of a run's `config.json` that is read here."""
 
     flags: _Flags
