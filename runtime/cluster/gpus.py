@@ -179,11 +179,11 @@ GPUS: dict[str, Gpu] = {
     ),
     "B200": Gpu(
         memory_gib=179.1, tflops=Tflops(bf16=2250, fp32=75, fp8=4500, fp4=9000), memory_gb_s=8000, nvlink_gb_s=900,
-        nic_gb_s=100, efficiency=_BLACKWELL,
+        nic_gb_s=50, efficiency=_BLACKWELL,
     ),
     "GB200": Gpu(
         memory_gib=185, tflops=Tflops(bf16=2500, fp32=80, fp8=5000, fp4=10000), memory_gb_s=8000, nvlink_gb_s=900,
-        nvlink_gpus=72, nic_gb_s=100, pcie_gb_s=225, launch_us=6.0,
+        nvlink_gpus=72, nic_gb_s=50, pcie_gb_s=225, launch_us=6.0,
         efficiency=_BLACKWELL, engine=_GRACE,
     ),
 }  # fmt: skip
