@@ -291,8 +291,9 @@ def sweep_checkpoints(folder: RunFolder) -> None:
         remove_others(folder.checkpoints, folder.read_json(folder.config.name)["run"], ())
 
 
-# Format of a shard's facts. Format 1 had no ranks and layouts.
-FORMAT = 2
+# Format of a shard's facts. Format 1 had no ranks and layouts. Format 2, which is read, too, had all facts of states and
+# values in the header.
+FORMAT, READ = 3, (2, 3)
 _LENGTH = struct.Struct("<Q")
 _LONGEST = 100 << 20  # the limit of safetensors itself
 
@@ -307,9 +308,10 @@ def read_facts(path: Path) -> dict[str, Any]:
         with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
             header = parse_json(file.read(min(length, _LONGEST)), "header")
-        facts: dict[str, Any] = parse_json(header["__metadata__"]["facts"].encode(), "facts")
+        # As ranks read them: numbers of carried values may be infinite.
+        facts: dict[str, Any] = json.loads(header["__metadata__"]["facts"])
         require_shape(facts, dict[str, Any], "facts")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise ValueError(f"{path}: not a readable state: {error}") from error
     return facts
 
@@ -317,7 +319,7 @@ def read_facts(path: Path) -> dict[str, Any]:
 def refusal(path: Path, facts: Mapping[str, Any]) -> str:
     """Why a run cannot be resumed from a shard with these facts; "" if it can."""
     given = facts.get("format", 1)
-    if given == FORMAT:
+    if given in READ:
         return ""
     needed = f"{FORMAT}: go on with the Penstock that wrote it, or start from its exported model (--model)"
     return f"{path}: given a checkpoint of format {given}, needed {needed}"

@@ -5,7 +5,9 @@ of another mesh.
 A shard is one safetensors file, which is there whole or not at all. Its facts are JSON in the file's metadata, so that
 they and the tensors cannot come from different moments. Tensors are named by what they belong to:
 "carried/NAME/TENSOR", "state/NODE/0", "value/NODE/ORDINAL/OUTPUT/0". Beside the facts stands a CRC-32 of them and of
-each tensor, without which a bit that a disk has changed would be trained on.
+each tensor, without which a bit that a disk has changed would be trained on. What is no tensor in a state or a value,
+such as the texts of rollouts, is JSON in a tensor of bytes, "value/NODE/ORDINAL/OUTPUT/facts": safetensors takes no
+more than 100 MB of metadata.
 
 Beside a carried value that its ranks hold in parts stands its layout, so that any other mesh can read it (`assemble`).
 The tensors of such a state are named KIND.TENSOR, such as exp_avg.model.norm.weight, where TENSOR is a logical tensor
@@ -38,6 +40,7 @@ from penstock.runtime.tensor.reshard import reshard
 from penstock.runtime.tensor.shm import room
 
 _FORMAT = "penstock-state-1"
+_FACTS = "facts"
 
 
 def save_state(path: Path | str, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -293,7 +296,6 @@ def copy_shard(
         "ranks": ranks,
         "carried": {},
         "layouts": {},
-        "encoded": {},
         "keys": [[*f, output] for f, output in values],
     }
     for name, value in {**carried, **(earlier or {})}.items():
@@ -308,22 +310,24 @@ def copy_shard(
             if later is not None:
                 exports[folder / name] = later
     encoded = {f"state/{name}": state for name, state in states.items()}
+    plain: dict[str, Tensor] = {}
     # States and values share one table: a name says by itself which it is.
     encoded |= {value_name(*key): value for key, value in values.items()}
     for name, value in encoded.items():
         try:
-            parts, facts["encoded"][name] = encode(value)
+            parts, meta = encode(value)
         except CodecError as error:  # a later state may be of another kind than the first, which was tried at the start
             kind, _, of = name.partition("/")
             raise CodecError(f"the {kind} of {of} cannot be kept in a checkpoint: {error}") from error
         tensors.update((f"{name}/{index}", tensor) for index, tensor in enumerate(parts))
+        plain[f"{name}/{_FACTS}"] = torch.frombuffer(bytearray(json.dumps(meta).encode()), dtype=torch.uint8)
     # Groups' values never change: of these a reference is enough. What is exported has its memory by now.
     changing = {name: tensor for name, tensor in tensors.items() if not name.startswith("value/")}
     buffers = buffers_for(sum(HostBuffers.needed(tensor.nbytes, tensor.is_cuda) for tensor in changing.values()))
     if buffers is not None:
         tensors |= buffers.copy(changing)
     path = part_path(folder, replica, rank)
-    return ShardCopy(path, tensors, json.dumps(facts), tuple(exported), exports, buffers is not None)
+    return ShardCopy(path, tensors | plain, json.dumps(facts), tuple(exported), exports, buffers is not None)
 
 
 def require_savable(states: Mapping[str, Any], carried: Mapping[str, Carried]) -> None:
@@ -406,6 +410,9 @@ class CheckpointShard:
         return assemble(files, prefix, saved, layout, self.rank), facts
 
     def value(self, name: str, cls: type[T]) -> T:
-        meta = self._own.facts["encoded"][name]
         tensors = self._own.tensors(f"{name}/")
+        if (plain := tensors.get(_FACTS)) is not None:
+            meta = json.loads(plain.numpy().tobytes())
+        else:  # of format 2
+            meta = self._own.facts["encoded"][name]
         return decode(cls, [tensors[str(index)] for index in range(len(meta["tensors"]))], meta)

@@ -353,8 +353,27 @@ def test_a_checkpoint_of_an_earlier_format_is_told_with_what_is_needed(tmp_path:
     """Such as was written before there were ranks."""
     path = tmp_path / "trainer-0-0.safetensors"
     save_state(path, {}, {"carried": {}, "encoded": {}, "keys": []})
-    with pytest.raises(StateError, match=rf"{path}: given a checkpoint of format 1, needed 2: go on with"):
+    with pytest.raises(StateError, match=rf"{path}: given a checkpoint of format 1, needed 3: go on with"):
         CheckpointShard(tmp_path, "trainer/0", 0)
+
+
+def test_texts_of_states_and_values_are_not_in_the_header_which_has_a_limit(tmp_path: Path) -> None:
+    """safetensors writes no header of more than 100 MB."""
+    said, key = ('"\n' * 500_000, -math.inf), (Firing("score", 3), "text")
+    copy_shard(tmp_path, "scorer/0", 0, 1, {}, {"seen": said}, {key: said}).write()
+    with part_path(tmp_path, "scorer/0", 0).open("rb") as file:
+        assert int.from_bytes(file.read(8), "little") < 2000
+    shard = CheckpointShard(tmp_path, "scorer/0", 0)
+    assert shard.made == [key]
+    assert [shard.value(name, tuple) for name in ("state/seen", "value/score/3/text")] == [said, said]
+
+
+def test_a_checkpoint_of_format_2_is_read(tmp_path: Path) -> None:
+    """It has the texts of states and values among the facts of the file."""
+    plain = {"tensors": [], "plain": {"value": ["a", 1]}, "tuples": ["value"]}
+    facts = {"format": 2, "ranks": 1, "carried": {}, "layouts": {}, "encoded": {"state/seen": plain}, "keys": []}
+    save_state(part_path(tmp_path, "scorer/0", 0), {}, facts)
+    assert CheckpointShard(tmp_path, "scorer/0", 0).value("state/seen", tuple) == ("a", 1)
 
 
 def test_a_temporary_file_of_another_rank_may_be_gone_before_it_is_synced(
