@@ -291,8 +291,8 @@ def sweep_checkpoints(folder: RunFolder) -> None:
         remove_others(folder.checkpoints, folder.read_json(folder.config.name)["run"], ())
 
 
-# Format of a shard's facts. Format 1 had no ranks and layouts. Format 2, which is read, too, had all facts of states and
-# values in the header.
+# Format of a shard's facts. Format 1 had no ranks and layouts. Format 2, which is read, too, had the facts of states
+# and values in the header.
 FORMAT, READ = 3, (2, 3)
 _LENGTH = struct.Struct("<Q")
 _LONGEST = 100 << 20  # the limit of safetensors itself
