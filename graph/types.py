@@ -103,6 +103,8 @@ class Context:
         segment: tokens after which a response pauses; 0 is never.
         batch: prompt groups per update.
         updates: updates of the run.
+        lr_warmup: updates over which learning rates rise; 0 is what updates say.
+        lr_decay: how learning rates fall, "constant", "linear" or "cosine"; "" is what updates say.
         slots: rows that a generator decodes at once.
         engine: the engine of generators that name no other, "penstock" or "vllm".
         mismatch_limit: the largest mean difference of another engine's log-probabilities to the trainer's, in nats,
@@ -147,6 +149,8 @@ class Context:
     segment: int = 0
     batch: int = 32
     updates: int = 100
+    lr_warmup: int = 0
+    lr_decay: str = ""
     slots: int = 256
     engine: str = "penstock"
     mismatch_limit: float = 0.0

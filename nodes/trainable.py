@@ -19,7 +19,7 @@ from penstock.graph.protocols import STAGE, Sharding
 from penstock.graph.types import Context, NodeWarning, Rollouts
 from penstock.nodes.learn.batching import MicroBatches, Packed, pack
 from penstock.nodes.learn.data_parallel_threads import DataParallelThreads
-from penstock.nodes.learn.optimizer import AdamW, Schedule, UpdateOptions
+from penstock.nodes.learn.optimizer import AdamW, Schedule, UpdateOptions, scheduled
 from penstock.nodes.model import CausalLM, Decoder, ModelError, save_model, torch_dtype
 from penstock.nodes.model.hf import check_names, check_shape, read_adapters, save_adapters
 from penstock.nodes.model.tensor_parallel import stages_of, tensor_parallel
@@ -259,14 +259,15 @@ def _moment_bytes(parameter: Tensor) -> int:
 
 
 class Learner(MasterWeights[Model]):
-    """A model that learns by AdamW. `updates` is the length of the run, for schedules of the learning rate; `context`
-    has the run's settings, and keys random draws of updates. `on_host`: moments are on the host, except for those that
-    a step is working on. Raises ValueError if the host lacks the memory for the moments of its ranks."""
+    """A model that learns by AdamW. `updates` is the length of the run, for schedules of the learning rate, which
+    `lr_warmup` and `lr_decay` change; `context` has the run's settings, and keys random draws of updates. `on_host`:
+    moments are on the host, except for those that a step is working on. Raises ValueError if the host lacks the memory
+    for the moments of its ranks."""
 
     def __init__(self, master: Model, tokenizer: Tokenizer, context: Context) -> None:
         super().__init__(_freeze_base(master), tokenizer, context)
         self.optimizer = AdamW(self.masters.values())
-        self.updates = context.updates
+        self.updates, self.lr_warmup, self.lr_decay = context.updates, context.lr_warmup, context.lr_decay
         # If an update takes its batch in parts: the normaliser and the sums over tokens of each part so far.
         self.parts: list[tuple[float, dict[str, float]]] = []
         self._idle = True  # whether all gradients since the last version were 0
@@ -311,6 +312,7 @@ class Learner(MasterWeights[Model]):
 
     def rate(self, lr: float | Schedule) -> float:
         """The learning rate of the update under way. Raises ValueError for one that is negative or not finite."""
+        lr = scheduled(lr, self.lr_warmup, self.lr_decay)
         rate = float(lr(self.version, self.updates)) if callable(lr) else lr
         if not 0 <= rate < math.inf:
             where = f"update {self.version} of {self.updates}"

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from penstock.graph import Policy, Prompts, broadcast, check, load, program, trace
+from penstock.graph import Context, Policy, Prompts, Rollouts, broadcast, check, load, node, program, trace
+from penstock.graph.types import LearningRate
 from penstock.nodes.advantage import group_advantage
 from penstock.nodes.environments.guessing_game import guessing_game
 from penstock.nodes.generate import converse, generate
@@ -41,6 +42,11 @@ def test_what_a_node_or_a_loss_cannot_work_with_is_a_fault_at_its_line(name: str
 def with_bonus(logprobs_P: Tensor, sampled: Sampled, *, base: Loss, bonus: float = 0.1) -> Tensor:
     """A loss of one's own on top of another one."""
     return base(logprobs_P, sampled)[0] - bonus * logprobs_P
+
+
+@node(pool="scorer", clock="update")
+def slowed(rollouts: Rollouts) -> LearningRate:
+    return LearningRate(1e-4)
 
 
 def by_update(update: int) -> float:
@@ -103,6 +109,30 @@ def test_options_of_an_update_that_cannot_work_are_all_told(
         return policy_update(policy, rollouts, advantage, **{"loss": ppo, **options})
 
     assert [(f.code, f.what, f.given) for f in check(trace(updated))] == faults
+
+
+def falling(update: int, updates: int) -> float:
+    return 1e-4 / (update + 1)
+
+
+@pytest.mark.parametrize("flags", [{"lr_warmup": 3}, {"lr_decay": "linear"}])
+def test_flags_of_a_rate_are_refused_where_nothing_could_follow_them(flags: dict[str, Any]) -> None:
+    def faults(lr: object, rated: bool) -> list[tuple[str, str]]:
+        @program
+        def updated(policy: Policy, prompts: Prompts) -> Policy:
+            rollouts = generate(prompts, broadcast(policy), samples=4)
+            options = {"rate": slowed(rollouts)} if rated else {"lr": lr}
+            advantage = group_advantage(score(rollouts, by=math_answer))
+            return policy_update(policy, rollouts, advantage, loss=ppo, **options)
+
+        graph = trace(updated)
+        names = [each.name for each in graph.nodes] + [each.name for each in graph.arguments]
+        contexts = {name: Context(node=name, **flags) for name in names}
+        return [(fault.code, fault.what) for fault in check(graph, contexts=contexts)]
+
+    refused = [("two-learning-rates", f"{OPTION} 'lr'")]
+    assert (faults(falling, rated=False), faults(None, rated=True)) == (refused, refused)
+    assert faults(partial(linear, peak=1e-4), rated=False) == faults(1e-4, rated=False) == []
 
 
 @pytest.mark.parametrize(

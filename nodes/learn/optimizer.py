@@ -4,7 +4,8 @@
 
 A schedule of your own is a function like `cosine` at the top of your own file. An update calls it with the number of
 updates before it (0, 1, …) and the updates of the whole run (`--updates`), so that a resumed run goes on where it was.
-Its own options are bound with functools.partial.
+Its own options are bound with functools.partial. The run's `--lr-warmup` and `--lr-decay` change numbers, and the
+schedules that stand here.
 """
 
 import functools
@@ -153,6 +154,10 @@ def learning_rate(call: Call) -> None:
     except TypeError as error:
         needed = "a function of (update, updates), such as cosine; partial gives what else it takes"
         raise call.lack(f"{short(given['path'])}: {error}", needed, "lr", code="wrong-option-type") from None
+    context = call.context
+    if context is not None and (context.lr_warmup or context.lr_decay) and schedule not in SHAPES:
+        given, needed = f"--lr-warmup or --lr-decay beside the schedule {short(given['path'])}", "one of the two"
+        raise call.lack(given, f"{needed}; they change a number, linear and cosine", "lr", code="two-learning-rates")
 
 
 def betas(call: Call) -> None:
@@ -181,6 +186,22 @@ def linear(update: int, updates: int, *, peak: float, warmup: int = 0, final: fl
     """
     fall = 1 - min(1.0, update / max(1, updates))
     return peak * (_rise(update, warmup) * (final + (1 - final) * fall))
+
+
+SHAPES = linear, cosine
+"""What `scheduled` can change."""
+
+
+def scheduled(lr: float | Schedule, warmup: int, decay: str) -> float | Schedule:
+    """A number or one of `SHAPES` as `--lr-warmup` and `--lr-decay` change it; 0 and "" leave it alone."""
+    if not (warmup or decay):
+        return lr
+    bound = dict(lr.keywords) if isinstance(lr, functools.partial) else {"peak": lr, "final": 1.0}
+    shape = lr.func if isinstance(lr, functools.partial) else linear
+    if decay:
+        shape = cosine if decay == "cosine" else linear
+        bound["final"] = 1.0 if decay == "constant" else 0.0
+    return functools.partial(shape, **{**bound, "warmup": warmup or bound.get("warmup", 0)})
 
 
 def _rise(update: int, warmup: int) -> float:

@@ -62,8 +62,13 @@ def penalty(call: Call) -> None:
 
 def one_rate(call: Call) -> None:
     """What the learning rate requires: to be said once."""
-    if "rate" not in call.left_out and "lr" in call.node.given:
+    if "rate" in call.left_out:
+        return
+    if "lr" in call.node.given:
         raise call.lack("a learning rate beside the input `rate`", "one of the two", "lr", code="two-learning-rates")
+    if call.context is not None and (call.context.lr_warmup or call.context.lr_decay):
+        given = "--lr-warmup or --lr-decay beside the input `rate`"
+        raise call.lack(given, "one of the two", "lr", code="two-learning-rates")
 
 
 def own_names(call: Call) -> None:

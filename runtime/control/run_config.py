@@ -61,6 +61,7 @@ Count = Annotated[int, Meta(ge=0, le=MOST)]
 Positive = Annotated[int, Meta(ge=1, le=MOST)]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, Meta(gt=0)]
+Decay = Literal["", "constant", "linear", "cosine"]
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,10 @@ class RunOptions:
     """Updates of the policy, all in all."""
     batch: Positive = Context.batch
     """Fresh prompt groups per update."""
+    lr_warmup: Annotated[Count, Shown("UPDATES", "0; of sft 20")] = Context.lr_warmup
+    """Updates over which the learning rate of each model rises, in a line, to its highest."""
+    lr_decay: Annotated[Decay, Shown("{constant,linear,cosine}", "constant; of sft cosine")] = ""
+    """How it falls, to 0 at the run's end: in a line, or along half a cosine."""
     max_tokens: Positive = Context.max_tokens
     """Longest response, in tokens."""
     max_prompt: Positive = Context.max_prompt

@@ -698,6 +698,27 @@ def test_an_update_by_a_schedule_is_the_update_with_that_number_to_the_bit(epoch
     assert equal(one, other)
 
 
+@pytest.mark.parametrize(
+    ("lr", "flags", "same"),
+    [
+        (3e-3, {"lr_warmup": 2}, partial(linear, peak=3e-3, warmup=2, final=1.0)),
+        (3e-3, {"lr_decay": "cosine"}, partial(cosine, peak=3e-3)),
+        (3e-3, {"lr_decay": "constant"}, 3e-3),
+        (3e-3, {"lr_warmup": 2, "lr_decay": "linear"}, partial(linear, peak=3e-3, warmup=2)),
+        (partial(cosine, peak=3e-3, final=0.5), {"lr_warmup": 2}, partial(cosine, peak=3e-3, final=0.5, warmup=2)),
+        (partial(cosine, peak=3e-3, warmup=2, final=0.5), {"lr_decay": "linear"}, partial(linear, peak=3e-3, warmup=2)),
+    ],
+)
+def test_the_flags_of_a_run_change_a_number_and_our_schedules(
+    lr: float | Schedule, flags: dict[str, object], same: float | Schedule
+) -> None:
+    learner, needed = policy(updates=UPDATES, **flags), rates(same) if callable(same) else [same] * UPDATES
+    for rate in needed[:3]:
+        assert policy_update.fn(learner, *batch(), loss=aipo, lr=lr)[1]["lr"] == rate
+    shown = Demonstrations(("1+1=",), ("2",))
+    assert sft_update.fn(policy(updates=UPDATES, lr_decay="constant"), shown, lr=1.0, warmup=1)[1]["lr"] == 0.5
+
+
 def test_a_rate_that_a_node_has_computed_takes_the_place_of_the_number() -> None:
     one, other = policy(), policy()
     _, figures = policy_update.fn(one, *batch(), rate=LearningRate(3e-3), loss=aipo)

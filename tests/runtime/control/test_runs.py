@@ -124,7 +124,7 @@ def test_a_ranks_setup_has_the_options_that_nodes_see() -> None:
     given |= {"row": "m:f", "system": "Be brief.", "segment": 5, "max_prompt": 99}
     given |= {"lora": 4, "lora_alpha": 8.0, "lora_targets": ("q_proj",), "optimizer_state": "host"}
     given |= {"replay_routing": True, "invariant": True, "engine": "vllm", "mismatch_limit": 0.5}
-    given |= {"versions": "pinned", "deterministic": True}
+    given |= {"versions": "pinned", "deterministic": True, "lr_warmup": 4, "lr_decay": "cosine"}
     assert set(NODE_OPTIONS) == given.keys()
     config = a_run(**given)
     for replica in config.plan.replicas:
