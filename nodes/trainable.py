@@ -11,10 +11,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-import psutil
 import torch
 from torch import Tensor, nn
 
+from penstock.graph.machine import usable_memory_gib
 from penstock.graph.protocols import STAGE, Sharding
 from penstock.graph.types import Context, NodeWarning, Rollouts
 from penstock.nodes.learn.batching import MicroBatches, Packed, pack
@@ -406,9 +406,9 @@ class Learner(MasterWeights[Model]):
         sizes = [p.nbytes for p in self.masters.values() if p.requires_grad for _ in MOMENTS]
         if self.device.type == "cuda":  # torch allocates pinned memory by powers of two
             sizes = [1 << (size - 1).bit_length() for size in sizes]
-        ranks, memory = self.context.host_ranks, psutil.virtual_memory().total
-        if (taken := ranks * sum(sizes)) > memory:
-            given = f"a host of {memory / 2**30:.1f} GiB and {ranks} ranks on it, whose AdamW moments lie there"
+        ranks, gib = self.context.host_ranks, usable_memory_gib()
+        if (taken := ranks * sum(sizes)) > gib * 2**30:
+            given = f"a host with {gib:.1f} GiB to use and {ranks} ranks on it, whose AdamW moments lie there"
             needed = f"{taken / 2**30:.1f} GiB, or --optimizer-state device"
             raise ValueError(f"{self.context.node} [host-memory]: given {given}, needed {needed}")
 

@@ -8,11 +8,11 @@ import ctypes
 import mmap
 from dataclasses import dataclass
 
-import psutil
 import torch
 from torch import Tensor
 
 from penstock.graph.errors import Fault, GraphError
+from penstock.graph.machine import free_memory
 from penstock.graph.requires import Call
 from penstock.graph.types import Context, Prompts
 from penstock.nodes.data import FilePrompts
@@ -62,7 +62,7 @@ def require_memory(nbytes: int, slots: int, length: int, max_tokens: int, device
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         available = torch.cuda.mem_get_info(device)[0] + unused
     else:
-        available = psutil.virtual_memory().available
+        available = free_memory()
     if nbytes > available:
         raise ValueError(
             f"generate: given {slots} slots of {length} positions, whose keys and values take {nbytes} "

@@ -19,7 +19,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated, Any, Literal
 
-import psutil
 import tyro
 import zmq
 from rich.console import Console
@@ -27,12 +26,12 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock import cache_folder
+from penstock.graph.machine import cgroup_limits, free_memory, usable_cores, usable_memory_gib
 from penstock.runtime.cli.base_model import PROFILE
 from penstock.runtime.cli.flags import OutputFlags, read_flags
 from penstock.runtime.cli.tracing import CommandError, ask_child
 from penstock.runtime.cluster.cluster import THIS, Cluster, Cpu
 from penstock.runtime.cluster.gpus import Gpu, HostTime, Tflops, gpu_like
-from penstock.runtime.cluster.machine import cgroup_limits, usable_cores, usable_memory_gib
 from penstock.runtime.plan.calibrate import fit_steps
 from penstock.runtime.record.errors import disk_fault, visible
 from penstock.runtime.record.folder import write_atomic
@@ -160,10 +159,10 @@ def check_cpu() -> Iterator[Finding]:
     follows = "bfloat16 halves the memory here, but is no faster than float32"
     bf16 = bool({"amx_bf16", "avx512_bf16"} & flags)
     yield _judge("CPU flags", ", ".join(fast) or "none of AVX2, AVX-512, AMX", bf16, follows)
-    memory = psutil.virtual_memory()
-    limit = f", {limits.memory / GIB:.1f} by the container's limit" if limits.memory < memory.total else ""
-    found = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available{limit}"
-    yield _judge("memory", found, min(memory.available, limits.memory) > 2 * GIB, "each process takes about 0.4 GiB")
+    free, usable_gib = free_memory(), usable_memory_gib()
+    limit = ", by the container's limit" if limits.memory <= usable_gib * GIB else ""
+    found = f"{free / GIB:.1f} of {usable_gib:.1f} GiB available{limit}"
+    yield _judge("memory", found, free > 2 * GIB, "each process takes about 0.4 GiB")
 
 
 def check_processes() -> Iterator[Finding]:

@@ -27,9 +27,9 @@ from pydantic import (
     model_validator,
 )
 
+from penstock.graph.machine import cuda_devices, usable_cores, usable_memory_gib
 from penstock.runtime.cluster.endpoints import LOOPBACK, ip_of, ipc_endpoint, is_loopback, tcp_endpoint
 from penstock.runtime.cluster.gpus import GPUS, Efficiency, Gpu, HostTime, Tflops, gpu_like, kind_of
-from penstock.runtime.cluster.machine import cuda_devices, usable_cores, usable_memory_gib
 
 
 def nearest(given: str, known: Iterable[str]) -> str:

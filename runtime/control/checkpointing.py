@@ -14,7 +14,7 @@ from pathlib import Path
 from time import monotonic, thread_time
 
 from penstock.graph.ir import Firing
-from penstock.runtime.cluster.machine import free_memory
+from penstock.graph.machine import free_memory
 from penstock.runtime.control.checkpoint_interval import WRITE_CPU_S
 from penstock.runtime.control.messages import Order, Result
 from penstock.runtime.control.rank_state import HeldValues, Instances

@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from penstock import __version__
-from penstock.runtime.cluster.machine import cuda_devices, usable_cores, usable_memory_gib
+from penstock.graph.machine import cuda_devices, usable_cores, usable_memory_gib
 from penstock.runtime.control.messages import Codec, MessageError
 from penstock.runtime.packable import Packable
 

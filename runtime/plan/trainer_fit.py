@@ -14,10 +14,10 @@ from typing import cast
 
 import numpy as np
 
+from penstock.graph.machine import usable_memory_gib
 from penstock.runtime.cluster.capabilities import OptimizerState, Recompute
 from penstock.runtime.cluster.cluster import Cluster, ClusterError
 from penstock.runtime.cluster.gpus import Gpu, Precision, gpu_like
-from penstock.runtime.cluster.machine import usable_memory_gib
 from penstock.runtime.cluster.placement import Pool, Rank, Replica, decodes
 from penstock.runtime.control.run_config import RunConfig, RunOptions
 from penstock.runtime.plan.candidates import DEDICATED, SHARED, micro_tokens

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.graph import Context, Metrics, Prompts, Rewards, Rollouts, Weights
+from penstock.graph.machine import free_memory
 from penstock.graph.node import Paused
 from penstock.graph.types import Replies
 from penstock.nodes import fake
 from penstock.nodes.fake import FakeEngine, FakePolicy, fake_environment, fake_generate, fake_score, fake_update
-from penstock.nodes.generate import attention, generate, make_engine, sampling
+from penstock.nodes.generate import attention, generate, kv_cache, make_engine, sampling
 from penstock.nodes.generate.attention import attend
 from penstock.nodes.generate.conversation import SampledGroup, StopStrings, never_said
 from penstock.nodes.generate.engine import Engine
@@ -643,14 +644,22 @@ def test_a_layer_of_a_pass_is_at_most_sixteen_operations_one_of_them_attention_i
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cache_that_does_not_fit_is_refused_before_it_is_taken(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     size = CacheSize(CACHE_CONFIG, SLOTS, 72, 8, dtype, "cpu")
     cache = DecodeMemory(size).cache
     taken = cache.keys.nbytes + cache.values.nbytes
     for lacks in (0, 1):
-        available = SimpleNamespace(available=taken - lacks)
-        monkeypatch.setattr("psutil.virtual_memory", lambda available=available: available)
+        root = tmp_path / str(lacks)
+        for name, text in {
+            "proc/self/cgroup": "0::/\n",
+            "proc/meminfo": f"MemAvailable: {taken >> 8} kB\n",
+            "sys/fs/cgroup/memory.max": f"{taken - lacks + 100}\n",
+            "sys/fs/cgroup/memory.current": "100\n",
+        }.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
+        monkeypatch.setattr(kv_cache, "free_memory", partial(free_memory, root))
         for use in (DecodeMemory, CacheSize.require_memory):
             with (
                 pytest.raises(ValueError, match=r"fewer --slots .* --max-prompt .* below 64")

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, assert_type
 
 import pytest
@@ -26,6 +25,7 @@ from penstock.graph import (
     Rollouts,
     broadcast,
     check,
+    machine,
     program,
     trace,
 )
@@ -452,8 +452,7 @@ print(*sorted({"sympy", "torch._dynamo"} & sys.modules.keys()))
 def test_moments_that_are_more_than_the_memory_of_their_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = 2 * 8 * sum(p.numel() for p in policy().masters.values())
     for total in (needed, needed - 1):
-        memory = SimpleNamespace(total=total)
-        monkeypatch.setattr("psutil.virtual_memory", lambda memory=memory: memory)
+        monkeypatch.setattr(machine, "cgroup_limits", lambda root, total=total: machine.MachineLimits(1, total))
         policy(host_ranks=2)
         with nullcontext() if total == needed else pytest.raises(ValueError, match=r"policy \[host-memory\]"):
             policy(optimizer_state="host", host_ranks=2)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from penstock import cache_folder
+from penstock.graph.machine import usable_memory_gib
 from penstock.nodes.calibrate import decoding_steps, installed
 from penstock.runtime.cli import doctor
 from penstock.runtime.cli.base_model import PROFILE
@@ -17,7 +18,6 @@ from penstock.runtime.cli.main import _answer
 from penstock.runtime.cli.tracing import CommandError, ask_child
 from penstock.runtime.cluster.cluster import Cluster, Host, read_cluster
 from penstock.runtime.cluster.gpus import GPUS
-from penstock.runtime.cluster.machine import usable_memory_gib
 from penstock.runtime.plan.decode_cost import KERNELS
 from penstock.runtime.record import trackers
 

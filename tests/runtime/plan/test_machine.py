@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.runtime.cluster import machine
-from penstock.runtime.cluster.machine import (
+from penstock.graph import machine
+from penstock.graph.machine import (
     cgroup_limits,
     count_gpus,
     cuda_devices,

@@ -270,7 +270,6 @@ OPENERS = {
     "record/folder.py": "it is the place",
     "tensor/shm.py": "shared memory, exclusively and without links",
     "cli/main.py": "/dev/null",
-    "cluster/machine.py": "a GPU's device file, to see whether it can be opened",
 }
 """Files that open files for writing themselves, and why they may."""
 
