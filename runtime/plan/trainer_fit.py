@@ -89,12 +89,17 @@ def fitted(config: RunConfig, cluster: Cluster) -> RunOptions:
     kept = replace(options, recompute="none") if options.recompute == "auto" else options
     kept = replace(kept, optimizer_state="device") if options.optimizer_state == "auto" else kept
     given_both = options.recompute != "auto" and options.micro_tokens > 0
-    places = list(_places(config, cluster)) if options.device != "cpu" and options.model else []
+    if options.device == "cpu" or not options.model:
+        return kept
+    try:
+        run = _Run.of(config)
+    except ShapeError:
+        return kept  # the run reports this itself
+    places = list(_places(run, cluster))
     if not places:
         return kept
     shares = tuple(SHARES.values()) if options.recompute == "auto" else (SHARES[options.recompute],)
-    longest = options.max_prompt + options.max_tokens
-    given = options.micro_tokens
+    longest, given = run.longest, options.micro_tokens
     states = {"auto": (False, True), "device": (False,), "host": (True,)}[options.optimizer_state]
     for on_host in states:
         tried = [replace(each, trainer=replace(each.trainer, host_state=on_host)) for each in places]
@@ -137,7 +142,7 @@ def require_hosts(config: RunConfig, cluster: Cluster) -> None:
         needed = Memory(kept)
         if needed.bytes > device.memory_bytes:
             given, slots = f"{device.memory_bytes / 1e9:.1f} GB on host {host.name}", config.flags.slots
-            cache = f"The cache is that of {slots} slots with {run.positions} positions each"
+            cache = f"The cache is that of {slots} slots with {run.longest} positions each"
             raise ClusterError(
                 f"{run.shape.name} does not fit [{NO_FIT}]: given {given}, needed {needed}, beside what a step takes. "
                 f"{cache}: fewer --slots or --max-tokens take less, and so do --dtype bfloat16 and --lora"
@@ -196,8 +201,8 @@ class _Run:
         return _Run(config, read_shape(config.flags.model), names, learning, copies)
 
     @property
-    def positions(self) -> int:
-        """How many positions each slot has."""
+    def longest(self) -> int:
+        """Tokens of the longest sequence, which are the positions of each slot: no more than the model's context."""
         longest = self.config.flags.max_prompt + self.config.flags.max_tokens
         return min(longest, self.shape.context or longest)
 
@@ -223,7 +228,7 @@ class _Run:
                 self._policy(self.learning), gpu, _parallel(replica), 0 if turns else flags.slots,
                 narrow or self._precision, cache=self._precision,
             )  # fmt: skip
-            return generator_memory(generator, self.positions, copies)
+            return generator_memory(generator, self.longest, copies)
         models = Models(len(held - self.learning), len(held & self.learning))
         return beside_memory(self._trainer(pool, gpu), models) if held else Memory({})
 
@@ -246,20 +251,15 @@ class _Run:
         return next((each for each in every if each.lora is not None), replace(self.shape, lora=None))
 
 
-def _places(config: RunConfig, cluster: Cluster) -> Iterator[TrainerRank]:
+def _places(run: _Run, cluster: Cluster) -> Iterator[TrainerRank]:
     """A rank of each pool that learns on GPUs of a known kind."""
-    try:
-        run = _Run.of(config)
-    except ShapeError:
-        return  # the run reports this itself
-    for pool in config.plan.pools:
+    pools = run.config.plan.pools
+    for pool in pools:
         rank = pool.replicas[0].ranks[0]
         gpu = _gpu(rank, cluster)
         place = run.place(pool, gpu) if gpu is not None else None
         if gpu is not None and place is not None:
-            others = (
-                each for each in config.plan.pools if each is not pool and (rank.host, rank.device) in each.places
-            )
+            others = (each for each in pools if each is not pool and (rank.host, rank.device) in each.places)
             yield replace(place, room=place.room - sum(run.aside(other, gpu).used for other in others))
 
 

@@ -79,6 +79,14 @@ def test_a_run_decides_what_is_left_open_and_keeps_what_is_given(model: str) -> 
     assert RunOptions.from_json(json.loads(json.dumps(vars(open_)))) == replace(open_, mesh=mesh)
 
 
+def test_no_sequence_is_longer_than_the_models_context(model: str) -> None:
+    file, long = Path(model) / "config.json", 200_000
+    with pytest.raises(ClusterError, match="no-fit"):
+        _fitted(model, mesh=("trainer=fsdp4",), max_prompt=long)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 3000}))
+    assert _fitted(model, mesh=("trainer=fsdp4",), max_prompt=long).micro_tokens in (3000, 6000, 12000)
+
+
 def test_what_lies_beside_the_trainer_leaves_less_room(model: str) -> None:
     """A fifth GPU is the generator's; of four it shares the first one with the trainer."""
     alone, shared = (_fitted(model, f"1x{gpus}xH100", mesh=("trainer=fsdp4",), program="aipo") for gpus in (5, 4))
