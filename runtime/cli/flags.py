@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from io import StringIO
 from shutil import get_terminal_size
 from textwrap import wrap
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
@@ -63,11 +64,17 @@ def nearest_flag(name: str, known: Iterable[str], options: NodeOptions | None, d
 
 
 def unknown_flags(
-    words: Sequence[str], names: Iterable[str], command: str, options: NodeOptions | None = None, about: str = ""
+    words: Sequence[str],
+    names: Iterable[str],
+    command: str,
+    options: NodeOptions | None = None,
+    about: str = "",
+    fixed: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """What to say of words that look like flags and are none of a command's; "" if there are none.
 
-    `names` are those of its fields, `options` those of a program's nodes; `about` says more of the command.
+    `names` are those of its fields, `options` those of a program's nodes; `about` says more of the command, and `fixed`
+    of flags of others, which are none of this one.
     tyro tells of a wrong flag only after other faults, and knows no likeness to --help.
     """
     # tyro takes "_" and "-" alike, and so does this.
@@ -83,21 +90,24 @@ def unknown_flags(
     # tyro takes "--no-" before a flag that is on by itself, and knows which these are.
     flags = {f"--{name}" for name in known}
     strange = [word for word in given if word != "-h" and word.replace("--no-", "--", 1) not in flags]
-    said = (
-        f"given {word}, needed a flag of `{command}`{about}{nearest_flag(word.lstrip('-'), known, options)}"
-        for word in strange
-    )
+    said = list[str]()
+    for word in strange:
+        why = fixed.get(word.lstrip("-").replace("-", "_"), "")
+        near = "" if why else nearest_flag(word.lstrip("-"), known, options)
+        said.append(f"given {word}{why}, needed a flag of `{command}`{about}{near}")
     return "\n".join(said)
 
 
-def read_flags(cls: type[F], verb: str, argv: Sequence[str], about: str = "") -> F:
+def read_flags(
+    cls: type[F], verb: str, argv: Sequence[str], about: str = "", fixed: Mapping[str, str] = MappingProxyType({})
+) -> F:
     """The flags of a verb without a PROGRAM, whose help is the docstring of `cls`. Leaves the command with help or a
-    usage error (SystemExit). Raises CommandError for words that are no flags (`about` says more of the verb then), and
-    for values outside of their limits.
+    usage error (SystemExit). Raises CommandError for words that are no flags (`about` and `fixed` say more then, as for
+    `unknown_flags`), and for values outside of their limits.
     """
     command, config = f"penstock {verb}", (tyro.conf.FlagCreatePairsOff,)
     names = [field.name.rstrip("_") for field in fields(cls)]  # type: ignore[arg-type]
-    if said := unknown_flags(argv, names, command, about=about):
+    if said := unknown_flags(argv, names, command, about=about, fixed=fixed):
         raise CommandError(said, 2)
     with fitting_help():
         flags = tyro.cli(readable(cls), prog=command, description=inspect.getdoc(cls), args=argv, config=config)
@@ -356,7 +366,8 @@ class Planning:
     mesh: Annotated[tuple[str, ...], Shown("POOL=MESH …")] = ()
     """Meshes that are given, such as trainer=fsdp16xtp2 generator=tp8; the others are searched."""
     time_limit: Seconds = 120.0
-    """Seconds after which the search ends with the best that it has, and how much better a plan may be at most."""
+    """Seconds after which the search ends with the best that it has, and how much better a plan may be at most. A
+    first plan takes a second or two, however few are given."""
 
 
 @dataclass(frozen=True)

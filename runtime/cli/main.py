@@ -220,10 +220,10 @@ def _check(argv: Sequence[str]) -> int:
     # Of agents only they know what their hosts have.
     here = bool(graphs) and not flags.on
     if here and (planned or flags.invariant or any(node.precision for graph in graphs for node in graph.nodes)):
-        cluster = machines(flags, traced.gpus)
+        cluster, given = machines(flags, traced.gpus), flags.generator_precision
         with usage_errors():
             device = "cuda" if planned else choose_device(flags.device, graphs, cluster)
-        faults = [*plan_lacks(traced, cluster), *faults, *precision_lacks(graphs, cluster, device)]
+        faults = [*plan_lacks(traced, cluster), *faults, *precision_lacks(graphs, cluster, device, given)]
         faults += invariance_lacks(graphs, device, flags.mesh) if flags.invariant else ()
     if here and (flags.cluster or flags.engine != CheckFlags.engine):
         faults += engine_lacks(traced)

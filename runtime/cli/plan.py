@@ -62,7 +62,8 @@ def search(graph: Graph, flags: Planning, batch: int) -> Planned:
     # A search keeps all that it makes: looking for garbage finds none, and takes a third of its time.
     with uncollected():
         return plan(
-            graph, cluster, work, slots=flags.slots, meshes=meshes, confidence=confidence, time_limit=flags.time_limit,
+            graph, cluster, work, slots=flags.slots, meshes=meshes, generator_precision=flags.generator_precision,
+            confidence=confidence, time_limit=flags.time_limit,
         )  # fmt: skip
 
 
@@ -160,7 +161,7 @@ def text(found: Planned, cluster: str) -> str:
         *labelled("", _why(found), width),
         *(labelled("", crowded, width) if found.best.alone_s <= 0.999 * found.best.period_s else []),
         *assumed(found.assumptions, width),
-        *labelled("GPUs", f"{found.best.split.gpus} of {found.gpus} in use", width),
+        *labelled("GPUs", _in_use(found), width),
         "",
     ]
     for pool in found.pools:
@@ -171,6 +172,14 @@ def text(found: Planned, cluster: str) -> str:
         lines += _alternative(other, found, name_width, width)
     lines += ["", f"{found.outcome.opened} parts of plans looked at in {found.seconds:.1f} s"]
     return "\n".join(lines)
+
+
+def _in_use(found: Planned) -> str:
+    """How many GPUs the plan takes, and why it leaves others."""
+    used = found.best.split.gpus
+    said, given = f"{used} of {found.gpus} in use", f" with {found.pins.flags} as given" if found.pins.flags else ""
+    known = "is" if found.optimal else "was found that is"
+    return said if used == found.gpus else f"{said}: no plan on more of them {known} faster{given}"
 
 
 def _why(found: Planned) -> str:

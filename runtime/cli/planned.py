@@ -151,15 +151,21 @@ def device_lacks(plan: Plan, cluster: Cluster, dtype: Dtype, seen: Sequence[Seen
         yield lack
 
 
-def precision_lacks(graphs: Sequence[Graph], cluster: Cluster, device: str) -> Iterator[Fault]:
-    """Broadcasts in a precision that the machines do not compute in, on a `device` as `choose_device` names it."""
+def precision_lacks(graphs: Sequence[Graph], cluster: Cluster, device: str, given: str) -> Iterator[Fault]:
+    """Broadcasts in a precision that the machines do not compute in, on a `device` as `choose_device` names it. Those
+    in what is `given` by --generator-precision are one fault."""
     # Of a kind without figures its ranks say what it lacks.
     kinds = {host.gpu: cluster.gpu_of(host) for host in cluster.hosts if host.accelerators and host.gpu}
+    told: list[Fault] = []
     for node in (node for graph in graphs for node in graph.nodes if node.precision in PRECISIONS):
         own = cast(Precision, node.precision)
         lacks = [precision_lack("generator", own, gpu, kind) for kind, gpu in kinds.items()]
         for lack in filter(None, [precision_on_cpu_lack(own)] if device == "cpu" else lacks):
-            yield replace(lack, what=f"{node.name}: option 'precision'", where=node.where)
+            if own != given:
+                yield replace(lack, what=f"{node.name}: option 'precision'", where=node.where)
+            elif lack not in told:
+                told.append(lack)
+                yield replace(lack, what="--generator-precision")
 
 
 def invariance_lacks(graphs: Sequence[Graph], device: str, meshes: Sequence[str]) -> Iterator[Fault]:
@@ -181,7 +187,7 @@ def require_devices(plan: Plan, cluster: Cluster, dtype: Dtype, seen: Sequence[S
 
 def require_precision(graphs: Sequence[Graph], cluster: Cluster, flags: RunOptions) -> None:
     """Raises CommandError for `precision_lacks` and `invariance_lacks`."""
-    lacks = [*precision_lacks(graphs, cluster, flags.device)]
+    lacks = [*precision_lacks(graphs, cluster, flags.device, flags.generator_precision)]
     if flags.invariant:
         lacks += invariance_lacks(graphs, flags.device, flags.mesh)
     if lacks:

@@ -81,7 +81,8 @@ class ResumeFlags(AgentsFlags, FolderFlags):
 def resume(argv: Sequence[str]) -> int:
     """Go on with the run of a folder; the exit status."""
     began = monotonic()
-    flags: Any = read_flags(with_changes(ResumeFlags), "resume", argv, ", which leaves other options as they were")
+    about = ", which leaves other options as they were"
+    flags: Any = read_flags(with_changes(ResumeFlags), "resume", argv, about, _unchanged(argv))
     folder = RunFolder.open(flags.dir)
     if not flags.trust:
         require_own(folder)
@@ -92,6 +93,17 @@ def resume(argv: Sequence[str]) -> int:
     given = changes(flags)
     status = go_on(folder, flags, given, began)
     return restarted(status, folder.path, flags, given)
+
+
+def _unchanged(argv: Sequence[str]) -> dict[str, str]:
+    """What to say of the options of the run that `argv` names, the program's own among them; nothing of no run."""
+    folder = next((word for word in argv if not word.startswith("-") and (Path(word) / "config.json").is_file()), "")
+    try:
+        config = RunConfig.load(RunFolder.open(folder)) if folder else None
+    except ValueError:
+        return {}  # what is wrong with the folder is told once the flags are read
+    options = {**vars(config.flags), **dict(config.graph.options)} if config is not None else {}
+    return {name: f", which is {as_typed(value)} in this run" for name, value in options.items()}
 
 
 def restarted(status: int, path: Path, flags: ResumeFlags | RunFlags, given: Mapping[str, Any]) -> int:

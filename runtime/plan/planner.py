@@ -201,21 +201,22 @@ def plan(
     confidence: Confidence = NOT_CALIBRATED,
     time_limit: float = 120.0,
 ) -> Planned:
-    """Find the best plan. `pins` are given in addition to `meshes`; a `generator_precision` of "" is the program's, or
-    bf16. Raises PlanError for a program that plans do not cover, and, with numbers, for a workload that fits
-    nowhere."""
+    """Find the best plan. `pins` are given in addition to `meshes`; `generator_precision` is that of a broadcast that
+    names none, and "" is bf16. Raises PlanError for a program that plans do not cover, and, with numbers, for a
+    workload that fits nowhere."""
     began, roles, found = time.monotonic(), roles_of(graph), node_groups(cluster)
     sent = graph[roles.cycle[1]]
-    asked = f"{sent.where}: {sent.name}: precision" if sent.precision else "--generator-precision"
-    generator_precision = generator_precision or cast(Precision, sent.precision or "bf16")
-    if not any(nodes.gpu.computes(generator_precision) for nodes in found):
+    precision = cast(Precision, sent.precision or generator_precision or "bf16")
+    if not any(nodes.gpu.computes(precision) for nodes in found):
+        own = sent.precision and sent.precision != generator_precision
+        asked = f"{sent.where}: {sent.name}: precision" if own else "--generator-precision"
         kinds = ", ".join(dict.fromkeys(nodes.kind for nodes in found))
         able = " or ".join(p for p in get_args(Precision) if any(nodes.gpu.computes(p) for nodes in found))
         given = f"given GPUs of kind {kinds}, which do not compute in it"
-        raise AskedError(f"{asked} {generator_precision} [no-precision]: {given}, needed {able}")
+        raise AskedError(f"{asked} {precision} [no-precision]: {given}, needed {able}")
     pinned = _pins(roles, meshes or {}, pins or Pins())
     every = [
-        LayoutCandidates(work, roles.lag, slots, pinned, roles.models, generator_precision, resorts)
+        LayoutCandidates(work, roles.lag, slots, pinned, roles.models, precision, resorts)
         for resorts in RESORTS
         # For a model that runs can have, use only features that runs can have.
         if (not resorts.cp or model_lack(work.shape)) and pinned.host_state in (None, resorts.host_state)
@@ -243,11 +244,14 @@ def _searched(
     roles: Roles, candidates: LayoutCandidates, found: Sequence[NodeGroup], began: float, time_limit: float
 ) -> tuple[list[Alternative], Outcome]:
     """The best plan of each manual split, and the best of all."""
-    others = []
+    others, free = [], replace(candidates, pins=Pins())
     for number, (name, split) in enumerate(_by_hand(found), 1):
         deadline = began + time_limit * HEURISTIC_SHARE * number
         outcome = Search(roles, candidates, tuple(found), split).run(deadline, second=False)
         why = "" if outcome.best else "out of time" if outcome.floor < inf else "does not fit"
+        if outcome.floor == inf and candidates.pins != free.pins:
+            unpinned = Search(roles, free, tuple(found), split).run(time.monotonic(), second=False).best
+            why = f"not with {candidates.pins.flags} as given" if unpinned else why
         others.append(Alternative(name, outcome.best, outcome.proved, why))
     # The plans of manual splits limit the search from the start.
     known = tuple(other.found for other in others if other.found)

@@ -179,8 +179,8 @@ def _drop(state: State, group: GroupState, firing: Firing) -> None:
         waiting = state.update + state.whole
         where = f" (written at {place})" if (place := state.tables.steps[firing.node].where) else ""
         given = f"{state.drops} groups dropped for update {waiting}, the last by {firing}{where}, and {kept} kept"
-        needed = f"{state.rules.batch} kept ones before {state.rules.drops * updates} batches are dropped (--drops)"
-        state.fail(f"given {given}; needed {needed}, or a filter that keeps more")
+        needed = f"{state.rules.batch} kept ones before {state.rules.drops * updates} batches are dropped"
+        state.fail(f"given {given}; needed {needed} (--drops of a run), or a filter that keeps more")
 
 
 def _leave(state: State, group: GroupState) -> None:

@@ -20,9 +20,7 @@ from .conftest import Output, Patch, Refuse
 LANGUAGE = Path(__file__).parents[2] / "programs_for_language.py"
 WORK = "--model qwen3-4b --batch 8 --lengths 200,0.7 --max-tokens 1024"
 H100 = f"--cluster 1x8xH100 {WORK}"
-FP8_ON_CPU = (
-    r"aipo\.py:\d+: broadcast: option 'precision' \[no-precision\].*given +fp8 on a CPU.*needed +int8, or a GPU"
-)
+FP8_ON_CPU = r"--generator-precision \[no-precision\].*given +fp8 on a CPU.*needed +int8, or a GPU.*1 fault$"
 INT8_OF_ADAPTERS = r"aipo\.py:\d+: generate: input 'behaviour' \[no-precision\].*given +int8 with adapters of rank 2"
 INVARIANT_INT8 = r"aipo\.py:\d+: --invariant \[not-invariant\].*given +weights in int8 \(from broadcast\)"
 INVARIANT_TP = r"--invariant \[not-invariant\].*given +generator=tp2"
@@ -124,6 +122,7 @@ def files(tmp_path: Path, monkeypatch: Patch) -> None:
         (f"plan aipo {H100} --batch 0", 2, "--batch: given 0, needed at least 1"),
         (f"plan aipo {H100} --time-limit 0", 2, "--time-limit: given 0"),
         *((f"plan aipo {H100} --mesh {m}", 2, m) for m in ("trainer=fsdp16", "scorer=tp2", "trainer=tp3")),
+        (f"plan aipo --cluster 1x8xA100 {WORK} --generator-precision fp8", 2, "plan: --generator-precision fp8 "),
         (f"plan aipo --cluster none.toml {WORK}", 2, "given 1 hosts without GPUs, needed one or more with devices"),
         (f"plan aipo --cluster typo.toml {WORK}", 2, "unknown key 'hosts.0.device'; did you mean 'devices'"),
         (f"plan aipo {H100} --prompt-tokens 9 --max-prompt 8", 2, "given 9, needed at most the 8 of --max-prompt"),

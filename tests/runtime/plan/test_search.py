@@ -772,6 +772,13 @@ def test_a_precision_that_no_gpu_computes_in_is_refused_by_name() -> None:
         plan(_graph("aipo"), read_cluster("1x8xA100"), _work("qwen3-1.7b", 4), generator_precision="fp8")
 
 
+def test_a_split_that_a_given_mesh_excludes_is_told_apart_from_one_that_does_not_fit() -> None:
+    machines, work = read_cluster("1x8xH100"), _work("qwen3-1.7b", 4)
+    given = plan(_graph("aipo"), machines, work, meshes={"trainer": (("fsdp", 2),)})
+    excluded = [other.name for other in given.alternatives if "--mesh" in other.why]
+    assert excluded == ["half and half", "all shared, synchronous"]
+
+
 def test_a_plan_that_no_run_can_be_says_so_with_the_codes() -> None:
     work = _work("qwen3-30b-a3b", 4)
     other = replace(work, shape=replace(work.shape, family="a mixture that no run has"))

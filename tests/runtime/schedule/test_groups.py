@@ -77,7 +77,7 @@ def test_a_filter_that_drops_too_much_ends_the_run_with_its_counts() -> None:
     assert made.drop(made.at("keep", 4))[-1] == Finish(
         "failed",
         "given 4 groups dropped for update 0, the last by keep[4], and 1 kept; needed 2 kept ones before 2 batches are "
-        "dropped (--drops), or a filter that keeps more",
+        "dropped (--drops of a run), or a filter that keeps more",
     )
 
 
