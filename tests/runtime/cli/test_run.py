@@ -409,6 +409,7 @@ def test_what_cannot_go_on_is_refused_before_anything_is_touched(
 
 def test_a_checkpoint_of_this_format_goes_on_whatever_numbers_it_has(finished: RunFolder) -> None:
     save_state(part(finished), {}, {"format": FORMAT, "carried": {"best": {"mean": -inf, "last": nan}}})
+    assert resume(finished, "--updates", 9) == 0
 
 
 def test_an_option_that_a_resume_leaves_as_it_was_is_told_with_its_value(finished: RunFolder) -> None:
@@ -417,11 +418,6 @@ def test_an_option_that_a_resume_leaves_as_it_was_is_told_with_its_value(finishe
         with pytest.raises(CommandError, match=rf"given --{name}, which is {value} in this run") as refused:
             resume(finished, f"--{name}", 3)
         assert refused.value.status == 2
-
-
-def test_a_checkpoint_of_this_format_goes_on(finished: RunFolder) -> None:
-    save_state(part(finished), {}, {"format": FORMAT})
-    assert resume(finished, "--updates", 9) == 0
 
 
 def test_a_port_in_use_changes_nothing_of_the_run(finished: RunFolder, processes: Processes) -> None:
