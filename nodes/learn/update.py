@@ -176,9 +176,10 @@ def policy_update(
     It can `accumulate` in one step on one term: each part of the batch adds to the gradient and to the sums, and the
     last one divides, clips and takes the step.
 
-    Metrics: those of `update_metrics` and `lr`. With terms beside it, `loss` is the weighted sum of all terms and
-    `tokens` are those of all; NAME_loss and NAME_tokens are those of each term by itself, the first one included. The
-    other metrics of a term are NAME_entropy and so on; without a name they are of the first term.
+    Metrics: those of `update_metrics` and `lr`. `loss` is the weighted sum of all terms, also of a single one, and
+    `tokens` are those of all. With terms beside it, NAME_loss and NAME_tokens are those of each term by itself, without
+    its weight, the first one included. The other metrics of a term are NAME_entropy and so on; without a name they are
+    of the first term.
     """
     learner = language_policy(policy)
     terms = [LossTerm(_scored(rollouts, advantage, reference, proximal), loss, loss_name(loss), weight, average, kl)]
@@ -196,13 +197,13 @@ def policy_update(
         return policy, accumulate(learner, packed_logprobs, terms[0], part, rate_or_schedule, options)
     taken, figures = descend(learner, packed_logprobs, terms, epochs, minibatches, rate_or_schedule, options)
     metrics, *others = map(update_metrics, taken)
+    found = {f"{name}_{key}": x for name, each in zip(names[1:], others, strict=True) for key, x in each.items()}
     if others:
-        whole = sum(own.weight * each["loss"] for own, each in zip(terms, (metrics, *others), strict=True))
-        found = {f"{name}_{key}": x for name, each in zip(names[1:], others, strict=True) for key, x in each.items()}
         found |= {f"{names[0]}_{key}": metrics[key] for key in ("loss", "tokens")}
-        tokens = sum(each["tokens"] for each in (metrics, *others))
-        metrics = {**found, **metrics, "loss": whole, "tokens": tokens}
-    return policy, {**metrics, **figures}
+    # What the steps go down along, of one term, too.
+    whole = sum(own.weight * each["loss"] for own, each in zip(terms, (metrics, *others), strict=True))
+    tokens = sum(each["tokens"] for each in (metrics, *others))
+    return policy, {**found, **metrics, "loss": whole, "tokens": tokens, **figures}
 
 
 @requires(penalty, not_negative("kl"), finite("weight"), plain_name)
@@ -406,7 +407,7 @@ def accumulate(
         raise ValueError(f"{learner.context.node}: given {given}, needed at least one")
     unit, whole = sum(divisor for divisor, _ in taken), add_up(found)
     norm = learner.apply(options, lr=rate, normaliser=unit)
-    metrics = update_metrics([{**whole, "loss": whole["loss"] / unit, "epoch": 0}])
+    metrics = update_metrics([{**whole, "loss": own.weight * whole["loss"] / unit, "epoch": 0}])
     return {**metrics, "grad_norm": norm, "optimizer_steps": 1.0, "lr": rate}
 
 

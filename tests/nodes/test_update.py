@@ -150,9 +150,10 @@ def test_an_update_steps_along_its_formula_however_it_is_packed(name: str, avera
         mu, old = (t[row, : len(lp)] for t in (rollouts.logprobs_NT, proximal.logprobs_NT))
         loss = OBJECTIVES[name][1](lp, mu, old, advantage.values_N[row])
         total = total + (loss.mean() if average == "sequence_mean" else loss.sum())
-    mean = total / {"token_mean": 13, "sequence_mean": 5, "constant": 5 * 7}[average]
+    mean = 0.5 * total / {"token_mean": 13, "sequence_mean": 5, "constant": 5 * 7}[average]
     needed = by_autograd(learner, mean)
     options = {"loss": OBJECTIVES[name][0], "average": average, "clip_norm": FREE, "micro_tokens": micro_tokens}
+    options["weight"] = 0.5
     _, metrics = policy_update.fn(learner, rollouts, advantage, None, proximal, **options)
     assert_same(gradients(learner), needed)
     assert metrics["loss"] == pytest.approx(mean.item(), rel=1e-4)
