@@ -472,14 +472,17 @@ class Rollouts(Batchable):
     @property
     def sampled_N(self) -> Array:
         """Tokens of each response that a policy sampled, int64 [N], without those of an environment or a prefix."""
-        if self.versions_NT is None:
-            return None
-        # Counted by a sum of ones, since a graph imports no array library.
+        return None if self.versions_NT is None else self.sampled_NT.sum(1)
+
+    @property
+    def sampled_NT(self) -> Array:
+        """Which tokens those are, bool [N, T]."""
+        # Places are a sum of ones, since a graph imports no array library.
         place_NT = (self.versions_NT * 0 + 1).cumsum(1)
         sampled_NT = (place_NT <= self.response_lengths_N[:, None]) & (self.versions_NT >= 0)
         if self.prefix_lengths_N is not None:
             sampled_NT = sampled_NT & (place_NT > self.prefix_lengths_N[:, None])
-        return sampled_NT.sum(1)
+        return sampled_NT
 
     def place(self, row: int) -> str:
         """The name of a row in errors: its group, its prefix if it continues one, and its number in the group."""

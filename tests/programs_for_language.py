@@ -23,7 +23,7 @@ from penstock.graph import (
     program,
 )
 from penstock.graph.protocols import Carried
-from penstock.graph.types import BatchPart, Prompts
+from penstock.graph.types import Advantages, BatchPart, Prompts, TokenAdvantages
 from penstock.nodes.carried import carried
 from penstock.nodes.fake import FakePolicy, FakePrompts, fake_environment, fake_generate, fake_score, fake_update
 from penstock.nodes.generate import converse
@@ -646,6 +646,29 @@ def takes_a_column(policy: FakePolicy, prompts: FakePrompts) -> FakePolicy:
 
 
 # Failures -------------------------------------------------------------------------------------------------------
+
+
+@node(pool="scorer")
+def over_zero(rollouts: Rollouts, rewards: Rewards, *, by_token: bool = False) -> Advantages:
+    """NaN for the third row of each second group."""
+    values_N = rewards.values_N.clone()
+    values_N[2] = torch.nan if rollouts.ordinals[0] % 2 else 0.0
+    if not by_token:
+        return Advantages(values_N)
+    # Where nobody has sampled it is no fault.
+    return TokenAdvantages(torch.where(rollouts.sampled_NT, values_N[:, None], torch.nan))
+
+
+@node(pool="trainer", clock="update")
+def diverges(policy: FakePolicy, rollouts: Rollouts, advantage: Advantages) -> FakePolicy:
+    raise FloatingPointError(f"given a gradient of norm {float(advantage.values_N.sum())}")
+
+
+@program
+def divides_by_zero(policy: FakePolicy, prompts: FakePrompts, *, by_token: bool = False) -> FakePolicy:
+    rollouts = fake_generate(prompts, broadcast(policy))
+    advantage = over_zero(rollouts, fake_score(rollouts), by_token=by_token)
+    return diverges(policy, rollouts, advantage)
 
 
 @node(pool="scorer")

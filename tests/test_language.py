@@ -435,6 +435,15 @@ def test_a_figure_that_is_no_number_is_noted_and_nothing_follows(tmp_path: Path)
     assert summary(made)["not_finite"]["reward_mean"]["updates"] == 3
 
 
+@pytest.mark.parametrize("by_token", [False, True])
+def test_an_advantage_that_makes_a_gradient_nan_is_told_with_its_node_group_and_row(
+    tmp_path: Path, by_token: bool
+) -> None:
+    error = failed(tmp_path, "divides_by_zero", by_token=by_token)["error"]
+    assert "given a gradient of norm nan" in error
+    assert "over_zero made an advantage of nan for group 1, row 2; 1 of 12 rows have such ones" in error
+
+
 def test_a_node_that_reports_a_rows_own_column_is_refused_by_name(tmp_path: Path) -> None:
     error = failed(tmp_path, "takes_a_column")["error"]
     assert "taken returned 'version' among its metrics" in error

@@ -285,6 +285,9 @@ class Executor:
             if isinstance(held.definition, Filter) and not isinstance(result, Dropped):
                 result = tuple(self._inputs(held, command).values())  # anew: the predicate may have changed its own
         except RAISED as error:
+            # A gradient that is NaN says nothing of what made it so.
+            for cause in _not_finite(held.node, inputs) if begun and isinstance(error, FloatingPointError) else ():
+                error.add_note(cause)
             return [self._failure(firing, began, error, begun=begun)]
         if part is not None and not part.last:
             return [self._taken(held, firing, result, began)]
@@ -427,6 +430,25 @@ def _require_rows(node: str, inputs: Mapping[str, Any], outputs: Mapping[str, An
             kind = "advantages" if isinstance(value, Advantages) else "rewards"
             needed = " or ".join(map(str, sorted(rows | others)))
             raise ValueError(f"{node} returned {given} {kind}, needed {needed}, one for each response that it reads")
+
+
+def _not_finite(node: Node, inputs: Mapping[str, Any]) -> Iterator[str]:
+    """Of each input of an update with an advantage that is not finite, for a response or token that a policy sampled:
+    the node that made it, the first such row and its group."""
+    rollouts = next((value for value in inputs.values() if isinstance(value, Rollouts)), None)
+    for made in node.inputs:
+        value = inputs.get(made.name)
+        if rollouts is None or not isinstance(value, Advantages) or len(value) != len(rollouts):
+            continue
+        values, sampled_NT = value.values_N * 1.0, rollouts.sampled_NT
+        wrong = ~(values - values == 0)  # in any array library
+        wrong = wrong & (sampled_NT if values.ndim > 1 else sampled_NT.any(1))
+        rows = (wrong.any(1) if values.ndim > 1 else wrong).tolist()
+        if True in rows:
+            row = rows.index(True)
+            found = values[row][wrong[row]].tolist()[0] if values.ndim > 1 else values[row].item()
+            count = f"{rows.count(True)} of {len(rows)} rows have such ones"
+            yield f"{made.ref.node} made an advantage of {found} for {rollouts.place(row)}; {count}"
 
 
 def _done_talking(node: Node, outputs: Mapping[str, Any]) -> bool:
