@@ -109,7 +109,7 @@ def partial(tensor: Tensor, shape: Sequence[int], region: Region, fill: DigestFi
     sums: list[Tensor] = []
     for run in runs:
         if run.is_long:
-            numbers = _row_numbers(run.rows, torch.device("cpu")).tolist()
+            numbers = _row_numbers(run.rows).tolist()
             for row, number in zip(run.matrix, numbers, strict=True):
                 sums += _long_sums(row, number * tiles * _TILE + run.first)
         else:
@@ -167,10 +167,10 @@ def _bytes(piece: Tensor, rows: int, width: int) -> Tensor:
     return (flat if flat.stride(1) == 1 else flat.contiguous()).view(torch.int8)
 
 
-def _row_numbers(rows: _Rows, device: torch.device) -> Tensor:
-    numbers = torch.zeros(1, dtype=torch.int64, device=device)
+def _row_numbers(rows: _Rows) -> Tensor:
+    numbers = torch.zeros(1, dtype=torch.int64)
     for size, a, b in zip(*rows, strict=True):
-        numbers = (numbers[:, None] * size + torch.arange(a, b, device=device)).view(-1)
+        numbers = (numbers[:, None] * size + torch.arange(a, b)).view(-1)
     return numbers
 
 
@@ -179,7 +179,9 @@ def _row_factors(rows: _Rows, tiles: int, tile: int, device: torch.device) -> Te
     """t of one tile of each row, times the factor of each of its inner sums: [N, P]. Kept, since tensors of one shape
     share them and each sync needs them.
     """
-    return (_mix(_row_numbers(rows, device) * tiles + tile) | 1) * _places(device).factors[:, None]
+    factors = (_mix(_row_numbers(rows) * tiles + tile) | 1) * _places(device).factors[:, None]
+    # A copy from the host is there on return, whichever thread's stream of a GPU will read it.
+    return factors.to(device)
 
 
 def _run_sums(run: _Run, tiles: int, fill: DigestFill | None) -> list[Tensor]:
@@ -240,7 +242,8 @@ def _wide_product(part: Tensor, vector: Tensor, out: Tensor) -> None:
 
 
 class _Places(NamedTuple):
-    """By what the bytes of a tile are multiplied: `vectors` [_TILE, ·], [_TILE, N] together, and by what the N sums."""
+    """By what the bytes of a tile are multiplied: `vectors` [_TILE, ·], [_TILE, N] together, and by what the N sums, on
+    the host."""
 
     vectors: tuple[Tensor, ...]
     factors: Tensor
@@ -284,7 +287,7 @@ def halved_places() -> _Places:
 def wide_places(device: torch.device) -> _Places:
     """c * a + e * b as int64; and 1."""
     wide = (_directions() * torch.tensor([_C, _E])).sum(1, keepdim=True)
-    return _Places((wide.to(device),), torch.ones(1, dtype=torch.int64).to(device))
+    return _Places((wide.to(device),), torch.ones(1, dtype=torch.int64))
 
 
 def _directions() -> Tensor:
