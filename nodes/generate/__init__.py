@@ -1,8 +1,8 @@
 """Nodes that sample responses: `generate`, conversations with an environment (`converse`), and a model that answers a
 model (`reply`).
 
-`reply` is the other side of a conversation, the second node of `alternate`. Nothing is learnt from what it says, so it
-keeps no tokens: it has the conversation as texts, which its own tokenizer encodes anew in each turn.
+`reply` is the other side of a conversation, the second node of `alternate`. Nothing is learnt from its replies, so it
+keeps no tokens: it keeps the conversation as texts, which its own tokenizer encodes again in each turn.
 
 Shapes: N rows, each a conversation.
 """
@@ -41,21 +41,21 @@ def open_engine(
     stop: tuple[str, ...] = (),
     learn_prefix: bool = False,
 ) -> GroupStream:
-    """The engine that a call of `generate` says, or else the run. Raises ImportError for one that is not installed."""
-    # By its path: the file of another engine imports what may not be installed here.
+    """The engine that a call of `generate` names, or else the run. Raises ImportError if it is not installed."""
+    # By its path: another engine's file imports a package that may not be installed here.
     kind: type[GroupStream] = load(ENGINES[engine_of(context, engine)].stream)
     return kind(context, Sampler(temperature, top_k, top_p), samples, stop, context.segment, learn_prefix)
 
 
 def make_engine(context: Context, **options: Any) -> Engine:
-    """Our own engine, whatever that of the run is; `options` are those of `open_engine`."""
+    """Our own engine, for any engine of the run; `options` are those of `open_engine`."""
     made = open_engine(context, engine=OURS, **options)
     assert isinstance(made, Engine)
     return made
 
 
 def can_stop(call: Call) -> None:
-    """Requirement of a node that samples: its model can say each of its stop strings. Raises GraphError."""
+    """Requirement of a node that samples: its model can generate each of its stop strings. Raises GraphError."""
     given = call.options.get("stop", ())
     texts = given if isinstance(given, (tuple, list)) else [given]
     spec = spec_of(call, "behaviour") if texts else None
@@ -67,8 +67,8 @@ def can_stop(call: Call) -> None:
 
 
 def one_turn(call: Call) -> None:
-    """Requirement of a node that goes on from prefixes: it samples one turn, and something to learn a prefix from is
-    given. Raises GraphError."""
+    """Requirement of a node that continues prefixes: it samples one turn, and `learn_prefix` is given with prefixes
+    only. Raises GraphError."""
     given = "after" not in call.left_out
     if given and call.node.turns is not None:
         needed = "responses of one turn: no prefix says what an environment had replied"
@@ -109,34 +109,34 @@ def generate(
 ) -> tuple[GroupStream, Rollouts, Metrics]:
     """`samples` responses to each prompt, sampled token by token with the live weights.
 
-    The model is that of the carried value whose weights `behaviour` is: its shape, and its tokenizer.
+    The model, with its shape and tokenizer, is that of the carried value whose weights `behaviour` is.
 
     The recorded log-probabilities are those of the distribution that was sampled from (see `Sampler`). The temperature
-    travels with the rollouts, and updates and other nodes that score them apply it: the policy is softmax(logits /
-    temperature) wherever it is computed. Rollouts of temperature 0, and of `top_k` or `top_p`, cannot be scored:
-    `check` refuses a program in which an update of a policy learns from them (see `scorable`). A response ends with a
-    stop token, with the token that completes a text of `stop`, or after `max_tokens`. A stop string stays in the text,
-    with what else its last token says; a stop token does not.
+    is stored with the rollouts, and updates and other nodes that score them apply it: the policy is always
+    softmax(logits / temperature). Rollouts of temperature 0, and of `top_k` or `top_p`, cannot be scored: `check`
+    refuses a program in which an update of a policy learns from them (see `scorable`). A response ends with a stop
+    token, with the token that completes a text of `stop`, or after `max_tokens`. A stop string stays in the text, with
+    the rest of its last token; a stop token does not.
 
-    With a `conversation` (what this node made in the turn before) and the environment's `replies` to it, each row that
-    is not done goes on for another turn of at most `max_tokens`, after its tokens as they were sampled and those of
-    the reply; the others pass through. A row without room for the reply and a turn (see `max_prefix` in `engine.py`)
-    ends as it was, with `finished_N` False, so an environment should take an unfinished row for done. What comes out
-    is the whole conversation each time; `converse` plays all turns. With `--segment N` the group pauses when each of
-    its rows has ended or said N tokens more, and goes on later.
+    With a `conversation` (this node's output of the previous turn) and the environment's `replies` to it, each row that
+    is not done continues for another turn of at most `max_tokens`, after its tokens as they were sampled and those of
+    the reply; done rows pass through. A row without room for the reply and a turn (see `max_prefix` in `groups.py`)
+    ends as it was, with `finished_N` False, so an environment should treat an unfinished row as done. The output is the
+    whole conversation each time; `converse` plays all turns. With `--segment N` the group pauses when each of its rows
+    has ended or has N more tokens, and continues later.
 
-    `after` some prefixes (`cut` makes them) it samples `samples` responses that begin with each, token by token as they
-    were sampled: `max_tokens` bound prefix and continuation together, and texts are of both. Each prefix draws by its
-    own number, also where two have equal tokens. Its tokens keep log μ and versions, and nothing is learnt from them
-    unless `learn_prefix` says so. A group without a prefix gets no rows.
+    `after` some prefixes (`cut` makes them) it samples `samples` responses that begin with the tokens of each:
+    `max_tokens` bounds prefix and continuation together, and texts are of both. Each prefix draws by its own number,
+    also if two have equal tokens. Its tokens keep log μ and versions, and nothing is learnt from them unless
+    `learn_prefix` is True. A group without a prefix gets no rows.
 
     Metrics: `generated_tokens` (of the turn), `response_length` (tokens of a row in it), `stale_cache` (share of tokens
-    whose cache holds entries of older weights), from the second turn on `outgrown` (share of rows that ended for want
-    of room), and once per batch, for its first group or else the next one that the live weights alone have made,
-    `mismatch` (mean |difference| to the trainer's log-probabilities at equal weights, nats; not of weights that came in
+    whose cache holds entries of older weights), from the second turn on `outgrown` (share of rows that ended for lack
+    of room), and once per batch, for its first group or else the next one that only the live weights have sampled,
+    `mismatch` (mean |difference| to the trainer's log-probabilities at equal weights, nats; not for weights sent in
     eight bits).
 
-    `engine` is what samples; "" is that of the run (`--engine`).
+    `engine` is the engine that samples; "" is that of the run (`--engine`).
     """
     given = samples, Sampler(temperature, top_k, top_p), tuple(stop), learn_prefix
     made = stream.samples, stream.sampler, stream.stop, stream.learn_prefix
@@ -160,12 +160,12 @@ def converse(
     samples: int = 8,
     **options: Any,
 ) -> tuple[Rollouts, Replied]:
-    """`samples` conversations for each prompt, of at most `turns` turns of the model; what became of them.
+    """`samples` conversations for each prompt, of at most `turns` turns of the model.
 
     After each turn `environment` (a node from Rollouts to Replies, first input and first output) reads the
-    conversations so far and replies; rows that it calls done end, and the others go on. `options` are those of
-    `generate` (temperature, …) and of the environment, shared out by name. Returned are the whole conversations and the
-    environment's last outputs: of the Rollouts, `texts` has each row's newest turn and `transcripts` all turns.
+    conversations so far and replies; rows that it marks as done end, the others continue. `options` are those of
+    `generate` (temperature, …) and of the environment, assigned by name. Returns the whole conversations and the
+    environment's last outputs: `texts` of the Rollouts has each row's newest turn, `transcripts` all turns.
 
         rollouts, replies = converse(prompts, behaviour, environment=python_tool, turns=4, seconds=2.0)
         rewards = score(rollouts, by=math_answer)
@@ -178,12 +178,12 @@ Ask = Callable[[str, str, str], str]
 
 
 def as_said(prompt: str, response: str, answer: str) -> str:
-    """What the other side said, and no more."""
+    """The other side's first turn, unchanged."""
     return response
 
 
 class Replier(Engine):
-    """State of `reply`: an engine of one sample, whose rows are conversations as the other side sees them."""
+    """State of `reply`: an engine with one sample, whose rows are conversations as the answering side sees them."""
 
     def __init__(
         self,
@@ -198,17 +198,16 @@ class Replier(Engine):
         self.ask, self.over, self.reward, self.role = ask, over, reward, role
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
-        """Answer the newest turn of each row that is not over; `earlier` is what was said in the turn before."""
+        """Answer the newest turn of each row that is not over; `earlier` are the replies of the previous turn."""
         rollouts, earlier = inputs["rollouts"], inputs.get("earlier")
         rows = [self._heard(rollouts, earlier, row) for row in range(len(rollouts))]
         prompts = Prompts(rollouts.ordinals, rollouts.prompts, rollouts.answers)
         self.enqueue(SampledGroup(tag, prompts, 1, rows, earlier), inputs["behaviour"])
 
     def _heard(self, rollouts: Rollouts, earlier: Replies | None, row: int) -> SampledRow:
-        """The conversation of a row as this side sees it; one that is over is not open, and its text is empty."""
+        """The conversation of a row as this side sees it; if it is over, a closed row with an empty text."""
         first, *others = transcript = rollouts.transcripts[row]
-        # Where the other side has outgrown its room, it has not gone on: its transcript does not end with our reply and
-        # its answer.
+        # If the other side had no room for another turn, its transcript does not end with our reply and its answer.
         if earlier is None or not (earlier.done_N[row] or transcript[-2:-1] != [earlier.texts[row]]):
             opening = self.ask(rollouts.prompts[row], first, rollouts.answers[row])
             tokens = self.tokenizer.encode_dialogue([opening, *others])
@@ -217,8 +216,8 @@ class Replier(Engine):
         return SampledRow([0], transcript=[""], open=False)
 
     def result(self, group: SampledGroup) -> tuple[Replies, Metrics]:
-        """The replies of a turn. A row that is not answered keeps its last reply, and the reward of that."""
-        # Nothing is learnt from what it says: how far its log-probabilities are from a trainer's does not matter.
+        """The replies of a turn. A row that is not answered keeps its last reply and reward."""
+        # Nothing is learnt from replies, so their mismatch is not measured.
         made, earlier = group.rollouts(self.tokenizer, self.sampler).texts, group.earlier
         answered = [row.open for row in group.rows]
         kept = made if earlier is None else earlier.texts
@@ -262,17 +261,17 @@ def reply(
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> tuple[Replier, Replies, Metrics]:
-    """What a model says to the newest turn of each conversation: the node that answers as `generate.of(judge)`.
+    """A model's replies to the newest turn of each conversation: the node that answers as `generate.of(judge)`.
 
-    It sees the conversation from the other side, in the words of its own tokenizer and chat template: the user says
-    what the rollouts' model said, and its own replies are the model's. The first message is `ask(prompt, response,
-    answer)`, of a row's prompt, first turn and reference answer; by default it is that turn alone. A reply has at most
-    `max_tokens` tokens, and the rollouts' model hears it as `role`.
+    It sees the conversation from the other side, with its own tokenizer and chat template: the rollouts' model is the
+    user, and its own replies are the assistant's. The first message is `ask(prompt, response, answer)`, of a row's
+    prompt, first turn and reference answer; by default it is that turn alone. A reply has at most `max_tokens` tokens,
+    and the rollouts' model gets it as `role`.
 
-    A row is done when `over(reply)` is true, when this model says nothing, or when the conversation has outgrown its
-    context; without `over` the bound on turns ends it. `reward(reply)`, of the newest reply, is the reward of the
-    conversation so far, and 0 for a row that was never answered; without it there is none. Metrics: `reply_length`
-    (tokens), `answered` (share of rows that got a reply in this turn).
+    A row is done if `over(reply)` is true, if the reply is empty, or if the conversation does not fit the context;
+    without `over` the bound on turns ends it. `reward(reply)`, of the newest reply, is the reward of the conversation
+    so far, and 0 for a row that was never answered; without `reward` there is none. Metrics: `reply_length` (tokens),
+    `answered` (share of rows that got a reply in this turn).
     """
     made = (replier.ask, replier.over, replier.reward, replier.role)
     if made != (ask, over, reward, role):

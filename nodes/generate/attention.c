@@ -1,8 +1,8 @@
 /* Attention of one token per row over the cache of the row's slot: `attend` of attention.py, for a CPU.
 
-   Compiled where it runs, with K (width of a head), N (query heads of a key-value head), LANES (floats of a vector, a
-   power of 2 up to 16) and, if the cache is in bfloat16, BF16. LANES divides K, and in bfloat16 2 * LANES does. A row is
-   computed by one thread, its positions in order, so its bits depend on nothing but its own numbers. */
+   Compiled at run time, with K (width of a head), N (query heads of a key-value head), LANES (floats of a vector, a
+   power of 2 up to 16) and, if the cache is in bfloat16, BF16. LANES divides K; in bfloat16 2 * LANES does. One thread
+   computes a row, its positions in order, so its bits depend only on its own numbers. */
 
 #include <stdlib.h>
 
@@ -20,8 +20,9 @@ typedef int32_t lanes_vector __attribute__((vector_size(4 * LANES)));
 #ifdef BF16
 typedef uint32_t bits_vector __attribute__((vector_size(4 * LANES)));
 
-/* The numbers of a head in vectors, of which the first two have the even and the odd ones of its first 2 * LANES, and so
-   on: two numbers that lie side by side are the halves of a lane, and either is a float by one operation. */
+/* The numbers of a head in vectors: the first two vectors have the even and the odd ones of its first 2 * LANES
+   numbers, and so on. Two adjacent numbers are the halves of a 32-bit lane, and each becomes a float by one operation.
+   */
 static inline void load(vector to[PARTS], const stored *from) {
 #pragma GCC unroll 16
     for (int p = 0; p < PARTS; p += 2) {
@@ -31,11 +32,11 @@ static inline void load(vector to[PARTS], const stored *from) {
     }
 }
 
-/* Where lane i of vector p lies. */
+/* The index in the head of lane i of vector p. */
 static inline int place(int p, int i) { return (p & ~1) * LANES + 2 * i + (p & 1); }
 #else
 static inline void load(vector to[PARTS], const stored *from) {
-    /* One by one: of all at once compilers make a call, and a copy in memory. */
+    /* One by one: for all at once compilers generate a call, and a copy in memory. */
 #pragma GCC unroll 16
     for (int p = 0; p < PARTS; p++) memcpy(&to[p], from + p * LANES, sizeof to[p]);
 }
@@ -43,8 +44,8 @@ static inline void load(vector to[PARTS], const stored *from) {
 static inline int place(int p, int i) { return p * LANES + i; }
 #endif
 
-/* Of two vectors, side by side as lanes 0 to 2 * LANES - 1, each in blocks of 2 * half lanes: the first halves of blocks
-   0 of both, then of blocks 1, and so on. */
+/* The lanes to pick from two vectors, whose lanes together are 0 to 2 * LANES - 1, in blocks of 2 * half lanes: the
+   first halves of block 0 of both, then of block 1 of both, and so on. */
 #define FROM(half, i) ((i) / (half) / 2 * 2 * (half) + (i) % (half) + (i) / (half) % 2 * LANES)
 #define ROW(h) {FROM(h, 0), FROM(h, 1), FROM(h, 2), FROM(h, 3), FROM(h, 4), FROM(h, 5), FROM(h, 6), FROM(h, 7), \
                 FROM(h, 8), FROM(h, 9), FROM(h, 10), FROM(h, 11), FROM(h, 12), FROM(h, 13), FROM(h, 14), FROM(h, 15)}
@@ -60,8 +61,8 @@ static inline vector picked(vector a, vector b, lanes_vector from) {
 #endif
 }
 
-/* Lane i of the result is the sum of the lanes of `parts[i]`. Each round folds the blocks of two vectors into one: there
-   are half as many vectors, with twice as many blocks of half as many lanes. */
+/* Lane i of the result is the sum of the lanes of `parts[i]`. Each round folds the blocks of two vectors into one: it
+   leaves half as many vectors, with twice as many blocks of half as many lanes. */
 static inline __attribute__((always_inline)) void fold(vector parts[LANES], int half, int row) {
     lanes_vector first;
     memcpy(&first, HALVES[row], sizeof first);
@@ -79,8 +80,8 @@ static inline __attribute__((always_inline)) vector sums(vector parts[LANES]) {
 }
 
 #if defined(BF16) && defined(__AVX512BF16__) && LANES == 16
-/* A query is multiplied in `FACTORS` registers: here of pairs of bfloat16, which the processor adds up in float32, and
-   elsewhere of floats. The lanes of what `products` returns sum up to a query by a key. */
+/* A query is held in `FACTORS` registers: here of pairs of bfloat16, whose products the processor sums in float32, and
+   otherwise of floats. The sum over the lanes of `products` is the product of query and key. */
 #include <immintrin.h>
 typedef __m512bh factor;
 #define FACTORS (PARTS / 2)
@@ -115,8 +116,8 @@ static inline __attribute__((always_inline)) vector products(const factor *query
 static inline void load_query(factor to[FACTORS], const stored *from) { load(to, from); }
 #endif
 
-/* Scores of LANES positions, whose keys begin at `key`. Where there are but `count`, the last one stands in for others,
-   whose scores nobody reads. */
+/* Scores of LANES positions, whose keys begin at `key`. If there are only `count`, the last one is used for the others,
+   whose scores are not read. */
 static inline __attribute__((always_inline)) void score(float *to, const factor *query, const stored *key, int64_t count,
                                                         float scale) {
     vector parts[LANES];
@@ -126,19 +127,20 @@ static inline __attribute__((always_inline)) void score(float *to, const factor 
     memcpy(to, &found, sizeof found);
 }
 
-/* Ask for `count` positions of a head before they are needed: each slot's lie in a place of their own, to which no
-   processor looks ahead by itself (Zen 5: half the time). Into the second cache, for the first has no room for them. */
+/* Prefetch `count` positions of a head: each slot has a memory region of its own, which processors do not prefetch by
+   themselves (Zen 5: half the time). Into the second-level cache, since the first has no room for them. */
 static inline void ask_for(const stored *from, int64_t count) {
     for (int64_t i = 0; i < count * K; i += 64 / (int64_t)sizeof(stored)) __builtin_prefetch(from + i, 0, 2);
 }
 
-/* Query heads whose results are in registers at once, and positions for which they are: of more heads results lie in
-   memory (Zen 4, 7 heads of 128 in bfloat16: 2.6 times as long). With the 16 registers of AVX2 it is no better to read
-   values again. */
+/* Query heads whose results are in registers at the same time, and positions for which they stay there. With more
+   heads, results would be in memory (Zen 4, 7 heads of 128 in bfloat16: 2.6 times as long). With the 16 registers of
+   AVX2 reading values again is no better. */
 #define TOGETHER (WIDTH < 16 || N * PARTS <= 2 * WIDTH ? N : PARTS <= WIDTH ? WIDTH / PARTS : 1)
 #define TURN 16
 
-/* Add what `count` positions have to the results of `many` heads; with each it asks for one from `ask` on. */
+/* Add the weighted values of `count` positions to the results of `many` heads; with each, prefetch a position from
+   `ask` on. */
 static inline __attribute__((always_inline)) void add(int many, vector total[][PARTS], const float *weights,
                                                       int64_t stride, const stored *value, int64_t count,
                                                       const stored *ask) {
@@ -155,16 +157,17 @@ static inline __attribute__((always_inline)) void add(int many, vector total[][P
     memcpy(total, sums, sizeof(vector) * many * PARTS);
 }
 
-/* Row r, of `positions[r]` >= 0, writes its key and value there in slot `slots[r]` and sees all up to it, or the last
-   `window` unless that is 0; the result of other rows is 0. Elements from one row to the next of q, k and v are `q_row`,
-   `k_row` and `v_row`; a slot has G heads of C positions. Returns 1 where memory is lacking, otherwise 0. */
+/* Row r with `positions[r]` >= 0 writes its key and value at this position of slot `slots[r]` and attends to all
+   positions up to it, or only to the last `window` unless that is 0; the result of other rows is 0. `q_row`, `k_row`
+   and `v_row` are the strides of rows of q, k and v; a slot has G heads of C positions. Returns 1 if there is not
+   enough memory, otherwise 0. */
 int attend(const stored *q, const stored *k, const stored *v, stored *keys, stored *values, const int64_t *slots,
            const int64_t *positions, stored *out, int64_t rows, int64_t G, int64_t C, int64_t q_row, int64_t k_row,
            int64_t v_row, int64_t window, float scale, int threads) {
     int failed = 0;
 #pragma omp parallel num_threads(threads)
     {
-        /* First all rows write: a row of a prompt sees those before it. */
+        /* All rows write first: a row of a prompt attends to the rows before it. */
 #pragma omp for
         for (int64_t row = 0; row < rows; row++)
             for (int64_t g = 0; g < G && positions[row] >= 0; g++) {

@@ -1,8 +1,8 @@
 """Attention of one token per row over a cache of slots: one operation, `torch.ops.penstock.attend`, that writes the
 row's key and value and attends over the row's own positions; a row's bits depend on no other row.
 
-What computes it is chosen here, by device: on a CPU `attention.c`, compiled for this processor and these heads when an
-engine is made, or torch's products over blocks of positions without a C compiler; on a GPU `attention_triton`.
+It is chosen by device: on a CPU `attention.c`, compiled for this processor and these heads when an engine is made, or,
+without a C compiler, torch's products over blocks of positions; on a GPU `attention_triton`.
 
 Shapes: R rows, S slots, G key-value heads, H query heads, N query heads of a key-value head, C positions of a slot,
 K width of a head.
@@ -21,7 +21,7 @@ from torch import Tensor
 from penstock.nodes.model.compiled import compiled_or_warned
 
 BLOCK = 64
-"""Positions of a block: products have the same shape whatever the lengths are."""
+"""Positions of a block: products have the same shape for any lengths."""
 _SOURCE = Path(__file__).with_name("attention.c")
 
 
@@ -35,25 +35,25 @@ def attend(
     positions_R: Tensor,
     window: int = 0,
 ) -> Tensor:
-    """Row r writes its key and value at position `positions_R[r]` of slot `slots_R[r]`, then sees all up to it, at most
-    the last `window` unless that is 0; softmax in float32. Rows of one slot see each other's. A row at position -1 is
-    empty: what it gives means nothing, and it changes at most the last position of its slot. Returns [R, H, K]."""
+    """Row r writes its key and value at position `positions_R[r]` of slot `slots_R[r]`, then attends to all positions
+    up to it, or only the last `window` unless that is 0; softmax in float32. Rows of one slot see each other's. A row
+    at position -1 is empty: its output has no meaning, and it changes at most the last position of its slot. Returns
+    [R, H, K]."""
     own = q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R
     return _attend(*own, window)  # type: ignore[no-any-return]
 
 
 def stored_dtype(dtype: torch.dtype, device: str, per_group: int, width: int) -> torch.dtype:
-    """How keys and values of a model in `dtype` are best kept."""
-    # torch's products in bfloat16 would round the scores, and to convert the cache at each step takes longer than the
-    # step.
+    """The best dtype of the cached keys and values of a model in `dtype`."""
+    # Without the C kernel: torch's products in bfloat16 would round the scores, and converting the cache at each step
+    # takes longer than the step.
     on_cpu = torch.device(device).type == "cpu"
     return torch.float32 if on_cpu and compiled(per_group, width, dtype) is None else dtype
 
 
 @functools.cache
 def compiled(per_group: int, width: int, dtype: torch.dtype) -> Callable[..., int] | None:
-    """`attend` of attention.c for these heads; None for another dtype, or where it does not compile, of which it
-    warns."""
+    """`attend` of attention.c for these heads; None for another dtype, or with a warning if it does not compile."""
     lanes = math.gcd(width // 2 if dtype == torch.bfloat16 else width, 16)  # rotary positions need an even width
     library = compiled_or_warned(_SOURCE, dtype, [f"-DK={width}", f"-DN={per_group}", f"-DLANES={lanes}"])
     if library is None:
@@ -79,7 +79,7 @@ def _on_meta(q_RHK: Tensor, *_: Any) -> Tensor:
 
 @torch.library.impl(_library, "attend", "CPU")
 def _on_cpu(*given: Any) -> Tensor:
-    # Those of `attend`, and so below.
+    # `given` are the arguments of `attend`, here and below.
     (q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, *_), window = given, given[-1]
     (rows, heads, width), (_, groups, length, _) = q_RHK.shape, keys_SGCK.shape
     function = compiled(heads // groups, width, keys_SGCK.dtype)
@@ -98,13 +98,13 @@ def _on_cpu(*given: Any) -> Tensor:
 
 
 def _by_blocks(*given: Any) -> Tensor:
-    """By torch's own operations. Blocks beyond all rows are not computed, and change no bit of any row: they have
-    weights of 0."""
+    """`attend` by torch's own operations. Blocks beyond all rows are not computed: their weights would be 0, so this
+    changes no bits."""
     q_RHK, k_RGK, v_RGK, keys_SGCK, values_SGCK, slots_R, positions_R, window = given
     (rows, _, width), (_, groups, length, _) = q_RHK.shape, keys_SGCK.shape
     keys_SGCK[slots_R, :, positions_R] = k_RGK.to(keys_SGCK.dtype)
     values_SGCK[slots_R, :, positions_R] = v_RGK.to(keys_SGCK.dtype)
-    # An empty row sees what nothing is wrong with: numbers that are none would spread in the slot that it writes to.
+    # An empty row attends to position 0, which is valid: a NaN would spread to the slot that it writes to.
     positions_R = positions_R.clamp(min=0)
     reach = int(positions_R.max()) + 1
     if not torch.equal(slots_R, torch.arange(len(keys_SGCK), device=slots_R.device)):
@@ -127,7 +127,7 @@ def _by_blocks(*given: Any) -> Tensor:
 
 @torch.library.impl(_library, "attend", "CUDA")
 def _on_gpu(*given: Any) -> Tensor:
-    # Triton is there where a GPU is, and takes a while to import.
+    # Triton is installed where a GPU is; importing it is slow.
     from penstock.nodes.generate import attention_triton
 
     return attention_triton.attend(*given)

@@ -1,8 +1,8 @@
 """`attend` of `attention` on a GPU, by Triton: a kernel that writes the rows' keys and values, one that attends over a
 run of a row's positions, and one that joins the runs of a row.
 
-A run has the same positions whatever the lengths are, and a program reads one row's alone: so a row's bits depend on no
-other row. On a CPU the kernels run in Triton's interpreter (`TRITON_INTERPRET=1`).
+A run has the same positions for any lengths, and a program reads one row only: so a row's bits depend on no other row.
+On a CPU the kernels run in Triton's interpreter (`TRITON_INTERPRET=1`).
 
 Shapes: R rows, S slots, G key-value heads, N query heads of each, H = G · N, C positions of a slot, K width of a head,
 U runs.
@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK, BLOCK_BYTES = 64, 1 << 14
-"""Positions of a product, and bytes of their keys, at most: four such blocks have to fit into the 99 KB that a program
-has on the smallest cards."""
+"""Most positions of a product, and most bytes of their keys: four such blocks must fit in the 99 KB of shared memory
+that a program has on the smallest cards."""
 RUN, MOST_RUNS = 256, 16
-"""Positions of a run at least, and runs of a slot at most: so many programs share a row's reading."""
+"""Least positions of a run, and most runs of a slot: this many programs at most read one row."""
 
 
 def attend(
@@ -32,9 +32,9 @@ def attend(
     positions_R: Tensor,
     window: int,
 ) -> Tensor:
-    """As `attention.attend`. A row at position -1 writes nothing, and gives what means nothing."""
+    """As `attention.attend`. A row at position -1 writes nothing, and its output has no meaning."""
     (rows, heads, width), (_, groups, length, _) = q_RHK.shape, keys_SGCK.shape
-    each, wide = heads // groups, max(16, triton.next_power_of_2(width))  # what a product needs at least
+    each, wide = heads // groups, max(16, triton.next_power_of_2(width))  # 16 is a product's least width
     block = max(16, min(BLOCK, BLOCK_BYTES // (wide * keys_SGCK.itemsize)))
     run = max(RUN, -(-length // (MOST_RUNS * BLOCK)) * BLOCK)
     runs = -(-length // run)
@@ -97,7 +97,7 @@ def _attend(
         sums_NK = tl.zeros((NP, KP), tl.float32)
         largest_N = tl.full((NP,), -float("inf"), tl.float32)
         total_N = tl.zeros((NP,), tl.float32)
-        # From a block's first position, so that what is hidden changes no bits of the rest.
+        # From a block's first position, so that hidden positions do not change the bits of the rest.
         begin = tl.maximum(run * RUN, first // BLOCK * BLOCK)
         for start in range(begin, tl.minimum(end, (run + 1) * RUN), BLOCK):
             place = start + at
@@ -107,7 +107,7 @@ def _attend(
             scores_NC = tl.dot(q_NK, tl.trans(k_CK), input_precision="ieee") * scale
             seen = (place < end) & (place >= first)
             scores_NC = tl.where(seen[None, :], scores_NC, -float("inf"))
-            # The first block has a position that is seen.
+            # The first block has a visible position, so this is finite.
             larger_N = tl.maximum(largest_N, tl.max(scores_NC, 1))
             weights_NC = tl.exp(scores_NC - larger_N[:, None])
             before_N = tl.exp(largest_N - larger_N)

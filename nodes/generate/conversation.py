@@ -1,7 +1,7 @@
-"""One turn of a prompt group: its rows, what each has said and heard so far, and the rollouts that they become.
+"""One turn of a prompt group: its rows, their conversations so far, and the rollouts made of them.
 
-Invariants: what was sampled stays the tokens that were sampled. A reply of the environment is encoded once, when it is
-heard. No text is ever encoded again.
+Invariants: sampled tokens never change. A reply of the environment is encoded once, when it arrives. No text is encoded
+again.
 
 Shapes: N rows (the samples of each prompt, one prompt after the other), S tokens of prompt and response, T tokens of a
 response.
@@ -26,7 +26,7 @@ FloatArray = np.ndarray[Any, np.dtype[np.float32]]
 # The experts of each token, [tokens, layers, K].
 Experts = np.ndarray[Any, np.dtype[np.int16]]
 
-# The version of tokens that no weights have sampled: those of an environment's reply.
+# The version of tokens that were not sampled: those of an environment's reply.
 NOT_SAMPLED = -1
 
 
@@ -40,7 +40,7 @@ class Response(NamedTuple):
     finished: bool
 
     def then(self, more: "Response") -> "Response":
-        """This one, continued."""
+        """This response, continued by `more`."""
         return Response(
             np.concatenate([self.tokens, more.tokens]),
             np.concatenate([self.logprobs, more.logprobs]),
@@ -49,26 +49,26 @@ class Response(NamedTuple):
         )
 
     def after(self, count: int) -> "Response":
-        """What follows its first `count` tokens."""
+        """The response without its first `count` tokens."""
         return Response(self.tokens[count:], self.logprobs[count:], self.versions[count:], self.finished)
 
 
 def never_said(text: Any, tokenizer: Tokenizer | None, max_tokens: int = 0) -> str:
-    """What is needed of a stop string that can never match, in responses of so many tokens (0: any number), or always
-    does; otherwise nothing."""
+    """What is needed in place of a stop string that always matches, or that never does in responses of at most
+    `max_tokens` tokens (0: any number); "" for a valid one."""
     if not isinstance(text, str) or not text:
         return "texts that are not empty"
     if tokenizer is None:
         return ""
     try:
-        # Thrice, so that what a tokenizer does at the beginning and the end of a text is not done to the second.
+        # Three times, so that the second copy is not changed as a tokenizer may change the beginning or end of a text.
         sayable = text in tokenizer.decode(tokenizer.encode(3 * text))
     except TokenizerError:
         sayable = False
     if not sayable:
         return "a text that the model can say, without special tokens and as its tokenizer writes it"
     if 0 < max_tokens < len(text):
-        # With a space that may be left out alone.
+        # Plus a space, which a token's text alone may lack.
         most = max_tokens * (1 + max(map(len, tokenizer.words)))
         if len(text) > most:
             return f"at most {most} characters: a response of {max_tokens} tokens (--max-tokens) cannot say more"
@@ -76,26 +76,26 @@ def never_said(text: Any, tokenizer: Tokenizer | None, max_tokens: int = 0) -> s
 
 
 class StopStrings:
-    """Texts that end a response: the newest token has completed one of them. Raises ValueError for one that the model
-    cannot say."""
+    """Texts that end a response when its newest token completes one of them. Raises ValueError for a text that the
+    model cannot generate."""
 
     def __init__(self, texts: Sequence[str], tokenizer: Tokenizer) -> None:
         for text in texts:
             if needed := never_said(text, tokenizer):
                 raise ValueError(f"generate: option 'stop': given {text!r}, needed {needed}")
         self.texts, self.tokenizer = tuple(texts), tokenizer
-        # A text of so many bytes has at most so many tokens, and some may say nothing.
+        # A text has at most as many tokens as bytes; a few more tokens may have no text.
         self.reach = max(len(text.encode()) for text in texts) + 4
         last = {text[-1] for text in texts}
-        # Few tokens can complete one: only these are looked at. What a part of a character says is not known alone, and
-        # neither is whether a word begins with a space.
+        # Only tokens that can complete a text are checked, which are few. They include those whose own text is not
+        # known alone: parts of a character, and words that may begin with a space.
         self.completing = np.array(
             [" " in last or not text.strip() or "\ufffd" in text or bool(last & {*text}) for text in tokenizer.words]
         )
 
     def end(self, tokens: IntArray) -> bool:
-        """Whether the last of a response's tokens ends it."""
-        # A model may have more words than its tokenizer: those say nothing.
+        """True if the last of a response's tokens ends it."""
+        # A model may have a larger vocabulary than its tokenizer: the other tokens have no text.
         if tokens[-1] >= len(self.completing) or not self.completing[tokens[-1]]:
             return False
         said = self.tokenizer.decode(tokens[-self.reach :].tolist())
@@ -109,14 +109,14 @@ EMPTY = Response(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32), np.
 class SampledRow:
     """One conversation of a group.
 
-    `before` is what followed the prompt in earlier turns, with the environment's reply to the last of them; its texts
-    are the `transcript`. `rewards` are what the environment gave after each earlier turn. `said` is what the model says
-    in this turn, None until it has ended or paused; `so_far` is what it had said of it before its newest segment, of
-    which the first `begun` tokens are a prefix: another firing has sampled them.
+    `before` has the earlier turns after the prompt, with the environment's reply to the last of them; its texts are the
+    `transcript`. `rewards` are the environment's rewards after each earlier turn. `said` is the model's response in
+    this turn, None until it has ended or paused. `so_far` is the part of it before its newest segment; the first
+    `begun` tokens of that are a prefix, which another firing has sampled.
 
-    A row that is not `open` says nothing more. `outgrown` is the number of tokens of a conversation that was closed
+    A row that is not `open` gets no more tokens. `outgrown` is the number of tokens of a conversation that was closed
     because it has no room for the reply and another turn, otherwise 0. `experts`, [S, layers, K], are those of all
-    tokens but the last one, which the model has not read; None where they are not recorded.
+    tokens except the last one, which the model has not read; None if they are not recorded.
     """
 
     prompt: list[int]
@@ -131,7 +131,7 @@ class SampledRow:
     experts: Experts | None = None
 
     def say(self, said: Response, experts: Experts | None) -> None:
-        """End the turn, or a segment: tokens of earlier ones keep the experts that they were sampled with."""
+        """End the turn or a segment. Tokens of earlier segments keep the experts that they were sampled with."""
         self.said = self.so_far.then(said)
         if experts is not None:
             earlier = experts[:0] if self.experts is None else self.experts
@@ -139,23 +139,23 @@ class SampledRow:
 
     @property
     def sampled(self) -> Response | None:
-        """What it has sampled itself in this turn."""
+        """The tokens that this firing has sampled in this turn, without those of a prefix."""
         return None if self.said is None else self.said.after(self.begun)
 
     @property
     def prefix(self) -> list[int]:
-        """The tokens that the model goes on from."""
+        """The tokens that the model continues."""
         return [*self.prompt, *self.before.tokens.tolist(), *self.so_far.tokens.tolist()]
 
     def paused(self, max_tokens: int) -> bool:
-        """Has it more to say in this turn, of `max_tokens` at most, than it has said?"""
+        """True if the turn, of at most `max_tokens`, has not ended yet."""
         said = self.said if self.open else None
         return said is not None and not said.finished and len(said.tokens) < max_tokens
 
 
 def recorded_rows(rollouts: Rollouts, where: str) -> list[SampledRow]:
-    """Rows that have said `before` what rollouts have of them. Raises ValueError for rollouts without
-    log-probabilities, which names `where`."""
+    """Rows whose `before` has the responses of rollouts. Raises ValueError, with `where`, for rollouts without
+    log-probabilities."""
     arrays = rollouts.tokens_NS, behaviour_logprobs(rollouts, where), rollouts.versions_NT
     tokens_NS, logprobs_NT, versions_NT = (array.numpy(force=True) for array in arrays)
     lengths = zip(rollouts.prompt_lengths_N.tolist(), rollouts.response_lengths_N.tolist(), strict=True)
@@ -171,8 +171,8 @@ def recorded_rows(rollouts: Rollouts, where: str) -> list[SampledRow]:
 
 
 def begun_rows(prefixes: Prefixes) -> list[SampledRow]:
-    """A row for each prefix, which has said this much of its response and goes on. Raises ValueError, with what was
-    given and is needed, for arrays that do not fit together."""
+    """A row for each prefix, which continues it. Raises ValueError, with what was given and is needed, for arrays that
+    do not fit together."""
     rows = len(prefixes.ordinals)
     tokens_NS, logprobs_NT, versions_NT = prefixes.tokens_NS, prefixes.logprobs_NT, prefixes.versions_NT
     arrays: dict[str, tuple[Any, int]] = {"tokens_NS": (tokens_NS, 2)}
@@ -203,10 +203,10 @@ def begun_rows(prefixes: Prefixes) -> list[SampledRow]:
 @dataclass
 class SampledGroup:
     """A firing of `generate` in work: `samples` rows for each of its prompts. A firing has one prompt, unless a caller
-    has joined several. Of a firing of `reply`, `earlier` is what it said in the turn before.
+    has joined several. For a firing of `reply`, `earlier` are its replies of the previous turn.
 
-    A firing that goes on from prefixes has a prompt for each of them, and `prefixes` are their numbers; `context` says
-    that nothing is learnt from their tokens.
+    A firing that continues prefixes has a prompt for each of them, and `prefixes` are their numbers; `context` is True
+    if nothing is learnt from the prefixes' tokens.
     """
 
     tag: Any
@@ -227,8 +227,8 @@ class SampledGroup:
         max_tokens: int,
         num_words: int,
     ) -> "SampledGroup":
-        """`samples` responses after each of `prefixes`, none of which may be a whole response of `max_tokens`. The
-        model has `num_words`, perhaps more than its tokenizer.
+        """`samples` responses after each of `prefixes`, all of which must be shorter than `max_tokens`. The model's
+        vocabulary has `num_words`, perhaps more than its tokenizer's.
 
         Raises ValueError for prefixes of other prompts or of another tokenizer, for two of one number, and for one that
         has ended or leaves no room for a token.
@@ -276,10 +276,10 @@ class SampledGroup:
         max_prefix: int,
     ) -> "SampledGroup":
         """The next turn of a conversation that an earlier firing made. A row whose conversation would have more than
-        `max_prefix` tokens ends there: without the reply, and unfinished.
+        `max_prefix` tokens ends there, without the reply and unfinished.
 
-        Raises ValueError where the rows do not match, for a row that is to go on after a reply without a token, and for
-        a conversation without log-probabilities.
+        Raises ValueError if the rows do not match, for a row that continues after a reply without a token, and for a
+        conversation without log-probabilities.
         """
         where = f"generate, group {prompts.ordinals[0]}"
         needed, given, heard = len(prompts.texts) * samples, len(conversation), len(replies)
@@ -300,7 +300,7 @@ class SampledGroup:
                 place = f"generate, group {conversation.ordinals[index]}, row {index}"
                 raise ValueError(f"{place}: {told}, needed one that says something, or done")
             size = len(row.prefix) + len(tokens)
-            # An outgrown row must not end with a reply that nothing answers: it stays as it was, without it.
+            # An outgrown row must not end with a reply that nothing answers: it stays without the reply.
             if size > max_prefix:
                 row.open, row.outgrown, row.before = False, size, row.before._replace(finished=False)
                 continue
@@ -310,7 +310,7 @@ class SampledGroup:
         return SampledGroup(tag, prompts, samples, rows)
 
     def resume(self, paused: Rollouts, max_tokens: int) -> None:
-        """Let each row that is open go on from what it had said when the group `paused`."""
+        """Let each open row continue its response at the time when the group `paused`."""
         for row, recorded in zip(
             self.rows, recorded_rows(paused, f"generate, group {paused.ordinals[0]}"), strict=True
         ):
@@ -326,14 +326,14 @@ class SampledGroup:
 
     @property
     def versions(self) -> set[int]:
-        """The versions of weights that sampled its tokens, in this turn and in earlier ones, but for those of prefixes
+        """The versions of weights that sampled its tokens, in this turn and in earlier ones, without tokens of prefixes
         that are context."""
         said = [row.sampled if self.context else row.said for row in self.rows]
         parts = [part.versions for part in (*(row.before for row in self.rows), *said) if part is not None]
         return set(np.concatenate([EMPTY.versions, *parts]).tolist()) - {NOT_SAMPLED}
 
     def rollouts(self, tokenizer: Tokenizer, sampler: Sampler) -> Rollouts:
-        """The whole conversations, with the turns before this one. `sampler` has sampled all of them."""
+        """The whole conversations, including earlier turns. `sampler` has sampled all of them."""
         wholes = [row.before if row.said is None else row.before.then(row.said) for row in self.rows]
         tokens = [np.concatenate([row.prompt, whole.tokens]) for row, whole in zip(self.rows, wholes, strict=True)]
         transcripts = []
@@ -363,7 +363,7 @@ class SampledGroup:
         )
 
     def _columns(self) -> dict[str, Tensor]:
-        """Of rollouts that go on from prefixes."""
+        """The columns of rollouts that continue prefixes."""
         if self.prefixes is None:
             return {}
         lengths = [row.begun * self.context for row in self.rows]
@@ -371,15 +371,15 @@ class SampledGroup:
         return {"prefixes_N": numbers_N, "prefix_lengths_N": torch.tensor(lengths, dtype=torch.long)}
 
     def metrics(self, segment: int = 0) -> Metrics:
-        """Figures of this turn, sampled in pieces of `segment` tokens.
+        """Metrics of this turn, sampled in segments of `segment` tokens.
 
-        `generated_tokens`: how many were sampled. `response_length`: their mean by row. `stale_cache`: the share of
-        them that were decoded on a cache with entries of older weights. A turn in which no row said anything has
-        neither. `outgrown`, from the second turn on: the share of rows that had no room for the turn.
+        `generated_tokens`: the number of sampled tokens. `response_length`: their mean per row. `stale_cache`: the
+        share of them that were decoded on a cache with entries of older weights. A turn without tokens has neither of
+        the last two. `outgrown`, from the second turn on: the share of rows that had no room for the turn.
         """
         said = [response for row in self.rows if (response := row.sampled) is not None]
         tokens = sum(len(response.tokens) for response in said)
-        # Each piece begins with a cache of its own.
+        # Each segment begins with a cache of its own.
         stale = 0
         for versions in (response.versions for response in said):
             steps = np.arange(len(versions))
@@ -403,7 +403,7 @@ def _padded(rows: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> Tensor:
 
 
 def _padded_experts(rows: Sequence[Experts | None]) -> Tensor | None:
-    """The same of experts, which rows that the model has not read have none of; None if no row has."""
+    """The same for experts; rows that the model has not read have none. None if no row has any."""
     known = next((experts for experts in rows if experts is not None), None)
     if known is None:
         return None

@@ -1,7 +1,7 @@
-"""What a step launches on a GPU, launched at once: hundreds of kernels of microseconds each would wait for the host.
+"""CUDA graphs launch all kernels of a step at once: hundreds of kernels of microseconds each would wait for the host.
 
 graphs = Graphs()
-hidden = graphs.run(("pass", *addresses), lambda: model(static_tokens))    # the first time as it is, then a replay
+hidden = graphs.run(("pass", *addresses), lambda: model(static_tokens))    # runs the first time, then replays
 """
 
 from collections import OrderedDict
@@ -12,30 +12,30 @@ import torch
 
 T = TypeVar("T")
 
-# Two kinds of passes, of weights in two places (`DoubleBuffer`).
+# Two kinds of passes, with weights in two places (`DoubleBuffer`).
 MOST = 4
 
 
 class Graphs:
-    """CUDA graphs (https://docs.nvidia.com/cuda/cuda-c-programming-guide, section "CUDA Graphs") of what reads and
-    writes tensors at fixed addresses; those used last are kept."""
+    """CUDA graphs (https://docs.nvidia.com/cuda/cuda-c-programming-guide, section "CUDA Graphs") of computations with
+    tensors at fixed addresses; the most recently used ones are kept."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = OrderedDict()
-        # One is replayed at a time, and what it makes is read before the next one: they share what lies between.
+        # One graph is replayed at a time, and its results are read before the next one: they share one memory pool.
         self._pool: Any = None
 
     def run(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """What `compute` makes, in tensors that the next call with this key writes over.
+        """The result of `compute`, in tensors that the next call with this key overwrites.
 
-        It must wait for no device, and compute the same when it is called twice: the first call of a key does that,
-        since a kernel may be compiled only then. `key` has all addresses that it reads, but for those that never
-        change.
+        `compute` must not wait for a device, and must give the same result when it is called twice: the first call of a
+        key does that, since a kernel may be compiled only then. `key` must have all addresses that it reads, except
+        those that never change.
         """
         if key not in self._kept:
             made = compute()
             graph, self._pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.graph_pool_handle()
-            # Transfers of other threads go on meanwhile, and take memory.
+            # Transfers of other threads continue during the capture, and allocate memory.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 kept = compute()
             self._kept[key] = graph, kept

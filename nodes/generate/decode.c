@@ -1,8 +1,8 @@
 /* A pass of a decoder's layers over rows that are each one token of some slot: `decode.py`, for a CPU.
 
-   Compiled where it runs; with BF16 the tensors are of bfloat16, products are added up in float32, and what the model's
-   own operations round is rounded here. An output of a product is added up in the order of the inputs, by one lane of a
-   tile or a vector: the bits of a row depend on nothing but its own numbers, however many rows there are. */
+   Compiled at run time; with BF16 the tensors are bfloat16, products are summed in float32, and results are rounded
+   where the model's own operations round. An output of a product is summed in the order of the inputs, by one lane of a
+   tile or a vector: the bits of a row depend only on its own numbers, for any number of rows. */
 
 #include <stdlib.h>
 
@@ -14,19 +14,19 @@
 #include <unistd.h>
 #endif
 
-/* Outputs that a packed weight has side by side, and rows that one block of them is computed for at a time, and with
+/* Adjacent outputs of a packed weight, a block; and rows that a block is computed for at a time, without and with
    tiles. */
 #define BLOCK (2 * LANES)
 #define TALL 48
 #define TILED 32
-/* Rows whose sums with two registers of outputs are in registers at once. */
+/* Rows whose sums with two registers of outputs are in registers at the same time. */
 #ifdef __AVX512F__
 #define ROWS 8
 #else
 #define ROWS 6
 #endif
 typedef uint32_t register_bits __attribute__((vector_size(4 * WIDTH)));
-/* What sums are made of: rows as they are or, without an operation for pairs of bfloat16, as floats. */
+/* The rows in products: as they are or, without an instruction for pairs of bfloat16, as floats. */
 #if defined(BF16) && !defined(__AVX512BF16__)
 typedef float factor;
 #define WIDENED 1
@@ -34,7 +34,7 @@ typedef float factor;
 typedef stored factor;
 #define WIDENED 0
 #endif
-/* Inputs of a packed weight come in multiples of STEP, in bfloat16 as pairs; those beyond its own are 0. */
+/* Inputs of a packed weight are padded with 0 to a multiple of STEP, and in bfloat16 stored as pairs. */
 #ifdef BF16
 #define STEP 32
 #define PAIR 2
@@ -43,22 +43,22 @@ typedef stored factor;
 #define PAIR 1
 #endif
 
-/* What a product's sums become: outputs; numbers that are added to those that are there; or, of blocks that have LANES
-   gates and as many others, activation(gate) * other, by the activation's number more. */
+/* The use of a product's sums: PLAIN stores them, ADDED adds them to the present outputs, and GATED plus the number of
+   an activation, for blocks of LANES gates and LANES others, stores activation(gate) * other. */
 enum { PLAIN, ADDED, GATED };
 
-/* Has the processor what makes these products no slower than oneDNN's? */
+/* 1 if the processor has the instructions that make these products as fast as oneDNN's. */
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
 const int fast = 1;
 #else
 const int fast = 0;
 #endif
 
-/* Numbers of a packed weight [O, I]. */
+/* The number of elements of a packed weight [O, I]. */
 int64_t packed_size(int64_t O, int64_t I) { return whole(O, BLOCK) * whole(I, STEP); }
 
-/* Write a weight [O, I] into a packed one. Output o is its output `at` + o; with `gated`, where blocks have LANES of two
-   weights each, it is number o of the first (`at` 0) or of the second one (`at` LANES). */
+/* Write a weight [O, I] into a packed one. Its output o becomes output `at` + o. With `gated`, blocks have LANES
+   outputs of each of two weights, and o is number o of the first (`at` 0) or of the second one (`at` LANES). */
 void pack(const stored *w, stored *to, int64_t O, int64_t I, int64_t at, int gated, int threads) {
     int64_t inputs = whole(I, STEP);
 #pragma omp parallel for num_threads(threads)
@@ -71,8 +71,8 @@ void pack(const stored *w, stored *to, int64_t O, int64_t I, int64_t at, int gat
             }
 }
 
-/* Sums of m rows, up to ROWS, with 2 * WIDTH outputs of a block; with each step of the inputs it asks for what lies
-   `step` bytes further. */
+/* Sums of m rows, up to ROWS, with 2 * WIDTH outputs of a block. With each step of the inputs it prefetches, `step`
+   bytes further each time, from `ask` on. */
 static inline __attribute__((always_inline)) void few(int m, const factor *x, int64_t x_row, int64_t I, const stored *w,
                                                       const char *ask, int64_t step, float *to) {
     register_vector sums[ROWS][2] = {0};
@@ -112,7 +112,7 @@ static inline __attribute__((always_inline)) void few(int m, const factor *x, in
     for (int i = 0; i < m; i++) memcpy(to + i * BLOCK, sums[i], sizeof sums[i]);
 }
 
-/* The same of any number of rows with a whole block. */
+/* The same for any number of rows with a whole block. */
 static void many(int64_t rows, const factor *x, int64_t x_row, int64_t I, const stored *w, const char *ask,
                  int64_t step, float to[][BLOCK]) {
     for (int64_t o = 0; o < BLOCK; o += 2 * WIDTH)
@@ -131,7 +131,7 @@ static void many(int64_t rows, const factor *x, int64_t x_row, int64_t I, const 
 #ifdef TILES
 static int tiles;
 
-/* Ask the kernel for the processor's tiles, once. */
+/* Request permission from the kernel to use the processor's tiles, once. */
 static __attribute__((constructor)) void ask_for_tiles(void) { tiles = !syscall(SYS_arch_prctl, 0x1023, 18); }
 
 static void begin_tiles(void) {
@@ -148,7 +148,7 @@ static void end_tiles(void) {
     if (tiles) _tile_release();
 }
 
-/* The same of 16 rows from each of two places, or of one (`second` is null). */
+/* The same for 16 rows at `first`, and 16 rows at `second` unless that is null. */
 static inline void by_tiles(const stored *first, const stored *second, int64_t x_row, int64_t inputs, const stored *w,
                             const char *ask, int64_t step, float to[][BLOCK]) {
     _tile_zero(0);
@@ -183,14 +183,14 @@ static void by_tiles(const stored *first, const stored *second, int64_t x_row, i
                      const char *ask, int64_t step, float to[][BLOCK]) {}
 #endif
 
-/* As it is after it has been stored. */
+/* x rounded to the stored format. */
 static inline vector narrowed(vector x) {
     stored part[LANES];
     store(part, x);
     return load(part);
 }
 
-/* What becomes of the sums of a row with a block, whose outputs are `at` and on, of O. */
+/* Use the sums of a row with a block by `kind`; the block's outputs begin at `at`, of O. */
 static inline void finish(const float sums[BLOCK], int kind, int64_t at, int64_t O, const stored *bias, stored *out) {
     vector each[2];
     for (int j = 0; j < 2; j++) memcpy(&each[j], sums + j * LANES, sizeof each[j]);
@@ -206,11 +206,12 @@ static inline void finish(const float sums[BLOCK], int kind, int64_t at, int64_t
     }
 }
 
-/* x [R, I] by a packed weight of O outputs, into rows of `out`. Returns 1 where memory is lacking, otherwise 0. */
+/* x [R, I] times a packed weight of O outputs, into rows of `out`. Returns 1 if there is not enough memory, otherwise
+   0. */
 static int product(const stored *x, int64_t R, int64_t I, int64_t x_row, const stored *w, int64_t O, const stored *bias,
                    int kind, stored *out, int64_t out_row, int threads) {
     int64_t inputs = whole(I, STEP), blocks = whole(O, BLOCK) / BLOCK, most = tiles ? TILED : TALL;
-    /* Tiles have 16 rows of a multiple of STEP numbers: where there are not as many, they are copied to zeros. */
+    /* Tiles have 16 rows of a multiple of STEP numbers: rows that do not fit are copied into zeros. */
     stored *copy = NULL;
     int64_t copied = R;
     if (tiles && (I % STEP || R % 16)) {
@@ -223,7 +224,7 @@ static int product(const stored *x, int64_t R, int64_t I, int64_t x_row, const s
     float *floats = WIDENED && !tiles ? malloc(sizeof(float) * R * inputs) : NULL;
     if (WIDENED && !tiles && !floats) return 1;
     const factor *factors = floats ? (const factor *)floats : (const factor *)x;
-    /* While it computes with a block, it asks for the next one, a part with each few rows. */
+    /* While it computes with a block, it prefetches the next one, a part with each few rows. */
     int64_t each = tiles ? TILED : ROWS, calls = tiles ? 1 : BLOCK / (2 * WIDTH), parts = whole(R, each) / each * calls;
     int64_t step = parts > 1 ? 128 / parts : 64, part = calls * step * inputs / PAIR;
 #pragma omp parallel num_threads(threads)
@@ -259,33 +260,33 @@ static int product(const stored *x, int64_t R, int64_t I, int64_t x_row, const s
     return 0;
 }
 
-/* A layer's tensors by their places in its numbers: -1 is none. Maps are packed: those of queries, keys and values as
-   one, gates and what they gate by blocks. */
+/* A layer's tensors, by their offsets in the layer's weights; -1 is none. Linear maps are packed: those of queries,
+   keys and values as one, gate and up by blocks. */
 enum { NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, O_PROJ, O_NORM, MLP_NORM, GATE_UP, DOWN, DOWN_NORM, PARTS };
 
-/* Tables of rotary positions that a model has at most. */
+/* The most tables of rotary positions of a model. */
 #define ROPES 2
 
 struct model {
-    /* Of elementwise.c and attention.c. */
+    /* Functions of elementwise.c and attention.c. */
     void (*rms_norm)(const stored *, const stored *, stored *, int64_t, int64_t, int64_t, float, float, int);
     void (*rotate)(const stored *, const stored *, const stored *, stored *, int64_t, int64_t, int64_t, int64_t, int64_t,
                    int64_t, int);
     int (*attend)(const stored *, const stored *, const stored *, stored *, stored *, const int64_t *, const int64_t *,
                   stored *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, float, int);
     const stored *weights, *words, *norm, *head, *cos[ROPES], *sin[ROPES];
-    const int64_t *windows, *ropes; /* of each layer: how far it sees, and which tables it has */
+    const int64_t *windows, *ropes; /* of each layer: its window, and the index of its rotary tables */
     int64_t at[PARTS], layer_size, layers, V, D, H, G, K, I, activation;
-    /* What is added to the weights of norms, and embeddings are multiplied by. */
+    /* `offset` is added to the weights of norms; embeddings are multiplied by `scale`. */
     float eps, offset, scale;
 };
 
-/* Numbers that a pass over so many rows needs for itself. */
+/* Elements of the working memory of a pass over this many rows. */
 int64_t working_size(const struct model *m, int64_t rows) {
     return rows * (2 * m->D + 2 * (m->H + m->G) * m->K + m->G * m->K + m->H * m->K + m->I + 2 * ROPES * m->K);
 }
 
-/* x [R, D] += the norm of what a branch has made, which is normed where it is. */
+/* x [R, D] += the norm of a branch's output `made`, which is normed in place. */
 static void add_normed(const struct model *m, const stored *norm, stored *made, stored *x, int64_t R, int threads) {
     int64_t count = R * m->D;
     m->rms_norm(made, norm, made, R, m->D, m->D, m->eps, m->offset, threads);
@@ -294,8 +295,9 @@ static void add_normed(const struct model *m, const stored *norm, stored *made, 
         store_part(x + i, load_part(x + i, count - i) + load_part(made + i, count - i), count - i);
 }
 
-/* Hidden states `out` [R, D] after the final norm, of rows that are `tokens` at `positions` of `slots`. `keys` and
-   `values` [layers, S, G, C, K] get theirs. Returns 1 where memory is lacking, otherwise 0. */
+/* Hidden states `out` [R, D] after the final norm, for rows that are `tokens` at `positions` of `slots`. Their keys and
+   values are written to `keys` and `values` [layers, S, G, C, K]. Returns 1 if there is not enough memory, otherwise
+   0. */
 int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, const int64_t *positions, stored *keys,
            stored *values, int64_t R, int64_t S, int64_t C, stored *working, stored *out, int threads) {
     int64_t D = m->D, H = m->H, G = m->G, K = m->K, I = m->I, queries = H * K, row = (H + 2 * G) * K;
@@ -333,7 +335,7 @@ int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, c
         int64_t entries = layer * S * G * C * K;
         failed |= m->attend(q, k, qkv + queries + G * K, keys + entries, values + entries, slots, positions, seen, R, G,
                             C, queries, G * K, row, m->windows[layer], 1 / sqrtf(K), threads);
-        /* A branch that is normed before it is added is made where its input was. */
+        /* The output of a branch that is normed before it is added replaces the branch's input. */
         int branch = of[O_NORM] ? PLAIN : ADDED, gate = GATED + (int)m->activation;
         stored *to = of[O_NORM] ? normed : x;
         failed |= product(seen, R, queries, queries, of[O_PROJ], D, NULL, branch, to, D, threads);
@@ -347,7 +349,7 @@ int decode(const struct model *m, const int64_t *tokens, const int64_t *slots, c
     return failed;
 }
 
-/* Logits `out` [R, V] of hidden states [R, D], whose rows lie side by side. Returns as `decode`. */
+/* Logits `out` [R, V] of hidden states [R, D], whose rows are contiguous. Returns as `decode`. */
 int logits(const struct model *m, const stored *hidden, int64_t R, stored *out, int threads) {
     return product(hidden, R, m->D, m->D, m->head, m->V, NULL, PLAIN, out, m->V, threads);
 }

@@ -1,9 +1,9 @@
-"""A pass of a model's layers over rows that are each one token of some slot, as one call of C (`decode.c`): on a CPU
-the calls of a step's operations take as long as what a small model computes.
+"""A pass of a model's layers over rows that are each one token of some slot, as one call of C (`decode.c`): on a CPU,
+calling the operations of a step one by one takes as long as a small model's computation.
 
-Its products have weights of their own order, which are copied anew of each version; norms, rotary positions and
-attention are those of the other files. What the model's operations round is rounded here, so that log-probabilities
-differ from a trainer's by the order of sums alone. A row's bits depend on nothing but its own numbers.
+Its products use weights in a layout of their own, which are copied for each version; norms, rotary positions and
+attention are those of the other files. It rounds where the model's operations round, so that log-probabilities differ
+from a trainer's only by the order of sums. A row's bits depend only on its own numbers.
 
 Shapes: R rows, S slots, G key-value heads, C positions of a slot, K width of a head, D hidden width, V vocabulary.
 """
@@ -26,7 +26,7 @@ _SOURCE = Path(__file__).with_name("decode.c")
 _POINTER, _NUMBER, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 # A layer's tensors, in the order of decode.c.
 _PARTS = ("norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_norm", "mlp_norm", "gate_up", "down", "down_norm")
-# Tables of rotary positions that a model has at most.
+# The most tables of rotary positions of a model.
 _ROPES = 2
 _LINE = 64
 
@@ -46,13 +46,14 @@ class _Model(ctypes.Structure):
 
 
 class DecodePass:
-    """The passes of a model's generator, with copies of its weights as they were when it was packed last."""
+    """The passes of a model's generator, with copies of its weights from the last call of `pack`."""
 
     @staticmethod
     def of(model: CausalLM) -> "DecodePass | None":
-        """None for a model whose layers have more than maps, without AVX2, and without a C compiler."""
+        """The passes of a model; None for a model that `decode.c` does not support, without AVX2, or without a C
+        compiler."""
         config, dtype = model.config, model.dtype
-        # The model's parts, adapters, experts and weights of eight bits have operations of their own.
+        # A rank's part of a model, adapters, experts and weights of eight bits have operations of their own.
         plain = type(model) is CausalLM and model.lora is None and not config.family.experts and not model.invariant
         narrow = any(getattr(module, "row_scales", None) is not None for module in model.modules())
         if not plain or narrow or model.device.type != "cpu":
@@ -109,7 +110,7 @@ class DecodePass:
         )
 
     def pack(self) -> None:
-        """Compute with the model's weights as they are now."""
+        """Copy the model's present weights, to compute with them from now on."""
         model, given = self.model, self.given
         if self.weights is None:
             self.weights = zeros((given.layers, given.layer_size), model.dtype)
@@ -156,8 +157,8 @@ class DecodePass:
         self.functions.pack(weight.data_ptr(), to.data_ptr(), outputs, inputs, at, gated, torch.get_num_threads())
 
     def hidden(self, inputs_3R: Tensor, cache: Cache) -> Tensor:
-        """Hidden states after the final norm, [R, D], of tokens, in slots, at positions, the rows of `inputs_3R`;
-        earlier tokens of their slots are in `cache` or in this pass."""
+        """Hidden states after the final norm, [R, D]. `inputs_3R` has each row's token, slot and position; earlier
+        tokens of these slots are in `cache` or in this pass."""
         rows = inputs_3R.shape[1]
         needed = self.functions.working_size(ctypes.byref(self.given), rows)
         if len(self.working) < needed:
@@ -183,8 +184,8 @@ class DecodePass:
 
 @functools.cache
 def _functions(dtype: torch.dtype) -> Any:
-    """Those of decode.c; None for another dtype, on a processor without AVX2, or where they do not compile, of which
-    it warns."""
+    """The functions of decode.c; None for another dtype, on a processor without AVX2, or with a warning if they do not
+    compile."""
     found = compiled_or_warned(_SOURCE, dtype)
     if found is None or not _INT.in_dll(found, "fast").value:
         return None

@@ -1,22 +1,22 @@
 """The generator: continuous batching in fixed slots, with the trainer's own model.
 
-A pass has a fixed number of rows, each one token of some slot: slots that sample have a row each, and the others are
-for tokens of prompts. On a CPU it is one call of C for most models, which computes the rows that hold a token
-(`decode.py`); elsewhere it is the model's own operations over all of them. Weights may change between two steps; each
-token records the version that made it. Left out: speculative decoding.
+A pass has a fixed number of rows, each one token of some slot: slots that sample have a row each, and the other rows
+are for tokens of prompts. On a CPU a pass of most models is one call of C, which computes only the rows that hold a
+token (`decode.py`); elsewhere it is the model's own operations over all rows. Weights may change between two steps;
+each token records the version that sampled it. Left out: speculative decoding.
 
-What stands in a slot stays there when its response has ended, until another row needs the slot. A row that begins with
-the same tokens goes on from there, or from a copy: so the prompt of a group is computed once, and a conversation goes
-on from its earlier turns, as long as the weights are those that computed them.
+A slot keeps its cached tokens after its response ends, until another row needs the slot (prefix cache). A row that
+begins with the same tokens continues in that slot, or in a slot with a copy. So the prompt of a group is computed once,
+and a conversation continues from its earlier turns, if the weights have not changed since.
 
 Invariants:
-- The shapes of operations never change, and a token has the same bits in whatever row it is computed, beside whichever
-  others: as a prompt's, as one that has been sampled, or kept from an earlier turn. So a response has the same bits
-  whatever its neighbours, its slot or its place in the queue, for a given number of slots and threads. On a GPU this is
-  so with `--deterministic`: else a pass over prompts alone has more rows, and another product may round otherwise.
+- The shapes of operations never change, and a token has the same bits in any row, beside any other rows: as a token of
+  a prompt, as a sampled one, or cached from an earlier turn. So a response has the same bits for any neighbours, slot
+  or place in the queue, for a given number of slots and threads. On a GPU this needs `--deterministic`: otherwise a
+  pass over prompts only has more rows, and its products may round differently.
 - Ranks that share a model (`CausalLMPart`) each have an engine. Given the same groups in the same order they sample the
-  same tokens, each from a cache of its own heads.
-- `EngineSlots` is numpy on the host: one step costs the same few operations however many slots there are.
+  same tokens, each with a cache of its own heads.
+- `EngineSlots` is numpy on the host: one step costs the same few operations for any number of slots.
 
 Shapes: R rows of a pass, S slots, V vocabulary, T tokens of a response, M rows that get a slot. Names without a shape
 are values on the host.
@@ -47,16 +47,16 @@ from penstock.nodes.model.mlp import RouteRecorder
 from penstock.nodes.open_model import check_decoding, check_precision, open_part
 from penstock.nodes.parallel.mesh import Ranks
 
-# Slots come in multiples of it: element-wise kernels treat the last, odd elements of a tensor differently.
+# The number of slots is a multiple of this: element-wise kernels treat the last, odd elements of a tensor differently.
 ROW_TILE = 16
-# A shorter beginning is computed sooner than copied.
+# A shorter common beginning is computed faster than copied.
 SHORTEST_COPY = 8
 
 
 class Engine(GroupStream):
-    """State of the node `generate`: a `Stream`, for the model whose weights `behaviour` is, or for this rank's part of
-    it. Weights come with the firings; where these are adapters, it reads their base, and computes with both: nothing is
-    merged, so that its log-probabilities are the trainer's. Its memory on the device is taken at the first step.
+    """State of the node `generate`: a `Stream` for the model whose weights `behaviour` is, or for this rank's part of
+    it. Weights come with the firings. If they are adapters, the engine reads their base and computes with both without
+    merging, so that its log-probabilities are the trainer's. It allocates its device memory at the first step.
 
     Raises ValueError if the device has too little memory left.
     """
@@ -76,7 +76,7 @@ class Engine(GroupStream):
             model.be_invariant()
         # A model without experts has nothing to record.
         self.records = model.replays_routing = context.replay_routing and spec.config.family.experts
-        # With the same weights, as the trainer computes with them: the other one has copies in another order.
+        # A model with the same weights that computes as the trainer does: `model` may use packed copies of them.
         tensors = [*model.parameters(), *model.buffers()]
         self.unpacked = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
         self.decode = DecodePass.of(model)
@@ -87,10 +87,11 @@ class Engine(GroupStream):
         self.memory: DecodeMemory | None = None
         self.weights = *model.parameters(), *model.buffers()
         self.on_gpu = torch.device(context.device).type == "cuda"
-        # Ranks wait for each other between kernels, and experts' rows are counted on the host.
+        # No CUDA graphs for several ranks, which wait for each other between kernels, or for experts, whose rows are
+        # counted on the host.
         alone = all(size == 1 for _, size in ranks.mesh) and not spec.config.family.experts
         self.replays = alone and self.on_gpu
-        # Empty rows cost nothing where a pass is one call.
+        # Empty rows cost nothing if a pass is one call.
         self.rows = 0 if self.decode is None else WIDE
         self.prompt_rows = PROMPT_ROWS if self.on_gpu and not context.deterministic else 0
         stops = np.zeros(spec.config.vocab_size, dtype=bool)
@@ -100,26 +101,26 @@ class Engine(GroupStream):
         self.addresses: tuple[int, ...] = ()
 
     def fused(self) -> Sequence[Sequence[str]]:
-        # A GPU multiplies with several tensors at once where they lie; for a CPU they are copied (`kernels.pack`).
+        # A GPU uses contiguous tensors as one; for a CPU they are copied (`kernels.pack`).
         return self.model.neighbours() if self.on_gpu else ()
 
     def busy(self) -> bool:
         return bool(self.settled or self.queue or self.slots.live.any())
 
     def reset(self) -> None:
-        """Forget all groups, and give up the memory."""
+        """Forget all groups, and free the device memory."""
         self.queue.clear()
         self.settled.clear()
         self.release()
         self.slots.clear()
 
     def release(self) -> None:
-        """Give up the memory on the device until there is something to sample again."""
+        """Free the device memory until there is something to sample again."""
         self.memory = None
         self.slots.forget()
 
     def step(self) -> Sequence[tuple[Any, Any]]:
-        """One or two passes, with a token for each slot that samples; the groups that are finished with it, or had
+        """Make one or two passes, with a token for each slot that samples. Return the groups that finished, or that had
         nothing left to sample."""
         finished = [(group.tag, self.result(group)) for group in self.settled]
         self.settled.clear()
@@ -131,9 +132,9 @@ class Engine(GroupStream):
         slots, num_slots = self.slots, self.size.slots
         with torch.inference_mode():
             self._place(memory)
-            # Tokens of prompts fill the rows of slots that do not sample. While they would fill a pass of their own,
-            # they have one: to wait for rows would leave more slots idle than it saves. They also come first where few
-            # slots sample.
+            # Tokens of prompts use the rows of slots that do not sample. If there are enough of them for a pass of
+            # their own, they get one: waiting for rows would leave more slots idle than it saves. If few slots sample,
+            # they also come first.
             many = slots.unread >= memory.rows
             if many or not slots.sampling.any():
                 self._pass(memory, np.zeros_like(slots.live))
@@ -141,7 +142,7 @@ class Engine(GroupStream):
             if not sampling.any() or (many and 2 * sampling.sum() < num_slots):
                 return finished
             tokens_S, logprobs_S = self._pass(memory, sampling)
-            # The one wait for the device in a step.
+            # The only synchronisation with the device in a step.
             slots.record(sampling, tokens_S.numpy(force=True), logprobs_S.numpy(force=True), self.version)
         for holder, response, slot in slots.release():
             kept = None
@@ -153,7 +154,7 @@ class Engine(GroupStream):
         return finished
 
     def _renew(self) -> None:
-        """Compute with the newest weights from now on."""
+        """Switch to the newest weights."""
         self.check_weights()
         point_at(self.model, self.behaviour.tensors, f"weights of version {self.behaviour.version}")
         if self.decode is None:
@@ -161,9 +162,9 @@ class Engine(GroupStream):
         else:
             self.decode.pack()
         self.addresses = tuple(each.data_ptr() for each in self.weights)
-        # Last: a step that comes after one in which this raised must not take what it left for the new weights.
+        # Set the version last: if a line above raises, the next step must not take half-loaded weights for new ones.
         self.version = self.behaviour.version
-        # A response begins on one version: rows that have sampled nothing begin again.
+        # A response begins with one version: rows that have sampled nothing begin again.
         self.queue.extendleft(reversed(self.slots.forget()))
 
     def _place(self, memory: DecodeMemory) -> None:
@@ -173,22 +174,22 @@ class Engine(GroupStream):
             holder = self.queue.popleft()
             slot = self.slots.take(holder, holder.row.prefix, len(holder.row.so_far.tokens))
             placed.append((slot, self.context.key(*holder.key)))
-            self._copy(memory)  # before the next row takes the slot that it is in
+            self._copy(memory)  # before the next row takes the source's slot
         if not placed:
             return
-        # All uniforms of a response at once, since one step would have too few to be worth a kernel.
+        # All uniforms of a response at once: those of one step are too few to be worth a kernel.
         slots_M, keys_M = self._to_device(np.array(placed, dtype=np.int64).T)
         begins_M = self._to_device(self.slots.begins[[slot for slot, _ in placed]])
         steps_T = torch.arange(self.context.max_tokens, device=begins_M.device)
         memory.uniform_ST.index_copy_(0, slots_M, keyed_uniform(keys_M[:, None], begins_M[:, None] + steps_T))
 
     def _pass(self, memory: DecodeMemory, sampling: NDArray[np.bool_]) -> tuple[Tensor, ...]:
-        """Compute a row for each slot of `sampling`, the row of the slot's number, and as many tokens of prompts as
-        there are other rows. If any slot samples: the next token of every slot and its log-probability, [S] both."""
+        """Make a pass: slot s of `sampling` has row s, and tokens of prompts have the other rows. If any slot samples,
+        return the next token of every slot and its log-probability, both [S]."""
         compute, rows = (self._sampled, memory.rows) if sampling.any() else (self._read, memory.prompt_rows)
         memory.inputs_4R[:, :rows].copy_(torch.from_numpy(self.slots.rows(rows, sampling)))
         if self.replays:
-            # What moves weights between two versions moves the first one, too.
+            # If weights move between two versions, the first one moves, too.
             key = compute.__name__, self.addresses, self.weights[0].data_ptr()
             made = memory.graphs.run(key, partial(compute, memory))
         else:
@@ -203,15 +204,15 @@ class Engine(GroupStream):
     def _sampled(self, memory: DecodeMemory) -> tuple[Tensor, ...]:
         num_slots = self.size.slots
         hidden_RD = self._hidden(memory, memory.rows)
-        # All slots, sampling or not: a row's bits must not depend on how many there are.
+        # All slots, sampling or not: a row's bits must not depend on the number of rows.
         uniform_S = memory.uniform_ST.gather(1, memory.inputs_4R[3, :num_slots, None])[:, 0]
         logits_SV = (self.decode or self.model).logits(hidden_RD[:num_slots])
         return self.sampler(logits_SV, uniform_S, self.model.invariant)
 
     def _hidden(self, memory: DecodeMemory, rows: int) -> Tensor:
-        """Hidden states of so many rows, [R, D]."""
+        """Hidden states of the first `rows` rows, [R, D]."""
         if self.decode is not None:
-            # It computes the rows that there are.
+            # It computes only the rows that hold a token.
             inputs_3R = memory.inputs_4R[:3, :rows].numpy()
             held = np.flatnonzero(inputs_3R[2] >= 0)
             hidden_RD = self.decode.hidden(torch.from_numpy(inputs_3R.take(held, 1)), memory.cache)
@@ -227,7 +228,7 @@ class Engine(GroupStream):
         return hidden_R1D[:, 0]  # type: ignore[no-any-return]
 
     def _copy(self, memory: DecodeMemory) -> None:
-        """Copy what is computed for rows that begin with it."""
+        """Copy cached tokens to the slots that wait for them."""
         for (source, length), targets in self.slots.copies().items():
             memory.copy(source, self._to_device(np.array(targets)), length)
 
@@ -236,7 +237,7 @@ class Engine(GroupStream):
 
     def measured(self, group: SampledGroup, rollouts: Rollouts) -> Metrics:
         self.unmeasured = self.unmeasured or any(o % self.context.batch == 0 for o in group.prompts.ordinals[:1])
-        # The trainer's weights are not here where these have eight bits.
+        # With weights of eight bits the trainer's weights are not here.
         comparable = self.comparable and not self.precision
         if not (comparable and self.unmeasured and group.versions == {self.version}):
             return {}
@@ -254,15 +255,15 @@ class Engine(GroupStream):
 
 
 class EngineSlots:
-    """Which row of which group holds which slot, what stands in it, and how far that is computed.
+    """The slots: which row of which group holds each, its tokens, and how many of them are in the cache.
 
-    `tokens` [S, C] are a conversation, of which `lengths` are known and `computed` are in the cache; `begins` is where
-    the response begins, `starts` where its segment does. A slot that is `fresh` has the live weights' entries alone.
-    `live` slots are held; the others are listed in `free`, the one that was given up first at the front, and keep what
-    stands in them. `sources` has the slots that wait for a copy: of which slot, and of how many positions.
+    `tokens` [S, C] are conversations, of which the first `lengths` are known and the first `computed` are in the cache;
+    `begins` is where the response begins, `starts` where its segment does. The cache of a `fresh` slot is from the live
+    weights only. `live` slots are held by rows. The others are in `free`, the one released first at the front, and keep
+    their tokens. `sources` has the slots that wait for a copy: (the source slot, the number of positions).
 
-    Invariants: at least the last token of a slot is not computed. A live slot samples once it is the only one. A slot
-    that others wait for is live, and has sampled nothing.
+    Invariants: at least the last token of a slot is not computed. A live slot samples once its last token is the only
+    one. A slot that others wait for is live, and has sampled nothing.
     """
 
     def __init__(
@@ -286,15 +287,15 @@ class EngineSlots:
         self.clear()
 
     def clear(self) -> None:
-        """Take all slots from their holders, with all that stands in them."""
+        """Release all slots, and drop their tokens."""
         self.live[:] = self.fresh[:] = False
         self._holders.clear()
         self.sources: dict[int, tuple[int, int]] = {}
         self.free = deque(range(len(self.live)))
 
     def forget(self) -> list[Holder]:
-        """Use no entry for another row that is there now. Slots without a sampled token are taken from their holders,
-        who are returned in the order in which they had got them."""
+        """Mark all cached tokens as stale, so that no new row uses them. Release the slots without a sampled token, and
+        return their holders in the order in which they got them."""
         self.fresh[:] = False
         waiting = [slot for slot in self._holders if self.lengths[slot] == self.starts[slot]]
         self.live[waiting] = False
@@ -304,25 +305,25 @@ class EngineSlots:
 
     @property
     def sampling(self) -> NDArray[np.bool_]:
-        """Slots whose next token can be sampled: all but their last one are computed."""
+        """Slots whose next token can be sampled: all tokens except the last one are computed."""
         return self.live & (self.computed == self.lengths - 1)  # type: ignore[no-any-return]
 
     @property
     def unread(self) -> int:
-        """Tokens of prompts that are to be computed before their slots sample, without those that will be copied."""
+        """The number of tokens of prompts to compute before their slots sample, without those that will be copied."""
         left = (self.lengths - 1 - self.computed)[self.live].sum()
         return int(left - sum(self.lengths[slot] - 1 - self.computed[slot] for slot in self.sources))
 
     def take(self, holder: Holder, prefix: Sequence[int], said: int = 0) -> int:
-        """Give a free slot to `holder`, who goes on from `prefix`, of which the last `said` tokens are of the response
-        itself; returns the slot."""
+        """Give a free slot to `holder`, whose row continues `prefix`; the last `said` tokens of that belong to the
+        response itself. Return the slot."""
         given, most = np.array(prefix, dtype=np.int64), len(prefix) - 1
-        # How far each slot begins, or will begin, with the same tokens, all computed by the live weights.
+        # The length of the common beginning with each slot, now or soon in its cache, from the live weights only.
         equal = np.concatenate([self.tokens[:, :most] == given[:most], np.zeros((len(self.live), 1), dtype=bool)], 1)
         shared = np.minimum(equal.argmin(1), np.where(self.fresh, self.lengths - 1, 0))
         best, slot = int(shared.argmax()), self.free[0]
         if not self.live[best] and shared[best] == self.lengths[best] - 1 > 0:
-            slot = best  # a conversation goes on
+            slot = best  # a conversation continues in its slot
         self.free.remove(slot)
         length = int(shared[slot])
         if shared[best] >= min(SHORTEST_COPY, most) and shared[best] > length:
@@ -335,7 +336,7 @@ class EngineSlots:
         return slot
 
     def copies(self) -> dict[tuple[int, int], list[int]]:
-        """What is to be copied now, and counts as computed then: slots by the slot and the number of positions."""
+        """The copies to make now: target slots by (source slot, number of positions). They count as computed then."""
         found: dict[tuple[int, int], list[int]] = {}
         for slot, (source, length) in list(self.sources.items()):
             if self.computed[source] >= length:
@@ -345,8 +346,8 @@ class EngineSlots:
         return found
 
     def rows(self, num_rows: int, sampling: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """The rows of a pass, which count as computed: token, slot, position (-1 if empty), and the number of the next
-        token in its response, each [R]. Slot s of `sampling` has row s; prompts have the others, in order."""
+        """The rows of a pass: token, slot, position (-1 if empty), and the number of the next token in its response,
+        each [R]. They count as computed then. Slot s of `sampling` has row s; prompts have the others, in order."""
         inputs = np.zeros((4, num_rows), dtype=np.int64)
         inputs[1], inputs[2] = np.arange(num_rows) % len(self.live), -1
         slots = np.flatnonzero(sampling)
@@ -371,7 +372,7 @@ class EngineSlots:
     def record(
         self, sampling: NDArray[np.bool_], tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int
     ) -> None:
-        """What was sampled in each slot of `sampling` with weights of `version`; others hold any numbers."""
+        """Record what was sampled in each slot of `sampling` with weights of `version`; other entries are ignored."""
         slots = self._sampled = np.flatnonzero(sampling)
         if not np.isfinite(logprobs[slots]).all():
             raise FloatingPointError(f"weights of version {version} give probabilities that are not numbers")
@@ -382,8 +383,8 @@ class EngineSlots:
         self.lengths[slots] += 1
 
     def release(self) -> list[tuple[Holder, Response, int]]:
-        """End the step: give up the slots whose responses ended with it, by a stop token, a stop string or at a bound.
-        Returns the holder, what was sampled in its segment, and the slot of each."""
+        """Release the slots whose responses ended in this step, by a stop token, by a stop string or at a bound. Return
+        the holder, the response in its segment, and the slot of each."""
         slots = self._sampled
         stopped = self.stops[self.tokens[slots, self.lengths[slots] - 1]]
         if self.strings is not None:
@@ -403,4 +404,4 @@ class EngineSlots:
 
 
 class MismatchWarning(NodeWarning):
-    """A generator's log-probabilities are further from the trainer's than rounding takes them."""
+    """A generator's log-probabilities differ from the trainer's by more than rounding explains."""

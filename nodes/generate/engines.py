@@ -1,4 +1,4 @@
-"""Which engine a call of `generate` has, and what one that is not ours cannot do: `check` says so before a run."""
+"""The engine of a call of `generate`, and what another engine than ours cannot do, which `check` reports."""
 
 from penstock.graph.engines import ENGINES, OURS, EngineKind
 from penstock.graph.errors import Fault, GraphError
@@ -10,12 +10,12 @@ from penstock.nodes.open_model import ModelSpec, spec_of
 
 
 def engine_of(context: Context | None, option: str) -> str:
-    """The engine that a call says, or else that of the run."""
+    """The engine that a call names, or else that of the run."""
     return option or (OURS if context is None else context.engine)
 
 
 def engine_lacks(engine: str, context: Context, temperature: float, spec: ModelSpec | None) -> list[tuple[str, str]]:
-    """What of a run, of a call and of its model an engine cannot do, as (given, needed)."""
+    """The settings of a run, of a call and of its model that an engine does not support, as (given, needed)."""
     kind, origin = ENGINES[engine], context.weights.get("behaviour")
     precision = "" if origin is None else origin.precision
     exact = f"--engine {OURS}: with {engine} no run is repeatable to the bit"
@@ -57,7 +57,7 @@ def engine_lacks(engine: str, context: Context, temperature: float, spec: ModelS
 
 
 def _of_heads(kind: EngineKind, context: Context, config: ModelConfig) -> dict[str, tuple[bool, str]]:
-    """What of the width of a model's heads the engine cannot do, by (given, (lacks, needed))."""
+    """Widths of a model's heads that the engine does not support: given → (whether it lacks this, needed)."""
     width, own = config.head_dim, config.hidden_size // config.num_attention_heads
     known = ", ".join(map(str, kind.heads_on_cpu))
     return {
@@ -73,7 +73,7 @@ def _of_heads(kind: EngineKind, context: Context, config: ModelConfig) -> dict[s
 
 
 def _of_long_texts(kind: EngineKind, context: Context, config: ModelConfig) -> dict[str, tuple[bool, str]]:
-    """What of a model the engine cannot do in texts as long as a run's, by (given, (lacks, needed))."""
+    """What the engine does not support in texts as long as a run's: given → (whether it lacks this, needed)."""
     length, window = cache_length(config.max_position_embeddings, context), config.sliding_window
     scaling = config.rope_scaling
     shorter = f"(less --max-tokens, or --max-prompt), or --engine {OURS}"
@@ -97,10 +97,10 @@ def can_decode(call: Call) -> None:
     """Requirement of a node with the option `engine`. Raises GraphError at the line of the call."""
     temperature = call.options.get("temperature", 1.0)
     engine = engine_of(call.context, str(call.options.get("engine", "")))
-    # A name that is none is told of the option itself.
+    # An unknown name is reported for the option itself.
     if call.context is None or engine == OURS or engine not in ENGINES:
         return
-    number = float(temperature) if isinstance(temperature, int | float) else 1.0  # else told of the option itself
+    number = float(temperature) if isinstance(temperature, int | float) else 1.0  # else reported for the option itself
     if lacks := engine_lacks(engine, call.context, number, spec_of(call, "behaviour")):
         what = f"{call.what}: engine {engine}"
         raise GraphError(*(Fault("engine-cannot", what, given, needed, call.node.where) for given, needed in lacks))

@@ -1,5 +1,4 @@
-"""What every engine of `generate` has in common: it takes firings apart into rows, and makes rollouts of what its rows
-have said.
+"""The base of all engines of `generate`: it splits firings into rows, and makes rollouts of finished rows.
 
 An engine is a `Stream` for the model whose weights `behaviour` is. It derives from `GroupStream` and adds five methods.
 """
@@ -24,7 +23,7 @@ CUT = ", cut to a part of the vocabulary"
 
 @dataclass(frozen=True)
 class Holder:
-    """A row of a group, which waits for a slot or has one."""
+    """A row of a group that waits for a slot or has one."""
 
     group: SampledGroup
     index: int
@@ -35,8 +34,8 @@ class Holder:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """What keys the draws of the row: the ordinal of its group, the number of the sample, and the number of the
-        prompt among those of that ordinal, if that is not 0; of a prefix, its own number."""
+        """The key of the row's draws: the ordinal of its group, the number of the sample, and, if it is not 0, the
+        number of the prefix, or else of the prompt among those of that ordinal."""
         prompt, sample = divmod(self.index, self.group.samples)
         ordinals, prefixes = self.group.prompts.ordinals, self.group.prefixes
         # A first prompt adds nothing, so that a group of one prompt draws the same alone and joined with others.
@@ -45,21 +44,21 @@ class Holder:
 
 
 class GroupStream(ABC):
-    """What every engine of `generate` derives from.
+    """The base class of all engines of `generate`.
 
-    It has rows in a `queue` to sample. A `row` of a `Holder` goes on from `row.prefix`, says at most `max_tokens`
-    tokens in a turn and `segment` in a segment (0: no bound), and ends with a token of `tokenizer.stops` or where
-    `strings` ends it. The engine calls `row.say` with its tokens, their log-probabilities and versions when it has
-    ended or paused, and returns `result` of its group when that is complete. Groups that are `settled` have no row to
-    sample. Ranks that share a model (`context.mesh`) get the same groups in the same order, and the same weights before
-    the same step: each samples the same tokens.
+    Rows to sample are in a `queue`. A `row` of a `Holder` continues `row.prefix`, samples at most `max_tokens` tokens
+    in a turn and `segment` in a segment (0: no bound), and ends with a token of `tokenizer.stops` or where `strings`
+    ends it. When a row has ended or paused, the engine calls `row.say` with its tokens, their log-probabilities and
+    versions; when a group is complete, it returns `result` of it. Groups in `settled` have no row to sample. Ranks that
+    share a model (`context.mesh`) get the same groups in the same order, and the same weights before the same step, so
+    all sample the same tokens.
 
-    `behaviour` has the live weights. If its version is a new one, a step computes with its tensors from then on, and
-    with no cache of older ones for rows that begin. The tensors are written over after the next version. An engine
-    whose weights are copies measures `mismatch` with the tensors themselves, and raises `UntrustedError` where that is
-    more than `MOST_MISMATCH`. One that computes with several tensors as one says so (`fused`).
+    `behaviour` has the live weights. If its version is new, the next step computes with its tensors, and rows that
+    begin use no cache of older weights. The tensors are overwritten after the next version. An engine that computes
+    with copies of the weights measures `mismatch` with the tensors themselves, and raises `UntrustedError` if it is
+    more than `--mismatch-limit`. An engine that fuses several tensors into one declares them in `fused`.
 
-    Raises ValueError for settings that are none.
+    Raises ValueError for invalid settings.
     """
 
     def __init__(
@@ -87,16 +86,15 @@ class GroupStream(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Make what this engine samples with, once the settings of its call are there."""
+        """Set up this engine; the settings of its call are set already."""
 
     @abstractmethod
     def step(self) -> Sequence[tuple[Any, Any]]:
-        """Sample some tokens with the weights that are live in `behaviour`; the groups that are finished, as (tag,
-        result)."""
+        """Sample some tokens with the live weights in `behaviour`. Return the finished groups, as (tag, result)."""
 
     @abstractmethod
     def busy(self) -> bool:
-        """Is there anything left to work on?"""
+        """True if there is work left."""
 
     @abstractmethod
     def reset(self) -> None:
@@ -104,18 +102,18 @@ class GroupStream(ABC):
 
     @abstractmethod
     def measured(self, group: SampledGroup, rollouts: Rollouts) -> Metrics:
-        """Figures of a group that is finished, beside those that it has by itself."""
+        """The engine's own metrics of a finished group."""
 
     def fused(self) -> Sequence[Sequence[str]]:
-        """Names of weights that are to lie one after the other in memory (see `Fusing`)."""
+        """Names of weights that should be contiguous in memory (see `Fusing`)."""
         return ()
 
     def submit(self, tag: Any, inputs: Mapping[str, Any]) -> None:
-        """Queue a group of `prompts`, or what follows its prefixes (`after`), or the next turn of its `conversation`
-        after `replies`, sampled with `behaviour`. It goes on from what was `paused`.
+        """Queue a group: responses to its `prompts`, continuations of its prefixes (`after`), or the next turn of its
+        `conversation` after `replies`, sampled with `behaviour`. A group that has `paused` continues from there.
 
-        Raises ValueError for a prompt that cannot fit, and as `SampledGroup.branch`. A conversation that has outgrown
-        its room is no error: its row ends there, and the first such row of a run is warned of.
+        Raises ValueError for a prompt that does not fit, and as `SampledGroup.branch`. A conversation that no longer
+        fits is no error: its row ends there, with a warning for the first such row.
         """
         prompts: Prompts = inputs["prompts"]
         conversation, replies, after = (inputs.get(name) for name in ("conversation", "replies", "after"))
@@ -150,8 +148,8 @@ class GroupStream(ABC):
         self.enqueue(group, inputs["behaviour"], inputs.get("paused"))
 
     def _branched(self, tag: Any, prompts: Prompts, after: Prefixes) -> SampledGroup:
-        """What follows each prefix. Raises ValueError as `SampledGroup.branch`, for a prefix that a stop string has
-        ended, and for one that is to be learnt from and was sampled otherwise."""
+        """A group that continues each prefix. Raises ValueError as `SampledGroup.branch`, for a prefix that a stop
+        string has ended, and for one that is learnt from but was sampled with other settings."""
         words = self.spec.config.vocab_size
         group = SampledGroup.branch(tag, prompts, self.samples, after, self.tokenizer, self.context.max_tokens, words)
         group.context = not self.learn_prefix
@@ -166,7 +164,7 @@ class GroupStream(ABC):
         return group
 
     def enqueue(self, group: SampledGroup, behaviour: Weights, paused: Rollouts | None = None) -> None:
-        """Queue the open rows of a group, each after what it has said before it was `paused`."""
+        """Queue the open rows of a group; those of a `paused` one continue after their tokens so far."""
         self.behaviour = behaviour
         if paused is not None:
             group.resume(paused, self.context.max_tokens)
@@ -175,14 +173,14 @@ class GroupStream(ABC):
             self.settled.append(group)
 
     def check_weights(self) -> None:
-        """Raises ModelError for weights that are adapters of another base, or that are none."""
+        """Raises ModelError for adapters of another base, and for adapters in place of all weights or the reverse."""
         needed = about_adapters(self.spec.lora, self.spec.base)
         if self.behaviour.about != needed:
             given = f"{self.behaviour.about or 'all weights'}, needed {needed or 'all weights'}"
             raise ModelError(f"generate: weights of version {self.behaviour.version}: given {given} as here")
 
     def result(self, group: SampledGroup) -> Any:
-        """The outputs of the firing that a complete group is, or what it goes on from where a row has paused."""
+        """The outputs of a complete group's firing; `Paused` if a row has paused."""
         rollouts = group.rollouts(self.tokenizer, self.sampler)
         if any(row.paused(self.context.max_tokens) for row in group.rows):
             return Paused(rollouts)
@@ -190,17 +188,17 @@ class GroupStream(ABC):
 
     @property
     def comparable(self) -> bool:
-        """Can the trainer's log-probabilities equal the recorded ones? Not of greedy or cut samples."""
+        """True if the trainer's log-probabilities can equal the recorded ones: not for greedy or cut samples."""
         return self.sampler.temperature > 0 and not self.sampler.cuts
 
     @property
     def max_prefix(self) -> int:
-        """Tokens of the longest prompt, or conversation so far, that a turn has room after."""
+        """Tokens of the longest prompt, or conversation so far, that leaves room for a turn."""
         return self.length - self.context.max_tokens
 
 
 def _check_settings(given: Rollouts | Prefixes, sampler: Sampler, what: str, why: str) -> None:
-    """Raises ValueError unless what there is of some rows was sampled as the rest of them will be."""
+    """Raises ValueError unless the existing tokens of rows were sampled with the settings of the rest."""
     told = "temperature {:g}{}".format
     kinds = zip(given.temperature_N.tolist(), given.cut_N.tolist(), strict=True)
     found = {told(temperature, CUT * cut) for temperature, cut in kinds}

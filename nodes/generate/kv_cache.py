@@ -1,4 +1,4 @@
-"""The memory of a generator: how long prompts and responses may be, what a slot takes, the cache, and its attention.
+"""The memory of a generator: lengths of prompts and responses, the size of a slot, the cache, and attention over it.
 
 Shapes: R rows of a pass, S slots, G key-value heads, H query heads, C positions, K width of a head, M copies, T tokens
 of a response.
@@ -23,15 +23,15 @@ from penstock.nodes.open_model import refuse_long, spec_of, suspects
 
 _libc = ctypes.CDLL(None)
 WIDE = 256
-"""Rows of a pass on a CPU that computes those that hold a token."""
+"""Rows of a pass on a CPU with `DecodePass`, which computes only those that hold a token."""
 PROMPT_ROWS = 512
-"""Tokens of prompts that a GPU computes at once: a product of so many takes little longer than reading its weights."""
+"""Tokens of prompts that a GPU computes at once: their product takes little longer than reading its weights."""
 
 
 @dataclass(frozen=True)
 class CacheSize:
-    """What a cache is for: `slots` of `length` positions each, `max_tokens` of them for a response, of a model of this
-    shape and dtype. `routes`: are the experts of each token recorded?"""
+    """The size of a cache: `slots` of `length` positions each, `max_tokens` of them for a response, for a model of this
+    shape and dtype. `routes`: the experts of each token are recorded."""
 
     config: ModelConfig
     slots: int
@@ -43,7 +43,7 @@ class CacheSize:
 
     @property
     def stored(self) -> torch.dtype:
-        """What keys and values are kept in."""
+        """The dtype of keys and values in the cache."""
         groups = self.config.num_key_value_heads
         return stored_dtype(self.dtype, self.device, self.config.num_attention_heads // groups, self.config.head_dim)
 
@@ -56,9 +56,9 @@ class CacheSize:
 
 
 def require_memory(nbytes: int, slots: int, length: int, max_tokens: int, device: str) -> None:
-    """Raises ValueError if a device has less memory left than the cache of so many slots takes."""
+    """Raises ValueError if a device has less than `nbytes` of memory left, which the cache of these slots takes."""
     if torch.device(device).type == "cuda":
-        # What torch holds and has not given out counts as taken for the driver.
+        # The driver counts memory that torch has reserved but not allocated as used.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         available = torch.cuda.mem_get_info(device)[0] + unused
     else:
@@ -85,30 +85,29 @@ class Cache:
         self._slots_R = self._positions_R = torch.arange(size.slots, device=size.device)
 
     def begin(self, slots_R: Tensor, positions_R: Tensor) -> None:
-        """Prepare a pass: row r is the token at `positions_R[r]` of slot `slots_R[r]`, whose earlier ones are there or
-        in this pass; an empty row is at -1."""
+        """Prepare a pass: row r is the token at `positions_R[r]` of slot `slots_R[r]`. Earlier tokens of the slot are
+        in the cache or in this pass. An empty row is at -1."""
         self._slots_R, self._positions_R = slots_R, positions_R
 
     def attend(self, layer: int, q_R1HK: Tensor, k_R1GK: Tensor, v_R1GK: Tensor, window: int) -> Tensor:
-        """One token per row, over its slot's positions up to it. An `Attend` of the model."""
+        """Attention of one token per row to its slot's positions up to it. An `Attend` of the model."""
         rows = q_R1HK[:, 0], k_R1GK[:, 0], v_R1GK[:, 0]
         given = self.keys[layer], self.values[layer], self._slots_R, self._positions_R
         return attend(*rows, *given, window)[:, None]
 
     def copy(self, source: int, slots_M: Tensor, length: int) -> None:
-        """The first `length` positions of slot `source` to others."""
+        """Copy the first `length` positions of slot `source` to other slots."""
         for each in (self.keys, self.values):
             each[:, slots_M, :, :length] = each[:, source, None, :, :length]
 
 
 class DecodeMemory:
-    """What a generator keeps on its device, as zeros: the cache of all slots, what is uploaded for a pass over `rows`
-    tokens, or `prompt_rows` if they are of prompts alone (in `inputs_4R`: tokens, slots, positions, and the number of
-    the next token in its response), and the draws of whole responses. All addresses stay, and `graphs` of passes are
-    theirs. `experts_SCLK` are those that the token at each position went through; None unless `size` says that they are
-    recorded.
+    """The device memory of a generator, zero at first: the cache of all slots; the inputs of a pass over `rows` tokens,
+    or `prompt_rows` if all are of prompts (`inputs_4R`: tokens, slots, positions, and the number of the next token in
+    its response); and the draws of whole responses. Addresses never change, and `graphs` of passes rely on that.
+    `experts_SCLK` are the experts of the token at each position; None unless `size` says that they are recorded.
 
-    Raises ValueError as `CacheSize.require_memory` does: weights have come since it was asked.
+    Raises ValueError as `CacheSize.require_memory` does, which may have passed before the weights were loaded.
     """
 
     def __init__(self, size: CacheSize, rows: int = 0, prompt_rows: int = 0) -> None:
@@ -124,22 +123,22 @@ class DecodeMemory:
         self.graphs = Graphs()
 
     def copy(self, source: int, slots_M: Tensor, length: int) -> None:
-        """The first `length` positions of slot `source` to others."""
+        """Copy the first `length` positions of slot `source` to other slots."""
         self.cache.copy(source, slots_M, length)
         if self.experts_SCLK is not None:
             self.experts_SCLK[slots_M, :length] = self.experts_SCLK[source, None, :length]
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    """Zeros on a device; in a CPU's memory in pages of 2 MB where the kernel gives some."""
-    # A step over hundreds of megabytes reads more small pages than a processor keeps the addresses of (on a virtual
-    # machine 12 against 17 GB/s).
+    """Zeros on a device; on a CPU in pages of 2 MB if the kernel has some."""
+    # A step over hundreds of megabytes reads more small pages than the processor's TLB holds (on a virtual machine 12
+    # against 17 GB/s).
     made = torch.empty(shape, dtype=dtype, device=device)
     if made.device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
         first = -(-made.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (made.data_ptr() + made.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
         if length > 0:
-            # Where it is refused the pages are small.
+            # If it is refused, the pages are small.
             _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
     return made.zero_()
 
@@ -150,7 +149,7 @@ def cache_length(positions: int, context: Context) -> int:
 
     Raises GraphError for a `max_tokens` that leaves no room for a prompt.
     """
-    # Every slot has its cache from the start. Of the whole context (128k tokens of some models) no machine has room.
+    # Every slot has its cache from the start. No machine has room for the whole context (128k tokens of some models).
     if not 1 <= context.max_tokens < positions:
         needed = f"1 to {positions - 1}: the model's context has {positions} tokens, and a prompt takes at least one"
         raise GraphError(Fault("out-of-range", "--max-tokens", str(context.max_tokens), needed))
@@ -158,7 +157,7 @@ def cache_length(positions: int, context: Context) -> int:
 
 
 def needed_prompt(length: int, context: Context) -> str:
-    """The bound on a prompt, or a conversation so far, in a slot of `length` positions: a text for errors."""
+    """The bound on a prompt, or on a conversation so far, in a slot of `length` positions, as a text for errors."""
     most = length - context.max_tokens
     if most == context.max_prompt:
         return f"at most {most} (--max-prompt)"
@@ -166,10 +165,10 @@ def needed_prompt(length: int, context: Context) -> str:
 
 
 def room(call: Call) -> None:
-    """Requirement of a node that samples: weights of a known model with a vocabulary, whose context has room for a
-    response, and prompts with room for one after them.
+    """Requirement of a node that samples: weights of a known model that generates text, whose context has room for a
+    response, and prompts that leave room for one.
 
-    It looks at the longest prompts of a file, and at the first prompt of another source. Raises GraphError.
+    It checks the longest prompts of a file, or the first prompts of another source. Raises GraphError.
     """
     spec = spec_of(call, "behaviour")
     if call.context is None or spec is None:

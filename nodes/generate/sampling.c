@@ -1,8 +1,8 @@
-/* A token of each row of logits, by the inverse of its distribution's sums: `Sampler` of sampling.py, for a CPU. Nothing
-   as large as the logits is written: of a large vocabulary they are 10 MB for 16 rows.
+/* Draws a token for each row of logits by its inverse CDF: `Sampler` of sampling.py, for a CPU. It writes nothing as
+   large as the logits, which are 10 MB for 16 rows of a large vocabulary.
 
-   Compiled where it runs; with BF16 the logits are of bfloat16. A row is computed by one thread, its words in order, so
-   its bits depend on nothing but its own numbers. */
+   Compiled at run time; with BF16 the logits are bfloat16. One thread computes a row, its words in order, so its bits
+   depend only on its own numbers. */
 
 #include <stdlib.h>
 
@@ -11,23 +11,23 @@
 /* Words whose mass is one sum: a multiple of LANES. */
 #define WORDS 512
 
-/* LANES logits from `v` on over the temperature; beyond the last one of V there are none. */
+/* LANES logits from `v` on, divided by the temperature; -infinity beyond the last one of V. */
 static inline vector scaled(const stored *row, int64_t v, int64_t V, float temperature) {
     vector found = load_part(row + v, V - v) / temperature;
     for (int64_t i = V - v; i < LANES; i++) found[i] = -INFINITY;
     return found;
 }
 
-/* Of softmax(logits [R, V] / temperature): the first token of each row up to which the mass is more than the row's
-   number `uniform`, 0 to below 1, of the whole, and its log-probability, which is no number where a logit is none.
-   Returns 1 where memory is lacking, otherwise 0. */
+/* For each row of softmax(logits [R, V] / temperature): the first token up to which the mass exceeds the row's
+   `uniform` (0 to below 1) times the whole, and its log-probability, which is NaN if a logit is. Returns 1 if there is
+   not enough memory, otherwise 0. */
 int draw(const stored *logits, const double *uniform, int64_t R, int64_t V, float temperature, int64_t *tokens,
          float *logprobs, int threads) {
     int failed = 0;
 #pragma omp parallel num_threads(threads)
     {
-        /* Mass up to the end of each block, in double: with floats the rounding of a large vocabulary would move draws
-           to other tokens. */
+        /* Mass up to the end of each block, in double: in float, rounding over a large vocabulary would move draws to
+           other tokens. */
         double *sums = malloc(sizeof(double) * whole(V, WORDS) / WORDS);
         if (!sums) {
 #pragma omp atomic write
@@ -55,7 +55,7 @@ int draw(const stored *logits, const double *uniform, int64_t R, int64_t V, floa
             double target = uniform[r] * mass;
             int64_t block = 0;
             while (block < blocks - 1 && !(sums[block] > target)) block++;
-            /* The block's words one by one, whose sum may be less than it was, by its rounding. */
+            /* The block's words one by one. By rounding, their sum may be less than it was. */
             float words[WORDS];
             int64_t begin = block * WORDS, count = V - begin < WORDS ? V - begin : WORDS, token = 0;
             for (int64_t v = 0; v < count; v += LANES) {

@@ -32,7 +32,7 @@ _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 _SOURCE = Path(__file__).with_name("sampling.c")
 WORDS = 512
-"""Of a block whose mass is summed up first; down to an eighth of it, if the vocabulary is a multiple of that."""
+"""Words of a block whose mass is summed first; down to an eighth of it, if the vocabulary is a multiple of that."""
 
 
 def keyed_uniform(keys: Tensor, positions: Tensor) -> Tensor:
@@ -48,14 +48,14 @@ def keyed_uniform(keys: Tensor, positions: Tensor) -> Tensor:
 
 
 def _shift(bits: Tensor, by: int) -> Tensor:
-    """To the right, filled with zeros: torch's own keeps the sign."""
+    """Shift right, filled with zeros: torch's own shift keeps the sign."""
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """The distribution that is sampled from: softmax(logits / temperature), cut to the `top_k` likeliest tokens and
-    then to the fewest that hold `top_p` of the probability, and renormalised. `top_k` 0 and `top_p` 1 cut nothing.
+    """The distribution that is sampled from: softmax(logits / temperature), cut to the `top_k` likeliest tokens, then
+    to the fewest that hold `top_p` of the probability, and renormalised. `top_k` 0 and `top_p` 1 cut nothing.
 
     Temperature 0 takes the likeliest token, with probability 1.
     """
@@ -69,8 +69,8 @@ class Sampler:
         return self.top_k > 0 or self.top_p < 1
 
     def __call__(self, logits_SV: Tensor, uniform_S: Tensor, by_rows: bool = False) -> tuple[Tensor, Tensor]:
-        """Tokens (int64 [S]) and their log-probabilities (float32 [S], nats) in the distribution sampled from;
-        `by_rows` as a trainer computes them with `--invariant`."""
+        """Tokens (int64 [S]) and their log-probabilities (float32 [S], nats) in the distribution sampled from; with
+        `by_rows` computed as a trainer does with `--invariant`."""
         if self.temperature == 0:
             tokens_S = logits_SV.argmax(-1)
             return tokens_S, torch.zeros_like(tokens_S, dtype=torch.float32)
@@ -101,7 +101,7 @@ class Sampler:
         if self.top_p < 1:
             sorted_SV, order_SV = logits_SV.sort(dim=-1, descending=True, stable=True)
             probs_SV = sorted_SV.softmax(-1, dtype=torch.float64)
-            # A token is kept if the likelier ones hold less than `top_p`: the one that reaches it is the last.
+            # A token is kept if the likelier ones hold less than `top_p`: the last one kept is that which reaches it.
             before_SV = probs_SV.cumsum(-1) - probs_SV
             sorted_SV = sorted_SV.masked_fill(before_SV >= self.top_p, -torch.inf)
             logits_SV = torch.empty_like(logits_SV).scatter_(1, order_SV, sorted_SV)
@@ -110,8 +110,8 @@ class Sampler:
 
 @functools.cache
 def compiled(dtype: torch.dtype) -> Callable[..., int] | None:
-    """`draw` of sampling.c, from a distribution that is not cut (152 thousand words, 64 rows: 6 ms on a core, where
-    torch's operations take 28). None for another dtype, or where it does not compile, of which it warns."""
+    """`draw` of sampling.c, for a distribution that is not cut (152 thousand words, 64 rows: 6 ms on a core, against 28
+    by torch's operations). None for another dtype, or with a warning if it does not compile."""
     library = compiled_or_warned(_SOURCE, dtype)
     if library is None:
         return None
@@ -122,8 +122,8 @@ def compiled(dtype: torch.dtype) -> Callable[..., int] | None:
 
 
 def _drawn(probs_SV: Tensor, uniform_S1: Tensor) -> Tensor:
-    """The token [S, 1] of each row in whose share of the mass its uniform falls: the block of words first, since sums
-    over all of a large vocabulary are the longest part of a draw."""
+    """The token [S, 1] of each row whose share of the mass contains its uniform. The block of words is found first,
+    since sums over a large vocabulary take most of a draw's time."""
     rows, words = probs_SV.shape
     even = gcd(words, WORDS)
     width = even if even >= WORDS // 8 else WORDS
@@ -131,39 +131,39 @@ def _drawn(probs_SV: Tensor, uniform_S1: Tensor) -> Tensor:
     if blocks * width > words:
         probs_SV = F.pad(probs_SV, (0, blocks * width - words))
     probs_SBW = probs_SV.view(rows, blocks, width)
-    # Over all words in float64: with float32 the rounding of a large vocabulary would move draws to other tokens.
+    # In float64: in float32, rounding over a large vocabulary would move draws to other tokens.
     mass_SB = probs_SBW.sum(-1).cumsum(-1, dtype=torch.float64)
-    # A uniform below 1 gives a target below the last entry, so that the block has mass, and so the token. Logits that
-    # are not numbers find neither. `EngineSlots.record` raises for them, if the slot is held.
+    # A uniform below 1 gives a target below the last entry, so the block has mass, and so has the token. For NaN logits
+    # neither is found; then `EngineSlots.record` raises if the slot is held.
     target_S1 = uniform_S1 * mass_SB[:, -1:]
     block_S1 = torch.searchsorted(mass_SB, target_S1, right=True).clamp_(max=blocks - 1)
     own_SW = probs_SBW.gather(1, block_S1[:, :, None].expand(rows, 1, width))[:, 0]
     within_SW = own_SW.cumsum(-1, dtype=torch.float64)
     before_S1 = F.pad(mass_SB, (1, 0)).gather(1, block_S1)
-    # The sum of a block may be less than it was before, by its rounding.
+    # By rounding, the sum of a block may be less here than in `mass_SB`.
     left_S1 = torch.minimum(target_S1 - before_S1, within_SW[:, -1:] * (1 - 2.0**-52))
     tokens_S1 = block_S1 * width + torch.searchsorted(within_SW, left_S1, right=True)
     return tokens_S1.clamp_(max=words - 1)
 
 
 def scorable(call: Call) -> None:
-    """Requirement of a node that samples: what it samples can be scored by those who score it.
+    """Requirement of a node that samples: nodes that score its samples can do so.
 
-    A temperature travels with the rollouts, and each node that scores them applies it. Two kinds of samples cannot be
-    scored by an update of a policy, or by log-probabilities: of temperature 0, and of top-k or top-p. Rollouts whose
-    rewards alone are used may be of either kind. What a node makes of several rollouts may be of either, too: the
-    update looks at the rows themselves (`LanguageModel.pack`).
+    The temperature is stored with the rollouts, and each node that scores them applies it. Two kinds of samples cannot
+    be scored by an update of a policy or for log-probabilities: those of temperature 0, and those of top-k or top-p.
+    Rollouts of which only rewards are used may be of either kind. Outputs of a node that reads several rollouts are not
+    checked here: the update checks the rows themselves (`LanguageModel.pack`).
 
     Raises GraphError with the readers that would score such samples.
     """
-    # The policy that learns has another support than one that was cut. Its own would give tokens a ratio of 0 or a
-    # log-probability of −∞; the sampler's would have to travel, with V bits or up to V ids for each token (16 kB for a
-    # vocabulary of 128k), through every buffer, message and checkpoint.
+    # A cut distribution has another support than the policy that learns. With the policy's own cut, tokens would get a
+    # ratio of 0 or a log-probability of −∞; the sampler's cut would have to be sent along, V bits or up to V ids for
+    # each token (16 kB for a vocabulary of 128k), in every buffer, message and checkpoint.
     whole = "all of the vocabulary (top_k=0, top_p=1): a policy that has changed has another support"
     greedy = "more than 0: greedy tokens have probability 1, and no gradient"
     options = call.options
     top_k, top_p = options.get("top_k"), options.get("top_p")
-    # An option that is not a number is a fault of its own, told by other requirements.
+    # Other requirements report an option that is not a number.
     kinds = {
         "temperature": (options.get("temperature") == 0, greedy),
         "top_k": (type(top_k) is int and top_k > 0, whole),
@@ -189,18 +189,18 @@ def scorable(call: Call) -> None:
 
 
 MICRO_TOKENS = 8192
-# Nats by which the log-probabilities of a generator and of a trainer may differ on average, by the rounding of a dtype.
-# Beyond it our engine, which computes with what was proved, warns; with another one the run stops.
+# The largest mean difference in nats between log-probabilities of generator and trainer that a dtype's rounding
+# explains. Beyond it our engine, which computes with the proved weights, warns; another engine stops the run.
 MOST_MISMATCH = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
 @torch.no_grad()
 def mismatch(model: CausalLM, rollouts: Rollouts, version: int | None = None) -> float:
-    """Mean |log μ recorded − log π of the trainer's packed forward, at the same temperature| over sampled tokens, those
-    of a `version` if it is given, nats.
+    """Mean |log μ recorded − log π of the trainer's packed forward, at the same temperature| in nats, over sampled
+    tokens, or only those of `version` if it is given.
 
-    `model` must hold the weights that sampled every one: across versions the difference is drift, not mismatch. Raises
-    ValueError for rollouts without log μ.
+    `model` must hold the weights that sampled these tokens: across versions the difference is drift, not mismatch.
+    Raises ValueError for rollouts without log μ.
     """
     recorded_NT, total = behaviour_logprobs(rollouts, "mismatch").to(model.device), 0.0
     counted_NT = sampled_mask(rollouts)

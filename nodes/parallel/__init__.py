@@ -1,1 +1,1 @@
-"""Models over several ranks: what each rank holds, which micro-batches it works on, and how they add up."""
+"""Models over several ranks: what each rank holds, which micro-batches it works on, and how gradients are summed."""

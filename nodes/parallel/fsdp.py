@@ -1,12 +1,12 @@
-"""A model whose weights are cut over ranks, and the work on micro-batches that they share.
+"""A model whose weights are sharded over ranks, and the work on micro-batches that the ranks share.
 
 The same interface as `DataParallelThreads`, for ranks in place of threads: all ranks are given the same micro-batches,
-each works on its share, and every rank gets all results. torch's own tools cut the weights: tensor parallelism by
+each works on its share, and every rank gets all results. torch's own tools shard the weights: tensor parallelism by
 DTensor, then FSDP2 (HSDP over an axis "dp"). Over "pp" each rank has some of the layers (`PipelineStage`), over "ep"
-some of each layer's experts, to which tokens travel (`TokenExchange`): these are cut over "fsdp", and all other weights
-over "fsdp" and "ep" together.
+some of each layer's experts, to which tokens are sent (`TokenExchange`): experts are sharded over "fsdp", all other
+weights over "fsdp" and "ep" together.
 
-Invariant: the float32 shards are the master weights; what is computed with is gathered layer by layer, in the run's
+Invariant: the float32 shards are the master weights; for computation they are gathered layer by layer, in the run's
 dtype.
 """
 
@@ -62,22 +62,22 @@ Result = TypeVar("Result")
 
 
 class Shards(Generic[Model]):
-    """Cuts `model`, which every rank has whole, in place. It computes in `dtype`.
+    """Shards `model`, which every rank has whole, in place. It computes in `dtype`.
 
     With `zero` 3, weights are gathered for each micro-batch and gradients reduced after each (ZeRO, Rajbhandari et al.,
     2020, arXiv 1910.02054, section 5). With 1, a step gathers weights once and reduces gradients after its last
-    micro-batch: both are whole until then, and micro-batches are summed before ranks are. Copies of the model ("dp")
-    add their gradients after the last micro-batch in any case. The last one is that of the last call of `backward`
-    before `collect`.
+    micro-batch: both are whole until then, and gradients are summed over micro-batches before they are summed over
+    ranks. Replicas of the model ("dp") always add their gradients after the last micro-batch. The last micro-batch is
+    that of the last call of `backward` before `collect`.
 
-    `parameters` are this rank's parts as plain tensors, by name: changed in place, they change the model.
+    `parameters` are this rank's parts as plain tensors, by name: changing them in place changes the model.
     """
 
     def __init__(self, model: Model, ranks: Ranks, dtype: torch.dtype, zero: int = 3) -> None:
         self.model, self.ranks, self.rules, self.zero = model, ranks, tensor_parallel(model.config), zero
-        # Backward passes that are still to come, 1 at the least between two calls whose gradients are one sum.
+        # Backward passes still to come; at least 1 between two calls whose gradients are one sum.
         self._left = 0
-        # Does again what such a call has done with one of its micro-batches, which then does not count.
+        # After such a call: repeats one of its micro-batches, which then does not count.
         self._again: Callable[[], object] | None = None
         self.count = ranks.shares
         self._wholes = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
@@ -96,13 +96,13 @@ class Shards(Generic[Model]):
     def backward(
         self, loss: Callable[[Model, Packed], tuple[Tensor, Result]], items: Sequence[Packed], *, last: bool = True
     ) -> list[Result]:
-        """Add up the gradients of the items' losses. Returns the second output of `loss` for each item, in order. What
-        is reduced after the last micro-batch waits for a call that has the `last` ones."""
+        """Add up the gradients of the items' losses. Returns the second output of `loss` for each item, in order. A
+        reduction after the last micro-batch waits for a call with `last`."""
 
         def work(item: Packed, counts: bool) -> Result:
             total, found = loss(self.model, item)
             self._before_backward()
-            # A backward pass in any case: all ranks sum gradients together.
+            # Also for an item that does not count: all ranks take part in summing gradients.
             (total if counts else total * 0).backward()  # type: ignore[no-untyped-call]
             return found
 
@@ -111,7 +111,7 @@ class Shards(Generic[Model]):
             smallest = sizes.index(min(sizes))
             self._again = lambda: self._share(lambda item, _: work(item, False), [items[smallest]])
         elif not items and last and self._again is not None:
-            # The gradients of the calls before are still to be reduced.
+            # The gradients of earlier calls have not been reduced yet.
             self._again()
         return self._share(work, items, last=last)
 
@@ -127,7 +127,7 @@ class Shards(Generic[Model]):
                 total[name] = part.grad.to_local().float()
             part.grad = None
         self._again = None
-        if self._left:  # a step that failed: what it has added up is nobody's
+        if self._left:  # a step that failed: drop the gradients that it has added up
             self._left = 0
             for module in self._wrapped():
                 for group in _groups(module):
@@ -139,20 +139,20 @@ class Shards(Generic[Model]):
         return total
 
     def update(self, masters: Mapping[str, Tensor]) -> None:
-        """Forget what was gathered of `masters`, which are the parameters, and have changed."""
+        """Free the gathered copies of `masters`, which are the parameters, and have changed."""
         for module in self._wrapped():
             module.reshard()
 
     def norm(self, parts: Mapping[str, Tensor]) -> float:
-        """The 2-norm of all tensors together; `parts` are this rank's parts of them, cut as the weights are. It is NaN
-        or infinite on all ranks where a part is on one of them."""
-        # Each part counts once: on the first of the ranks that have the same.
+        """The 2-norm of all tensors together; `parts` are this rank's parts of them, sharded as the weights are. If a
+        part on one rank is NaN or infinite, so is the norm on all ranks."""
+        # Each part counts once: on the first of the ranks that have it.
         copy, whole = self.ranks.place(DATA), self.ranks.place(TENSOR) == 0
         own, again = list[Tensor](), list[Tensor]()
         for name, part in parts.items():
             (own if copy == 0 and (whole or rule_of(name, self.rules)) else again).append(part)
         square = float(torch.nn.utils.get_total_norm(own)) ** 2
-        # Ranks that have the same should have the same bits; one that has not must not go on by itself.
+        # Ranks with the same part should have the same bits. If one has not, all ranks must stop together.
         if not torch.nn.utils.get_total_norm(again).isfinite():
             square = math.nan
         total = torch.tensor(square, dtype=torch.float64, device=self.model.device)
@@ -160,13 +160,13 @@ class Shards(Generic[Model]):
         return float(total.sqrt())
 
     def not_finite(self, parts: Mapping[str, Tensor]) -> list[dict[str, int]]:
-        """How many elements of each tensor are no finite numbers, by rank; tensors without any are left out."""
+        """The number of elements of each tensor that are not finite, by rank; tensors without any are left out."""
         own = {name: torch.tensor(count) for name, count in count_not_finite(parts).items()}
         every = [found for (found,) in gather([own or None], self.model.device)]
         return [{name: int(count) for name, count in (found or {}).items()} for found in every]
 
     def whole(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Copies of these tensors, put together, on the CPU. All ranks call it; only the first keeps what it gets."""
+        """Whole copies of these tensors on the CPU. All ranks call it; only the first rank gets their elements."""
         count = self.ranks.size(STAGE)
         held = stages_of(self.model.config, self._wholes, count) if count > 1 else {}
         for name in names:
@@ -188,11 +188,11 @@ class Shards(Generic[Model]):
             elif self.ranks.rank == 0:
                 tensor = torch.empty(shape, dtype=dtype, device=self.model.device)
                 dist.recv(tensor, owner)
-            # A copy in any case: what only this rank has would be its own weight, which the next update changes.
+            # Always a copy: a tensor that only this rank has would be its own weight, which the next update changes.
             yield name, tensor.to("cpu", copy=True) if self.ranks.rank == 0 else tensor.new_empty(0)
 
     def _before_backward(self) -> None:
-        """Reduce what is to be reduced after the backward pass that begins."""
+        """Tell FSDP whether to reduce gradients after the backward pass that begins."""
         self._left -= 1
         root: FSDPModule = self.model  # type: ignore[assignment]
         if self.zero == 1:
@@ -210,8 +210,8 @@ class Shards(Generic[Model]):
         """Results of all items, in order, on every rank."""
         if not items:
             return []
-        # Weights are gathered by all ranks at once: a rank with fewer items than others repeats the smallest one, which
-        # does not count.
+        # All ranks gather weights together: a rank with fewer items than others repeats the smallest item, which does
+        # not count.
         costs = token_counts(items)
         shares = assign(costs, self.count)
         own, rounds = shares[self.ranks.share()], max(map(len, shares))
@@ -233,11 +233,11 @@ class Shards(Generic[Model]):
 
 
 def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, Rule], zero: int) -> None:
-    """Cut a model: experts are dealt out, tensor parallelism within each layer, then FSDP2: each layer's experts where
-    they are dealt out, each layer, the embedding and the head by itself, the rest as one more. Then each rank gets the
-    parts that are its own.
+    """Shard a model: distribute experts, then tensor parallelism within each layer, then FSDP2. FSDP2's units are each
+    layer's experts if they are distributed, each layer, the embedding, the head, and the rest. Then load each rank's
+    parts.
 
-    Raises ValueError for a group of another size, ModelError for heads that "tp", or experts that "ep" does not divide.
+    Raises ValueError for a group of another size, ModelError if "tp" does not divide the heads or "ep" the experts.
     """
     if dist.get_world_size() != ranks.count:
         raise ValueError(f"given a mesh of {ranks.count} ranks in a group of {dist.get_world_size()}, needed as many")
@@ -246,7 +246,7 @@ def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, R
     mesh, layers = _device_mesh(ranks.mesh, model.device.type), list(model.model.layers.children())
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     source, buffers = _unread(model), dict(model.named_buffers())
-    # A mesh of its own: experts are not cut over the axis that deals them out.
+    # A mesh of its own: experts are not sharded over the axis that distributes them.
     of_experts, dealt = mesh, list[nn.Module]()
     if ranks.size(EXPERT) > 1:
         of_experts = _device_mesh(ranks.mesh, model.device.type, with_experts=True)
@@ -258,22 +258,22 @@ def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, R
             parallelize_module(layer, mesh[TENSOR], plan, src_data_rank=None)
         _cut_words(model, mesh[TENSOR], rules)
     embedding, head = model.model.embed_tokens, getattr(model, "lm_head", None)
-    # An embedding that is the head, too, is needed until the backward pass has begun.
+    # A tied embedding is needed until the backward pass has begun.
     tied = isinstance(model, CausalLM) and model.config.tie_word_embeddings
     ends = [end for end in (embedding, head) if end is not None and any(True for _ in end.parameters())]
     for each in (*dealt, *layers, *ends, model):
-        # The backward pass begins with the head, and with what else is outside of layers.
+        # The backward pass begins with the head and the other weights outside of layers: keep them gathered.
         keeps = each in (head, model) or (tied and each is embedding) or zero == 1
         own = of_experts if each in dealt else mesh
         outer = own[DATA, FSDP] if ranks.size(DATA) > 1 else own[FSDP]
         module = fully_shard(each, mesh=outer, mp_policy=precision, reshard_after_forward=not keeps)
-        # A loss has its weight already: gradients are summed over ranks, not averaged. gloo has no other reduction.
+        # Losses are already weighted: gradients are summed over ranks, not averaged. gloo has no other reduction.
         if outer.size() > 1:  # else torch would divide by 1
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         # The gradient of a look-up needs no weights.
         module.set_unshard_in_backward(tied or each is not embedding)
-    # What was cut has shapes alone so far: a rank has memory for its own parts, and reads nothing else.
+    # So far the parameters have only shapes: a rank allocates and reads only its own parts.
     device = model.device
     model.to_empty(device=device)
     for name, buffer in buffers.items():
@@ -287,7 +287,7 @@ def _cut(model: Decoder, ranks: Ranks, dtype: torch.dtype, rules: Mapping[str, R
 
 
 def _unread(model: Decoder) -> Callable[[str, tuple[slice, ...]], Tensor]:
-    """Leave a model its weights' shapes alone. Returns what gives a region of a weight."""
+    """Reduce a model's weights to their shapes. Returns a function that reads a region of a weight."""
     if model.source is not None:
         return model.source
     wholes = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -298,7 +298,7 @@ def _unread(model: Decoder) -> Callable[[str, tuple[slice, ...]], Tensor]:
 
 
 def _cut_words(model: Decoder, mesh: DeviceMesh, rules: Mapping[str, Rule]) -> None:
-    """Cut embedding and head over the vocabulary, each where this rank has it. Their sums are `Words`'."""
+    """Shard the embedding and the head that this rank has over the vocabulary; `Words` sums over the ranks."""
     model.share_words(Words(model.config.vocab_size, mesh.size(), mesh.get_local_rank(), mesh.get_group()))
     for name, parameter in list(model.named_parameters()):
         if rule_of(name, rules) is not None and not isinstance(parameter, DTensor):
@@ -308,15 +308,15 @@ def _cut_words(model: Decoder, mesh: DeviceMesh, rules: Mapping[str, Rule]) -> N
 
 
 def _groups(module: FSDPModule) -> Sequence[Any]:
-    """torch's own record of what a module gathers and reduces at once."""
+    """torch's own records of the parameters that a module gathers and reduces together."""
     state: Any = module._get_fsdp_state()
     found = getattr(state, "_fsdp_param_groups", None)  # several from torch 2.12 on
     return found if found is not None else [group for group in (state._fsdp_param_group,) if group is not None]
 
 
 def _gathered(part: DTensor) -> Tensor:
-    """A tensor put together from its parts."""
-    # Over "tp" last, as it was cut first.
+    """A tensor gathered from its parts."""
+    # Over "tp" last, since it was sharded over "tp" first.
     axes = zip(part.device_mesh.mesh_dim_names or (), part.placements, strict=True)
     placements = [placement if axis == TENSOR else Replicate() for axis, placement in axes]
     cut: Any = part.detach()
@@ -325,8 +325,8 @@ def _gathered(part: DTensor) -> Tensor:
 
 
 def _tensor_plan(layer: nn.Module, rules: Mapping[str, Rule], of_experts: DeviceMesh) -> dict[str, ParallelStyle]:
-    """How each linear map of a layer is cut, those of experts over `of_experts`. Attention and MLP get their input
-    once, for all of their maps."""
+    """How each linear map of a layer is sharded, those of experts over `of_experts`. Inputs of attention and MLP are
+    prepared once for all of their maps."""
     plan: dict[str, ParallelStyle] = {
         "self_attn": PrepareModuleInput(
             input_layouts=(Replicate(), None, None), desired_input_layouts=(Replicate(), None, None)
@@ -338,7 +338,7 @@ def _tensor_plan(layer: nn.Module, rules: Mapping[str, Rule], of_experts: Device
             plan[name] = _OfExperts(rules, of_experts)
         elif isinstance(module, nn.Linear) and not (name.startswith("mlp.") and isinstance(plan["mlp"], _OfExperts)):
             if is_adapter(f"{name}.weight"):
-                continue  # it is cut with the map that it belongs to
+                continue  # sharded with the map that it belongs to
             rule = rule_of(f"{name}.weight", rules)
             assert rule is not None
             plan[name] = _Columns() if rule[0] == 0 else _Rows()
@@ -348,7 +348,7 @@ def _tensor_plan(layer: nn.Module, rules: Mapping[str, Rule], of_experts: Device
 
 
 class _OfHeads(ParallelStyle):
-    """A norm that each rank has whole, for its own heads."""
+    """A norm that each rank has whole and applies to its own heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Norm)
@@ -357,7 +357,7 @@ class _OfHeads(ParallelStyle):
 
 
 class _OfExperts(ParallelStyle):
-    """Each rank has a part of every expert's inner width; their outputs are summed once, and so are their gradients."""
+    """Each rank has a part of every expert's inner width; outputs are summed once, and so are gradients."""
 
     def __init__(self, rules: Mapping[str, Rule], mesh: DeviceMesh) -> None:
         super().__init__()
@@ -375,7 +375,7 @@ class _OfExperts(ParallelStyle):
 
 
 class _Columns(ColwiseParallel):
-    """Of a linear map with an adapter, B is cut as its weight is, and A whole."""
+    """Shards a linear map by its outputs. Of an adapter, B is sharded like the weight, and A is whole."""
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         if name != "lora_A":
@@ -383,7 +383,7 @@ class _Columns(ColwiseParallel):
 
 
 class _Rows(RowwiseParallel):
-    """Of a linear map with an adapter, A is cut as its weight is, and B whole."""
+    """Shards a linear map by its inputs. Of an adapter, A is sharded like the weight, and B is whole."""
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
         if name != "lora_B":
@@ -391,7 +391,7 @@ class _Rows(RowwiseParallel):
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
-    """Cut a linear map's weight, and a bias; what is not cut, torch makes whole on each rank."""
+    """Shard a linear map's weight and bias. torch replicates what is not sharded."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         part = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(part, parameter.requires_grad))
@@ -399,18 +399,18 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, dim: int) -> None:
 
 @lru_cache
 def _device_mesh(axes: Axes, device: str, *, with_experts: bool = False) -> DeviceMesh:
-    """All axes of a model, outermost first, whatever the order of `axes`; one mesh for all models of this process.
-    "fsdp" has the ranks of "ep", too, unless it is `with_experts`."""
+    """A mesh of all axes of a model, outermost first, for any order of `axes`; one for all models of this process. Its
+    axis "fsdp" includes that of "ep", unless `with_experts`."""
     names, sizes = [name for name, _ in axes], dict(axes)
     ranks = torch.arange(num_ranks(axes)).view([size for _, size in axes])
     ranks = ranks.permute([names.index(name) for name in AXES if name in names])
     if not with_experts:
         sizes[FSDP] = sizes.get(FSDP, 1) * sizes.pop(EXPERT, 1)
     own = tuple(name for name in AXES if name != EXPERT or with_experts)
-    # In the order of their numbers, whichever of "fsdp" and "ep" is the outer one: torch sorts the ranks of a group.
+    # In the order of their numbers, also if "ep" is outside of "fsdp": torch sorts the ranks of a group.
     ranks = ranks.reshape([sizes.get(name, 1) for name in own]).sort(own.index(FSDP)).values
     mesh = DeviceMesh(device, ranks, mesh_dim_names=own)
-    # Its groups wait as long as the default group does: torch would give them half an hour.
+    # Its groups get the timeout of the default group: torch would give them half an hour.
     timeout = c10d._get_default_group()._get_backend(torch.device(device)).options._timeout
     for group in mesh.get_all_groups():
         c10d._set_pg_timeout(timeout, group)

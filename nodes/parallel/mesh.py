@@ -1,9 +1,9 @@
-"""The ranks that train or run one model together: axes of a mesh, and this rank's place; which rank works on which
-micro-batches (`assign`); and the exchange of what they have found (`gather`).
+"""The ranks that train or run one model together: the axes of their mesh and this rank's place, the assignment of
+micro-batches to ranks (`assign`), and the exchange of results (`gather`).
 
-Over "dp", "fsdp" and "ep" ranks work on micro-batches of their own; over "fsdp" the weights are cut, over "dp" they are
-replicated, over "ep" each rank has some of the experts, and a cut of the rest. Over "tp" ranks share each micro-batch,
-and cut the matrices; over "pp" each has some of the layers.
+Over "dp", "fsdp" and "ep" ranks work on different micro-batches. Over "fsdp" weights are sharded, over "dp" they are
+replicated, over "ep" each rank has some of the experts and a shard of the other weights. Over "tp" ranks share each
+micro-batch and shard the matrices; over "pp" each has some of the layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,9 +24,9 @@ AXES = (STAGE, DATA, FSDP, EXPERT, TENSOR)
 
 @dataclass(frozen=True)
 class Ranks:
-    """The `mesh` of a replica; `rank` is this one's place on it.
+    """The `mesh` of a replica, and the place of this `rank` on it.
 
-    Raises ValueError for an axis that means nothing to a model, a size below 1, and a place outside the mesh.
+    Raises ValueError for an axis that models do not have, a size below 1, and a rank outside of the mesh.
     """
 
     mesh: Axes = ()
@@ -51,11 +51,11 @@ class Ranks:
         return num_ranks(self.mesh)
 
     def size(self, axis: str) -> int:
-        """1 for an axis that is not there."""
+        """The size of an axis; 1 if the mesh does not have it."""
         return dict(self.mesh).get(axis, 1)
 
     def place(self, axis: str, rank: int | None = None) -> int:
-        """The coordinate of a rank (this one, if None) on an axis; 0 on one that is not there."""
+        """The coordinate of a rank (this one, if None) on an axis; 0 if the mesh does not have it."""
         rank = self.rank if rank is None else rank
         for name, size in reversed(self.mesh):
             rank, at = divmod(rank, size)
@@ -65,22 +65,22 @@ class Ranks:
 
     @property
     def shares(self) -> int:
-        """How many different micro-batches are worked on at the same time."""
+        """The number of different micro-batches that ranks work on at the same time."""
         return self.size(DATA) * self.size(FSDP) * self.size(EXPERT)
 
     def share(self, rank: int | None = None) -> int:
-        """Which of them a rank works on."""
+        """The number of the share that a rank works on."""
         copy = self.place(DATA, rank) * self.size(FSDP) + self.place(FSDP, rank)
         return copy * self.size(EXPERT) + self.place(EXPERT, rank)
 
     def speakers(self) -> list[int]:
-        """For each share the rank that speaks for it: the first of the last stage that have the same."""
+        """For each share the rank whose results count: the first one on the last stage."""
         last = self.size(STAGE) - 1
         ranks = [r for r in range(self.count) if self.place(TENSOR, r) == 0 and self.place(STAGE, r) == last]
         return sorted(ranks, key=self.share)
 
     def neighbour(self, axis: str, step: int) -> int:
-        """The rank that is `step` further along an axis, and at the same place on all others."""
+        """The rank `step` further along an axis, with the same coordinates on all other axes."""
         inner = self.mesh[[name for name, _ in self.mesh].index(axis) + 1 :]
         return self.rank + step * num_ranks(inner)
 
@@ -89,11 +89,12 @@ class Ranks:
 
 
 def assign(costs: Sequence[int], parts: int) -> list[list[int]]:
-    """The items of each part, in the order of `costs`: the costliest first, each to the part that has least so far.
+    """The items of each part, in the order of `costs`. The costliest items are assigned first, each to the part with
+    the lowest cost so far.
 
-    Among equals the first item and the first part are taken: all ranks agree without a message.
+    Among equals the first item and the first part are taken, so all ranks agree without a message.
     """
-    # No part gets more than ⌈items / parts⌉: every rank takes part in as many rounds as the one with most items.
+    # No part gets more than ⌈items / parts⌉: every rank makes as many rounds as the one with most items.
     most = -(-len(costs) // parts)
     shares: list[list[int]] = [[] for _ in range(parts)]
     totals = [0] * parts
@@ -105,12 +106,12 @@ def assign(costs: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def gather(results: Sequence[Any], device: torch.device) -> list[list[Any]]:
-    """[rank][i]: result i of each rank of the default group; ranks may have different numbers of them.
+    """[rank][i]: result i of each rank of the default group; ranks may have different numbers of results.
 
     A result is a tensor, a mapping of tensors by name, or None.
     """
-    # As safetensors, so that nothing is pickled. Their order is lost, so a name begins with the numbers of the result
-    # and, within a mapping, of the item.
+    # As safetensors, so that nothing is pickled. They do not keep the order, so a name begins with the number of the
+    # result and that of the item within a mapping.
     leaves = {"": torch.tensor(len(results))}
     for index, result in enumerate(results):
         named = result if isinstance(result, Mapping) else {} if result is None else {"": result}
@@ -120,7 +121,7 @@ def gather(results: Sequence[Any], device: torch.device) -> list[list[Any]]:
     length = torch.tensor([len(own)], device=device)
     lengths = [torch.empty_like(length) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, length)
-    # `all_gather` takes equal lengths only: shorter vectors are padded, and what stands behind them is cut off.
+    # `all_gather` needs equal lengths: shorter vectors are padded, and the padding is cut off afterwards.
     longest = max(int(each) for each in lengths)
     every = [own.new_empty(longest) for _ in lengths]
     dist.all_gather(every, torch.nn.functional.pad(own, (0, longest - len(own))))
@@ -128,7 +129,7 @@ def gather(results: Sequence[Any], device: torch.device) -> list[list[Any]]:
 
 
 def _rebuilt(saved: Tensor, device: torch.device) -> list[Any]:
-    """The results of one rank."""
+    """The results of one rank, from its safetensors."""
     leaves = load(saved.numpy(force=True).tobytes())
     found: list[Any] = [None] * int(leaves.pop(""))
     for key in sorted(leaves):

@@ -1,20 +1,19 @@
-"""A model's layers in stages, each on ranks of its own, and what passes between them: the 1F1B schedule.
+"""Pipeline parallelism: a model's layers in stages, each on ranks of its own, by the 1F1B schedule.
 
-A stage computes forward until the micro-batches that it is ahead by are on their way (as many as stages follow it),
-then one backward for each forward, then the backward passes that are left (PipeDream-Flush, Narayanan et al., 2021,
-arXiv 2104.04473, section 2.2.1; the last stage, which has the loss, does both for each micro-batch in turn). So a stage
-keeps what the backward pass needs of at most `stages - stage` micro-batches. Each stage works backward through them in
-their order, so gradients are summed in the order of the micro-batches, to the bit those of GPipe. Without gradients it
-is forward passes alone.
+A stage first makes as many forward passes as stages follow it, then one backward pass for each forward pass, then the
+remaining backward passes (PipeDream-Flush, Narayanan et al., 2021, arXiv 2104.04473, section 2.2.1; the last stage,
+which has the loss, makes both for each micro-batch in turn). So a stage keeps activations of at most `stages - stage`
+micro-batches. Backward passes are in the order of the micro-batches, so gradients are summed in this order, with the
+bits of GPipe. Without gradients there are only forward passes.
 
-Between two neighbours both sides post the same exchanges in the same order, and what one posts together (a send
-beside a receive) is one batch: nothing waits for a buffer on the other side, nor for a message that the peer would post
-after the one that it waits for. NCCL needs that: it works through the operations of a rank in order, and a send is over
-when it has been received.
+Two neighbours post the same exchanges in the same order, and a send and a receive that are posted together are one
+batch: nothing waits for a buffer on the other side, nor for a message that the peer would post only after the one that
+it waits for. NCCL needs that: it works through the operations of a rank in order, and a send ends when it has been
+received.
 
-torch's `Schedule1F1B` does not fit: its stage receives every micro-batch into buffers of the first one's shape, where
-micro-batches here are rows of different lengths; it refuses fewer micro-batches than stages; and its loss gives one
-tensor, where `work` returns what a node has found. Left out: interleaved stages.
+torch's `Schedule1F1B` does not fit: its stage receives every micro-batch into buffers of the first one's shape, but
+micro-batches here are rows of different lengths; it refuses fewer micro-batches than stages; and its loss returns one
+tensor, but `work` returns any result of a node. Left out: interleaved stages.
 
 Shapes: B rows, S tokens of a row, D hidden width.
 """
@@ -41,9 +40,9 @@ Work = Callable[[Packed, bool], Result]
 
 
 class PipelineStage:
-    """This rank's stage of `model`, which is cut in place; `dtype` is that of activations.
+    """This rank's stage of `model`, whose other layers are removed in place; `dtype` is that of activations.
 
-    Raises ModelError for a model whose head is its embedding, or with fewer layers than stages.
+    Raises ModelError for a model with tied embeddings, or with fewer layers than stages.
     """
 
     def __init__(self, model: Decoder, ranks: Ranks, dtype: torch.dtype) -> None:
@@ -65,7 +64,7 @@ class PipelineStage:
             model.model.add_module("embed_tokens", self.given)
         if not self.last:
             model.model.norm = nn.Identity()
-            # Of whatever kind the head is: only the last stage computes with it.
+            # The head, of any kind: only the last stage uses it.
             for name in {name for name, _ in model.named_children()} - {"model"}:
                 model.add_module(name, None)
 
@@ -75,15 +74,17 @@ class PipelineStage:
         todo: Sequence[tuple[Packed, bool]],
         before_backward: Callable[[], None] = lambda: None,
     ) -> list[Result]:
-        """All stages call it with the same micro-batches; the last one gets what `work` finds, the others nothing.
+        """Run all micro-batches. All stages call it with the same ones; the last stage gets the results of `work`, the
+        others an empty list.
 
-        There is a backward pass where gradients are enabled; what is not of `work` begins with `before_backward`.
+        If gradients are enabled, there are backward passes; `before_backward` is called before each that is not made in
+        `work`.
         """
         learns, found = torch.is_grad_enabled(), list[Result]()
         ahead = self.ahead if learns else len(todo)
-        # Given and computed, of the micro-batches whose backward pass is still to come.
+        # (input, output) of the micro-batches whose backward pass is still to come.
         kept: deque[tuple[Tensor | None, Tensor]] = deque()
-        # Of the last backward pass: it leaves with the next receive from the same neighbour.
+        # The input's gradient of the last backward pass: sent together with the next receive from the same neighbour.
         grad_BSD: Tensor | None = None
         for number, (item, counts) in enumerate(todo):
             shape = (*item.tokens_RW.shape, self.model.config.hidden_size)
@@ -105,7 +106,7 @@ class PipelineStage:
                 returned_BSD = self._after.exchange(out_BSD.detach(), self._empty(kept[0][1].shape))
                 before_backward()
                 grad_BSD = _backward(*kept.popleft(), returned_BSD)
-            del out_BSD  # else it would keep its graph until the next one is there
+            del out_BSD  # else its graph would stay in memory until the next output
         while kept:
             self._before.exchange(grad_BSD, None)
             returned_BSD = self._after.exchange(None, self._empty(kept[0][1].shape))
@@ -130,7 +131,7 @@ class _Neighbour:
         self._sent: tuple[dist.Work, Tensor] | None = None
 
     def exchange(self, sent: Tensor | None, received: Tensor | None) -> Tensor | None:
-        """Send and receive at once; `received`, when it is there. At most one send is on its way."""
+        """Send and receive at once. Returns `received` when it has arrived. At most one send is under way."""
         if self.rank is None or (sent is None and received is None):
             return received
         ops = []
@@ -140,7 +141,7 @@ class _Neighbour:
             ops.append(dist.P2POp(dist.isend, sent, self.rank))
         if received is not None:
             ops.append(dist.P2POp(dist.irecv, received, self.rank))
-        # gloo gives one thing to wait for of each, NCCL one for all: then the first is the last.
+        # gloo returns a work for each operation, NCCL one for all: then the first is the last.
         works = dist.batch_isend_irecv(ops)
         if sent is not None:
             self._sent = works[0], sent
@@ -149,20 +150,20 @@ class _Neighbour:
         return received
 
     def finish(self) -> None:
-        """Wait until what was sent has left."""
+        """Wait until the send under way has ended."""
         if self._sent is not None:
             self._sent[0].wait()
         self._sent = None
 
 
 def _backward(given_BSD: Tensor | None, out_BSD: Tensor, grad_BSD: Tensor | None) -> Tensor | None:
-    """The gradient of what was given, from that of what was computed."""
+    """The gradient of a stage's input, from that of its output."""
     torch.autograd.backward(out_BSD, grad_BSD)
     return None if given_BSD is None else given_BSD.grad
 
 
 class _Given(nn.Module):
-    """In place of the embedding: what the stage before has sent."""
+    """In place of the embedding: the hidden states from the previous stage."""
 
     hidden_BSD: Tensor | None = None
 
