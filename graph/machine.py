@@ -13,6 +13,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -118,7 +119,9 @@ def cuda_devices() -> tuple[str, ...]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = count_gpus()
     if visible is not None:
-        count = min(count, len([part for part in visible.split(",") if part.strip() not in ("", "-1")]))
+        # A number, or the driver's name of a card; what is none of these ends the list ("NoDevFiles", of Slurm).
+        parts = takewhile(re.compile(r"\s*(\d|GPU-|MIG-)").match, visible.split(","))
+        count = min(count, len([*parts]))
     return tuple(f"cuda:{index}" for index in range(count))
 
 

@@ -157,7 +157,16 @@ def test_an_agent_reports_what_its_container_may_use(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("visible", "devices"),
-    [(None, ("cuda:0", "cuda:1")), ("1", ("cuda:0",)), ("", ()), ("-1", ()), ("0,1,2", ("cuda:0", "cuda:1"))],
+    [
+        (None, ("cuda:0", "cuda:1")),
+        ("1", ("cuda:0",)),
+        ("", ()),
+        ("-1", ()),
+        ("0,1,2", ("cuda:0", "cuda:1")),
+        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", ("cuda:0",)),
+        ("NoDevFiles", ()),
+        ("1,-1,0", ("cuda:0",)),
+    ],
 )
 def test_cuda_devices_are_those_that_are_visible(
     monkeypatch: pytest.MonkeyPatch, visible: str | None, devices: tuple[str, ...]
