@@ -44,6 +44,8 @@ def tool_use(
 ) -> Policy:
     """AIPO (arXiv 2505.24034, section 6) on conversations; the tool's output is context and never learnt from.
 
+    Its `--model` is what `penstock run tool_sft` trains: `checkpoints/00000800/policy` in that run's folder.
+
     Args:
         samples: conversations per prompt; their mean reward is the baseline.
         turns: turns of the policy in a conversation, the answer included.

@@ -75,9 +75,11 @@ def sound_run(found: Chosen, cluster: Cluster) -> RunConfig:
     require_precision(config.graphs, cluster, config.flags)
     require_installed(config, cluster)
     if traced.base and not flags.model and not is_made_up(flags.data):
+        whose = "" if "data" in traced.typed else f", the default of {traced.name}"
         raise CommandError(
-            f"--data: given {flags.data!r} without a model; needed --model DIR with it, since the base model that is "
-            f"built by default knows arithmetic only (--model {NEW} takes an untrained one)",
+            f"--model: given none for --data {flags.data}{whose}; needed --model DIR, a model that knows such data: "
+            f"the one that is built by default knows arithmetic only, and --model {NEW} is untrained (--help has what "
+            f"{traced.name} says of it)",
             2,
         )
     return config
