@@ -1,4 +1,4 @@
-"""The small model that runs start from when none is given: trained by the program `sft` once, and kept in the cache."""
+"""The base model, with which runs start if no model is given: trained once by the program `sft`, kept in the cache."""
 
 import fcntl
 import hashlib
@@ -23,18 +23,18 @@ from penstock.runtime.record.folder import RunFolder, open_regular
 PROFILE = "machine.toml"
 
 
-# The flags of `penstock run sft` beside the data; the rest is that program's own defaults.
+# The flags of `penstock run sft` besides the data; all others have that program's defaults.
 RECIPE = ("--model", "new", "--seed", "0", "--device", "cpu", "--dtype", "float32", "--eval-groups", "0")
-# What the names of folders begin with in which a base is built; its own name follows.
+# A base is built in a folder with this prefix before its own name.
 BUILDING = "building-"
-# As many lanes, whatever the machine has: the sums, and so the base, are the same wherever it is built.
+# A fixed number of data-parallel threads, so that sums, and thus the base, are equal on every machine.
 THREADS = 2
-# What the base follows from: when one of these files changes, it is built again.
+# The code that determines the base: when one of these files changes, it is built again.
 SOURCES = ("programs/sft.py", "nodes/*.py", "nodes/model/**/*.py", "nodes/model/*.[ch]", "nodes/learn/*.py")
 
 
 def base_model(data: str, tell: Callable[[Line], None]) -> Path:
-    """The directory of the base model for made-up data, building it if need be. Two builders of one base wait in line.
+    """The directory of the base model for made-up data; builds it if necessary. Of two builders of a base, one waits.
 
     Raises CommandError if the training fails, RecordError if the cache cannot be written.
     """
@@ -58,8 +58,8 @@ def base_model(data: str, tell: Callable[[Line], None]) -> Path:
 
 @contextmanager
 def _lock(place: Path, wait: Callable[[], None] | None = None) -> Iterator[None]:
-    """Be the only builder of a base; where there is one, call `wait` and wait. Raises OSError, also where there is one
-    and no `wait`, and RecordError."""
+    """Hold the lock of a base's builder. If another builder has it, call `wait` and wait. Raises OSError, also if
+    another builder has it and there is no `wait`, and RecordError."""
     with os.fdopen(open_regular(place.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,18 +72,18 @@ def _lock(place: Path, wait: Callable[[], None] | None = None) -> Iterator[None]
 
 
 def _sweep(home: Path) -> None:
-    """Remove what builders have left that were killed, of any base: one that is alive has the lock."""
+    """Remove the folders of killed builders of any base: a live builder holds its lock."""
     for left in home.glob(f"{BUILDING}*"):
         with suppress(OSError, RecordError), _lock(home / left.name.removeprefix(BUILDING)):
             shutil.rmtree(left, ignore_errors=True)
 
 
 def _build(data: str, place: Path, tell: Callable[[Line], None]) -> None:
-    """Train in a folder beside `place`, and move the model there when it is whole."""
+    """Train in a folder next to `place`, and move the model to `place` when it is complete."""
     tell({"kind": "stage", "stage": "base"})
-    # In the same folder, so that the model takes its place by a rename: it is there whole or not at all.
+    # On the same file system, so that the model is moved by a rename: it appears complete or not at all.
     beside = place.with_name(f"{BUILDING}{place.name}")
-    # Of a builder that was killed while this one waited for it.
+    # Left by a builder that was killed while this one waited for it.
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(mode=0o700)
     try:
@@ -108,7 +108,7 @@ def _build(data: str, place: Path, tell: Callable[[Line], None]) -> None:
         elif status == DONE or errors:
             raise CommandError("\n".join(["the base model could not be built:", *errors]))
         else:
-            # Stopped: the user wants no run, and no base without one.
+            # Stopped: the user does not want the run, so it must not go on without a base.
             raise Preempted if status == PREEMPTED else KeyboardInterrupt
     finally:
         shutil.rmtree(beside, ignore_errors=True)

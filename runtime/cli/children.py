@@ -1,11 +1,11 @@
-"""What a command has done in a child process, since it needs torch or a module of the user's.
+"""The child processes of a command, for work that needs torch or the user's modules.
 
-- `python -m penstock.runtime.cli.children MODULE:FUNCTION FD` calls a function for `tracing.ask_child`: it reads its
-  arguments from the file descriptor FD as a JSON list, and writes its answer there instead. `traced` and `inputs`
-  are such functions. Help and usage errors go to the terminal, with exit status 0 and 2 and no answer. Where the
-  processes of a run begin early, that which forks ranks forks this one, too, and imports torch for both.
-- `… run RUN_FOLDER` is a whole run in this process, which has the terminal: plain lines, and a debugger stops where the
-  user wants it to. Exit status as of `penstock run`.
+- `python -m penstock.runtime.cli.children MODULE:FUNCTION FD` calls a function for `tracing.ask_child`: it reads the
+  arguments from the file descriptor FD as a JSON list, and overwrites them with the answer. `traced` and `inputs` are
+  such functions. Help and usage errors go to the terminal, with exit status 0 and 2 and no answer. If the processes of
+  a run are started early, the one that forks ranks also forks this one, and imports torch once for both.
+- `… run RUN_FOLDER` is a whole run in this process, which has the terminal: plain lines, and a debugger can stop
+  anywhere. The exit status is that of `penstock run`.
 """
 
 import dataclasses
@@ -55,15 +55,15 @@ from penstock.runtime.control.signals import (
 from penstock.runtime.record.errors import RecordError, visible
 from penstock.runtime.record.folder import RunFolder
 
-# What makers say of what they lack.
+# The form of makers' errors about missing requirements.
 LACK = re.compile(r"(?P<place>.*?: )??given (?P<given>.+?)[,;] needed (?P<needed>.+)", re.DOTALL)
-# What the names of our modules begin with; the last is the one that a child was started with.
+# Prefixes of the names of our modules; the last is the module with which a child was started.
 OURS = ("penstock.", "importlib", "__main__")
 
 
 def answered(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns; {"error", "usage"} for what it raises: a CommandError in its words, anything else with
-    its traceback."""
+    """Call a function. Returns its result, or {"error", "usage"} if it raises: the message of a CommandError, the
+    traceback of anything else."""
     try:
         return function(*arguments)
     except CommandError as error:
@@ -73,13 +73,13 @@ def answered(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def answer(verb: str, name: str, argv: Sequence[str]) -> Any:
-    """`traced` as the parent hears of it."""
+    """`traced`, with errors as data for the parent."""
     return answered(traced, verb, name, argv)
 
 
 @contextmanager
 def kept_here() -> Iterator[None]:
-    """A user's module or function may not leave the process: nothing would be said of it."""
+    """Turn SystemExit into a CommandError: a user's module or function must not end the process silently."""
     try:
         yield
     except SystemExit:
@@ -88,7 +88,8 @@ def kept_here() -> Iterator[None]:
 
 @contextmanager
 def told_once(verb: str) -> Iterator[None]:
-    """A `NodeWarning` of a maker is a line of `check`; in a run the ranks' makers say it."""
+    """Print a maker's `NodeWarning` as a line for `check`; drop it for other verbs, since in a run the ranks print
+    it."""
     show = warnings.showwarning
 
     def tell(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
@@ -103,8 +104,8 @@ def told_once(verb: str) -> Iterator[None]:
 
 
 def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
-    """All that the parent wants to know of a program called with these words. Raises CommandError where it cannot be
-    said, SystemExit after help or a usage error."""
+    """All facts about a program called with these words that the parent needs (see `tracing.Traced`). Raises
+    CommandError if the program cannot be loaded or the words are wrong, SystemExit after help or a usage error."""
     before = set(sys.modules)
     try:
         with kept_here():
@@ -124,12 +125,12 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
         here = verb in ("check", "run") and flags.on not in ELSEWHERE
         wanted = flags.options(flags.model) if here else None
         if wanted is not None and not flags.on:
-            # What is wrong with a cluster file or a device, the parent says.
+            # The parent reports errors of a cluster file or a device.
             with suppress(ValueError):
                 cluster = Cluster.read(Path(flags.cluster)) if flags.cluster else Cluster.local(len(gpus()))
                 wanted = dataclasses.replace(wanted, device=choose_device(wanted.device, made, cluster))
         if wanted is not None and plan is not None:
-            # The meshes of a plan fit its model. Whether this one has its shape, the parent says.
+            # The meshes of a plan fit its model; the parent checks that this model has the same shape.
             wanted = dataclasses.replace(wanted, mesh=())
         if verb == "check" and wanted is not None:
             faults += [fault for fault, _ in unmet(made, wanted)]
@@ -155,7 +156,7 @@ def traced(verb: str, name: str, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _is_read(graph: Graph) -> bool:
-    """Can the parent read it? Not with a number that is none, such as `every=2.0`, of which a fault tells."""
+    """True if the parent can read the graph. False for an invalid number such as `every=2.0`, which a fault reports."""
     try:
         Graph.from_json(graph.to_json())
     except ValueError:
@@ -164,8 +165,8 @@ def _is_read(graph: Graph) -> bool:
 
 
 def inputs(graphs: Sequence[Any], flags: Any) -> list[SeenGpu]:
-    """Try what a run reads and needs, given as JSON. Raises CommandError with what is wrong. Returns this machine's
-    GPUs."""
+    """Try the inputs and requirements of a run, given as JSON. Raises CommandError with all that is wrong. Returns this
+    machine's GPUs."""
     with kept_here():
         faults, _ = _tried([Graph.from_json(graph) for graph in graphs], RunOptions.from_json(flags))
     if faults:
@@ -174,7 +175,7 @@ def inputs(graphs: Sequence[Any], flags: Any) -> list[SeenGpu]:
 
 
 def gpus() -> list[SeenGpu]:
-    """Those that the torch sees which the program's modules have brought."""
+    """The GPUs that torch sees, if the program's modules have imported torch."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return []
@@ -183,7 +184,7 @@ def gpus() -> list[SeenGpu]:
 
 
 def _tried(graphs: Sequence[Graph], flags: RunOptions) -> tuple[list[Fault], dict[str, Any]]:
-    """The faults, and the options that the sources which were opened change (`Pinned`, `Finite`)."""
+    """The faults, and the options that the opened sources change (`Pinned`, `Finite`)."""
     sources: dict[str, Source] = {}
     try:
         faults = try_inputs(graphs, flags, sources)
@@ -195,15 +196,15 @@ def _tried(graphs: Sequence[Graph], flags: RunOptions) -> tuple[list[Fault], dic
             pins["eval_data" if name.startswith(EVALUATION) and flags.eval_data else "data"] = source.data
     measured = [source for name, source in sources.items() if name.startswith(EVALUATION)]
     sizes = [source.size if isinstance(source, Finite) else 0 for source in measured]
-    # Some problems would count more than others.
+    # No more groups than problems: else some problems would count more than others.
     if sizes and all(sizes):
         pins["eval_groups"] = min(flags.eval_groups, max(sizes))
     return faults, pins
 
 
 def own_frames() -> str:
-    """The traceback of the exception under way, from the first frame that is the user's; none for a file that cannot be
-    parsed, whose place the error says itself."""
+    """The traceback of the current exception, from the user's first frame on; without frames for a file that cannot be
+    parsed, since the error itself has the place."""
     kind, error, whole = sys.exc_info()
     tb = whole
     while tb is not None and tb.tb_frame.f_globals.get("__name__", "").startswith(OURS):
@@ -214,8 +215,7 @@ def own_frames() -> str:
 
 
 def _trace(program: Program[..., Any], options: dict[str, Any], flags: Any) -> tuple[dict[str, Graph], list[Fault]]:
-    """The graphs of a program and of its evaluation, and all that is wrong with them; a graph that cannot be made is
-    left out."""
+    """The graphs of a program and of its evaluation, and all their faults; a graph that cannot be made is left out."""
     graphs: dict[str, Graph] = {}
     faults: list[Fault] = []
     batch, groups = getattr(flags, "batch", None), getattr(flags, "eval_groups", None) or None
@@ -232,7 +232,7 @@ def _trace(program: Program[..., Any], options: dict[str, Any], flags: Any) -> t
         if "graph" in graphs:
             measured = trace_evaluation(program, graphs["graph"], EVALUATION, batch=groups)
             graphs["evaluation"] = in_precision(measured, precision, graphs["graph"])
-        else:  # which values it measures cannot be said, but what is wrong with itself can
+        else:  # the values that it measures are unknown, but its own faults can be found
             graphs["evaluation"] = trace(program.evaluation, {}, EVALUATION, batch=groups)
         faults += check(graphs["evaluation"], batch=groups)
     except GraphError as error:
@@ -241,8 +241,8 @@ def _trace(program: Program[..., Any], options: dict[str, Any], flags: Any) -> t
 
 
 def in_precision(graph: Graph, precision: str, trained: Graph | None = None) -> Graph:
-    """The graph whose broadcasts to nodes that compute in formats of eight bits have one: their own; else that of the
-    same value and pool in the graph that is `trained`, whose channel they share; else `precision`."""
+    """The graph with a precision for each broadcast to nodes that can compute in 8-bit formats: its own; else that of
+    the same value and pool in the `trained` graph, with which it shares a channel; else `precision`."""
     sent = {
         (node.inputs[0].ref.node, node.pool): node.precision
         for node in (trained.nodes if trained is not None else ())
@@ -264,16 +264,16 @@ def in_precision(graph: Graph, precision: str, trained: Graph | None = None) -> 
 
 
 def try_inputs(graphs: Sequence[Graph], flags: RunOptions, sources: dict[str, Source] | None = None) -> list[Fault]:
-    """What nodes lack in view of the run. Looks at what makers require, and reads a little of what the program reads:
-    of the `sources`, which are added. Raises ValueError for what is wrong with them."""
-    # In the order in which a user mends things: imports first, then what makers look for, then the data itself.
+    """The faults of the nodes for this run. Checks what makers require, opens the sources (adding them to `sources`),
+    and reads a little from each. Raises ValueError for a problem with any of these."""
+    # In the order in which a user fixes problems: imports, then requirements of makers, then the data.
     sources = {} if sources is None else sources
     for graph in graphs:
         reach(graph.op)
     for graph in graphs:
         for argument in graph.arguments:
             load(argument.maker)
-        # What the workers of a node import: `check` knows what that requires once it is here.
+        # Import what the workers of a node import: `check` knows its requirements only then.
         for node in graph.nodes:
             if node.construct == "call":
                 load(node.op)
@@ -282,7 +282,7 @@ def try_inputs(graphs: Sequence[Graph], flags: RunOptions, sources: dict[str, So
     for _, text in unmet(graphs, flags):
         raise ValueError(text)
     for graph in graphs:
-        # Not before its requirements are met: a source may open what they look for.
+        # Only after its requirements are met: a source may open files that they check.
         for argument in graph.sources:
             sources[argument.name] = load(argument.maker)(context_of(argument.name, graphs, flags, Context()))
             sources[argument.name].read(0)
@@ -296,15 +296,15 @@ def try_inputs(graphs: Sequence[Graph], flags: RunOptions, sources: dict[str, So
 
 
 def unmet(graphs: Sequence[Graph], flags: RunOptions) -> Iterator[tuple[Fault, str]]:
-    """What makers require (`requires`) and a run of these graphs does not have, in program order, each as a fault and
-    as a text. Nothing is made.
+    """The requirements of makers (`requires`) that a run of these graphs does not meet, in program order, each as a
+    fault and as a text. No maker is called.
 
-    What several values lack is told of the first of them.
+    A requirement of several values is reported for the first of them.
     """
     told: set[tuple[Check[Context], str]] = set()
     arguments: dict[str, Argument] = {}
     for argument in (argument for graph in graphs for argument in graph.arguments):
-        # Of a name in two graphs there is one value, which is made as the first of them says.
+        # A name in two graphs is one value, which the maker of the first graph makes.
         arguments.setdefault(argument.name, argument)
     for argument in arguments.values():
         what = f"{argument.kind} {argument.name!r}"
@@ -312,7 +312,7 @@ def unmet(graphs: Sequence[Graph], flags: RunOptions) -> Iterator[tuple[Fault, s
         try:
             required_ones = requirements(load(argument.maker))
         except GraphError as error:
-            known = [fault for fault in error.faults if argument.maker]  # `check` has told of one that is missing
+            known = [fault for fault in error.faults if argument.maker]  # `check` has reported a missing maker
             for fault in known:
                 yield dataclasses.replace(fault, what=f"{what}: maker", where=argument.where), fault.given
             continue
@@ -335,13 +335,13 @@ def unmet(graphs: Sequence[Graph], flags: RunOptions) -> Iterator[tuple[Fault, s
 
 
 def check_meshes(graphs: Sequence[Graph], flags: RunOptions) -> None:
-    """Raises ClusterError for a pool's mesh on which a model of that pool does not fit, with given and needed.
+    """Raises ClusterError for a pool's mesh by which a model of that pool cannot be cut.
 
-    A model is known where its maker says which it opens (`opens`), by a spec that knows meshes. Of others, their ranks
-    say what they lack.
+    This is known only if the model's maker says which model it opens (`opens`), with a spec that can check meshes. For
+    other models, the ranks report it.
     """
     meshes = {pool: axes for pool, axes in read_meshes(flags.mesh).items() if num_ranks(axes) > 1}
-    # The carried values, and what streams compute with the weights of, which is what decodes.
+    # The carried values, and the values with whose weights streams (which decode) compute.
     models: list[tuple[str, str, Context, bool]] = []
     for graph in graphs:
         contexts = {argument.name: context_of(argument.name, graphs, flags, Context()) for argument in graph.carried}
@@ -360,7 +360,7 @@ def check_meshes(graphs: Sequence[Graph], flags: RunOptions) -> None:
 
 
 def run_here(path: str) -> int:
-    """Run what the folder says in this process; the exit status."""
+    """Run the folder's run in this process; returns the exit status."""
     from penstock.runtime.cli.display import PlainDisplay, Progress, write_line
     from penstock.runtime.control.inprocess import run_in_process  # imports torch
     from penstock.runtime.control.process import told
@@ -372,7 +372,7 @@ def run_here(path: str) -> int:
     try:
         status = run_in_process(folder, tell)
     except Exception as raised:
-        # What the folder refuses is said in words; the traceback of anything else starts in the user's node.
+        # Show the message of a RecordError; for other errors, the traceback from the user's node on.
         status = "failed"
         progress.errors = [str(raised) if isinstance(raised, RecordError) else told(raised).rstrip("\n")]
     for error in progress.errors:
@@ -388,20 +388,20 @@ def main(mode: str, words: str) -> int:
                 return run_here(words)
         except KeyboardInterrupt as wish:
             return PREEMPTED if isinstance(wish, Preempted) else INTERRUPTED
-    # Ctrl-C, or help that nobody reads on, ends it without a traceback.
+    # Ctrl-C, or a closed pipe while help is printed, ends it without a traceback.
     for number in (signal.SIGINT, signal.SIGPIPE):
         signal.signal(number, signal.SIG_DFL)
-    # Nearly all that it makes is what it imports, which stays.
+    # Nearly all of its objects are imported modules, which stay: collect garbage rarely.
     gc.set_threshold(100_000)
     with os.fdopen(int(words), "r+") as paper:
         arguments = json.load(paper)
         paper.seek(0)
         paper.truncate()
         found = json.dumps(answered(lambda: resolve_name(mode)(*arguments)))
-        # What the program printed.
+        # Flush what the program printed: os._exit does not.
         sys.stdout.flush()
         paper.write(found)
-    # torch takes a while to leave, and everything is said.
+    # torch is slow to exit, and all output is written.
     os._exit(0)
 
 

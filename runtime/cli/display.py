@@ -1,10 +1,10 @@
-"""How a run looks: a live dashboard in a terminal, plain lines elsewhere. Both are fed the controller's lines.
+"""The display of a run: a live dashboard in a terminal, plain lines elsewhere. Both get the controller's lines.
 
-A line is a dict with a `kind`: "stage", "status", "row", "accuracy", "note", "error", "external",
-"summary". `runtime.control.recorder` makes most of them; unknown kinds are passed over.
+A line is a dict with a `kind`: "stage", "status", "base", "row", "accuracy", "note", "error", "external", "summary".
+`runtime.control.recorder` makes most of them; unknown kinds are ignored.
 
 - `figure`, `percent`, `many`, `seconds`, `clock` and `sparkline` format numbers.
-- `Progress` adds up the lines: what a run has said about itself so far.
+- `Progress` accumulates the lines.
 - `open_display` opens a `LiveDisplay` or a `PlainDisplay`; `dashboard` is the picture of the live one.
 """
 
@@ -38,7 +38,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def figure(value: float | None, digits: int = 3) -> str:
-    """Three significant digits or so, without an exponent where one can do without."""
+    """About `digits` significant digits, without an exponent if possible."""
     if value is None:
         return "-"
     if value != 0 and not 1e-4 <= abs(value) < 1e5:
@@ -67,7 +67,7 @@ def seconds(value: float) -> str:
 
 
 def about(value: float, digits: int = 2) -> str:
-    """12 s, 1200 s, 340 ms: seconds of which so many digits are known."""
+    """12 s, 1200 s, 340 ms: seconds with `digits` significant digits."""
     if not value:
         return "0 ms"
     unit, scaled = ("s", value) if value >= 1 else ("ms", value * 1e3)
@@ -76,7 +76,7 @@ def about(value: float, digits: int = 2) -> str:
 
 
 def more(share: float) -> str:
-    """3.1 % more, 110 % more: of two seconds by one model, which differ by less than both are off."""
+    """3.1 % more, 110 % more: the difference of two predictions by one model, which is more precise than each."""
     return f"{figure(100 * share, 2)} % more"
 
 
@@ -90,10 +90,10 @@ def clock(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The values as bars, averaged into at most `width` columns, between their least and their largest."""
+    """The values as bars, averaged into at most `width` columns, scaled from the minimum to the maximum."""
     if not values:
         return ""
-    # Never wider than there are values: a bar stands for one of them at least.
+    # Not more columns than values: each bar stands for at least one.
     num = min(width, len(values))
     edges = [round(i * len(values) / num) for i in range(num + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
@@ -116,14 +116,14 @@ STAGES = {
     "stopped": "stopped",
     "failed": "failed",
 }
-# Rows that rates are averaged over.
+# How many rows rates are averaged over.
 RECENT = 10
 
 
 @dataclass
 class PoolLine:
-    """What a pool's replicas are doing; of the last rows' time, the share that they were busy, and idle by cause; and
-    their weights."""
+    """The state of a pool: what its replicas are doing; over the last rows, the share of time in which they were busy,
+    and idle by cause; and the version of their weights."""
 
     doing: tuple[str, ...] = ()
     busy: float | None = None
@@ -133,7 +133,7 @@ class PoolLine:
 
 @dataclass
 class Progress:
-    """`hear` adds a line. `updates` is what the stage has in all."""
+    """What a run has reported so far. `hear` adds a line. `updates` is the number of updates of the stage."""
 
     program: str
     updates: int
@@ -153,11 +153,11 @@ class Progress:
         self.planned = self.updates
 
     def hear(self, line: Line) -> None:
-        # Once, here, so that nothing that is drawn or printed from it later can be forgotten.
+        # Escape control characters here, once, so that no later print can forget it.
         line = shown(line)
         match line["kind"]:
             case "stage":
-                # The base model's updates are not the run's: they are counted anew once it is there.
+                # The base model's updates are not the run's: count anew once it is built.
                 if self.stage == "base":
                     self.update, self.updates, self.row = 0, self.planned, {}
                 self.stage = line["stage"]
@@ -192,7 +192,7 @@ class Progress:
             pool.doing = (doing,) if isinstance(doing, str) else tuple(doing)
             pool.version = said.get("version", pool.version)
         row = line.get("row") or {}
-        # A watcher that came late has heard of no row yet.
+        # A watcher that started late has no row yet.
         if row and not self.row:
             self._row(row)
 
@@ -212,7 +212,7 @@ class Progress:
                 pool.idle = {state: s / seconds for state, s in spent.items() if state != "busy" and s > 0}
 
     def _error(self, text: str) -> None:
-        # The controller says it as it happens, and its summary says it again.
+        # The controller reports an error at once, and again in its summary.
         if text and text not in self.errors:
             self.errors.append(text)
 
@@ -221,7 +221,7 @@ class Progress:
 
     @property
     def failures(self) -> str:
-        """Groups that failed, firings that were tried again, and what the last one raised, in one line; "" for none."""
+        """How many groups failed and firings were tried again, and the last error, in one line; "" for none."""
         failed, again = self.lost.get("failed", 0), self.lost.get("retried", 0)
         counts = [f"{failed} group{'s' * (failed != 1)} failed"] if failed else []
         counts += [f"{again} firing{'s' * (again != 1)} tried again"] if again else []
@@ -236,16 +236,16 @@ class Progress:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Response tokens learnt from per second of wall time, of all policies."""
+        """Response tokens trained on per second of wall time, for all policies."""
         seconds = sum(float(row.get("seconds") or 0.0) for row in self.rows)
-        # The column `tokens` is of one node.
+        # The column `tokens` is of one node only.
         rates = [(row.get("train_tokens_per_s") or 0.0, row.get("update_s") or 0.0) for row in self.rows]
         tokens = sum(rate * update_s for rate, update_s in rates)
         return tokens / seconds if seconds and tokens else None
 
 
 def shown(value: Any) -> Any:
-    """A line with all of its text as a terminal may have it: what raised an error, a node or a stranger, wrote it."""
+    """A line with all of its text safe for a terminal: the text of an error comes from nodes or other programs."""
     if isinstance(value, dict):
         return {shown(name): shown(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -257,15 +257,15 @@ def external_text(line: Line) -> str:
     return f"waiting for `penstock agent {line['join']}` on host {line['host']}"
 
 
-# Time between two plain lines about updates.
+# The least time between two plain lines about updates.
 PLAIN_SECONDS = 1.0
-# Time between two plain lines about failures.
+# The least time between two plain lines about failures.
 FAILURE_SECONDS = 10.0
-# Lines at the end of the last traceback that the dashboard shows.
+# How many lines at the end of the last traceback the dashboard shows.
 TRACEBACK = 8
 POOL_COLORS = ("blue", "dark_orange", "green", "magenta", "cyan", "red")
 Wanted = tuple[str, str, Callable[[float | None], str]]
-# What the dashboard shows of a row: name, key, and how.
+# The metrics of a row that the dashboard shows: name, key, and format.
 FIGURES: tuple[Wanted, ...] = (
     ("loss", "loss", figure),
     ("lag", "lag_mean", figure),
@@ -278,20 +278,20 @@ PLAIN: tuple[Wanted, ...] = (("reward", "reward_mean", figure), *FIGURES[:2])
 
 
 class Display(AbstractContextManager["Display"]):
-    """Shows a run while it is entered. `progress` has what was told so far."""
+    """Shows a run while it is entered. `progress` has the lines so far, accumulated."""
 
     progress: Progress
 
     @abstractmethod
     def tell(self, line: Line) -> None:
-        """Take a line of the controller. Raises OSError once nobody can see it: a closed pipe, a terminal gone."""
+        """Show a line of the controller. Raises OSError if the pipe or the terminal is closed."""
 
     def __exit__(self, *raised: object) -> None:
         return None
 
 
 def open_display(program: str, updates: int, folder: str, *, plain: bool, seconds: float = 0.0) -> Display:
-    """`seconds` is how long it has been going on."""
+    """Open the display of a run that has been going on for `seconds`."""
     progress = Progress(program, updates)
     if plain or not sys.stdout.isatty():
         return PlainDisplay(progress, write_line)
@@ -303,7 +303,7 @@ def write_line(text: str) -> None:
 
 
 class PlainDisplay(Display):
-    """One line per stage, and one a second about updates. Errors are left to the end."""
+    """Prints a line per stage, and at most one a second about updates. Errors are left to the end."""
 
     def __init__(
         self, progress: Progress, write: Callable[[str], object], now: Callable[[], float] = monotonic
@@ -312,7 +312,7 @@ class PlainDisplay(Display):
         self._stage: str | None = None
         self._said = -PLAIN_SECONDS
         self._failures: tuple[str, float] = "", -FAILURE_SECONDS
-        # Trackers tell from threads of their own.
+        # Trackers call `tell` from their own threads.
         self._lock = Lock()
 
     def tell(self, line: Line) -> None:
@@ -337,7 +337,7 @@ class PlainDisplay(Display):
                 self.write(external_text(line))
 
     def _failed(self) -> None:
-        """Failures, when there are more of them; the first time with the whole traceback."""
+        """Print the failures if there are new ones; the first time with the whole traceback."""
         (before, at), said = self._failures, self.progress.failures
         # A node that always fails would fill the log with the same line.
         if said == before or (now := self.now()) - at < FAILURE_SECONDS:
@@ -347,7 +347,7 @@ class PlainDisplay(Display):
 
     def _row(self) -> None:
         seen, now = self.progress, self.now()
-        # The last update is always told: a short run would else end without one.
+        # The last update is always shown: else a short run would end without one.
         if now - self._said < PLAIN_SECONDS and seen.update < seen.updates:
             return
         self._said = now
@@ -355,7 +355,7 @@ class PlainDisplay(Display):
         parts += [f"{name} {value}" for name, value in _figures(seen.row, PLAIN)]
         if seen.rows:
             parts.append(f"{figure(seen.updates_per_s)} updates/s")
-            # A program that generates nothing has none.
+            # A program that generates nothing has no token rate.
             parts += [f"{many(seen.tokens_per_s)} tokens/s"] if seen.tokens_per_s is not None else []
         self.write("  ".join(parts))
 
@@ -366,7 +366,7 @@ class LiveDisplay(Display):
     def __init__(self, progress: Progress, folder: str, console: Console, seconds: float = 0.0) -> None:
         self.progress, self.folder, self.console = progress, folder, console
         self.began = monotonic() - seconds
-        # rich redraws in a thread of its own, while `tell` changes what it draws.
+        # rich redraws in its own thread, while `tell` changes `progress`.
         self._lock = Lock()
         self.live = Live(console=console, get_renderable=self._render, refresh_per_second=8, transient=False)
 
@@ -377,14 +377,14 @@ class LiveDisplay(Display):
 
     def __exit__(self, *raised: object) -> None:
         # The run has ended in any case, and its summary follows.
-        with suppress(OSError):  # a terminal that is gone
+        with suppress(OSError):  # the terminal is gone
             self.live.stop()
         self._restore()
 
     def tell(self, line: Line) -> None:
         with self._lock:
             self.progress.hear(line)
-        # On a terminal that is gone rich draws nothing, and says nothing.
+        # If the terminal is gone, rich draws nothing, and does not raise.
         if nobody_reads(self.console.file.fileno()):
             raise OSError(errno.EIO, "the terminal is gone")
 
@@ -394,7 +394,7 @@ class LiveDisplay(Display):
 
 
 def quiet_controls() -> Callable[[], None]:
-    """Keep the terminal from writing ^C into the picture; what is returned undoes it."""
+    """Keep the terminal from writing ^C into the picture. Returns a function that undoes it."""
     if not sys.stdin.isatty():
         return lambda: None
     fd = sys.stdin.fileno()
@@ -404,7 +404,7 @@ def quiet_controls() -> Callable[[], None]:
     termios.tcsetattr(fd, termios.TCSADRAIN, changed)
 
     def restore() -> None:
-        with suppress(termios.error):  # the terminal is gone, and needs nothing any more
+        with suppress(termios.error):  # the terminal is gone
             termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
     return restore
@@ -434,7 +434,7 @@ def dashboard(seen: Progress, folder: str, width: int, seconds: float) -> Render
 
 
 def _grid(padding: int, *columns: Mapping[str, Any]) -> Table:
-    """A table without lines, as wide as there is room; `columns` are options of each, which do not wrap."""
+    """A table without lines, with full width. `columns` are the options of each column; columns do not wrap."""
     table = Table.grid(padding=(0, padding), expand=True)
     for options in columns:
         table.add_column(**{"no_wrap": True, **options})
@@ -442,7 +442,7 @@ def _grid(padding: int, *columns: Mapping[str, Any]) -> Table:
 
 
 def _learning(seen: Progress, width: int) -> Table:
-    """Reward with its course, and accuracy."""
+    """The reward with its sparkline, and the accuracy."""
     said = _shown(seen.row, "reward_mean", figure)
     name, reward = ("reward", said) if said != figure(None) else ("", "")
     spark = Text(sparkline(seen.rewards, max(width - 40, 12)), style="green")
@@ -458,7 +458,7 @@ def _learning(seen: Progress, width: int) -> Table:
 
 
 def _numbers(seen: Progress, width: int) -> Text:
-    """Rates, and the last row's figures, as many as there is room for."""
+    """Rates, and as many metrics of the last row as fit."""
     items = [("updates/s", figure(seen.updates_per_s))]
     items += [("tokens/s", many(seen.tokens_per_s))] if seen.tokens_per_s is not None else []
     items += _figures(seen.row, FIGURES)
@@ -471,13 +471,13 @@ def _numbers(seen: Progress, width: int) -> Text:
 
 
 def _shown(row: Row, key: str, show: Callable[[float | None], str]) -> str:
-    """A figure of a row; what was reported where that is no number."""
+    """A metric of a row as text; the reported value if it is infinite or NaN."""
     wrong = row.get("not_finite") or {}
     return str(wrong[key]) if key in wrong else show(row.get(key))
 
 
 def _figures(row: Row, wanted: Sequence[Wanted]) -> list[tuple[str, str]]:
-    """What is wanted of a row, with its name: "loss", or "solver.loss" of a node that has a name."""
+    """The wanted metrics of a row, each with its name: "loss", or "solver.loss" for a named node."""
     return [
         (f"{column.removesuffix(key)}{name}", _shown(row, column, show))
         for name, key, show in wanted
@@ -486,16 +486,16 @@ def _figures(row: Row, wanted: Sequence[Wanted]) -> list[tuple[str, str]]:
 
 
 def _pools(seen: Progress) -> Table:
-    """A line for each pool: the share of time in which it was busy, what it does or why it does nothing, its weights;
-    and a second one with the causes of its idle time."""
+    """A line for each pool: the share of time in which it was busy, its firings or why it is idle, and its weights; and
+    a second line with the causes of its idle time."""
     table = _grid(2, {}, {"width": 16}, {"ratio": 1, "overflow": "ellipsis"}, {"justify": "right"})
-    # Colors go round where there are more pools than colors.
+    # Colors repeat if there are more pools than colors.
     for color, (name, pool) in zip(POOL_COLORS * 9, seen.pools.items(), strict=False):
         gauge = Text("")
         if pool.busy is not None:
             full = round(pool.busy * 10)
             gauge = Text.assemble(("█" * full, color), ("░" * (10 - full), "dim"), f" {100 * pool.busy:3.0f} %")
-        # A firing has its index in brackets; all else is a cause of idle time, or said by whoever is no scheduler.
+        # A firing has its index in brackets; anything else is a cause of idle time, or other text.
         doing = Text(", ".join(what for what in pool.doing if "[" in what))
         if not doing and pool.doing:
             said = pool.doing[0]

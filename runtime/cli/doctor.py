@@ -1,7 +1,7 @@
 """`penstock doctor`: what this machine has and lacks, what follows from it, and how fast it is.
 
-Each check yields what it found, and what follows where something is lacking. `measure` has a child that imports torch
-measure the machine, and writes a cluster file for `penstock plan --cluster this`.
+Each check yields findings, with the consequence if something is lacking. `measure` measures the machine in a child that
+imports torch, and writes a cluster file for `penstock plan --cluster this`.
 """
 
 import dataclasses
@@ -78,10 +78,10 @@ def main(argv: Sequence[str]) -> int:
             name = Text.assemble((f" {mark} ", style), (f"{finding.name:<13}", "bold"))
             said = Text(visible(finding.found))
             said.append(visible(f"  → {finding.follows}") if finding.follows else "", style=style)
-            # Lines of a terminal are wrapped under the words; those that a program reads stay as they are.
+            # On a terminal, lines are wrapped under the words; for a program, they are not wrapped.
             row = Table.grid()
             row.add_row(name, said)
-            # As each is made: torch takes seconds.
+            # Print each finding at once: torch takes seconds.
             console.print(row if console.is_terminal else Text.assemble(name, said), soft_wrap=not console.is_terminal)
     lacks = sum(finding.verdict == "lack" for finding in findings)
     if flags.json:
@@ -95,13 +95,13 @@ def main(argv: Sequence[str]) -> int:
 SHM_NEEDED = 256 << 20
 FILES_NEEDED = 1024
 GIB = float(1 << 30)
-# Seconds for a child to import torch, and for one to measure a device: on an idle machine less than 30.
+# Seconds for a child to import torch, and to measure a device; on an idle machine they take less than 30.
 TORCH_DEADLINE, DEADLINE = 120.0, 600.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`follows` says what a user has to expect or to do; empty where all is well."""
+    """One result of a check. `follows` says what the user must expect or do; empty if all is well."""
 
     name: str
     found: str
@@ -110,16 +110,16 @@ class Finding:
 
 
 def _judge(name: str, found: str, fine: bool, follows: str, otherwise: Verdict = "note") -> Finding:
-    """A finding that is ok if it is fine, and else says what follows."""
+    """A finding that is ok if `fine`; else it has the verdict `otherwise` and says what follows."""
     return Finding(name, found) if fine else Finding(name, found, otherwise, follows)
 
 
 def check_torch() -> Iterator[Finding]:
-    """Python, torch, and the GPUs that it sees."""
+    """Check Python, torch, and the GPUs that torch sees."""
     version = f"{platform.python_version()} ({sys.executable})"
     yield _judge("python", version, sys.version_info >= (3, 11), "needed 3.11 or newer", "lack")
     try:
-        # In a child: this process stays without torch, and survives one that crashes or hangs.
+        # In a child: this process does not import torch, and survives a child that crashes or hangs.
         what = "the process that imports torch"
         facts = ask_child("penstock.nodes.calibrate:installed", what=what, deadline=TORCH_DEADLINE)
     except CommandError as error:
@@ -146,7 +146,7 @@ def check_torch() -> Iterator[Finding]:
 
 
 def check_cpu() -> Iterator[Finding]:
-    """Cores, the CPU's instructions, memory."""
+    """Check cores, the CPU's instructions, and memory."""
     usable, limits = len(os.sched_getaffinity(0)), cgroup_limits()
     quota = f", {limits.cores:g} by the container's quota" if limits.cores < usable else ""
     found = f"{usable} of {os.cpu_count() or 1} usable{quota}"
@@ -166,7 +166,7 @@ def check_cpu() -> Iterator[Finding]:
 
 
 def check_processes() -> Iterator[Finding]:
-    """What the processes of a run use to talk to each other."""
+    """Check the means of communication between the processes of a run."""
     try:
         shm = shutil.disk_usage("/dev/shm")
         found = f"{shm.free / GIB:.2f} of {shm.total / GIB:.2f} GiB free"
@@ -187,7 +187,7 @@ def check_processes() -> Iterator[Finding]:
 
 
 def check_sandbox() -> Iterator[Finding]:
-    """Code that a model writes runs isolated or, unless asked for, not at all."""
+    """Check whether code that a model writes can run isolated; if not, it does not run unless asked for."""
     isolated, found = False, ""
     try:
         what = "the process that looks for a sandbox"
@@ -201,8 +201,8 @@ def check_sandbox() -> Iterator[Finding]:
 
 
 def check_files() -> Iterator[Finding]:
-    """Open files, the cache, trackers."""
-    # Each rank has sockets and shared memory with each other one that it exchanges weights with.
+    """Check open files, the cache, and trackers."""
+    # Each rank has sockets and shared memory with every rank with which it exchanges weights.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     follows = f"many replicas will fail: ulimit -n {min(hard, 4096) if hard > 0 else 4096}"
     yield _judge("open files", f"{soft} (up to {hard})", soft >= FILES_NEEDED, follows)
@@ -234,13 +234,13 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
 
 
 def measure(path: Path) -> dict[str, Any]:
-    """Measure, write the cluster file, and return its content. Raises CommandError for a child that fails, and before
-    it measures for a file that cannot be written."""
+    """Measure, write the cluster file, and return its content. Raises CommandError for a child that fails, and, before
+    measuring, for a file that cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise CommandError(f"--out {path}: given a folder, needed a file", 2)
-        # Measuring takes a minute, which would be lost.
+        # Try this first: measuring takes a minute, which would be lost.
         with TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
@@ -256,18 +256,18 @@ def measure(path: Path) -> dict[str, Any]:
 
 
 def _asked(kind: Literal["cpu", "cuda"], given: int | str) -> Any:
-    """What a child measures of the CPU with so many threads, or of that CUDA device."""
+    """Have a child measure the CPU with `given` threads, or the CUDA device `given`."""
     what = f"{given if kind == 'cuda' else kind} could not be measured: the process that does"
     return ask_child(f"penstock.nodes.calibrate:{kind}", given, what=what, deadline=DEADLINE)
 
 
 def gpu_of(raw: Mapping[str, Any]) -> Gpu:
-    """Of what was measured of a CUDA device: the best rates of each precision are what it reaches, and the host's time
-    is that of this project's engine. Its links to other GPUs are those of the known kind that its name has in it, else
-    of none."""
+    """A kind of GPU from the measurements of a CUDA device: the best rate of each precision is its attainable rate, and
+    the host's time is that of this project's engine. Links to other GPUs are those of the known kind in its name, if
+    there is one."""
     major, minor = raw["capability"]
     base = gpu_like(raw["name"], raw["memory_gib"], (major, minor)).model_dump()
-    # What is measured is what is reached; a cluster file has the peak, of which efficiency is a share.
+    # Measured rates are attainable rates. A cluster file has peak rates, of which efficiency is a share.
     share = base["efficiency"]["matmul"]
     rates = {name: max(rate for _, _, rate in found) / 1e12 / share for name, found in raw["products"].items()}
     return Gpu.model_validate(
@@ -283,21 +283,21 @@ def gpu_of(raw: Mapping[str, Any]) -> Gpu:
 
 
 def cluster_facts(raw: Mapping[str, Any], gpus: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The cluster file's content. `raw` and `gpus` are what was measured of the host and of each CUDA device, of which
-    the first one's stands for all."""
+    """The cluster file's content. `raw` and `gpus` are the measurements of the host and of each CUDA device; the first
+    device stands for all."""
     memory = {f"{name}_gb_s": raw["memory"][name] for name in ("read", "copy", "cached")}
     cpu = Cpu(memory_gib=usable_memory_gib(), call_us=raw["launch_us"], **memory, **raw["links"])
     host: dict[str, Any] = {"name": "local", "cores": usable_cores(), "cpu": THIS}
     found: dict[str, Any] = {"hosts": [host], "cpus": {THIS: cpu.model_dump()}}
     if gpus:
-        # One kind for each host is all that a cluster file can say.
+        # In a cluster file, a host has one kind of GPU.
         host |= {"devices": list(gpus), "gpu": THIS}
         found["gpus"] = {THIS: gpu_of(next(iter(gpus.values()))).model_dump()}
     return found
 
 
 def toml(value: Any) -> str:
-    """TOML of numbers, strings, lists, and dicts, which become inline tables."""
+    """A value as TOML: numbers, strings, lists, and dicts, which become inline tables."""
     if isinstance(value, Mapping):
         return f"{{ {', '.join(f'{name} = {toml(item)}' for name, item in value.items())} }}"
     if isinstance(value, list | tuple):
@@ -306,7 +306,7 @@ def toml(value: Any) -> str:
 
 
 def measured_text(facts: dict[str, Any], path: Path) -> str:
-    """The main figures of what was measured, for people."""
+    """The main results of the measurements, for people."""
     cpu = facts["cpus"][THIS]
     lines = [f"measured in {facts['seconds']:.0f} s, kept in {path}", ""]
     lines.append(f"memory            read {cpu['read_gb_s']:.1f}, copy {cpu['copy_gb_s']:.1f} GB/s")

@@ -1,4 +1,4 @@
-"""A run on agents that enrol (`--on`): its folder, its desk, who starts its agents, and the hosts that come of them."""
+"""A run on agents that enrol (`--on`): its desk, the manager that starts the agents, and the resulting hosts."""
 
 import importlib
 import re
@@ -27,9 +27,9 @@ from penstock.runtime.record.folder import RunFolder
 if TYPE_CHECKING:
     from penstock.runtime.plan.run_plan import RunPlan
 
-# The pool of which other agents than the first have replicas by default.
+# By default, all agents but the first have replicas of this pool.
 GENERATOR = "generator"
-# The classes of `Agents`, by the word of --on. Each is imported when it is asked for.
+# The classes of `Agents`, by the word of --on. Each is imported when it is needed.
 MANAGERS = {
     "agents": "control.agents:ExternalAgents",
     "ray": "managers.ray:RayAgents",
@@ -39,8 +39,9 @@ MANAGERS = {
 
 @dataclass
 class Enrolled:
-    """The agents that have come, as hosts of a `cluster`; the `desk` where they wait, and who has started them.
-    `again`: a run that loses a process goes on by itself, and needs them again; `goes_on`: it has, and does."""
+    """The enrolled agents: the `desk` where they wait, the manager that started them (`agents`), and the `cluster` of
+    their hosts. `again`: a run that loses a process restarts by itself, and then needs them again; `goes_on`: this is
+    happening now."""
 
     desk: Desk
     agents: Agents
@@ -52,8 +53,8 @@ class Enrolled:
     goes_on: bool = False
 
     def await_agents(self, seconds: float, total: int = 0, fewest: int = 0) -> Cluster:
-        """The hosts of the agents, and others for those that may come later, so many in `total`. With `fewest` the run
-        goes on with so many after a while. Raises CommandError where they do not come in time."""
+        """Wait for the agents. Returns their hosts, and reserved hosts for later agents up to `total`. With `fewest`,
+        the run goes on with that many after a while. Raises CommandError if they do not come in time."""
         try:
             came = self.desk.wait(self.agents.slots, seconds, self.agents.poll, tell, fewest=fewest)
         except EnrolmentError as error:
@@ -66,13 +67,13 @@ class Enrolled:
 
 
 def tell(text: str) -> None:
-    with suppress(OSError):  # nobody may read it any more
+    with suppress(OSError):  # the pipe or terminal may be closed
         print(visible(f"penstock: {text}"), file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
 class Need:
-    """How many agents a run has: to begin, and in all. `why` says for what they are, `fewer` what would need fewer."""
+    """How many agents a run needs: to begin, and in total. `why` says what for, `fewer` what would need fewer."""
 
     first: int
     total: int
@@ -81,8 +82,8 @@ class Need:
 
 
 def needed_agents(flags: AgentsFlags, options: RunOptions, plan: "RunPlan | None" = None) -> Need | None:
-    """What a run needs by its --plan, its range of generators, or --place; None where any number does. Raises
-    CommandError for a --place that is none."""
+    """The agents that a run needs by its --plan, its range of generators, or --place; None if any number will do.
+    Raises CommandError for an invalid --place."""
     if plan is not None:
         hosts = plan.num_hosts
         fewer = f"a plan for fewer hosts (it was made for --cluster {plan.source})"
@@ -95,7 +96,7 @@ def needed_agents(flags: AgentsFlags, options: RunOptions, plan: "RunPlan | None
         return Need(first + 1, most + 1, why, "a range that begins with fewer")
     if not numbers:
         return None
-    # Those that may be late have the highest numbers.
+    # The agents that may be late have the highest numbers.
     own = {number for pool, given in places if pool == GENERATOR for number in given}
     late = max(0, len(own) - first) if first else 0
     count = max(numbers) + 1
@@ -104,8 +105,8 @@ def needed_agents(flags: AgentsFlags, options: RunOptions, plan: "RunPlan | None
 
 @contextmanager
 def enrolment(flags: AgentsFlags, folder: RunFolder, name: str, need: Need | None = None) -> Iterator[Enrolled]:
-    """Open the desk of a run in `folder`, and have its agents started; in the end all of that is ended. `name` is the
-    job's. Raises CommandError for flags that cannot be or fewer agents than there have to be, and AgentsError."""
+    """Open the desk of a run in `folder`, and start its agents; both end with the context. `name` is the job's. Raises
+    CommandError for invalid flags or too few agents, and AgentsError."""
     module, _, attribute = MANAGERS[flags.on].partition(":")
     count = flags.agents or (need.first if need is not None and flags.on == "agents" else None)
     agents: Agents = getattr(importlib.import_module(f"penstock.runtime.{module}"), attribute)(count)
@@ -132,7 +133,7 @@ def enrolment(flags: AgentsFlags, folder: RunFolder, name: str, need: Need | Non
             raise CommandError(f"--bind: {error}" if flags.bind else str(error)) from None
         except WireError as error:
             raise CommandError(str(error.strerror)) from None
-        # The controller has the port behind the desk's, so that a firewall need let through no others.
+        # The controller has the port after the desk's, so that a firewall needs to open only these two.
         found = Enrolled(desk, agents, f"{ip}:{port + 1 if port else 0}")
         stack.callback(lambda: desk.close(found.reason, over=found.over, again=found.goes_on))
         try:
@@ -145,7 +146,7 @@ def enrolment(flags: AgentsFlags, folder: RunFolder, name: str, need: Need | Non
 
 
 def agents_words(flags: AgentsFlags) -> list[str]:
-    """The words of a command line that say whose agents a run is on: they are to be said again where it goes on."""
+    """The words of a command line about agents: a command that goes on with the run must repeat them."""
     words = []
     for name in ("on", "agents", "bind", "ticket_keys", "place"):
         if value := getattr(flags, name):
@@ -155,7 +156,7 @@ def agents_words(flags: AgentsFlags) -> list[str]:
 
 
 def check_agents(flags: AgentsFlags, cluster: str) -> None:
-    """Raises CommandError for flags of agents that contradict others, or that say something of agents that are none."""
+    """Raises CommandError for flags about agents without --on, and for --on with flags that contradict it."""
     given = {"--agents": flags.agents, "--bind": flags.bind, "--ticket-keys": flags.ticket_keys, "--place": flags.place}
     for flag, value in given.items():
         if value and not flags.on:
@@ -169,8 +170,8 @@ def check_agents(flags: AgentsFlags, cluster: str) -> None:
 def placed(
     place: Sequence[str], graph: Graph | None, cluster: Cluster, generators: int | None
 ) -> tuple[Cluster, dict[str, Any]]:
-    """The cluster with its pools where --place says, and the options that follow. By default the first agent has all
-    but the generator, of which each other agent has a replica, or as many as there are to be `generators`. Raises
+    """The cluster with its pools placed by --place, and the options that follow. By default the first agent has all
+    pools but the generator, and each other agent has a replica of it, up to `generators` replicas. Raises
     CommandError."""
     names = [host.name for host in cluster.hosts]
     pools: dict[str, tuple[str, ...]] = {}
@@ -182,7 +183,7 @@ def placed(
         pools[pool] = tuple(names[number] for number in dict.fromkeys(numbers))
     options: dict[str, Any] = {}
     if not pools and len(names) > 1 and graph is not None and GENERATOR in graph.pools():
-        # More hosts than replicas would ask for one that is on several.
+        # With more hosts than replicas, a replica would be placed on several hosts.
         pools[GENERATOR] = tuple(names[1:][:generators])
         options["generators"] = generators or len(names) - 1
     try:
@@ -192,7 +193,7 @@ def placed(
 
 
 def _place(word: str) -> tuple[str, list[int]]:
-    """A pool and the numbers of its agents, as --place has them. Raises CommandError."""
+    """Parse a word of --place: a pool and the numbers of its agents. Raises CommandError."""
     pool, equals, said = word.partition("=")
     numbers: list[int] = []
     for part in said.split(","):

@@ -23,7 +23,7 @@ from penstock.runtime.record.checkpoints import (
 from penstock.runtime.record.errors import disk_fault, visible
 from penstock.runtime.record.folder import RunFolder, absolute
 
-# What runs in a process of its own, which imports torch.
+# The modules of the child process, which imports torch.
 CHILD, MERGE = "penstock.runtime.tensor.dcp", "penstock.nodes.model.merge"
 
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CommandError(f"--out: given {out}, which is there already; needed a new or empty folder", 2)
     saved = _chosen(folder, flags.update)
-    # A fresh folder, which gets its name when it is whole.
+    # Written to a fresh folder, which gets its name when it is complete.
     fresh = out.with_name(f".{out.name}.{os.getpid()}.part")
     command = module_command(CHILD, saved.folder, pools[0].replicas[0].name, flags.value, flags.to, fresh)
     if flags.to == "merged":

@@ -1,6 +1,6 @@
-"""The verbs' flags, each with its help. A program's keyword arguments come beside them.
+"""The verbs' flags, each with its help. A program's keyword arguments are added to them.
 
-Those of a run derive from `RunOptions`: here stand only the flags that are about the command, not about the run.
+The flags of `run` derive from `RunOptions`; this file adds only those about the command, not about the run.
 """
 
 import dataclasses
@@ -35,23 +35,23 @@ from penstock.runtime.control.run_config import (
 )
 
 F = TypeVar("F")
-# Name, annotation and default of a field, as `make_dataclass` takes them.
+# Name, annotation and default of a field, for `make_dataclass`.
 Field = tuple[str, Any, Any]
 
-# The words of --on for runs that read what other machines have: here only their flags and their graph are looked at.
+# The words of --on for runs whose files are on other machines: here only their flags and their graph are checked.
 ELSEWHERE = ("kubernetes",)
-# What --model is for an untrained model, and --plan where nothing is planned.
+# The value of --model for an untrained model, and of --plan to plan nothing.
 NEW, NO_PLAN = "new", "none"
 AS_PROGRAM = Shown("{int8,fp8}", "as the program says")
 
 
-# The options of nodes by name, each with the names of its nodes: asked for where a flag is not known.
+# Returns the options of nodes by name, each with the names of its nodes; called for an unknown flag.
 NodeOptions = Callable[[], Mapping[str, str]]
 
 
 def nearest_flag(name: str, known: Iterable[str], options: NodeOptions | None, dashes: str = "--") -> str:
-    """What to take in place of a name that is no flag, as the end of a sentence: a flag that another library calls so,
-    perhaps in groups (`critic.optim.lr`), an option of a node where there is no such flag, or the nearest flags."""
+    """A suggestion for an unknown flag, as the end of a sentence: our flag for another library's name, perhaps with
+    groups (`critic.optim.lr`); else an option of a node; else the nearest flags."""
     flags, of_nodes = {flag.replace("_", "-") for flag in known}, options() if options else {}
     *groups, word = name.replace("-", "_").split(".")
     ours = word if word in of_nodes else ELSEWHERE_CALLED.get(word, word)
@@ -71,23 +71,23 @@ def unknown_flags(
     about: str = "",
     fixed: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """What to say of words that look like flags and are none of a command's; "" if there are none.
+    """The error for words that look like flags but are not flags of a command; "" if there are none.
 
-    `names` are those of its fields, `options` those of a program's nodes; `about` says more of the command, and `fixed`
-    of flags of others, which are none of this one.
-    tyro tells of a wrong flag only after other faults, and knows no likeness to --help.
+    `names` are the names of its fields, `options` returns those of a program's nodes. `about` says more of the command,
+    `fixed` of single flags of other commands, by name.
+    tyro reports an unknown flag only after other errors, and does not suggest --help.
     """
-    # tyro takes "_" and "-" alike, and so does this.
+    # tyro treats "_" and "-" as equal, and so does this.
     known = {name.replace("_", "-") for name in names} | {"help"}
     given, flag = list[str](), ""
     for word in words:
         if re.match(r"--?[A-Za-z]", word):
             flag = word
-        # Those of other libraries stand in groups, as in data.train_batch_size=64; so may a DIR, or values of a flag.
+        # Flags of other libraries have groups, as in data.train_batch_size=64; a DIR or a value may look the same.
         elif options is None or not re.match(r"[A-Za-z]\w*(\.\w+)+=", word) or re.fullmatch("-[^=]+", flag):
             continue
         given.append(word.partition("=")[0].replace("_", "-"))
-    # tyro takes "--no-" before a flag that is on by itself, and knows which these are.
+    # tyro accepts "--no-" before a flag that is on by default, and checks that itself.
     flags = {f"--{name}" for name in known}
     strange = [word for word in given if word != "-h" and word.replace("--no-", "--", 1) not in flags]
     said = list[str]()
@@ -101,9 +101,9 @@ def unknown_flags(
 def read_flags(
     cls: type[F], verb: str, argv: Sequence[str], about: str = "", fixed: Mapping[str, str] = MappingProxyType({})
 ) -> F:
-    """The flags of a verb without a PROGRAM, whose help is the docstring of `cls`. Leaves the command with help or a
-    usage error (SystemExit). Raises CommandError for words that are no flags (`about` and `fixed` say more then, as for
-    `unknown_flags`), and for values outside of their limits.
+    """Parse the flags of a verb without a PROGRAM, whose help is the docstring of `cls`. Raises SystemExit after help
+    or a usage error, CommandError for unknown flags (`about` and `fixed` as in `unknown_flags`) and for values outside
+    of their limits.
     """
     command, config = f"penstock {verb}", (tyro.conf.FlagCreatePairsOff,)
     names = [field.name.rstrip("_") for field in fields(cls)]  # type: ignore[arg-type]
@@ -117,8 +117,8 @@ def read_flags(
 
 
 def fitting(text: str) -> str:
-    """Text whose lines are no longer than the terminal is wide: wrapped between words, and in a list under the words of
-    the second column. Commands and tables keep their lines."""
+    """The text wrapped to the width of the terminal, between words, and in a list under the second column. Commands and
+    tables keep their lines."""
     width, lines = max(40, get_terminal_size().columns), list[str]()
     for line in text.splitlines():
         if len(line) <= width or line.startswith("  penstock ") or set(line) & set("│╭╰"):
@@ -132,10 +132,10 @@ def fitting(text: str) -> str:
 
 @contextmanager
 def fitting_help() -> Iterator[None]:
-    """What tyro prints meanwhile, `fitting`: it wraps what is in its boxes only."""
+    """Apply `fitting` to tyro's output in the body: tyro wraps only the text in its boxes."""
 
     class Help(StringIO):
-        # tyro asks for these: whether colours and lines of boxes can be shown.
+        # tyro reads these to decide whether it can show colours and box lines.
         isatty, encoding = sys.stdout.isatty, sys.stdout.encoding
 
     held = Help()
@@ -148,7 +148,7 @@ def fitting_help() -> Iterator[None]:
 
 
 def readable(cls: type[F]) -> type[F]:
-    """The class of flags in which tyro finds what `Shown` says. tyro reads the help from the fields' docstrings."""
+    """The class of flags with `Shown` translated for tyro, which reads the help from the fields' docstrings."""
     found: list[Field] = []
     for name, hint in get_type_hints(cls, include_extras=True).items():
         if shown := annotation(cls, name, Shown):
@@ -163,7 +163,7 @@ def as_typed(value: object) -> str:
 
 
 def with_changes(cls: type[F]) -> type[F]:
-    """The class of flags with the options that a resume may change; None is for one that is not given."""
+    """The class of flags plus the options that a resume may change; None if one is not given."""
     found: list[Field] = []
     for name, hint in get_type_hints(RunOptions).items():
         if change := annotation(RunOptions, name, OnResume):
@@ -175,7 +175,7 @@ def with_changes(cls: type[F]) -> type[F]:
 
 
 def with_plan(flags: F, decided: Mapping[str, Any]) -> F:
-    """The flags with those options, as JSON has them, that a plan has decided."""
+    """The flags with the options that a plan has decided, given as in its JSON."""
     own = {name: value for name, value in decided.items() if hasattr(flags, name)}
     as_flags = {name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}
     made: F = dataclasses.replace(flags, **as_flags)  # type: ignore[type-var]
@@ -183,7 +183,7 @@ def with_plan(flags: F, decided: Mapping[str, Any]) -> F:
 
 
 def changes(flags: object) -> dict[str, Any]:
-    """The options that a resume is given."""
+    """The options that are given to a resume."""
     names = {field.name for field in fields(RunOptions)}
     return {name: value for name, value in vars(flags).items() if name in names and value is not None}
 
@@ -195,7 +195,7 @@ def _argument(shown: Shown, help: str | None = None) -> object:
 
 def _extended(cls: type[F], found: Sequence[Field]) -> type[F]:
     made = dataclasses.make_dataclass(cls.__name__, found, bases=(cls,), frozen=True)
-    # The title of the group of flags in the help.
+    # The docstring is the title of the group of flags in the help.
     made.__doc__ = cls.__doc__
     return made
 
@@ -303,7 +303,7 @@ class RunFlags(SubmitFlags, AgentsFlags, MachineFlags, ProgramFlags, RunOptions)
     command is for a job's first start and for all others."""
 
     def options(self, model: str) -> RunOptions:
-        """The run's options alone, with a model directory ("" or "new": untrained)."""
+        """Only the run's options, with a model directory ("" or "new": untrained)."""
         shared = {field.name: getattr(self, field.name) for field in fields(RunOptions)}
         return RunOptions(**{**shared, "model": "" if model == NEW else model})
 

@@ -1,4 +1,4 @@
-"""From a traced program to processes: what `run`, `resume` and the base model share."""
+"""From a traced program to the processes of a run: shared by `run`, `resume` and the base model."""
 
 import json
 import secrets
@@ -50,25 +50,25 @@ from penstock.runtime.schedule.compile import Tables, check_rules
 from penstock.runtime.schedule.events import Event
 from penstock.runtime.schedule.replay import SegmentOrigin
 
-# The largest event log that is followed for the summary of a run whose controller could write none.
+# The largest event log, in bytes, that is replayed for the summary of a run whose controller could not write one.
 LOG_BYTES = 32 << 20
 SCRIPT, _ = JOB
-# Seconds for trackers at the end of a run that is preempted. What they have not taken then, a resume hands them.
+# Seconds for trackers at the end of a preempted run. A resume sends what is missing then.
 HASTE_S = 0.5
 STATUS = {DONE: "done", INTERRUPTED: "stopped", PREEMPTED: "stopped"}
 
 
 def configure(traced: Traced, cluster: Cluster, model: str, plan: Plan | None = None) -> RunConfig:
-    """The run of a traced program on a cluster, by a `plan` or by the one that its flags make. Raises CommandError for
-    its faults and for flags that it does not allow, ClusterError for pools or devices that the cluster lacks."""
+    """Make the configuration of a run of a traced program on a cluster, with `plan` or the placement by its flags.
+    Raises CommandError for the program's faults and for flags that it does not allow, ClusterError for pools or devices
+    that the cluster lacks."""
     flags = traced.flags.options(model)
     with usage_errors():
         config = decided(RunConfig.make(traced.sound(), traced.evaluation, cluster, flags, plan), cluster)
     try:
         json.dumps(config.to_json(), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        # The whole JSON string in which the first character stands that is none.
-        # Only the name itself helps the user, not the megabyte of JSON around it.
+        # The JSON string with the first invalid character: the user needs that name, not the megabyte of JSON around.
         before, after = error.object[: error.start], error.object[error.start :]
         given = before.rpartition('"')[2] + after.partition('"')[0]
         needed = "needed another path or name, for it travels in messages; a run folder may have any"
@@ -82,11 +82,11 @@ def configure(traced: Traced, cluster: Cluster, model: str, plan: Plan | None = 
 
 
 def decided(config: RunConfig, cluster: Cluster) -> RunConfig:
-    """The run with what its options leave to the memory of its GPUs. Raises ClusterError for a model that does not
-    fit, there or in the memory of hosts."""
+    """The run with the options that depend on the memory of its GPUs filled in. Raises ClusterError for a model that
+    does not fit there, or in the memory of hosts."""
     if not config.flags.model and config.flags.device == "cpu":
         return config
-    # With numpy and the cost model, which a small model can do without.
+    # Imports numpy and the cost model, which a small model does not need.
     from penstock.runtime.plan.trainer_fit import fitted, require_hosts
 
     require_hosts(config, cluster)
@@ -101,9 +101,9 @@ def asked(
     wanted: Mapping[str, Any] | None = None,
     agents: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """What the user asked for and where, as `config.json` keeps it; `digests` are those of the data files, `wanted` is
-    what another command line is compared with that goes on with the run, `agents` are the words that say whose agents
-    it is on."""
+    """The part of `config.json` about the user's request. `digests` are those of the data and code files. `wanted` is
+    compared with a later command line that goes on with the run. `agents` are the words of the command line about
+    agents."""
     return {
         "program": name,
         "command": list(argv),
@@ -125,8 +125,8 @@ def launch(
     early: Early | None = None,
     wish: Wish | None = None,
 ) -> int:
-    """Run what the folder says in processes of its own, of which some may have begun `early`, on the agents that have
-    `enrolled`; the exit status. `wish` is what signals have asked for by now."""
+    """Run the folder's run in processes, of which some may have been started `early`, on the agents that have
+    `enrolled`; returns the exit status. `wish` has the signals received so far."""
     config = RunConfig.load(folder)
     desk, starter = (enrolled.desk, enrolled.agents) if enrolled else (None, None)
     if desk is not None:
@@ -138,7 +138,7 @@ def launch(
         cluster,
         tell,
         grace=config.flags.grace,
-        # What ranks do not answer the controller says itself, and earlier.
+        # Longer than the controller's own deadlines: it reports a rank that does not answer before this passes.
         deadline=max(config.flags.deadline, config.flags.startup_deadline) + QUIET_S,
         modules=config.modules(),
         desk=desk,
@@ -161,20 +161,20 @@ def go(
     enrolled: Enrolled | None,
     early: Early | None,
 ) -> int:
-    """Run to the end with a display, write and tell the summary; the exit status. The command `began` on the monotonic
-    clock; `prepare` comes first, on display; `earlier` are the wall seconds of the run before this command; `early` has
-    processes that wait for it."""
+    """Run to the end with a display, then write and print the summary; returns the exit status. The command `began` on
+    the monotonic clock. `prepare` is called first, with the display. `earlier` are the run's wall seconds before this
+    command. `early` has processes that wait for the run."""
     name, updates = config.graph.name, config.flags.updates
-    # By its descriptor: the user may rename the folder while the run goes on.
+    # Hold its descriptor: the user may rename the folder while the run is alive.
     folder.hold()
     with TrackerProcesses() as trackers:
         with open_display(name, updates, relative(folder.path), plain=flags.plain or flags.in_process) as display:
             prepare(display)
             trackers.start(folder, config.flags.track, display.tell)
             wish = Wish()
-            # What comes before the launcher listens is kept for it; what comes after it has nothing more to end.
+            # Signals before the launcher listens are kept for it; later ones have nothing left to end.
             with on_stop(lambda number, _: wish.hear(number)):
-                if flags.in_process:  # in one process that has the terminal, so that a debugger works
+                if flags.in_process:  # in one process with the terminal, so that a debugger works
                     if early is not None:
                         early.close()
                     command = module_command("penstock.runtime.cli.children", "run", folder.path)
@@ -183,7 +183,7 @@ def go(
                 else:
                     status = launch(folder, cluster, display.tell, enrolled, early, wish)
                 if enrolled is not None:
-                    # At once: agents that enrol for the run's next life come while this one is still being told of.
+                    # At once: agents enrol for the run's next life while this one is still being summarised.
                     enrolled.desk.rest()
                     enrolled.reason, enrolled.over = f"the run {STATUS.get(status, 'failed')}", status == DONE
                     enrolled.goes_on = enrolled.again and status == FAILED and display.progress.cause in MENDABLE
@@ -195,7 +195,7 @@ def go(
         if trackers.trackers:
             _end_trackers(trackers, folder, report, summary, errors, began, in_haste=status == PREEMPTED)
     folder.release()
-    # Nobody may read it any more: `main` sees to the exit status.
+    # The pipe or terminal may be closed: `main` sets the exit status then.
     with suppress(OSError):
         for error in errors:
             print(visible(f"penstock: {error}"), file=sys.stderr)
@@ -213,8 +213,8 @@ def _end_trackers(
     began: float,
     in_haste: bool,
 ) -> None:
-    """Give the trackers of a run the time that they have, and write into its summary what came of them, and how long
-    the command has taken, which `began` on the monotonic clock. `in_haste`: an engine is about to end this process."""
+    """Wait for the trackers of a run as long as allowed, and add their results and the command's duration (it `began`
+    on the monotonic clock) to the summary. `in_haste`: a cluster manager is about to end this process."""
     summary["tracked"] = trackers.end(report, summary["updates"], HASTE_S if in_haste else END_S)
     summary["command_s"] = round(monotonic() - began, 3)
     found = [one["warning"] for one in summary["tracked"].values() if one["warning"]]
@@ -229,9 +229,9 @@ def _end_trackers(
 
 
 def draw(folder: RunFolder, summary: Mapping[str, Any]) -> tuple[Path | None, str]:
-    """Write `report.html`; its path, None for none, and in words where it is, or how to have it. Whatever comes of it,
-    the run has ended as it has."""
-    from penstock.runtime.report.write import end_with_report  # templates and networkx, which a start can do without
+    """Write `report.html`. Returns its path (None if there is none), and a text: where it is, or how to make it. A
+    failure does not change how the run has ended."""
+    from penstock.runtime.report.write import end_with_report  # imports templates and networkx: not at the start
 
     path, reason = end_with_report(folder, float(summary["wall_s"]), stopped=summary["status"] == "stopped")
     if path is not None:
@@ -240,7 +240,7 @@ def draw(folder: RunFolder, summary: Mapping[str, Any]) -> tuple[Path | None, st
 
 
 def record_lacks(flags: RunOptions) -> Iterator[Fault]:
-    """Trackers whose clients are not installed here. Raises CommandError for a metric of checkpoints that is none."""
+    """Faults for trackers whose clients are not installed here. Raises CommandError for an invalid --keep-best."""
     try:
         if flags.keep_best:
             read_best(flags.keep_best)
@@ -250,21 +250,21 @@ def record_lacks(flags: RunOptions) -> Iterator[Fault]:
 
 
 def require_installed(config: RunConfig, cluster: Cluster) -> None:
-    """Raises CommandError for trackers whose clients are not installed, and for interpreters here that lack what ranks
-    need."""
+    """Raises CommandError for trackers whose clients are not installed, and for local interpreters that lack modules
+    which ranks need."""
     faults = [*record_lacks(config.flags), *interpreter_lacks(config.graphs, config.plan, cluster, config.flags.engine)]
     if faults:
         raise CommandError(faults_text(faults))
 
 
 def require_processes(config: RunConfig, cluster: Cluster, flags: StartFlags) -> None:
-    """Before anything is written: raises CommandError for a run in one process whose plan has ranks that work together,
-    or interpreters of their own, and for processes whose controller could not listen where the cluster file says."""
+    """Raises CommandError, before anything is written, for a run in one process whose plan has replicas of several
+    ranks or other interpreters, and for a controller that cannot listen at the address in the cluster file."""
     for pool in config.plan.pools if flags.in_process else ():
         if pool.python:
             given = f"--in-process with pools.{pool.name}.python ({pool.python})"
             raise CommandError(f"{given}, needed one interpreter for all: leave one of the two out")
-    # Listening is tried before there is a folder: a port in use leaves none behind.
+    # Try this before the folder is made: a port in use must not leave a folder behind.
     if not flags.in_process and cluster.bind:
         try:
             Listener(tcp_endpoint(cluster.bind), {}).close()
@@ -279,21 +279,21 @@ def require_processes(config: RunConfig, cluster: Cluster, flags: StartFlags) ->
 def finish(
     folder: RunFolder, status: int, errors: list[str], seconds: float, earlier: float = 0.0, cause: str = ""
 ) -> dict[str, Any]:
-    """Complete and write the summary. It is made from what the folder has if the controller wrote none.
+    """Complete and write the summary. If the controller wrote none, it is made from the folder.
 
-    Only this process knows the exit `status`, the code of the first failure that it was told of (`cause`), the whole
-    command's `seconds`, the run's wall seconds before this command (`earlier`), and where a resume begins. If the
-    summary cannot be written, the reason is added to `errors`.
+    Only this process knows the exit `status`, the code of the first reported failure (`cause`), the whole command's
+    `seconds`, the run's wall seconds before this command (`earlier`), and where a resume begins. If the summary cannot
+    be written, the reason is added to `errors`.
     """
     try:
         summary: dict[str, Any] = folder.read_json("summary.json")
     except RecordError:
-        # A controller that was killed, or whose disk is full, has written none.
+        # The controller was killed, or its disk is full.
         summary = _made(folder, seconds)
     cause = summary.get("cause") or cause
     saved, damaged = newest_usable(folder, refused=cause == FailureCode.CHECKPOINT)
     ended = STATUS.get(status, "failed")
-    # The controller may have lost what it said last.
+    # The controller's last errors may be missing in its summary.
     reasons = [summary["error"], *(errors if ended != summary["status"] else ())]
     summary |= {
         "status": ended,
@@ -312,13 +312,13 @@ def finish(
 
 
 def _made(folder: RunFolder, seconds: float) -> dict[str, Any]:
-    """A summary of what the run has left, with the status open."""
+    """Make a summary from the run folder, without a status."""
     rows, _ = read_undamaged(folder.metrics)
     saved, _ = newest_usable(folder)
     accuracy = saved.accuracy if saved else {}
     groups, last = sum(row.get("groups", 0) for row in rows), rows[-1] if rows else {}
-    # The rows have the counts of updates that are done. The scheduler knows what came after these, if the log can be
-    # read in a few seconds; but a killed controller takes the last second of its log with it.
+    # The rows count groups up to the last update. Replaying the log adds the counts after it, if that takes only
+    # seconds. But the last second of a killed controller's log is lost, so take the maximum of both.
     lost = {name: sum(count for row in rows if isinstance(count := row.get(name), int)) for name in LOST}
     raised = ""
     with suppress(OSError, ValueError, KeyError, RecordError):
@@ -349,8 +349,8 @@ def _made(folder: RunFolder, seconds: float) -> dict[str, Any]:
 
 
 def summary_text(summary: Mapping[str, Any], updates: int, folder: str, report: str = "", command: str = "") -> str:
-    """The summary for people. `updates` are those that were asked for; `report` says where the page is, `command` how
-    to go on, where that is not by `penstock resume` alone."""
+    """The summary for people. `updates` is the number asked for. `report` says where the page is, `command` how to go
+    on if it is not by `penstock resume` alone."""
     before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
     rows = [("status", str(summary["status"]))]
     if before is not None or after is not None:
@@ -383,13 +383,13 @@ def summary_text(summary: Mapping[str, Any], updates: int, folder: str, report: 
 
 
 def going_on(folder: RunFolder) -> str:
-    """The command that goes on with the run of a folder, as one would type it here; "" for one without a config."""
+    """The command that goes on with the run of a folder, as typed in this folder; "" if it has no config."""
     try:
         was = folder.read_json("config.json", ConfigFile).get("asked", {})
     except RecordError:
         return ""
     words, path = was.get("agents", []), folder.path
-    # A job's script is in the run folder; that of an array beside the folders of its tasks.
+    # A job's script is in the run folder; an array's script is next to the folders of its tasks.
     for script, task in ((path / SCRIPT, ""), (path.parent / SCRIPT, f"--array={quote(path.name)} ")):
         if "slurm" in words and script.is_file():
             return f"sbatch {task}{quote(relative(script))}"
@@ -397,7 +397,7 @@ def going_on(folder: RunFolder) -> str:
 
 
 def relative(path: Path) -> str:
-    """The path as one would type it here."""
+    """The path as typed in the current folder."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

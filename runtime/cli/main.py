@@ -1,8 +1,8 @@
 """`penstock VERB …`: one program, many verbs. This process never imports torch.
 
-Exit status: 0 well, 1 a fault or a failed run, 2 a command line that cannot be understood, 75 stopped by SIGTERM or
-SIGUSR1, as an engine does that takes the machine away, 130 stopped by Ctrl-C or since its terminal closed, 141 if
-nobody read the output to its end.
+Exit status: 0 success, 1 a fault or a failed run, 2 a wrong command line, 75 stopped by SIGTERM or SIGUSR1 (as a
+cluster manager does before it takes the machine away), 130 stopped by Ctrl-C or because its terminal closed, 141 if the
+reader of its output closed the pipe.
 """
 
 import codecs
@@ -34,13 +34,13 @@ from penstock.runtime.control.signals import (
 )
 from penstock.runtime.record.errors import visible
 
-# What a shell says of a command that ended because nobody read its output.
+# The exit status that a shell reports for a command that was ended by SIGPIPE.
 UNREAD = 128 + signal.SIGPIPE
 
 
 class Verb(NamedTuple):
-    """`function` is "module:function" of this package, (argv) -> exit status. It is imported when the verb is called:
-    an answer such as `penstock --help` takes a tenth of a second."""
+    """`function` is "module:function" of this package, (argv) -> exit status. It is imported only when the verb is
+    called, so that `penstock --help` takes a tenth of a second."""
 
     function: str
     argument: str
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     _require_streams()
     try:
-        # A shell has Ctrl-C ignored by what it starts in the background.
+        # A shell lets processes that it starts in the background ignore Ctrl-C.
         ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         with on_stop(interrupt, [number for number in STOPS if number != signal.SIGINT or not ignored]):
             status = _answer(words)
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         status = INTERRUPTED
     except OSError:
-        # Any other OSError is a fault of ours, which needs its traceback.
+        # Any other OSError is a bug of ours, which needs its traceback.
         if not any(map(nobody_reads, (1, 2))):
             raise
         status = UNREAD
@@ -104,19 +104,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _require_streams() -> None:
-    """Open /dev/null for each standard stream that the caller has closed (`>&-`), and have each take any text; for
-    children too."""
-    # Else a pipe or socket of ours would get the number of the stream, and be written to.
+    """Open /dev/null for each standard stream that the caller has closed (`>&-`), and make all streams accept any text,
+    also in child processes."""
+    # Else a pipe or socket of ours would get the stream's number, and be written to.
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
-            # The lowest free number is taken, which is not always the one that is missing.
+            # open() returns the lowest free number, which may be another than the missing one.
             opened = os.open(os.devnull, os.O_RDWR)
             if opened != number:
                 os.dup2(opened, number)
                 os.close(opened)
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
-    # No run must end because the terminal's encoding, such as Latin-1, lacks a character: "?" is shown.
+    # A run must not fail because the terminal's encoding, such as Latin-1, lacks a character: "?" is shown.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="replace")
@@ -124,7 +124,8 @@ def _require_streams() -> None:
 
 
 def _flushed(status: int) -> int:
-    """The exit status once all output is out. What cannot be written is dropped, or the interpreter would complain."""
+    """Flush all output; returns the exit status. Output that cannot be written is dropped, or the interpreter would
+    complain at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -135,7 +136,7 @@ def _flushed(status: int) -> int:
 
 
 def _answer(words: Sequence[str]) -> int:
-    """The exit status. What the user can mend is said without a traceback."""
+    """Run the command; returns the exit status. Errors that the user can fix are shown without a traceback."""
     if not words or words[0] in ("-h", "--help", "help"):
         rows = [f"  {f'{name} {verb.argument}':<18}{verb.help}" for name, verb in VERBS.items()]
         print(OVERVIEW.format(verbs="\n".join(rows)), end="")
@@ -146,7 +147,7 @@ def _answer(words: Sequence[str]) -> int:
     verb, *rest = words
     if verb not in VERBS:
         kind, known = ("flag", ["--help", "--version"]) if verb.startswith("-") else ("verb", list(VERBS))
-        # Less strict than for flags: there are few verbs, and they differ much.
+        # A lower cutoff than for flags: there are few verbs, and they differ a lot.
         close = difflib.get_close_matches(verb, known, n=1, cutoff=0.4)
         hint = f"did you mean {close[0]!r}?" if close else f"needed one of: {', '.join(known)}"
         print(visible(f"penstock: there is no {kind} {verb!r}; {hint}"), file=sys.stderr)
@@ -156,7 +157,7 @@ def _answer(words: Sequence[str]) -> int:
         status: int = getattr(importlib.import_module(f"penstock.runtime.cli.{module}"), function)(rest)
         return status
     except (CommandError, ValueError) as error:
-        # A ValueError of Python's own, or of a library, is a fault of ours, and needs its traceback.
+        # A ValueError of Python or of a library is a bug of ours, and needs its traceback.
         if type(error).__module__.partition(".")[0] != "penstock":
             raise
         print(visible(f"penstock {verb}: {error}"), file=sys.stderr)
@@ -165,7 +166,7 @@ def _answer(words: Sequence[str]) -> int:
 
 def show(argv: Sequence[str]) -> int:
     """`penstock show PROGRAM`: the graph, as text, Mermaid, SVG or JSON."""
-    # What draws the graph is imported while the child traces.
+    # The modules that draw the graph are imported while the child traces.
     traced = trace_program("show", argv, ("penstock.graph.show", "penstock.graph.svg"))
     from penstock.graph.show import dumps, mermaid, text
     from penstock.graph.svg import svg
@@ -190,7 +191,7 @@ def check(argv: Sequence[str]) -> int:
     try:
         return _check(argv)
     except (CommandError, ValueError) as refusal:
-        # What is refused before a graph is looked at has no faults; whoever reads JSON is told of it, too.
+        # A refusal before the graph is looked at has no faults; a reader of JSON must learn of it, too.
         if "--json" in argv:
             print(json.dumps({"program": argv[0], "ok": False, "faults": [], "error": str(refusal)}))
         raise
@@ -217,7 +218,7 @@ def _check(argv: Sequence[str]) -> int:
     flags, faults, planned = traced.flags, [*traced.faults], traced.plan is not None
     require_consistent(flags, ())
     graphs = [graph for graph in (traced.graph, traced.evaluation) if graph is not None]
-    # Of agents only they know what their hosts have.
+    # With --on, only the agents know what their hosts have.
     here = bool(graphs) and not flags.on
     if here and (planned or flags.invariant or any(node.precision for graph in graphs for node in graph.nodes)):
         cluster, given = machines(flags, traced.gpus), flags.generator_precision

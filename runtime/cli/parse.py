@@ -1,6 +1,6 @@
-"""A command line to values: a program's keyword arguments and a verb's flags, by tyro.
+"""Parse a command line into a program's keyword arguments and a verb's flags, with tyro.
 
-Usage errors and help are printed by tyro, which leaves with SystemExit 2 and 0.
+tyro prints usage errors and help, and leaves with SystemExit 2 and 0.
 """
 
 import dataclasses
@@ -47,8 +47,8 @@ MARKERS = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
 
 
 class Parsed(NamedTuple):
-    """The program's options and the verb's flags. `typed` are the words of each flag that the user gives, on the
-    command line or by --config, by the name of its field. `plan` is that of --plan."""
+    """The program's options and the verb's flags. `typed` has the words of each flag that the user gives, on the
+    command line or by --config, by the name of its field. `plan` is the plan of --plan."""
 
     options: dict[str, Any]
     flags: Any
@@ -57,11 +57,11 @@ class Parsed(NamedTuple):
 
 
 def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str]) -> Parsed:
-    """`name` is what the user called the program.
+    """Parse the words after PROGRAM, which the user calls `name`.
 
     Raises CommandError for words, a config file or a plan that cannot be understood or contradict each other, and
-    GraphError for options that have the name of a flag of the verb. `check` tells these of `run` among the faults (see
-    `clashes`), so here it leaves them at their defaults.
+    GraphError for options with the name of a flag of the verb. For `check`, clashes with flags of `run` are faults (see
+    `clashes`), so these options keep their defaults here.
     """
     defaults = _verb_defaults(program, verb)
     taken = clashes(program, "run" if verb == "check" else verb)
@@ -72,7 +72,7 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
     options.__doc__ = f"Keyword arguments of {program.path}"
     form = readable(type(defaults))
     title = program.name if program.name not in VERBS else "program"
-    # Two groups in the help, but one name space of flags: a user need not know whose flag it is.
+    # Two groups in the help, but one namespace of flags: a user need not know whose flag it is.
     line = dataclasses.make_dataclass("line", [(title, options), (verb, form, form(**vars(defaults)))], kw_only=True)
     known = dataclasses.asdict(defaults) | {o.flag.name: o.flag.default for o in own}
     of_nodes = partial(_node_options, program)
@@ -83,7 +83,7 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
     argv = _spread(argv)
     typed = _typed([*config, *argv], known)
     plan = _plan_of(typed) if isinstance(defaults, MachineFlags) else None
-    # Its file of hosts is not what agents are on that say themselves what they have.
+    # With --on, the agents themselves say what their hosts have: leave out the plan's file of hosts.
     left_out = {"cluster"} if "on" in typed else set()
     planned = [word for key, words in plan.words.items() if key not in left_out for word in words] if plan else []
     summary = program.doc.partition("\nArgs:")[0].strip() or program.name
@@ -97,7 +97,7 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
                 config=MARKERS,
             )
     except SystemExit as leaving:
-        # tyro complains of words that the user has never typed.
+        # tyro may complain about words that the user has not typed: show where they come from.
         for file, words in (("plan", planned), ("config file", config)):
             if leaving.code and words:
                 print(visible(f"The {file} stands for: {' '.join(words)}"), file=sys.stderr)
@@ -115,7 +115,7 @@ def parse(program: Program[..., Any], verb: str, name: str, argv: Sequence[str])
 
 
 def _tell_other_lengths(program: Program[..., Any], name: str, flags: Planning, typed: Collection[str]) -> None:
-    """Say what a plan is for where runs of the program have other values by default."""
+    """Print a note with the values that a plan is for, if runs of the program have other defaults."""
     planned = vars(flags)
     keys = [key for key in _not_planned(program) if key not in {*typed, "model"}]
     if others := [key for key in keys if planned[key] != program.defaults[key]]:
@@ -127,7 +127,7 @@ def _tell_other_lengths(program: Program[..., Any], name: str, flags: Planning, 
 
 
 def _spread(argv: Sequence[str]) -> list[str]:
-    """The words, with a range of generators as two flags."""
+    """The words, where a range of generators (2..8) becomes two flags."""
     found: list[str] = []
     for before, word in pairwise(["", *argv]):
         spread = re.fullmatch(r"(--generators=)?(\d+)\.\.(\d+)", word)
@@ -139,7 +139,8 @@ def _spread(argv: Sequence[str]) -> list[str]:
 
 
 def _typed(words: Sequence[str], known: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The words of each flag, with itself, by the name of its field. Of one that is given twice the last one counts."""
+    """The words of each flag, including the flag itself, by the name of its field. If a flag is given twice, the last
+    one counts."""
     found: dict[str, list[str]] = {}
     for word in words:
         if word.startswith("--"):
@@ -151,12 +152,12 @@ def _typed(words: Sequence[str], known: Mapping[str, Any]) -> dict[str, list[str
 
 
 def _plan_of(typed: Mapping[str, Sequence[str]]) -> "RunPlan | None":
-    """The plan that --plan names."""
+    """Read the plan that --plan names; None if there is none."""
     words = typed.get("plan", ())
     file = words[0].partition("=")[2] or (words[1] if len(words) > 1 else "") if words else ""
     if file in ("", NO_PLAN):
         return None
-    # With numpy and the cost model, which other command lines do without.
+    # Imports numpy and the cost model, which other command lines do not need.
     from penstock.runtime.plan.roles import PlanError
     from penstock.runtime.plan.run_plan import RunPlan
 
@@ -165,8 +166,8 @@ def _plan_of(typed: Mapping[str, Sequence[str]]) -> "RunPlan | None":
 
 
 def clashes(program: Program[..., Any], verb: str) -> dict[str, Fault]:
-    """The program's options that have the name of a flag of the verb, each with what is wrong."""
-    # On one command line a name can mean one thing only.
+    """The program's options with the name of a flag of the verb, each with its fault."""
+    # On one command line, a name can have only one meaning.
     names = {field.name for field in dataclasses.fields(VERBS[verb])}
     return {
         flag.name: Fault(
@@ -182,7 +183,7 @@ def clashes(program: Program[..., Any], verb: str) -> dict[str, Fault]:
 
 
 def verb_help(verb: str, programs: Mapping[str, str]) -> None:
-    """Print what `penstock VERB --help` says without a program."""
+    """Print the help of `penstock VERB --help`, without a program."""
     width = max(map(len, programs), default=0)
     names = "".join(f"\n  {name:<{width}}  {summary}" for name, summary in programs.items())
     description = (
@@ -208,13 +209,13 @@ def _verb_defaults(program: Program[..., Any], verb: str) -> Any:
 
 
 def _not_planned(program: Program[..., Any]) -> list[str]:
-    """The program's defaults that a plan leaves out: it is for a model and lengths of its own, not those of a demo."""
+    """The program's defaults that do not apply to a plan: it has its own model and lengths, not those of a demo."""
     own = {field.name for field in dataclasses.fields(Planning)}
     return [key for key in program.defaults if key in own]
 
 
 class _Own:
-    """One of the program's keyword arguments as a field that tyro can read."""
+    """One of the program's keyword arguments, as a field that tyro can parse."""
 
     def __init__(self, flag: Flag) -> None:
         self.flag = flag
@@ -224,7 +225,7 @@ class _Own:
 
     @property
     def field(self) -> tuple[str, Any, Any]:
-        """Name, annotation and default, as `make_dataclass` takes them."""
+        """Name, annotation and default, for `make_dataclass`."""
         flag, annotation, default = self.flag, self.flag.annotation, self.flag.default
         metavar = hint = None
         if self.is_function:
@@ -242,7 +243,7 @@ class _Own:
         described = Annotated[annotation, argument]  # type: ignore[valid-type]
         if default is REQUIRED:
             return flag.name, described, dataclasses.field()
-        if isinstance(default, list):  # no class has one, and tyro warns of a tuple in its place
+        if isinstance(default, list):  # a dataclass allows no list as default, and tyro warns about a tuple
             return flag.name, described, dataclasses.field(default_factory=lambda: default)
         return flag.name, described, dataclasses.field(default=default)
 
@@ -260,7 +261,7 @@ class _Own:
 
 
 def _is_readable(annotation: Any) -> bool:
-    """Can tyro read a value of this annotation from words?"""
+    """True if tyro can parse a value of this annotation from words."""
     if annotation in (int, float, str, bool, type(None)):
         return True
     origin = get_origin(annotation)
@@ -273,11 +274,10 @@ def _is_readable(annotation: Any) -> bool:
 
 
 def _node_options(program: Program[..., Any]) -> dict[str, str]:
-    """The options of the nodes that stand beside the program in its file, as those that it calls do, by name: each with
-    the names of its nodes."""
+    """The options of the nodes in the namespace of the program's file, by name, each with the names of its nodes."""
     found: dict[str, list[str]] = {}
     for value in program.fn.__globals__.values():
-        # One that cannot be read is told of where it is called; annotations are code, which raises anything.
+        # A node that cannot be read is reported where it is called. Annotations are code, which may raise anything.
         with suppress(Exception):
             for option in value.interface.options if isinstance(value, NodeDef) else ():
                 found.setdefault(option, []).append(value.__name__)
@@ -285,8 +285,8 @@ def _node_options(program: Program[..., Any]) -> dict[str, str]:
 
 
 def _config_argv(argv: Sequence[str], known: Mapping[str, Any], of_nodes: NodeOptions) -> list[str]:
-    """The words that a `--config FILE` among the words stands for. `known` are the flags with their defaults,
-    `of_nodes` gives the options of nodes."""
+    """The words of the file of `--config FILE`, if it is among the words. `known` are the flags with their defaults;
+    `of_nodes` returns the options of nodes."""
     file = ""
     for word, following in pairwise([*argv, ""]):
         if word == "--config":
@@ -315,5 +315,5 @@ def _config_argv(argv: Sequence[str], known: Mapping[str, Any], of_nodes: NodeOp
 def _words(flag: str, value: Any, default: Any) -> list[str]:
     if not isinstance(value, bool):
         return [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
-    # A switch that is as it is by default has no word in tyro.
+    # A switch at its default has no word in tyro.
     return [] if value == default else [f"--{flag}" if value else f"--no-{flag}"]

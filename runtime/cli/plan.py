@@ -1,6 +1,6 @@
 """`penstock plan PROGRAM`: which GPUs do what on a cluster, what fits, and what bounds an update.
 
-`search` makes the plan that the flags of `plan` and `simulate` ask for; `text` prints it.
+`search` makes the plan for the flags of `plan` and `simulate`; `text` is its text for people.
 """
 
 import json
@@ -33,7 +33,7 @@ from penstock.runtime.record.folder import absolute, write_atomic
 
 
 def main(argv: Sequence[str]) -> int:
-    # numpy and pydantic take a second to import, and so does torch in the child that traces.
+    # numpy and pydantic take a second to import: do so while the child imports torch.
     traced = trace_program("plan", argv, ("penstock.runtime.plan.planner",))
     found = search(traced.sound(), traced.flags, traced.flags.batch)
     if traced.flags.out:
@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def search(graph: Graph, flags: Planning, batch: int) -> Planned:
-    """The plan that the flags ask for. Raises CommandError for those that cannot be understood, PlanError for what has
-    no plan."""
+    """Make the plan that the flags ask for. Raises CommandError for flags that cannot be understood, PlanError if there
+    is no plan."""
     for name, example in (("cluster", "32x8xH100 or a file"), ("model", "llama-70b or a model directory")):
         if not getattr(flags, name):
             raise CommandError(f"--{name}: given nothing, needed such as {example}", 2)
@@ -59,7 +59,7 @@ def search(graph: Graph, flags: Planning, batch: int) -> Planned:
     if not any(host.accelerators or host.gpu for host in cluster.hosts):
         needed = "needed GPUs; on cores run it, then `penstock simulate --from RUN` tells of other lags and replicas"
         raise CommandError(f"--cluster {flags.cluster}: given hosts without GPUs, {needed}", 2)
-    # A search keeps all that it makes: looking for garbage finds none, and takes a third of its time.
+    # A search keeps all its objects: garbage collection would find none, and take a third of the time.
     with uncollected():
         return plan(
             graph, cluster, work, slots=flags.slots, meshes=meshes, generator_precision=flags.generator_precision,
@@ -68,12 +68,12 @@ def search(graph: Graph, flags: Planning, batch: int) -> Planned:
 
 
 def run_of(found: Planned, traced: Traced) -> RunPlan:
-    """What was found as a run takes it, with the words that a run is to have, too. Raises PlanError for what no run
+    """The plan as a run reads it, with the words for the run's command line. Raises PlanError for features that no run
     can have."""
     flags = traced.flags
     own = {field.name for field in fields(PlanFlags)}
     words = {name: list(said) for name, said in traced.typed.items() if name not in own}
-    # A cluster of a word, and a model of a name, are only planned for.
+    # A cluster or a model that is only a word, and no file, cannot be an argument of a run.
     for name, path in (("model", model_folder(flags.model, weights=False)), ("cluster", flags.cluster)):
         if Path(path).exists():
             words[name] = [f"--{name}", str(absolute(path))]
@@ -86,7 +86,7 @@ def run_of(found: Planned, traced: Traced) -> RunPlan:
 
 
 def workload(graph: Graph, flags: Planning, batch: int) -> Workload:
-    """What the flags say, and the program of samples, epochs and minibatches."""
+    """The workload by the flags; samples, epochs and minibatches are the program's."""
     roles = roles_of(graph)
     if flags.kept is not None and not roles.filters:
         raise CommandError(f"--kept: given {flags.kept:g}, needed none, since {roles.graph} has no filter (keep)", 2)
@@ -108,22 +108,22 @@ def workload(graph: Graph, flags: Planning, batch: int) -> Workload:
     )  # fmt: skip
 
 
-# Where the words begin, if nothing else is said.
+# The default column in which the words begin.
 COLUMN = 12
 
 
 def labelled(label: str, words: str, width: int, column: int = COLUMN) -> list[str]:
-    """The words beside their label; further lines are indented."""
+    """The words after their label, wrapped; further lines are indented."""
     return wrap(words, width, initial_indent=f"{label:<{column}}", subsequent_indent=" " * column)
 
 
 def assumed(said: Sequence[str], width: int) -> list[str]:
-    """What the program does not say of its work, a paragraph each; no line of a program that says all of it."""
+    """The lines of the assumptions, a paragraph each; no line if there are none."""
     labels = ("assumed", *[""] * len(said))
     return [line for label, words in zip(labels, said, strict=False) for line in labelled(label, words, width)]
 
 
-# What parts of a step are called here, where it is not their name.
+# The names of the parts of a step in the text, if they differ.
 SAID = {
     "cache": "the cache",
     "weights": "the weights",
@@ -137,13 +137,13 @@ SAID = {
 
 
 def likely(period_s: float, confidence: Confidence) -> str:
-    """A period with its range, and how sure it is."""
+    """A period with its likely range and the confidence, in words."""
     low, high = (about(seconds, confidence.digits) for seconds in confidence.range_s(period_s))
     return f"{about(period_s, confidence.digits)} per update by the model, {low} to {high} likely ({confidence.words})"
 
 
 def text(found: Planned, cluster: str) -> str:
-    """For people: the plan, why, the memory, and what else there is."""
+    """The plan for people: its period and bound, its pools with their memory, and the alternatives."""
     work, width = found.work, shutil.get_terminal_size((100, 24)).columns
     responses = f"{work.responses} responses of {work.lengths.mean:.0f} tokens on average"
     sure, gap = "optimal under the model", found.outcome.gap
@@ -151,7 +151,7 @@ def text(found: Planned, cluster: str) -> str:
         # Below this the gap would be printed as 0.0 %.
         more = f"more than {percent(gap)}" if gap >= 0.0005 else "even 0.1 %"
         sure = f"the best found in time: no plan is {more} faster"
-    # What batches that are in work at once cost each other.
+    # How much batches that are in work at the same time slow each other down.
     crowded = f"if no batch slowed the others, {about(found.best.alone_s)} would be the bound"
     lines = [
         f"{found.roles.graph} with {work.shape.name} on {cluster}: {responses}, lag {found.lag}",
@@ -183,7 +183,7 @@ def _in_use(found: Planned) -> str:
 
 
 def _why(found: Planned) -> str:
-    """What a batch costs, stage by stage."""
+    """The seconds of a batch, stage by stage."""
     best = found.best
     parts = [f"generation {about(best.rollout_s)}", f"steps {about(best.training.steps.seconds)}"]
     if found.roles.turns > 1:
@@ -232,15 +232,15 @@ def _pool(pool: PoolPlan, width: int) -> list[str]:
 
 
 def _alternative(other: Alternative, found: Planned, name_width: int, width: int) -> list[str]:
-    """An alternative beside the plan; why there is none where no layout of it fits."""
+    """An alternative, compared with the plan; why there is none if no layout of it fits."""
     name = f"  {other.name:<{name_width}}  "
     if other.found is None:
         return [f"{name}{other.why}"]
     split = other.found.split
     slower = other.found.period_s / found.best.period_s - 1
-    # Less would be printed as 0.0 %.
+    # A smaller difference would be printed as 0.0 %.
     beside = more(slower) if slower >= 0.0005 else "as planned" if split == found.best.split else "as fast"
-    # GPUs of the trainer, the generator, and each dedicated group of models; by kind where there are several.
+    # The GPUs of the trainer, the generator, and each dedicated group of models; with their kinds if these differ.
     several = len({each.nodes.kind for each in split.allocations}) > 1
     sizes = [f"{each.gpus} {each.nodes.kind}" if several else str(each.gpus) for each in split.allocations]
     sizes[0] += " shared" if split.shared else ""

@@ -1,7 +1,7 @@
-"""The machines of a run, and the plan that it takes: that of --plan, or one that is made for their GPUs.
+"""The machines of a run, and its plan: the plan of --plan, or one that is made for their GPUs.
 
-`machines` reads --cluster, or takes this machine with the GPUs that its torch sees. `chosen` has the plan with the
-flags that it decides, and the lines that say what was chosen; `plan_lacks` what keeps a run from being the plan of
+`machines` reads --cluster, or takes this machine with the GPUs that its torch sees. `chosen` returns the plan with the
+flags that it decides, and the lines that say what was chosen. `plan_lacks` says why a run cannot follow the plan of
 --plan.
 """
 
@@ -33,7 +33,7 @@ from penstock.runtime.schedule.compile import Rules, Tables, check_rules
 
 @dataclass(frozen=True)
 class Chosen:
-    """A program as it is run: its graphs and flags, its plan (None: as the flags say), and what is said of that."""
+    """A program as it is run: its graphs and flags, its plan (None: by the flags), and lines about the plan."""
 
     traced: Traced
     plan: Plan | None = None
@@ -41,14 +41,14 @@ class Chosen:
 
 
 def machines(flags: MachineFlags, seen: Sequence[SeenGpu]) -> Cluster:
-    """Those of --cluster, or this one. Raises ClusterError for a file that is none."""
+    """The machines of --cluster, or this machine. Raises ClusterError for an invalid file."""
     if flags.cluster:
         return Cluster.read(Path(flags.cluster)).with_seen(seen)
     here = Cluster.local(len(seen))
-    # Only of GPUs is anything measured, and a user may have no cache.
+    # The profile is only used for GPUs, and a user may have no cache.
     if not (seen and (path := cache_folder() / PROFILE).exists()):
         return here.with_seen(seen)
-    # What was measured here is better than a data sheet.
+    # Measurements on this machine are better than a data sheet.
     measured = Cluster.read(path)
     own = measured.hosts[0]
     named = here.with_seen(seen)
@@ -60,8 +60,8 @@ def machines(flags: MachineFlags, seen: Sequence[SeenGpu]) -> Cluster:
 
 
 def chosen(traced: Traced, cluster: Cluster) -> Chosen:
-    """What a run of the program takes on a cluster: the plan of --plan, for which `plan_lacks` has found nothing, or
-    one that is made. Raises PlanError for a model that fits nowhere."""
+    """Choose the plan of a run on a cluster: the plan of --plan (`plan_lacks` must be empty), or one that is made.
+    Raises PlanError for a model that fits nowhere."""
     flags: RunFlags = traced.flags
     if traced.plan is not None:
         graphs = _graphs(traced)
@@ -73,7 +73,7 @@ def chosen(traced: Traced, cluster: Cluster) -> Chosen:
     small = not traced.base or flags.model in ("", NEW) or unknown
     if flags.plan == NO_PLAN or small or not gpus or flags.device == "cpu" or flags.in_process:
         return Chosen(traced)
-    # With numpy and the cost model, which a run on CPUs can do without.
+    # Imports numpy and the cost model, which a run on CPUs does not need.
     from penstock.runtime.collection import uncollected
     from penstock.runtime.plan.defaults import five_lines, planned_run, why_not
     from penstock.runtime.plan.model_shape import read_shape
@@ -91,7 +91,7 @@ def chosen(traced: Traced, cluster: Cluster) -> Chosen:
 
 
 def plan_lacks(traced: Traced, cluster: Cluster) -> Iterator[Fault]:
-    """What keeps a run of the program from being the plan of --plan on a cluster."""
+    """Why a run of the program on a cluster cannot follow the plan of --plan."""
     if traced.plan is None or traced.graph is None:
         return
     from penstock.runtime.plan.model_shape import read_shape
@@ -106,14 +106,14 @@ def plan_lacks(traced: Traced, cluster: Cluster) -> Iterator[Fault]:
 
 
 def engine_lacks(traced: Traced) -> Iterator[Fault]:
-    """What the interpreters of this machine lack for a program's pools, as --cluster and --engine have them."""
+    """What the interpreters on this machine lack for a program's pools, by --cluster and --engine."""
     cluster, graphs = machines(traced.flags, traced.gpus), _graphs(traced)
     yield from interpreter_lacks(graphs, place(graphs, cluster), cluster, traced.flags.engine)
 
 
 def rule_lacks(traced: Traced) -> Iterator[Fault]:
-    """What of a run's rules a program without faults does not allow: which versions and groups its updates take, what
-    becomes of failures and of lost replicas, and which may come later."""
+    """Faults for the rules of a run that a program does not allow: versions and order of groups, handling of failures
+    and of lost replicas, and replicas that join later. The program has no other faults."""
     flags, graphs = traced.flags, _graphs(traced)
     first, most = flags.first_generators, flags.generators
     range_of = f"--generators {first}..{most}"
@@ -121,13 +121,13 @@ def rule_lacks(traced: Traced) -> Iterator[Fault]:
         yield Fault("generators-range", range_of, "a range that ends before it begins", f"at most {most} to begin with")
     if first and flags.lost_replica == "stop":
         yield Fault("generators-range", range_of, "--lost-replica stop", "--lost-replica replace")
-    # Which pools there are decides, wherever they will be.
+    # The rules depend on the pools, not on their places.
     plan = place(graphs, Cluster.local())
     of_all = {"batch": flags.batch, "end": 1, "lost_replica": flags.lost_replica}
     of_run = {field.name: getattr(flags, field.name) for field in fields(Rules) if hasattr(flags, field.name)}
     for graph in graphs:
         try:
-            # Of an evaluation a run's other rules are not asked.
+            # The other rules of a run do not apply to its evaluation.
             check_rules(Tables(graph, plan), Rules(**(of_run | of_all if graph is traced.graph else of_all)))
         except ValueError as error:
             rule, _, rest = str(error).partition(": given ")
@@ -137,8 +137,8 @@ def rule_lacks(traced: Traced) -> Iterator[Fault]:
 
 
 def device_lacks(plan: Plan, cluster: Cluster, dtype: Dtype, seen: Sequence[SeenGpu]) -> Iterator[Fault]:
-    """Ranks of this machine with GPUs that its torch does not see, or that do not compute in the run's format. What
-    other machines have, their ranks say."""
+    """Faults for ranks on this machine with GPUs that its torch does not see, or that cannot compute in the run's
+    format. On other machines the ranks report this."""
     here = {host.name for host in cluster.hosts if host.agent == "local"}
     own = {rank for each in plan.replicas for rank in each.ranks if rank.device != "cpu" and rank.host in here}
     if lost := sorted({(r.host, r.device) for r in own if int(r.device.removeprefix("cuda:")) >= len(seen)}):
@@ -152,9 +152,9 @@ def device_lacks(plan: Plan, cluster: Cluster, dtype: Dtype, seen: Sequence[Seen
 
 
 def precision_lacks(graphs: Sequence[Graph], cluster: Cluster, device: str, given: str) -> Iterator[Fault]:
-    """Broadcasts in a precision that the machines do not compute in, on a `device` as `choose_device` names it. Those
-    in what is `given` by --generator-precision are one fault."""
-    # Of a kind without figures its ranks say what it lacks.
+    """Faults for broadcasts in a precision in which the machines cannot compute, on a `device` as `choose_device` names
+    it. Broadcasts in the precision `given` by --generator-precision have one fault together."""
+    # For a kind of GPU that is not described, the ranks report this.
     kinds = {host.gpu: cluster.gpu_of(host) for host in cluster.hosts if host.accelerators and host.gpu}
     told: list[Fault] = []
     for node in (node for graph in graphs for node in graph.nodes if node.precision in PRECISIONS):
@@ -169,7 +169,7 @@ def precision_lacks(graphs: Sequence[Graph], cluster: Cluster, device: str, give
 
 
 def invariance_lacks(graphs: Sequence[Graph], device: str, meshes: Sequence[str]) -> Iterator[Fault]:
-    """What keeps log-probabilities of a run on a `device` from being the same bits wherever they are computed."""
+    """Why log-probabilities of a run on a `device` would not have the same bits wherever they are computed."""
     what = "--invariant"
     if device != "cpu":
         yield Fault("not-invariant", what, f"the device {device}", "--device cpu: kernels of GPUs add up as they like")
@@ -195,7 +195,7 @@ def require_precision(graphs: Sequence[Graph], cluster: Cluster, flags: RunOptio
 
 
 def _graphs(traced: Traced) -> list[Graph]:
-    """The program's, and its evaluation's if it has one."""
+    """The graph of the program, and of its evaluation if it has one."""
     return [graph for graph in (traced.graph, traced.evaluation) if graph is not None]
 
 

@@ -1,4 +1,4 @@
-"""`penstock report DIR` and `penstock replay DIR`: what the folder of a run says, drawn as a page, and checked."""
+"""`penstock report DIR` and `penstock replay DIR`: draw a run folder as a page, and check its event log."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -63,7 +63,7 @@ def replay(argv: Sequence[str]) -> int:
     flags = read_flags(ReplayFlags, "replay", argv)
     folder = RunFolder.open(flags.dir)
     path = folder.path / "summary.json"
-    # A run that was killed has not counted its records: its log may end anywhere.
+    # A killed run has not counted its records: its log may end anywhere.
     counted = folder.read_json(path.name, Summary).get("records", 0) if path.exists() else 0
     segments = read_log(folder.events, int(counted))
     logs = [log for segment in segments for log in segment.stages]
@@ -97,5 +97,5 @@ def replay(argv: Sequence[str]) -> int:
 
 
 def recorded_steps(log: StageLog) -> Iterator[Step]:
-    """The steps of a stage with their events, as the scheduler replays them."""
+    """The steps of a stage with decoded events, for a replay."""
     return (step._replace(event=read_record(step.event)) for step in log.steps)

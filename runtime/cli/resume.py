@@ -1,7 +1,7 @@
-"""`penstock resume DIR`, and what goes on by itself: a run from its last checkpoint.
+"""`penstock resume DIR`, and automatic restarts: go on with a run from its last checkpoint.
 
-All that can keep it from going on is told before anything starts or is changed. The data must be as it was
-(`sources`); hosts are others only if the command names them.
+Everything that can keep the run from going on is reported before anything starts or is changed. The data must be
+unchanged (`sources`). The hosts change only if the command names others.
 """
 
 import os
@@ -79,7 +79,7 @@ class ResumeFlags(AgentsFlags, FolderFlags):
 
 
 def resume(argv: Sequence[str]) -> int:
-    """Go on with the run of a folder; the exit status."""
+    """Go on with the run of a folder; returns the exit status."""
     began = monotonic()
     about = ", which leaves other options as they were"
     flags: Any = read_flags(with_changes(ResumeFlags), "resume", argv, about, _unchanged(argv))
@@ -107,8 +107,8 @@ def _unchanged(argv: Sequence[str]) -> dict[str, str]:
 
 
 def restarted(status: int, path: Path, flags: ResumeFlags | RunFlags, given: Mapping[str, Any]) -> int:
-    """Go on with a run that has ended by the loss of a process, as often as its --restarts says; the exit status in the
-    end. `given` are options that the command has changed."""
+    """Restart a run that has ended by the loss of a process, as often as its --restarts allows; returns the final exit
+    status. `given` are the options that the command has changed."""
     if status != FAILED or flags.in_process:
         return status
     most = given.get("restarts", RunConfig.load(RunFolder.open(path)).flags.restarts)
@@ -120,13 +120,13 @@ def restarted(status: int, path: Path, flags: ResumeFlags | RunFlags, given: Map
         saved = latest_checkpoint(folder)
         where = f"from the checkpoint of update {saved.update}" if saved is not None else "from its beginning"
         tell(f"restart {number} of {most} (--restarts), {where}")
-        # Hosts of a file are in the folder by now.
+        # The hosts of a --cluster file are in the run folder by now.
         status = go_on(folder, replace(flags, cluster=""), given, monotonic(), left=most - number)
     return status
 
 
 class AllDone(CommandError):
-    """There is nothing left to do."""
+    """All updates are done: there is nothing left to do."""
 
 
 def go_on(
@@ -138,10 +138,10 @@ def go_on(
     early: Early | None = None,
     left: int | None = None,
 ) -> int:
-    """Check that the run can go on, write what is changed, and go on; the exit status. `given` are the options that are
-    others now; `command` is what a command line that changes any asks for; `left` is how often the run may go on by
-    itself after this, by default as its options say."""
-    # From here on nobody else can start it; until then nothing has been changed.
+    """Check that the run can go on, write changed options, and go on; returns the exit status. `given` are the changed
+    options. `command` is the request of the command line if that replaces the run's (see `run`). `left` is how often
+    the run may restart by itself after this; None: as its options say."""
+    # From here on no other process can start the run. Nothing has been changed so far.
     folder.lock()
     with ExitStack() as stack:
         stack.callback(folder.unlock)
@@ -182,11 +182,11 @@ def go_on(
         if config != before or words != was.get("agents", []):
             given_now = {"cluster": cluster.model_dump(mode="json"), "wanted": command or was.get("wanted", {})}
             config.write(folder, {**was, **given_now, "agents": words})
-        # It tells how the last life ended, and this one may be killed before it can tell.
+        # The summary is of the last life; this life may be killed before it can write its own.
         (folder.path / "summary.json").unlink(missing_ok=True)
 
         def note_changes(display: Display) -> None:
-            """Rows of one run are of several codes and options then: what it has been told says which."""
+            """Note the changes of options and code: the run's rows are then of several versions of them."""
             for name in given:
                 old, new = (as_typed(getattr(options, name)) for options in (before.flags, config.flags))
                 if new != old:
@@ -197,14 +197,14 @@ def go_on(
 
         status = go(folder, config, cluster, flags, began, note_changes, past.seconds, enrolled, early)
         if status == FAILED and config != before and latest_checkpoint(folder) == past.saved:
-            before.write(folder, was)  # what was wanted now may be why
+            before.write(folder, was)  # undo the change: it may be the reason of the failure
         return status
 
 
 @dataclass(frozen=True)
 class _Past:
-    """What the lives of a run have left: `asked` is what `config.json` keeps beside the run itself, `edited` says which
-    code of the user's is another now, and `seconds` is how long the run has been at work."""
+    """The state left by the earlier lives of a run. `asked` is the part of `config.json` about the user's request,
+    `edited` has a line for each changed code file, and `seconds` is how long the run has worked so far."""
 
     folder: RunFolder
     config: RunConfig
@@ -220,13 +220,13 @@ class _Past:
 
     @property
     def updates(self) -> int:
-        """Those that are done, and need not be done again."""
+        """How many updates are done and need not be repeated."""
         return self.saved.update if self.saved is not None else 0
 
 
 def _past(folder: RunFolder) -> _Past:
-    """Read all that a run goes on from, and tell what is damaged or edited. Raises CommandError, RecordError or
-    LogError for what it cannot go on from."""
+    """Read the state from which a run goes on, and report what is damaged or edited. Raises CommandError, RecordError
+    or LogError if the run cannot go on from it."""
     config, asked = RunConfig.load(folder), folder.read_json("config.json", ConfigFile).get("asked", {})
     digests = asked.get("digests", {})
     if lacks := [*changed_inputs(config.flags, digests), *lost_code(config, asked.get("folder", ""))]:
@@ -239,7 +239,7 @@ def _past(folder: RunFolder) -> _Past:
     saved = latest_checkpoint(folder)
     if saved is not None:
         _require_checkpoint(saved, config)
-    # Raises LogError for a log that was changed or cut: nothing can be added to it.
+    # Raises LogError for a changed or cut log: nothing can be appended to it.
     records = max(saved.records if saved else 0, int(summary.get("records", 0)))
     logged = 0.0
     if records or folder.events.exists():
@@ -250,13 +250,13 @@ def _past(folder: RunFolder) -> _Past:
 
 
 def _enrolled_hosts(enrolled: Enrolled, past: _Past, options: RunOptions, fewest: int) -> Cluster:
-    """The hosts of the agents that have come: at first `fewest`."""
-    # Of the hosts that it had, those that may be late may be late again.
+    """Wait for the agents; returns their hosts, in an order that suits the old plan. `fewest` agents are enough."""
+    # Hosts that could be late at the start may be late again.
     total = len(past.cluster.hosts) if options.first_generators else 0
     cluster = enrolled.await_agents(options.startup_deadline, total, fewest)
     if total != len(cluster.hosts):
         return cluster
-    # The last ones may be late: each is in the place of the host that it stands for, and that may be late, too.
+    # The last hosts may be late: give them the places of old hosts whose replicas may be late, too.
     plan = past.config.plan
     wait = past.config.may_be_late - past.config.holding(past.saved.cut if past.saved is not None else None)
     needed = {host for replica in plan.replicas if replica.name not in wait for host in replica.hosts}
@@ -268,8 +268,8 @@ def _enrolled_hosts(enrolled: Enrolled, past: _Past, options: RunOptions, fewest
 def _placed_anew(
     past: _Past, cluster: Cluster, options: RunOptions, anew: bool, spread: bool
 ) -> tuple[RunConfig, Cluster]:
-    """The run with other options, and its hosts, each in the place of a former one. Its plan is made `anew` for other
-    meshes; or, said so, for hosts that lack something, over which generators may be `spread`."""
+    """The run with other options, and its hosts, each in the place of a former one. The plan is made `anew` for other
+    meshes; also, with a message, if the hosts lack something, and then generators may be `spread` over them."""
     config = past.config
     if cluster is not past.cluster:
         on = moved(config.plan, past.cluster, cluster)
@@ -280,25 +280,25 @@ def _placed_anew(
         if on.lacks and not anew:
             anew, text = True, "the plan is made anew, since the hosts are others than those that it was made for:"
             print(visible("\n  ".join([text, *on.lacks])), flush=True)
-    # Else the plan stays as it is, even where this machine has other devices now.
+    # Otherwise the plan stays as it is, even if this machine has other devices now.
     if not anew:
         return decided(replace(config, flags=options), cluster), cluster
-    # Pools that are not named keep their meshes.
+    # Pools without a new mesh keep their meshes.
     meshes = read_meshes(config.flags.mesh) | read_meshes(options.mesh)
     options = replace(options, mesh=tuple(f"{pool}={spelled(m)}" for pool, m in meshes.items()))
     return decided(replace(config, flags=options, plan=plan_for(config.graphs, cluster, options)), cluster), cluster
 
 
 def _summary(folder: RunFolder) -> Mapping[str, Any]:
-    """What the last life of the run came to; nothing for one that was killed. A summary that was damaged is as good as
-    none, and told of: nothing that a run goes on from is in it alone."""
+    """The summary of the run's last life; empty if it was killed. A damaged summary is reported and counts as empty: a
+    resume needs nothing that only the summary has."""
     path = folder.path / "summary.json"
     if not os.path.lexists(path):
         return {}
     try:
         summary: Mapping[str, Any] = folder.read_json("summary.json", Summary)
     except RecordError as error:
-        if path.is_symlink() or not path.is_file():  # that is no damage
+        if path.is_symlink() or not path.is_file():  # not damage, but another file put there
             raise
         tell(f"{error}; the run goes on without it")
         return {}
@@ -306,7 +306,7 @@ def _summary(folder: RunFolder) -> Mapping[str, Any]:
 
 
 def cluster_of(folder: RunFolder, was: Mapping[str, Any]) -> Cluster:
-    """The hosts that the run was on before."""
+    """The hosts on which the run was before."""
     try:
         return Cluster.model_validate(was.get("cluster"))
     except ValueError as error:
@@ -315,8 +315,8 @@ def cluster_of(folder: RunFolder, was: Mapping[str, Any]) -> Cluster:
 
 
 def require_own(folder: RunFolder) -> None:
-    """Ask whether to go on with a folder that others have made, since its graph names the code that a resume runs.
-    Raises CommandError for another answer than yes, and where no terminal is there to ask."""
+    """Ask whether to go on with a folder that other users have made or may change, since its graph names the code that
+    a resume runs. Raises CommandError unless the answer is yes, and if there is no terminal to ask."""
     if not (foreign := folder.foreign()):
         return
     given = f"{foreign}, and a resume runs the code that the folder names, with your rights"
@@ -329,8 +329,8 @@ def require_own(folder: RunFolder) -> None:
 
 
 def _require_checkpoint(saved: SavedCheckpoint, config: RunConfig) -> None:
-    """Raises RecordError for a checkpoint that the scheduler of this run cannot have written, CommandError for one that
-    ranks could not read: both before any process starts."""
+    """Check a checkpoint before any process starts. Raises RecordError if the scheduler of this run cannot have written
+    it, CommandError if ranks could not read it."""
     path = saved.folder / CUT
     require_shape(saved.cut, Cut, f"{path}: cut")
     if not update_of(saved.folder.name) == saved.update == saved.cut["update"]:

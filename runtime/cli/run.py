@@ -1,7 +1,7 @@
-"""`penstock run PROGRAM` once it is traced: a new run, or with `--resume auto` that of the same command line.
+"""`penstock run PROGRAM` once it is traced: a new run, or with `--resume auto` the run of the same command line.
 
-`config.json` keeps what a run was given beside its flags: the digests of its data and code (`sources`), its cluster,
-and the folder from which it was started.
+Besides the flags, `config.json` has the digests of a run's data and code (`sources`), its cluster, and the folder from
+which it was started.
 """
 
 import json
@@ -36,8 +36,8 @@ from penstock.runtime.record.typed_json import ConfigFile, Summary
 def run_traced(
     traced: Traced, argv: Sequence[str], behind: tuple[str, ...], began: float, early: Early | None = None
 ) -> int:
-    """Create a run folder and run in it; the exit status. `behind` are the words after a "--"; `early` has processes
-    that wait for the run."""
+    """Create a run folder and run in it; returns the exit status. `behind` are the words after a "--"; `early` has
+    processes that wait for the run."""
     if manager := require_consistent(traced.flags, behind):
         if early is not None:
             early.close()
@@ -58,7 +58,8 @@ def run_traced(
 
 
 def require_consistent(flags: RunFlags, behind: Sequence[str]) -> Manager | None:
-    """Who hands the run over, as `submitter` says it. Raises CommandError for flags that contradict each other."""
+    """The manager to which the run is submitted (see `submitter`). Raises CommandError for flags that contradict each
+    other."""
     check_agents(flags, flags.cluster)
     manager = submitter(flags, behind)
     if manager is None and flags.resume == "auto" and not flags.out:
@@ -67,8 +68,8 @@ def require_consistent(flags: RunFlags, behind: Sequence[str]) -> Manager | None
 
 
 def sound_run(found: Chosen, cluster: Cluster) -> RunConfig:
-    """The run of a chosen program on a cluster. Raises CommandError and ClusterError for all that is known to keep it
-    from starting, however it is started."""
+    """Make the configuration of a run. Raises CommandError and ClusterError for everything that is known to keep the
+    run from starting."""
     traced, flags = found.traced, found.traced.flags
     config = configure(traced, cluster, flags.model, found.plan)
     require_devices(config.plan, cluster, config.flags.dtype, traced.gpus)
@@ -87,7 +88,7 @@ def sound_run(found: Chosen, cluster: Cluster) -> RunConfig:
 
 @contextmanager
 def _new_folder(traced: Traced) -> Iterator[RunFolder]:
-    """A new run folder, of which nothing is left if nothing has run in it."""
+    """Create a new run folder, and remove it at the end if nothing has run in it."""
     out = traced.flags.out or default_path(traced.name, datetime.now())
     folder = RunFolder.create(out, again=traced.flags.resume == "auto")
     try:
@@ -108,9 +109,9 @@ def _run(
     enrolled: Enrolled | None = None,
     early: Early | None = None,
 ) -> tuple[int, Path]:
-    """Run a traced program on a cluster, in a folder that is `made` already or else created; the exit status, and the
+    """Run a traced program on a cluster, in the folder `made` or else in a new one. Returns the exit status and the
     folder."""
-    # First: what a plan was made for explains why its options do not suit what is here.
+    # First: a plan made for other machines explains why its options do not fit this one.
     if lacks := tuple(plan_lacks(traced, cluster)):
         raise CommandError(faults_text([*lacks, *traced.faults]))
     traced.sound()
@@ -125,7 +126,7 @@ def _run(
     needs_base = traced.base and not flags.model
     data = [data for data in (flags.data, flags.eval_data) if not is_made_up(data)]
     digests = source_digests([*data, *traced.code])
-    # Created after all that may be refused: a mistake on the command line leaves no folder.
+    # Created after all checks: a mistake on the command line leaves no folder.
     with nullcontext(made) if made else _new_folder(traced) as folder:
         for line in found.lines:
             print(visible(line), flush=True)
@@ -143,7 +144,7 @@ def _run(
 
 
 def _wanted(traced: Traced, flags: RunFlags) -> dict[str, Any]:
-    """What a command line asks for, as JSON. `flags` have absolute paths."""
+    """The request of a command line, as JSON. `flags` have absolute paths."""
     graphs = {"program": traced.sound(), "evaluation": traced.evaluation}
     return {
         "path": traced.path,
@@ -155,8 +156,8 @@ def _wanted(traced: Traced, flags: RunFlags) -> dict[str, Any]:
 
 
 def _go_on_as(traced: Traced, began: float, early: Early | None) -> int:
-    """Go on with the run in --out, which has to be one of this command line; the exit status. Raises CommandError with
-    the differences."""
+    """Go on with the run in --out, which must be of the same command line; returns the exit status. Raises CommandError
+    with the differences."""
     traced.sound()
     flags: RunFlags = absolute_paths(traced.flags)
     folder = RunFolder.open(flags.out)
@@ -197,11 +198,11 @@ def _go_on_as(traced: Traced, began: float, early: Early | None) -> int:
 
 
 def absolute_paths(flags: RunFlags) -> RunFlags:
-    """The flags with absolute paths, so that the run can be resumed from any folder; that of a name of the Hub says
-    which commit it is."""
+    """The flags with absolute paths, so that the run can be resumed from any folder. A name on the Hub becomes a path
+    that contains the commit."""
 
     def made(given: str) -> str:
-        # What a user's own source understands may be no path at all: it stays as it is.
+        # A value for a user's own source may not be a path: then it stays as it is.
         return str(absolute(given)) if Path(given).exists() else given
 
     model = flags.model if flags.model in ("", NEW) else made(model_folder(flags.model))
@@ -212,5 +213,5 @@ def absolute_paths(flags: RunFlags) -> RunFlags:
 
 
 def is_made_up(data: str) -> bool:
-    """Whether `--data` names problems that are drawn from the seed, whatever files there are."""
+    """True if `--data` names problems that are drawn from the seed, not a file."""
     return data.partition(":")[0] in ("", "arithmetic")

@@ -1,6 +1,6 @@
-"""What `penstock simulate` shows of any schedule: a text, JSON, and files; and the words NODE=SECONDS and NODE=SHARE.
+"""The output of `penstock simulate` for any schedule (text, JSON, files), and the parsing of NODE=SECONDS words.
 
-`Schedule` is what the verbs make. Its text has what was simulated, the period, lags, queues, pools, and a drawing.
+`Schedule` is made by each kind of simulation. Its text has a title, the period, lags, queues, pools, and a drawing.
 """
 
 import json
@@ -26,26 +26,26 @@ from penstock.runtime.record.timeline import Bar, excerpt, pool_of
 from penstock.runtime.record.trace_formats import chrome_trace, gantt_svg, gantt_text
 from penstock.runtime.schedule.simulator import Duration, Durations, LognormalSeconds, Simulation
 
-# Updates that the text shows; files hold all.
+# How many updates the text shows; files have all.
 DRAWN = 6
-# Replicas of each pool that pictures show.
+# How many replicas of each pool pictures show.
 LANES = 8
-# Where the words of a line begin.
+# The column in which the words of a line begin.
 COLUMN = 8
-# The parts of a weight sync that have durations of their own.
+# The parts of a weight sync that have their own durations.
 SYNC = ("publish", "wire", "swap")
 
-# Labels, and the words beside them. A label may be empty, which continues what is above.
+# (label, words) pairs. An empty label continues the paragraph above.
 Paragraphs = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A simulation with what it is of.
+    """A simulation with its description.
 
-    title, wall: what was simulated, and how long it is, for the first line.
-    facts: what --json has before the figures that any schedule has.
-    head, lags: paragraphs before and after the bars of the lags. tail: lines after the pools, as wide as asked.
+    title, wall: what was simulated, and its wall time, for the first line.
+    facts: the facts in --json before the figures common to all schedules.
+    head, lags: paragraphs before and after the bars of the lags. tail: lines after the pools, wrapped already.
     queues: whether queues are shown.
     """
 
@@ -100,7 +100,7 @@ class Schedule:
         for line in named_lines("pools", words):
             lines += wrap(line, width, subsequent_indent=indent)
         lines += [*self.tail, ""]
-        # The first updates alone, under a line that says so where there are more.
+        # Draw only the first updates and replicas, under a line that says so if there are more.
         sizes = Counter(map(pool_of, result.busy))
         parts = [f"{DRAWN} updates"] if len(result.ends) > DRAWN else []
         parts += [f"{LANES} replicas of each pool"] if max(sizes.values(), default=0) > LANES else []
@@ -110,12 +110,12 @@ class Schedule:
         return "\n".join([*map(visible, lines), picture])
 
     def write(self, flags: DrawingFlags) -> None:
-        """The files that were asked for."""
+        """Write the files that the flags ask for."""
         pictured: list[Bar] = excerpt(self.result.bars, len(self.result.ends), LANES)
         if flags.svg:
             write_atomic(Path(flags.svg), gantt_svg(pictured, self.title).encode(), "--svg FILE")
         if flags.html:
-            from penstock.runtime.report.page import schedule_html  # imports templates, which others do without
+            from penstock.runtime.report.page import schedule_html  # imports templates: only if needed
 
             write_atomic(Path(flags.html), schedule_html(pictured, self.title).encode(), "--html FILE")
         if flags.trace:
@@ -124,9 +124,9 @@ class Schedule:
 
 
 def shares(result: Simulation) -> dict[str, tuple[float, dict[str, float]]]:
-    """Of each pool's time: the share in work, and the shares without by cause."""
+    """For each pool, the share of time with work, and the shares of idle time by cause."""
     found = {}
-    # The replicas of a pool stand next to each other.
+    # The replicas of a pool are adjacent.
     for pool, group in groupby(result.busy, pool_of):
         replicas = list(group)
         wall = result.wall_s * len(replicas) or 1.0
@@ -138,18 +138,18 @@ def shares(result: Simulation) -> dict[str, tuple[float, dict[str, float]]]:
 
 
 def named_lines(label: str, words: Mapping[str, str]) -> Iterator[str]:
-    """A line for each name with its words, the label before the first."""
+    """A line for each name with its words; the first line has the label."""
     width = max(map(len, words), default=0)
     for row, (name, said) in enumerate(words.items()):
         yield f"{'' if row else label:<{COLUMN}}{name:<{width}}  {said}"
 
 
 def depths(result: Simulation) -> dict[str, dict[str, float]]:
-    """Groups that waited for each node, over time: their mean, 95th percentile and most."""
+    """The number of groups that waited for each node, over time: mean, 95th percentile and maximum."""
     found = {}
     for node, seconds in result.depths.items():
         total, passed, p95 = sum(seconds.values()), 0.0, 0
-        # Weighted by time: a queue that is long for a moment is not a long queue.
+        # Weighted by time: a queue that is long only for a moment hardly counts.
         for depth in sorted(seconds):
             passed, p95 = passed + seconds[depth], depth
             if passed >= 0.95 * total:
@@ -160,10 +160,10 @@ def depths(result: Simulation) -> dict[str, dict[str, float]]:
 
 
 def bound_words(bound: Bound, period_s: float) -> str:
-    """What no schedule can beat, beside the period that it has."""
+    """The bound in words, compared with the period."""
     below = 1 - bound.seconds / period_s if bound.seconds and period_s else 0.0
     beside = f" ({percent(below)} less)" if below > 5e-4 else ""
-    if below < -5e-4:  # the start has no cycle behind it yet, and draws may be shorter than their mean
+    if below < -5e-4:  # the first updates have no full cycle before them, and draws may be shorter than their mean
         beside = " (more updates would tell better)"
     return f"{ms(bound.seconds)}{beside}, because of {bound.cause}"
 
@@ -173,7 +173,7 @@ def period_facts(result: Simulation) -> dict[str, object]:
 
 
 def period_of(result: Simulation) -> str:
-    """Which updates `steady_s` is of, in words."""
+    """The updates to which `steady_s` refers, in words."""
     return "once the pipeline is full" if result.steady else f"the mean of all {len(result.ends)}"
 
 
@@ -182,7 +182,7 @@ def dropped_groups(result: Simulation, batch: int) -> Paragraphs:
 
 
 def assumed(said: Sequence[str]) -> Paragraphs:
-    """What stands behind the figures, a paragraph each."""
+    """The assumptions behind the figures, a paragraph each."""
     return [("" if row else "assumed", words) for row, words in enumerate(said)]
 
 
@@ -193,10 +193,10 @@ def ms(seconds: float) -> str:
 def given_durations(
     durations: Durations, words: Sequence[str], names: Sequence[str], seed: int = 0
 ) -> tuple[Durations, dict[str, float]]:
-    """The durations with those that NODE=SECONDS[~SIGMA] give in their place, drawn by the seed, and the means of these
-    by node.
+    """The durations, replaced where NODE=SECONDS[~SIGMA] words give others (drawn by the seed); and the means of the
+    given ones by node.
 
-    Raises CommandError for words that cannot be understood, and for a node that is none of `names`.
+    Raises CommandError for words that cannot be understood, and for a node that is not in `names`.
     """
     nodes: dict[str, Duration] = dict(durations.nodes)
     sync = {name: float(getattr(durations, name)) for name in SYNC}
@@ -218,8 +218,8 @@ def given_durations(
 
 
 def named_node(flag: str, word: str, names: Sequence[str], none: str) -> tuple[str, str]:
-    """The node and the rest of NODE=REST. A node's label stands for its name (see `ir.Node.label`). Raises CommandError
-    for a node that is none of `names`; `none` is what is needed if there are none."""
+    """Split NODE=REST into the node's name and the rest. A node's label stands for its name (see `ir.Node.label`).
+    Raises CommandError for a node that is not in `names`; `none` is what is needed if `names` is empty."""
     given, _, rest = word.partition("=")
     for name in names:
         if given in (name, label_of(name)):

@@ -1,4 +1,4 @@
-"""`penstock simulate`: a program's schedule on a virtual clock, with given durations, a plan's or a finished run's."""
+"""`penstock simulate`: a program's schedule on a virtual clock, with given durations, or those of a plan or a run."""
 
 import json
 import shutil
@@ -35,11 +35,11 @@ from penstock.runtime.plan.simulate import ANYWHERE, Scene, read_costed
 from penstock.runtime.schedule.compile import Rules, Tables
 from penstock.runtime.schedule.simulator import Duration, Durations, Verdicts, simulate
 
-# Prompt groups per update, unless it is said.
+# The default of prompt groups per update.
 BATCH = 8
-# What stands for flags of given seconds in a plan.
+# Why some flags of given seconds do not apply to a plan.
 OTHERWISE = {"drop": "--kept says what its filters leave", "generators": "the plan says it"}
-# Updates of each run that shows the effect of lag; no more than were asked for.
+# The most updates of each simulation that shows the effect of lag; no more than were asked for.
 COMPARED = 24
 
 
@@ -62,8 +62,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _of_program(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
-    """The schedule of given seconds, or of a plan where the flags ask for one. Raises CommandError for flags that
-    contradict each other."""
+    """Simulate given seconds, or a plan if the flags ask for one. Raises CommandError for flags that contradict each
+    other."""
     default = SimulateFlags()
 
     def changed(names: Sequence[str]) -> list[str]:
@@ -73,7 +73,7 @@ def _of_program(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
         return CommandError(f"--{name.replace('_', '-')}: given {said}", 2)
 
     said = changed([field.name for field in fields(Planning)])
-    # Slots are meant in both: of a plan, and of a generator with given seconds.
+    # --slots applies to both: to a plan, and to a generator with given seconds.
     if not (flags.cluster or flags.plan):
         if said := [name for name in said if name != "slots"]:
             raise refuse(said[0], "without a plan; needed --cluster with it, or none of both")
@@ -87,13 +87,13 @@ def _of_program(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
 
 
 def given(graph: Graph, flags: SimulateFlags) -> Schedule:
-    """The schedule of the seconds that the flags give. Raises CommandError for flags that cannot be understood."""
+    """Simulate the seconds that the flags give. Raises CommandError for flags that cannot be understood."""
     durations, means = timing(graph, flags.duration, flags.seed)
     pausing = [node.name for node in graph.nodes if node.fires and node.clock == "group" and not node.answers]
     seconds = _numbers("--segment", flags.segment, pausing, "nodes per group", inf, "seconds", "2")
     durations = replace(durations, segments={name: piece for name, piece in seconds.items() if piece})
     batch = flags.batch or BATCH
-    # A group's seconds are those in which it has slots: it waits for them where it stands, not in the generator.
+    # A group's seconds are those in which it has slots: it waits for them in the queue, not in the generator.
     plan = served(graph, place([graph], ANYWHERE, generators=flags.generators, slots=flags.slots, ahead=0))
     rules = Rules(batch, flags.updates, versions=flags.versions, order=flags.order)
     filters = [node.name for node in graph.nodes if node.construct == "keep"]
@@ -103,7 +103,7 @@ def given(graph: Graph, flags: SimulateFlags) -> Schedule:
     result = simulate(Tables(graph, plan), rules, durations, verdicts=verdicts)
     capacity = {pool.name: sum(r.capacity for r in pool.replicas) for pool in plan.pools}
     bound, period = period_bound(graph, means, batch, capacity), result.period_s
-    # Where they are equal, their sums are rounded apart.
+    # If they are equal, their sums may still differ by rounding.
     bound_s = min(period, bound.seconds) if isclose(period, bound.seconds, rel_tol=1e-9) else bound.seconds
     cycle, num = result.cycle_s is not None, len(result.ends)
     of = " once the pipeline is full" if cycle else f": the mean of all {num}, the filling of the pipeline included"
@@ -130,8 +130,8 @@ def given(graph: Graph, flags: SimulateFlags) -> Schedule:
 
 
 def timing(graph: Graph, words: Sequence[str], seed: int = 0) -> tuple[Durations, dict[str, float]]:
-    """Durations as the simulator takes them, and their means by node, which the bound takes: as given, else as a fake
-    node's options say. Raises CommandError for a missing one."""
+    """Durations for the simulator, and their means by node for the bound: as given, else from a fake node's options.
+    Raises CommandError for a missing one."""
     nodes: dict[str, Duration] = {}
     means: dict[str, float] = {}
     calls = [node for node in graph.nodes if node.fires]
@@ -161,8 +161,8 @@ def _shares(flag: str, words: Sequence[str], names: Sequence[str], kind: str) ->
 def _numbers(
     flag: str, words: Sequence[str], names: Sequence[str], kind: str, most: float, what: str, example: str
 ) -> dict[str, float]:
-    """Numbers from 0 to `most`, by node. Raises CommandError for what is not NODE=NUMBER of one of `names`, which are
-    of this `kind`."""
+    """Parse NODE=NUMBER words: numbers from 0 to `most`, by node. Raises CommandError for another form, and for a node
+    that is not in `names`, the nodes of this `kind`."""
     found: dict[str, float] = {}
     for word in words:
         name, rest = named_node(flag, word, names, f"none, since the program has no {kind},")
@@ -188,8 +188,8 @@ class Uniform:
 
 
 def planned(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
-    """The schedule of a plan, with the seconds of the cost model. Raises CommandError for a plan of other work, and
-    what planning raises."""
+    """Simulate a plan, with the seconds of the cost model. Raises CommandError for a plan of other work, and the errors
+    of planning."""
     roles = roles_of(graph)
     # The cost model has no seconds for the other nodes.
     costed = {*roles.cycle, *roles.learners, *roles.rereads, *roles.followers, *(node for node, _ in roles.baselines)}
@@ -205,7 +205,7 @@ def planned(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
     else:
         plan = search(graph, flags, flags.batch or PlanFlags().batch).costed
     scene = Scene(graph, plan, flags.seed, durations.nodes)
-    # Shared GPUs take turns: no lag changes anything.
+    # On shared GPUs the roles take turns: the lag has no effect.
     effect = {} if plan.shared else dict(scene.effect_of_lag(min(flags.updates, COMPARED)))
     found = scene.run(flags.updates)
     result, full, num = found.result, found.filling, flags.updates
@@ -215,7 +215,7 @@ def planned(graph: Graph, flags: SimulateFlags, width: int) -> Schedule:
     against = f"the plan is for lag {plan.lag}"
     if plan.shared or plan.lag == scene.lag:
         above = 1 - plan.period_s / result.steady_s
-        # Without its seconds: rounded, they would contradict a few percent.
+        # Not in seconds: rounding would contradict a difference of a few percent.
         against = f"the planner says {percent(abs(above))} {'less' if above >= 0 else 'more'}"
     rates = f"{many(sure(found.tokens_per_s))} tokens and {figure(sure(found.groups_per_s))} groups per second"
     occupied = f"{percent(full.occupancy)} of {full.slots} in use"

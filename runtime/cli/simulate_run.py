@@ -1,4 +1,4 @@
-"""`penstock simulate --from RUN`: what another lag, or other replicas, would make of a run, with its own durations."""
+"""`penstock simulate --from RUN`: simulate a past run with another lag or other replicas, and its own durations."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ from penstock.runtime.schedule.compile import Tables, check_rules
 from penstock.runtime.schedule.simulator import Durations, Simulation, simulate
 
 FLAG = "--from"
-# Batches that filters may drop for each update: the simulation is not to fail where the run did not.
+# How many batches filters may drop for each update: the simulation must not fail where the run did not.
 PATIENCE = 10_000
 
 
@@ -102,11 +102,11 @@ def recorded(flags: RecordedFlags) -> Schedule:
     rules = replace(before, drops=PATIENCE, versions=versions, order=order)
     same = (graph, plan, versions, order) == (stage.origin.graph, stage.origin.plan, before.versions, before.order)
     updates = flags.updates or quick_updates(stage)
-    # Where a stage went on from a checkpoint, so does the simulation; its groups may be none of another schedule's.
+    # If the stage went on from a checkpoint, so does the simulation; but not a changed one, whose groups may differ.
     saved, live, start = (stage.origin.saved, stage.origin.live, rules.start) if same else (None, None, 0)
     rules = replace(rules, start=start, end=start + updates)
     pool = generators(stage.tables)
-    # How groups slow each other down is known of the run; with other replicas there are other numbers of them.
+    # How much groups slow each other down is fitted to the run: other replicas have other numbers of groups.
     crowd = crowding(group_work(stage, pool)) if pool is not None else None
     durations = fitted.durations
     if pool is not None and crowd is not None:
@@ -117,12 +117,12 @@ def recorded(flags: RecordedFlags) -> Schedule:
     check_rules(tables, rules)
     result = simulate(tables, rules, durations, live, verdicts=fitted.verdicts, saved=saved)
     found = bound(graph, plan, _means(graph, durations, result), durations.publish, rules)
-    # Means are of all firings, and those of the steady updates may be shorter.
+    # The means are over all firings; those of the steady updates may be shorter.
     found = replace(found, seconds=min(found.seconds, result.steady_s))
-    # The run's own seconds per update: of as many updates as are simulated, or of all that it has done.
+    # The run's own seconds per update, over as many updates as are simulated, or all that it has done.
     ends = [(end - stage.begin) / NS for _, end in sorted(stage.followed.ends.items())][:updates]
     own = Simulation(ends=ends, wall_s=ends[-1], max_lag=stage.tables.max_lag)
-    # Like is compared with like: at a larger lag, so few updates may all be filling of the pipeline.
+    # Compare like with like: at a larger lag, the pipeline may be filling during all of these few updates.
     alike = (result.steady is None) == (own.steady is None)
     period_s, measured_s = (each.steady_s if alike else each.wall_s / len(each.ends) for each in (result, own))
     of_all = {"period_s": period_s, "period_of": "all updates"}
@@ -166,11 +166,11 @@ def recorded(flags: RecordedFlags) -> Schedule:
 
 
 def require_variable(argv: Sequence[str]) -> None:
-    """Raises CommandError for a PROGRAM, and for a flag of the program or of `simulate` that a run cannot vary."""
+    """Raises CommandError for a PROGRAM, and for a flag of the program or of `simulate` that `--from` cannot vary."""
     if not argv[0].startswith("-"):
         given = f"given the program {argv[0]} beside {FLAG}"
         raise CommandError(f"{given}, needed one of both: a run is simulated with the program that it has", 2)
-    # Before tyro reads them: a flag of the run's own program is none that tyro could know.
+    # Before tyro parses them: it does not know the flags of the run's program.
     words = [*argv, ""]
     path = next((b if a == FLAG else a.partition("=")[2] for a, b in pairwise(words) if a.startswith(FLAG)), "")
     if not path or path.startswith("-"):
@@ -190,8 +190,8 @@ def require_variable(argv: Sequence[str]) -> None:
 
 
 def _changed(stage: StageHistory, facts: Facts, flags: RecordedFlags) -> tuple[Graph, Plan]:
-    """The run's graph and plan with what the flags change. Raises CommandError for what the program does not have, and
-    for a lag that its graph does not allow."""
+    """The run's graph and plan with the changes by flags. Raises CommandError for a flag without meaning in this
+    program, and for a lag that its graph does not allow."""
     graph, plan, pool = stage.origin.graph, stage.origin.plan, generators(stage.tables)
     for name in ("lag", "generators", "slots"):
         if pool is None and getattr(flags, name) is not None:
@@ -203,7 +203,7 @@ def _changed(stage: StageHistory, facts: Facts, flags: RecordedFlags) -> tuple[G
             raise CommandError(f"--lag {flags.lag}: {faults_text(faults)}", 2)
     capacity = None
     if flags.slots is not None:
-        # As many groups at once as `penstock run` would give a generator with so many slots.
+        # As many groups at once as `penstock run` gives a generator with this many slots.
         like = place(facts.config.graphs, Cluster.local(), slots=flags.slots)
         capacity = next(each.replicas[0].capacity for each in like.pools if each.name == pool)
     if pool is not None:
@@ -212,7 +212,8 @@ def _changed(stage: StageHistory, facts: Facts, flags: RecordedFlags) -> tuple[G
 
 
 def _means(graph: Graph, durations: Durations, result: Simulation) -> dict[str, float]:
-    """Mean seconds of a group or update at each node in the simulation, all turns of it; of a broadcast, of a sync."""
+    """The mean seconds of a group (all of its turns) or update at each node in the simulation; for a broadcast those of
+    a sync."""
     seconds: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for bar in result.bars:
         seconds[bar.name][bar.index] += bar.end - bar.start
@@ -226,7 +227,7 @@ def _means(graph: Graph, durations: Durations, result: Simulation) -> dict[str, 
 def _assumptions(
     stage: StageHistory, facts: Facts, crowd: Crowding | None, same: bool, flags: RecordedFlags
 ) -> Iterator[str]:
-    """What stands behind the figures, a sentence each."""
+    """The assumptions behind the figures, a sentence each."""
     ends = stage.followed.ends
     several = f", the longest of {len(facts.training)} parts" if len(facts.training) > 1 else ""
     yield (

@@ -1,10 +1,9 @@
-"""The files that a run begins with: its data, its model and the user's own code; whether they are as they were.
+"""The files that a run begins with (its data, its model and the user's own code), and whether they have changed.
 
-Data that have changed are refused: groups would be others. Code may be mended between two lives of a run, and a resume
-says so: the graph is that of the run folder, and the nodes' functions are those of the file as it is now. The user's
-code is all that the process which traced the program has imported for it, whether the graph names it or another module
-needs it, and what this code imports within functions, by statements (`own_files`). What is imported by a name that is
-made up, as by `importlib.import_module`, is not found.
+Changed data are refused: groups would be others. Code may be changed between two lives of a run, and a resume reports
+it: the graph is that of the run folder, but the nodes' functions are those of the present files. The user's code is
+everything that the tracing process has imported for the program, and everything that this code imports by statements
+within functions (`own_files`). Imports by a computed name, as with `importlib.import_module`, are not found.
 """
 
 import ast
@@ -25,17 +24,17 @@ from penstock.runtime.control.run_config import RunConfig, RunOptions
 
 
 def source_digests(paths: Iterable[str]) -> dict[str, str]:
-    """The SHA-256 of each of the files and folders that are there."""
+    """The SHA-256 of each of these files and folders that exist."""
     return {path: sha256(Path(path)) for path in paths if Path(path).exists()}
 
 
 def own_files(modules: Mapping[str, ModuleType]) -> list[str]:
-    """The files of those modules, by name, that are neither Python's, nor Penstock's, nor installed: the user's own
-    code, and what its import statements name, wherever they stand. One that is installed to be edited lies where the
-    user has it."""
+    """The user's own files among these modules (by name), and the files that their import statements name, also within
+    functions. Files of Python, of Penstock and of installed packages are left out; editable installs are the user's
+    own."""
     pythons = [os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
 
-    # By folder: torch brings a thousand files, and the start of a run waits for this.
+    # Cached by folder: torch imports a thousand files, and the start of a run waits for this.
     @cache
     def installed(folder: str) -> bool:
         return not {"site-packages", "dist-packages"}.isdisjoint(folder.split(os.sep)) or any(
@@ -43,12 +42,12 @@ def own_files(modules: Mapping[str, ModuleType]) -> list[str]:
         )
 
     def is_own(file: Any) -> bool:
-        # What torch makes up has a file's name that is no path.
+        # Modules that torch generates have a `__file__` that is not a path.
         path = file if isinstance(file, str) and os.path.isabs(file) and file.endswith(".py") else ""
         return bool(path) and not installed(os.path.dirname(path))
 
     theirs = [module for name, module in modules.items() if name.partition(".")[0] != "penstock"]
-    # Anything may stand there: one that is loaded when it is first asked, or raises then, is not asked.
+    # `sys.modules` may contain anything. Bypass attribute access, which may load a lazy module or raise.
     facts = [object.__getattribute__(module, "__dict__") for module in theirs if issubclass(type(module), ModuleType)]
     packages = {fact["__file__"]: fact.get("__package__") or "" for fact in facts if is_own(fact.get("__file__"))}
     waiting = [*packages]
@@ -62,17 +61,18 @@ def own_files(modules: Mapping[str, ModuleType]) -> list[str]:
 
 
 def _named_imports(file: Path, package: str) -> Iterator[ModuleSpec]:
-    """What the import statements of a module's file name, and the packages that it is in. Nothing is imported."""
+    """The specs of the modules that the import statements of a file name, and of the packages that contain them.
+    Nothing is imported."""
     try:
         tree = ast.parse(file.read_bytes())
-    except (OSError, ValueError, SyntaxError):  # whoever imports it is told
+    except (OSError, ValueError, SyntaxError):  # reported when it is imported
         return
     names = set[str]()
     for part in ast.walk(tree):
         if isinstance(part, ast.Import):
             names |= {alias.name for alias in part.names}
         elif isinstance(part, ast.ImportFrom) and (package or not part.level):
-            # One that leads out of its package raises when it is called.
+            # A relative import beyond its package raises when it is executed.
             with suppress(ImportError):
                 module = resolve_name("." * part.level + (part.module or ""), package)
                 names |= {f"{module}.{alias.name}" for alias in part.names}
@@ -91,7 +91,7 @@ def _named_imports(file: Path, package: str) -> Iterator[ModuleSpec]:
 
 
 def sha256(path: Path) -> str:
-    """Of a file's content; of a directory, of the names and contents of its files."""
+    """The digest of a file's content, or of the names and contents of a directory's files."""
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
         listed = "".join(f"{file.relative_to(path)} {sha256(file)}\n" for file in files)
@@ -101,7 +101,7 @@ def sha256(path: Path) -> str:
 
 
 def changed_inputs(flags: RunOptions, digests: Mapping[str, str]) -> Iterator[str]:
-    """What of the model is gone, and of the data gone or changed, a line each."""
+    """A line for a missing model, and for each missing or changed data file."""
     model, same = Path(flags.model), "needed the one that the run began with"
     if flags.model and not any((model / name).is_file() for name in ("config.json", "adapter_config.json")):
         given = "a folder without config.json" if model.is_dir() else "no folder there"
@@ -116,7 +116,7 @@ def changed_inputs(flags: RunOptions, digests: Mapping[str, str]) -> Iterator[st
 
 
 def lost_code(config: RunConfig, folder: str) -> Iterator[str]:
-    """The user's own files and packages that the graphs name and that cannot be found, a line each."""
+    """A line for each of the user's own files and packages that the graphs name and that cannot be found."""
     folders = _code_folders(config)
     for place in _code_places(config):
         package = place.partition(".")[0]
@@ -129,7 +129,7 @@ def lost_code(config: RunConfig, folder: str) -> Iterator[str]:
 
 
 def edited_code(digests: Mapping[str, str]) -> Iterator[str]:
-    """The files of code that have changed or are gone, a line each."""
+    """A line for each code file that has changed or is gone."""
     for place, needed in digests.items():
         if (path := Path(place)).suffix != ".py":
             continue
@@ -143,20 +143,20 @@ def edited_code(digests: Mapping[str, str]) -> Iterator[str]:
 
 
 def _code_places(config: RunConfig) -> list[str]:
-    """The user's own files and modules that the graphs name, each once."""
+    """The distinct files and modules of the user that the graphs name."""
     named = _import_paths([graph.to_json() for graph in config.graphs])
     places = dict.fromkeys(path.rpartition(":")[0] for path in named)
     return [place for place in places if place.partition(".")[0] not in ("", "penstock")]
 
 
 def _code_folders(config: RunConfig) -> list[str]:
-    """Where ranks look for modules: in the current folder, and beside the file of the program."""
+    """The folders in which ranks look for modules: the current folder, and the folder of the program's file."""
     beside = (Path(graph.op.rpartition(":")[0]).parent.absolute() for graph in config.graphs)
     return list(dict.fromkeys(map(str, [Path.cwd(), *beside])))
 
 
 def _import_paths(value: Any) -> Iterator[str]:
-    """All that a graph's JSON names by import path."""
+    """All import paths in a graph's JSON."""
     if isinstance(value, list):
         for item in value:
             yield from _import_paths(item)

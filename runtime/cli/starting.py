@@ -1,8 +1,8 @@
-"""How `penstock run` begins: what takes seconds is started before what the command itself needs is imported.
+"""The start of `penstock run`: slow processes are started before the command imports its own modules.
 
-The controller, the agent of this machine and the process that forks its ranks import what they need (`control.early`).
-The last of them has torch then, and forks a child that traces the program, so that torch is imported once. They have
-nothing else to do before all that is asked of the run is found to be right, and end if it is not.
+The controller, the agent of this machine and the process that forks its ranks import their modules (`control.early`).
+The last of them then has torch, and forks the child that traces the program, so that torch is imported only once. They
+do nothing else until all checks of the command line have passed, and end if one fails.
 """
 
 import sys
@@ -19,15 +19,15 @@ from penstock.runtime.record.errors import visible
 if TYPE_CHECKING:
     from penstock.runtime.control.early import Early
 
-# Words of a command line that has no use for processes here, or prints help.
+# With one of these words, a command line needs no early processes on this machine, or prints help.
 ELSEWHERE = ("-h", "--help", "--in-process", "--cluster", "--on")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Trace the program, create a run folder and run in it; the exit status."""
+    """Trace the program, create a run folder and run in it; returns the exit status."""
     began = monotonic()
     if argv and not argv[0].startswith("-") and sys.stderr.isatty() and not {"-h", "--help"} & set(argv):
-        # The child takes seconds to import torch, in which nothing else would be said.
+        # The child takes seconds to import torch, and prints nothing meanwhile.
         print(visible(f"penstock: importing torch, reading {argv[0]} …"), file=sys.stderr, flush=True)
     argv, behind = behind_dashes(argv)
     with ExitStack() as stack:
@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
 
             early.append(Early())
             stack.callback(early[0].close)
-            # What a built-in program imports its ranks need, too. A user's file runs where it is asked for, and once.
+            # The ranks need the imports of a built-in program, too. A user's file must run only where asked, and once.
             built_in = (Path(roots[0]) / "programs" / f"{argv[0]}.py").is_file() and argv[0].isidentifier()
             early[0].begin([f"penstock.programs.{argv[0]}"] if built_in else [])
             return early[0]

@@ -1,14 +1,15 @@
-"""A run that is handed to a cluster manager as a job (`penstock run PROGRAM --on MANAGER …`): nothing of it runs here.
+"""A run that is submitted to a cluster manager as a job (`penstock run PROGRAM --on MANAGER …`): nothing of it runs
+here.
 
-`SUBMITTERS` has who hands it over, by the word of --on. Its `submit` is given a `Submission`, and returns the exit
+`SUBMITTERS` has the managers, by the word of --on. A manager's `submit` takes a `Submission`, and returns the exit
 status:
 
-- with --dry-run: what it would hand over is on standard output, and 0;
-- else it hands the job over and follows its log: 0 if the run is done, 1 if it has failed. Ctrl-C ends the following
-  alone: the job stays, and the user is told how to look at it and how to end it.
+- with --dry-run it prints what it would submit, and returns 0;
+- else it submits the job and follows its log: 0 if the run is done, 1 if it has failed. Ctrl-C only ends the following:
+  the job stays, and the user is told how to look at it and how to end it.
 
-The words of a command line are of three kinds: `PROGRAM` and the flags that are the run's own, which the job's command
-has again (`Submission.words`); flags of the job; and those behind a `--`, which the manager's own command gets.
+The words of a command line are of three kinds: PROGRAM and the flags of the run, which the job's command repeats
+(`Submission.words`); flags of the job; and words after a `--`, which go to the manager's own command.
 """
 
 import json
@@ -27,24 +28,24 @@ from penstock.runtime.managers.slurm import SlurmError
 from penstock.runtime.record.errors import disk_fault, visible
 from penstock.runtime.record.folder import absolute, default_path
 
-# Flags that say where and how this command is to work; a job's command has its own.
+# Flags about where and how this command works; the job's command has its own.
 HERE = {
-    "config",  # its words are among the others already
+    "config",  # its words are already among the others
     "plain",
     "resume",
     *(field.name for field in fields(SubmitFlags)),
     *(field.name for field in fields(AgentsFlags) if field.name not in ("place", "json")),
 }
-# Seconds for a controller to start in a cluster, and then for its agents to come: nodes may have to be started, and
-# images of some GB pulled.
+# Seconds for a controller to start in a cluster, and then for its agents to join: nodes may have to be started, and
+# images of several GB pulled.
 STARTUP_S = 900.0
-# Seconds from a job's first signal to its end, where nobody says another number.
+# The default of seconds from a job's first signal to its end.
 GRACE_S = 60.0
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A run to be handed over. `called` is PROGRAM as the user calls it; `behind` are the words after a "--"."""
+    """A run to submit. `called` is PROGRAM as the user typed it; `behind` are the words after a "--"."""
 
     traced: Traced
     called: str
@@ -56,8 +57,7 @@ class Submission:
         return flags
 
     def words(self, *without: str) -> tuple[str, ...]:
-        """PROGRAM and the flags that are the run's own, as the user has given them, also by --config; `without` some,
-        by the names of their fields."""
+        """PROGRAM and the flags of the run, as the user gave them, also by --config; `without` these fields."""
         typed = self.traced.typed
         kept = (words for name, words in typed.items() if name not in HERE and name not in without)
         return self.called, *(word for words in kept for word in words)
@@ -65,10 +65,10 @@ class Submission:
 
 @dataclass(frozen=True)
 class Manager:
-    """A cluster manager, as the command line knows it. `submit` hands a run over, and gives the exit status. `flags`
-    are those of a job that are meant for it; `needed` has those that it cannot do without, with what each is, and
-    `owned` those that are none of the user's here, with whose they are. `behind`: words behind a "--" are for it. It
-    hands over all runs of its word of --on, or those with the flag `by`."""
+    """A cluster manager on the command line. `submit` submits a run, and returns the exit status. `flags` are the job
+    flags that it accepts. `needed` are its required flags, each with its meaning. `owned` are flags that the user must
+    not give, each with its owner. `behind`: it takes the words after a "--". With `by`, it submits only runs with this
+    flag; else all runs with its word of --on."""
 
     submit: Callable[[Submission], int]
     flags: tuple[str, ...]
@@ -82,8 +82,8 @@ class Manager:
 
 
 def submitter(flags: RunFlags, behind: Sequence[str]) -> Manager | None:
-    """Who hands the run over; None for a run that is this command's. `behind` are the words after a "--". Raises
-    CommandError for flags of a job that is none, or of another manager's, and for those that a job lacks."""
+    """The manager to which the run is submitted; None if this command runs it. `behind` are the words after a "--".
+    Raises CommandError for job flags without a job or for another manager, and for missing ones."""
     manager = SUBMITTERS.get(flags.on)
     found = manager if manager is not None and manager.wants(flags) else None
     on = f"with --on {flags.on}" if flags.on else "without --on"
@@ -114,7 +114,7 @@ def _flag(name: str) -> str:
 
 
 def on_kubernetes(asked: Submission) -> int:
-    """A JobSet: see `managers/kubernetes.py`."""
+    """Submit a JobSet: see `managers/kubernetes.py`."""
     asked.traced.sound()
     workload = _workload(asked)
     keys = DeskKeys.make(workload.name)
@@ -169,7 +169,7 @@ def _workload(asked: Submission) -> kubernetes.KubernetesRun:
 
 
 def on_slurm(asked: Submission) -> int:
-    """A batch job: see `managers/slurm_jobs.py`."""
+    """Submit a batch job: see `managers/slurm_jobs.py`."""
     asked.traced.sound()
     job = _job(asked)
     if asked.flags.dry_run:
@@ -188,7 +188,7 @@ def on_slurm(asked: Submission) -> int:
         done = slurm_jobs.follow(job, number, tell, lambda text: print(visible(text), end="", flush=True))
     except SlurmError as error:
         raise CommandError(f"{error}; job {number} goes on: {hints}") from None
-    except (KeyboardInterrupt, OSError):  # OSError: nobody reads what the job says any more
+    except (KeyboardInterrupt, OSError):  # OSError: the pipe or terminal of this command is closed
         tell(f"job {number} goes on; {hints}")
         raise
     if not done:

@@ -1,8 +1,8 @@
-"""What a program is, without importing it: a child process with torch traces it and answers in JSON (`children`).
+"""Get a program's facts without importing it: a child process with torch traces it and answers in JSON (`children`).
 
 - `trace_program` asks the child for the graphs, the flags and the faults of a program.
 - `require_inputs` has a child check the inputs of a run that was traced before, for a resume.
-- `ask_child` is the one way to have a function called in a process of its own.
+- `ask_child` calls a function in a child process; all others use it.
 - `built_in` lists the built-in programs; their files are parsed, not imported.
 - `CommandError` ends a command with a message and an exit status.
 """
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 Begin = Callable[[], "Early"]
 CHILDREN = "penstock.runtime.cli.children"
-# Seconds for a child to import the program and what it needs, to trace it, and to look at its data.
+# Seconds for a child to import the program and its imports, to trace it, and to look at its data.
 DEADLINE = 300.0
 
 
 class CommandError(Exception):
-    """Ends the command with a message for the user, and an exit status: 2 for what was typed, 1 for the rest."""
+    """Ends the command with a message for the user, and an exit status: 2 for a wrong command line, else 1."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)
@@ -49,11 +49,11 @@ class CommandError(Exception):
 
 @contextmanager
 def usage_errors(*kinds: type[ValueError]) -> Iterator[None]:
-    """Raise a plain ValueError, or one of `kinds`, as a CommandError with exit status 2: what was typed is wrong."""
+    """Convert a plain ValueError, or one of `kinds`, into a CommandError with exit status 2 (a wrong command line)."""
     try:
         yield
     except ValueError as error:
-        # A subclass says more than a wrong value: it goes on to `main`, with the exit status of its class.
+        # Other subclasses go on to `main`, with the exit status of their class.
         if type(error) is not ValueError and not isinstance(error, kinds):
             raise
         raise CommandError(str(error), 2) from None
@@ -61,16 +61,16 @@ def usage_errors(*kinds: type[ValueError]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Traced:
-    """A program as the child found it.
+    """The facts of a program that the child found.
 
     name, path: the program's name, and its import path.
     flags: the verb's flags (a dataclass of `flags.VERBS`), with the program's own defaults.
-    graph, evaluation: None where there is none; `graph` is None only if `faults` say why.
+    graph, evaluation: None if there is none; `graph` is None only if `faults` say why.
     base: a run without `--model` begins with the base model (a maker says so, see `opens`).
     typed: the words of each flag that the user gives, by name.
-    plan: that of --plan, which is read once.
-    gpus: those that the child's torch sees on this machine.
-    code: the user's own files that were imported for it.
+    plan: the plan of --plan, which is read once.
+    gpus: the GPUs that the child's torch sees on this machine.
+    code: the user's own files that were imported for the program.
     """
 
     name: str
@@ -95,14 +95,14 @@ class Traced:
 def trace_program(
     verb: str, argv: Sequence[str], meanwhile: Sequence[str] = (), early: "Begin | None" = None
 ) -> Traced:
-    """Trace the program that `argv` begins with, as `verb` calls it, and import what is named `meanwhile`.
+    """Trace the program that `argv` begins with, for `verb`, and import the modules `meanwhile`.
 
-    Raises CommandError for words that begin with no PROGRAM and for what the child cannot do, SystemExit for help and
+    Raises CommandError if `argv` does not begin with a PROGRAM, and for a failure of the child; SystemExit for help and
     usage errors, which are printed.
     """
     given = f"the flag {argv[0]!r} first" if argv else "nothing"
     if argv and argv[0].startswith("-"):
-        # What only help and usage errors take is imported here.
+        # Only help and usage errors need these imports.
         from penstock.runtime.cli.flags import VERBS, unknown_flags
         from penstock.runtime.cli.parse import verb_help
 
@@ -113,7 +113,7 @@ def trace_program(
     if not argv or argv[0].startswith("-"):
         known = f"{', '.join(built_in())}, package.module:function or file.py:function"
         raise CommandError(f"given {given}, needed a PROGRAM: {known} (`penstock {verb} --help`)", 2)
-    # The child needs seconds to import torch. What its answer takes is imported beside it.
+    # The child needs seconds to import torch. Meanwhile import the modules that are needed for its answer.
     taken = (*meanwhile, "penstock.graph.errors", "penstock.graph.ir", "penstock.runtime.cli.flags")
     what = f"{argv[0]}: the process that imports and traces it"
     found = ask_child(f"{CHILDREN}:traced", verb, argv[0], argv[1:], what=what, meanwhile=taken, early=early)
@@ -122,7 +122,7 @@ def trace_program(
     from penstock.runtime.cli.flags import VERBS
     from penstock.runtime.cluster.cluster import SeenGpu
 
-    # JSON has lists only; flags are hashed and compared as tuples.
+    # JSON has only lists; flags are hashed and compared as tuples.
     flags = {name: tuple(value) if isinstance(value, list) else value for name, value in found.pop("flags").items()}
     graphs = {key: Graph.from_json(found[key]) if key in found else None for key in ("graph", "evaluation")}
     faults = tuple(Fault(**fault) for fault in found.pop("faults"))
@@ -137,8 +137,8 @@ def trace_program(
 def require_inputs(
     graphs: "Sequence[Graph]", flags: "RunOptions", early: "Begin | None" = None
 ) -> "tuple[SeenGpu, ...]":
-    """Have a child try what a run of these graphs reads and needs. Returns the GPUs that its torch sees. Raises
-    CommandError with what is wrong."""
+    """Have a child try the inputs and requirements of a run of these graphs. Returns the GPUs that its torch sees.
+    Raises CommandError with all that is wrong."""
     from penstock.runtime.cluster.cluster import SeenGpu
 
     asked = [graph.to_json() for graph in graphs], asdict(flags)
@@ -155,11 +155,11 @@ def ask_child(
     meanwhile: Sequence[str] = (),
     early: "Begin | None" = None,
 ) -> Any:
-    """What `function`, an import path, answers in a process of its own; arguments and answer travel as JSON.
+    """Call `function`, an import path, in a child process and return its answer; arguments and answer are JSON.
 
-    `what` names the process where it fails. Modules are imported `meanwhile`. `early` begins the processes of a run, of
-    which one forks the process. Raises CommandError for what the function raises, for a process that dies, and after
-    `deadline` seconds; SystemExit for one that has printed help or a usage error.
+    `what` names the process in errors. The modules `meanwhile` are imported while it works. `early` starts the
+    processes of a run, one of which then forks the child. Raises CommandError for what the function raises, for a child
+    that dies, and after `deadline` seconds; SystemExit for a child that has printed help or a usage error.
     """
     with os.fdopen(os.memfd_create("penstock"), "r+") as paper:
 
@@ -177,14 +177,14 @@ def ask_child(
                 _import(meanwhile)
                 status = answer(deadline)
             if status is None:
-                # One that ended with what had forked it has read the question, and may have begun its answer.
+                # If the child died with the process that forked it, it may have overwritten the question.
                 write_question()
                 status = _started(function, paper.fileno(), meanwhile, deadline)
         except TimeoutError:
             raise CommandError(f"{what} has not answered within {deadline:g} s") from None
         paper.seek(0)
         text = paper.read()
-    if status == -signal.SIGPIPE:  # help that nobody read to its end
+    if status == -signal.SIGPIPE:  # the reader of its help closed the pipe
         raise SystemExit(128 + signal.SIGPIPE)
     if status in (0, 2) and not text:
         raise SystemExit(status)
@@ -198,12 +198,12 @@ def ask_child(
 
 
 def _started(function: str, paper: int, meanwhile: Sequence[str], deadline: float) -> int:
-    """The exit status of a child that is started for it. Raises TimeoutError."""
+    """Start a child for the question; returns its exit status. Raises TimeoutError."""
     command = module_command(CHILDREN, function, str(paper))
     with ExitStack() as stack:
         with held_back():
             child = subprocess.Popen(command, pass_fds=[paper])
-            # After Ctrl-C, or a deadline that has passed, nobody waits for its answer any more.
+            # After Ctrl-C, or a passed deadline, its answer is not needed any more.
             stack.callback(child.wait)
             stack.callback(child.kill)
         _import(meanwhile)
@@ -224,7 +224,7 @@ def faults_text(faults: "Sequence[Fault]") -> str:
 
 
 def built_in() -> dict[str, str]:
-    """Name and first line of the documentation of each."""
+    """The built-in programs: name and first line of the docstring of each."""
     found = {}
     for path in sorted((Path(roots[0]) / "programs").glob("*.py")):
         for item in ast.parse(path.read_text()).body:

@@ -1,8 +1,8 @@
 """The trackers of a run, seen from its command: a process for each, which follows the run folder by itself.
 
-The command starts them, shows what they say, and at the end waits for them, each second of it counted. Nothing that a
-tracker does or fails to do changes how a run goes or ends: each is told of once by its name, on the display and in the
-summary's `warnings`.
+The command starts them, shows their messages, and waits for them at the end, for a limited time. A tracker never
+changes how a run goes or ends: its first failure is reported with its name, on the display and in the summary's
+`warnings`.
 """
 
 import json
@@ -26,27 +26,27 @@ from penstock.runtime.record.folder import AppendFile, RunFolder
 from penstock.runtime.record.metrics import keep_rows
 from penstock.runtime.record.trackers import without_secrets
 
-# Seconds after a run's end until trackers that have not ended are ended, and until they are waited for aloud.
+# Seconds after a run's end until trackers are killed, and until a message says that the command waits for them.
 END_S, ALOUD_S = 60.0, 2.0
-# Bytes of what a client prints that are kept.
+# How many bytes of a client's output are kept.
 LOG_BYTES = 1 << 20
-# Seconds for the last lines of a process that has ended: one of its own children may hold its pipe.
+# Seconds for the last lines of a process that has ended: one of its children may still hold its pipe.
 LAST_LINES_S = 0.5
 
 
 class TrackerProcess:
-    """One tracker of a run whose next update is `first`. `where`, `logged` and `closed` are what it said last;
-    `warning` is what went wrong first, "" for nothing."""
+    """One tracker of a run whose next update is `first`. `where`, `logged` and `closed` are its last report; `warning`
+    is the first failure, "" for none."""
 
     def __init__(self, name: str, folder: RunFolder, first: int, tell: Callable[[Line], None]) -> None:
         self.name, self._tell, self._lock = name, tell, Lock()
         self.where, self.logged, self.closed, self.warning = "", -1, False, ""
         self.ending = False
         self._log = AppendFile(folder.logs / f"tracker-{name}.log")
-        # Clients leave files there that they would remove at an orderly end, which not all of them come to.
+        # Clients leave temporary files there if they do not end in order.
         self._temporary = TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True)
         command = module_command("penstock.runtime.record.track_run", name, folder.path, str(first))
-        # A session of its own: Ctrl-C is the run's, whose last rows are still to come.
+        # Its own session: Ctrl-C is meant for the run, whose last rows are still to come.
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -79,7 +79,7 @@ class TrackerProcess:
             self.warn(f"its process ended by {how}; logs/tracker-{self.name}.log has what it printed")
 
     def _keep(self, output: IO[bytes]) -> None:
-        """What clients print goes to the log, without secrets."""
+        """Write the output of clients to the log, without secrets."""
         left = LOG_BYTES
         for line in output:
             text = bytearray(without_secrets(line.decode(errors="replace")).encode()[:left])
@@ -88,11 +88,11 @@ class TrackerProcess:
                 self._log.write(text)
 
     def warn(self, text: str) -> None:
-        """Tell of what is wrong, if it is the first thing."""
+        """Report a failure, if it is the first one."""
         with self._lock:
             first, self.warning = not self.warning, self.warning or f"{self.name}: {text}"
         if first:
-            # At its end the command waits for trackers.
+            # At the end of the run, the run does not go on.
             meanwhile = "" if self.ending else "; the run goes on"
             self._say({"level": "warning", "text": f"{self.warning}{meanwhile}"})
 
@@ -101,7 +101,7 @@ class TrackerProcess:
             self._tell({"kind": "note", **note})
 
     def ask_to_end(self, report: Path | None) -> None:
-        """The run is over, and `report` is its page: the tracker is to hand over what is missing, and end."""
+        """Tell the tracker that the run is over, with its page `report`: it sends what is missing, and ends."""
         self.ending = True
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
@@ -109,10 +109,10 @@ class TrackerProcess:
             self.process.stdin.close()
 
     def end(self) -> None:
-        """Hear the last of it; end it if it goes on."""
+        """Kill the process if it is still alive, and read its last lines."""
         self.ending = True
         if self.process.poll() is None:
-            # Its client's processes, too.
+            # The whole group, with the client's processes.
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         for thread in self._threads:
@@ -121,7 +121,7 @@ class TrackerProcess:
 
 
 class TrackerProcesses:
-    """The trackers of one command. Leaving it ends all of them at once; `end` gives them time."""
+    """The trackers of one command. Leaving the context kills those that are alive; `end` gives them time first."""
 
     def __init__(self) -> None:
         self.trackers: list[TrackerProcess] = []
@@ -134,18 +134,18 @@ class TrackerProcesses:
             tracker.end()
 
     def start(self, folder: RunFolder, names: Sequence[str], tell: Callable[[Line], None]) -> None:
-        """Begin to follow the run in `folder`, whose configuration is written."""
+        """Start trackers for the run in `folder`, whose configuration is written already."""
         if not names:
             return
-        # The controller drops these rows, too, but perhaps later than a tracker begins to read.
+        # The controller also drops later rows, but perhaps only after a tracker has begun to read.
         saved = latest_checkpoint(folder)
         first = saved.update if saved else 0
         keep_rows(folder.metrics, first)
         self.trackers = [TrackerProcess(name, folder, first, tell) for name in dict.fromkeys(names)]
 
     def end(self, report: Path | None, updates: int, seconds: float) -> dict[str, Any]:
-        """Give the trackers so many `seconds` to hand over what they have not, and the `report`; Ctrl-C gives them
-        none. Returns by name where each run is to be found, and what its tracker has of its `updates` updates."""
+        """Give the trackers `seconds` to send what is missing and the `report`; Ctrl-C ends the wait. Returns by name
+        where each tracked run is, and how many of the `updates` updates it has."""
         for tracker in self.trackers:
             tracker.ask_to_end(report)
         began = monotonic()
@@ -175,7 +175,7 @@ class TrackerProcesses:
         return found
 
     def _wait(self, until: float) -> list[str]:
-        """Until all have ended, or it is time; the names of those that have not ended."""
+        """Wait until all have ended or the time is `until`. Returns the names of those that have not ended."""
         for tracker in self.trackers:
             with suppress(subprocess.TimeoutExpired):
                 tracker.process.wait(max(0.0, until - monotonic()))

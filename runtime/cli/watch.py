@@ -1,8 +1,8 @@
 """`penstock watch DIR`: a run in progress, as its report's page on this machine, or in the terminal.
 
-In the terminal it is shown by the display that the run itself has. `Watched` makes the lines for it from the run
-folder: the event log has events without what was decided, so they go through the scheduler again, each once, and what
-it commands says what each pool is at.
+The terminal shows the same display as the run itself. `Watched` makes the lines for it from the run folder. The event
+log has events without commands, so each event goes through a scheduler once more, and its commands give the state of
+each pool.
 """
 
 import importlib
@@ -68,15 +68,15 @@ class WatchFlags(FolderFlags):
 def main(argv: Sequence[str]) -> int:
     flags = read_flags(WatchFlags, "watch", argv)
     folder = RunFolder(absolute(flags.dir))
-    # A run that begins has a folder that is locked, and writes its configuration when its base model is there.
+    # A starting run has locked its folder, and writes its configuration once its base model is built.
     if not folder.alive or folder.config.exists():
         RunFolder.open(flags.dir)
         if not folder.alive:
-            read_facts(folder)  # what cannot be shown is better said here than on a page
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
+            read_facts(folder)  # raise here for a folder that cannot be shown, rather than on a page
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets background processes ignore it
     if flags.tui or flags.plain or flags.once:
         return watch_in_terminal(folder, plain=flags.plain, once=flags.once)
-    # Imported late: drawing pages takes templates and networkx, which the terminal does without.
+    # Imported late: pages need templates and networkx, which the terminal does not.
     server = importlib.import_module("penstock.runtime.cli.watch_server").PageServer(folder, flags.port)
     print(visible(f"watching {relative(folder.path)} (Ctrl-C ends it)\n{server.url}"), flush=True)
     if flags.open:
@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def watch_in_terminal(folder: RunFolder, *, plain: bool, once: bool) -> int:
-    """Until the run has ended, or one picture. The exit status is that of the watching, however the run ended."""
+    """Show the run until it has ended, or one picture. The exit status does not depend on how the run ended."""
     if not folder.config.exists():
         print("the run has not begun yet; waiting for it …", file=sys.stderr, flush=True)
     while not folder.config.exists():
@@ -95,13 +95,13 @@ def watch_in_terminal(folder: RunFolder, *, plain: bool, once: bool) -> int:
             RunFolder.open(folder.path)
     config, watched = RunConfig.load(folder), Watched(folder)
     updates, shown = config.flags.updates, relative(folder.path)
-    # Asked before the folder is read: what the run writes last is then read once more, and not missed.
+    # Ask this before the folder is read: then the last writes of the run are read in another round, not missed.
     alive = folder.alive
     known = list(watched.lines())
     display = open_display(config.graph.name, updates, shown, plain=plain or once, seconds=watched.seconds)
-    # The past is added up silently: plain lines begin with the newest row.
+    # Earlier lines are only added up: plain lines begin with the newest row.
     newest = max((place for place, line in enumerate(known) if line["kind"] == "row"), default=len(known) - 1)
-    # Else a terminal would scroll through thousands of lines before the newest one.
+    # Else the terminal would scroll through thousands of lines.
     for line in known[:newest]:
         display.progress.hear(line)
     picture = once and not plain
@@ -131,10 +131,10 @@ def watch_in_terminal(folder: RunFolder, *, plain: bool, once: bool) -> int:
 
 
 class Watched:
-    """What a run folder says of a run, as the lines that its controller would say.
+    """Makes the lines that a run's controller would send from its folder.
 
-    `lines` are those since it was asked last. `seconds` is how long the run has been going on, and `ended` how its
-    last life ended, by its log; None of one that goes on or was killed.
+    `lines` returns those since the last call. `seconds` is how long the run has been going on. `ended` is how its last
+    life ended according to the log; None if it goes on or was killed.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -161,14 +161,14 @@ class Watched:
                 for record, mark in new_records(self.folder.events, self._mark):
                     self._mark = mark
                     self._take(record)
-            # Metrics can be shown without the log, and the run itself may be sound.
+            # Metrics can be shown without the log, and the run itself may be all right.
             except ValueError as error:
                 self._broken, self._follow = True, None
                 yield {"kind": "note", "text": f"what the pools do cannot be followed: {error}"}
         notes, self._noted = self.folder.read_notes(self._noted)
         yield from ({"kind": "note", **note} for note in notes)
         rows = read_rows(self.folder.metrics)
-        # A resume drops the rows of updates that it does again.
+        # A resume drops the rows of updates that it repeats.
         self._rows = min(self._rows, len(rows))
         yield from ({"kind": "row", "row": row} for row in rows[self._rows :])
         self._rows = len(rows)
@@ -178,7 +178,7 @@ class Watched:
         yield {"kind": "status", "stage": self.stage, "accuracy": accuracy, "pools": self._pools()}
 
     def summary(self) -> Line | None:
-        """How the run ended; None where nothing was left to say it."""
+        """The run's summary; None if it was killed and has none."""
         try:
             found: Line = self.folder.read_json("summary.json", Summary)
         except RecordError:
@@ -186,7 +186,7 @@ class Watched:
         return found
 
     def _take(self, record: Record) -> None:
-        """A record of the event log. Raises ValueError for one that does not fit."""
+        """Process a record of the event log. Raises ValueError for one that does not fit."""
         if isinstance(record, SegmentRecord):
             self._before, self._now, self.ended = self.seconds, 0.0, None
         elif isinstance(record, StageRecord):
@@ -201,7 +201,7 @@ class Watched:
             if isinstance(event, Swapped):
                 self._live[event.replica] = event.version
             self._follow.step(0, event, self._scheduler.handle(event))
-            # What is over grows with the run, and only what is in work is shown.
+            # Only work in progress is shown; finished work would grow with the run.
             self._follow.forget()
 
     def _pools(self) -> dict[str, Any]:

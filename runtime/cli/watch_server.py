@@ -1,8 +1,8 @@
-"""The page of a run as a server on loopback: who may read it, and the stream that says when there is more.
+"""The server of a run's page on loopback: access control, and the stream that announces new pages.
 
 Every request needs the token of this start, in the address or in the cookie that the first answer sets, and a `Host`
-that is this machine, so that no page of another site can read anything by a name that it made point here. A request
-changes nothing.
+that is this machine. So no page of another site can read anything by a host name that it made resolve to loopback (DNS
+rebinding). A request changes nothing.
 """
 
 import errno
@@ -24,13 +24,13 @@ from penstock.runtime.report.write import Live
 
 LOOPBACK = "127.0.0.1"
 HOSTS = (LOOPBACK, "localhost")
-# Seconds between two looks of a stream at the newest page.
+# Seconds between two checks of a stream for a newer page.
 LOOK_S = 0.25
 HEARTBEAT_S = 10.0
 
 
 def _inline(name: str) -> str:
-    """What a policy calls the content of the element that a template puts this file into."""
+    """The hash by which a Content-Security-Policy allows the element into which a template puts this file."""
     digest = sha256(f"\n{(TEMPLATES / name).read_text()}\n".encode()).digest()
     return f"'sha256-{b64encode(digest).decode()}'"
 
@@ -50,7 +50,7 @@ HEADERS = {
 
 
 class PageServer(ThreadingTCPServer):
-    """Listens from when it is made. Raises CommandError for a port that cannot be had."""
+    """Listens as soon as it is constructed. Raises CommandError for a port that is not available."""
 
     request_queue_size = 64
 
@@ -72,29 +72,29 @@ class PageServer(ThreadingTCPServer):
         return f"http://{LOOPBACK}:{self.port}/?token={self.token}"
 
     def serve(self) -> None:
-        """Until a signal."""
+        """Serve until a signal."""
         self.live.start()
         self.serve_forever()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        # A browser may leave at any time.
+        # A browser may close the connection at any time.
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
 class Page(BaseHTTPRequestHandler):
-    """`/` is the newest page, `/events` the stream, `/live.js` what renews the page."""
+    """`/` is the newest page, `/events` the stream, `/live.js` the script that renews the page."""
 
     server: PageServer
     server_version, sys_version = "penstock", ""
-    # Seconds for a browser to say what it wants.
+    # Seconds for a browser to send its request.
     timeout = 60.0
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing is logged."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
-        """Answers whoever has the token and asks this machine by its own name."""
+        """Answer a request that has the token and a host name of this machine."""
         try:
             url = urlsplit(self.path)
         except ValueError:
@@ -102,7 +102,7 @@ class Page(BaseHTTPRequestHandler):
             return
         cookie = f"penstock_{self.server.port}"
         host = self.headers.get("host", "").rpartition("@")[2].split(":")[0].lower()
-        # By hand: other servers of this machine set cookies here, too, and a parser would stop at a faulty one.
+        # Parsed by hand: other servers on this machine set cookies, too, and a parser would stop at a malformed one.
         cookies = dict(pair.strip().partition("=")[::2] for pair in self.headers.get("cookie", "").split(";"))
         given = parse_qs(url.query).get("token", [""])[-1]
         words, token = (given, cookies.get(cookie, "")), self.server.token
@@ -125,7 +125,7 @@ class Page(BaseHTTPRequestHandler):
             self._answer(404, "404: there is no such page\n")
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """To a request that is none, or of another method than GET."""
+        """Answer a malformed request, or one with another method than GET."""
         self._answer(int(code), f"{int(code)}: {message or 'given a request that is not answered here'}\n")
 
     def _answer(self, status: int, text: str, kind: str = "text/plain", more: dict[str, str] | None = None) -> None:
@@ -136,7 +136,7 @@ class Page(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def _stream(self, known: str) -> None:
-        """A `page` for each page newer than `known`, a comment where there is none for a while, `ended` at the end."""
+        """Send a `page` event for each page newer than `known`, a comment as heartbeat, and `ended` at the end."""
         said, ended = monotonic(), False
         while not ended:
             shot = self.server.live.snapshot
@@ -149,5 +149,5 @@ class Page(BaseHTTPRequestHandler):
             if text:
                 known, said = shot.id, monotonic()
                 self.wfile.write(text.encode())
-            # A thread for each reader is cheap, and there are few.
+            # Each reader has a thread that sleeps here: cheap, since there are few readers.
             sleep(LOOK_S)
