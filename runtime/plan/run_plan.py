@@ -57,12 +57,12 @@ DECIDED = (
 @dataclass(frozen=True)
 class RunPlan:
     """program, model: the program's import path, and the model's shape.
-    roles: what the plan takes from the graph, as JSON.
-    options: those of a run that the plan decides, by name. words: of a command line that it was made with, by the name
-        of their flag: the program's own as typed, its model's directory, the file of its cluster.
-    lag: what the generator's weights may be behind; None: as the program says. Pools that share GPUs take turns.
-    source: what `--cluster` said.
-    host_bytes: of each host's memory, what AdamW's moments take that lie there.
+    roles: the graph's facts on which the plan depends, as JSON.
+    options: the options of a run that the plan decides, by name. words: the words of the command line with which it was
+        made, by flag: the program's own flags as typed, its model's directory, the file of its cluster.
+    lag: the lag of a run; None: the program's. It is smaller where pools share GPUs and take turns.
+    source: the value of `--cluster`.
+    host_bytes: for each host, the bytes of its memory that AdamW's moments take.
     """
 
     program: str
